@@ -1,0 +1,121 @@
+"""Measure how fast `ncclguard explain` reads: MB/s of log text and peak memory, on synthetic logs.
+
+    python benchmarks/explain_speed.py [--mb 256]
+
+Three logs: "plain", ordinary training output with a timeout at its end; "prefixed", every line with [rankN]; "noisy", a
+warning that matters on every 50th line. Each is read in a process of its own, so that its peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+WORDS = [
+    "step",
+    "loss",
+    "lr",
+    "grad_norm",
+    "epoch",
+    "batch",
+    "time",
+    "data",
+    "model",
+    "layer",
+    "attention",
+    "forward",
+    "INFO",
+    "NCCL",
+    "Loading",
+    "checkpoint",
+    "shards",
+    "samples",
+    "per",
+    "second",
+    "trainer",
+    "process",
+    "tokens",
+    "memory",
+    "reserved",
+    "Channel",
+    "via",
+    "P2P/IPC",
+    "Connected",
+    "rings",
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+]
+INCIDENT = (
+    "[rank{r}]:[E709 17:05:38.162555850 ProcessGroupNCCL.cpp:632] [PG ID 0 PG GUID 0(default_pg) Rank {r}] "
+    "[Rank {r}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=56731, OpType=ALLREDUCE, NumelIn=467019003, NumelOut=467019003, Timeout(ms)=600000) ran "
+    "for 600029 milliseconds before timing out.\n"
+)
+WARNING = (
+    "node1:4000:4100 [0] transport/net_ib.cc:839 NCCL WARN NET/IB : Got completion from peer 10.0.0.2<4791> "
+    "with status=12 opcode=1 len=0 vendor err 129\n"
+)
+
+
+def write_log(path: Path, kind: str, megabytes: int) -> None:
+    """Write a log of about that size; the same seed gives the same text."""
+    random.seed(7)
+    page: list[str] = []
+    for number in range(20_000):
+        text = " ".join(
+            random.choice(WORDS) + (f"={random.random():.4f}" if random.random() < 0.3 else "") for _ in range(14)
+        )
+        head = f"[rank{number % 8}]: " if kind == "prefixed" else f"2026-05-01 10:{number % 60:02d}:00,000 [INFO] "
+        page.append(WARNING if kind == "noisy" and number % 50 == 0 else f"{head}{text}\n")
+    block = "".join(page)
+    with path.open("w", encoding="utf-8") as out:
+        for _ in range(max(1, (megabytes << 20) // len(block))):
+            out.write(block)
+        out.writelines(INCIDENT.format(r=rank) for rank in range(8) if rank != 3)
+
+
+def measure(path: Path) -> None:
+    """Explain one file in this process and print the figures."""
+    from ncclguard.explain import explain
+
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start, busy = time.perf_counter(), time.process_time()
+    report = explain([str(path)])
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    size = path.stat().st_size / 1e6
+    print(
+        f"{path.stem:10s} {size:7.0f} MB {seconds:6.2f} s {size / seconds:7.1f} MB/s ({size / busy:.1f} per CPU "
+        f"second), peak {peak / 1024:6.0f} "
+        f"MiB ({(peak - base) / 1024:+.0f}), culprits {list(report.culprits)}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=256)
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure is not None:
+        measure(arguments.measure)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("plain", "prefixed", "noisy"):
+            path = Path(folder) / f"{kind}.log"
+            write_log(path, kind, arguments.mb)
+            subprocess.run([sys.executable, __file__, "--measure", str(path)], check=True)
+            path.unlink()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

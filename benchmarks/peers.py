@@ -1,0 +1,193 @@
+"""What a small all-reduce costs beside the alternatives, in turn in one run on gloo, as ratios to plain torch.
+
+    python benchmarks/peers.py [--ranks 2] [--numel 1] [--cycles 60] [--json FILE]
+
+Beside each other: plain torch, TORCH_DISTRIBUTED_DEBUG=DETAIL, monitored_barrier before the call, the guarded call
+with and without its opening round, and torchft's process groups where torchft is installed. nvidia-resiliency-ext has
+no row: it restarts the process or the function around the training loop and touches no collective, so a call costs
+what plain costs. Every result is checked. Ratios are medians over cycles with quartiles, by the same code as
+`ncclguard bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import ncclguard as ng
+from ncclguard import faults
+from ncclguard.bench.inputs import Blocks, choose_pattern, count_wrong, fill
+from ncclguard.bench.machine import describe
+from ncclguard.bench.sizes import parse_size
+from ncclguard.bench.timing import percentile, ratio, slowest_rank_times
+from ncclguard.bench.world import World
+
+Call = Callable[[torch.Tensor], object]
+PLAIN = "plain torch"
+SLOTS = 32  # calls back to back in a cycle, each on a tensor of its own
+WARMUP = 5  # cycles
+LIMIT = timedelta(seconds=60)
+
+
+def guarded(rounds: bool) -> Call:
+    """A guarded call on a group of its own: rounds are a property of the group, fixed with its first guarded call."""
+    ng.configure(rounds=rounds)
+    group = dist.new_group(backend="gloo", timeout=LIMIT)
+    ng.safe_barrier(group).raise_if_failed()
+    return lambda tensor: ng.safe_all_reduce(tensor, group=group, timeout=60).raise_if_failed()
+
+
+def detail() -> Call:
+    """A group as TORCH_DISTRIBUTED_DEBUG=DETAIL makes it: wrapped when it is created, so the others stay plain."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group(backend="gloo", timeout=LIMIT)
+    dist.set_debug_level(before)
+    return lambda tensor: dist.all_reduce(tensor, group=group)
+
+
+def monitored() -> Call:
+    """monitored_barrier and then the call, on one group."""
+    group = dist.new_group(backend="gloo", timeout=LIMIT)
+
+    def call(tensor: torch.Tensor) -> None:
+        dist.monitored_barrier(group, timeout=LIMIT)
+        dist.all_reduce(tensor, group=group)
+
+    return call
+
+
+def torchft(kind: str) -> Call:
+    """One of torchft's reconfigurable process groups, called as its users do."""
+    from torch.distributed import AllreduceOptions
+    from torchft import process_group
+
+    group = getattr(process_group, kind)(timeout=LIMIT)
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}/peers/{kind}"
+    process_group.reconfigure_with_store(group, address, dist.get_rank(), dist.get_world_size())
+    return lambda tensor: group.allreduce([tensor], AllreduceOptions()).wait(LIMIT)
+
+
+def variants() -> dict[str, Call]:
+    """Everything that can be run here, by the name in the table; each on a communicator of its own."""
+    group = dist.new_group(backend="gloo", timeout=LIMIT)
+    found: dict[str, Call] = {
+        PLAIN: lambda tensor: dist.all_reduce(tensor, group=group),
+        "DETAIL": detail(),
+        "monitored_barrier": monitored(),
+        "guarded": guarded(rounds=True),
+        "guarded, no rounds": guarded(rounds=False),
+    }
+    if importlib.util.find_spec("torchft") is not None:
+        found["torchft gloo"] = torchft("ProcessGroupGloo")
+        found["torchft baby gloo"] = torchft("ProcessGroupBabyGloo")
+    return found
+
+
+def run_rank(numel: int, cycles: int) -> None:
+    """One rank: each variant in turn, order alternating; reports the seconds of every call and the wrong elements."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    calls = variants()
+    data = torch.empty(SLOTS * numel)
+    if "torchft baby gloo" in calls:
+        data.share_memory_()  # else its own copy into shared memory would be timed with it
+    blocks = Blocks(choose_pattern(torch.float32, size), data.numel(), torch.device("cpu"))
+    tensors = data.split(numel)
+    seconds: dict[str, list[list[float]]] = {name: [] for name in calls}
+    wrong = dict.fromkeys(calls, 0)
+    for cycle in range(-WARMUP, cycles):
+        order = list(calls.items())
+        for name, call in order if cycle % 2 == 0 else reversed(order):
+            fill(data, blocks.contribution(rank, cycle))
+            dist.barrier()
+            durations = []
+            for tensor in tensors:
+                started = time.perf_counter()
+                call(tensor)
+                durations.append(time.perf_counter() - started)
+            wrong[name] += count_wrong(data, blocks.total(cycle))
+            if cycle >= 0:
+                seconds[name].append(durations)
+    environment = describe(World(rank, size, rank, size, "ncclguard.faults"), "gloo", torch.device("cpu"), [])
+    faults.report(seconds=seconds, wrong=wrong, environment=environment.model_dump())
+    dist.destroy_process_group()
+
+
+def table(result: faults.JobResult) -> tuple[list[dict[str, Any]], int]:
+    """A row per variant and the number of wrong elements."""
+    everybody = result.values("seconds")
+    times = {
+        name: slowest_rank_times(np.array([everybody[rank][name] for rank in sorted(everybody)]))
+        for name in everybody[0]
+    }
+    cycles = {name: [percentile(cycle, 50) for cycle in found] for name, found in times.items()}
+    rows = []
+    for name, found in times.items():
+        share = ratio(cycles[name], cycles[PLAIN])
+        rows.append(
+            {
+                "variant": name,
+                "calls": found.size,
+                "seconds_p50": percentile(found.ravel(), 50),
+                "seconds_p99": percentile(found.ravel(), 99),
+                "ratio": [share.low, share.median, share.high],
+            }
+        )
+    return rows, sum(sum(wrong.values()) for wrong in result.values("wrong").values())
+
+
+def main() -> int:
+    """Run the ranks, print the table, and return 0 if no element was wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--numel", type=parse_size, default=parse_size("1"), help="float32 elements of each call")
+    parser.add_argument("--cycles", type=int, default=60, help=f"timed cycles of {SLOTS} calls per variant")
+    parser.add_argument("--json", type=Path, help="write the figures here; never overwrites a file")
+    options = parser.parse_args()
+    if options.json is not None and options.json.exists():
+        parser.error(f"{options.json} exists and is never overwritten; choose another name")
+    numel = options.numel.numel(element_size=4)
+    result = faults.run_ranks(run_rank, options.ranks, args=[numel, options.cycles], timeout=600).check()
+    environment = result[0].reports["environment"]
+    rows, wrong = table(result)
+    print(
+        f"# {options.ranks} ranks on one host, gloo, all_reduce of {numel} float32; torch {environment['torch']}, "
+        f"Python {environment['python']}, {environment['cores']} cores ({environment['cpu']})"
+    )
+    print(f"# {'variant':<20} {'calls':>6} {'p50 (us)':>10} {'p99 (us)':>10}  time / plain (quartiles)")
+    for row in rows:
+        low, median, high = row["ratio"]
+        print(
+            f"  {row['variant']:<20} {row['calls']:>6} {row['seconds_p50'] * 1e6:>10.1f} "
+            f"{row['seconds_p99'] * 1e6:>10.1f}  {median:.2f} ({low:.2f}-{high:.2f})"
+        )
+    print(f"# wrong elements: {wrong}")
+    if options.json is not None:
+        write(
+            options.json,
+            {"schema_version": 1, "numel": numel, "environment": environment, "rows": rows, "wrong": wrong},
+        )
+    return 0 if wrong == 0 else 1
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON into a new file."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

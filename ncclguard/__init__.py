@@ -1,0 +1,59 @@
+"""Collectives that end: on every rank, in bounded time, with one verdict, the input intact and the culprit named."""
+
+from ncclguard import runtime as _runtime
+from ncclguard.collectives import (
+    safe_all_gather,
+    safe_all_gather_object,
+    safe_all_reduce,
+    safe_barrier,
+    safe_broadcast,
+    safe_broadcast_object_list,
+    safe_reduce_scatter,
+)
+from ncclguard.config import GuardConfig, configure, current_config, phase
+from ncclguard.deadlines import get_adaptive_timeout, nccl_timeout_handler
+from ncclguard.environment.setup import setup_env, setup_nccl_timeout_env
+from ncclguard.errors import (
+    CollectiveFailed,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GuardConfigError,
+    GuardError,
+    PeerFailed,
+    PeerLost,
+)
+from ncclguard.incident.model import Incident
+from ncclguard.outcome import Cause, Outcome
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cause",
+    "CollectiveFailed",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "GuardConfig",
+    "GuardConfigError",
+    "GuardError",
+    "Incident",
+    "Outcome",
+    "PeerFailed",
+    "PeerLost",
+    "__version__",
+    "configure",
+    "current_config",
+    "get_adaptive_timeout",
+    "nccl_timeout_handler",
+    "phase",
+    "safe_all_gather",
+    "safe_all_gather_object",
+    "safe_all_reduce",
+    "safe_barrier",
+    "safe_broadcast",
+    "safe_broadcast_object_list",
+    "safe_reduce_scatter",
+    "setup_env",
+    "setup_nccl_timeout_env",
+]
+
+_runtime.install()

@@ -1,0 +1,72 @@
+"""The `ncclguard` command: `ncclguard COMMAND [ARGUMENT ...]`; also `python -m ncclguard`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ncclguard import __version__
+
+USAGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: the module with its `main(argv) -> int`, imported only when it is called, and what it is for."""
+
+    module: str
+    help: str
+
+    @property
+    def available(self) -> bool:
+        """Whether this installation has the module."""
+        try:
+            return importlib.util.find_spec(self.module) is not None
+        except ModuleNotFoundError:  # of a package above it
+            return False
+
+
+COMMANDS = {
+    "bench": Command(
+        "ncclguard.bench.__main__", "time plain and guarded collectives side by side, and rehearse faults"
+    ),
+    "doctor": Command("ncclguard.environment.doctor.command", "check this host or the whole job before training"),
+    "env": Command("ncclguard.environment.env_command", "print the environment variables that fit this host"),
+    "explain": Command("ncclguard.explain.command", "read what a hung job left and name the rank that held it up"),
+    "drill": Command("ncclguard.faults.drill", "inject a fault into a running job that allows it"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; 2 for a command that does not exist."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        print(usage(), file=sys.stderr)
+        return USAGE
+    name, rest = words[0], words[1:]
+    if name in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if name in ("-V", "--version"):
+        print(f"ncclguard {__version__}")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None or not command.available:
+        known = ", ".join(name for name, command in COMMANDS.items() if command.available)
+        print(f"ncclguard: there is no command {name!r}; use one of {known}", file=sys.stderr)
+        return USAGE
+    return int(importlib.import_module(command.module).main(rest))
+
+
+def usage() -> str:
+    """The commands that this installation has, one a line."""
+    lines = ["usage: ncclguard [--version] COMMAND [ARGUMENT ...]", "", "commands:"]
+    lines += [f"  {name:<9}{command.help}" for name, command in COMMANDS.items() if command.available]
+    return "\n".join([*lines, "", "`ncclguard COMMAND --help` shows the arguments of one."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

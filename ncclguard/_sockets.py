@@ -1,0 +1,141 @@
+"""Find and shut TCP connections of this process that a C++ library opened and keeps to itself.
+
+gloo and TCPStore give Python no handle on their sockets, yet shutting a connection down is the one thing that always ends
+a call blocked on it: it works while a peer is stopped or its host unreachable, and also while a forked child (a DataLoader
+worker) still holds a copy of the descriptor, where a plain ``close`` would not tell the peer anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+Address = tuple[str, int]  # (numeric host, port)
+
+_SOCKADDR_STORAGE = 128  # sizeof(struct sockaddr_storage) on Linux
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """One connected TCP socket of this process.
+
+    ``inode`` tells it from a later socket that was given the same descriptor.
+    """
+
+    fd: int
+    inode: int
+    local: Address
+    remote: Address
+
+
+def connections(wanted: Callable[[Address, Address], bool]) -> tuple[Connection, ...]:
+    """The connected TCP sockets of this process for which ``wanted(local, remote)`` is true.
+
+    Listening sockets are never among them: shutting gloo's listening socket ends the process. Empty where there is no
+    ``/proc`` (not Linux).
+    """
+    found: list[Connection] = []
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return ()
+    for name in names:
+        fd = int(name)
+        copy = _duplicate(fd, None)
+        if copy is None:
+            continue
+        with copy:
+            local, remote = _ends(copy)
+            if local is not None and remote is not None and wanted(local, remote):
+                found.append(Connection(fd, os.fstat(copy.fileno()).st_ino, local, remote))
+    return tuple(found)
+
+
+def shut(found: Iterable[Connection]) -> int:
+    """Shut the connections down in both directions, for all who share them, and return how many still existed.
+
+    Never blocks; data already sent is still delivered.
+    """
+    return shut_held(hold(found))
+
+
+def hold(found: Iterable[Connection]) -> list[socket.socket]:
+    """A socket object of one's own for each connection that still exists; to be ended with `shut_held`.
+
+    Safe beside other threads: each descriptor is duplicated first and compared by inode, so one that was closed and given to
+    somebody else's socket meanwhile is left alone.
+    """
+    return [copy for copy in (_duplicate(connection.fd, connection.inode) for connection in found) if copy is not None]
+
+
+def shut_held(held: Iterable[socket.socket]) -> int:
+    """`shut`, for what `hold` returned."""
+    count = 0
+    for copy in held:
+        with copy, contextlib.suppress(OSError):  # not connected any more: the peer was faster
+            copy.shutdown(socket.SHUT_RDWR)
+            count += 1
+    return count
+
+
+def gloo_address(published: bytes) -> Address | None:
+    """The listening address in what a gloo rank publishes under its number in the store, or None if it is not readable.
+
+    Layout (gloo/transport/tcp/context.cc ``Rank::bytes``; the same in torch 2.6 and 2.13): host name length and text, address
+    length, ``sockaddr_storage``, sequence number.
+    """
+    try:
+        (host_length,) = struct.unpack_from("=Q", published, 0)
+        at = 8 + host_length
+        (length,) = struct.unpack_from("=Q", published, at)
+        if length < _SOCKADDR_STORAGE or len(published) < at + 8 + length:
+            return None
+        (family,), (port,) = struct.unpack_from("=H", published, at + 8), struct.unpack_from("!H", published, at + 10)
+    except (struct.error, OverflowError):
+        return None
+    if family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, published[at + 12 : at + 16]), port
+    if family == socket.AF_INET6:
+        return _plain(socket.inet_ntop(socket.AF_INET6, published[at + 16 : at + 32])), port
+    return None
+
+
+def _duplicate(fd: int, inode: int | None) -> socket.socket | None:
+    """A socket object on a duplicate of ``fd``, or None if that is no socket, not open, or not the one with ``inode``."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(copy)
+        if stat.S_ISSOCK(status.st_mode) and inode in (None, status.st_ino):
+            # With this type the socket object leaves the flags alone. A plain socket.socket(fileno=...) would switch the
+            # *shared* connection to non-blocking wherever the program called socket.setdefaulttimeout().
+            return socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, copy)
+    except OSError:
+        pass  # a socket of a family that Python does not know: not TCP, closed below like all others
+    os.close(copy)
+    return None
+
+
+def _ends(sock: socket.socket) -> tuple[Address | None, Address | None]:
+    """Both addresses of a connected TCP socket; (None, None) for any other."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return None, None
+    try:
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) != socket.SOCK_STREAM:
+            return None, None
+        local, remote = sock.getsockname(), sock.getpeername()
+    except OSError:  # listening, or not connected any more
+        return None, None
+    return (_plain(local[0]), local[1]), (_plain(remote[0]), remote[1])
+
+
+def _plain(host: str) -> str:
+    """The IPv4 form of an IPv4 address that came through an IPv6 socket; anything else unchanged."""
+    return host.removeprefix("::ffff:") if "." in host else host

@@ -1,0 +1,348 @@
+"""Every private name of torch that the library uses, one small function each.
+
+Nothing else in the package touches ``torch._C`` or an underscored name of ``torch.distributed``. Ran on torch 2.6.0 and
+2.13.0 (CPU, gloo); the versions between are declared, not run. Where a version lacks something the function says what it
+does instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as _c
+from torch.distributed import distributed_c10d as c10d
+
+from . import _sockets
+
+_log = logging.getLogger("ncclguard")
+
+Store = _c.Store
+PrefixStore = _c.PrefixStore
+ProcessGroupGloo = _c.ProcessGroupGloo
+
+VERSION: tuple[int, int] = (int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1]))
+"""Major and minor version of the torch that runs, such as (2, 13)."""
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+def known_groups() -> tuple[dist.ProcessGroup, ...]:
+    """Every process group this process is a member of, in order of creation; empty before ``init_process_group``."""
+    return tuple(c10d._world.pg_map)
+
+
+def is_member(group: Any) -> bool:
+    """Whether ``group`` is a living process group that this process belongs to.
+
+    False for what ``new_group`` returns on ranks that are left out, and for a group that was destroyed.
+    """
+    return isinstance(group, dist.ProcessGroup) and group in c10d._world.pg_map
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The group's name in the store ("0" for the default group).
+
+    Raises ValueError for a group that was destroyed or that this process does not belong to.
+    """
+    name = c10d._world.pg_names.get(group)
+    if name is None:
+        raise ValueError("the process group was destroyed or this rank is not in it: create it again with new_group()")
+    return str(name)
+
+
+def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Global ranks of the group, ordered by their rank within it. Raises ValueError as `group_name` does."""
+    ranks = c10d._world.pg_group_ranks.get(group)
+    if ranks is None:
+        raise ValueError("the process group was destroyed or this rank is not in it: create it again with new_group()")
+    return tuple(ranks)
+
+
+def default_device_type(group: dist.ProcessGroup) -> str:
+    """The device type that object collectives and barriers of the group use: "cpu" where the group takes CPU tensors."""
+    return str(c10d._get_object_coll_device(group))
+
+
+def gloo_backend(group: dist.ProcessGroup) -> ProcessGroupGloo | None:
+    """The gloo process group that serves the group's CPU tensors, or None if another backend does.
+
+    Looks through the wrapper that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` puts around it.
+    """
+    try:
+        backend: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # no backend for CPU tensors, or a ProcessGroup written in Python
+        return None
+    while isinstance(backend, _c._ProcessGroupWrapper):
+        backend = backend.wrapped_pg
+    return backend if isinstance(backend, ProcessGroupGloo) else None
+
+
+def reduce_op_name(op: Any) -> str:
+    """ "SUM", "AVG", "PREMUL_SUM", ... for either form that torch accepts (``ReduceOp.SUM`` and ``ReduceOp(ReduceOp.SUM)``).
+
+    Raises TypeError for anything else.
+    """
+    # RedOpType first: torch makes its members instances of ReduceOp as well.
+    kind: Any = op if isinstance(op, dist.ReduceOp.RedOpType) else getattr(op, "op", None)
+    if not isinstance(kind, dist.ReduceOp.RedOpType):
+        raise TypeError(f"op must be a torch.distributed.ReduceOp such as ReduceOp.SUM, not a {type(op).__name__}")
+    return str(kind.name)
+
+
+# --- stores ---------------------------------------------------------------------------------------------------------
+
+_cloning = threading.Lock()
+_connections: weakref.WeakKeyDictionary[Store, tuple[_sockets.Connection, ...]] = weakref.WeakKeyDictionary()
+
+
+def default_store() -> Store:
+    """The default group's store with its own chain of prefixes. Raises ValueError before ``init_process_group``."""
+    return c10d._get_default_store()
+
+
+def base_store(store: Store) -> Store:
+    """The store beneath all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def clone_store(store: Store) -> Store:
+    """The same keys through a connection of its own, so that a call that blocks here blocks nobody else.
+
+    TCPStore: a new connection (about 1 ms). FileStore and HashStore have no connection; their object may be shared. torch 2.6
+    has no ``Store.clone``: there a new client is opened and wrapped in the same prefixes, as far as they are known (those of
+    ``init_process_group``; put your own prefix on the clone, not below it); for an unknown prefix the given store itself is
+    returned, with a warning. Blocks while the host of the store is stopped: call it from a helper thread.
+
+    Raises torch.distributed.DistNetworkError when the store cannot be reached.
+    """
+    base = base_store(store)
+    if not isinstance(base, _c.TCPStore):
+        return store.clone() if hasattr(store, "clone") else store
+    port = base.port
+    with _cloning:  # two clones at a time could not tell whose connection is whose
+        before = {(c.fd, c.inode) for c in _sockets.connections(lambda _, remote: remote[1] == port)}
+        copy: Store = store.clone() if hasattr(store, "clone") else _reopen(store, base)
+        after = _sockets.connections(lambda _, remote: remote[1] == port)
+        _connections[copy] = tuple(c for c in after if (c.fd, c.inode) not in before)
+    return copy
+
+
+def disconnect(store: Store) -> bool:
+    """End the calls that are blocked in a store made by `clone_store`: they raise DistNetworkError within milliseconds.
+
+    Any thread may call it; the store is unusable afterwards, others on the same host are not touched. False where the store
+    has no connection of its own.
+    """
+    return _sockets.shut(_connections.get(store, ())) > 0
+
+
+def _reopen(store: Store, base: _c.TCPStore) -> Store:
+    """What ``Store.clone`` does, for torch 2.6, where a PrefixStore does not tell its prefix: try the known ones."""
+    depth = 0
+    level = store
+    while isinstance(level, PrefixStore):
+        depth, level = depth + 1, level.underlying_store
+    limit: timedelta = getattr(base, "timeout")  # noqa: B009 - torch's stub lacks it
+    client = _c.TCPStore(base.host, base.port, None, False, limit, wait_for_workers=False)
+    probe = f"ncclguard/probe/{os.getpid()}/{id(store)}"
+    store.set(probe, "1")
+    store.get(probe)  # a set is not acknowledged; this comes back after it
+    known = ["default_pg", *(f"{name}/" for name in c10d._world.pg_names.values())]
+    for prefixes in itertools.product(known, repeat=depth):
+        wrapped: Store = client
+        for prefix in prefixes:
+            wrapped = PrefixStore(prefix, wrapped)
+        if bool(wrapped.check([probe])):
+            store.delete_key(probe)
+            return wrapped
+    store.delete_key(probe)
+    _log.warning(
+        "torch %s does not tell the prefix of a PrefixStore and it is none that init_process_group sets: the guard shares the "
+        "connection of the caller's store. torch 2.7 or later gives it one of its own.",
+        torch.__version__,
+    )
+    return store
+
+
+# --- init and destroy -----------------------------------------------------------------------------------------------
+
+_on_init: list[Callable[[], None]] = []
+_on_destroy: list[Callable[[], None]] = []
+
+
+def on_init(callback: Callable[[], None]) -> None:
+    """Call ``callback()`` after every successful ``init_process_group``.
+
+    torch's function is wrapped once, in ``torch.distributed`` and in ``torch.distributed.distributed_c10d``; a program that took it with
+    ``from torch.distributed import init_process_group`` before is not seen. Giving the same callback again does nothing. An
+    exception in a callback is logged and goes no further.
+    """
+    if callback not in _on_init:
+        _on_init.append(callback)
+    _wrap("init_process_group", _after_init)
+
+
+def on_destroy(callback: Callable[[], None]) -> None:
+    """Call ``callback()`` before ``destroy_process_group`` takes the default group down; else as `on_init`."""
+    if callback not in _on_destroy:
+        _on_destroy.append(callback)
+    _wrap("destroy_process_group", _before_destroy)
+
+
+def _after_init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    _call_all(_on_init)
+    return result
+
+
+def _before_destroy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    group = kwargs.get("group", args[0] if args else None)
+    if group is None or group is dist.group.WORLD:
+        _call_all(_on_destroy)
+    return original(*args, **kwargs)
+
+
+def _wrap(name: str, around: Callable[..., Any]) -> None:
+    original: Any = getattr(c10d, name)
+    if getattr(original, "_ncclguard_wrapped", False):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    wrapped._ncclguard_wrapped = True  # type: ignore[attr-defined]
+    for module in (dist, c10d):
+        if getattr(module, name, None) is original:
+            setattr(module, name, wrapped)
+
+
+def _call_all(callbacks: list[Callable[[], None]]) -> None:
+    for callback in tuple(callbacks):
+        try:
+            callback()
+        except Exception:  # noqa: BLE001 - nothing of ours may break the program's init or exit
+            _log.exception("ncclguard: %s failed and was skipped; the process group itself is not affected", callback)
+
+
+# --- gloo -----------------------------------------------------------------------------------------------------------
+
+_UNUSED_TAG = 0x7FFF_FF00  # of point-to-point messages: no program uses it
+
+
+def new_gloo_group(store: Store, index: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+    """A bare gloo process group: not registered with torch, and not wrapped under TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+    ``GLOO_SOCKET_IFNAME`` is honoured. ``TORCH_GLOO_LAZY_INIT`` is overridden: all connections are made here, because one that is made
+    later would escape `stop`. Blocks, with the GIL released, until every peer is connected or ``timeout`` passed several times.
+    """
+    group_type: Any = ProcessGroupGloo
+    lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("1", "t", "true", "y", "yes")
+    if not lazy or "lazy_init" not in str(group_type.create_device.__doc__):  # torch 2.6 has no lazy connections
+        return group_type(store, index, size, timeout)  # type: ignore[no-any-return]
+    options = group_type._Options()
+    options._timeout = timeout
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [group_type.create_device(interface=name, lazy_init=False) for name in names] or [
+        group_type.create_default_device(lazy_init=False)
+    ]
+    return group_type(store, index, size, options)  # type: ignore[no-any-return]
+
+
+def gloo_contexts(group: ProcessGroupGloo) -> int:
+    """How many sets of connections the group has: one for each interface in ``GLOO_SOCKET_IFNAME``."""
+    options: Any = group.options
+    return len(options._devices)
+
+
+@functools.lru_cache(maxsize=1)
+def gloo_timeout_is_settable() -> bool:
+    """Whether `set_gloo_timeout` works in this torch: yes in 2.13. In 2.6 only the constructor's timeout counts (measured)."""
+    group = new_gloo_group(_c.HashStore(), 0, 1, timedelta(seconds=1))
+    return hasattr(group, "set_timeout") and set_gloo_timeout(group, timedelta(seconds=2))
+
+
+def set_gloo_timeout(group: ProcessGroupGloo, timeout: timedelta) -> bool:
+    """Set the timeout of operations that are started from now on; those in flight keep theirs. False if not taken."""
+    if not hasattr(group, "set_timeout"):
+        return False
+    group.set_timeout(timeout)
+    options: Any = group.options
+    return bool(options._timeout == timeout)
+
+
+def poison_gloo(group: ProcessGroupGloo) -> None:
+    """Close all connections of a gloo group on this rank, so that its operations fail and peers notice; the group is unusable then.
+
+    A receive that runs into its timeout makes gloo close every connection of its context (gloo/transport/tcp/unbound_buffer.cc,
+    ``waitRecv``). One is tried with each peer, because with a peer that is gone already it fails without touching the others.
+    Takes up to 10 ms for each peer (gloo/transport/tcp/loop.cc, ``unregisterDescriptor``), whatever state the peers are in.
+    """
+    handle: Any = group  # torch's stub has none of the operations
+    index, size, millisecond = handle.rank(), handle.size(), timedelta(milliseconds=1)
+    for context in range(gloo_contexts(group)):  # gloo picks the context by tag modulo their number
+        for peer in range(size):
+            if peer != index:
+                with contextlib.suppress(RuntimeError):  # always raised: that is the purpose
+                    handle.recv([torch.empty(1)], peer, _UNUSED_TAG + context).wait(millisecond)
+
+
+# --- NCCL -----------------------------------------------------------------------------------------------------------
+
+_HARMLESS_NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # 1 and 3 end the process on an error that the guard handles
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the same, for errors that NCCL reports asynchronously
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # 1 makes wait() block the caller
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # turns error handling 0 into 3
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # ends the process when the watchdog is busy
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # makes the watchdog sleep for a minute
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+_environment = threading.Lock()
+
+
+def new_nccl_group(store: Store, index: int, size: int, timeout: timedelta) -> Any:
+    """A bare NCCL process group that never ends the process: not registered with torch, its watchdog without teeth.
+
+    ProcessGroupNCCL reads its variables when it is constructed, so these are set for this moment only and the groups of the
+    program keep theirs. Non-blocking communicators where torch and NCCL have working ones (2.7 and 2.26), because only with
+    those does NCCL promise that an abort is safe. Raises RuntimeError where torch was built without NCCL.
+    """
+    group_type: Any = getattr(_c, "ProcessGroupNCCL", None)
+    if group_type is None:
+        raise RuntimeError(
+            "this torch was built without NCCL: install a CUDA build of torch, or move the tensor to the CPU"
+        )
+    options = group_type.Options()
+    options._timeout = timeout
+    if VERSION >= (2, 7) and torch.cuda.nccl.version() >= (2, 26):  # type: ignore[no-untyped-call]
+        options.config.blocking = False
+    with _environment:
+        before = {name: os.environ.get(name) for name in _HARMLESS_NCCL}
+        os.environ.update(_HARMLESS_NCCL)
+        try:
+            return group_type(store, index, size, options)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def shut_nccl_group(group: Any) -> None:
+    """Release a healthy NCCL group once its operations are done everywhere; blocks until then."""
+    (group.shutdown if hasattr(group, "shutdown") else group._shutdown)()

@@ -1,0 +1,340 @@
+"""What the reports of a revoked generation add up to: commit, resume or fail, and who is to blame.
+
+`decide` is a pure function of what one coordinator has read. Two coordinators may read different things; only the verdict
+that is written first counts (the store's compare-and-set), so `decide` has to be *safe* for every subset of reports it may
+see, and *right* for the full one. Why each branch is safe is argued in docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from statistics import median
+
+from ncclguard.outcome import Cause
+
+
+class Phase(IntEnum):
+    """How far a rank is in one operation; DONE anywhere implies READY everywhere (or, without closing round, a donor)."""
+
+    NONE = 0  # not entered
+    RUNNING = 1  # entered; the own result is not complete
+    READY = 2  # the own result is complete and the closing round may have been sent
+    DONE = 3  # returned to the caller as a success
+
+
+class Action(str, Enum):
+    """What a verdict does with the operation it is about."""
+
+    COMMIT = "commit"
+    RESUME = "resume"
+    FAIL = "fail"
+
+
+class TroubleKind(str, Enum):
+    """Why a rank revoked the generation."""
+
+    DEADLINE = "deadline"
+    STUCK = "stuck"  # `stuck_timeout` passed and a member's interpreter does not run
+    TRANSPORT = "transport"
+    MISMATCH = "mismatch"
+    RAISED = "raised"
+    DEPARTED = "departed"
+    UNANSWERED = "unanswered"  # no verdict came in time: the call has returned with a local one
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One rank's reason to revoke, with a text for people."""
+
+    kind: TroubleKind
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """The agreement's view of one call: what must be equal on all ranks, and what a verdict may do with it."""
+
+    sequence: int
+    fingerprint: int
+    text: str = ""
+    closing: bool = True  # has a closing round; else a rank that completed donates its result
+    shrink: bool = False  # on_lost="shrink", and the operation can go on without a member
+    needs: int = -1  # a rank it cannot go on without: the source of a broadcast
+    max_attempts: int = 3
+
+    def at(self, sequence: int) -> Operation:
+        """The same with its place in the group's sequence; on every call's path, so not by `dataclasses.replace`."""
+        return Operation(
+            sequence, self.fingerprint, self.text, self.closing, self.shrink, self.needs, self.max_attempts
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A rank's answer to a revoke, and its promise: an operation reported NONE or RUNNING will never complete here."""
+
+    rank: int
+    generation: int
+    done: int = 0  # highest sequence this rank has completed with success, 0 for none
+    operation: Operation | None = None  # the one in progress
+    phase: Phase = Phase.NONE
+    first_incomplete: int = 0  # piece
+    restorable_from: int = 0  # the first piece whose input this rank can still restore
+    attempt: int = 1
+    trouble: Trouble | None = None
+    age: float = 0.0  # seconds since this rank entered the operation, by its own clock
+    budget: float | None = None  # seconds left until its deadline, by its own clock
+    elsewhere: str = ""  # an operation of another group this rank is waiting in
+    details: Mapping[str, object] = field(
+        default_factory=dict
+    )  # host, pid, stack, ...: for the incident, never for the decision
+
+    def phase_at(self, sequence: int) -> Phase:
+        """How far this rank is in the operation with this sequence number."""
+        if self.done >= sequence:
+            return Phase.DONE
+        if self.operation is not None and self.operation.sequence == sequence:
+            return self.phase
+        return Phase.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A process that is gone or going: announced by itself (exited, failed) or witnessed (lost)."""
+
+    rank: int
+    cause: Cause
+    text: str = ""
+    done: int = 0  # highest sequence it completed in this group, whose result it left in the store
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The one decision about a generation; every operation of it before `sequence` is committed."""
+
+    generation: int
+    sequence: int
+    action: Action
+    cause: Cause | None = None
+    culprits: tuple[tuple[int, Cause], ...] = ()
+    participants: tuple[int, ...] = ()  # of the next generation
+    departed: tuple[tuple[int, Cause], ...] = ()
+    from_piece: int = 0
+    attempt: int = 1  # of the next try when resumed, of the last one otherwise
+    fingerprints: tuple[int, ...] = ()  # of the calls that entered `sequence`
+    sides: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    deadline_expired: bool = False
+    coordinator: int = -1
+    incident: str = ""  # JSON, opaque here
+
+    @property
+    def culprit_ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(rank for rank, _ in self.culprits))
+
+
+#: When several causes were found, the outcome's single `cause` is the first of these.
+PRECEDENCE = (
+    Cause.LOST,
+    Cause.FAILED,
+    Cause.EXITED,
+    Cause.DIVERGED,
+    Cause.STUCK,
+    Cause.LATE,
+    Cause.NETWORK,
+    Cause.UNKNOWN,
+)
+
+
+def decide(
+    generation: int,
+    members: Sequence[int],
+    reports: Mapping[int, Report],
+    departed: Mapping[int, Departure],
+    silent: Mapping[int, Cause],
+    coordinator: int = -1,
+) -> Verdict:
+    """Return the verdict on a generation from the reports of its members.
+
+    `members` are the generation's global ranks; each is in `reports`, in `departed`, or in `silent` (with STUCK or UNKNOWN).
+    A member that reported *and* departed counts with both: its promise holds, and it will not take part again.
+    """
+    entered_any = [r.operation.sequence for r in reports.values() if r.operation is not None]
+    latest_done = [r.done for r in reports.values()] + [d.done for d in departed.values()]
+    sequence = max(entered_any + latest_done, default=0)
+    gone = {rank: departed[rank].cause for rank in sorted(departed) if rank in members}
+    entered = {rank: r for rank, r in reports.items() if r.operation is not None and r.operation.sequence == sequence}
+    attempt = max((r.attempt for r in entered.values()), default=1)
+    # A deadline of an earlier operation, which this verdict commits, says nothing about who is late for this one.
+    overdue = any(r.trouble is not None and r.trouble.kind in _OUT_OF_TIME for r in entered.values())
+    # Members are called silent only after a deadline, whatever the trouble was that revoked the generation.
+    expired = bool(silent) or overdue
+    unanswered = any(r.trouble is not None and r.trouble.kind is TroubleKind.UNANSWERED for r in entered.values())
+    base = Verdict(
+        generation=generation,
+        sequence=sequence,
+        action=Action.COMMIT,
+        participants=tuple(members),
+        departed=tuple(gone.items()),
+        attempt=attempt,
+        fingerprints=tuple(sorted({r.operation.fingerprint for r in entered.values() if r.operation is not None})),
+        deadline_expired=expired,
+        coordinator=coordinator,
+    )
+    if _committed(sequence, reports, departed):
+        return base
+
+    culprits, sides = _blame(sequence, members, reports, departed, silent, entered, overdue)
+    operation = next(r.operation for r in entered.values() if r.operation is not None)
+    from_piece = _resume_point(sequence, reports)
+    only_gone = bool(culprits) and set(culprits) <= set(gone)
+    if only_gone and not silent and not _expired(entered) and _may_shrink(entered, departed):
+        rest = tuple(rank for rank in members if rank not in departed)
+        return _replace(base, Action.RESUME, culprits, sides, participants=rest, from_piece=0, attempt=attempt + 1)
+    restorable = all(r.restorable_from <= from_piece for r in entered.values())
+    if not (culprits or expired or sides or unanswered) and attempt < operation.max_attempts and restorable:
+        return _replace(base, Action.RESUME, {}, sides, from_piece=from_piece, attempt=attempt + 1, cause=Cause.NETWORK)
+    cause = Cause.DIVERGED if sides else Cause.UNKNOWN if unanswered else Cause.NETWORK
+    return _replace(base, Action.FAIL, culprits, sides, cause=cause)
+
+
+_OUT_OF_TIME = (TroubleKind.DEADLINE, TroubleKind.STUCK)
+
+
+def _committed(sequence: int, reports: Mapping[int, Report], departed: Mapping[int, Departure]) -> bool:
+    """Whether somebody may already have returned the operation as a success, so that all must."""
+    phases = [r.phase_at(sequence) for r in reports.values()]
+    if any(phase is Phase.DONE for phase in phases) or any(d.done >= sequence for d in departed.values()):
+        return True
+    closings = [r.operation.closing for r in reports.values() if r.operation and r.operation.sequence == sequence]
+    return bool(closings) and all(closings) and all(phase >= Phase.READY for phase in phases)
+
+
+def _resume_point(sequence: int, reports: Mapping[int, Report]) -> int:
+    """The first piece that is not complete on every rank that reported; 0 when one of them has not entered."""
+    return min(
+        (r.first_incomplete if r.phase_at(sequence) is not Phase.NONE else 0 for r in reports.values()),
+        default=0,
+    )
+
+
+def _expired(entered: Mapping[int, Report]) -> bool:
+    """Whether a caller has no budget left, so that no further try can end well: it would hide who was gone."""
+    return any(r.trouble is not None and r.trouble.kind is TroubleKind.DEADLINE for r in entered.values())
+
+
+def _may_shrink(entered: Mapping[int, Report], departed: Mapping[int, Departure]) -> bool:
+    """Whether every caller asked for it, can restore its whole input, and does not need a rank that is gone."""
+    return all(
+        r.operation is not None and r.operation.shrink and r.operation.needs not in departed and r.restorable_from == 0
+        for r in entered.values()
+    )
+
+
+def _blame(
+    sequence: int,
+    members: Sequence[int],
+    reports: Mapping[int, Report],
+    departed: Mapping[int, Departure],
+    silent: Mapping[int, Cause],
+    entered: Mapping[int, Report],
+    overdue: bool,
+) -> tuple[dict[int, Cause], tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Name the ranks that kept the operation from completing, strongest evidence first; nobody where there is none."""
+    raised = {
+        rank: Cause.FAILED
+        for rank, r in reports.items()
+        if r.trouble is not None and r.trouble.kind is TroubleKind.RAISED
+    }
+    gone = {rank: d.cause for rank, d in departed.items() if rank in members and d.done < sequence}
+    if raised or gone:
+        return {**gone, **raised}, ()
+    odd, sides = _divergence(entered)
+    if sides:
+        return dict.fromkeys(odd, Cause.DIVERGED), sides
+    if not (overdue or silent):
+        return {}, ()
+    missing = {
+        rank: Cause.DIVERGED if r.elsewhere else Cause.LATE
+        for rank, r in reports.items()
+        if overdue and r.phase_at(sequence) is Phase.NONE
+    }
+    missing.update({rank: cause for rank, cause in silent.items() if rank in members})
+    if missing:
+        return _without_majority(missing, entered, reports)
+    return _came_last(entered), ()
+
+
+def _divergence(entered: Mapping[int, Report]) -> tuple[tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Split the ranks by what they called; odd are those outside a strict majority, if there is one."""
+    sides: dict[int, list[int]] = {}
+    texts: dict[int, str] = {}
+    for rank in sorted(entered):
+        operation = entered[rank].operation
+        assert operation is not None
+        sides.setdefault(operation.fingerprint, []).append(rank)
+        texts.setdefault(operation.fingerprint, operation.text)
+    if len(sides) < 2:
+        return (), ()
+    shown = tuple((texts[f], tuple(ranks)) for f, ranks in sorted(sides.items(), key=lambda s: (-len(s[1]), s[1])))
+    largest = len(shown[0][1])
+    odd = [rank for _, ranks in shown[1:] for rank in ranks] if 2 * largest > len(entered) else []
+    return tuple(sorted(odd)), shown
+
+
+def _without_majority(
+    missing: dict[int, Cause], entered: Mapping[int, Report], reports: Mapping[int, Report]
+) -> tuple[dict[int, Cause], tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Two groups waiting for each other accuse nobody unless one side is the larger: show both sides."""
+    elsewhere = {rank for rank, cause in missing.items() if cause is Cause.DIVERGED}
+    if not elsewhere:
+        return missing, ()
+    sides: dict[str, list[int]] = {}
+    for rank in sorted(reports):
+        operation = entered[rank].operation if rank in entered else None
+        text = operation.text if operation is not None else reports[rank].elsewhere
+        if text:
+            sides.setdefault(text, []).append(rank)
+    shown = tuple((text, tuple(ranks)) for text, ranks in sorted(sides.items(), key=lambda s: (-len(s[1]), s[1])))
+    if 2 * len(entered) > len(entered) + len(elsewhere):
+        return missing, shown
+    return {rank: cause for rank, cause in missing.items() if rank not in elsewhere}, shown
+
+
+def _came_last(entered: Mapping[int, Report]) -> dict[int, Cause]:
+    """All have entered: those that came far behind the rest (under half the median age) held them up, else nobody is named."""
+    if len(entered) < 2:
+        return {}
+    middle = median(r.age for r in entered.values())
+    tardy = {rank: Cause.LATE for rank, r in entered.items() if r.age < middle / 2}
+    return tardy if 2 * len(tardy) < len(entered) else {}
+
+
+def _replace(
+    base: Verdict,
+    action: Action,
+    culprits: Mapping[int, Cause],
+    sides: tuple[tuple[str, tuple[int, ...]], ...],
+    *,
+    participants: tuple[int, ...] | None = None,
+    from_piece: int = 0,
+    attempt: int | None = None,
+    cause: Cause = Cause.NETWORK,
+) -> Verdict:
+    found = [c for c in PRECEDENCE if c in culprits.values()]
+    return Verdict(
+        generation=base.generation,
+        sequence=base.sequence,
+        action=action,
+        cause=found[0] if found else cause,
+        culprits=tuple(sorted(culprits.items())),
+        participants=base.participants if participants is None else participants,
+        departed=base.departed,
+        from_piece=from_piece,
+        attempt=base.attempt if attempt is None else attempt,
+        fingerprints=base.fingerprints,
+        sides=sides,
+        deadline_expired=base.deadline_expired,
+        coordinator=base.coordinator,
+    )

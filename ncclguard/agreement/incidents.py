@@ -1,0 +1,181 @@
+"""Incidents out of reports: what the coordinator writes beside the verdict, and what one rank can say alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+
+from ncclguard.agreement.decision import Departure, Phase, Report, Verdict
+from ncclguard.agreement.seat import Seat
+from ncclguard.incident.model import Incident, RankReport, State
+from ncclguard.outcome import Cause
+
+#: What a person should do next, by cause.
+ADVICE = {
+    Cause.LATE: "See in its stack what it was doing instead: work on one rank only (saving, metrics, a data loader) must "
+    "fit the timeout or run on all ranks. Raise the timeout only if that work is meant to take so long.",
+    Cause.DIVERGED: "Compare what the ranks called: a branch, a batch count or a shape depends on the rank. Make it equal, or "
+    "agree on it first.",
+    Cause.FAILED: "Fix the exception of that rank first: the others only waited for it.",
+    Cause.EXITED: "That rank finished or left early: it had fewer steps or batches, or returned before the others.",
+    Cause.LOST: "See the launcher's and the kernel's log of its host (exit code, out-of-memory killer, Xid). Restart it, or go on "
+    'without it with on_lost="shrink".',
+    Cause.STUCK: "Its process exists but its interpreter does not run: stopped, swapped out, or in a call that holds the GIL. "
+    "Look at it on its host with `py-spy dump --pid`.",
+    Cause.NETWORK: "Every rank was there: check the network between the hosts (`ncclguard doctor`), links and interface choice.",
+    Cause.UNKNOWN: "No evidence could be had: look at that rank's log and host.",
+}
+
+
+def summarise(
+    verdict: Verdict,
+    reports: Mapping[int, Report],
+    departed: Mapping[int, Departure],
+    silent: Mapping[int, Cause],
+    seat: Seat,
+) -> str:
+    """The coordinator's incident as JSON; empty for a verdict under which nothing failed."""
+    if verdict.cause is None:
+        return ""
+    causes = dict(verdict.culprits)
+    entered = [r for r in reports.values() if r.operation is not None and r.operation.sequence == verdict.sequence]
+    text = entered[0].operation.text if entered and entered[0].operation is not None else "operation"
+    waited = max((r.age for r in entered), default=0.0)
+    timeout = min((r.age + r.budget for r in entered if r.budget is not None), default=None)
+    op_id = f"{seat.key}/{verdict.sequence}"
+    incident = Incident(
+        id=f"{op_id}.{verdict.generation}".replace("/", "-").replace(":", "-"),
+        op=text.partition("(")[0],
+        op_id=op_id,
+        group=seat.key,
+        generation=verdict.generation,
+        cause=verdict.cause,
+        culprits=verdict.culprit_ranks,
+        deadline_expired=verdict.deadline_expired,
+        timeout=timeout,
+        agreed=True,
+        attempts=verdict.attempt,
+        participants=verdict.participants,
+        ranks=tuple(
+            _rank(rank, verdict, reports, departed, silent, causes) for rank in sorted({*reports, *departed, *silent})
+        ),
+        summary=_summary(text, verdict, causes, waited, reports),
+        advice=ADVICE[verdict.cause],
+        sides=verdict.sides,
+    )
+    return incident.to_json()
+
+
+def alone(
+    seat: Seat,
+    op: str,
+    text: str,
+    sequence: int,
+    cause: Cause,
+    causes: Mapping[int, Cause],
+    why: str,
+    *,
+    agreed: bool = False,
+    expired: bool = False,
+    evidence: Mapping[int, str] | None = None,
+) -> Incident:
+    """What one rank can say without a verdict."""
+    op_id = f"{seat.key}/{sequence}"
+    return Incident(
+        id=f"{op_id}.{seat.member.generation}.rank{seat.member.rank}".replace("/", "-").replace(":", "-"),
+        op=op,
+        op_id=op_id,
+        group=seat.key,
+        generation=seat.member.generation,
+        cause=cause,
+        culprits=tuple(sorted(causes)),
+        deadline_expired=expired,
+        agreed=agreed,
+        attempts=1,
+        participants=seat.member.participants,
+        ranks=tuple(
+            RankReport(rank=rank, state="departed", cause=found, note=(evidence or {}).get(rank) or None)
+            for rank, found in sorted(causes.items())
+        ),
+        summary=f"{text} failed: {_because(causes) or cause.value}; {why}.",
+        advice=ADVICE[cause],
+    )
+
+
+def from_json(text: str) -> Incident | None:
+    """Read a verdict's incident; None where the coordinator wrote none, or one of another version."""
+    if not text:
+        return None
+    try:
+        return Incident.from_json(text)
+    except ValidationError:
+        return None
+
+
+def _rank(
+    rank: int,
+    verdict: Verdict,
+    reports: Mapping[int, Report],
+    departed: Mapping[int, Departure],
+    silent: Mapping[int, Cause],
+    causes: Mapping[int, Cause],
+) -> RankReport:
+    cause = causes.get(rank)
+    report = reports.get(rank)
+    left = departed.get(rank)
+    if report is None:
+        note = left.text if left is not None else f"it did not answer: {silent.get(rank, Cause.UNKNOWN).value}"
+        return RankReport(rank=rank, state="silent" if left is None else "departed", cause=cause, note=note)
+    details = report.details
+    raised = report.trouble.text if report.trouble is not None and cause is Cause.FAILED else None
+    stack = details.get("stack")
+    elsewhere = f"it waits in {report.elsewhere}" if report.elsewhere else None
+    return RankReport(
+        rank=rank,
+        host=str(details.get("host", "")),
+        pid=int(str(details.get("pid", 0))),
+        cause=cause,
+        state=_state(report.phase_at(verdict.sequence)),
+        sequence=report.operation.sequence if report.operation is not None else report.done,
+        operation=str(details.get("call") or details.get("last") or "") or None,
+        age=report.age if report.operation is not None else None,
+        call_site=str(details.get("call_site") or "") or None,
+        exception=raised or (left.text if left is not None and left.cause is Cause.FAILED else None),
+        stack=tuple(str(frame) for frame in stack) if cause is not None and isinstance(stack, (list, tuple)) else (),
+        note=elsewhere or (left.text if left is not None and left.cause is not Cause.FAILED else None),
+    )
+
+
+def _state(phase: Phase) -> State:
+    return _STATES[phase]
+
+
+_STATES: dict[Phase, State] = {
+    Phase.NONE: "none",
+    Phase.RUNNING: "running",
+    Phase.READY: "ready",
+    Phase.DONE: "done",
+}
+
+
+def _summary(
+    text: str, verdict: Verdict, causes: Mapping[int, Cause], waited: float, reports: Mapping[int, Report]
+) -> str:
+    because = _because(causes)
+    if because:
+        return f"{text} failed after {waited:.3g} s: {because}."
+    if verdict.cause is Cause.DIVERGED:
+        return f"{text} failed after {waited:.3g} s: the ranks called different operations, and no side is a majority."
+    troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})
+    detail = f" ({troubles[0]})" if troubles else ""
+    return f"{text} failed after {waited:.3g} s although every rank was in it: {verdict.cause}{detail}."
+
+
+def _because(causes: Mapping[int, Cause]) -> str:
+    parts = []
+    for cause in Cause:
+        ranks = [str(rank) for rank, found in sorted(causes.items()) if found is cause]
+        if ranks:
+            parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} {cause.value}")
+    return "; ".join(parts)

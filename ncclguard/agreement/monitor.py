@@ -1,0 +1,357 @@
+"""The one thread of a process that talks to the store, so that no caller ever waits for it.
+
+It revokes on behalf of callers in trouble, answers revokes and questions of other ranks, coordinates when it is its turn, and
+brings verdicts. Idle it looks at one counter twice a second; while a call is open for longer than a moment, 20 times a second.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ncclguard.agreement import codec
+from ncclguard.agreement.decision import Departure, Phase, Report, TroubleKind
+from ncclguard.agreement.inquiry import Inquiries
+from ncclguard.agreement.liveness import Liveness, Sight
+from ncclguard.agreement.neighbours import Neighbours
+from ncclguard.agreement.revocation import Revocation, Summarise, leave_result, read_revoke, revoke
+from ncclguard.agreement.seat import Seat
+from ncclguard.agreement.store import AgreementStore, Handshake, StoreUnavailable
+from ncclguard.outcome import Cause
+
+log = logging.getLogger("ncclguard")
+
+#: Seconds a call may be open before the monitor looks at the store 20 times a second.
+ATTENTION = 0.25
+#: Seconds for which an entry that was counted but not yet written is looked for; its writer may have died in between.
+ENTRY_PATIENCE = 10.0
+#: A rank that lost the race to revoke announces it itself when the winner has not after this many seconds.
+ANNOUNCE_AGAIN = 0.5
+
+
+#: Seconds for which the handshake of a new session is hurried: the ranks start together, or will take a while.
+EAGER = 5.0
+
+
+@dataclass(frozen=True)
+class MonitorSettings:
+    """Periods in seconds; `describe` adds to a report what only this process knows, `summarise` writes the incident."""
+
+    poll_idle: float
+    poll_active: float
+    warn_after: float
+    stuck_timeout: float | None
+    describe: Callable[[Seat, Report], Report]
+    summarise: Summarise
+
+
+class Monitor:
+    """Owns the seats of this process. `start`, then `seat` for each guarded group, `wake` when a call is in trouble."""
+
+    def __init__(
+        self, store: AgreementStore, rank: int, world_size: int, liveness: Liveness, settings: MonitorSettings
+    ) -> None:
+        self.rank = rank
+        self.session_ready = threading.Event()
+        self.nonce = ""
+        self._root = store
+        self._store = store
+        self._settings = settings
+        self._handshake: Handshake | None = Handshake(store, rank, world_size)
+        self._neighbours = Neighbours(rank, world_size, liveness)
+        self._inquiries = Inquiries(rank, self)
+        self._seats: dict[str, Seat] = {}
+        self._seats_lock = threading.Lock()
+        self._unchecked: set[str] = set()
+        self._revocations: dict[str, Revocation] = {}
+        self._announce_by: dict[tuple[str, int], float] = {}
+        self._bell = 0
+        self._gaps: dict[int, float] = {}
+        self._departed: dict[int, tuple[Departure, dict[str, int]]] = {}
+        self._departures_read = 0
+        self._leaving: Departure | None = None
+        self._left = threading.Event()
+        self._goodbyes = 0
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._unavailable = ""
+        self._eager_until = time.monotonic() + EAGER
+        self._thread = threading.Thread(target=self._run, name="ncclguard-monitor", daemon=True)
+
+    # ------------------------------------------------------------------ any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    @property
+    def unavailable(self) -> str:
+        """Why no agreement is possible any more, or empty."""
+        return self._unavailable
+
+    def seat(self, key: str, members: tuple[int, ...]) -> Seat:
+        """Return this rank's seat in a group, made on first use by a caller or by another rank's revoke."""
+        with self._seats_lock:
+            seat = self._seats.get(key)
+            if seat is None:
+                seat = self._seats[key] = Seat(key, self.rank, members)
+                seat.unavailable = self._unavailable
+                self._unchecked.add(key)
+            return seat
+
+    def seats(self) -> list[Seat]:
+        with self._seats_lock:
+            return list(self._seats.values())
+
+    def depart(self, cause: Cause, text: str, seconds: float) -> bool:
+        """Tell the others that this process leaves, with what it completed; True when it has been written in time."""
+        if not self._thread.is_alive() or threading.current_thread() is self._thread:
+            return False
+        self._leaving = Departure(self.rank, cause, text)
+        self._wake.set()
+        return self._left.wait(seconds)
+
+    def stop(self, seconds: float) -> bool:
+        """End the thread; False when it is inside a store call that does not answer."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def goodbyes(self) -> int:
+        """How many ranks of the job are known to have left; counted while this one leaves."""
+        return self._goodbyes
+
+    def gone(self, rank: int) -> str:
+        """Local evidence that a peer's process is gone, for verdicts that could not be agreed; empty for none."""
+        return self._neighbours.gone(rank)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                if not self._unavailable:
+                    self._step(time.monotonic())
+            except StoreUnavailable as error:
+                self._lose_store(str(error))
+            except Exception:
+                log.exception("ncclguard: the monitor of rank %d met an unexpected error and goes on", self.rank)
+            self._wake.wait(self._interval())
+            self._wake.clear()
+
+    def _interval(self) -> float:
+        if self._unavailable:
+            return self._settings.poll_idle
+        if self._handshake is not None and time.monotonic() < self._eager_until:
+            return min(0.01, self._settings.poll_active)
+        return self._settings.poll_active if self._attentive(time.monotonic()) else self._settings.poll_idle
+
+    def _attentive(self, now: float) -> bool:
+        if self._revocations or self._leaving is not None:
+            return True
+        for seat in self.seats():
+            if seat.member.trouble is not None:
+                return True
+            call = seat.call
+            if call is not None and now - call.entered > ATTENTION:
+                return True
+        return self._inquiries.busy
+
+    def _step(self, now: float) -> None:
+        if self._handshake is not None:
+            finished = self._handshake.step()
+            if self._handshake.nonce is not None and not self.session_ready.is_set():
+                self._begin_session(self._handshake.nonce)
+            if finished:
+                self._handshake = None
+        if not self.session_ready.is_set():
+            return
+        if self._leaving is not None and not self._left.is_set():
+            self._announce_departure(self._leaving)
+        if self._leaving is not None:
+            self._goodbyes = self._store.count("departures")
+        attentive = self._attentive(now)
+        self._neighbours.step(now, attentive)
+        self._ring_for_callers(now)
+        self._hear_bell(now)
+        if attentive:
+            self._read_departures()
+            self._witness_departures()
+            self._apply_departures()
+            self._ring_for_callers(now)
+        for seat in self.seats():
+            if seat.key in self._unchecked:
+                self._unchecked.discard(seat.key)
+                self._look_for_revoke(seat, now)
+        for key, revocation in list(self._revocations.items()):
+            departed = self._departed_from(revocation.seat)
+            if revocation.step(
+                now, departed, self._settings.describe, self._neighbours.silent_cause, self._settings.summarise
+            ):
+                del self._revocations[key]
+                self._look_for_revoke(revocation.seat, now)
+        self._inquiries.step(now, self._store, self._settings.warn_after, self._settings.stuck_timeout)
+
+    def _begin_session(self, nonce: str) -> None:
+        self.nonce = nonce
+        self._store = self._root.below(nonce)
+        self._neighbours.register(self._store)
+        self.session_ready.set()
+        for seat in self.seats():
+            with seat.condition:
+                seat.condition.notify_all()
+
+    def _lose_store(self, why: str) -> None:
+        self._unavailable = f"the store cannot be used any more ({why})"
+        log.warning("ncclguard: rank %d: %s; verdicts are local from now on", self.rank, self._unavailable)
+        self._left.set()
+        for seat in self.seats():
+            seat.set_unavailable(self._unavailable)
+
+    # ------------------------------------------------------------------ revokes
+
+    def _ring_for_callers(self, now: float) -> None:
+        for seat in self.seats():
+            with seat.condition:
+                trouble, generation = seat.member.trouble, seat.member.generation
+            if trouble is None:
+                continue
+            if seat.key not in self._revocations:
+                winner = revoke(self._store, seat.key, generation, self.rank)
+                self._begin_revocation(seat, generation, winner, now)
+                if winner == self.rank:
+                    self._announce_revoke(seat, generation)
+                else:
+                    place = seat.member.participants.index(self.rank)
+                    self._announce_by[seat.key, generation] = now + ANNOUNCE_AGAIN * (1 + place)
+        for (key, generation), due in list(self._announce_by.items()):
+            if key not in self._revocations:
+                del self._announce_by[key, generation]
+            elif now >= due:
+                del self._announce_by[key, generation]
+                self._announce_revoke(self._revocations[key].seat, generation)
+
+    def _begin_revocation(self, seat: Seat, generation: int, ringer: int, now: float) -> None:
+        if self.rank in seat.member.participants:
+            self._revocations[seat.key] = Revocation(self._store, seat, generation, ringer, now)
+
+    def _announce_revoke(self, seat: Seat, generation: int) -> None:
+        self.post({"kind": "revoke", "group": seat.key, "generation": generation, "members": list(seat.member.members)})
+
+    def _look_for_revoke(self, seat: Seat, now: float) -> None:
+        if seat.key in self._revocations:
+            return
+        generation = seat.member.generation
+        ringer = read_revoke(self._store, seat.key, generation)
+        if ringer is not None:
+            self._begin_revocation(seat, generation, ringer, now)
+
+    # ------------------------------------------------------------------ the job's log: one counter, few entries
+
+    def post(self, entry: dict[str, object]) -> None:
+        """Append an entry that every monitor of the job reads."""
+        number = self._store.count("bell", 1)
+        self._store.first(f"entry/{number}", json.dumps(entry))
+
+    def _hear_bell(self, now: float) -> None:
+        bell = self._store.count("bell")
+        for number in range(self._bell + 1, bell + 1):
+            self._gaps[number] = now
+        self._bell = max(bell, self._bell)
+        for number in sorted(self._gaps):
+            text = self._store.read(f"entry/{number}")
+            if text is not None:
+                del self._gaps[number]
+                self._hear(json.loads(text), now)
+            elif now - self._gaps[number] > ENTRY_PATIENCE:
+                del self._gaps[number]
+
+    def _hear(self, entry: dict[str, object], now: float) -> None:
+        members = entry.get("members")
+        if not isinstance(members, list) or self.rank not in members:
+            return
+        if entry["kind"] == "revoke":
+            self._announce_by.pop((str(entry["group"]), int(str(entry["generation"]))), None)
+            self._look_for_revoke(self.seat(str(entry["group"]), tuple(members)), now)
+        elif entry["kind"] == "question":
+            self._inquiries.answer(self._store, entry)
+
+    # ------------------------------------------------------------------ departures
+
+    def _announce_departure(self, departure: Departure) -> None:
+        done: dict[str, int] = {}
+        for seat in self.seats():
+            done[seat.key] = seat.member.completed
+            leave_result(self._store.below(f"{seat.key}/result"), seat)
+        self._post_departure(departure, done)
+        self._left.set()
+
+    def _post_departure(self, departure: Departure, done: dict[str, int]) -> None:
+        """Enter a departure once per rank, whoever is first: the rank itself or a witness."""
+        text = codec.dumps_departure(departure, done)
+        if self._store.first(f"departed/{departure.rank}", text) == text:
+            number = self._store.count("departures", 1)
+            self._store.first(f"departure/{number}", text)
+
+    def _read_departures(self) -> None:
+        count = self._store.count("departures")
+        while self._departures_read < count:
+            text = self._store.read(f"departure/{self._departures_read + 1}")
+            if text is None:
+                return
+            self._departures_read += 1
+            departure, done = codec.loads_departure(text)
+            self._departed.setdefault(departure.rank, (departure, done))
+
+    def _witness_departures(self) -> None:
+        for departure in self._neighbours.departures():
+            if departure.rank not in self._departed:
+                self._post_departure(departure, {})
+                self._read_departures()
+
+    def _apply_departures(self) -> None:
+        for seat in self.seats():
+            waiting = seat.waited_for()
+            if waiting is None or not self._departed:
+                continue
+            _, sequence = waiting
+            with seat.condition:
+                generation, participants = seat.member.generation, seat.member.participants
+            for rank, departure in self._departed_from(seat).items():
+                if rank in participants and departure.done < sequence:
+                    seat.trouble(
+                        generation, TroubleKind.DEPARTED, f"rank {rank} {departure.cause.value}: {departure.text}"
+                    )
+
+    def _departed_from(self, seat: Seat) -> dict[int, Departure]:
+        participants = seat.member.participants
+        return {
+            rank: replace(departure, done=done.get(seat.key, 0))
+            for rank, (departure, done) in self._departed.items()
+            if rank in participants
+        }
+
+    # ------------------------------------------------------------------ what the inquiries need
+
+    def waiting_elsewhere(self, key: str) -> str:
+        """The call of another group this rank is waiting in."""
+        for seat in self.seats():
+            if seat.key != key and seat.member.phase is not Phase.NONE:
+                text = seat.waiting_text()
+                if text:
+                    return text
+        return ""
+
+    def describe(self, seat: Seat, report: Report) -> Report:
+        return self._settings.describe(seat, report)
+
+    def sight(self, rank: int) -> tuple[Sight, str]:
+        return self._neighbours.look(rank)

@@ -1,0 +1,94 @@
+"""What can be seen of other ranks' processes from here: those of the same host directly, two others through their doors."""
+
+from __future__ import annotations
+
+import hashlib
+
+from ncclguard.agreement.decision import Departure
+from ncclguard.agreement.inquiry import silent_cause
+from ncclguard.agreement.liveness import Identity, Liveness, Sight
+from ncclguard.agreement.store import AgreementStore
+from ncclguard.outcome import Cause
+
+#: Seconds between two looks at the doors of ranks on other hosts, and at the list of this host's ranks.
+LOOK_EVERY = 1.0
+
+
+class Neighbours:
+    """Knows this host's ranks and the two next to this one; every other rank is looked up when it is asked about."""
+
+    def __init__(self, rank: int, world_size: int, liveness: Liveness) -> None:
+        self._rank = rank
+        self._liveness = liveness
+        self._store: AgreementStore | None = None
+        self._host = "host/" + hashlib.blake2b(liveness.identity.host_key.encode(), digest_size=8).hexdigest()
+        self._known: dict[int, Identity] = {}
+        self._listed = 0
+        self._beside = [r % world_size for r in (rank - 1, rank + 1) if r % world_size != rank]
+        self._next_look = 0.0
+        self._gone: dict[int, str] = {}
+
+    def register(self, store: AgreementStore) -> None:
+        """Publish this process under its rank and in its host's list."""
+        self._store = store
+        text = self._liveness.identity.to_json()
+        store.put(f"identity/{self._rank}", text)
+        store.put(f"{self._host}/{store.count(self._host, 1)}", text)
+
+    def step(self, now: float, attentive: bool) -> None:
+        """Learn who is beside this rank; once a second, and oftener while it matters."""
+        self._liveness.drain()
+        if self._store is None or now < self._next_look:
+            return
+        self._next_look = now + (LOOK_EVERY / 10 if attentive else LOOK_EVERY)
+        count = self._store.count(self._host)
+        while self._listed < count:
+            text = self._store.read(f"{self._host}/{self._listed + 1}")
+            if text is None:
+                break
+            self._listed += 1
+            identity = Identity.from_json(text)
+            self._known[identity.rank] = identity
+        for rank in list(self._beside):
+            peer = self._identity(rank)
+            if peer is not None:
+                self._beside.remove(rank)
+                if peer.host_key != self._liveness.identity.host_key:
+                    self._liveness.befriend(peer)
+
+    def departures(self) -> list[Departure]:
+        """Ranks seen here whose process is gone: positive evidence, never silence."""
+        found = []
+        for rank in list(self._known):
+            if rank == self._rank or rank in self._gone:
+                continue
+            sight, evidence = self._liveness.look(self._known[rank])
+            if sight is Sight.GONE:
+                self._gone[rank] = evidence
+                found.append(Departure(rank, Cause.LOST, evidence))
+        return found
+
+    def gone(self, rank: int) -> str:
+        """Evidence that a rank's process is gone, from what this process knows without the store; empty for none."""
+        if rank not in self._gone and rank in self._known:
+            sight, evidence = self._liveness.look(self._known[rank])
+            if sight is Sight.GONE:
+                self._gone[rank] = evidence
+        return self._gone.get(rank, "")
+
+    def look(self, rank: int) -> tuple[Sight, str]:
+        """What can be seen of a rank's process from here."""
+        peer = self._identity(rank)
+        if peer is None:
+            return Sight.UNKNOWN, "it never started ncclguard; import it on every rank before init_process_group"
+        return self._liveness.look(peer)
+
+    def silent_cause(self, rank: int) -> Cause:
+        return silent_cause(self.look(rank)[0])
+
+    def _identity(self, rank: int) -> Identity | None:
+        if rank not in self._known and self._store is not None:
+            text = self._store.read(f"identity/{rank}")
+            if text is not None:
+                self._known[rank] = Identity.from_json(text)
+        return self._known.get(rank)

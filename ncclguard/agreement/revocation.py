@@ -1,0 +1,148 @@
+"""One revoked generation of one group, from the revoke to the adopted verdict, as the monitor works it off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+from ncclguard.agreement import codec
+from ncclguard.agreement.decision import Departure, Report, TroubleKind, Verdict, decide
+from ncclguard.agreement.seat import Seat
+from ncclguard.agreement.store import AgreementStore
+from ncclguard.outcome import Cause
+
+#: Seconds after the revoke (or the deadline, if that is later) until members that have not answered are called silent.
+PATIENCE = 1.2
+#: Seconds without a moving pulse after which the next rank takes the coordination over, times its place in the group.
+TAKEOVER = 0.6
+
+Witness = Callable[[int], Cause]
+Describe = Callable[[Seat, Report], Report]
+Summarise = Callable[[Verdict, dict[int, Report], dict[int, Departure], dict[int, Cause], Seat], str]
+
+
+class Revocation:
+    """Answers once, coordinates when it is this rank's turn, and adopts the verdict whoever wrote it."""
+
+    def __init__(self, store: AgreementStore, seat: Seat, generation: int, ringer: int, now: float) -> None:
+        self.seat = seat
+        self.generation = generation
+        self._store = store.below(f"{seat.key}/{generation}")
+        self._results = store.below(f"{seat.key}/result")
+        self._members = seat.member.participants
+        self._rank = seat.member.rank
+        self._ringer = ringer
+        self._since = now
+        self._answered = False
+        self._pulse = (-1, now)
+        self._reports: dict[int, Report] = {}
+        self._report_count = -1
+        self._last_pass = now
+        self._deadline: float | None = None
+
+    def step(
+        self,
+        now: float,
+        departed: dict[int, Departure],
+        describe: Describe,
+        witness: Witness,
+        summarise: Summarise,
+    ) -> bool:
+        """Do what can be done without waiting; True once the verdict is adopted."""
+        text = self._store.read("verdict")
+        if text is not None:
+            self._adopt(codec.loads_verdict(text))
+            return True
+        if not self._answered:
+            self._answer(describe)
+        if not self._my_turn(now):
+            return False
+        self._store.count("pulse", 1)
+        self._gather(now)
+        missing = [r for r in self._members if r not in self._reports and r not in departed]
+        silent: dict[int, Cause] = {}
+        if missing:
+            if not self._patience_over(now):
+                return False
+            self._gather(now, again=True)
+            silent = {rank: witness(rank) for rank in missing if rank not in self._reports}
+        gone = {rank: d for rank, d in departed.items() if rank in self._members}
+        verdict = decide(self.generation, self._members, self._reports, gone, silent, coordinator=self._rank)
+        verdict = replace(verdict, incident=summarise(verdict, self._reports, gone, silent, self.seat))
+        self._adopt(codec.loads_verdict(self._store.first("verdict", codec.dumps(verdict))))
+        return True
+
+    def _answer(self, describe: Describe) -> None:
+        report = describe(self.seat, self.seat.answer())
+        leave_result(self._results, self.seat)  # before the report, on the same connection
+        self._store.first(f"report/{self._rank}", codec.dumps(report))
+        self._store.count("reports", 1)
+        self._reports[self._rank] = report
+        self._answered = True
+        self._note_deadline(report, self._since)
+        self.seat.stop_transport(self.generation)
+
+    def _my_turn(self, now: float) -> bool:
+        if self._ringer == self._rank:
+            return True
+        pulse = self._store.count("pulse")
+        if pulse != self._pulse[0]:
+            self._pulse = (pulse, now)
+        if now - self._pulse[1] < TAKEOVER * (1 + self._members.index(self._rank)):
+            return False
+        self._ringer = self._rank
+        return True
+
+    def _gather(self, now: float, again: bool = False) -> None:
+        count = self._store.count("reports")
+        if count == self._report_count and not again:
+            return
+        self._report_count = count
+        for rank in self._members:
+            if rank in self._reports:
+                continue
+            text = self._store.read(f"report/{rank}")
+            if text is not None:
+                self._reports[rank] = codec.loads_report(text)
+                self._note_deadline(self._reports[rank], now)
+
+    def _note_deadline(self, report: Report, now: float) -> None:
+        if report.budget is not None:
+            stuck = report.trouble is not None and report.trouble.kind is TroubleKind.STUCK
+            deadline = now + (0.0 if stuck else max(report.budget, 0.0))
+            self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
+    def _patience_over(self, now: float) -> bool:
+        """Silence never ends an operation before its deadline."""
+        return self._deadline is not None and now >= max(self._since, self._deadline) + PATIENCE
+
+    def _adopt(self, verdict: Verdict) -> None:
+        with self.seat.condition:
+            operation = self.seat.member.operation
+        donated = None if operation is None or operation.closing else self._results.read(str(operation.sequence))
+        self.seat.adopt(verdict, donated)
+        self.seat.stop_transport(self.generation)
+
+
+def leave_result(results: AgreementStore, seat: Seat) -> None:
+    """Leave the result this rank keeps, under its sequence number; every donor has the same one."""
+    with seat.condition:
+        kept = seat.member.kept
+    if not kept:
+        return
+    text = seat.kept_result()
+    if text is not None:
+        results.put(str(kept), text)
+
+
+def read_revoke(store: AgreementStore, key: str, generation: int) -> int | None:
+    """The rank that revoked this generation first, or None."""
+    text = store.read(f"{key}/{generation}/revoke")
+    return None if text is None else int(json.loads(text)["by"])
+
+
+def revoke(store: AgreementStore, key: str, generation: int, rank: int) -> int:
+    """Revoke a generation; returns the rank whose revoke came first."""
+    text = store.first(f"{key}/{generation}/revoke", json.dumps({"by": rank}))
+    return int(json.loads(text)["by"])

@@ -1,0 +1,103 @@
+"""A rank's place in one group: the protocol's state under its lock, and what the caller and the monitor tell each other.
+
+A seat exists from the moment anybody's revoke of the group is heard, even before this rank has made its first call there, so
+that a rank which is late for the very first operation can say so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ncclguard.agreement.decision import Phase, Report, Trouble, TroubleKind, Verdict
+from ncclguard.agreement.protocol import Member, Resolution
+
+
+@dataclass(slots=True)
+class OpenCall:
+    """The call in progress, as the monitor needs to see it."""
+
+    text: str
+    entered: float  # time.monotonic()
+    deadline: float  # time.monotonic()
+    thread: int  # threading.get_ident() of the caller
+    sequence: int = 0
+    generation: int = 0  # it entered on, and who took part in that
+    participants: tuple[int, ...] = ()
+    warned: float = 0.0  # age at the last look at who is awaited
+
+
+class Seat:
+    """Thread-safe: `condition` guards every field; it is never held across I/O."""
+
+    def __init__(self, key: str, rank: int, members: tuple[int, ...]) -> None:
+        self.key = key
+        self.member = Member(rank, members)
+        self.condition = threading.Condition()
+        self.call: OpenCall | None = None
+        self.last_text = ""
+        self.resolution: tuple[Resolution, Verdict, str | None] | None = None
+        self.unavailable = ""  # why no verdict can come: the store is gone
+        self.stop_transport: Callable[[int], None] = _no_transport
+        self.kept_result: Callable[[], str | None] = _nothing_kept
+
+    def trouble(self, generation: int, kind: TroubleKind, text: str) -> bool:
+        """Stop moving in this generation and have it revoked; False when it has had its verdict already."""
+        with self.condition:
+            return self.member.in_trouble(generation, Trouble(kind, text))
+
+    def waited_for(self) -> tuple[OpenCall, int] | None:
+        """The open call and its sequence, or None."""
+        with self.condition:
+            operation = self.member.operation
+            if self.call is None or operation is None:
+                return None
+            return self.call, operation.sequence
+
+    def answer(self) -> Report:
+        """Freeze the generation and return the promise, with what only the clock of this rank knows."""
+        now = time.monotonic()
+        with self.condition:
+            report = self.member.freeze()
+            call = self.call
+            if call is None or report.operation is None:
+                return report
+            return replace(report, age=now - call.entered, budget=call.deadline - now)
+
+    def adopt(self, verdict: Verdict, donated: str | None) -> None:
+        """Hand the verdict to the caller who waits for it."""
+        with self.condition:
+            resolution = self.member.adopt(verdict)
+            if resolution is Resolution.DONATED and donated is None:
+                resolution = Resolution.MISSED
+            if resolution is not None:
+                self.resolution = (resolution, verdict, donated)
+            self.condition.notify_all()
+
+    def takes_part(self, verdict: Verdict) -> tuple[int, ...]:
+        """Who takes part in the generation after a verdict: this rank may have left out those that are gone."""
+        with self.condition:
+            member = self.member
+            return member.participants if member.generation == verdict.generation + 1 else verdict.participants
+
+    def set_unavailable(self, why: str) -> None:
+        with self.condition:
+            self.unavailable = why
+            self.condition.notify_all()
+
+    def waiting_text(self) -> str:
+        """What this rank is waiting in, for the reports of other groups; empty when it is not."""
+        with self.condition:
+            if self.call is None or self.member.operation is None or self.member.phase is Phase.NONE:
+                return ""
+            return self.call.text
+
+
+def _no_transport(generation: int) -> None:
+    """No communicator has been built for this seat yet."""
+
+
+def _nothing_kept() -> str | None:
+    return None

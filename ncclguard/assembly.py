@@ -1,0 +1,202 @@
+"""Builds, hands out and retires the communicators of one guarded group: one for each generation, first build and rebuild alike."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ncclguard._torch import Store
+from ncclguard.agreement.decision import TroubleKind
+from ncclguard.agreement.monitor import Monitor
+from ncclguard.agreement.seat import Seat
+from ncclguard.agreement.store import ROOT, AgreementStore, StoreUnavailable
+from ncclguard.transport.base import Builder, Communicator, TransportError
+
+log = logging.getLogger("ncclguard")
+
+#: Seconds between two looks at whether everybody is ready to build; doubled up to the longest.
+READY_POLL = (0.002, 0.05)
+
+
+class BuildRefused(Exception):
+    """This rank's group-wide settings differ from those of the rank that came first."""
+
+
+class Revoked(Exception):
+    """The generation is frozen: the verdict decides."""
+
+
+class OutOfTime(Exception):
+    """This rank's deadline has passed."""
+
+
+class Assembly:
+    """Constructed by a helper thread in bounded slices, on a store connection of its own, so that the caller stays revocable."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        monitor: Monitor,
+        builder: Builder,
+        connect: Callable[[], Store],
+        terms: dict[str, object],
+        build_slice: float,
+        in_flight: int,
+        backstop: float,
+    ) -> None:
+        self.in_flight = in_flight
+        self._seat = seat
+        self._monitor = monitor
+        self._builder = builder
+        self._connect = connect
+        self._terms = terms
+        self._build_slice = build_slice
+        self._backstop = backstop
+        self._communicator: Communicator | None = None
+        self._building: set[int] = set()
+        self._refused = ""
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def communicator(self, generation: int, deadline: float, slice_seconds: float) -> Communicator:
+        """Return this generation's communicator, building it first; raises TransportError when that is not possible."""
+        current = self._communicator
+        if current is not None and current.generation == generation:
+            return current
+        seat = self._seat
+        with seat.condition:
+            while True:
+                current = self._communicator
+                if current is not None and current.generation == generation:
+                    return current
+                if self._refused:
+                    why, self._refused = self._refused, ""
+                    raise BuildRefused(why)
+                if seat.member.frozen or seat.member.generation != generation:
+                    raise Revoked
+                if seat.unavailable:
+                    raise TransportError(seat.unavailable)
+                if time.monotonic() >= deadline:
+                    raise OutOfTime
+                if generation not in self._building:
+                    self._start(generation)
+                seat.condition.wait(min(slice_seconds, max(deadline - time.monotonic(), 0.001)))
+
+    def stop(self, generation: int) -> None:
+        """End everything in flight on this generation; from any thread."""
+        current = self._communicator
+        if current is not None and current.generation == generation:
+            current.stop()
+
+    def quiet(self, generation: int, seconds: float) -> bool:
+        """True once nothing of this generation can write into anybody's memory any more."""
+        current = self._communicator
+        if current is None or current.generation != generation:
+            return True
+        return current.quiet(seconds)
+
+    def donated(self, sequence: int) -> str | None:
+        """The result another rank has left for a call that came late."""
+        try:
+            return AgreementStore(self._connect(), f"{ROOT}/{self._monitor.nonce}").read(
+                f"{self._seat.key}/result/{sequence}"
+            )
+        except (StoreUnavailable, RuntimeError) as error:
+            log.warning("ncclguard: the result of operation %d could not be read: %s", sequence, error)
+            return None
+
+    def gone(self, rank: int) -> str:
+        """Local evidence that a rank's process is gone."""
+        return self._monitor.gone(rank)
+
+    def close(self) -> None:
+        """Release the communicator and wait, bounded, for a build in progress."""
+        with self._seat.condition:
+            self._closed = True
+            current, self._communicator = self._communicator, None
+            threads, self._threads = self._threads, []
+        if current is not None:
+            current.stop()
+            current.close()
+        for thread in threads:
+            thread.join(self._build_slice + 1.0)
+
+    def _start(self, generation: int) -> None:
+        self._building.add(generation)
+        participants = self._seat.member.participants
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(
+            target=self._build, args=(generation, participants), name=f"ncclguard-build-{generation}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _build(self, generation: int, participants: tuple[int, ...]) -> None:
+        seat = self._seat
+        try:
+            while not self._monitor.session_ready.wait(0.05):
+                if self._abandoned(generation):
+                    return
+            connection = self._connect()
+            prefix = f"{ROOT}/{self._monitor.nonce}/{seat.key}/{generation}"
+            if not self._everybody_ready(AgreementStore(connection, prefix), generation, participants):
+                return
+            built = self._builder.build(
+                connection,
+                f"{prefix}/communicator",
+                participants,
+                participants.index(seat.member.rank),
+                generation,
+                self._backstop,
+                self._build_slice,
+            )
+        except (TransportError, StoreUnavailable, RuntimeError) as error:
+            seat.trouble(generation, TroubleKind.TRANSPORT, f"the communicator could not be built: {error}")
+            self._monitor.wake()
+            with seat.condition:
+                seat.condition.notify_all()
+            return
+        self._hand_over(built, generation)
+
+    def _everybody_ready(self, store: AgreementStore, generation: int, participants: tuple[int, ...]) -> bool:
+        """Announce readiness and wait until all have; False when the build is not wanted any more."""
+        mine = json.dumps({**self._terms, "participants": list(participants)}, sort_keys=True)
+        first = store.first("terms", mine)
+        if first != mine:
+            self._refuse(f"group-wide settings differ between ranks: {mine} here, {first} on the rank that came first")
+            return False
+        if store.count("ready", 1) == len(participants):
+            store.first("go", "1")
+        pause, longest = READY_POLL
+        while store.read("go") is None:
+            if self._abandoned(generation):
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return not self._abandoned(generation)
+
+    def _refuse(self, why: str) -> None:
+        with self._seat.condition:
+            self._refused = why
+            self._seat.condition.notify_all()
+
+    def _abandoned(self, generation: int) -> bool:
+        member = self._seat.member
+        return self._closed or member.frozen or member.generation != generation or bool(self._seat.unavailable)
+
+    def _hand_over(self, built: Communicator, generation: int) -> None:
+        with self._seat.condition:
+            wanted = not self._closed and self._seat.member.generation == generation
+            old = self._communicator if wanted else None
+            if wanted:
+                self._communicator = built
+                self._seat.condition.notify_all()
+        if wanted and self._seat.member.frozen:
+            built.stop()
+        for retired in (old,) if wanted else (built,):
+            if retired is not None:
+                retired.stop()
+                retired.close()

@@ -1,0 +1,1 @@
+"""Side-by-side timing of plain and guarded collectives: `python -m ncclguard.bench`."""

@@ -1,0 +1,236 @@
+"""The command line of the bench, read into one frozen record."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from ncclguard.bench.sizes import Size, parse_size, sweep
+from ncclguard.errors import GuardConfigError
+
+OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier")
+FAULTS = ("late", "kill", "stop", "mismatch", "reset")
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int32,
+        torch.int64,
+        torch.int8,
+        torch.uint8,
+    )
+}
+DEFAULT_NUMELS = (1, 10_000, 1_000_000, 100_000_000)  # latency, small, middle, and one that is cut into pieces
+FAULT_NUMEL = 1_000_000
+RESET_NUMEL = 100_000_000  # long enough on loopback to break its connections half-way
+LIMITS = {"late": 5.0, "stop": 5.0}  # seconds: these faults are over at the deadline, so it is a short one
+
+
+class BenchError(GuardConfigError):
+    """The bench cannot do what was asked; nothing was started, allocated or written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What one run of the bench does.
+
+    `numels` are whole-operation sizes in elements, as nccl-tests counts them: the larger of the send and the
+    receive side. `seconds` is the time to spend on each size when `iters` is None. `timeout` bounds one call.
+    """
+
+    op: str
+    dtype: str
+    numels: tuple[int, ...]
+    iters: int | None
+    warmup: int | None
+    seconds: float
+    timeout: float
+    atomics: tuple[bool, ...]
+    rounds: bool
+    ranks: int | None
+    backend: str | None
+    json_path: Path | None
+    plot_path: Path | None
+    fault: str | None
+    fault_rank: int | None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def element_size(self) -> int:
+        return self.torch_dtype.itemsize
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BenchError(f"{message.removesuffix('.')}. `python -m ncclguard.bench --help` lists every option.")
+
+
+def _size(text: str) -> Size:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is too small; the least is {least}")
+        return value
+
+    return whole_number
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return value
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser, with every option and its default in its help text."""
+    parser = _Parser(
+        prog="ncclguard bench",
+        description="Compare plain torch.distributed collectives with guarded ones, side by side in one run, and check "
+        "every element of every result.",
+        epilog="Sizes: 5e8 or 500_000_000 count elements; 1.5GiB or 64MB count bytes. Exit code: 0 when nothing was "
+        "wrong, 1 when something was, 2 when the request cannot be met, 130 after Ctrl-C.",
+    )
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument(
+        "--numel",
+        type=_size,
+        nargs="+",
+        metavar="SIZE",
+        help=f"one or more sizes (default: {', '.join(f'{n:_}' for n in DEFAULT_NUMELS)})",
+    )
+    sizes.add_argument("--min", type=_size, metavar="SIZE", help="first size of a sweep; needs --max")
+    sizes.add_argument("--max", type=_size, metavar="SIZE", help="last size of a sweep; needs --min")
+    sizes.add_argument("--factor", type=float, help="growth from one size of the sweep to the next (default: 10)")
+
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--op", choices=OPERATIONS, default="all_reduce", help="the collective (default: all_reduce)")
+    what.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="element type (default: float32)")
+    what.add_argument(
+        "--atomic",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="only the guarded call that keeps (or does not keep) a copy of its input (default: both)",
+    )
+    what.add_argument(
+        "--rounds",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the guarded group checks before each operation that all ranks call the same (default: --rounds)",
+    )
+    what.add_argument(
+        "--iters", type=_count(1), metavar="N", help="timed calls per variant and size (default: by time)"
+    )
+    what.add_argument(
+        "--warmup", type=_count(0), metavar="N", help="untimed cycles per size (default: 1 to 3, by size)"
+    )
+    what.add_argument("--seconds", type=_positive, help="time for each size without --iters (default: 3; one size: 10)")
+    what.add_argument(
+        "--timeout", type=_positive, help="limit for one call, in seconds (default: 300; --fault late, stop: 5)"
+    )
+
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "--ranks",
+        type=_count(1),
+        metavar="N",
+        help="ranks to start when no launcher did (default: one per GPU, without a GPU 2; with --fault 4)",
+    )
+    where.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there are GPUs, else gloo")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write every figure here; never overwrites a file")
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw bus bandwidth and ratio over size (matplotlib)"
+    )
+
+    fault = parser.add_argument_group("rehearsal")
+    fault.add_argument("--fault", choices=FAULTS, help="make one rank misbehave and show what the guard says and does")
+    fault.add_argument("--rank", type=_count(0), metavar="R", help="the rank that misbehaves (default: 2)")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> Settings:
+    """Read the command line.
+
+    Raises:
+        BenchError: the arguments contradict each other or are out of range; the text says what to change.
+        SystemExit: after `--help`.
+    """
+    found = build_parser().parse_args(list(argv))
+    if found.fault is None and found.rank is not None:
+        raise BenchError("--rank names the rank that misbehaves and needs --fault; the number of ranks is --ranks.")
+    if found.fault is not None:
+        _check_fault(found)
+    numels = _numels(found)
+    seconds = found.seconds or (10.0 if len(numels) == 1 else 3.0)
+    return Settings(
+        op=found.op,
+        dtype=found.dtype,
+        numels=numels,
+        iters=found.iters,
+        warmup=found.warmup,
+        seconds=seconds,
+        timeout=found.timeout or (300.0 if found.fault is None else LIMITS.get(found.fault, 60.0)),
+        atomics=(False, True) if found.atomic is None else (bool(found.atomic),),
+        rounds=found.rounds,
+        ranks=found.ranks,
+        backend=found.backend,
+        json_path=found.json,
+        plot_path=found.plot,
+        fault=found.fault,
+        fault_rank=None if found.fault is None else (2 if found.rank is None else found.rank),
+    )
+
+
+def _check_fault(found: argparse.Namespace) -> None:
+    if found.op != "all_reduce":
+        raise BenchError(f"--fault rehearses an all_reduce, not {found.op}; leave --op away.")
+    for name in ("json", "plot", "iters", "warmup"):
+        if getattr(found, name) is not None:
+            raise BenchError(f"--fault measures nothing, so --{name} does not go with it; leave one of them away.")
+    if (found.numel is not None and len(found.numel) > 1) or found.min is not None:
+        raise BenchError("--fault runs at one size; give one --numel.")
+
+
+def _numels(found: argparse.Namespace) -> tuple[int, ...]:
+    element_size = DTYPES[found.dtype].itemsize
+    if found.op == "barrier":
+        if found.numel or found.min or found.max:
+            raise BenchError("a barrier moves no elements; leave --numel, --min and --max away.")
+        return (0,)
+    if found.numel and (found.min or found.max):
+        raise BenchError("--numel and --min/--max both choose the sizes; use one of them.")
+    if (found.min is None) != (found.max is None):
+        raise BenchError("a sweep needs both --min and --max; for one size use --numel.")
+    if found.factor is not None and found.min is None:
+        raise BenchError("--factor belongs to a sweep; add --min and --max.")
+    try:
+        if found.numel:
+            return tuple(size.numel(element_size) for size in found.numel)
+        if found.min:
+            first, last = found.min.numel(element_size), found.max.numel(element_size)
+            return sweep(first, last, 10.0 if found.factor is None else found.factor)
+    except ValueError as error:
+        raise BenchError(str(error)) from None
+    if found.fault is not None:
+        return (RESET_NUMEL if found.fault == "reset" else FAULT_NUMEL,)
+    return DEFAULT_NUMELS

@@ -1,0 +1,286 @@
+"""One guarded call: its checked arguments, its description and fingerprint, and the way to the guard."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ncclguard import _torch, runtime
+from ncclguard.chunking import ChunkPlan, plan
+from ncclguard.config import GuardConfig, current_config, current_phase, resolve_timeout
+from ncclguard.execution import Barrier, Execution
+from ncclguard.faults.fault import Alteration
+from ncclguard.faults.injection import before_operation
+from ncclguard.guard import Guard, Request
+from ncclguard.outcome import Outcome
+from ncclguard.transport.base import Kind
+
+Time = float | timedelta | None
+OnLost = Literal["fail", "shrink"] | None
+Atomic = bool | Literal["require"] | None
+EMPTY, ONE = plan(0), plan(1)
+_NO_SHAPE = torch.Size()
+
+
+class Call:
+    """What all collectives share: the group, the settings, the budget, and the way to the guard.
+
+    `solo` when there is nobody to communicate with: no process group, or a group of one.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        group: ProcessGroup | None,
+        timeout: Time,
+        numel: int,
+        max_attempts: int | None,
+        on_lost: OnLost,
+        name: str | None,
+    ) -> None:
+        self.op = op
+        self.config: GuardConfig = current_config()
+        self._deadline = time.monotonic() + resolve_timeout(timeout, numel)
+        self._max_attempts = _checked_attempts(max_attempts, self.config)
+        self._shrink = _checked_on_lost(on_lost, self.config) == "shrink"
+        self._name = _checked_name(name)
+        self._group = _checked_group(group)
+        self.ranks: tuple[int, ...] = (0,) if self._group is None else _torch.group_ranks(self._group)
+        self.solo = len(self.ranks) == 1
+
+    def check(self, kind: Kind, tensor: torch.Tensor, op: Any = None) -> None:
+        """Raise for a dtype or reduce op that the backend cannot carry."""
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "a guarded collective blocks the host and cannot be captured in a CUDA graph: call it outside"
+            )
+        _check_supported(tensor.device.type, kind, tensor.dtype, op)
+
+    def check_length(self, values: Sequence[Any], what: str) -> None:
+        """Raise when a list has not one entry for each rank of the group."""
+        if len(values) != len(self.ranks):
+            raise ValueError(
+                f"{what} has {len(values)} entries, the group has {len(self.ranks)} ranks: give one for each"
+            )
+
+    def member(self, rank: int) -> int:
+        """Return `rank` if it is a global rank of the group, else raise."""
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"src must be a global rank, not {type(rank).__name__}")
+        if rank not in self.ranks:
+            raise ValueError(f"src {rank} is not a global rank of the group, which has {list(self.ranks)[:16]}")
+        return rank
+
+    def plan(self, numel: int, chunk_numel: int | None, element_size: int) -> ChunkPlan:
+        """How the tensor is cut: argument, else setting, else by size."""
+        return plan(numel, chunk_numel if chunk_numel is not None else self.config.chunk_numel, element_size)
+
+    def alone(self, nbytes: int, numel: int) -> Outcome:
+        """A successful no-op."""
+        return Outcome(
+            ok=True, agreed=True, op=self.op, op_id="", cause=None, culprits=(), attempts=1, chunks=0, numel=numel,
+            nbytes=nbytes, seconds=0.0, algbw=0.0, busbw=0.0, participants=self.ranks, torn=False, incident=None,
+        )  # fmt: skip
+
+    def run(
+        self,
+        work: Execution,
+        tensor: torch.Tensor | None,
+        detail: str,
+        key: tuple[object, ...],
+        atomic: Atomic = None,
+        *,
+        may_shrink: bool = True,
+        needs: int = -1,
+    ) -> Outcome:
+        """Describe the operation and hand it to the guard; `key` is what must be equal on all ranks besides the tensor."""
+        shape, dtype, device, numel, nbytes = _NO_SHAPE, None, "cpu", 0, 0
+        if tensor is not None:
+            shape, dtype, device = tensor.shape, tensor.dtype, tensor.device.type
+            # As nccl-tests count: the whole that is gathered or scattered, the tensor itself otherwise.
+            numel = tensor.numel() * (len(self.ranks) if self.op in ("all_gather", "reduce_scatter") else 1)
+            nbytes = numel * tensor.element_size()
+        assert self._group is not None
+        request = _request(
+            self.op, detail, dtype, shape, key, (work.pieces, work.plan.longest), self._shrink, may_shrink,
+            self._max_attempts, self._name, current_phase(), _checked_atomic(atomic, self.config), numel, nbytes, needs,
+        )  # fmt: skip
+        guard = runtime.current().guard(self._group, device)
+        alteration = before_operation(guard.rank, guard.calls)
+        if alteration is not None:
+            return self._drill(alteration, guard, work, request)
+        return guard.run(work, request, self._deadline - time.monotonic())
+
+    def _drill(self, alteration: Alteration, guard: Guard, work: Execution, request: Request) -> Outcome:
+        """An injected fault wants another call than the peers' here: one less, one more, or with another fingerprint."""
+        if alteration is Alteration.SKIP:
+            guard.calls += 1
+            return self.alone(request.nbytes, request.numel)
+        if alteration is Alteration.EXTRA:
+            work = Barrier(EMPTY)
+            request = replace(request, op="barrier", text="barrier(), one more by an injected fault", fingerprint=1)
+        else:
+            text = f"{request.text} with {alteration.value} by an injected fault"
+            request = replace(request, text=text, fingerprint=request.fingerprint ^ 1)
+        return guard.run(work, request, self._deadline - time.monotonic())
+
+
+@lru_cache(maxsize=256)
+def _check_supported(device: str, kind: Kind, dtype: torch.dtype, op: Any) -> None:
+    """Remembers what was found in order; what is refused raises each time."""
+    runtime.builder(device).check_supported(kind, dtype, op)
+
+
+@lru_cache(maxsize=4096)
+def _request(
+    op: str,
+    detail: str,
+    dtype: torch.dtype | None,
+    shape: torch.Size,
+    key: tuple[object, ...],
+    cut: tuple[int, int],
+    shrink: bool,
+    may_shrink: bool,
+    max_attempts: int,
+    name: str | None,
+    phase: str | None,
+    atomic: bool | str,
+    numel: int,
+    nbytes: int,
+    needs: int,
+) -> Request:
+    """Programs make the same few calls over and over, so what describes one is made once."""
+    return Request(
+        op=op,
+        text=_text(op, detail, name, phase),
+        fingerprint=_fingerprint(op, dtype, shape, key, cut, shrink, max_attempts, name, phase),
+        max_attempts=max_attempts,
+        shrink=shrink and may_shrink,
+        atomic=atomic,
+        numel=numel,
+        nbytes=nbytes,
+        needs=needs,
+    )
+
+
+def _fingerprint(*parts: object) -> int:
+    """A 63-bit hash that is the same in every process; never the salted `hash()`."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _text(op: str, detail: str, name: str | None, phase: str | None) -> str:
+    """The operation for people: all_reduce(float32[1000], SUM, name='loss', phase='eval')."""
+    parts = [detail] if detail else []
+    parts += [f"{key}={value!r}" for key, value in (("name", name), ("phase", phase)) if value is not None]
+    return f"{op}({', '.join(parts)})"
+
+
+def describe(tensor: torch.Tensor) -> str:
+    return _described(tensor.dtype, tensor.shape)
+
+
+@lru_cache(maxsize=4096)
+def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# ---------------------------------------------------------------------- bad input, refused before anything is sent
+
+
+def _checked_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ValueError(
+                "a group was given, but torch.distributed is not initialised: call init_process_group first"
+            )
+        return None
+    chosen: Any = dist.group.WORLD if group is None else group
+    if chosen is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the group that was given: call guarded collectives on its members only"
+        )
+    if not isinstance(chosen, ProcessGroup):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup, not {type(chosen).__name__}")
+    if not _torch.is_member(chosen):
+        raise ValueError("the process group was destroyed: create it again with new_group() or init_process_group()")
+    return chosen
+
+
+def check_tensor(tensor: object, what: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{what} is {tensor.layout}: guarded collectives take dense tensors only; call to_dense() first"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"{what} is a meta tensor without memory: materialise it first")
+
+
+def check_list(tensors: object, like: torch.Tensor, what: str) -> None:
+    if not isinstance(tensors, Sequence) or isinstance(tensors, torch.Tensor):
+        raise TypeError(f"{what} must be a list of tensors, not {type(tensors).__name__}")
+    for index, tensor in enumerate(tensors):
+        check_tensor(tensor, f"{what}[{index}]")
+        if tensor.shape != like.shape or tensor.dtype != like.dtype or tensor.device != like.device:
+            raise ValueError(
+                f"{what}[{index}] is {describe(tensor)} on {tensor.device}, but {describe(like)} on {like.device} is needed"
+            )
+
+
+def _checked_attempts(value: int | None, config: GuardConfig) -> int:
+    if value is None:
+        return config.max_attempts
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"max_attempts must be a whole number, not {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"max_attempts must be at least 1, got {value}")
+    return value
+
+
+def _checked_on_lost(value: str | None, config: GuardConfig) -> str:
+    if value is None:
+        return config.on_lost
+    if value not in ("fail", "shrink"):
+        raise ValueError(f'on_lost must be "fail" or "shrink", got {value!r}')
+    return value
+
+
+def _checked_atomic(value: Atomic, config: GuardConfig) -> bool | str:
+    if value is None:
+        return config.atomic
+    if value not in (True, False, "require"):
+        raise ValueError(f'atomic must be True, False or "require", got {value!r}')
+    return value
+
+
+def _checked_name(name: str | None) -> str | None:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a string, not {type(name).__name__}")
+    return name
+
+
+def pickled(obj: Any) -> torch.Tensor:
+    try:
+        data = pickle.dumps(obj)
+    except Exception as error:  # whatever an object's own reduction raises
+        raise ValueError(f"the object cannot be pickled ({error}): send plain data instead") from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def unpickled(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

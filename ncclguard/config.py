@@ -1,0 +1,360 @@
+"""Settings: argument > `with phase(...)` > `NCCLGUARD_*` variable > default. docs/configuration.md lists them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import logging
+import math
+import numbers
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from ncclguard.deadlines.deadline import get_adaptive_timeout
+from ncclguard.errors import GuardConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+log = logging.getLogger("ncclguard")
+
+PREFIX = "NCCLGUARD_"
+#: Variables with this prefix that are not settings of the guard: those of drills, and of ranks that
+#: `ncclguard.faults` starts.
+OTHER_VARIABLES = frozenset(
+    {
+        "NCCLGUARD_ALLOW_DRILL",
+        "NCCLGUARD_FAULT",
+        "NCCLGUARD_JOB",
+        "NCCLGUARD_PARENT_PATH",
+        "NCCLGUARD_REPORT_DIR",
+    }
+)
+PHASES = ("train", "eval", "small")
+#: torch counts time limits in whole milliseconds, and takes 0 for none at all.
+SHORTEST = 0.001
+#: Seconds, about 31 years; C++ clocks count nanoseconds in 64 bits and overflow not far above.
+LONGEST = 1e9
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def seconds(value: float | timedelta | None, what: str) -> float | None:
+    """Return a time as seconds; None stays None.
+
+    Raises TypeError for anything but a number or timedelta, ValueError for a time that is not positive and finite, is
+    below 1 ms (torch would take it for no limit) or above 1e9 s. `what` names it in the message.
+
+    >>> from datetime import timedelta
+    >>> seconds(timedelta(minutes=5), "timeout")
+    300.0
+    """
+    if value is None:
+        return None
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    elif isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
+        raise TypeError(f"{what} must be seconds or a timedelta, not {type(value).__name__}: give for example 600")
+    value = float(value)
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{what} must be a positive, finite time, got {value:g} s: give None for the default limit")
+    if value < SHORTEST:
+        raise ValueError(f"{what} must be at least 1 ms, got {value:g} s: torch takes less for no time limit at all")
+    if value > LONGEST:
+        raise ValueError(f"{what} must be at most {LONGEST:g} s, got {value:g} s: give a limit that can be reached")
+    return value
+
+
+def _time(value: object) -> object:
+    """A setting's time out of a number, a timedelta or the text of a variable."""
+    if isinstance(value, str):
+        value = float(value)
+    try:
+        return seconds(cast("float | timedelta | None", value), "it")
+    except TypeError as error:  # pydantic reports ValueError only
+        raise ValueError(str(error)) from None
+
+
+def _count(value: object) -> object:
+    """A setting's whole number; people write 5e7 and 50_000_000."""
+    if isinstance(value, bool):
+        raise ValueError("a whole number is needed, not a truth value")  # noqa: TRY004 - pydantic takes only this
+    if isinstance(value, str):
+        value = float(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Seconds = Annotated[float, BeforeValidator(_time)]
+Count = Annotated[int, BeforeValidator(_count)]
+
+
+def _setting(
+    default: Any, unit: str, allowed: str, description: str, *, ge: float | None = None, le: float | None = None
+) -> Any:
+    """A field with what its documentation and its error message say: the unit and the values allowed."""
+    return Field(default, ge=ge, le=le, description=description, json_schema_extra={"unit": unit, "allowed": allowed})
+
+
+_TIME = "1 ms to 1e9 s"
+_SWITCH = "true or false"
+
+
+class GuardConfig(BaseSettings):
+    """Every setting of the guard; frozen. Times in seconds or `timedelta`; what is not given is read from variables.
+
+    docs/configuration.md lists the fields with variable, unit and default. Raises GuardConfigError naming the
+    argument or variable, its value and what is allowed, and for limits that contradict each other.
+
+    >>> GuardConfig(timeout_eval=3600).timeout_eval
+    3600.0
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, env_parse_none_str="none", frozen=True, extra="forbid"
+    )
+
+    autostart: bool = _setting(
+        True, "", _SWITCH, "start the monitor with init_process_group, not with the first guarded call"
+    )
+    timeout: Seconds | None = _setting(
+        None, "s", f"{_TIME}, or none", "budget of a call that has no argument and is in no phase; none: by size"
+    )
+    timeout_eval: Seconds = _setting(1800.0, "s", _TIME, 'budget inside phase("eval")')
+    timeout_train: Seconds = _setting(600.0, "s", _TIME, 'budget inside phase("train")')
+    timeout_small: Seconds = _setting(300.0, "s", _TIME, 'budget inside phase("small")')
+    max_attempts: Count = _setting(
+        3, "", "1 to 100", "tries of one call, for faults of the transport, within its budget", ge=1, le=100
+    )
+    chunk_numel: Count | None = _setting(
+        None, "elements", "1 or more, or none", "length of a piece of a large tensor; none: by size", ge=1
+    )
+    atomic: bool | Literal["require"] = _setting(
+        True,
+        "",
+        "true, false or require",
+        "keep a copy, so that a failed call leaves its input; require: refuse the call where memory for it is missing",
+    )
+    on_lost: Literal["fail", "shrink"] = _setting(
+        "fail", "", "fail or shrink", "when a rank is gone: fail, or let the others finish (needs atomic)"
+    )
+    on_failure: Literal["return", "raise"] = _setting(
+        "return", "", "return or raise", "give a failed outcome back, or raise its typed error"
+    )
+    stuck_timeout: Seconds | None = _setting(
+        None,
+        "s",
+        f"{_TIME} and less than every timeout, or none",
+        "end a call before its deadline when a rank gave no sign of life for this long; none: at the deadline",
+    )
+    warn_after: Seconds = _setting(30.0, "s", _TIME, "log who is awaited, and where it is, after this time")
+    rounds: bool = _setting(True, "", _SWITCH, "compare what the ranks call before data moves; equal on all ranks")
+    closing_nbytes: Count = _setting(
+        65536,
+        "bytes",
+        "0 to 1048576",
+        "results up to this size need no closing round; equal on all ranks",
+        ge=0,
+        le=1 << 20,
+    )
+    pieces_in_flight: Count = _setting(
+        2, "pieces", "1 to 8", "how many pieces of a large tensor move at a time", ge=1, le=8
+    )
+    poll_idle: Seconds = _setting(
+        0.5,
+        "s",
+        "1 ms to 1 s",
+        "period of the monitor while nothing is pending; bounds how late a rank learns of a failure",
+        le=1,
+    )
+    poll_active: Seconds = _setting(
+        0.05, "s", "1 ms to 0.2 s, at most poll_idle", "period of the monitor while a call is pending", le=0.2
+    )
+    build_slice: Seconds = _setting(5.0, "s", "1 s to 60 s", "bound of one try to connect a communicator", ge=1, le=60)
+    exit_linger: float = _setting(
+        2.0, "s", "0 s to 60 s", "how long the host of the store waits at exit for the others' goodbyes", ge=0, le=60
+    )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise GuardConfigError(_explain(error, values)) from None
+
+    @model_validator(mode="after")
+    def _limits_agree(self) -> GuardConfig:
+        limits = {name: getattr(self, name) for name in ("timeout", "timeout_eval", "timeout_train", "timeout_small")}
+        limit, name = min((value, name) for name, value in limits.items() if value is not None)
+        if self.stuck_timeout is not None and self.stuck_timeout >= limit:
+            raise ValueError(
+                f"every timeout must exceed stuck_timeout, which could never end a call earlier otherwise: {name} is "
+                f"{limit:g} s, stuck_timeout {self.stuck_timeout:g} s; raise {name} or lower stuck_timeout"
+            )
+        if self.poll_active > self.poll_idle:
+            raise ValueError(
+                f"poll_idle must be at least poll_active: it is {self.poll_idle:g} s, poll_active "
+                f"{self.poll_active:g} s; raise poll_idle or lower poll_active"
+            )
+        if self.on_lost == "shrink" and self.atomic is False:
+            raise ValueError(
+                'on_lost="shrink" needs atomic=True: the survivors start again from their inputs, which atomic=False '
+                "does not keep; set one of the two"
+            )
+        return self
+
+
+_lock = threading.Lock()
+_current: GuardConfig | None = None
+
+
+def current_config() -> GuardConfig:
+    """Return the process-wide settings; the environment is read on the first call. Raises GuardConfigError."""
+    global _current
+    config = _current
+    if config is None:
+        with _lock:
+            if _current is None:
+                _warn_of_unknown_variables()
+                _current = GuardConfig()
+            config = _current
+    return config
+
+
+def configure(**changes: Any) -> GuardConfig:
+    """Replace settings for this process and return them; raises GuardConfigError and changes nothing if they cannot be.
+
+    Settings of the whole group (`rounds`, `closing_nbytes`) must be the same on all ranks, and hold for guards made
+    afterwards.
+
+    >>> from ncclguard import configure
+    >>> configure(warn_after=10).warn_after
+    10.0
+    """
+    global _current
+    config = GuardConfig(**{**current_config().model_dump(), **changes})
+    with _lock:
+        _current = config
+    return config
+
+
+def reset_config() -> None:
+    """Forget the settings of this process: the environment is read again on the next use."""
+    global _current
+    with _lock:
+        _current = None
+
+
+def _explain(error: ValidationError, given: dict[str, Any]) -> str:
+    """The errors of one construction, one sentence for each field: whose value it is, the value, what is allowed."""
+    sentences: dict[str, str] = {}  # a field of several types has an error for each of them
+    for item in error.errors():
+        name = str(item["loc"][0]) if item["loc"] else ""
+        if not name:
+            sentences[name] = item["msg"].removeprefix("Value error, ")
+        elif name in GuardConfig.model_fields:
+            source = name if name in given else f"the environment variable {PREFIX}{name.upper()}"
+            why = item["msg"].removeprefix("Value error, ")
+            sentences.setdefault(name, f"{source} is {item['input']!r}; allowed: {allowed_values(name)} ({why})")
+        else:
+            close = difflib.get_close_matches(name, GuardConfig.model_fields, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(GuardConfig.model_fields)}"
+            sentences[name] = f"{name} is not a setting; {hint}"
+    return "; ".join(sentences.values()) + ". All settings are in docs/configuration.md."
+
+
+def allowed_values(field: str) -> str:
+    """The values that a setting may have, in words."""
+    extra = GuardConfig.model_fields[field].json_schema_extra
+    return str(extra["allowed"]) if isinstance(extra, dict) else ""
+
+
+def _warn_of_unknown_variables() -> None:
+    known = {PREFIX + name.upper() for name in GuardConfig.model_fields} | OTHER_VARIABLES
+    for name in sorted(os.environ):
+        if name.upper().startswith(PREFIX) and name.upper() not in known:
+            close = difflib.get_close_matches(name.upper(), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "see docs/configuration.md for those that have"
+            log.warning("the environment variable %s has no effect: %s", name, hint)
+
+
+# ---------------------------------------------------------------------- phases
+
+_phases: ContextVar[tuple[str, ...]] = ContextVar("ncclguard_phases", default=())
+
+
+class phase:
+    """The limits of a part of the program, as a context manager or a decorator of a function or coroutine function.
+
+    `name` is "train" (10 min), "eval" (30 min) or "small" (5 min). Phases nest, the innermost counts, and they are
+    local to the thread or task: a thread that is started inside one has none. All ranks must be in the same one when
+    they call a collective. Raises GuardConfigError for another name, TypeError when a generator function is
+    decorated.
+
+    >>> from ncclguard import phase
+    >>> with phase("eval"):
+    ...     pass  # guarded calls in here have 30 minutes
+    """
+
+    def __init__(self, name: str) -> None:
+        if name not in PHASES:
+            raise GuardConfigError(f"unknown phase {name!r}: use one of {', '.join(map(repr, PHASES))}")
+        self._name = name
+
+    def __enter__(self) -> Self:
+        _phases.set((*_phases.get(), self._name))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        # The stack is kept in the context and not on this object, which several threads and tasks may be inside at
+        # once.
+        _phases.set(_phases.get()[:-1])
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{function.__qualname__} is a generator and runs in its caller's phase: use `with phase(...)`"
+            )
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def inside_task(*args: P.args, **kwargs: P.kwargs) -> Any:
+                with self:
+                    return await cast("Callable[P, Awaitable[Any]]", function)(*args, **kwargs)
+
+            return cast("Callable[P, R]", inside_task)
+
+        @functools.wraps(function)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return inside
+
+
+def current_phase() -> str | None:
+    """The innermost phase of this thread or task, or None."""
+    phases = _phases.get()
+    return phases[-1] if phases else None
+
+
+def resolve_timeout(argument: float | timedelta | None, numel: int) -> float:
+    """A call's budget in seconds: argument > phase > variable > size of the operation. Raises as `seconds` does."""
+    given = seconds(argument, "timeout")
+    if given is not None:
+        return given
+    config = current_config()
+    name = current_phase()
+    if name is not None:
+        limit: float = getattr(config, f"timeout_{name}")
+        return limit
+    if config.timeout is not None:
+        return config.timeout
+    return get_adaptive_timeout(numel)

@@ -1,0 +1,166 @@
+"""One SIGALRM handler for all blocks of the main thread, sharing the process's only real-time timer with its owner."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, Final, Protocol
+
+try:  # CPython's own functions beneath those of `signal`, whose search for an enum member is two thirds of a block's cost
+    import _signal as quick  # type: ignore[import-not-found,unused-ignore]
+except ImportError:
+    quick = signal
+
+SIGALRM: Final = int(signal.SIGALRM)
+TICK: Final = 0.01
+EARLY: Final = 1e-4  # the timer takes whole microseconds, so it may fire a little before the clock reads the deadline
+LONGEST: Final = 1e6  # seconds; the timer is armed again when it fires early
+
+
+class Alarmed(Protocol):
+    """A block of the main thread with a deadline."""
+
+    deadline: float  # reading of time.monotonic()
+
+    def tick(self, now: float) -> None:
+        """Called in the main thread at the deadline and every ``TICK`` seconds after it."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was installed before this library's handler, and is put back after it."""
+
+    handler: Any  # as signal.signal returned it
+    due: float | None  # reading of time.monotonic() at which the timer found would have fired
+    interval: float
+
+
+class Alarm:
+    """Delivers ticks to blocks of the main thread from their deadline on, and interrupts what Python waits for there.
+
+    Ticks arrive only while the main thread runs Python code or sleeps interruptibly; that they stay out is how the
+    watchdog knows that the thread sits in a native call. ``expired`` is asked after the ticks for an exception to
+    raise, unless one of ``own_code`` is on the interrupted stack: a block that is being entered or left is never
+    disturbed.
+
+    An alarm that the program had set goes on counting: it is delivered to its own handler on time, and what remains of
+    it is armed again when the last block is left.
+    """
+
+    def __init__(self, expired: Callable[[float], BaseException | None]) -> None:
+        self._expired = expired
+        self._handler = self._on_alarm  # one object, so that "is it installed?" is an identity
+        self._found: list[_Found] = []
+        self._blocks: dict[int, tuple[Alarmed, _Found]] = {}
+        self._next: dict[int, float] = {}
+        self.own_code: set[CodeType] = set()
+
+    def enter(self, block: Alarmed) -> bool:
+        """Deliver ticks to ``block``; False where that cannot be (another thread, a handler that Python did not set)."""
+        if threading.get_ident() != threading.main_thread().ident:
+            return False
+        current = quick.getsignal(SIGALRM)
+        if current is not self._handler:
+            if current is None:  # set by C code: it could not be put back
+                return False
+            remaining, interval = signal.setitimer(signal.ITIMER_REAL, 0.0)
+            due = time.monotonic() + remaining if remaining else None
+            try:
+                quick.signal(SIGALRM, self._handler)  # runs what was pending under the old handler first
+            except ValueError:  # a subinterpreter
+                signal.setitimer(signal.ITIMER_REAL, remaining, interval)
+                return False
+            except BaseException:
+                signal.setitimer(signal.ITIMER_REAL, remaining, interval)
+                raise
+            self._found.append(_Found(current, due, interval))
+        self._blocks[id(block)] = (block, self._found[-1])
+        self._next[id(block)] = block.deadline
+        self._arm()
+        return True
+
+    def leave(self, block: Alarmed) -> None:
+        """Deliver no tick to ``block`` any more and, after the last block, put back what was found.
+
+        Also what an ``enter`` that did not get to its end (Ctrl-C) has installed.
+        """
+        self._blocks.pop(id(block), None)
+        self._next.pop(id(block), None)
+        if not self._found or threading.get_ident() != threading.main_thread().ident:
+            return
+        self._put_back_unused()
+        if self._found and quick.getsignal(SIGALRM) is self._handler:
+            self._arm()
+
+    def _put_back_unused(self) -> None:
+        while self._found and all(used is not self._found[-1] for _, used in self._blocks.values()):
+            self._put_back(self._found.pop())
+
+    def _put_back(self, found: _Found) -> None:
+        if quick.getsignal(SIGALRM) is not self._handler:
+            return  # the code inside installed a handler of its own, and keeps it
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        # signal.signal first runs a pending alarm under the handler that is still installed, i.e. ours, which ignores it.
+        quick.signal(SIGALRM, found.handler)
+        if found.due is not None:
+            signal.setitimer(signal.ITIMER_REAL, max(found.due - time.monotonic(), EARLY), found.interval)
+
+    def forget_timers(self) -> None:
+        """In a forked child: timers are not inherited, so there is none to put back and none to wait for."""
+        for found in self._found:
+            found.due = None
+        self._next.clear()
+
+    def _arm(self, soonest: float = EARLY) -> None:
+        now = time.monotonic()
+        due = min(self._next.values(), default=now + LONGEST)
+        found = self._found[-1]
+        if found.due is not None:
+            due = min(due, found.due)
+        signal.setitimer(signal.ITIMER_REAL, min(max(due - now, soonest), LONGEST))
+
+    def _on_alarm(self, signum: int, frame: FrameType | None) -> None:
+        if not self._found:
+            return
+        now = time.monotonic() + EARLY
+        inside = self._in_own_code(frame)
+        try:
+            for key, (block, _) in list(self._blocks.items()):
+                if self._next.get(key, now + 1) <= now:
+                    self._next[key] = now + TICK
+                    block.tick(now)
+            if inside:
+                return
+            self._deliver_found(signum, frame, now)
+            error = self._expired(now)
+            if error is not None:
+                raise error
+        finally:
+            # The handler found may raise, and so waits until the block has been entered or left.
+            if not inside:
+                self._put_back_unused()  # there is one if a generator's block was closed by another thread
+            if self._found:
+                self._arm(TICK if inside else EARLY)
+
+    def _deliver_found(self, signum: int, frame: FrameType | None, now: float) -> None:
+        found = self._found[-1]
+        if found.due is None or found.due > now:
+            return
+        found.due = now + found.interval if found.interval else None
+        if callable(found.handler):
+            found.handler(signum, frame)
+        elif found.handler == signal.SIG_DFL:
+            # An alarm without a handler ends the process, and the program asked for that.
+            quick.signal(SIGALRM, found.handler)
+            signal.raise_signal(signal.SIGALRM)
+
+    def _in_own_code(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_code in self.own_code:
+                return True
+            frame = frame.f_back
+        return False

@@ -1,0 +1,335 @@
+"""One block with a time limit: kept by a signal where Python code runs, by a watchdog where a native call waits."""
+
+from __future__ import annotations
+
+import dis
+import logging
+import os
+import threading
+import time
+import weakref
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Final
+
+import torch.distributed as dist
+
+from ncclguard import _torch
+from ncclguard.deadlines.alarm import TICK, Alarm
+from ncclguard.deadlines.deadline import Deadline
+from ncclguard.deadlines.stopping import Stop, in_c10d_call, in_flight
+from ncclguard.deadlines.watchdog import Watchdog
+from ncclguard.errors import CollectiveTimeout
+from ncclguard.incident.model import Incident
+from ncclguard.outcome import Cause, Outcome
+
+logger = logging.getLogger(__name__)
+
+GRACE: Final = 0.05  # seconds after the deadline in which the main thread can show that it runs Python code
+PATIENCE: Final = 1.0  # for a native call that nothing shows to be a collective: a matmul, a save, a bare Work.wait()
+RECHECK: Final = 0.1
+
+FAILED_CALL: Final = "a call inside it failed by itself, or because a peer gave up"
+RECREATE: Final = (
+    "Destroy the group and create it again on all its ranks, or use safe_all_reduce and the other safe_* calls, which keep "
+    "the process group and the tensor."
+)
+
+_current: ContextVar[TimeLimit | None] = ContextVar("ncclguard_time_limit", default=None)
+_engine_depth: dict[int, int] = {}  # ident of a thread -> how many guarded operations it is inside of
+
+
+def innermost() -> TimeLimit | None:
+    """The block that the calling code is in, if any; its deadline is the soonest of all that enclose it."""
+    limit = _current.get()
+    while limit is not None and not limit.open:
+        limit = limit.parent
+    return limit
+
+
+def enter_engine() -> None:
+    """Begin a guarded operation in this thread."""
+    thread = threading.get_ident()
+    _engine_depth[thread] = _engine_depth.get(thread, 0) + 1
+
+
+def leave_engine() -> None:
+    """End it; blocks whose limit has passed by now leave Python code alone from here on."""
+    limit = innermost()
+    if limit is not None:
+        now = time.monotonic()
+        while limit is not None:
+            if limit.deadline <= now:
+                limit.silent = True
+            limit = limit.parent
+    thread = threading.get_ident()
+    depth = _engine_depth[thread] - 1
+    if depth:
+        _engine_depth[thread] = depth
+    else:
+        del _engine_depth[thread]
+
+
+class TimeLimit:
+    """The context manager that ``nccl_timeout_handler`` returns; entering it gives its ``Deadline``.
+
+    It may be entered again after it was left, not before.
+    """
+
+    def __init__(self, limit: float, group: dist.ProcessGroup | None) -> None:
+        self.limit = limit  # seconds
+        self.open = False
+        self._group = group
+
+    def __enter__(self) -> Deadline:
+        if self.open:
+            raise RuntimeError(
+                "this time limit is already entered: call nccl_timeout_handler(...) for every with block"
+            )
+        self.parent = parent = innermost()
+        self.entered = now = time.monotonic()
+        self.deadline = now + self.limit
+        self.binding: TimeLimit = self  # the block whose limit holds here
+        self.silent = False  # leave Python code alone
+        if parent is not None and parent.deadline <= self.deadline:
+            self.deadline, self.binding, self.silent = parent.deadline, parent.binding, parent.silent
+        self.look_at = self.deadline + GRACE
+        self.thread = threading.get_ident()
+        self._inner: TimeLimit | None = None
+        self._process = os.getpid()
+        self._noticed: float | None = None  # when the main thread first ran Python code past the deadline
+        self._heard = self.deadline  # when it last did
+        self._interruption: CollectiveTimeout | None = None
+        self._stops: tuple[Stop, ...] = ()
+        self.open = True
+        try:
+            _watchdog.enter(self)
+            _alarm.enter(self)
+            _current.set(self)
+            if parent is not None:
+                parent._inner = self
+        except BaseException:
+            self._leave()
+            raise
+        return Deadline(self.deadline)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+        if time.monotonic() >= self.deadline and self._process == os.getpid():
+            self._judge(error)
+
+    def _leave(self) -> None:
+        self.open = False
+        try:
+            _alarm.leave(self)
+        finally:
+            _watchdog.leave(self)
+            if _current.get() is self:
+                _current.set(self.parent)
+
+    # --- past the deadline, in the main thread ----------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Note that the main thread runs Python code."""
+        self._heard = now
+        if self._noticed is None:
+            self._noticed = now
+
+    def interruption(self, now: float) -> CollectiveTimeout | None:
+        """Return what to raise in the Python code that runs now, once, or None.
+
+        Not at the first tick but at the next: a call that returned in time, or just as the limit passed, gets to leave
+        its block in between.
+        """
+        if self.silent or self._noticed is None or now - self._noticed < 0.9 * TICK:
+            return None
+        error = self._timeout("Python code inside it was interrupted")
+        limit: TimeLimit | None = self
+        while limit is not None:  # one interruption serves all the blocks whose deadline this is
+            limit.silent = True
+            limit._interruption = error
+            limit = limit.parent if limit is not self.binding else None
+        return error
+
+    # --- past the deadline, in the watchdog's thread ----------------------------------------------------------------
+
+    def look(self, now: float) -> float:
+        """Stop process groups if the block's thread sits in a native call; return when to look again."""
+        inner = self._inner
+        if self.thread in _engine_depth or (inner is not None and inner.open and inner.thread == self.thread):
+            self._heard = now  # an inner block, due at the same time or before, looks after this one's groups too
+        heard = self._heard
+        if now - heard < GRACE:
+            return heard + GRACE
+        groups = self._bounded()
+        if not groups:
+            return now + PATIENCE
+        busy = in_flight(groups).busy
+        if not busy and not in_c10d_call(self.thread) and now - heard < PATIENCE:
+            return now + RECHECK
+        with _watchdog.lock:
+            if not _watchdog.guards(self) or self._heard != heard or self.thread in _engine_depth:
+                return now + GRACE
+            stop = self._stop(busy or (groups if self._stops else groups[:1]))  # the rest if that was not it
+            self._heard = time.monotonic()
+        stop.start()
+        logger.warning(
+            "the limit of %g s of nccl_timeout_handler passed and a call inside it has not ended: stopping %s",
+            self.binding.limit,
+            ", ".join(stop.names),
+        )
+        return self._heard + GRACE
+
+    def _bounded(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups whose operations must not go on, the default group first: this block's, and of enclosing ones past theirs."""
+        now = time.monotonic()
+        named = set()
+        limit: TimeLimit | None = self
+        while limit is not None:
+            if limit.deadline <= now:
+                named.add(limit._group)
+            limit = limit.parent
+        return tuple(g for g in _torch.known_groups() if (None in named or g in named) and g not in _not_to_stop)
+
+    def _stop(self, groups: tuple[dist.ProcessGroup, ...]) -> Stop:
+        stop = Stop(groups)
+        self._stops += (stop,)
+        _not_to_stop.update(groups)
+        return stop
+
+    # --- past the deadline, on leaving ------------------------------------------------------------------------------
+
+    def _judge(self, error: BaseException | None) -> None:
+        """Raise ``CollectiveTimeout`` unless the block ended by itself; ``error`` is what it is left with."""
+        if self._interruption is not None:  # a collective in flight must not outlive the block that bounds it
+            flight = in_flight(self._bounded())
+            if flight.busy or flight.unknown:
+                self._stop((*flight.busy, *flight.unknown)).start()
+        for stop in self._stops:
+            stop.wait()
+        if self._interruption is not None and error is self._interruption:
+            if self._stops:
+                told = self._timeout("Python code inside it was interrupted")
+                self._interruption.args, self._interruption.outcome = told.args, told.outcome
+        elif error is None and self._stops:
+            raise self._timeout("the calls inside it returned just as they were being ended")
+        elif error is not None and _from_transport(error, stopped=bool(self._stops)):
+            raise self._timeout("a call inside it was ended" if self._stops else FAILED_CALL) from error
+        elif self._stops:
+            logger.error("%s", self._timeout(f"{type(error).__name__} was raised inside it and passes"))
+
+    def _timeout(self, what: str) -> CollectiveTimeout:
+        """The error of this block, with an outcome that is this rank's view alone."""
+        elapsed = time.monotonic() - self.binding.entered
+        stopped = ", ".join(name for stop in self._stops for name in stop.names)
+        summary = f"the limit of {self.binding.limit:g} s passed and {what};"
+        if stopped:
+            summary += (
+                f" {stopped} was stopped for that and is unusable from now on, on all ranks, and tensors that were in flight "
+                "hold no defined values."
+            )
+            advice = RECREATE
+        elif what == FAILED_CALL:
+            summary += (
+                " on gloo the process group it was made on is unusable from now on, and tensors that were in flight hold no "
+                "defined values."
+            )
+            advice = f"See the error it failed with. {RECREATE}"
+        else:
+            summary += " no process group was stopped."
+            advice = "Give the block a longer limit if it only needed more time."
+        for failure in (failure for stop in self._stops for failure in stop.failures):
+            summary += f" Stopping failed for {failure}."
+        incident = Incident(
+            id=f"limit-{self._process}-{self.thread}-{self.entered:.6f}",
+            op="nccl_timeout_handler",
+            op_id="this rank",
+            group=stopped,
+            generation=0,
+            cause=Cause.UNKNOWN,
+            culprits=(),
+            deadline_expired=True,
+            timeout=self.binding.limit,
+            agreed=False,
+            attempts=1,
+            participants=(),
+            summary=summary,
+            advice=advice,
+            torn=bool(stopped) or what == FAILED_CALL,
+        )
+        outcome = Outcome(
+            ok=False,
+            agreed=False,
+            op=incident.op,
+            op_id=incident.op_id,
+            cause=incident.cause,
+            culprits=(),
+            attempts=1,
+            chunks=0,
+            numel=0,
+            nbytes=0,
+            seconds=elapsed,
+            algbw=0.0,
+            busbw=0.0,
+            participants=(),
+            torn=incident.torn,
+            incident=incident,
+        )
+        return CollectiveTimeout(outcome)
+
+
+def _from_transport(error: BaseException, *, stopped: bool) -> bool:
+    """Whether ``error`` is how a call of torch.distributed fails: C++ raises plain RuntimeError, or a DistError.
+
+    A RuntimeError that a ``raise`` statement made is somebody else's. Where no group was stopped, one out of C++ must have
+    come through torch.distributed too.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    if type(error) is not RuntimeError or error.__traceback__ is None:
+        return False
+    trace = error.__traceback__
+    through_c10d = False
+    while True:
+        through_c10d |= trace.tb_frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
+        if trace.tb_next is None:
+            break
+        trace = trace.tb_next
+    raised_by = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
+    return raised_by not in ("RAISE_VARARGS", "RERAISE") and (stopped or through_c10d)
+
+
+def _expired(now: float) -> CollectiveTimeout | None:
+    """What to raise in the main thread: only for the block that the interrupted code itself is in.
+
+    In an asyncio program that may be another task, or the event loop.
+    """
+    limit = innermost()
+    if limit is None or limit.thread != threading.get_ident() or limit.thread in _engine_depth:
+        return None
+    return limit.interruption(now)
+
+
+_alarm: Final = Alarm(_expired)
+_alarm.own_code.update(
+    function.__code__ for function in (TimeLimit.__enter__, TimeLimit.__exit__, enter_engine, leave_engine)
+)
+_watchdog = Watchdog()
+_not_to_stop: Final[weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakSet()  # stopped already, or a parent process's
+
+
+def _after_fork_in_child() -> None:
+    """Blocks and groups of the parent are the parent's: stopping a group here would cut the connections of both."""
+    global _watchdog
+    for watched in _watchdog.watched():
+        watched.open = False
+    _watchdog.abandon()
+    _watchdog = Watchdog()
+    _alarm.forget_timers()
+    _engine_depth.clear()
+    _not_to_stop.update(_torch.known_groups())
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,178 @@
+"""What is in flight on process groups of the program, and how it is made to end from another thread."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from ncclguard import _sockets, _torch
+
+logger = logging.getLogger(__name__)
+
+STOP_BOUND: Final = 10.0  # seconds; an abort of NCCL that has not returned by then is reported and left behind
+POISON_TAG: Final = 0x7FFF_FF00  # no collective and no sane program uses it
+
+# Which dump has the collectives of which backend; gloo since torch 2.8, NCCL since 2.6.
+_RECORDERS: Final = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Groups that have a collective in flight, and groups of which the flight recorder cannot tell."""
+
+    busy: tuple[dist.ProcessGroup, ...]
+    unknown: tuple[dist.ProcessGroup, ...]
+
+
+def backends(group: dist.ProcessGroup) -> frozenset[str]:
+    """Names of the backends behind a group, such as {"gloo", "nccl"}."""
+    return frozenset(pair.rpartition(":")[2] for pair in dist.get_backend_config(group).split(","))
+
+
+def in_flight(groups: Iterable[dist.ProcessGroup]) -> InFlight:
+    """Ask torch's flight recorder which of ``groups`` have a collective that was started and has not ended.
+
+    It is on unless ``TORCH_FR_BUFFER_SIZE`` is 0. It does not know gloo's point-to-point operations nor
+    ``monitored_barrier`` (seen on torch 2.13), so a group in neither list may still have one of those in flight.
+    Takes up to 0.1 s with a full recorder: for use at a deadline, not on the healthy path.
+    """
+    dumps: dict[str, set[str] | None] = {}
+    busy, unknown = [], []
+    for group in groups:
+        if group.size() == 1:
+            continue
+        for backend in backends(group):
+            if backend not in dumps:
+                dumps[backend] = _unfinished(backend)
+            names = dumps[backend]
+            if names is None:
+                unknown.append(group)
+            elif group.group_name in names:
+                busy.append(group)
+    return InFlight(tuple(busy), tuple(unknown))
+
+
+def _unfinished(backend: str) -> set[str] | None:
+    """Names of the groups with an unfinished collective on ``backend``; None where nothing is recorded."""
+    dump = getattr(_distributed_c10d, _RECORDERS.get(backend, ""), None)
+    if dump is None:
+        return None
+    try:
+        trace: dict[str, Any] = json.loads(dump(True, True))
+        if not trace.get("pg_config"):  # empty while groups exist: the recorder is switched off
+            return None
+        # gloo's entries stay "scheduled" for good, also after they ended; then they are marked as retired.
+        return {entry["process_group"][0] for entry in trace.get("entries", ()) if not entry.get("retired")}
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
+        logger.warning("torch's flight recorder of %s could not be read: taken as unknown", backend, exc_info=True)
+        return None
+
+
+def in_c10d_call(thread: int) -> bool:
+    """Whether the thread with this ident is inside a Python function of torch.distributed's collectives."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def poison(backend: _torch.ProcessGroupGloo) -> None:
+    """Make every operation in flight on this rank's side of a gloo group fail within milliseconds, for good.
+
+    A receive that runs into its timeout makes gloo close all connections of its context (gloo/transport/tcp/unbound_buffer.cc,
+    ``signalException``); this starts ones that do so after a millisecond, with each peer, because one whose connection is
+    closed already fails without touching the others. Peers notice by the closed connections. Not reached (seen on torch
+    2.13): ``recv`` from any source.
+    """
+    group: Any = backend  # torch's stub has none of the operations
+    for context in range(_torch.gloo_contexts(backend)):  # gloo picks the context by the tag
+        for peer in range(group.size()):
+            if peer != group.rank():
+                with contextlib.suppress(RuntimeError):  # always: that is its purpose
+                    group.recv([torch.empty(1)], peer, POISON_TAG + context).wait(timedelta(milliseconds=1))
+
+
+class Stop:
+    """Ends what is in flight on some process groups, each from a thread of its own because an abort of NCCL may hang."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.groups = tuple(groups)
+        self.names = tuple(describe(group) for group in groups)  # now: a group may be destroyed before it is spoken of
+        self.failures: list[str] = []
+        self._done = tuple(threading.Event() for _ in groups)
+
+    def start(self) -> None:
+        """Begin."""
+        for item in zip(self.groups, self.names, self._done, strict=True):
+            try:
+                threading.Thread(target=self._run, args=item, name="ncclguard-stop", daemon=True).start()
+            except RuntimeError:  # no thread to be had: the interpreter exits, or a limit is reached
+                self._run(*item)
+
+    def wait(self) -> None:
+        """Wait until done, for ``STOP_BOUND`` seconds at most; that it took longer counts as a failure."""
+        end = time.monotonic() + STOP_BOUND
+        for name, done in zip(self.names, self._done, strict=True):
+            if not done.wait(max(0.0, end - time.monotonic())):
+                self.failures.append(f"{name}: not done after {STOP_BOUND:g} s")
+
+    def _run(self, group: dist.ProcessGroup, name: str, done: threading.Event) -> None:
+        try:
+            gloo = _torch.gloo_backend(group)
+            if gloo is not None:
+                poison(gloo)
+            if backends(group) - {"gloo"}:
+                _abort(group)
+            if _distributed_c10d.get_debug_level() == _distributed_c10d.DebugLevel.DETAIL:
+                _cut_checker(group)
+        except Exception as error:
+            logger.exception("%s could not be stopped", name)
+            self.failures.append(f"{name}: {type(error).__name__}: {error}")
+        finally:
+            done.set()
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    if hasattr(group, "abort"):
+        group.abort()
+    else:  # torch 2.6
+        dist.distributed_c10d._abort_process_group(group)
+
+
+def _cut_checker(group: dist.ProcessGroup) -> None:
+    """End a wait in the check that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` makes before each collective.
+
+    It runs on a gloo group of its own that Python has no handle on (distributed_c10d.py, ``_create_process_group_wrapper``), but
+    the addresses that its ranks listen at are in the store, and so its connections can be found and shut.
+    """
+    store = dist.distributed_c10d._world.pg_map[group][1]
+    listening = set()
+    for device in ("cpu", "cuda"):
+        keys = _torch.PrefixStore(f"pg_wrapper:{group.group_name}", _torch.PrefixStore(f"{device}/", store))
+        for rank in range(group.size()):
+            for context in itertools.count():  # one for each interface in GLOO_SOCKET_IFNAME
+                if not keys.check([f"{context}/{rank}"]):
+                    break
+                listening.add(_sockets.gloo_address(keys.get(f"{context}/{rank}")))
+    _sockets.shut(_sockets.connections(lambda local, remote: local in listening or remote in listening))
+
+
+def describe(group: dist.ProcessGroup) -> str:
+    """Name a group in a message, such as ``process group '0' (default_pg, gloo, 4 ranks)``."""
+    own_name = "" if group.group_desc == "undefined" else f"{group.group_desc}, "
+    return f"process group {group.group_name!r} ({own_name}{'/'.join(sorted(backends(group)))}, {group.size()} ranks)"

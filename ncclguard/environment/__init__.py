@@ -1,0 +1,1 @@
+"""The environment of a distributed job: set it right, prove it, say what is wrong."""

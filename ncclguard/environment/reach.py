@@ -1,0 +1,56 @@
+"""Bounded questions to the network: does a name resolve, does a host answer through a given interface."""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import threading
+
+from ncclguard.environment.links import family_of
+
+# What a host that can be reached says of a port on which nobody listens.
+_ANSWERED = frozenset({0, errno.ECONNREFUSED})
+
+
+def resolve(name: str, seconds: float = 5.0) -> tuple[str, ...]:
+    """The addresses of a host name, in the resolver's order; none when it has none or does not answer in time.
+
+    The system's resolver takes no time limit, so it runs in a thread that is left behind when it is too slow.
+
+    >>> resolve("127.0.0.1")
+    ('127.0.0.1',)
+    """
+    found: list[str] = []
+
+    def ask() -> None:
+        try:
+            answers = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+        except (socket.gaierror, UnicodeError):  # no such name: the empty answer says so
+            return
+        found.extend(str(answer[4][0]).partition("%")[0] for answer in answers)
+
+    thread = threading.Thread(target=ask, name="ncclguard-resolve", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return tuple(dict.fromkeys(found))
+
+
+def answers(address: str, port: int, device: str, seconds: float = 1.0) -> bool:
+    """Whether a host answers a TCP connection that is made through one interface; a refusal is an answer too.
+
+    Linux only (``SO_BINDTODEVICE``). False when nothing came back within ``seconds``.
+    """
+    with socket.socket(family_of(address), socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
+        except OSError:  # no such interface, or not permitted before Linux 5.7
+            return False
+        error = sock.connect_ex((address, port))
+        if error == errno.EINPROGRESS:
+            _, writable, _ = select.select([], [sock], [], seconds)
+            if not writable:
+                return False
+            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        return error in _ANSWERED

@@ -1,0 +1,9 @@
+"""Explain a hang after the fact, from whatever the job left behind: logs and flight-recorder dumps."""
+
+from __future__ import annotations
+
+from ncclguard.explain.command import explain, main
+from ncclguard.explain.reader import UnusableInput
+from ncclguard.explain.report import Report
+
+__all__ = ["Report", "UnusableInput", "explain", "main"]

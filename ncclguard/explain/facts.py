@@ -1,0 +1,161 @@
+"""What the parsers hand on: one `Fact` per line that says something, with the place it was read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+
+class Kind(str, Enum):
+    """What a line says. The text of each member is what the JSON report shows."""
+
+    TIMEOUT = "watchdog_timeout"
+    BLOCKING = "blocking_wait_timeout"
+    STATUS = "watchdog_status"
+    DUMP_RECEIVED = "dump_signal_received"
+    DUMP_OBSERVED = "dump_signal_observed"
+    DUMP_FIRST = "dump_signal_first"
+    HEARTBEAT = "heartbeat_stuck"
+    WATCHDOG_EXCEPTION = "watchdog_exception"
+    ASYNC_ERROR = "async_error"
+    REMOTE_ERROR = "remote_error"
+    ABORTED = "communicator_aborted"
+    TEARDOWN = "teardown"
+    DESYNC = "desync_report"
+    FINGERPRINT = "collective_mismatch"
+    RECORDER = "flight_recorder"
+    BARRIER_MISSING = "monitored_barrier_missing"
+    BARRIER_REACHED = "monitored_barrier_reached"
+    GLOO_TIMEOUT = "gloo_timeout"
+    GLOO_CLOSED = "gloo_connection_closed"
+    GLOO_ABORT = "gloo_abort"
+    STORE_TIMEOUT = "store_timeout"
+    STORE_KEY = "store_key_missing"
+    STORE_LOST = "store_lost"
+    RENDEZVOUS = "rendezvous"
+    NCCL_WARN = "nccl_warn"
+    NCCL_INFO = "nccl_info"
+    EXCEPTION = "python_exception"
+    STACK = "stack"
+    EXIT = "exit"
+    LAUNCHER = "launcher_summary"
+    KERNEL_OOM = "kernel_oom"
+    XID = "kernel_xid"
+    CUDA = "cuda_error"
+    WORKER_DIED = "worker_died"
+    UNUSED = "ddp_unused_parameters"
+    TRACE_INVALIDATED = "deepspeed_trace_invalidated"
+    DATALOADER = "dataloader_warning"
+    PROGRESS = "progress"
+    PHASE = "phase"
+    NOTE = "note"
+
+
+# A rank that printed one of these was waiting for its peers inside a collective (or a barrier, or the store).
+WAITING = frozenset(
+    {
+        Kind.TIMEOUT,
+        Kind.BLOCKING,
+        Kind.STATUS,
+        Kind.GLOO_TIMEOUT,
+        Kind.GLOO_CLOSED,
+        Kind.BARRIER_REACHED,
+        Kind.STORE_TIMEOUT,
+        Kind.STORE_KEY,
+    }
+)
+
+# These follow from a stall or a death; they never are the reason for one.
+CONSEQUENCES = frozenset(
+    {
+        Kind.HEARTBEAT,
+        Kind.DUMP_OBSERVED,
+        Kind.DUMP_FIRST,
+        Kind.TEARDOWN,
+        Kind.ABORTED,
+        Kind.REMOTE_ERROR,
+        Kind.GLOO_CLOSED,
+        Kind.STORE_LOST,
+        Kind.LAUNCHER,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One collective as `WorkNCCL(...)` shows it; element counts, milliseconds."""
+
+    op: str | None
+    seq: int | None = None
+    numel_in: int | None = None
+    numel_out: int | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    timeout_ms: int | None = None
+    ran_ms: int | None = None
+
+    def signature(self) -> tuple[object, ...]:
+        """What all ranks of a group must agree on: sequence, operation, and sizes where the operation demands equal
+        ones.
+        """
+        if self.op is None or self.op.startswith("ALLTOALL"):
+            return (self.seq, self.op)
+        if self.op in ("GATHER", "SCATTER", "REDUCE"):  # the root has other sizes than the rest
+            return (self.seq, self.op, max(self.numel_in or 0, 0) if self.op != "SCATTER" else None)
+        return (self.seq, self.op, self.numel_in, self.numel_out, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group as a log line names it: `key` is the GUID where there is one, else the local number."""
+
+    key: str
+    number: str | None = None
+    description: str | None = None
+
+    @property
+    def is_default(self) -> bool:
+        return self.description in ("default_pg", "default") or (
+            self.description is None and self.key in ("0", "default")
+        )
+
+    def __str__(self) -> str:
+        return f"{self.key} ({self.description})" if self.description else self.key
+
+
+@dataclass(slots=True)
+class Fact:
+    """One statement of a log, with where it stands.
+
+    `rank` is a global rank, `rank_basis` how it is known: "prefix" ([rank3]), "launcher" (srun, mpirun), "file" (its
+    name), "text" (the message names it), "group" (only the rank inside a group is known and taken for the global one).
+    """
+
+    kind: Kind
+    file: str
+    line: int
+    text: str
+    source: int = 0
+    order: int = 0
+    when: float | None = None
+    rank: int | None = None
+    rank_basis: str = ""
+    group_rank: int | None = None
+    group: Group | None = None
+    work: Work | None = None
+    enqueued: int | None = None
+    started: int | None = None
+    completed: int | None = None
+    peers: tuple[int, ...] = ()
+    name: str = ""
+    detail: str = ""
+    number: int | None = None
+    seconds: float | None = None
+    repeated: int = 1
+    hidden: int = 0
+    after_symptom: bool = False
+    frames: tuple[str, ...] = field(default_factory=tuple)
+
+    def clone(self, **changes: object) -> Fact:
+        """Return a copy with some fields replaced."""
+        return replace(self, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""What each fault does to the process it strikes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+
+from ncclguard._sockets import Connection, connections
+
+_CHILD_LIVES = 60.0  # seconds that a forked child keeps the sockets open, unless the launcher ends it before
+_PAUSE = 0.001  # seconds between two looks at the bytes that connections have carried
+# In struct tcp_info (linux/tcp.h, since 4.1), in bytes from its start: two 64-bit counters, one after the other.
+_BYTES_ACKED, _BYTES_RECEIVED = 120, 128
+
+
+class InjectedFault(RuntimeError):
+    """Raised by the fault ``exception``: what a rank's own code might have raised."""
+
+
+def late(seconds: float) -> None:
+    """Sleep with the GIL released: other threads of the process go on."""
+    time.sleep(seconds)
+
+
+def kill(children: int) -> None:
+    """SIGKILL this process; ``children`` forked before live on with copies of all its descriptors, as workers do."""
+    for _ in range(children):
+        if os.fork() == 0:
+            time.sleep(_CHILD_LIVES)
+            os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(seconds: float | None) -> None:
+    """SIGSTOP this process; a helper process continues it after ``seconds``, nobody if None."""
+    if seconds is None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    program = f"import os, time; time.sleep({seconds}); os.kill({os.getpid()}, {int(signal.SIGCONT)})"
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", program], start_new_session=True):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_gil(seconds: float) -> None:
+    """Sleep in a C call that does not release the GIL, so that no Python thread of this process runs."""
+    usleep = ctypes.PyDLL(None).usleep  # PyDLL, unlike CDLL, keeps the GIL during the call
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:  # a signal ends usleep early
+        usleep(ctypes.c_uint(min(int(left * 1e6) + 1, 2**31)))
+
+
+def run_out_of_memory() -> None:
+    """Raise what torch raises when a device has no memory left."""
+    import torch  # only here: rehearsing without torch stays possible
+
+    raise torch.OutOfMemoryError("injected fault: out of memory. Tried to allocate more than there is.")
+
+
+def store_ports() -> set[int]:
+    """The port of the job's store, whose connections a network fault of the transport leaves alone."""
+    ports = {int(os.environ["MASTER_PORT"])} if os.environ.get("MASTER_PORT", "").isdigit() else set()
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        from ncclguard import _torch
+
+        if dist.is_available() and dist.is_initialized():
+            ports.add(getattr(_torch.base_store(_torch.default_store()), "port", 0))
+    return ports
+
+
+def reset_own_connections(keep_ports: Iterable[int] | None = None) -> int:
+    """Reset this process's TCP connections, but those with a local or remote port in ``keep_ports``; returns how many.
+
+    Needs no root. ``keep_ports`` is the job's store by default. Both sides see "connection reset by peer".
+    """
+    count = 0
+    for connection in _data_connections(keep_ports):
+        copy = _open(connection)
+        if copy is not None:
+            with copy:
+                count += _disconnect(copy)
+    return count
+
+
+def bytes_carried(keep_ports: Iterable[int] | None = None) -> dict[int, int]:
+    """Bytes that each of this process's connections has received, or sent and had acknowledged; by the socket's inode."""
+    carried: dict[int, int] = {}
+    for connection in _data_connections(keep_ports):
+        copy = _open(connection)
+        if copy is not None:
+            with copy:
+                information = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            counters = (information[at : at + 8] for at in (_BYTES_ACKED, _BYTES_RECEIVED))
+            carried[connection.inode] = sum(int.from_bytes(counter, sys.byteorder) for counter in counters)
+    return carried
+
+
+def wait_for_traffic(nbytes: int) -> None:
+    """Block until this process's connections together have carried ``nbytes`` more bytes than now."""
+    ports = store_ports()
+    before = bytes_carried(ports)
+    while sum(max(0, now - before.get(inode, 0)) for inode, now in bytes_carried(ports).items()) < nbytes:
+        time.sleep(_PAUSE)
+
+
+def _data_connections(keep_ports: Iterable[int] | None) -> tuple[Connection, ...]:
+    keep = store_ports() if keep_ports is None else set(keep_ports)
+    return connections(lambda local, remote: not {local[1], remote[1]} & keep)
+
+
+def _open(connection: Connection) -> socket.socket | None:
+    """A socket object on a duplicate of the descriptor; None if that is by now closed, or somebody else's."""
+    try:
+        copy = os.dup(connection.fd)
+    except OSError:
+        return None
+    if os.fstat(copy).st_ino != connection.inode:
+        os.close(copy)
+        return None
+    return socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, copy)
+
+
+def _disconnect(connection: socket.socket) -> bool:
+    """Reset a connection, so that both sides find it reset.
+
+    On Linux ``connect`` to AF_UNSPEC sends RST at once (tcp_disconnect in net/ipv4/tcp.c). The own side is then not readable
+    yet, and gloo would not look; ``shutdown`` makes it so, though it says "not connected" (inet_shutdown in af_inet.c).
+    """
+    unspecified = ctypes.create_string_buffer(16)  # struct sockaddr with sa_family AF_UNSPEC = 0
+    if ctypes.CDLL(None).connect(connection.fileno(), unspecified, 16) != 0:
+        return False
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    return True

@@ -1,0 +1,154 @@
+"""A fault as a value: what it is, when it strikes, and its form in an environment variable."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, Final
+
+from ncclguard.errors import GuardConfigError
+
+VARIABLE: Final = "NCCLGUARD_FAULT"
+PERMISSION: Final = "NCCLGUARD_ALLOW_DRILL"
+SYNTAX: Final = "kill@rank=2,op=3 or, several, late@rank=1,op=0,seconds=5;reset@rank=0,op=4"
+
+_TRIGGER = ("after", "after_bytes")
+# What each fault takes besides rank and op; a name that ends with ! must be given.
+PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
+    "late": ("seconds!",),
+    "kill": ("children", *_TRIGGER),
+    "stop": ("seconds", *_TRIGGER),
+    "gil": ("seconds!", *_TRIGGER),
+    "exception": (),
+    "exit": ("code",),
+    "oom": (),
+    "mismatch": ("of",),
+    "skip": (),
+    "extra": (),
+    "reset": ("times", *_TRIGGER),
+}
+
+
+class Alteration(str, Enum):
+    """What the caller of ``before_operation`` has to do itself, as only it knows the call."""
+
+    OTHER_SHAPE = "other shape"
+    OTHER_DTYPE = "other dtype"
+    SKIP = "skip"
+    EXTRA = "extra"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault, which strikes once: when ``rank`` enters its operation number ``op``, counted from 0.
+
+    ``seconds``: how long it lasts; for ``stop`` until the process is continued, None for never. ``after`` and
+    ``after_bytes``: strike that many seconds later, and then when this process's connections have carried that many
+    bytes since, in both directions, so in mid-operation. ``children``: forked children that outlive the kill with all
+    sockets open. ``times``: how often connections are reset, so that a rebuild is hit too. Raises GuardConfigError for a
+    combination that cannot be.
+    """
+
+    fault: str
+    rank: int
+    op: int
+    seconds: float | None = None
+    after: float = 0.0
+    after_bytes: int = 0
+    children: int = 0
+    code: int = 0
+    of: str = "shape"
+    times: int = 1
+
+    def __post_init__(self) -> None:
+        if self.fault not in PARAMETERS:
+            raise GuardConfigError(
+                f"there is no fault {self.fault!r}{_closest(self.fault)}; faults: {', '.join(PARAMETERS)}"
+            )
+        takes = [name.rstrip("!") for name in PARAMETERS[self.fault]]
+        for field in fields(self)[3:]:
+            if getattr(self, field.name) != field.default and field.name not in takes:
+                allowed = f"it takes {', '.join(takes)}" if takes else "it takes nothing but rank and op"
+                raise GuardConfigError(f"{self.fault} takes no {field.name}; {allowed}")
+        if "seconds!" in PARAMETERS[self.fault] and self.seconds is None:
+            raise GuardConfigError(f"{self.fault} needs seconds; for example {self.fault}@rank=2,op=3,seconds=5")
+        for name in ("rank", "op", "after_bytes", "children"):
+            _check(self.fault, name, getattr(self, name), int, 0)
+        _check(self.fault, "times", self.times, int, 1)
+        _check(self.fault, "code", self.code, int, 0)
+        _check(self.fault, "after", self.after, float, 0)
+        if self.seconds is not None:
+            _check(self.fault, "seconds", self.seconds, float, 0)
+        if self.times > 1 and not self.after_bytes:
+            raise GuardConfigError(
+                f"{self.fault} {self.times} times needs after_bytes: what has to flow before each of them"
+            )
+        if self.of not in ("shape", "dtype"):
+            raise GuardConfigError(f"{self.fault} of {self.of!r}: give of=shape or of=dtype")
+
+    def __str__(self) -> str:
+        changed = [field for field in fields(self)[3:] if getattr(self, field.name) != field.default]
+        rest = "".join(f",{field.name}={getattr(self, field.name)}" for field in changed)
+        return f"{self.fault}@rank={self.rank},op={self.op}{rest}"
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """The faults that a variable's value names, ``fault@rank=R,op=N[,name=value...]`` separated by semicolons.
+
+    Raises GuardConfigError, with the offending part, for anything else.
+
+    >>> [str(fault) for fault in parse("kill@rank=2,op=3; late@rank=1,op=0,seconds=5")]
+    ['kill@rank=2,op=3', 'late@rank=1,op=0,seconds=5.0']
+    """
+    return tuple(_parse_one(part.strip()) for part in text.split(";"))
+
+
+def _parse_one(part: str) -> Fault:
+    kind, at, rest = part.partition("@")
+    if not at:
+        raise GuardConfigError(f"{VARIABLE}: {part!r} has no @; write it like {SYNTAX}")
+    readers: dict[str, Callable[[str], Any]] = {
+        "rank": int,
+        "op": int,
+        "seconds": float,
+        "after": float,
+        "after_bytes": int,
+        "children": int,
+        "code": int,
+        "of": str,
+        "times": int,
+    }
+    values: dict[str, Any] = {}
+    for item in rest.split(","):
+        name, equals, value = (word.strip() for word in item.partition("="))
+        if name not in readers or not equals:
+            raise GuardConfigError(f"{VARIABLE}: {item!r} in {part!r} is no name=value; names: {', '.join(readers)}")
+        if name in values:
+            raise GuardConfigError(f"{VARIABLE}: {name} is given twice in {part!r}; give it once")
+        try:
+            values[name] = readers[name](value)
+        except ValueError:
+            wanted = "a whole number" if readers[name] is int else "a number"
+            raise GuardConfigError(f"{VARIABLE}: {name}={value!r} in {part!r} is not {wanted}; change it") from None
+    missing = [name for name in ("rank", "op") if name not in values]
+    if missing:
+        raise GuardConfigError(f"{VARIABLE}: {part!r} does not say its {' and '.join(missing)}; write it like {SYNTAX}")
+    return Fault(fault=kind.strip(), **values)
+
+
+def _check(fault: str, name: str, value: object, kind: type, least: int) -> None:
+    kinds = (int, float) if kind is float else (int,)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise GuardConfigError(
+            f"{name} of {fault} is {value!r}; give {'a number' if kind is float else 'a whole number'}"
+        )
+    if not math.isfinite(value) or value < least:
+        raise GuardConfigError(f"{name} of {fault} is {value!r}; give a finite number, {least} or more")
+
+
+def _closest(word: str) -> str:
+    match = difflib.get_close_matches(word, PARAMETERS, 1)
+    return f" (did you mean {match[0]}?)" if match else ""

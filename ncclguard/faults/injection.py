@@ -1,0 +1,174 @@
+"""Arms faults in a rank and lets them strike when it enters the operation they are meant for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ncclguard.errors import GuardConfigError
+from ncclguard.faults import effects
+from ncclguard.faults.fault import PERMISSION, VARIABLE, Alteration, Fault, parse
+
+log = logging.getLogger("ncclguard")
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_armed: tuple[Fault, ...] | None = None  # None, and not an empty tuple, so that a look costs one comparison
+
+
+def at(*, rank: int, op: int, fault: str, **how: Any) -> Fault:
+    """Arm a fault: at rank 2's operation 3, be late by 5 seconds. It strikes once; call this on any rank, or on all.
+
+    Operations are counted from 0, in each group for itself; the first that fits is struck. Faults and what they take:
+
+    - ``late`` (seconds): sleeps before it enters the operation
+    - ``kill`` (children, after, after_bytes): SIGKILL; ``children`` forked before keep its sockets open
+    - ``stop`` (seconds, after, after_bytes): SIGSTOP, and SIGCONT after ``seconds``
+    - ``gil`` (seconds, after, after_bytes): a C call that holds the GIL
+    - ``exception``: raises InjectedFault; ``oom``: raises torch.OutOfMemoryError
+    - ``exit`` (code): ends the program normally, early
+    - ``mismatch`` (of="shape" or "dtype"), ``skip``, ``extra``: another call than the peers', none, or one more
+    - ``reset`` (times, after, after_bytes): resets the process's connections, but those to the store
+
+    Raises GuardConfigError for a fault or a combination that cannot be.
+
+    >>> from ncclguard import faults
+    >>> str(faults.at(rank=2, op=3, fault="late", seconds=5))
+    'late@rank=2,op=3,seconds=5'
+    >>> faults.disarm()
+    """
+    try:
+        made = Fault(fault=fault, rank=rank, op=op, **how)
+    except TypeError as error:  # an unknown keyword
+        raise GuardConfigError(f"{error}; see help(ncclguard.faults.at)") from None
+    _arm((made,))
+    return made
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Fault, ...]:
+    """Arm the faults that NCCLGUARD_FAULT names, so that an unmodified program can be drilled; returns them.
+
+    Refused with GuardConfigError unless NCCLGUARD_ALLOW_DRILL is 1: a variable left in a shell must not break a run.
+
+    >>> from ncclguard import faults
+    >>> faults.from_environment({})
+    ()
+    """
+    text = environ.get(VARIABLE)
+    if text is None:
+        return ()
+    if environ.get(PERMISSION) != "1":
+        raise GuardConfigError(
+            f"{VARIABLE} is set to {text!r}, which would break this job, and {PERMISSION} is not 1; "
+            f"set {PERMISSION}=1 for a drill, or unset {VARIABLE}"
+        )
+    found = parse(text)
+    _arm(found)
+    return found
+
+
+def disarm() -> None:
+    """Forget every fault that has not struck yet."""
+    global _armed
+    with _lock:
+        _armed = None
+
+
+def armed() -> tuple[Fault, ...]:
+    """The faults that have not struck yet."""
+    return _armed or ()
+
+
+def before_operation(rank: int, sequence: int) -> Alteration | None:
+    """Let the faults strike that are armed for this rank and operation; called on entering each guarded operation.
+
+    Costs one comparison when none is armed. Returns what the caller must do to its call itself, see ``perform``.
+    """
+    if _armed is None:
+        return None
+    return _strike_all(rank, sequence)
+
+
+def perform(alteration: Alteration | None, call: Callable[[Any], T], tensor: Any) -> T | None:
+    """Make a call the way ``before_operation`` said: with the tensor, another one, twice, or (returning None) not at all.
+
+    >>> perform(Alteration.SKIP, print, "a tensor")
+    >>> perform(Alteration.EXTRA, print, "a tensor")
+    a tensor
+    a tensor
+    """
+    if alteration is Alteration.SKIP:
+        return None
+    if alteration is Alteration.EXTRA:
+        call(tensor.clone() if hasattr(tensor, "clone") else tensor)
+    elif alteration is Alteration.OTHER_SHAPE:
+        return call(tensor.new_zeros(tensor.numel() + 1))
+    elif alteration is Alteration.OTHER_DTYPE:
+        import torch
+
+        return call(tensor.to(torch.int32 if tensor.is_floating_point() else torch.float32))
+    return call(tensor)
+
+
+def _arm(faults: tuple[Fault, ...]) -> None:
+    global _armed
+    with _lock:
+        _armed = (*(_armed or ()), *faults) or None
+
+
+def _strike_all(rank: int, sequence: int) -> Alteration | None:
+    global _armed
+    with _lock:
+        struck = [fault for fault in _armed or () if (fault.rank, fault.op) == (rank, sequence)]
+        _armed = tuple(fault for fault in _armed or () if fault not in struck) or None
+    alteration = None
+    for fault in struck:
+        log.warning("injected fault on rank %d: %s", rank, fault)
+        alteration = _strike(fault) or alteration
+    return alteration
+
+
+def _strike(fault: Fault) -> Alteration | None:
+    if fault.after or fault.after_bytes:
+        threading.Thread(target=_strike_later, args=(fault,), name=f"ncclguard drill {fault}", daemon=True).start()
+    elif fault.fault == "late":
+        effects.late(fault.seconds or 0.0)
+    elif fault.fault == "exception":
+        raise effects.InjectedFault(f"injected fault: {fault}")
+    elif fault.fault == "exit":
+        sys.exit(fault.code)
+    elif fault.fault == "oom":
+        effects.run_out_of_memory()
+    elif fault.fault == "mismatch":
+        return Alteration.OTHER_SHAPE if fault.of == "shape" else Alteration.OTHER_DTYPE
+    elif fault.fault in ("skip", "extra"):
+        return Alteration(fault.fault)
+    else:
+        _strike_process(fault)
+    return None
+
+
+def _strike_later(fault: Fault) -> None:
+    """In a thread of its own: wait for the moment in mid-operation, then strike."""
+    time.sleep(fault.after)
+    for _ in range(fault.times):
+        if fault.after_bytes:
+            effects.wait_for_traffic(fault.after_bytes)
+        _strike_process(fault)
+
+
+def _strike_process(fault: Fault) -> None:
+    if fault.fault == "kill":
+        effects.kill(fault.children)
+    elif fault.fault == "stop":
+        effects.stop(fault.seconds)
+    elif fault.fault == "gil":
+        effects.hold_gil(fault.seconds or 0.0)
+    else:
+        log.warning("injected fault: %d connections reset", effects.reset_own_connections())

@@ -1,0 +1,236 @@
+"""A running job of rank processes: watched until it ends, ended when it does not."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ncclguard.faults.janitor import Janitor, end_processes, processes_of
+from ncclguard.faults.rank import read_reports, word_file
+from ncclguard.faults.result import JobResult, RankResult, RanksFailed
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+POLL = 0.01  # seconds between two looks at the processes
+STACKS = 5.0  # seconds that a rank gets to write its stacks after SIGABRT
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One process to start: a rank itself (``is_rank``), or torchrun for the ranks of one host."""
+
+    argv: Sequence[str]
+    env: dict[str, str]
+    output: Path
+    ranks: tuple[int, ...]
+    is_rank: bool
+
+
+class Job:
+    """Rank processes that ``start_ranks`` has started; a context manager that leaves no process behind.
+
+    ``pid``, ``reports``, ``wait_for``, ``tell`` and ``send_signal`` are for a test that acts while the ranks run;
+    ``wait`` ends it.
+    """
+
+    def __init__(self, name: str, directory: Path, world_size: int, timeout: float, port: socket.socket | None) -> None:
+        self.world_size = world_size
+        self.timeout = timeout
+        self._name = name
+        self._directory = directory
+        self._port = port  # bound and not listening: keeps everybody but rank 0's store off the master port
+        self._janitor = Janitor()
+        self._janitor.watch("job", name)
+        self._janitor.watch("directory", str(directory))
+        self._processes: list[tuple[Command, subprocess.Popen[bytes]]] = []
+        self._ended: dict[int, tuple[int | None, float | None]] = {}  # rank -> return code, time.monotonic()
+        self._started = time.monotonic()
+        self._result: JobResult | None = None
+
+    def start(self, commands: Sequence[Command]) -> None:
+        """Start the processes, each leading a session of its own."""
+        self._started = time.monotonic()
+        for command in commands:
+            with open(command.output, "ab") as output:
+                process = subprocess.Popen(
+                    command.argv,
+                    env=command.env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,  # a file, not a pipe: a forked child that lives on would hold a pipe open
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self._processes.append((command, process))
+            try:  # at the timeout the ranks get SIGABRT for their stacks, not for core files of many GB
+                resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+            except ProcessLookupError:
+                continue
+
+    def pid(self, rank: int) -> int:
+        """The pid of a rank's main process; RanksFailed when torchrun has not started it within 60 s."""
+        for command, process in self._processes:
+            if command.is_rank and command.ranks == (rank,):
+                return process.pid
+        file = self._directory / f"rank{rank}.pid"
+        deadline = time.monotonic() + 60
+        while not file.exists():
+            if time.monotonic() > deadline or self._all_ended():
+                raise RanksFailed(f"torchrun did not start rank {rank}; it said:\n{self._launcher_output()}")
+            time.sleep(POLL)
+        return int(file.read_text())
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank's main process, for example ``signal.SIGKILL``."""
+        os.kill(self.pid(rank), number)
+
+    def reports(self, rank: int) -> dict[str, Any]:
+        """What a rank has reported so far."""
+        return read_reports(self._directory, rank)
+
+    def tell(self, word: str) -> None:
+        """Let ``faults.wait_until_told(word)`` return on every rank that is in it, or gets there."""
+        word_file(self._directory, word).touch()
+
+    def wait_for(self, key: str, ranks: Iterable[int] | None = None, seconds: float = 60.0) -> dict[int, Any]:
+        """Block until all of ``ranks`` (default: every rank) have reported ``key``; returns the values by rank.
+
+        Raises RanksFailed when one of them ended without, or after ``seconds``.
+        """
+        wanted = tuple(range(self.world_size) if ranks is None else ranks)
+        deadline = time.monotonic() + seconds
+        while True:
+            ended = set(wanted) if self._all_ended() else {rank for rank in wanted if rank in self._ended}
+            values = {rank: self.reports(rank) for rank in wanted}  # after the look at the ends: a last report counts
+            missing = [rank for rank in wanted if key not in values[rank]]
+            if not missing:
+                return {rank: values[rank][key] for rank in wanted}
+            dead = [rank for rank in missing if rank in ended]
+            if dead or time.monotonic() > deadline:
+                why = f"ranks {dead} ended" if dead else f"{seconds:g} s passed"
+                texts = "\n".join(f"--- rank {rank}:\n{self._output(rank)[-4000:]}" for rank in dead or missing)
+                texts += self._launcher_output()[-4000:]
+                raise RanksFailed(f"{why} before ranks {missing} had reported {key!r}; their output:\n{texts}")
+            time.sleep(POLL)
+
+    def wait(self, timeout: float | None = None) -> JobResult:
+        """Wait until every rank has ended, or end them all at the timeout; returns the same result when called again.
+
+        ``timeout`` is in seconds from now; by default the job's own, which counts from its start. At the timeout each rank that still runs gets SIGABRT, which makes it write its stacks, a stopped one SIGCONT too;
+        then everything that belongs to the job is killed.
+        """
+        if self._result is not None:
+            return self._result
+        if timeout is not None:
+            self.timeout = time.monotonic() - self._started + timeout
+        while not self._all_ended() and time.monotonic() - self._started < self.timeout:
+            time.sleep(POLL)
+        timed_out = not self._all_ended()
+        running = tuple(rank for rank in range(self.world_size) if timed_out and rank not in self._ended)
+        if timed_out:
+            self._dump_stacks(running)
+        seconds = time.monotonic() - self._started
+        left = tuple(pid for pid in processes_of(self._name) if not self._is_started_here(pid))
+        self._end_everything()
+        self._all_ended()
+        ranks = tuple(self._rank_result(rank, rank in running) for rank in range(self.world_size))
+        self._result = JobResult(ranks, seconds, self.timeout, timed_out, left, self._launcher_output())
+        self.close()
+        return self._result
+
+    def close(self) -> None:
+        """End what still runs and remove the job's files; safe to call twice."""
+        self._end_everything()
+        if self._port is not None:
+            self._port.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._janitor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _all_ended(self) -> bool:
+        """Note who has ended since the last look; True when every process that was started has."""
+        running = False
+        for command, process in self._processes:
+            code = process.poll()
+            running = running or code is None
+            for rank in command.ranks:
+                file = self._directory / f"rank{rank}.ended"
+                if rank in self._ended:
+                    continue
+                if file.exists():
+                    word, moment = file.read_text().split()
+                    self._ended[rank] = int(word), float(moment)
+                elif code is not None:
+                    self._ended[rank] = (code, time.monotonic()) if command.is_rank else (None, None)
+        return not running
+
+    def _dump_stacks(self, ranks: Sequence[int]) -> None:
+        for command, process in self._processes:
+            if not command.is_rank and process.poll() is None:
+                process.send_signal(
+                    signal.SIGSTOP
+                )  # torchrun ends all ranks when one ends: it would cut their stacks off
+        pids = [process.pid for command, process in self._processes if command.is_rank and command.ranks[0] in ranks]
+        files = [self._directory / f"rank{rank}.pid" for rank in ranks]
+        pids += [int(file.read_text()) for file in files if file.exists()]
+        for pid in pids:
+            for number in (signal.SIGABRT, signal.SIGCONT):  # in this order a stopped rank shows where it was stopped
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    continue
+        deadline = time.monotonic() + STACKS
+        while not self._all_ended() and set(ranks) - set(self._ended) and time.monotonic() < deadline:
+            time.sleep(POLL)
+
+    def _is_started_here(self, pid: int) -> bool:
+        return any(process.pid == pid for _, process in self._processes)
+
+    def _end_everything(self) -> None:
+        for _, process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        end_processes(self._name)
+        for _, process in self._processes:
+            process.wait(timeout=10)
+
+    def _output(self, rank: int) -> str:
+        file = self._directory / f"rank{rank}.output"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def _launcher_output(self) -> str:
+        files = [command.output for command, _ in self._processes if not command.is_rank]
+        return "".join(file.read_text(errors="replace") for file in files)
+
+    def _rank_result(self, rank: int, running: bool) -> RankResult:
+        code, moment = self._ended.get(rank, (None, None))
+        pids = [process.pid for command, process in self._processes if command.is_rank and command.ranks == (rank,)]
+        file = self._directory / f"rank{rank}.pid"
+        pids += [int(file.read_text())] if file.exists() else []
+        return RankResult(
+            rank=rank,
+            pid=pids[0] if pids else None,
+            exit_code=code if code is not None and code >= 0 else None,
+            signal=signal.Signals(-code) if code is not None and code < 0 else None,
+            output=self._output(rank),
+            reports=self.reports(rank),
+            ended=None if moment is None else moment - self._started,
+            running_at_timeout=running,
+        )

@@ -1,0 +1,232 @@
+"""Starts real rank processes on this machine, for rehearsing faults and for tests."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import site
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ncclguard.faults import supervise
+from ncclguard.faults.hosts import Hosts
+from ncclguard.faults.janitor import JOB_VARIABLE
+from ncclguard.faults.job import Command, Job
+from ncclguard.faults.rank import PATH_VARIABLE, REPORT_VARIABLE
+from ncclguard.faults.result import JobResult
+
+Program = str | Path | Callable[..., Any]
+Launcher = Literal["processes", "torchrun"]
+
+# What a surrounding job, launcher or scheduler told this process about itself, and must not tell the ranks.
+_NOT_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR")
+_NOT_INHERITED_PREFIX = ("TORCHELASTIC_", "PYTEST_")
+
+
+def run_ranks(
+    program: Program,
+    world_size: int,
+    *,
+    args: Sequence[Any] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    hosts: Hosts | None = None,
+    launcher: Launcher = "processes",
+) -> JobResult:
+    """Run a program as ``world_size`` rank processes and return how each ended; it always ends by itself.
+
+    ``program`` is a script's path, ``"module:function"``, ``"file.py:function"`` or a module-level function; a function
+    gets ``args`` (JSON-able), a script gets them as its arguments. Each rank has RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR and MASTER_PORT, so ``init_process_group`` needs nothing more. With ``hosts`` the ranks are spread over its
+    network namespaces in blocks. At ``timeout`` (seconds) whoever still runs writes its stacks and is killed; forked
+    children and stopped processes too. Raises ValueError for a program or a world size that cannot be started.
+
+    >>> from ncclguard import faults
+    >>> result = faults.run_ranks("math:factorial", 2, args=[5])
+    >>> result.values("returned")
+    {0: 120, 1: 120}
+    """
+    with start_ranks(program, world_size, args=args, env=env, timeout=timeout, hosts=hosts, launcher=launcher) as job:
+        return job.wait()
+
+
+def start_ranks(
+    program: Program,
+    world_size: int,
+    *,
+    args: Sequence[Any] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    hosts: Hosts | None = None,
+    launcher: Launcher = "processes",
+) -> Job:
+    """Start rank processes as ``run_ranks`` does and return at once, for acting on them while they run.
+
+    >>> from ncclguard import faults
+    >>> with faults.start_ranks("time:sleep", 2, args=[60]) as job:
+    ...     job.send_signal(1, 9)
+    ...     job.send_signal(0, 15)
+    ...     [rank.end for rank in job.wait()]
+    ['SIGTERM', 'SIGKILL']
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size is {world_size!r}; give the number of ranks, 1 or more")
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}; give the seconds after which the ranks are ended, above 0")
+    if launcher not in ("processes", "torchrun"):
+        raise ValueError(f"launcher is {launcher!r}; it is 'processes' or 'torchrun'")
+    rank_command = command_of(program, args)
+    directory = Path(tempfile.mkdtemp(prefix="ncclguard-ranks-"))
+    name = uuid.uuid4().hex
+    reserved = reserve_port() if hosts is None else None  # in a namespace of its own nobody else takes a port
+    if reserved is not None:
+        address, port = "127.0.0.1", reserved.getsockname()[1]
+    elif hosts is not None:
+        address, port = hosts.address(hosts.names[0]), hosts.next_port()
+    job = Job(name, directory, world_size, timeout, reserved)
+    try:
+        common = environment_of(env, hosts)
+        common |= {JOB_VARIABLE: name, REPORT_VARIABLE: str(directory), PATH_VARIABLE: json.dumps(sys.path)}
+        build = torchrun_commands if launcher == "torchrun" else process_commands
+        job.start(build(rank_command, world_size, common, directory, address, port, hosts))
+    except BaseException:
+        job.close()
+        raise
+    return job
+
+
+def process_commands(
+    rank_command: Sequence[str],
+    world_size: int,
+    env: Mapping[str, str],
+    directory: Path,
+    address: str,
+    port: int,
+    hosts: Hosts | None,
+) -> list[Command]:
+    """One process a rank."""
+    commands = []
+    for node, ranks in enumerate(blocks(world_size, hosts)):
+        for local, rank in enumerate(ranks):
+            own = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(len(ranks)),
+                "GROUP_RANK": str(node),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+            }
+            argv = rank_command if hosts is None else hosts.command(hosts.names[node], rank_command)
+            commands.append(Command(argv, {**env, **own}, directory / f"rank{rank}.output", (rank,), is_rank=True))
+    return commands
+
+
+def torchrun_commands(
+    rank_command: Sequence[str],
+    world_size: int,
+    env: Mapping[str, str],
+    directory: Path,
+    address: str,
+    port: int,
+    hosts: Hosts | None,
+) -> list[Command]:
+    """One torchrun a host; the ranks use its store, as they do in a real torchrun job."""
+    nodes = blocks(world_size, hosts)
+    if len({len(ranks) for ranks in nodes}) > 1:
+        raise ValueError(f"torchrun wants equally many ranks on each host, not {world_size} on {len(nodes)}")
+    commands = []
+    for node, ranks in enumerate(nodes):
+        argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(nodes)), "--node-rank", str(node)]
+        argv += [
+            "--nproc-per-node",
+            str(len(ranks)),
+            "--master-addr",
+            address,
+            "--master-port",
+            str(port),
+            "--no-python",
+        ]
+        argv += [sys.executable, "-I", "-S", supervise.__file__, str(directory), *rank_command]
+        if hosts is not None:
+            argv = hosts.command(hosts.names[node], argv)
+        commands.append(Command(argv, dict(env), directory / f"torchrun{node}.output", tuple(ranks), is_rank=False))
+    return commands
+
+
+def blocks(world_size: int, hosts: Hosts | None) -> list[range]:
+    """The ranks of each host: consecutive, the first hosts take one more where it does not divide."""
+    nodes = 1 if hosts is None else len(hosts.names)
+    if world_size < nodes:
+        raise ValueError(f"{world_size} ranks cannot be spread over {nodes} hosts; give each host one rank at least")
+    share, rest = divmod(world_size, nodes)
+    starts = [node * share + min(node, rest) for node in range(nodes + 1)]
+    return [range(starts[node], starts[node + 1]) for node in range(nodes)]
+
+
+def command_of(program: Program, args: Sequence[Any]) -> list[str]:
+    """The command line that runs ``program`` in one rank."""
+    if callable(program):
+        name = getattr(program, "__qualname__", "")
+        file = inspect.getsourcefile(program)
+        if not name.isidentifier() or file is None:
+            raise ValueError(f"{program!r} cannot be found again in another process; give a module-level function")
+        module = "ncclguard_ranks_main" if program.__module__ == "__main__" else program.__module__
+        return function_command(f"{module}={os.path.abspath(file)}", name, args)
+    text = os.fspath(program)
+    if text.endswith(".py") or os.path.isfile(text):
+        if not os.path.isfile(text):
+            raise ValueError(f"there is no script {text}; give the path of an existing file")
+        return [sys.executable, text, *map(str, args)]
+    module, colon, name = text.rpartition(":")
+    if not colon or not module or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{text!r} is neither a script nor 'module:function'; give one of these, or a function")
+    if module.endswith(".py"):
+        if not os.path.isfile(module):
+            raise ValueError(f"there is no file {module}; give the path of an existing file before the colon")
+        return function_command(f"{Path(module).stem}={os.path.abspath(module)}", name, args)
+    return function_command(module, name, args)
+
+
+def function_command(module: str, name: str, args: Sequence[Any]) -> list[str]:
+    """The command line that runs one function in one rank."""
+    return [sys.executable, "-m", __package__, module, name, json.dumps(list(args))]
+
+
+def environment_of(env: Mapping[str, str] | None, hosts: Hosts | None) -> dict[str, str]:
+    """What every rank inherits: this process's variables without another job's, this package importable, stacks on."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _NOT_INHERITED and not name.startswith(_NOT_INHERITED_PREFIX)
+    }
+    package_parent = str(Path(__file__).resolve().parents[2])
+    if package_parent not in (*site.getsitepackages(), site.getusersitepackages()):
+        inherited["PYTHONPATH"] = os.pathsep.join(filter(None, (package_parent, inherited.get("PYTHONPATH"))))
+    inherited["PYTHONFAULTHANDLER"] = "1"
+    inherited["PYTHONUNBUFFERED"] = "1"
+    inherited.setdefault("OMP_NUM_THREADS", "1")
+    interface = "lo" if hosts is None else hosts.interface
+    if hosts is not None or "GLOO_SOCKET_IFNAME" not in inherited:
+        inherited["GLOO_SOCKET_IFNAME"] = interface  # else gloo resolves the hostname, which may lead anywhere
+    return {**inherited, **(env or {})}
+
+
+def reserve_port() -> socket.socket:
+    """A socket bound to a free port that nobody else is given while it stays open; its owner never listens.
+
+    Linux hands a port with a bound socket to no ``bind(0)`` and no ``connect``, but lets a listener that asks for exactly
+    this port with SO_REUSEADDR have it, as TCPStore does.
+    """
+    reserved = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reserved.family == socket.AF_INET6:
+        reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    reserved.bind(("", 0))
+    return reserved

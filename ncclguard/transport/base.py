@@ -1,0 +1,165 @@
+"""What the engine needs of a communicator: start an operation, wait for it in slices, stop it from any thread.
+
+A communicator is one generation of one group. It is never repaired: after an error, or after `Communicator.stop`, the next
+generation is built beside it on a fresh prefix of the store. It belongs to the guard alone, so stopping it touches none of
+the caller's process groups.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch.distributed import ReduceOp
+
+from .._torch import Store
+
+Kind = Literal["all_reduce", "reduce_scatter", "broadcast", "all_gather"]
+"""The collectives that carry the caller's data, by the names of torch.distributed."""
+
+
+class TransportError(Exception):
+    """The communicator broke, was stopped, or could not be built.
+
+    ``detail`` is the text of the backend. ``address`` is the (host, port) at the other end of the connection that broke and ``peer``
+    the global rank it belongs to, each where the backend names it and None where it does not. The rank at the other end of
+    a broken connection is often itself a victim: this is evidence, not a verdict.
+    """
+
+    def __init__(self, detail: str, address: tuple[str, int] | None = None, peer: int | None = None) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.address = address
+        self.peer = peer
+
+
+class Pending(ABC):
+    """An operation that was started."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def wait(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` (0 looks once): True when complete, False when not yet; may be called again either way.
+
+        Signal handlers run only between two calls, so callers wait in slices of at most 100 ms. Raises TransportError
+        when the communicator broke or was stopped before the operation was complete.
+        """
+
+
+class Agreement(Pending):
+    """A vote under way, see `Communicator.agree`."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def agreed(self) -> bool:
+        """Whether every rank gave the same value. Raises RuntimeError before `wait` returned True."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How a backend carries out a reduce op: send with ``wire``, then divide the finished result once by ``divisor``."""
+
+    wire: ReduceOp.RedOpType
+    divisor: int | None = None
+
+    def finish(self, result: torch.Tensor) -> None:
+        """Turn the reduced tensor into the result, in place: to be called once per tensor, after all of its pieces."""
+        if self.divisor is not None:
+            # By parts, because torch divides complex32 in no other way.
+            (torch.view_as_real(result) if result.is_complex() else result).div_(self.divisor)
+
+
+class Communicator(ABC):
+    """One generation of one group's own connections.
+
+    Tensors must be contiguous and on ``device_type``. Operations are started in the same order on all ranks; any thread may
+    call `stop`, `quiet` and `close` at any time, also from a signal handler.
+
+    ``ranks``: global ranks in the order of the group. ``index``: position of this process in it. ``max_in_flight``: more operations at
+    a time than this bring nothing.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    size: int
+    generation: int
+    device_type: str
+    max_in_flight: int
+
+    @abstractmethod
+    def agree(self, value: int) -> Agreement:
+        """Start a vote on ``value`` (0 <= value < 2**63): agreed when all ranks give the same.
+
+        One all-reduce of ``int64[value, -value]`` with MAX: the maximum of the second is minus the minimum of the first.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Pending:
+        """Reduce ``tensor`` over all ranks, in place. ``op`` is the ``wire`` of a `Reduction`."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source_index: int) -> Pending:
+        """Copy the tensor of the rank at ``source_index`` into ``tensor`` on all ranks."""
+
+    @abstractmethod
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Pending:
+        """Gather ``tensor`` of every rank into ``outputs``, one for each rank and of the same size."""
+
+    @abstractmethod
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> Pending:
+        """Reduce ``inputs[i]`` of all ranks into ``output`` of the rank at index i. ``inputs`` are left unchanged.
+
+        ``output`` is written by the `Pending.wait` that returns True, and by nothing else.
+        """
+
+    @abstractmethod
+    def reduction(self, op: ReduceOp.RedOpType) -> Reduction:
+        """How this communicator carries out ``op``, with this generation's number of ranks."""
+
+    @abstractmethod
+    def set_backstop(self, seconds: float) -> None:
+        """Limit of the operations started from now on, enforced by the backend itself: a last resort if `stop` fails."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Make every operation in flight fail soon and every later one at once. Idempotent; returns within 100 ms."""
+
+    @abstractmethod
+    def quiet(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` until no operation of this communicator can write into anybody's memory any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything, stopping what is still in flight. Takes at most about a second and never raises."""
+
+
+class Builder(Protocol):
+    """Builds the communicators of one backend."""
+
+    device_type: str
+
+    def build(
+        self,
+        store: Store,
+        prefix: str,
+        ranks: tuple[int, ...],
+        index: int,
+        generation: int,
+        backstop: float,
+        seconds: float,
+    ) -> Communicator:
+        """Connect to the other ``ranks``, which must do the same within ``seconds``; else raises TransportError.
+
+        ``store`` is a connection of its own, made by `ncclguard._torch.clone_store`: when the time is over it is cut, and is unusable
+        then. ``prefix`` must never have been used before, neither by an attempt that failed: keys of two attempts do not mix.
+        ``backstop`` is the first value of `Communicator.set_backstop`, in seconds.
+        """
+
+    def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:
+        """Raise TypeError or ValueError, with a sentence, if the backend cannot do this; nothing is sent."""

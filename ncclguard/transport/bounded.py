@@ -1,0 +1,100 @@
+"""Call something that may block in C++ without end, and come back in time all the same."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from .base import TransportError
+
+T = TypeVar("T")
+
+_EXIT_GRACE = 2.0  # seconds that interpreter exit waits, in all, for calls that were given up
+_RELEASE_GRACE = 0.25  # seconds for a call to end after it was released
+
+_running: set[_Call[Any]] = set()
+_lock = threading.Lock()
+
+
+class _Call(threading.Thread, Generic[T]):
+    def __init__(self, what: str, call: Callable[[], T], release: Callable[[], object]) -> None:
+        super().__init__(name=f"ncclguard-{what}", daemon=True)
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.release = release
+        self._call: Callable[[], T] | None = call
+        self._finished = threading.Event()
+        self._given_up = False
+
+    def run(self) -> None:
+        call, self._call = self._call, None
+        assert call is not None
+        try:
+            result = call()
+            if not self._given_up:  # else dropped here, in this thread: destructors may block
+                self.result = result
+        except BaseException as error:  # noqa: BLE001 - handed to the caller of bounded()
+            self.error = error
+        finally:
+            del call
+            with _lock:
+                _running.discard(self)
+            self._finished.set()
+
+    def ended(self, seconds: float) -> bool:
+        return self._finished.wait(max(0.0, seconds))
+
+    def give_up(self) -> None:
+        self._given_up = True
+        with contextlib.suppress(Exception):
+            self.release()
+
+
+def bounded(what: str, call: Callable[[], T], seconds: float, release: Callable[[], object]) -> T:
+    """The result of ``call()``, run in a helper thread, within ``seconds`` plus at most a quarter of a second.
+
+    When the time is over ``release()`` is called, which should make the call end (shut the socket it waits on); then
+    TransportError is raised, whether it ended or not. A call that did not is left to its thread and its late result dropped. At
+    interpreter exit such calls are released again and waited for, two seconds in all: a thread that comes back from C++ into
+    an interpreter that is being torn down would end the process with SIGABRT.
+
+    RuntimeError of the call (torch's errors of store and network) is raised as TransportError, anything else as it is.
+    """
+    thread = _Call(what, call, release)
+    with _lock:
+        _running.add(thread)
+    thread.start()
+    try:
+        ended = thread.ended(seconds)
+    except BaseException:  # Ctrl-C, or the alarm of a timeout handler
+        thread.give_up()
+        raise
+    if not ended:
+        thread.give_up()
+        thread.ended(_RELEASE_GRACE)
+        why = f": {thread.error}" if thread.error is not None else ""
+        raise TransportError(f"{what} took longer than {seconds:.1f} s and was given up{why}")
+    if isinstance(thread.error, RuntimeError):
+        raise TransportError(f"{what} failed: {thread.error}") from thread.error
+    if thread.error is not None:
+        raise thread.error
+    result = thread.result
+    assert result is not None
+    return result
+
+
+def _end_all() -> None:
+    end = time.monotonic() + _EXIT_GRACE
+    with _lock:
+        left = list(_running)
+    for thread in left:
+        thread.give_up()
+    for thread in left:
+        thread.ended(end - time.monotonic())
+
+
+atexit.register(_end_all)

@@ -1,0 +1,126 @@
+"""Which dtypes and reduce ops the backends carry, and in which form.
+
+gloo: measured with ``torch.distributed`` on 2 ranks, torch 2.6.0 and 2.13.0 (reduce_scatter and AVG over gloo exist only in the later
+one; the guard brings its own in both). "no" is refused before anything is sent.
+
+==============================================  ======================  ===============  ==============  =====================
+dtype on gloo                                   SUM PRODUCT MIN MAX     BAND BOR BXOR    AVG             broadcast, all_gather
+==============================================  ======================  ===============  ==============  =====================
+float16 bfloat16 float32 float64                yes                     no               SUM and divide  yes
+int8 uint8 int32 int64                          yes                     yes              no              yes
+bool                                            SUM any, PRODUCT all    yes              no              yes
+complex32 complex64 complex128                  SUM only, as real       no               SUM and divide  yes
+int16 uint16 uint32 uint64 float8_*             no                      no               no              as bytes (torch: no)
+quantized                                       no                      no               no              no
+==============================================  ======================  ===============  ==============  =====================
+
+NCCL (from the sources of ProcessGroupNCCL, not yet run on a GPU): the same without BAND, BOR and BXOR. PREMUL_SUM is refused on both: a
+scaled tensor and SUM do the same.
+
+A bool is summed with MAX here: gloo's SUM counts in the byte, so that torch leaves 2 in a bool tensor of two ranks, and with
+256 ranks 0, which is False.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch.distributed import ReduceOp
+
+from .. import _torch
+from .base import Kind, Reduction
+
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool})
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_NATIVE = _FLOATS | _INTEGERS
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+_OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
+_BITWISE = ("BAND", "BOR", "BXOR")
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What one backend can reduce. ``wire_ops``: the reduce ops that it is told to carry out itself."""
+
+    backend: str
+    wire_ops: tuple[ReduceOp.RedOpType, ...]
+
+    def check(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:
+        """Raise TypeError for a dtype and ValueError for a reduce op that cannot be carried, saying what can.
+
+        ``op`` is looked at for ``all_reduce`` and ``reduce_scatter`` only. Raises TypeError if it is no reduce op at all.
+
+        >>> import torch
+        >>> from torch.distributed import ReduceOp
+        >>> GLOO.check("all_reduce", torch.float32, ReduceOp.AVG)
+        """
+        if kind in ("broadcast", "all_gather"):
+            if dtype in _QUANTIZED:
+                raise TypeError(f"{kind} does not take quantized tensors ({dtype}): send int_repr() and the scale")
+            return
+        self.reduction(op, 1)
+        name = _torch.reduce_op_name(op)
+        if dtype not in _NATIVE and dtype not in _COMPLEX:
+            raise TypeError(
+                f"{self.backend} cannot reduce {dtype}: convert it, for example to torch.int32 or torch.float32"
+            )
+        if dtype in _COMPLEX and name not in ("SUM", "AVG"):
+            raise ValueError(
+                f"{name} has no meaning for complex numbers ({dtype}): use SUM or AVG, or view_as_real(tensor)"
+            )
+        if name in _BITWISE and dtype not in _INTEGERS:
+            raise ValueError(f"{name} needs an integer or bool tensor, not {dtype}")
+        if name == "AVG" and dtype in _INTEGERS:
+            raise ValueError(
+                f"AVG of {dtype} is not a whole number: use SUM and divide, or convert to torch.float32 first"
+            )
+
+    def reduction(self, op: object, participants: int) -> Reduction:
+        """How ``op`` is carried out among ``participants`` ranks: AVG as SUM, divided once at the end; the others as they are.
+
+        Raises ValueError for an op that the backend does not have, TypeError if it is no reduce op.
+        """
+        name = _torch.reduce_op_name(op)
+        if name == "AVG":
+            return Reduction(ReduceOp.SUM, participants)
+        if name == "PREMUL_SUM":
+            raise ValueError("PREMUL_SUM is not supported by the guard: scale the tensor and use SUM")
+        wire = cast("ReduceOp.RedOpType", getattr(ReduceOp, name))
+        if wire not in self.wire_ops:
+            raise ValueError(f"{self.backend} does not have {name}: move the tensor to the CPU for it, where gloo does")
+        return Reduction(wire)
+
+    def wire_op(self, op: ReduceOp.RedOpType, dtype: torch.dtype) -> ReduceOp.RedOpType:
+        """What the backend is told to do for ``op``, one of ``wire_ops``, on this dtype. Raises ValueError for any other op."""
+        if op not in self.wire_ops:
+            name = _torch.reduce_op_name(op)
+            raise ValueError(f"{name} is not sent by {self.backend} as it is: use reduction(op).wire")
+        return _OF_BOOL.get(op, op) if dtype is torch.bool else op
+
+
+_ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+GLOO = Support("gloo", (*_ARITHMETIC, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
+NCCL = Support("NCCL", _ARITHMETIC)
+
+
+def reducible_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
+    """The same memory in the form that is reduced: complex numbers as pairs of real ones. Raises ValueError if not possible."""
+    _check_memory(tensor, device_type)
+    return tensor if tensor.dtype in _NATIVE else torch.view_as_real(tensor)
+
+
+def movable_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
+    """The same memory in a form that is copied: bytes, for what there is no type of. Raises ValueError if not possible."""
+    _check_memory(tensor, device_type)
+    return tensor if tensor.dtype in _NATIVE else tensor.reshape(-1).view(torch.uint8)
+
+
+def _check_memory(tensor: torch.Tensor, device_type: str) -> None:
+    if tensor.device.type != device_type or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"the transport takes contiguous {device_type} tensors without a pending conjugation: pass a contiguous copy"
+        )

@@ -1,0 +1,102 @@
+"""Operations of a gloo group under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import distributed as dist
+
+from .base import Agreement, Pending, TransportError
+
+
+class Owner(Protocol):
+    """The communicator, as its operations see it."""
+
+    def broken(self, error: RuntimeError) -> TransportError:
+        """What the backend's error means."""
+
+    def check_parked(self) -> None:
+        """Raise TransportError if an operation that is not complete never will be."""
+
+
+class GlooPending(Pending):
+    """One operation of a gloo group, see `Pending`."""
+
+    __slots__ = ("_done", "_owner", "_work")
+
+    def __init__(self, owner: Owner, work: dist.Work) -> None:
+        self._owner = owner
+        self._work = work
+        self._done = False
+
+    def wait(self, seconds: float) -> bool:
+        if self._done:
+            return True
+        work = self._work
+        try:
+            if seconds >= 0.001:
+                work.wait(timedelta(seconds=min(seconds, 3600.0)))
+            elif not work.is_completed():  # a wait of less than a millisecond would mean no limit to torch
+                self._owner.check_parked()
+                return False
+            else:
+                work.wait()
+        except RuntimeError:
+            # The end of the slice raises too ("Operation timed out!"). Whether the operation failed is not decided by texts:
+            # once it is complete, asking again answers at once, with its true result.
+            if not work.is_completed():
+                self._owner.check_parked()
+                return False
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._owner.broken(error) from None
+        self._finish()
+        self._done = True
+        return True
+
+    def _finish(self) -> None:
+        """What is left to do in the caller's thread once the data is there."""
+
+
+class GlooAgreement(GlooPending, Agreement):
+    __slots__ = ("_agreed", "_ballot")
+
+    def __init__(self, owner: Owner, work: dist.Work, ballot: Any) -> None:
+        super().__init__(owner, work)
+        self._ballot = ballot
+        self._agreed = False
+
+    @property
+    def agreed(self) -> bool:
+        if not self._done:
+            raise RuntimeError("the vote is not over: call wait() until it returns True")
+        return self._agreed
+
+    def _finish(self) -> None:
+        self._agreed = bool(self._ballot[0] == -self._ballot[1])
+
+
+class AllOf(Pending):
+    """Operations that are complete when all are; then ``source`` is copied into ``target`` in the caller's thread."""
+
+    __slots__ = ("_left", "_source", "_target")
+
+    def __init__(self, parts: Sequence[GlooPending], source: torch.Tensor, target: torch.Tensor) -> None:
+        self._left = list(parts)
+        self._source = source
+        self._target = target
+
+    def wait(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while self._left:
+            if not self._left[0].wait(max(0.0, end - time.monotonic())):
+                return False
+            del self._left[0]
+            if not self._left:
+                self._target.copy_(self._source)
+        return True

@@ -1,0 +1,132 @@
+"""What a caller waits on never depends on the store, and a rank always ends with exit code 0."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ncclguard as ng
+from ncclguard import faults
+
+
+def store_host_fails(how: str) -> None:
+    """Rank 0 hosts the store; it is killed or stopped, with an operation of the others waiting for it."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ng.safe_barrier().raise_if_failed()
+    tensor = torch.arange(100.0) * (rank + 1)
+    before = tensor.clone()
+    time.sleep(0.5)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    started = time.monotonic()
+    outcome = ng.safe_all_reduce(tensor, timeout=3)
+    faults.report(
+        seconds=time.monotonic() - started,
+        verdict=[outcome.ok, outcome.agreed, str(outcome.cause), list(outcome.culprits)],
+        intact=torch.equal(tensor, before),
+    )
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_the_store_host_killed_or_stopped_costs_nobody_more_than_the_deadline(how: str) -> None:
+    """Within deadline + 2 s every other rank has a local verdict, never a success, the tensor intact, and ends with exit code 0."""
+    with faults.start_ranks(store_host_fails, 3, args=[how], timeout=60) as job:
+        job.wait_for("verdict", ranks=[1, 2], seconds=40)
+        if how == "stop":
+            time.sleep(6)  # long enough for the others to end while rank 0 is stopped
+            job.send_signal(0, signal.SIGKILL)
+        result = job.wait()
+    for rank in (1, 2):
+        reports = result[rank].reports
+        assert reports["verdict"][:2] == [False, False], result
+        assert reports["verdict"][3] in ([], [0]), result
+        assert reports["intact"]
+        assert reports["seconds"] < 3 + 2 + 1, result
+        assert result[rank].end == "exit 0", result
+    if how == "kill":
+        assert result[1].reports["verdict"][2:] == ["lost", [0]], result
+
+
+def ends(mode: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for _ in range(3):
+        ng.safe_all_reduce(torch.ones(10)).raise_if_failed()
+    if mode == "destroy":
+        dist.destroy_process_group()
+    if mode == "uneven" and rank == 1:
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("mode", ["destroy", "leave", "uneven"])
+def test_a_normal_end_has_exit_code_0(mode: str) -> None:
+    """With and without destroy_process_group, together and one after the other."""
+    for _ in range(3):
+        result = faults.run_ranks(ends, 3, args=[mode], timeout=60)
+        assert result.ok, result
+        assert result.left_running == ()
+
+
+def a_second_life() -> None:
+    """Groups are destroyed and made again over a store that outlives them (on a new prefix, which torch itself needs)."""
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        os.environ["RANK"] == "0",
+    )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    totals = []
+    for life in range(3):
+        lived = dist.PrefixStore(f"life{life}", store)
+        dist.init_process_group("gloo", store=lived, rank=rank, world_size=size)
+        tensor = torch.full((3,), float(life))
+        ng.safe_all_reduce(tensor, timeout=20).raise_if_failed()
+        if life == 1:  # end this life with a failed operation
+            if rank == 1:
+                time.sleep(2.5)
+            assert not ng.safe_barrier(timeout=1)
+        totals.append(tensor[0].item())
+        dist.destroy_process_group()
+    faults.report(totals=totals)
+    if rank == 0:
+        time.sleep(1)  # the store lives here
+
+
+def test_a_job_that_initialises_again_over_the_same_store_works_in_each_life() -> None:
+    """Three lives of the default group on one store: right sums in each, although a failed verdict lies in the second."""
+    result = faults.run_ranks(a_second_life, 3, timeout=90)
+    assert result.values("totals") == {rank: [0.0, 3.0, 6.0] for rank in range(3)}, result
+
+
+def over(init_method: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=init_method, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
+    if dist.get_rank() == 1:
+        time.sleep(1.5)
+    failed = ng.safe_barrier(timeout=0.5)
+    worked = ng.safe_barrier(timeout=20)
+    faults.report(failed=[failed.ok, str(failed.cause), list(failed.culprits)], worked=worked.ok)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_job_over_a_file_store_agrees_as_well(tmp_path: object) -> None:
+    """init_method=file://: a late rank is named on all, and the next barrier passes."""
+    result = faults.run_ranks(over, 3, args=[f"file://{tmp_path}/store"], timeout=60)
+    assert result.values("failed") == {rank: [False, "late", [1]] for rank in range(3)}, result
+    assert result.values("worked") == dict.fromkeys(range(3), True), result
+
+
+def test_under_torchrun_with_its_agent_store() -> None:
+    """Unchanged under torchrun: a late rank is named on all, and the next barrier passes."""
+    result = faults.run_ranks(over, 3, args=["env://"], timeout=90, launcher="torchrun")
+    assert result.values("failed") == {rank: [False, "late", [1]] for rank in range(3)}, result
+    assert result.values("worked") == dict.fromkeys(range(3), True), result

@@ -1,0 +1,362 @@
+"""Who is named, and above all who is not: a healthy rank named is worse than none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from explain_logs import pg, prefix, status, timeout
+
+from ncclguard.explain import Report
+from ncclguard.outcome import Cause
+
+Explain = Callable[..., Report]
+
+
+def waiting(*ranks: int, **options: object) -> list[str]:
+    return [line for rank in ranks for line in timeout(rank, **options)]  # type: ignore[arg-type]
+
+
+def fingerprint(op: str, shape: str, seq: int = 12, dtype: str = "Float") -> str:
+    return (
+        f"CollectiveFingerPrint(SequenceNumber={seq}, OpType={op}, TensorShape=[{shape}], TensorDtypes={dtype}, "
+        "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda, memory_format=(nullopt)))"
+    )
+
+
+def mismatch(rank: int, own: str, other: int, theirs: str) -> str:
+    return (
+        f"[rank{rank}]: RuntimeError: Detected mismatch between collectives on ranks. Rank {rank} is running "
+        f"collective: {own}, "
+        f"but Rank {other} is running collective: {theirs}.Collectives differ in the following aspects: \t "
+        f"Tensor Tensor shapes: 4vs 5"
+    )
+
+
+def test_silent_rank_of_a_merged_log_is_named(explain_lines: Explain) -> None:
+    report = explain_lines(waiting(0, 1, 3, 4, 5, 6, 7))
+    assert report.culprits == (2,)
+    assert report.collective is not None and (report.collective.seq, report.collective.op) == (100, "ALLREDUCE")
+    assert report.effective_timeout_ms == 600000
+
+
+def test_timeout_printed_three_times_is_one_row_per_rank(explain_lines: Explain) -> None:
+    report = explain_lines(waiting(0, 1, 3))
+    assert [(row.rank, row.seq) for row in report.ranks if row.state == "waiting"] == [(0, 100), (1, 100), (3, 100)]
+    assert sum(event.kind == "watchdog_timeout" for event in report.events) == 3
+
+
+def test_all_ranks_waiting_names_nobody(explain_lines: Explain) -> None:
+    assert explain_lines(waiting(0, 1, 2, 3), world_size=4).culprits == ()
+
+
+def test_logs_of_one_node_of_two_never_name_the_other_node(explain_lines: Explain) -> None:
+    files = {f"rank{rank}.log": waiting(rank) for rank in range(4)}
+    report = explain_lines(files, world_size=8)
+    assert report.culprits == () and set(report.logs_cover) == {0, 1, 2, 3}
+
+
+def test_one_node_of_two_with_a_silent_rank_on_it_names_that_rank(explain_lines: Explain) -> None:
+    files = {f"rank{rank}.log": waiting(rank) if rank != 2 else ["step 17"] for rank in range(8)}
+    assert explain_lines(files, world_size=16).culprits == (2,)
+
+
+def test_merged_log_of_one_node_of_two_names_nobody_elsewhere(explain_lines: Explain) -> None:
+    assert explain_lines({"node0.log": waiting(*range(8))}, world_size=16).culprits == ()
+    assert explain_lines({"node0.log": waiting(0, 1, 2, 3)}, world_size=8).culprits == ()
+
+
+def test_one_ranks_own_log_names_nobody_by_silence(explain_lines: Explain) -> None:
+    assert explain_lines({"rank_0.log": waiting(0)}, world_size=2).culprits == ()
+
+
+def test_many_silent_ranks_name_nobody(explain_lines: Explain) -> None:
+    assert explain_lines(waiting(0, 1, 2, 3, 4), world_size=8).culprits == ()
+
+
+def test_folded_ray_lines_make_silence_worthless(explain_lines: Explain) -> None:
+    lines = waiting(0, 1, 3)
+    lines[0] += " [repeated 2x across cluster]"
+    assert explain_lines(lines, world_size=4).culprits == ()
+
+
+def test_silent_member_of_a_smaller_group_is_named_by_its_global_rank(explain_lines: Explain) -> None:
+    lines: list[str] = []
+    for inner, rank in ((0, 1), (1, 3), (3, 7)):
+        lines += timeout(rank, group=pg(inner, "9", "DATA_PARALLEL_GROUP", 2), inner=inner)
+    assert explain_lines(lines, world_size=8).culprits == (5,)
+
+
+def test_minority_at_another_sequence_number_is_named_behind_or_ahead(explain_lines: Explain) -> None:
+    assert explain_lines(waiting(0, 1, 2) + waiting(3, seq=96)).culprits == (3,)
+    assert explain_lines(waiting(0, 1, 2) + waiting(3, seq=103)).culprits == (3,)
+
+
+def test_minority_in_another_operation_or_size_is_named(explain_lines: Explain) -> None:
+    report = explain_lines(waiting(1, 2, 3) + waiting(0, op="_ALLGATHER_BASE", numel=(16, 128)))
+    assert report.culprits == (0,) and report.cause is Cause.DIVERGED and report.cause_class == "rank_divergence"
+    assert explain_lines(waiting(1, 2, 3) + waiting(0, numel=(2048, 2048))).culprits == (0,)
+
+
+def test_two_against_two_names_nobody_and_shows_both_sides(explain_lines: Explain) -> None:
+    report = explain_lines(waiting(0, 1) + waiting(2, 3, numel=(7, 7)), world_size=4)
+    assert report.culprits == ()
+    assert {side.ranks for side in report.sides} == {(0, 1), (2, 3)}
+
+
+def test_root_of_a_gather_and_uneven_all_to_all_are_no_divergence(explain_lines: Explain) -> None:
+    lines = waiting(0, op="GATHER", numel=(8, 32)) + waiting(1, 2, 3, op="GATHER", numel=(8, 0))
+    assert explain_lines(lines, world_size=4).culprits == ()
+    lines = [line for rank in range(4) for line in timeout(rank, op="ALLTOALL_BASE", numel=(100 + rank, 90 - rank))]
+    assert explain_lines(lines, world_size=4).culprits == ()
+
+
+def test_dump_signal_reply_with_a_lower_counter_names_the_rank_and_not_the_sender(explain_lines: Explain) -> None:
+    lines = waiting(0, 1, 2, 3, 5, 6, 7)
+    lines.append(
+        f"{prefix(4)}{pg(4)}Received a dump signal due to a collective timeout from  rank 1 and we will try our "
+        f"best to dump the debug "
+        "info. Last enqueued NCCL work: 99, last completed NCCL work: 99.This is most likely caused by incorrect usages"
+    )
+    assert explain_lines(lines, world_size=8).culprits == (4,)
+
+
+def test_dump_signal_reply_of_a_rank_inside_the_collective_names_nobody(explain_lines: Explain) -> None:
+    lines = waiting(0, 1, 2)
+    lines.append(
+        f"{prefix(3)}{pg(3)}Received a dump signal due to a collective timeout from  rank 1 and we will try our "
+        f"best to dump the debug "
+        "info. Last enqueued NCCL work: 100, last completed NCCL work: 99.This is most likely"
+    )
+    assert explain_lines(lines, world_size=4).culprits == ()
+
+
+def test_desync_report_names_its_lagging_rank_whatever_its_own_counter(explain_lines: Explain) -> None:
+    lines = [
+        *timeout(0, seq=241),
+        "\t - [0] Timeout at collective: ALLREDUCE, #315",
+        "\t - To our best knowledge, the lagging/dead/mismatched ranks that caused the desync are:",
+        "\t   - [7] finished collective #182, but didn't join collective #183 (count from 1)",
+        "\t - Snapshot of ranks' latest states:",
+        "\t   #182 finished ranks:",
+        "\t     [7] finished ALLREDUCE",
+        "\t   #317 started ranks:",
+        "\t     [3, 4, 5, 6] started _ALLGATHER_BASE",
+    ]
+    report = explain_lines(lines, world_size=8)
+    assert report.culprits == (7,)
+    assert any(
+        event.peers == (3, 4, 5, 6) and event.op == "_ALLGATHER_BASE" and event.number == 317 for event in report.events
+    )
+
+
+def test_fingerprints_of_a_pair_name_both_when_the_pair_is_the_world(explain_lines: Explain) -> None:
+    a, b = fingerprint("ALLREDUCE", "25"), fingerprint("BROADCAST", "1", dtype="Long")
+    report = explain_lines([mismatch(0, b, 1, a), mismatch(1, a, 0, b)])
+    assert report.culprits == (0, 1) and report.cause is Cause.DIVERGED and len(report.sides) == 2
+
+
+def test_fingerprints_in_one_ranks_log_alone_name_nobody(explain_lines: Explain) -> None:
+    a, b = fingerprint("ALLREDUCE", "25"), fingerprint("ALLREDUCE", "26")
+    report = explain_lines({"rank0.log": [mismatch(0, a, 1, b)]})
+    assert report.culprits == () and len(report.sides) == 2
+
+
+def test_ranks_before_the_first_difference_count_as_agreeing(explain_lines: Explain) -> None:
+    """Rank 0 compares itself with 1, 2, 3 and stops at 3: ranks 1 and 2 agree with it, so rank 3 is the odd one."""
+    a, b = fingerprint("ALLREDUCE", "25"), fingerprint("ALLREDUCE", "26")
+    assert explain_lines([mismatch(0, a, 3, b)]).culprits == (3,)
+
+
+def test_two_of_four_fingerprints_known_name_nobody(explain_lines: Explain) -> None:
+    a, b = fingerprint("ALLREDUCE", "25"), fingerprint("ALLREDUCE", "26")
+    assert explain_lines([mismatch(2, a, 0, b)], world_size=4).culprits == ()
+
+
+def test_zeroed_fingerprint_is_an_absent_peer(explain_lines: Explain) -> None:
+    zero = "CollectiveFingerPrint(SequenceNumber=0OpType=REDUCE)"
+    report = explain_lines([mismatch(1, fingerprint("ALLGATHER", "1", 101), 7, zero)], world_size=8)
+    assert report.culprits == (7,)
+
+
+def test_exception_of_a_rank_names_it_and_the_timeouts_are_consequences(explain_lines: Explain) -> None:
+    lines = [
+        "[rank2]: Traceback (most recent call last):",
+        '[rank2]:   File "train.py", line 211, in step',
+        "[rank2]:     loss = model(batch)",
+        "[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        *waiting(0, 1, 3),
+    ]
+    report = explain_lines(lines)
+    assert report.culprits == (2,) and report.cause is Cause.FAILED and report.cause_class == "oom_or_crash_other_rank"
+    assert "train.py:211 in step" in report.stacks[0].frames
+    assert {one.kind for one in report.consequences} >= {"watchdog_timeout"}
+
+
+def test_exception_after_the_limit_is_no_cause(explain_lines: Explain) -> None:
+    lines = [
+        *waiting(0, 1, 3),
+        "[rank2]: Traceback (most recent call last):",
+        '[rank2]:   File "a.py", line 1, in f',
+        "[rank2]: KeyError: 'x'",
+    ]
+    report = explain_lines(lines)
+    assert report.cause is not Cause.FAILED and report.cause_class != "oom_or_crash_other_rank"
+
+
+def test_same_exception_on_all_ranks_names_nobody(explain_lines: Explain) -> None:
+    lines = [
+        line
+        for rank in range(4)
+        for line in (
+            f"[rank{rank}]: Traceback (most recent call last):",
+            f'[rank{rank}]:   File "a.py", line 3, in f',
+            f"[rank{rank}]: ValueError: bad config",
+        )
+    ]
+    report = explain_lines(lines, world_size=4)
+    assert report.culprits == () and report.cause_class == "oom_or_crash_other_rank"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4040",
+        "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 2.",
+        "torch.distributed.DistStoreError: Socket Timeout",
+    ],
+)
+def test_exception_that_follows_from_a_peer_names_nobody(explain_lines: Explain, text: str) -> None:
+    lines = [
+        "[rank2]: Traceback (most recent call last):",
+        '[rank2]:   File "a.py", line 3, in f',
+        f"[rank2]: {text}",
+        *waiting(0, 1, 3),
+    ]
+    assert explain_lines(lines, world_size=4).culprits == ()
+
+
+def test_launchers_first_observed_failure_is_no_culprit(explain_lines: Explain) -> None:
+    lines = [
+        *waiting(0, 1, 2, 3),
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  time      : 2026-05-01_10:00:00",
+        "  host      : a",
+        "  rank      : 3 (local_rank: 3)",
+        "  exitcode  : -6 (pid: 4100)",
+        "  error_file: <N/A>",
+        "  traceback : Signal 6 (SIGABRT) received by PID 4100",
+    ]
+    report = explain_lines(lines, world_size=4)
+    assert report.culprits == () and "launcher_summary" in {one.kind for one in report.consequences}
+
+
+def test_rank_ended_by_sigkill_is_lost(explain_lines: Explain) -> None:
+    lines = [
+        *waiting(0, 2, 3),
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  time      : x",
+        "  host      : a",
+        "  rank      : 1 (local_rank: 1)",
+        "  exitcode  : -9 (pid: 4100)",
+        "  error_file: <N/A>",
+        "  traceback : Signal 9 (SIGKILL) received by PID 4100",
+    ]
+    report = explain_lines(lines)
+    assert report.culprits == (1,) and report.cause is Cause.LOST
+
+
+@pytest.mark.parametrize(
+    ("line", "rank"),
+    [
+        ("srun: error: node1: task 5: Out Of Memory", 5),
+        ("mpirun noticed that process rank 3 with PID 12345 on node gpu1 exited on signal 9 (Killed).", 3),
+        (
+            (
+                "[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank=6'] exits with "
+                "return code = -11"
+            ),
+            6,
+        ),
+    ],
+)
+def test_other_launchers_name_the_killed_rank(explain_lines: Explain, line: str, rank: int) -> None:
+    report = explain_lines([line], world_size=8)
+    assert report.culprits == (rank,) and report.cause is Cause.LOST
+
+
+def test_heartbeat_alone_names_nobody(explain_lines: Explain) -> None:
+    lines = [
+        f"{prefix(r)}{pg(r)}ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"
+        for r in (2, 4)
+    ]
+    report = explain_lines(lines, world_size=8)
+    assert report.culprits == () and report.incident
+
+
+def test_first_collective_that_never_completed_is_transport_and_names_nobody(explain_lines: Explain) -> None:
+    lines = [line for rank in range(4) for line in (*timeout(rank, seq=1, numel=(1, 1)), status(rank, 1, 1, 0))]
+    report = explain_lines(lines, world_size=4)
+    assert report.culprits == () and report.cause_class == "p2p_acs_iommu" and report.cause is Cause.NETWORK
+
+
+def test_monitored_barrier_names_who_did_not_come(explain_lines: Explain) -> None:
+    lines = [
+        "[rank0]: RuntimeError: [Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 2000 ms",
+        (
+            "[rank3]: RuntimeError: Rank 3 successfully reached monitoredBarrier, but received errors while waiting "
+            "for send/recv from rank 0. Please check rank 0 logs for faulty rank."
+        ),
+    ]
+    assert explain_lines(lines).culprits == (1, 2)
+
+
+def test_unique_id_that_was_never_set_names_its_owner(explain_lines: Explain) -> None:
+    text = (
+        "is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key "
+        "'0', but store->get('0') got error: Timeout waiting for key: default_pg/0/0 after 1800000 ms"
+    )
+    report = explain_lines([f"[rank{rank}]: RuntimeError: [{rank}] {text}" for rank in (1, 2, 3)])
+    assert report.culprits == (0,) and report.cause_class == "slow_rank_side_work"
+
+
+def test_unused_parameters_error_of_one_rank_names_it(explain_lines: Explain) -> None:
+    lines = [
+        "[rank1]: RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.",
+        "[rank1]: Parameter indices which did not receive grad for rank 1: 2 3",
+    ]
+    report = explain_lines(lines, world_size=4)
+    assert report.culprits == (1,) and report.cause_class == "unused_params"
+
+
+def test_progress_that_goes_on_after_the_timeout_means_unequal_batches(explain_lines: Explain) -> None:
+    bar = "Epoch 0:  {p}%|#####| {n}/9188 [40:00<02:00,  3.6it/s]"
+    lines = [
+        bar.format(p=94, n=8600),
+        *waiting(1, op="BROADCAST", numel=(1, 1)),
+        bar.format(p=95, n=8700),
+        bar.format(p=96, n=8800),
+    ]
+    report = explain_lines(lines, world_size=2)
+    assert report.culprits == (0,) and report.cause_class == "unequal_batches" and report.cause is Cause.LATE
+
+
+def test_quiet_log_is_no_incident(explain_lines: Explain) -> None:
+    report = explain_lines(["step 1 loss 0.5", "step 2 loss 0.4", "[rank0]: all good"])
+    assert (
+        not report.incident and report.culprits == () and report.collective is None and report.cause_class == "unknown"
+    )
+
+
+def test_next_rank_is_mentioned_but_not_named_when_the_size_is_only_assumed(explain_lines: Explain) -> None:
+    report = explain_lines(waiting(0, 1, 2))
+    assert report.culprits == () and any("if the job has 4 ranks, rank 3" in note for note in report.notes)
+
+
+def test_saving_by_rank_0_says_nothing_about_another_culprit(explain_lines: Explain) -> None:
+    report = explain_lines(["Saving model checkpoint to out/checkpoint-500", *waiting(0, 1, 3)])
+    assert report.culprits == (2,) and report.cause_class == "unknown" and report.cause is Cause.UNKNOWN
+    report = explain_lines(["Saving model checkpoint to out/checkpoint-500", *waiting(1, 2, 3)])
+    assert report.culprits == (0,) and report.cause_class == "checkpoint_io" and report.cause is Cause.LATE

@@ -1,0 +1,415 @@
+"""One rank's side of the agreement: what may still happen after a promise, and how calls and verdicts find each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ncclguard.agreement.decision import Action, Operation, Phase, Trouble, TroubleKind, Verdict
+from ncclguard.agreement.protocol import Entry, Member, Resolution
+from ncclguard.outcome import Cause
+
+LARGE = Operation(0, 7, closing=True)
+SMALL = Operation(0, 8, closing=False)
+ALL = (0, 1, 2)
+
+
+def in_operation(operation: Operation = LARGE, *, ready: bool = False) -> Member:
+    """A member whose first call is this one, past the opening round."""
+    member = Member(0, ALL)
+    assert member.enter(operation) == (Entry.START, None)
+    assert member.opened(0)
+    if ready:
+        assert member.ready(0)
+    return member
+
+
+def verdict(
+    action: Action,
+    sequence: int = 1,
+    generation: int = 0,
+    *,
+    fingerprints: tuple[int, ...] = (7,),
+    participants: tuple[int, ...] = ALL,
+    departed: tuple[tuple[int, Cause], ...] = (),
+    from_piece: int = 0,
+    attempt: int = 1,
+) -> Verdict:
+    cause = None if action is Action.COMMIT else Cause.NETWORK
+    return Verdict(
+        generation, sequence, action, cause, participants=participants, departed=departed, from_piece=from_piece,
+        attempt=attempt, fingerprints=fingerprints,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the healthy path
+
+
+@pytest.mark.parametrize("operation", [LARGE, SMALL])
+def test_calls_take_consecutive_sequence_numbers(operation: Operation) -> None:
+    member = Member(0, ALL)
+    for sequence in (1, 2, 3):
+        assert member.enter(operation) == (Entry.START, None)
+        assert member.operation is not None
+        assert member.operation.sequence == sequence
+        assert member.opened(0)
+        assert member.ready(0) or not operation.closing
+        assert member.done(0)
+        assert member.completed == sequence
+        assert (member.operation, member.phase) == (None, Phase.NONE)
+
+
+def test_a_large_operation_is_not_done_before_it_is_ready() -> None:
+    assert not in_operation(LARGE).done(0)
+
+
+def test_a_small_result_is_kept_until_the_next_opening_round_has_passed() -> None:
+    member = in_operation(SMALL)
+    assert member.done(0)
+    assert member.kept == 1
+    member.enter(LARGE)
+    assert member.kept == 1
+    assert member.opened(0)
+    assert member.kept == 0
+
+
+def test_a_large_result_is_not_kept_for_others() -> None:
+    member = in_operation(LARGE, ready=True)
+    assert member.done(0)
+    assert member.kept == 0
+
+
+def test_a_second_operation_at_the_same_time_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="one operation at a time"):
+        in_operation().enter(LARGE)
+
+
+# ---------------------------------------------------------------------- the promise
+
+
+def test_the_report_says_how_far_this_rank_is() -> None:
+    member = in_operation(LARGE)
+    assert member.progressed(0, 3, 1)
+    report = member.freeze()
+    assert (report.phase, report.first_incomplete, report.restorable_from) == (Phase.RUNNING, 3, 1)
+    assert report.operation is not None
+    assert (report.operation.sequence, report.done) == (1, 0)
+
+
+MOVES: list[Callable[[Member], bool]] = [
+    lambda m: m.opened(0),
+    lambda m: m.progressed(0, 1, 0),
+    lambda m: m.ready(0),
+    lambda m: m.done(0),
+]
+
+
+@pytest.mark.parametrize("operation", [LARGE, SMALL])
+@pytest.mark.parametrize("move", MOVES, ids=["opened", "progressed", "ready", "done"])
+@pytest.mark.parametrize("how", ["answered", "in trouble"])
+def test_nothing_moves_after_the_promise(operation: Operation, move: Callable[[Member], bool], how: str) -> None:
+    member = in_operation(operation)
+    if how == "answered":
+        member.freeze()
+    else:
+        member.in_trouble(0, Trouble(TroubleKind.TRANSPORT))
+    assert not move(member)
+    assert (member.phase, member.first_incomplete, member.completed) == (Phase.RUNNING, 0, 0)
+
+
+def test_a_rank_that_reported_ready_may_still_see_its_closing_round_pass() -> None:
+    member = in_operation(LARGE, ready=True)
+    assert member.freeze().phase is Phase.READY
+    assert member.done(0)
+    assert member.freeze().done == 1
+
+
+def test_the_first_trouble_is_the_one_that_is_reported() -> None:
+    member = in_operation()
+    assert member.in_trouble(0, Trouble(TroubleKind.TRANSPORT, "first"))
+    assert member.in_trouble(0, Trouble(TroubleKind.DEADLINE, "second"))
+    assert member.freeze().trouble == Trouble(TroubleKind.TRANSPORT, "first")
+
+
+def test_a_call_waits_while_the_generation_is_revoked_and_uses_up_no_number() -> None:
+    member = Member(0, ALL)
+    member.freeze()
+    assert member.enter(LARGE) == (Entry.WAIT, None)
+    assert member.next_sequence == 1
+
+
+# ---------------------------------------------------------------------- generations
+
+
+def test_nothing_of_an_old_generation_counts() -> None:
+    member = in_operation(LARGE)
+    member.freeze()
+    assert member.adopt(verdict(Action.RESUME)) is Resolution.RESUMED
+    assert not any(move(member) for move in MOVES)
+    assert not member.in_trouble(0, Trouble(TroubleKind.TRANSPORT))
+    assert (member.frozen, member.trouble) == (False, None)
+    assert member.opened(1)
+    assert member.ready(1)
+    assert member.done(1)
+
+
+def test_the_verdict_of_another_generation_is_refused() -> None:
+    member = in_operation()
+    for generation in (-1, 1):
+        with pytest.raises(ValueError, match="generation"):
+            member.adopt(verdict(Action.FAIL, generation=generation))
+    assert member.generation == 0
+
+
+# ---------------------------------------------------------------------- what a verdict means for the running call
+
+
+def test_failed() -> None:
+    member = in_operation()
+    assert member.adopt(verdict(Action.FAIL)) is Resolution.FAILED
+    assert (member.operation, member.completed, member.settled) == (None, 0, ())
+    assert member.enter(LARGE) == (Entry.START, None)
+    assert member.operation is not None
+    assert member.operation.sequence == 2
+
+
+def test_resumed_from_the_piece_and_with_the_attempt_of_the_verdict() -> None:
+    member = in_operation()
+    assert member.progressed(0, 4, 1)
+    assert member.adopt(verdict(Action.RESUME, from_piece=2, attempt=2)) is Resolution.RESUMED
+    assert (member.phase, member.first_incomplete, member.attempt) == (Phase.RUNNING, 2, 2)
+
+
+def test_committed_with_the_own_result() -> None:
+    member = in_operation(LARGE, ready=True)
+    assert member.adopt(verdict(Action.COMMIT)) is Resolution.COMMITTED
+    assert member.completed == 1
+
+
+def test_donated_to_a_rank_whose_small_result_is_incomplete() -> None:
+    member = in_operation(SMALL)
+    assert member.adopt(verdict(Action.COMMIT)) is Resolution.DONATED
+    assert member.completed == 1
+
+
+def test_missed_by_a_rank_whose_large_result_is_incomplete() -> None:
+    """Only after it was silent: a reporter that is not ready keeps a large operation from being committed."""
+    member = in_operation(LARGE)
+    assert member.adopt(verdict(Action.COMMIT)) is Resolution.MISSED
+    assert (member.completed, member.operation) == (0, None)
+
+
+@pytest.mark.parametrize("action", list(Action))
+def test_a_verdict_on_a_later_operation_commits_the_one_in_progress(action: Action) -> None:
+    member = in_operation(SMALL)
+    assert member.adopt(verdict(action, sequence=2)) is Resolution.DONATED
+    assert member.completed == 1
+
+
+@pytest.mark.parametrize("action", [Action.COMMIT, Action.FAIL])
+def test_restarted_when_the_verdict_is_about_an_earlier_operation(action: Action) -> None:
+    member = in_operation(SMALL)
+    assert member.done(0)
+    member.enter(LARGE)
+    assert member.opened(0)
+    assert member.progressed(0, 2, 0)
+    assert member.adopt(verdict(action, sequence=1)) is Resolution.RESTARTED
+    assert (member.first_incomplete, member.attempt, member.generation) == (0, 1, 1)
+    assert member.operation is not None
+    assert member.operation.sequence == 2
+
+
+def test_a_success_that_failed_for_the_others_is_overruled_and_no_longer_reported_as_done() -> None:
+    """This rank completed a small operation and was silent when the others decided."""
+    member = in_operation(SMALL)
+    assert member.done(0)
+    failed = verdict(Action.FAIL)
+    assert member.adopt(failed) is None
+    assert member.overruled == (failed,)
+    assert (member.freeze().done, member.kept) == (0, 0)
+
+
+# ---------------------------------------------------------------------- late and skipped calls
+
+
+def test_a_late_call_takes_the_stored_verdict_of_its_operation() -> None:
+    member = Member(0, ALL)
+    failed = verdict(Action.FAIL)
+    assert member.adopt(failed) is None
+    assert member.enter(LARGE) == (Entry.SETTLED, failed)
+    assert member.enter(LARGE) == (Entry.START, None)
+    assert member.operation is not None
+    assert member.operation.sequence == 2
+
+
+def test_a_skipped_call_does_not_shift_what_follows() -> None:
+    """The operation that failed was never called here; the call that comes instead is the group's next one."""
+    member = Member(0, ALL)
+    member.adopt(verdict(Action.FAIL))
+    assert member.enter(SMALL) == (Entry.START, None)
+    assert member.operation is not None
+    assert member.operation.sequence == 2
+
+
+def test_several_verdicts_wait_for_a_rank_that_is_far_behind() -> None:
+    member = Member(0, ALL)
+    first, second = verdict(Action.FAIL), verdict(Action.FAIL, sequence=2, generation=1, fingerprints=(8,))
+    member.adopt(first)
+    member.adopt(second)
+    assert member.enter(LARGE) == (Entry.SETTLED, first)
+    assert member.enter(SMALL) == (Entry.SETTLED, second)
+
+
+def test_skipping_to_the_second_of_two_verdicts() -> None:
+    member = Member(0, ALL)
+    second = verdict(Action.FAIL, sequence=2, generation=1, fingerprints=(8,))
+    member.adopt(verdict(Action.FAIL))
+    member.adopt(second)
+    assert member.enter(SMALL) == (Entry.SETTLED, second)
+
+
+def test_a_stored_verdict_is_taken_also_while_the_next_generation_is_revoked() -> None:
+    member = Member(0, ALL)
+    failed = verdict(Action.FAIL)
+    member.adopt(failed)
+    member.freeze()
+    assert member.enter(LARGE) == (Entry.SETTLED, failed)
+
+
+def test_a_second_verdict_on_the_same_operation_does_not_replace_the_first() -> None:
+    member = Member(0, ALL)
+    first = verdict(Action.FAIL)
+    member.adopt(first)
+    member.adopt(verdict(Action.COMMIT, generation=1))
+    assert member.settled == (first,)
+
+
+def test_calls_that_the_others_completed_without_this_rank_are_missed_one_by_one() -> None:
+    member = Member(0, ALL)
+    third = verdict(Action.FAIL, sequence=3)
+    member.adopt(third)
+    assert member.enter(LARGE) == (Entry.MISSED, None)
+    assert member.enter(LARGE) == (Entry.MISSED, None)
+    assert member.enter(LARGE) == (Entry.SETTLED, third)
+
+
+def test_a_resume_that_is_awaited_of_a_rank_that_has_not_called_yet_settles_nothing() -> None:
+    member = Member(0, ALL)
+    assert member.adopt(verdict(Action.RESUME)) is None
+    assert member.enter(LARGE) == (Entry.START, None)
+    assert member.generation == 1
+
+
+# ---------------------------------------------------------------------- members that are gone
+
+
+GONE = ((2, Cause.LOST),)
+
+
+def test_a_lost_member_fails_the_next_calls_at_once_and_each_uses_up_its_number() -> None:
+    member = in_operation()
+    member.adopt(verdict(Action.FAIL, departed=GONE))
+    for next_sequence in (3, 4):
+        assert member.enter(LARGE) == (Entry.LOST, None)
+        assert member.next_sequence == next_sequence
+    assert member.lost == GONE
+
+
+def test_a_call_that_may_shrink_leaves_the_lost_member_out() -> None:
+    member = in_operation()
+    member.adopt(verdict(Action.FAIL, departed=GONE))
+    assert member.enter(Operation(0, 7, shrink=True)) == (Entry.START, None)
+    assert (member.participants, member.lost) == ((0, 1), ())
+
+
+def test_a_shrunk_generation_has_lost_nobody() -> None:
+    member = in_operation()
+    assert member.adopt(verdict(Action.RESUME, participants=(0, 1), departed=GONE)) is Resolution.RESUMED
+    assert (member.participants, member.lost, member.fenced) == ((0, 1), (), False)
+
+
+@pytest.mark.parametrize(("shrink", "expected"), [(False, Resolution.LOST), (True, Resolution.RESTARTED)])
+def test_the_running_call_is_lost_or_shrinks_when_the_verdict_on_an_earlier_one_finds_a_member_gone(
+    shrink: bool, expected: Resolution
+) -> None:
+    member = in_operation(SMALL)
+    assert member.done(0)
+    member.enter(Operation(0, 7, shrink=shrink))
+    assert member.adopt(verdict(Action.COMMIT, departed=GONE)) is expected
+    assert member.participants == ((0, 1) if shrink else ALL)
+    assert (member.operation is None) is not shrink
+
+
+def test_a_rank_that_was_left_out_is_fenced_for_good() -> None:
+    member = in_operation()
+    assert member.adopt(verdict(Action.RESUME, participants=(1, 2), departed=((0, Cause.LOST),))) is Resolution.FENCED
+    assert member.operation is None
+    for _ in range(2):
+        assert member.enter(LARGE) == (Entry.FENCED, None)
+
+
+def test_a_rank_that_was_left_out_while_it_was_elsewhere_is_fenced_at_its_next_call() -> None:
+    member = Member(0, ALL)
+    assert member.adopt(verdict(Action.RESUME, participants=(1, 2), departed=((0, Cause.LOST),))) is None
+    assert member.enter(LARGE) == (Entry.FENCED, None)
+
+
+# ---------------------------------------------------------------------- calls that returned without a verdict
+
+
+def test_giving_up_keeps_what_was_promised_until_the_verdict() -> None:
+    """The closing round may have been sent: a report of NONE would let the others fail what one of them has completed."""
+    member = in_operation(LARGE, ready=True)
+    member.in_trouble(0, Trouble(TroubleKind.DEADLINE))
+    member.give_up()
+    assert member.freeze().phase is Phase.READY
+    assert member.adopt(verdict(Action.COMMIT)) is None
+    assert (member.operation, member.given_up, member.frozen) == (None, (), False)
+
+
+def test_a_call_that_is_forgone_keeps_its_number_and_is_failed_for_the_others() -> None:
+    member = in_operation()
+    member.in_trouble(0, Trouble(TroubleKind.DEADLINE))
+    member.give_up()
+    assert member.enter(SMALL) == (Entry.WAIT, None)
+    member.forgo(SMALL)
+    assert member.next_sequence == 3
+    member.adopt(verdict(Action.FAIL))
+    report = member.freeze()
+    assert report.operation == SMALL.at(2)
+    assert report.trouble is not None
+    assert report.trouble.kind is TroubleKind.UNANSWERED
+    assert member.adopt(verdict(Action.FAIL, sequence=2, generation=1)) is None
+    assert member.enter(LARGE) == (Entry.START, None)
+    assert member.operation is not None
+    assert member.operation.sequence == 3
+
+
+def test_what_was_given_up_is_not_resumed() -> None:
+    member = in_operation()
+    member.in_trouble(0, Trouble(TroubleKind.TRANSPORT))
+    member.give_up()
+    assert member.adopt(verdict(Action.RESUME)) is None
+    assert member.frozen
+    assert member.trouble is not None
+    assert member.trouble.kind is TroubleKind.UNANSWERED
+    assert member.enter(LARGE) == (Entry.WAIT, None)
+
+
+def test_what_was_given_up_is_dropped_when_a_lost_member_ends_it_for_the_others_too() -> None:
+    member = in_operation()
+    member.in_trouble(0, Trouble(TroubleKind.DEADLINE))
+    member.give_up()
+    member.forgo(LARGE)
+    member.adopt(verdict(Action.FAIL, departed=GONE))
+    assert (member.given_up, member.operation, member.frozen) == ((), None, False)
+    assert member.enter(LARGE) == (Entry.LOST, None)
+
+
+def test_a_rank_that_gave_up_and_was_left_out_is_fenced() -> None:
+    member = in_operation()
+    member.in_trouble(0, Trouble(TroubleKind.DEADLINE))
+    member.give_up()
+    member.adopt(verdict(Action.RESUME, participants=(1, 2), departed=((0, Cause.LOST),)))
+    assert member.enter(LARGE) == (Entry.FENCED, None)

@@ -1,0 +1,180 @@
+"""Stacks, call sites and exceptions as text: right place, bounded length, from another thread, cheap to import."""
+
+from __future__ import annotations
+
+import linecache
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from ncclguard.incident import stacks
+from ncclguard.incident.stacks import describe_exception, main_thread_stack
+
+HERE = "test_stacks.py"
+
+
+def load_as_library(source: str, name: str) -> dict[str, object]:
+    """Run ``source`` as if it were a file of the library, so that its frames count as the library's."""
+    filename = str(Path(stacks.__file__).parent.parent / name)
+    namespace: dict[str, object] = {"__name__": f"ncclguard.{name}"}
+    exec(compile(textwrap.dedent(source), filename, "exec"), namespace)  # noqa: S102 - frames as the library would have them
+    return namespace
+
+
+def test_stack_of_the_main_thread_is_outermost_first_and_ends_where_it_is() -> None:
+    def inner() -> tuple[str, ...]:
+        return main_thread_stack()  # the marked line
+
+    lines = inner()
+    assert HERE in lines[-2] and "in inner: return main_thread_stack()  # the marked line" in lines[-2]
+    assert "in test_stack_of_the_main_thread" in lines[-3]
+    assert "in main_thread_stack" in lines[-1] and lines[-1].endswith("1 frame of ncclguard")
+
+
+def test_stack_is_read_from_another_thread_while_the_main_thread_is_in_a_native_call() -> None:
+    seen: list[tuple[str, ...]] = []
+
+    def watch() -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            stack = main_thread_stack()
+            if "torch.mm" in stack[-1]:
+                seen.append(stack)
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    matrix = torch.ones(1500, 1500)
+    while watcher.is_alive():
+        torch.mm(matrix, matrix)
+    watcher.join()
+    assert seen and f"{HERE}:" in seen[0][-1] and "in test_stack_is_read_from" in seen[0][-1]
+
+
+def test_frames_of_the_library_are_one_line() -> None:
+    library = load_as_library(
+        """
+        def safe_thing(work): return engine(work)
+        def engine(work): return wait(work)
+        def wait(work): return work()
+        """,
+        "collectives.py",
+    )
+    lines: tuple[str, ...] = library["safe_thing"](lambda: main_thread_stack())  # type: ignore[operator]
+    assert lines[-3] == "ncclguard/collectives.py:2 in safe_thing: 3 frames of ncclguard"
+    assert "in <lambda>" in lines[-2]
+    assert sum("ncclguard" in line.split(" in ")[0] for line in lines[-4:]) == 2
+
+
+def test_deep_recursion_keeps_the_innermost_frames() -> None:
+    def dive(depth: int) -> tuple[str, ...]:
+        return dive(depth - 1) if depth else main_thread_stack(limit=10)
+
+    lines = dive(300)
+    assert len(lines) == 10
+    assert lines[0].startswith("... ") and lines[0].endswith(" lines further out ...")
+    assert all("in dive" in line for line in lines[1:-1])
+
+
+def test_long_source_lines_are_shortened() -> None:
+    code = "def go(f):\n    return f()" + "  # " + "x" * 1000
+    namespace: dict[str, object] = {}
+    exec(compile(code, "long.py", "exec"), namespace)  # noqa: S102
+    linecache.cache["long.py"] = (len(code), None, code.splitlines(True), "long.py")
+    lines: tuple[str, ...] = namespace["go"](main_thread_stack)  # type: ignore[operator]
+    line = next(line for line in lines if line.split(":")[0].endswith("long.py"))
+    assert len(line) < stacks.SOURCE_LENGTH + 40 and line.endswith("...")
+
+
+def test_call_site_is_the_first_frame_outside_the_library() -> None:
+    library = load_as_library(
+        """
+        from ncclguard.incident.stacks import call_site
+        def safe_thing(): return engine()
+        def engine(): return call_site()
+        """,
+        "collectives.py",
+    )
+
+    def step() -> str:
+        return library["safe_thing"]()  # type: ignore[operator,no-any-return]
+
+    line = step.__code__.co_firstlineno + 1
+    assert step().endswith(f"{HERE}:{line} in step")
+
+
+def test_call_site_of_the_bench_is_the_bench() -> None:
+    bench = load_as_library(
+        "from ncclguard.incident.stacks import call_site\ndef run(): return call_site()", "bench/job.py"
+    )
+    assert bench["run"]() == "ncclguard/bench/job.py:2 in run"  # type: ignore[operator]
+
+
+def test_call_site_in_a_thread_that_runs_only_the_library_ends_at_the_thread() -> None:
+    library = load_as_library(
+        "from ncclguard.incident.stacks import call_site\ndef go(out): out.append(call_site())", "collectives.py"
+    )
+    out: list[str] = []
+    thread = threading.Thread(target=library["go"], args=(out,))  # type: ignore[arg-type]
+    thread.start()
+    thread.join()
+    assert out and "threading.py" in out[0]
+
+
+def test_exception_is_placed_at_the_innermost_frame_of_the_program() -> None:
+    def step() -> None:
+        torch.ones(2) @ torch.ones(3)
+
+    def helper() -> None:
+        numpy.broadcast_shapes((2, 3), (4, 5))  # raises inside numpy
+
+    with pytest.raises(RuntimeError) as caught:
+        step()
+    assert f"{HERE}:{step.__code__.co_firstlineno + 1} in step: " in describe_exception(caught.value)
+    assert describe_exception(caught.value).startswith("RuntimeError at ")
+    with pytest.raises(ValueError) as numpy_caught:
+        helper()
+    assert traceback.extract_tb(numpy_caught.tb)[-1].filename.find("numpy") > 0
+    assert "in helper: " in describe_exception(numpy_caught.value)
+
+
+def test_exception_of_torch_carries_its_module() -> None:
+    text = describe_exception(torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate"))
+    assert text.startswith("torch.") and text.endswith("OutOfMemoryError: CUDA out of memory.")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("a"), "KeyError: 'a'"),
+        (ValueError(), "ValueError"),
+        (ValueError("\n\n  second \n third"), "ValueError: second"),
+        (Unprintable(), f"{__name__}.Unprintable: (its text could not be built: ValueError)"),
+    ],
+)
+def test_exception_without_a_traceback(error: BaseException, text: str) -> None:
+    assert describe_exception(error) == text
+
+
+def test_a_huge_message_is_bounded() -> None:
+    text = describe_exception(ValueError("x" * 10_000_000))
+    assert len(text) == stacks.EXCEPTION_LENGTH and text.endswith("...")
+
+
+def test_importing_it_does_not_import_torch() -> None:
+    code = f"import sys; sys.path.insert(0, {str(Path(stacks.__file__).parent)!r}); import stacks; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"

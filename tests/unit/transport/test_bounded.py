@@ -1,0 +1,60 @@
+"""A call that blocks is given up in time, and its thread ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from ncclguard.transport.base import TransportError
+from ncclguard.transport.bounded import bounded
+
+
+def test_the_result_and_every_kind_of_error_come_back() -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    assert bounded("adding", lambda: 1 + 1, 5.0, lambda: None) == 2
+    with pytest.raises(TransportError, match="adding failed: no route"):
+        bounded("adding", lambda: fail(RuntimeError("no route")), 5.0, lambda: None)
+    with pytest.raises(KeyError):
+        bounded("adding", lambda: fail(KeyError("x")), 5.0, lambda: None)
+
+
+def test_a_call_that_blocks_is_released_and_given_up() -> None:
+    release = threading.Event()
+    start = time.monotonic()
+    with pytest.raises(TransportError, match=r"waiting took longer than 0\.1 s"):
+        bounded("waiting", lambda: release.wait(30), 0.1, release.set)
+    assert time.monotonic() - start < 10.0
+    assert release.is_set()
+
+
+def test_a_call_that_ignores_its_release_is_left_behind() -> None:
+    blocked = threading.Event()
+    with pytest.raises(TransportError, match="given up"):
+        bounded("waiting", lambda: blocked.wait(30), 0.1, lambda: None)
+    blocked.set()
+
+
+def test_interpreter_exit_releases_a_call_that_still_runs_and_is_clean() -> None:
+    """The call was given up, ends only at its second release, and the process exits with 0 well before the call's 30 s."""
+    program = """
+import threading
+from ncclguard.transport.base import TransportError
+from ncclguard.transport.bounded import bounded
+gate, calls = threading.Event(), []
+def release():
+    calls.append(1)
+    if len(calls) == 2:
+        gate.set()
+try:
+    bounded("waiting", lambda: gate.wait(30), 0.1, release)
+except TransportError:
+    print("given up", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "given up\n"), done.stderr

@@ -1,0 +1,150 @@
+"""The names that torch keeps to itself, in one process with a group of one."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from ncclguard import _torch
+
+
+def start() -> None:
+    """The default group on a store like the one that ``init_method`` makes."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=30), wait_for_workers=False)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=_torch.PrefixStore("default_pg", store), rank=0, world_size=1)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    start()
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_groups_are_described_while_they_live(world: dist.ProcessGroup) -> None:
+    other = dist.new_group([0])
+    assert _torch.known_groups() == (world, other)
+    assert _torch.group_ranks(world) == (0,)
+    assert _torch.group_name(world) != _torch.group_name(other)
+    assert _torch.default_device_type(world) == "cpu"
+    assert isinstance(_torch.gloo_backend(world), dist.ProcessGroupGloo)  # type: ignore[attr-defined]
+    assert _torch.is_member(other)
+    dist.destroy_process_group(other)
+    assert not _torch.is_member(other)
+    assert not _torch.is_member(dist.GroupMember.NON_GROUP_MEMBER)
+    for ask in (_torch.group_name, _torch.group_ranks):
+        with pytest.raises(ValueError, match="new_group"):
+            ask(other)  # type: ignore[operator]
+
+
+def test_a_cloned_store_shares_the_keys_and_not_the_connection(world: dist.ProcessGroup) -> None:
+    store = _torch.default_store()
+    clone = _torch.clone_store(store)
+    store.set("key", "value")
+    assert clone.get("key") == b"value"
+    waited: list[str] = []
+
+    def wait() -> None:
+        try:
+            clone.wait(["never"], timedelta(seconds=60))
+        except RuntimeError as error:
+            waited.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.2)
+    store.set("key", "2")  # not held up by the wait on the clone
+    assert store.get("key") == b"2"
+    assert _torch.disconnect(clone)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert waited
+    assert store.get("key") == b"2"  # the other connection lives
+
+
+@pytest.mark.parametrize("kind", ["file", "hash"])
+def test_stores_without_a_connection_are_cloned_too(kind: str, tmp_path: Path) -> None:
+    base = dist.FileStore(str(tmp_path / "store"), 1) if kind == "file" else dist.HashStore()  # type: ignore[attr-defined]
+    store = _torch.PrefixStore("prefix", base)
+    clone = _torch.clone_store(store)
+    store.set("key", "value")
+    assert clone.get("key") == b"value"
+    assert not _torch.disconnect(clone)
+
+
+def test_the_fallback_for_torch_without_clone_finds_the_prefixes_of_init_process_group(
+    world: dist.ProcessGroup,
+) -> None:
+    store = _torch.default_store()
+    base: Any = _torch.base_store(store)
+    store.set("key", "value")
+    reopened = _torch._reopen(store, base)
+    assert reopened is not store
+    assert reopened.get("key") == b"value"
+    unknown = _torch.PrefixStore("a prefix of somebody else", store)
+    assert _torch._reopen(unknown, base) is unknown
+
+
+def test_callbacks_run_once_after_init_and_before_destroy_and_cannot_break_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_torch, "_on_init", [])
+    monkeypatch.setattr(_torch, "_on_destroy", [])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    calls: list[str] = []
+
+    def after() -> None:
+        calls.append(f"init {dist.is_initialized()}")
+
+    def before() -> None:
+        calls.append(f"destroy {dist.is_initialized()}")
+
+    def broken() -> None:
+        raise RuntimeError("of the callback")
+
+    for callback in (broken, after, after):
+        _torch.on_init(callback)
+    for callback in (broken, before, before):
+        _torch.on_destroy(callback)
+    assert dist.init_process_group is dist.distributed_c10d.init_process_group
+    assert "backend" in inspect.signature(dist.init_process_group).parameters
+    assert dist.init_process_group.__doc__
+    start()
+    other = dist.new_group([0])
+    dist.destroy_process_group(other)
+    dist.destroy_process_group()
+    assert calls == ["init True", "destroy True"]
+    assert len([record for record in caplog.records if "failed and was skipped" in record.message]) == 2
+
+
+@pytest.mark.parametrize("op", [ReduceOp.PREMUL_SUM, dist._make_nccl_premul_sum(2.0)])
+def test_reduce_ops_are_named_in_both_forms(op: Any) -> None:
+    assert _torch.reduce_op_name(op) == "PREMUL_SUM"
+
+
+@pytest.mark.parametrize("op", ["SUM", None, 0, sum])
+def test_what_is_no_reduce_op_is_a_type_error(op: object) -> None:
+    with pytest.raises(TypeError, match="ReduceOp"):
+        _torch.reduce_op_name(op)
+
+
+def test_lazy_connections_are_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    group = _torch.new_gloo_group(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
+    assert _torch.gloo_contexts(group) == 2
+    group.allreduce([torch.ones(1)]).wait()  # type: ignore[attr-defined]
