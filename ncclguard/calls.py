@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ncclguard import _torch, runtime
 from ncclguard.chunking import ChunkPlan, plan
-from ncclguard.config import GuardConfig, current_config, current_phase, resolve_timeout
+from ncclguard.config import GuardConfig, current_config, current_place, resolve_timeout
 from ncclguard.execution import Barrier, Execution
 from ncclguard.faults.fault import Alteration
 from ncclguard.faults.injection import before_operation
@@ -113,7 +113,7 @@ class Call:
         assert self._group is not None
         request = _request(
             self.op, detail, dtype, shape, key, (work.pieces, work.plan.longest), self._shrink, may_shrink,
-            self._max_attempts, self._name, current_phase(), _checked_atomic(atomic, self.config), numel, nbytes, needs,
+            self._max_attempts, self._name, current_place(), _checked_atomic(atomic, self.config), numel, nbytes, needs,
         )  # fmt: skip
         guard = runtime.current().guard(self._group, device)
         alteration = before_operation(guard.rank, guard.calls)

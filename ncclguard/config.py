@@ -10,7 +10,8 @@ import math
 import numbers
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast
@@ -339,10 +340,39 @@ class phase:
         return inside
 
 
+class Section(str):
+    """A phase with a name and a limit of its own, such as one try of one evaluation; entered with `inside_section`."""
+
+    limit: float  # seconds of a call inside
+    __slots__ = ("limit",)
+
+
+@contextmanager
+def inside_section(name: str, limit: float) -> Iterator[None]:
+    """Calls in here have `limit` seconds and differ from those of other sections, as if they had another `name`."""
+    section = Section(name)
+    section.limit = limit
+    token = _phases.set((*_phases.get(), section))
+    try:
+        yield
+    finally:
+        _phases.reset(token)
+
+
 def current_phase() -> str | None:
-    """The innermost phase of this thread or task, or None."""
+    """The innermost phase of this thread or task, "eval" in a section; None outside of any."""
     phases = _phases.get()
-    return phases[-1] if phases else None
+    if not phases:
+        return None
+    return "eval" if isinstance(phases[-1], Section) else phases[-1]
+
+
+def current_place() -> str | None:
+    """The innermost phase with the sections around it: what must be equal on all ranks that meet in a call."""
+    phases = _phases.get()
+    if not phases:
+        return None
+    return ", ".join([*(phase for phase in phases[:-1] if isinstance(phase, Section)), phases[-1]])
 
 
 def resolve_timeout(argument: float | timedelta | None, numel: int) -> float:
@@ -351,9 +381,10 @@ def resolve_timeout(argument: float | timedelta | None, numel: int) -> float:
     if given is not None:
         return given
     config = current_config()
-    name = current_phase()
-    if name is not None:
-        limit: float = getattr(config, f"timeout_{name}")
+    phases = _phases.get()
+    if phases:
+        name = phases[-1]
+        limit: float = name.limit if isinstance(name, Section) else getattr(config, f"timeout_{name}")
         return limit
     if config.timeout is not None:
         return config.timeout

@@ -42,6 +42,8 @@ class TroubleKind(str, Enum):
     RAISED = "raised"
     DEPARTED = "departed"
     UNANSWERED = "unanswered"  # no verdict came in time: the call has returned with a local one
+    FINISHED = "finished"  # this rank has come to the end of the section that the others are still in
+    TOLD = "told"  # another rank said that it raised or finished in the section, and will not come
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,8 @@ def _blame(
     if raised or gone:
         return {**gone, **raised}, ()
     odd, sides = _divergence(entered)
+    if not sides:
+        odd, sides = _finished(sequence, reports, entered)
     if sides:
         return dict.fromkeys(odd, Cause.DIVERGED), sides
     if not (overdue or silent):
@@ -281,6 +285,24 @@ def _divergence(entered: Mapping[int, Report]) -> tuple[tuple[int, ...], tuple[t
     largest = len(shown[0][1])
     odd = [rank for _, ranks in shown[1:] for rank in ranks] if 2 * largest > len(entered) else []
     return tuple(sorted(odd)), shown
+
+
+def _finished(
+    sequence: int, reports: Mapping[int, Report], entered: Mapping[int, Report]
+) -> tuple[tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Split the ranks that wait from those that have finished the section and will not come; odd is the smaller side."""
+    done = {
+        rank: r.trouble.text
+        for rank, r in sorted(reports.items())
+        if r.trouble is not None and r.trouble.kind is TroubleKind.FINISHED and r.phase_at(sequence) is Phase.NONE
+    }
+    waiting = next((r.operation for r in entered.values() if r.operation is not None), None)
+    if not done or waiting is None:
+        return (), ()
+    sides = [(waiting.text, tuple(sorted(entered))), (f"nothing more: {next(iter(done.values()))}", tuple(done))]
+    sides.sort(key=lambda side: (-len(side[1]), side[1]))
+    odd = sides[1][1] if len(sides[0][1]) > len(sides[1][1]) else ()
+    return odd, tuple(sides)
 
 
 def _without_majority(

@@ -20,6 +20,7 @@ from ncclguard.agreement.liveness import Liveness, Sight
 from ncclguard.agreement.neighbours import Neighbours
 from ncclguard.agreement.revocation import Revocation, Summarise, leave_result, read_revoke, revoke
 from ncclguard.agreement.seat import Seat
+from ncclguard.agreement.sections import Sections
 from ncclguard.agreement.store import AgreementStore, Handshake, StoreUnavailable
 from ncclguard.outcome import Cause
 
@@ -64,6 +65,7 @@ class Monitor:
         self._handshake: Handshake | None = Handshake(store, rank, world_size)
         self._neighbours = Neighbours(rank, world_size, liveness)
         self._inquiries = Inquiries(rank, self)
+        self.sections = Sections(rank, self.wake)
         self._seats: dict[str, Seat] = {}
         self._seats_lock = threading.Lock()
         self._unchecked: set[str] = set()
@@ -102,6 +104,7 @@ class Monitor:
             if seat is None:
                 seat = self._seats[key] = Seat(key, self.rank, members)
                 seat.unavailable = self._unavailable
+                seat.standing = self.sections.standing
                 self._unchecked.add(key)
             return seat
 
@@ -155,7 +158,7 @@ class Monitor:
         return self._settings.poll_active if self._attentive(time.monotonic()) else self._settings.poll_idle
 
     def _attentive(self, now: float) -> bool:
-        if self._revocations or self._leaving is not None:
+        if self._revocations or self._leaving is not None or self.sections.waiting:
             return True
         for seat in self.seats():
             if seat.member.trouble is not None:
@@ -182,6 +185,7 @@ class Monitor:
         self._neighbours.step(now, attentive)
         self._ring_for_callers(now)
         self._hear_bell(now)
+        self.sections.step(now, self.post, self.seats())
         if attentive:
             self._read_departures()
             self._witness_departures()
@@ -283,6 +287,8 @@ class Monitor:
             self._look_for_revoke(self.seat(str(entry["group"]), tuple(members)), now)
         elif entry["kind"] == "question":
             self._inquiries.answer(self._store, entry)
+        elif entry["kind"] == "section":
+            self.sections.hear(entry)
 
     # ------------------------------------------------------------------ departures
 

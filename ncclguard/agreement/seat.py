@@ -42,6 +42,7 @@ class Seat:
         self.unavailable = ""  # why no verdict can come: the store is gone
         self.stop_transport: Callable[[int], None] = _no_transport
         self.kept_result: Callable[[], str | None] = _nothing_kept
+        self.standing: Callable[[], Trouble | None] = _no_trouble
 
     def trouble(self, generation: int, kind: TroubleKind, text: str) -> bool:
         """Stop moving in this generation and have it revoked; False when it has had its verdict already."""
@@ -62,6 +63,9 @@ class Seat:
         with self.condition:
             report = self.member.freeze()
             call = self.call
+            standing = self.standing()
+            if standing is not None and _explains(standing, report):
+                report = replace(report, trouble=standing)
             if call is None or report.operation is None:
                 return report
             return replace(report, age=now - call.entered, budget=call.deadline - now)
@@ -101,3 +105,15 @@ def _no_transport(generation: int) -> None:
 
 def _nothing_kept() -> str | None:
     return None
+
+
+def _no_trouble() -> Trouble | None:
+    return None
+
+
+def _explains(standing: Trouble, report: Report) -> bool:
+    """Whether what this rank did in the section is why the others wait: it is in no call, or in one that is not theirs."""
+    if report.operation is None:
+        return report.trouble is None
+    mismatch = report.trouble is not None and report.trouble.kind is TroubleKind.MISMATCH
+    return standing.kind is TroubleKind.RAISED and mismatch
