@@ -1,0 +1,61 @@
+"""A tiny random Qwen2.5-VL and generated inputs for it, shared by the tests and usable in ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+IMAGE, VIDEO, START, END, PAD = 90, 91, 92, 93, 0
+PATCH = 3 * 2 * 14 * 14  # channels x temporal patch x patch x patch
+
+
+def config(num_labels: int = 3, **settings: Any) -> Any:
+    """Two layers, 32 wide; one layer of vision."""
+    from transformers import Qwen2_5_VLConfig
+
+    text = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+        "pad_token_id": PAD,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "fullatt_block_indexes": [1],
+    }
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        num_labels=num_labels,
+        **settings,
+    )
+
+
+def classifier(num_labels: int = 3, seed: int = 0, **settings: Any) -> Any:
+    """The classifier with random weights, equal in every process."""
+    from ncclguard.integrations.qwen2_5_vl import Qwen2_5_VLForSequenceClassification
+
+    torch.manual_seed(seed)
+    return Qwen2_5_VLForSequenceClassification(config(num_labels, **settings)).eval()
+
+
+def text_batch(batch: int = 2, length: int = 9, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Token ids without padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 89, (batch, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
