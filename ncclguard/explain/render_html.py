@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
+from ncclguard._page import facts, folded, frames, numbered, page, section
 from ncclguard.explain.report import Mention, Report
 
 _STYLE = """
-:root{color-scheme:light dark;--fg:#1a1d21;--bg:#fff;--soft:#f2f4f7;--line:#d5dae1;--bad:#b3261e;--ok:#4a6b8a}
-@media(prefers-color-scheme:dark){:root{--fg:#e4e7eb;--bg:#15181c;--soft:#20252b;--line:#3a424c;--bad:#ff8a80;--ok:#8fb4d6}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--fg);background:var(--bg);
-max-width:75rem;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.35rem}h2{font-size:1.05rem;margin-top:1.8rem}table{border-collapse:collapse;width:100%;font-size:.88rem}
-td,th{padding:.25rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-td.t,th.t{text-align:left}tr.bad td{color:var(--bad);font-weight:600}.wrap{overflow-x:auto}
-code,pre{font:13px/1.45 ui-monospace,monospace}li code{word-break:break-word}.where{color:var(--ok)}
-.facts{display:flex;flex-wrap:wrap;gap:.6rem;padding:0;list-style:none}
-.facts li{background:var(--soft);padding:.4rem .8rem;border-radius:.4rem}
-.lanes{display:grid;grid-template-columns:repeat(auto-fill,minmax(3.2rem,1fr));gap:.3rem}
+.lanes{display:grid;grid-template-columns:repeat(auto-fill,minmax(4.6rem,1fr));gap:.3rem;margin:.5rem 0 .8rem}
 .lane{border:1px solid var(--line);border-radius:.3rem;text-align:center;padding:.2rem;font-size:.8rem}
 .lane.bad{background:var(--bad);color:var(--bg);border-color:var(--bad)}.lane.wait{background:var(--soft)}
-details{margin:.4rem 0}
 """
 _BAD = frozenset({"missing", "behind", "ahead", "different", "failed"})
 
@@ -80,15 +70,6 @@ def _lanes(report: Report) -> str:
     return f'<div class="lanes">{"".join(boxes)}</div>'
 
 
-def _section(title: str, body: str) -> str:
-    return f"<h2>{escape(title)}</h2>{body}" if body else ""
-
-
-def _items(texts: Iterable[str]) -> str:
-    rows = "".join(f"<li>{escape(text)}</li>" for text in texts)
-    return f"<ol>{rows}</ol>" if rows else ""
-
-
 def render_html(report: Report) -> str:
     """Return the page. Everything that comes from a log is escaped."""
     tags = [
@@ -99,35 +80,28 @@ def render_html(report: Report) -> str:
     ]
     if report.effective_timeout_ms is not None:
         tags.append(f"effective timeout: {report.effective_timeout_ms / 1000:g} s")
-    facts = "".join(f"<li>{escape(tag)}</li>" for tag in tags)
     stacks = "".join(
-        f"<details><summary>rank {one.rank if one.rank is not None else '?'}: {escape(one.name or one.kind)} "
-        f"{escape(one.detail[:160])}</summary>"
-        f"<pre>{escape(chr(10).join(one.frames))}</pre></details>"
+        folded(
+            f"rank {one.rank if one.rank is not None else '?'}: {one.name or one.kind} {one.detail[:160]}",
+            frames(one.frames),
+        )
         for one in report.stacks
     )
-    sides = _items(f"{side.what}: ranks {', '.join(map(str, side.ranks))}" for side in report.sides)
-    consequences = (
-        f"<details><summary>{len(report.consequences)} lines</summary>{_list(report.consequences)}</details>"
-        if report.consequences
-        else ""
-    )
+    sides = numbered(f"{side.what}: ranks {', '.join(map(str, side.ranks))}" for side in report.sides)
+    count = len(report.consequences)
+    consequences = folded(f"{count} line{'' if count == 1 else 's'}", _list(report.consequences)) if count else ""
     body = "".join(
         (
-            f"<h1>{escape(report.summary)}</h1><ul class=facts>{facts}</ul>",
+            f"<h1>{escape(report.summary)}</h1>{facts(tags)}",
             f"<p>{escape(report.reason)}</p>" if report.reason else "",
-            _section("What to do next", _items(report.advice)),
-            _section("Ranks", (_lanes(report) + _table(report)) if report.ranks else ""),
-            _section("Sides", sides),
-            _section("What the size says", _items(report.arithmetic)),
-            _section("Evidence, in time order", _list(report.evidence) if report.evidence else ""),
-            _section("Consequences, not causes", consequences),
-            _section("Stacks", stacks),
-            _section("Notes", _items([*report.notes, *(f"read: {name}" for name in report.inputs[:50])])),
+            section("What to do next", numbered(report.advice)),
+            section("Ranks", (_lanes(report) + _table(report)) if report.ranks else ""),
+            section("Sides", sides),
+            section("What the size says", numbered(report.arithmetic)),
+            section("Evidence, in time order", _list(report.evidence) if report.evidence else ""),
+            section("Consequences, not causes", consequences),
+            section("Stacks", stacks),
+            section("Notes", numbered([*report.notes, *(f"read: {name}" for name in report.inputs[:50])])),
         )
     )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        f'content="width=device-width">'
-        f"<title>ncclguard explain</title><style>{_STYLE}</style></head><body>{body}</body></html>\n"
-    )
+    return page("ncclguard explain", body, _STYLE)

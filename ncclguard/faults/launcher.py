@@ -212,6 +212,7 @@ def environment_of(env: Mapping[str, str] | None, hosts: Hosts | None) -> dict[s
     inherited["PYTHONFAULTHANDLER"] = "1"
     inherited["PYTHONUNBUFFERED"] = "1"
     inherited.setdefault("OMP_NUM_THREADS", "1")
+    inherited.setdefault("NCCLGUARD_REPORT_DIR", "none")  # faults made on purpose leave no files unless asked for
     interface = "lo" if hosts is None else hosts.interface
     if hosts is not None or "GLOO_SOCKET_IFNAME" not in inherited:
         inherited["GLOO_SOCKET_IFNAME"] = interface  # else gloo resolves the hostname, which may lead anywhere

@@ -44,7 +44,7 @@ def as_text(incident: Incident) -> str:
         lines.append(f"  {ranks_text(unreported)}: nothing more is known")
     lines += _sides(incident.sides)
     lines += _waiting([report for report in incident.ranks if report.rank not in incident.culprits])
-    limit = "" if incident.timeout is None else f"limit {_duration(incident.timeout)}, "
+    limit = "" if incident.timeout is None else f"limit {duration(incident.timeout)}, "
     passed = "passed" if incident.deadline_expired else "not passed"
     lines.append(f"  time: {limit}deadline {passed}; tries: {incident.attempts}")
     if incident.torn:
@@ -90,7 +90,7 @@ def _culprit(report: RankReport) -> list[str]:
         inside = report.state in ("running", "ready")
         line = f"    {'in' if inside else 'last was in'} {report.operation}"
         line += f", called at {report.call_site}" if report.call_site else ""
-        lines.append(line + (f", for {_duration(report.age)}" if inside and report.age is not None else ""))
+        lines.append(line + (f", for {duration(report.age)}" if inside and report.age is not None else ""))
     if report.stack:
         left_out = len(report.stack) - SHOWN_FRAMES
         lines.append(
@@ -119,7 +119,7 @@ def _waiting(reports: Sequence[RankReport]) -> list[str]:
     lines = []
     for (operation, call_site), group in sorted(places.items(), key=lambda item: -len(item[1]))[:SHOWN_GROUPS]:
         ages = [report.age for report in group if report.age is not None]
-        since = f" for {'up to ' if len(group) > 1 else ''}{_duration(max(ages))}" if ages else ""
+        since = f" for {'up to ' if len(group) > 1 else ''}{duration(max(ages))}" if ages else ""
         where = f", called at {call_site}" if call_site else ""
         lines.append(f"  waiting{since}: {ranks_text(report.rank for report in group)} in {operation}{where}")
     if len(places) > SHOWN_GROUPS:
@@ -130,7 +130,7 @@ def _waiting(reports: Sequence[RankReport]) -> list[str]:
     return lines
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Seconds, with minutes beside them where that helps."""
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s ({seconds / 60:.3g} min)"
 
