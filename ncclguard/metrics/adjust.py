@@ -1,0 +1,172 @@
+"""What a group's settings become at an exchange: a pure function of what all ranks have gathered, so the same on all of them.
+
+First a proposal that somebody made (`ncclguard set`), then, if `adjust` is on, what the measurements suggest:
+
+- A limit of a phase in which a deadline passed while everybody was alive, or which an operation has used up by half, is doubled.
+- A limit is lowered, by half at most, to 20 times the longest operation seen, once enough were seen.
+- Pieces become half as long when tries were repeated (less is done again). Else their length is doubled as long as that makes large
+  operations faster, then halved likewise, then left alone.
+
+All stay within the configured bounds, and nothing is changed by less than a factor of 1.25.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ncclguard.config import GuardConfig
+from ncclguard.metrics.settings import SETTINGS, Settings
+from ncclguard.metrics.statistics import PHASES, RankStatistics
+
+#: Share of a limit that an operation may use before the limit is raised.
+NEAR = 0.5
+#: A limit is not lowered below this many times the longest operation seen.
+ROOM = 20.0
+#: Successes of the group between two exchanges before a limit is lowered.
+ENOUGH = 8
+#: A change by less than this factor is not worth one.
+WORTH = 1.25
+#: A longer or shorter piece must change the rate by more than this to count as better or worse.
+BETTER, WORSE = 1.05, 0.95
+_LIMITS = {"none": "timeout", "train": "timeout_train", "eval": "timeout_eval", "small": "timeout_small"}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Whether and how far the measurements may move settings; seconds and elements, equal on all ranks."""
+
+    adjust: bool
+    timeout: tuple[float, float]
+    chunk_numel: tuple[int, int]
+
+    @classmethod
+    def of(cls, config: GuardConfig) -> Bounds:
+        """The bounds that are configured."""
+        return cls(
+            config.adjust,
+            (config.adjust_timeout_min, config.adjust_timeout_max),
+            (config.adjust_chunk_min, config.adjust_chunk_max),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SettingChange:
+    """One setting before and after, and why; None means not set."""
+
+    name: str
+    old: float | None
+    new: float | None
+    reason: str
+
+
+def decide(gathered: Sequence[RankStatistics], bounds: Bounds) -> tuple[Settings, tuple[SettingChange, ...]]:
+    """The settings of the group from now on, and what changes with them. `gathered` is in the order of the ranks.
+
+    The first rank's settings are where it starts from, so that a rank which missed an exchange is in step again after the next.
+    """
+    settings = gathered[0].settings
+    settings, changes = _proposed(settings, gathered)
+    if bounds.adjust:
+        taken = {change.name for change in changes}
+        for index, phase in enumerate(PHASES):
+            if _LIMITS[phase] not in taken:
+                settings, change = _limit(settings, gathered, index, bounds.timeout)
+                changes += change
+        if "chunk_numel" not in taken:
+            settings, change = _pieces(settings, gathered, bounds.chunk_numel)
+            changes += change
+    return settings, changes
+
+
+def _proposed(settings: Settings, gathered: Sequence[RankStatistics]) -> tuple[Settings, tuple[SettingChange, ...]]:
+    newest = max(gathered, key=lambda one: one.proposal)
+    if newest.proposal <= settings.proposal:
+        return settings, ()
+    changes = []
+    for name, value in newest.proposed:
+        if settings.has(name) and settings.get(name) == value:
+            continue  # a proposal contains those before it
+        old = _in_force(name, settings, gathered)
+        changes.append(SettingChange(name, old, value, f"set from outside, proposal {newest.proposal}"))
+    settings = _with(settings, dict(newest.proposed))
+    return replace(settings, proposal=newest.proposal, rate=0.0, direction=1), tuple(changes)
+
+
+def _limit(
+    settings: Settings, gathered: Sequence[RankStatistics], index: int, bounds: tuple[float, float]
+) -> tuple[Settings, tuple[SettingChange, ...]]:
+    name = _LIMITS[PHASES[index]]
+    limits = [limit for one in gathered if (limit := one.limits[index]) is not None]
+    if len(limits) < len(gathered):
+        return settings, ()  # by size: there is no one limit to move
+    limit = max(limits)
+    longest = max(one.longest[index] for one in gathered)
+    expired = max(one.expired[index] for one in gathered)
+    lowest, highest = bounds
+    if expired:
+        wanted, why = 2 * limit, f"a deadline passed {expired} times while all ranks were alive"
+    elif longest > NEAR * limit:
+        wanted, why = 2 * limit, f"an operation took {longest:.3g} s of {limit:g} s"
+    elif 0.0 < longest * ROOM < limit and min(one.operations for one in gathered) >= ENOUGH:
+        wanted, why = max(ROOM * longest, limit / 2), f"no operation took more than {longest:.3g} s of {limit:g} s"
+    else:
+        return settings, ()
+    wanted = min(max(wanted, lowest), highest)
+    if (wanted > limit) != (expired > 0 or longest > NEAR * limit) or not _worth(limit, wanted):
+        return settings, ()  # the bounds leave no room in that direction
+    return _with(settings, {name: wanted}), (SettingChange(name, limit, wanted, why),)
+
+
+def _pieces(
+    settings: Settings, gathered: Sequence[RankStatistics], bounds: tuple[int, int]
+) -> tuple[Settings, tuple[SettingChange, ...]]:
+    piece = max(one.piece for one in gathered)
+    if piece == 0:
+        return settings, ()
+    current = settings.get("chunk_numel") or float(piece)
+    retries = max(one.retries for one in gathered)
+    rate = min(one.moved_bytes / one.moved_seconds if one.moved_seconds > 0 else 0.0 for one in gathered)
+    before, direction = settings.rate, settings.direction
+    if retries:
+        return _resize(replace(settings, rate=0.0), current, -1, 0, bounds, f"{retries} tries were repeated")
+    if rate <= 0.0 or direction == 0:
+        return settings, ()
+    settings = replace(settings, rate=rate)
+    why = f"large operations moved {rate / 1e9:.3g} GB/s, {before / 1e9:.3g} before"
+    if before <= 0.0:
+        why = f"large operations move {rate / 1e9:.3g} GB/s: looking whether another length is faster"
+        return _resize(settings, current, direction, direction, bounds, why)
+    if rate > before * BETTER:
+        return _resize(settings, current, direction, direction, bounds, why)
+    if rate < before * WORSE:  # back, and once the other way
+        return _resize(settings, current, -direction, -1 if direction > 0 else 0, bounds, why)
+    return replace(settings, direction=0), ()
+
+
+def _resize(
+    settings: Settings, current: float, step: int, direction: int, bounds: tuple[int, int], why: str
+) -> tuple[Settings, tuple[SettingChange, ...]]:
+    """Twice (`step` 1) or half (-1) the length, and where to look next; at a bound the search turns round or ends."""
+    wanted = float(int(min(max(current * 2.0**step, bounds[0]), bounds[1])))
+    if not _worth(current, wanted) or (wanted > current) != (step > 0):
+        return replace(settings, direction=-1 if direction > 0 else 0), ()
+    settings = _with(replace(settings, direction=direction), {"chunk_numel": wanted})
+    return settings, (SettingChange("chunk_numel", current, wanted, why),)
+
+
+def _in_force(name: str, settings: Settings, gathered: Sequence[RankStatistics]) -> float | None:
+    """What the first rank had: its limits are in the exchange, the rest is known only where it was changed before."""
+    for index, phase in enumerate(PHASES):
+        if _LIMITS[phase] == name:
+            return gathered[0].limits[index]
+    return settings.get(name)
+
+
+def _with(settings: Settings, values: dict[str, float | None]) -> Settings:
+    merged = {**dict(settings.values), **values}
+    return replace(settings, values=tuple((name, merged[name]) for name in SETTINGS if name in merged))
+
+
+def _worth(old: float, new: float) -> bool:
+    return max(old, new) / min(old, new) >= WORTH

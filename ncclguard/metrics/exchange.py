@@ -1,0 +1,227 @@
+"""The exchange of statistics in one guarded group: every `statistics_every`-th operation carries it, on all ranks alike.
+
+It rides in the operation itself, between the opening round (all ranks are in the same operation) and the closing round, which such an
+operation always has: whoever completes it has everybody's numbers. What follows from them is a pure function, so that all ranks change
+at the same operation. The number of an operation is agreed by the protocol, so nothing else needs to be.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ncclguard.config import GuardConfig, current_config, current_phase
+from ncclguard.metrics import hook, identity, settings, statistics
+from ncclguard.metrics.adjust import Bounds, SettingChange, decide
+from ncclguard.metrics.records import StragglerTable
+from ncclguard.metrics.settings import SETTINGS, Settings, shown
+from ncclguard.metrics.statistics import MAX_WAITS, PHASES, RankStatistics
+from ncclguard.metrics.stragglers import Stragglers
+from ncclguard.outcome import Cause
+
+if TYPE_CHECKING:
+    from ncclguard.agreement.protocol import Member
+    from ncclguard.agreement.seat import OpenCall, Seat
+    from ncclguard.guard import Request
+    from ncclguard.incident.model import Incident
+    from ncclguard.transport.base import Communicator, Pending
+
+log = logging.getLogger("ncclguard")
+
+#: Bytes from which an operation says something about the length of pieces.
+LARGE = 1 << 20
+_PHASES = {name: index for index, name in enumerate(PHASES)}
+
+
+class Proposals:
+    """The newest proposal this process has heard of, from outside or from other ranks; each contains those before it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.number = 0
+        self.values: tuple[tuple[str, float | None], ...] = ()
+
+    def make(self, values: Mapping[str, float | None]) -> int:
+        """Propose settings to all groups of this process and return the proposal's number."""
+        with self._lock:
+            merged = {**dict(self.values), **values}
+            self.values = tuple((name, merged[name]) for name in SETTINGS if name in merged)
+            self.number = max(self.number + 1, int(time.time() * 1e3))
+            return self.number
+
+    def learn(self, number: int, values: tuple[tuple[str, float | None], ...]) -> None:
+        """Another rank knows this one."""
+        with self._lock:
+            if number > self.number:
+                self.number, self.values = number, values
+
+    def newest(self) -> tuple[int, tuple[tuple[str, float | None], ...]]:
+        with self._lock:
+            return self.number, self.values
+
+    def forget(self) -> None:
+        """The job's process group has ended."""
+        with self._lock:
+            self.number, self.values = 0, ()
+
+
+proposals = Proposals()
+
+
+def terms(config: GuardConfig) -> dict[str, object]:
+    """What must be equal on all ranks for a guarded group with an exchange; nothing where there is none."""
+    if not config.statistics_every:
+        return {}
+    return {
+        "statistics_every": config.statistics_every,
+        "statistics": statistics.LAYOUT,
+        "bounds": repr(Bounds.of(config)),
+    }
+
+
+class Exchange:
+    """One group's exchange on this rank. The caller's thread does everything; `table` and `settings` may be read by any."""
+
+    def __init__(self, key: str, config: GuardConfig) -> None:
+        self.every = config.statistics_every
+        self.group = key.rpartition(":")[0]
+        self.table: StragglerTable | None = None
+        self.settings = Settings()
+        self._key = key
+        self._process_group = self.group.rpartition(":")[0]
+        self._bounds = Bounds.of(config)
+        self._stragglers = Stragglers(self.group)
+        self._waits: list[tuple[int, float]] = [(0, 0.0)] * min(self.every, MAX_WAITS)
+        self._gathered: tuple[int, tuple[int, ...], list[torch.Tensor], float] | None = None
+        self._cost = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._longest = [0.0] * len(PHASES)
+        self._expired = [0] * len(PHASES)
+        self._operations = self._retries = self._piece = 0
+        self._moved_bytes = self._moved_seconds = 0.0
+
+    # ------------------------------------------------------------------ called by the guard, on every operation
+
+    def entered(self, member: Member, call: OpenCall) -> None:
+        """The call has its number, under the seat's lock: if it is one that carries the exchange, it has a closing round."""
+        operation = member.operation
+        if operation is not None and operation.sequence % self.every == 0:
+            call.exchange = True
+            member.operation = replace(operation, closing=True)
+
+    def gather(self, communicator: Communicator, call: OpenCall) -> Pending:
+        """Start to gather everybody's numbers; the opening round has passed."""
+        self._wait(call)
+        data = torch.frombuffer(bytearray(statistics.encode(self._mine(call))), dtype=torch.uint8)
+        mine = data.to(communicator.device_type)
+        slots = [torch.empty_like(mine) for _ in communicator.ranks]
+        self._gathered = (call.sequence, communicator.ranks, slots, time.monotonic())
+        return communicator.all_gather(slots, mine)
+
+    def completed(self, request: Request, call: OpenCall, attempts: int, chunks: int, seconds: float) -> None:
+        """A success of this group; never raises."""
+        try:
+            self._count(request, call, attempts, chunks, seconds)
+            if call.exchange:
+                self._conclude(call)
+        except Exception:
+            log.exception("ncclguard: the statistics of group %s could not be used; the job goes on", self.group)
+
+    def failed(self, agreed: bool, cause: Cause | None, incident: Incident | None) -> None:
+        """A failure of this group; only agreed ones count, so that all ranks count the same."""
+        if agreed and cause in (Cause.LATE, Cause.NETWORK) and incident is not None and incident.deadline_expired:
+            self._expired[_PHASES[current_phase() or "none"]] += 1
+
+    # ------------------------------------------------------------------ numbers of this rank
+
+    def _wait(self, call: OpenCall) -> None:
+        if call.opened > 0.0:
+            self._waits[call.sequence % len(self._waits)] = (call.sequence, call.opened - call.entered)
+
+    def _count(self, request: Request, call: OpenCall, attempts: int, chunks: int, seconds: float) -> None:
+        if attempts > 1:
+            self._retries += attempts - 1
+            self._waits[call.sequence % len(self._waits)] = (0, 0.0)  # of a later try: says nothing about who came last
+        elif not call.exchange:
+            self._wait(call)
+        self._operations += 1
+        phase = _PHASES[current_phase() or "none"]
+        self._longest[phase] = max(self._longest[phase], seconds)
+        if request.nbytes >= LARGE and chunks and request.op in ("all_reduce", "broadcast"):
+            self._moved_bytes += request.nbytes
+            self._moved_seconds += seconds - max(0.0, call.opened - call.entered)
+            self._piece = max(self._piece, -(-request.numel // chunks))
+
+    def _mine(self, call: OpenCall) -> RankStatistics:
+        config = config_of(self._process_group, current_config())
+        number, proposed = proposals.newest()
+        length = len(self._waits)
+        waits = []
+        for sequence in range(call.sequence - length + 1, call.sequence + 1):
+            of, wait = self._waits[sequence % length]
+            waits.append(wait if of == sequence and sequence > 0 else None)
+        return RankStatistics(
+            pid=os.getpid(), host=identity.HOST, waits=tuple(waits),
+            limits=(config.timeout, config.timeout_train, config.timeout_eval, config.timeout_small),
+            longest=tuple(self._longest), expired=tuple(self._expired), operations=self._operations,
+            retries=self._retries, moved_bytes=self._moved_bytes, moved_seconds=self._moved_seconds, piece=self._piece,
+            cost=self._cost, proposal=number, proposed=proposed, settings=self.settings,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ everybody's
+
+    def _conclude(self, call: OpenCall) -> None:
+        gathered, self._gathered = self._gathered, None
+        if gathered is None or gathered[0] != call.sequence:
+            return
+        _, ranks, slots, started = gathered
+        everybody = [statistics.decode(slot.cpu().numpy().tobytes()) for slot in slots]
+        op_id = f"{self._key}/{call.sequence}"
+        self._stragglers.add(ranks, everybody)
+        self.table = self._stragglers.table(op_id, everybody)
+        newest = max(everybody, key=lambda one: one.proposal)
+        proposals.learn(newest.proposal, newest.proposed)
+        self.settings, changes = decide(everybody, self._bounds)
+        settings.apply(self._process_group, self.settings)
+        self._reset()
+        self._report(op_id, changes, leads=ranks[0] == identity.rank())
+        self._cost = time.monotonic() - started
+
+    def _report(self, op_id: str, changes: tuple[SettingChange, ...], leads: bool) -> None:
+        for change in changes:
+            log.log(
+                logging.WARNING if leads else logging.DEBUG,
+                "ncclguard: after operation %s, %s is %s on all ranks, was %s: %s",
+                op_id, change.name, shown(change.new), shown(change.old), change.reason,
+            )  # fmt: skip
+        observer = hook.observer
+        if observer is not None and changes:
+            observer.changed(op_id, changes)
+
+
+def config_of(process_group: str, config: GuardConfig) -> GuardConfig:
+    """The configuration that calls on a process group have."""
+    changed = settings.adjusted.get(process_group)
+    return config if changed is None else changed.over(config)
+
+
+def start(seat: Seat, config: GuardConfig) -> None:
+    """A guard is made for this seat: give it an exchange, if there is to be one, and let the monitoring see it."""
+    exchange = Exchange(seat.key, config) if config.statistics_every else None
+    seat.exchange = exchange
+    hook.register(seat, exchange)
+
+
+def forget() -> None:
+    """The process group has ended: the next one begins with the configuration."""
+    settings.adjusted.clear()
+    proposals.forget()

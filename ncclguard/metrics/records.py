@@ -1,0 +1,161 @@
+"""What a sink is given: frozen records that turn into plain dictionaries. Times in seconds, sizes in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from ncclguard.metrics import histogram
+
+#: Raised with every change of a field's name or meaning.
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesSnapshot:
+    """The operations of one group, kind and phase since the start; `seconds` and `waited` are sums.
+
+    `durations`, `waits` (from the call until all ranks had come) and `sizes` are counts by bucket, see
+    `ncclguard.metrics.histogram`. `failures` by cause and `culprits` by rank.
+    """
+
+    group: str
+    op: str
+    phase: str
+    count: int
+    attempts: int
+    nbytes: int
+    seconds: float
+    waited: float
+    longest: float
+    durations: tuple[int, ...]
+    waits: tuple[int, ...]
+    sizes: tuple[int, ...]
+    failures: Mapping[str, int]
+    culprits: Mapping[str, int]
+
+    @property
+    def failed(self) -> int:
+        """How many of `count` failed."""
+        return sum(self.failures.values())
+
+    def duration(self, q: float) -> float:
+        """A quantile of the durations, such as 0.5 or 0.99."""
+        return histogram.quantile(self.durations, histogram.TIME_BOUNDS, q)
+
+    def wait(self, q: float) -> float:
+        """A quantile of the waits."""
+        return histogram.quantile(self.waits, histogram.TIME_BOUNDS, q)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOperation:
+    """A call that has not returned yet; `age` and `limit` in seconds. `late`: open for longer than `warn_after`."""
+
+    group: str
+    op_id: str
+    text: str
+    age: float
+    limit: float
+    late: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StragglerRow:
+    """How one rank arrived at the last operations of its group, from every rank's own waiting time.
+
+    `last`: how often it came last; `behind`, `behind_longest`: mean and longest time after the first rank; `held_up`: seconds in all
+    for which only this rank was missing; `waited`: its own mean wait.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    last: int
+    behind: float
+    behind_longest: float
+    held_up: float
+    waited: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StragglerTable:
+    """The ranks of a group over its last `operations`, the slowest to arrive first; `through` is the last operation's id."""
+
+    group: str
+    through: str
+    operations: int
+    rows: tuple[StragglerRow, ...]
+
+    @property
+    def slowest(self) -> StragglerRow | None:
+        """The rank that came last by most, on average; None without ranks."""
+        return self.rows[0] if self.rows else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What all records have: when (seconds since 1970, this host's clock), and which process of which job."""
+
+    kind: ClassVar[str] = ""
+
+    time: float
+    job: str
+    rank: int
+    host: str
+    pid: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that JSON can carry."""
+        return {"kind": self.kind, "schema_version": SCHEMA_VERSION, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot(Record):
+    """Everything since the start, written every interval; `uptime` in seconds, `settings` those that were changed by group.
+
+    `hang`: a call has been open for longer than `warn_after`. `dropped`: records that a sink was too slow for, by its name.
+    """
+
+    kind: ClassVar[str] = "snapshot"
+
+    world_size: int
+    uptime: float
+    hang: bool
+    open: tuple[OpenOperation, ...]
+    series: tuple[SeriesSnapshot, ...]
+    stragglers: tuple[StragglerTable, ...] = ()
+    settings: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure(Record):
+    """A guarded operation that failed, written at once; `summary` is the incident's first line."""
+
+    kind: ClassVar[str] = "failure"
+
+    op_id: str
+    op: str
+    phase: str
+    cause: str
+    culprits: tuple[int, ...]
+    agreed: bool
+    attempts: int
+    seconds: float
+    summary: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change(Record):
+    """A setting that all ranks of a group changed at the same operation, and why; None means not set."""
+
+    kind: ClassVar[str] = "change"
+
+    group: str
+    op_id: str
+    name: str
+    old: float | None
+    new: float | None
+    reason: str

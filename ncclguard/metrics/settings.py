@@ -1,0 +1,76 @@
+"""Settings that a group changed while it ran: agreed on by its ranks at an exchange, in force for its later calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ncclguard.config import GuardConfig
+
+#: The settings that can change in a running job, in the order of the exchange. All hold from the next call on.
+SETTINGS = ("timeout", "timeout_train", "timeout_eval", "timeout_small", "chunk_numel", "max_attempts")
+#: Those that count something.
+COUNTS = frozenset({"chunk_numel", "max_attempts"})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is in force in one group instead of the configuration, equal on all its ranks; None means not set.
+
+    `proposal`: number of the newest proposal adopted. `rate` (bytes/s) and `direction` (1 longer, -1 shorter, 0 settled) are the memory of
+    the search for the best length of a piece, see `ncclguard.metrics.adjust`.
+    """
+
+    values: tuple[tuple[str, float | None], ...] = ()
+    proposal: int = 0
+    rate: float = 0.0
+    direction: int = 1
+
+    def has(self, name: str) -> bool:
+        return any(key == name for key, _ in self.values)
+
+    def get(self, name: str) -> float | None:
+        """The value in force; None where there is none."""
+        return dict(self.values).get(name)
+
+    def changed(self) -> Mapping[str, float | None]:
+        """Name to value of everything that differs from the configuration."""
+        return dict(self.values)
+
+
+UNCHANGED = Settings()
+
+
+class AdjustedConfig:
+    """The configuration of one group: the process's, with what the group's exchange has changed in it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._changes = {
+            name: int(value) if name in COUNTS and value is not None else value for name, value in settings.values
+        }
+        self._made: tuple[GuardConfig, GuardConfig] | None = None
+
+    def over(self, config: GuardConfig) -> GuardConfig:
+        """`config` with the changes; made once as long as it is the same. Not validated again: all ranks must take it."""
+        made = self._made
+        if made is None or made[0] is not config:
+            made = self._made = (config, config.model_copy(update=self._changes))
+        return made[1]
+
+
+#: Name of the process group -> its changed settings; empty in jobs that change none, which costs their calls nothing.
+adjusted: dict[str, AdjustedConfig] = {}
+
+
+def apply(group: str, settings: Settings) -> None:
+    """Let later calls of a process group have these settings."""
+    if settings.values:
+        adjusted[group] = AdjustedConfig(settings)
+    else:
+        adjusted.pop(group, None)
+
+
+def shown(value: float | None) -> str:
+    """A setting's value as people write it."""
+    return "not set" if value is None else f"{value:g}"

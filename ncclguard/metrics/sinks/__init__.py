@@ -1,0 +1,1 @@
+"""Where records go: one small protocol, and one file for each kind of destination."""

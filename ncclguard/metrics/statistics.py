@@ -1,0 +1,128 @@
+"""What one rank tells the others of its group at an exchange, as a fixed number of bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ncclguard.metrics.settings import SETTINGS, UNCHANGED, Settings
+
+#: Operations whose waits one exchange can carry.
+MAX_WAITS = 64
+#: Phases in the order of the numbers by phase; "none" is a call outside `with phase(...)`.
+PHASES = ("none", "train", "eval", "small")
+#: Raised with every change of the layout; ranks with another one refuse to build a group together.
+LAYOUT = 1
+_HOST_BYTES = 32
+_UNSET = -1.0  # a setting that is not set; NaN: nothing is said about it
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatistics:
+    """One rank's numbers since the last exchange. Times in seconds; `waits` oldest first, None where nothing was measured.
+
+    `limits`: this rank's budgets by phase, None where they go by size. `longest`: the longest success by phase. `expired`: failures by
+    phase in which a deadline passed and everybody was alive. `moved_bytes`, `moved_seconds`: large operations without their waiting.
+    `piece`: elements of the longest piece moved, 0 for none. `proposal` is the newest that this rank knows, 0 for none, and
+    `proposed` its settings; `settings` are those in force here.
+    """
+
+    pid: int
+    host: str
+    waits: tuple[float | None, ...]
+    limits: tuple[float | None, ...] = (None,) * len(PHASES)
+    longest: tuple[float, ...] = (0.0,) * len(PHASES)
+    expired: tuple[int, ...] = (0,) * len(PHASES)
+    operations: int = 0
+    retries: int = 0
+    moved_bytes: float = 0.0
+    moved_seconds: float = 0.0
+    piece: int = 0
+    cost: float = 0.0  # seconds of the last exchange
+    proposal: int = 0
+    proposed: tuple[tuple[str, float | None], ...] = ()
+    settings: Settings = UNCHANGED
+
+
+def size(waits: int) -> int:
+    """Bytes of `encode` with that many waits."""
+    return 8 * _NUMBERS + 4 * waits + _HOST_BYTES
+
+
+def encode(statistics: RankStatistics) -> bytes:
+    """Fixed length for a number of waits; every number exact, except the waits (32 bits)."""
+    s = statistics
+    proposed = dict(s.proposed)
+    numbers = [
+        LAYOUT, s.pid, s.operations, s.retries, s.moved_bytes, s.moved_seconds, s.piece, s.cost, s.proposal,
+        s.settings.proposal, s.settings.rate, s.settings.direction,
+        *map(_number, s.limits), *s.longest, *s.expired,
+        *(_number(proposed[name]) if name in proposed else math.nan for name in SETTINGS),
+        *(_number(s.settings.get(name)) if s.settings.has(name) else math.nan for name in SETTINGS),
+    ]  # fmt: skip
+    assert len(numbers) == _NUMBERS
+    waits = np.array([math.nan if wait is None else wait for wait in s.waits], dtype=np.float32)
+    host = s.host.encode("ascii", "replace")[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
+    return np.array(numbers, dtype=np.float64).tobytes() + waits.tobytes() + host
+
+
+def decode(data: bytes) -> RankStatistics:
+    """What `encode` wrote. Raises ValueError for another length."""
+    count, odd = divmod(len(data) - 8 * _NUMBERS - _HOST_BYTES, 4)
+    if odd or count < 0:
+        raise ValueError(f"{len(data)} bytes are no statistics: all ranks must run the same version of ncclguard")
+    numbers = [float(value) for value in np.frombuffer(data, np.float64, _NUMBERS)]
+    waits = np.frombuffer(data, np.float32, count, 8 * _NUMBERS)
+    host = data[-_HOST_BYTES:].rstrip(b"\0").decode("ascii", "replace")
+    take = _Reader(numbers)
+    _, pid, operations, retries, moved_bytes, moved_seconds, piece, cost, proposal, adopted, rate, direction = take(12)
+    limits, longest, expired = take(len(PHASES)), take(len(PHASES)), take(len(PHASES))
+    proposed, held = take(len(SETTINGS)), take(len(SETTINGS))
+    return RankStatistics(
+        pid=int(pid),
+        host=host,
+        waits=tuple(None if math.isnan(wait) else float(wait) for wait in waits),
+        limits=tuple(map(_value, limits)),
+        longest=tuple(longest),
+        expired=tuple(map(int, expired)),
+        operations=int(operations),
+        retries=int(retries),
+        moved_bytes=moved_bytes,
+        moved_seconds=moved_seconds,
+        piece=int(piece),
+        cost=cost,
+        proposal=int(proposal),
+        proposed=_named(proposed),
+        settings=Settings(_named(held), int(adopted), rate, int(direction)),
+    )
+
+
+class _Reader:
+    def __init__(self, numbers: Sequence[float]) -> None:
+        self._numbers = numbers
+        self._at = 0
+
+    def __call__(self, count: int) -> Sequence[float]:
+        part = self._numbers[self._at : self._at + count]
+        self._at += count
+        return part
+
+
+def _number(value: float | None) -> float:
+    return _UNSET if value is None else float(value)
+
+
+def _value(number: float) -> float | None:
+    return None if number == _UNSET else number
+
+
+def _named(numbers: Sequence[float]) -> tuple[tuple[str, float | None], ...]:
+    return tuple(
+        (name, _value(number)) for name, number in zip(SETTINGS, numbers, strict=True) if not math.isnan(number)
+    )
+
+
+_NUMBERS = 12 + 3 * len(PHASES) + 2 * len(SETTINGS)

@@ -1,0 +1,65 @@
+"""Who comes last, and by how much, from each rank's own waiting times: clocks of two hosts are never compared.
+
+All ranks leave an opening round together (to within the time of a message), so whoever waited least in it came last, and the difference
+of two waits is the difference of two arrivals.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ncclguard.metrics.records import StragglerRow, StragglerTable
+from ncclguard.metrics.statistics import RankStatistics
+
+#: Operations that the table looks back on.
+WINDOW = 256
+#: Bytes that the waits of a group may take; of very large groups fewer operations are kept.
+MAX_BYTES = 1 << 22
+
+
+class Stragglers:
+    """The last waits of all ranks of one group. Equal on all ranks, because what comes in is."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._ranks: tuple[int, ...] = ()
+        self._columns: deque[npt.NDArray[np.float32]] = deque(maxlen=WINDOW)
+
+    def add(self, ranks: Sequence[int], gathered: Sequence[RankStatistics]) -> None:
+        """Take the waits of one exchange; operations in which a rank has measured nothing are left out."""
+        if tuple(ranks) != self._ranks:  # ranks have gone: rows of before do not fit any more
+            self._ranks = tuple(ranks)
+            self._columns = deque(maxlen=max(1, min(WINDOW, MAX_BYTES // (4 * len(self._ranks)))))
+        waits = np.array([one.waits for one in gathered], dtype=np.float32)  # None becomes NaN
+        for column in waits.T:
+            if not np.isnan(column).any():
+                self._columns.append(column.copy())
+
+    def table(self, through: str, gathered: Sequence[RankStatistics]) -> StragglerTable:
+        """The table through an operation; hosts and pids as the ranks have just told."""
+        if not self._columns:
+            return StragglerTable(group=self._group, through=through, operations=0, rows=())
+        waits = np.stack(self._columns, axis=1).astype(np.float64)  # ranks x operations
+        behind = waits.max(axis=0) - waits
+        last = waits.argmin(axis=0)
+        ordered = np.sort(waits, axis=0)
+        missing = ordered[1] - ordered[0] if len(self._ranks) > 1 else np.zeros(waits.shape[1])
+        rows = [
+            StragglerRow(
+                rank=rank,
+                host=one.host,
+                pid=one.pid,
+                last=int((last == index).sum()),
+                behind=float(behind[index].mean()),
+                behind_longest=float(behind[index].max()),
+                held_up=float(missing[last == index].sum()),
+                waited=float(waits[index].mean()),
+            )
+            for index, (rank, one) in enumerate(zip(self._ranks, gathered, strict=True))
+        ]
+        rows.sort(key=lambda row: (-row.behind, row.rank))
+        return StragglerTable(group=self._group, through=through, operations=waits.shape[1], rows=tuple(rows))
