@@ -33,7 +33,7 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
     torch.Size([1, 3])
     """
 
-    _keys_to_ignore_on_load_unexpected = [r"lm_head\\."]  # noqa: RUF012, as transformers declares it
+    _keys_to_ignore_on_load_unexpected = [r"lm_head\."]  # noqa: RUF012, as transformers declares it
     _checkpoint_conversion_mapping = getattr(
         Qwen2_5_VLForConditionalGeneration, "_checkpoint_conversion_mapping", {}
     )  # of transformers 4: names in published checkpoints
@@ -158,3 +158,20 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
             f"config.problem_type={kind!r} is unknown: "
             "use regression, single_label_classification or multi_label_classification"
         )
+
+
+def _know_published_names() -> None:
+    """Published checkpoints have older names of parameters: transformers 5 looks up by the class's name how they map."""
+    try:
+        from transformers.conversion_mapping import (
+            get_checkpoint_conversion_mapping,
+            register_checkpoint_conversion_mapping,
+        )
+    except ImportError:  # transformers 4: `_checkpoint_conversion_mapping` above
+        return
+    mapping = get_checkpoint_conversion_mapping(Qwen2_5_VLForConditionalGeneration.__name__)
+    if mapping is not None:
+        register_checkpoint_conversion_mapping(Qwen2_5_VLForSequenceClassification.__name__, mapping, overwrite=True)
+
+
+_know_published_names()

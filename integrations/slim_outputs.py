@@ -36,6 +36,7 @@ def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_seque
     A second call replaces the first. Output types of transformers, plain dicts and dataclasses are slimmed; a tuple is not.
     Raises TypeError for what is neither a model nor a class of one, and ValueError for a ``drop`` with ``loss`` or ``logits``.
 
+    >>> import torch
     >>> class Classifier(nn.Module):
     ...     def forward(self, input_ids, output_hidden_states=True):
     ...         states = torch.zeros(*input_ids.shape, 4)
@@ -56,13 +57,14 @@ def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_seque
     target = _target(model_or_class)
     unpatch(target)
     before = vars(target).get("forward")
-    if isinstance(target, type) or before is None:
-        function = _plain(target.forward if isinstance(target, type) else type(target).forward)
+    is_class = isinstance(target, type)
+    if is_class or before is None:
+        function = _plain((target if is_class else type(target)).forward)
     else:
         function = _unbound(before, target)
     patch = _Patch(function, names, keep_sequence_length, before)
     # To a model a bound method, because a copy of the model then runs its own forward and not this one's.
-    target.forward = patch.installed if isinstance(target, type) else types.MethodType(patch.installed, target)
+    target.forward = patch.installed if is_class else types.MethodType(patch.installed, target)
     return model_or_class
 
 

@@ -54,8 +54,36 @@ def classifier(num_labels: int = 3, seed: int = 0, **settings: Any) -> Any:
     return Qwen2_5_VLForSequenceClassification(config(num_labels, **settings)).eval()
 
 
+def checkpointed(model: Any) -> Any:
+    """With gradient checkpointing on, under the name that this version of transformers has for it."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model
+
+
 def text_batch(batch: int = 2, length: int = 9, seed: int = 1) -> dict[str, torch.Tensor]:
     """Token ids without padding."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 89, (batch, length), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def image_ids(grid: torch.Tensor, token: int = IMAGE) -> torch.Tensor:
+    """Text around one image or video of ``grid`` (1, 3) patches: a merged token for each 2 x 2 of them."""
+    tokens = int(grid.prod()) // 4
+    return torch.tensor([[7, 8, START, *[token] * tokens, END, 9, 10]])
+
+
+def vision_batch(kind: str, seed: int = 1) -> dict[str, torch.Tensor]:
+    """One example with an image of 4 x 6 patches, or with a video of 2 x 4 x 4."""
+    image = kind == "image"
+    grid = torch.tensor([[1, 4, 6] if image else [2, 4, 4]])
+    pixels = torch.randn(int(grid.prod()), PATCH, generator=torch.Generator().manual_seed(seed))
+    ids = image_ids(grid, IMAGE if image else VIDEO)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if image:
+        return batch | {"pixel_values": pixels, "image_grid_thw": grid}
+    return batch | {
+        "pixel_values_videos": pixels,
+        "video_grid_thw": grid,
+        "second_per_grid_ts": torch.tensor([1.0]),
+    }
