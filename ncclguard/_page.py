@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from html import escape
 from typing import Final
 
 #: The page may load nothing and run nothing, so that what came from a log or another program stays text.
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-# A diamond, so that browsers do not ask the page's host for an icon.
-_ICON: Final = (
-    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
-    "%3Cpath d='M8 1l7 7-7 7-7-7z' fill='%23b3261e'/%3E%3C/svg%3E"
-)
+#: An empty one, so that browsers do not ask the page's host for an icon.
+_ICON: Final = "data:,"
 
 STYLE: Final = """
 :root{color-scheme:light dark;--fg:#1a1d21;--dim:#5b6470;--bg:#fff;--soft:#f2f4f7;--line:#d5dae1;--bad:#b3261e;
@@ -74,6 +72,15 @@ def facts(texts: Iterable[str], bad: Iterable[str] = ()) -> str:
 def folded(summary: str, body: str, *, opened: bool = False) -> str:
     """HTML behind a line of text that opens it."""
     return f"<details{' open' if opened else ''}><summary>{escape(summary)}</summary>{body}</details>"
+
+
+def prose(text: str) -> str:
+    """Text in which `words` stand for what is typed.
+
+    >>> prose("run `a < b`")
+    'run <code>a &lt; b</code>'
+    """
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def frames(lines: Iterable[str]) -> str:

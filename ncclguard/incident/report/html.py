@@ -31,7 +31,7 @@ def render_html(document: Document) -> str:
         (
             f'<p class="where">ncclguard incident {escape(incident.id)}</p><h1>{escape(incident.summary)}</h1>',
             _facts(document),
-            _page.section("What to do next", f'<p class="todo">{escape(incident.advice)}</p>'),
+            _page.section("What to do next", f'<p class="todo">{_page.prose(incident.advice)}</p>'),
             _page.section("Who held the others up", _culprits(incident)),
             _page.section("Sides", _sides(incident)),
             _page.section("Timeline", _timeline(document)),
@@ -122,7 +122,7 @@ def _row(report: RankReport, incident: Incident) -> str:
     values: Iterable[tuple[str, bool]] = (
         (str(report.rank), False),
         (str(report.cause or ""), True),
-        (report.state, True),
+        (lanes.STATES[report.state], True),
         (report.operation or "", True),
         ("" if report.age is None else f"{report.age:.3g} s", False),
         (report.call_site or "", True),
@@ -138,7 +138,7 @@ def _about(document: Document) -> str:
     incident = document.incident
     lines = [
         f"Operation {incident.op_id}, group {incident.group}, generation {incident.generation}; job {document.job}.",
-        f"Written by rank {document.written_by} on {document.host} at {document.written_at} (its own clock), "
+        f"Written by rank {document.written_by} on {document.host} at {document.written_at} by its own clock.",
         f"ncclguard {document.ncclguard}, torch {document.torch}.",
     ]
     return "".join(f'<p class="where">{escape(line)}</p>' for line in lines)

@@ -6,14 +6,26 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
+from ncclguard._page import folded
 from ncclguard.incident.model import Incident, RankReport
 from ncclguard.incident.render import duration, ranks_text
 from ncclguard.incident.report.scale import GIVEN_UP, Scale
 from ncclguard.incident.report.timeline import Bar, Lane, Timeline
+from ncclguard.outcome import Cause
 
 #: Above so many ranks those that are not to blame share lanes; above the second number also the culprits do.
 EACH: Final = 80
 CULPRITS: Final = 48
+
+#: What a rank did in the operation, for people.
+STATES: Final = {
+    "none": "not in it",
+    "running": "waiting",
+    "ready": "data complete",
+    "done": "completed it",
+    "silent": "no answer",
+    "departed": "gone",
+}
 
 STYLE: Final = """
 .tl{position:relative;--who:13.5rem;margin:.6rem 0 0;font-size:.84rem}
@@ -29,8 +41,8 @@ display:flex;align-items:center;gap:.45rem}
 .tl i.open{background:repeating-linear-gradient(135deg,var(--wait) 0 5px,transparent 5px 9px);
 border:1px solid var(--wait)}
 .tl i.guess{background:none;border:1px dashed var(--dim)}
-.tl .say{position:absolute;top:0;bottom:0;display:flex;align-items:center;padding:0 .4rem;white-space:nowrap;
-color:var(--bad);font-weight:600;overflow:hidden}
+.tl .say{position:absolute;top:0;line-height:1.7rem;padding:0 .4rem;white-space:nowrap;color:var(--bad);font-weight:600;
+overflow:hidden;text-overflow:ellipsis}.tl.many .say{line-height:1rem}
 .tl .head .track{border:0;overflow:visible;color:var(--dim)}.tl .head{height:2.5rem!important;font-size:.78rem!important}
 .tl .head span.m{position:absolute;bottom:.1rem;transform:translateX(-50%);white-space:nowrap}
 .tl .head span.m.l{transform:none}.tl .head span.m.r{transform:translateX(-100%)}
@@ -67,7 +79,10 @@ def lanes(incident: Incident, timeline: Timeline) -> str:
     else:
         rows += [draw.together(ranks) for ranks in _alike(others, reports)]
     many = " many" if len(rows) > 20 else ""
-    return f'<div class="tl{many}">{_head(scale)}{"".join(rows)}{_over(scale)}</div>{_legend(timeline, scale)}'
+    parted = incident.cause not in (Cause.NETWORK, Cause.UNKNOWN)
+    drawn = "".join(rows)
+    head = _head(scale, "here the ranks part" if parted else "the operation that failed")
+    return f'<div class="tl{many}">{head}{drawn}{_over(scale)}</div>{_legend(timeline, scale, drawn)}{_operations(timeline)}'
 
 
 class _Draw:
@@ -91,7 +106,7 @@ class _Draw:
         said = self._said(report, lane) if bad or lane is None else ""
         about = ""
         if report is not None:
-            about = str(report.cause) if bad and report.cause is not None else report.state
+            about = str(report.cause) if bad and report.cause is not None else STATES[report.state]
             about += f" · {report.host}" if report.host else ""
         name = f"<b>{rank}</b><span>{escape(about)}</span>"
         return f'<div class="row{" bad" if bad else ""}"><div class="who">{name}</div><div class="track">{bars}{said}</div></div>'
@@ -106,7 +121,7 @@ class _Draw:
         bars = "".join(self._bar(_envelope(members)) for members in spans.values())
         bad = any(rank in self._incident.culprits for rank in ranks)
         report = self._reports.get(ranks[0])
-        state = report.state if report is not None else "unknown"
+        state = STATES[report.state] if report is not None else "unknown"
         text = f"{len(ranks)} ranks"
         name = f'<b title="{escape(ranks_text(ranks))}">{escape(text)}</b><span>{escape(state)}</span>'
         said = "" if bars else _say(self._scale.diverged, f"no answer: {ranks_text(ranks)}")
@@ -149,8 +164,9 @@ class _Draw:
         inside = lane is not None and any(bar.end is None for bar in lane.bars)
         if inside:
             return ""
+        cause = str(report.cause or report.state)
         text = report.exception or report.note or (report.stack[-1] if report.stack else report.state)
-        return _say(self._scale.diverged, f"{report.cause or report.state}: {text}")
+        return _say(self._scale.diverged, f"{cause}: {text.removesuffix(f': {cause}')}")
 
 
 def _say(place: float, text: str) -> str:
@@ -179,9 +195,9 @@ def _alike(ranks: Iterable[int], reports: dict[int, RankReport]) -> list[list[in
     return sorted(found.values(), key=lambda group: (-len(group), group))
 
 
-def _head(scale: Scale) -> str:
+def _head(scale: Scale, what: str) -> str:
     marks = [
-        f'<span class="m up" style="left:{100 * scale.diverged:.2f}%">here the ranks part</span>',
+        f'<span class="m up" style="left:{100 * scale.diverged:.2f}%">{escape(what)}</span>',
         f'<span class="m" style="left:{100 * scale.diverged:.2f}%">0 s</span>',
         f'<span class="m r" style="left:{100 * GIVEN_UP:.2f}%">given up, {duration(scale.given_up)}</span>',
     ]
@@ -202,15 +218,46 @@ def _over(scale: Scale) -> str:
     return f'<div class="over">{cuts}{lines}</div>'
 
 
-def _legend(timeline: Timeline, scale: Scale) -> str:
-    bars = [bar for lane in timeline.lanes for bar in lane.bars]
-    entries = ["<span><i></i>completed</span>", '<span><i class="open"></i>still waiting in it</span>']
-    if any(bar.end is not None and not bar.ok for bar in bars):
-        entries.append('<span><i class="failed"></i>failed</span>')
-    entries.append('<span><i class="guess"></i>known from the others only</span>')
+def _legend(timeline: Timeline, scale: Scale, drawn: str) -> str:
+    meanings = {
+        "ok": "completed",
+        "open": "still waiting in it",
+        "failed": "failed",
+        "guess": "known from the others only",
+    }
+    entries = [
+        f'<span><i class="{kind}"></i>{text}</span>' for kind, text in meanings.items() if f'<i class="{kind}' in drawn
+    ]
     if scale.cuts:
         entries.append('<span><i class="cut"></i>a long stretch, drawn shorter</span>')
     return f'<div class="legend">{"".join(entries)}</div><p class="where">{escape(_clocks(timeline))}</p>'
+
+
+def _operations(timeline: Timeline) -> str:
+    """The operations in order: from which rank on they were waited for, and which came last."""
+    found: dict[tuple[str, int], list[tuple[int, Bar]]] = {}
+    for lane in timeline.lanes:
+        for bar in lane.bars:
+            found.setdefault((bar.group, bar.sequence), []).append((lane.rank, bar))
+    rows = []
+    for (group, sequence), bars in sorted(found.items(), key=lambda item: min(bar.start for _, bar in item[1])):
+        first = min(bars, key=lambda entry: entry[1].start)
+        last = max(bars, key=lambda entry: entry[1].start)
+        ends = [bar.end for _, bar in bars if bar.end is not None]
+        took = f"{max(ends) - first[1].start:.3g} s" if len(ends) == len(bars) else "not complete"
+        behind = (
+            f"rank {last[0]}, {last[1].start - first[1].start:.3g} s after rank {first[0]}" if len(bars) > 1 else ""
+        )
+        cells = (f"{first[1].start:.3f} s", first[1].text, f"{group}/{sequence}", took, behind)
+        texts = "".join(
+            f"<td{' class=t' if i in (1, 2, 4) else ''}>{escape(cell)}</td>" for i, cell in enumerate(cells)
+        )
+        rows.append(f"<tr>{texts}</tr>")
+    head = (
+        "<tr><th>at</th><th class=t>operation</th><th class=t>number</th><th>took</th><th class=t>came last</th></tr>"
+    )
+    table = f'<div class="wrap"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return folded(f"the {len(rows)} operations, and who came last to each", table)
 
 
 def _clocks(timeline: Timeline) -> str:

@@ -1,0 +1,153 @@
+"""SIGTERM and dying threads: what this process can still say before it ends, without getting in the program's way.
+
+A Python handler runs only between two bytecodes of the main thread, which may sit in a C call for minutes: without more, catching
+SIGTERM would keep a process alive that the signal used to end at once. So the signal is noticed by a thread of its own, through
+the descriptor that CPython's C handler writes to (`signal.set_wakeup_fd`), and that thread ends the process by SIGTERM's default
+action. A program that has a handler of its own keeps it, and nothing is announced then: such programs often go on for a while.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Final
+
+from ncclguard.incident.stacks import describe_exception
+
+#: Seconds until a process that SIGTERM's default action did not end is ended by `_exit` with the shell's code for it.
+_GRACE: Final = 1.0
+_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
+
+
+class Termination:
+    """Calls `tell` when SIGTERM is about to end this process, then lets it end. `install` in the main thread, else nothing.
+
+    `tell` runs in a thread that is neither the main nor the monitor's; it must end by itself within a few seconds.
+    """
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._ours = self._handle  # one object: a bound method is a new one each time
+        self._begun = _thread.allocate_lock()
+        self._writer: socket.socket | None = None
+        self._installed = False
+
+    def install(self) -> bool:
+        """Take SIGTERM over where its action is the default; False where it is not, or in another thread than the main."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return False
+        signal.signal(signal.SIGTERM, self._ours)
+        self._installed = True
+        self._listen()
+        return True
+
+    def uninstall(self) -> None:
+        """Give SIGTERM back; a handler that the program has put there since stays."""
+        if not self._installed or threading.current_thread() is not threading.main_thread():
+            return
+        self._installed = False
+        if signal.getsignal(signal.SIGTERM) is self._ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._close()
+
+    def forget_in_child(self) -> None:
+        """A forked child, such as a data loader's worker, ends by SIGTERM as ever and must not wake the parent's thread."""
+        if not self._installed:
+            return
+        self._installed = False
+        if signal.getsignal(signal.SIGTERM) is self._ours:
+            _default_action()
+            with contextlib.suppress(ValueError):  # forked from a thread that this interpreter does not call main
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._close()
+
+    def _listen(self) -> None:
+        reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        if before != -1:  # an event loop's: it keeps it, and the handler alone has to do
+            signal.set_wakeup_fd(before)
+            reader.close()
+            writer.close()
+            return
+        self._writer = writer
+        threading.Thread(target=self._watch, args=(reader,), name="ncclguard-sigterm", daemon=True).start()
+
+    def _watch(self, reader: socket.socket) -> None:
+        with reader:
+            while True:
+                heard, extra, _, _ = reader.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
+                if not heard:
+                    return
+                # A child has this handler and this socket too, from its fork until `forget_in_child`: not its signals.
+                own = any(_CREDENTIALS.unpack(data)[0] == os.getpid() for _, _, data in extra)
+                if own and signal.SIGTERM in heard and signal.getsignal(signal.SIGTERM) is self._ours:
+                    self._end()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # In the main thread, which may hold any lock: the work is done by another one, started without Python's own locks.
+        # Called by a handler that was put over this one, it does what the default action would have done there: nothing.
+        if signal.getsignal(signal.SIGTERM) is self._ours:
+            _thread.start_new_thread(self._end, ())
+
+    def _end(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
+        try:
+            self._tell()
+        finally:
+            _default_action()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_GRACE)
+            os._exit(128 + signal.SIGTERM)
+
+    def _close(self) -> None:
+        """Give the descriptor back; the thread sees the end of its socket and ends."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        with contextlib.suppress(ValueError):  # not in the main thread
+            current = signal.set_wakeup_fd(-1)
+            if current not in (-1, writer.fileno()):  # somebody else's by now
+                signal.set_wakeup_fd(current)
+        writer.close()
+
+
+def _default_action() -> None:
+    """`signal.signal` works in the main thread only; the C function does in all."""
+    function = ctypes.CDLL(None).signal
+    function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    function(int(signal.SIGTERM), None)  # SIG_DFL is 0
+
+
+_dead_threads: list[str] = []
+
+
+def dead_threads() -> str:
+    """What is known of threads of this process that ended with an exception; empty for none. Kept: the first three."""
+    return "; ".join(_dead_threads)
+
+
+def watch_threads() -> None:
+    """Note exceptions that end a thread: its program may wait for that thread, and its peers for the program."""
+    previous = threading.excepthook
+
+    def note(arguments: threading.ExceptHookArgs) -> None:
+        if arguments.exc_value is not None and len(_dead_threads) < 3:
+            name = arguments.thread.name if arguments.thread is not None else "a thread"
+            _dead_threads.append(f"its thread {name!r} had ended with {describe_exception(arguments.exc_value)}")
+        previous(arguments)
+
+    threading.excepthook = note
