@@ -1,0 +1,7 @@
+"""Evaluation that survives: what fails on one rank is known to all, who decide alike, and training goes on."""
+
+from ncclguard.evaluation.guarded import GuardedEvaluation, resilient_evaluate
+from ncclguard.evaluation.partial import record_partial
+from ncclguard.evaluation.results import Action, EvaluationReport, Failure
+
+__all__ = ["Action", "EvaluationReport", "Failure", "GuardedEvaluation", "record_partial", "resilient_evaluate"]
