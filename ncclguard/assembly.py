@@ -153,7 +153,9 @@ class Assembly:
                 self._backstop,
                 self._build_slice,
             )
-        except (TransportError, StoreUnavailable, RuntimeError) as error:
+        except Exception as error:  # whatever it is: a caller waits for this thread
+            if not isinstance(error, (TransportError, StoreUnavailable, RuntimeError)):
+                log.exception("ncclguard: building the communicator of generation %d failed", generation)
             seat.trouble(generation, TroubleKind.TRANSPORT, f"the communicator could not be built: {error}")
             self._monitor.wake()
             with seat.condition:

@@ -19,7 +19,9 @@ from torch.distributed import ReduceOp
 
 from ncclguard.buffers import Arena, aligned
 from ncclguard.chunking import ChunkPlan
-from ncclguard.transport.base import Communicator, Pending
+from ncclguard.transport import dtypes
+from ncclguard.transport.base import Agreement, Communicator, Pending
+from ncclguard.transport.exchange import reduced
 
 
 class Execution(ABC):
@@ -30,6 +32,7 @@ class Execution(ABC):
     def __init__(self, plan: ChunkPlan) -> None:
         self.plan = plan
         self.submitted = 0  # pieces handed to the transport since the last restore
+        self.collected: list[bytes] | None = None  # the result, where the opening round brought it
         self.torn = False
         self.busy = False  # the transport did not become quiet: its memory must never be used for anything else
 
@@ -40,6 +43,17 @@ class Execution(ABC):
     @abstractmethod
     def reserve(self, atomic: bool, in_flight: int) -> None:
         """Get the memory that will be needed. Raises MemoryError."""
+
+    def payload(self, limit: int) -> torch.Tensor | None:
+        """What to send along with the opening round, when up to `limit` bytes of each rank are all this operation needs.
+
+        Contiguous, on the CPU. None, the same on all ranks: the pieces are to be moved instead.
+        """
+        return None
+
+    def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
+        """Make the result of what `ranks` have sent along; the caller's memory is left alone until `finish`."""
+        raise NotImplementedError
 
     @abstractmethod
     def submit(self, communicator: Communicator, piece: int) -> Pending:
@@ -71,7 +85,7 @@ class Execution(ABC):
 
     def keep(self) -> list[bytes]:
         """Copies of a small operation's result, for ranks that miss it."""
-        return [copied(part) for part in self.result()]
+        return [copied(part) for part in self.result()] if self.collected is None else self.collected
 
     @abstractmethod
     def result(self) -> list[torch.Tensor]:
@@ -79,6 +93,7 @@ class Execution(ABC):
 
     def accept(self, donated: str) -> None:
         """Take the result from a rank that completed."""
+        self.collected = None
         for part, text in zip(self.result(), donated.split(","), strict=True):
             data = bytearray(base64.b64decode(text))
             if data:
@@ -100,12 +115,23 @@ def copied(flat: torch.Tensor) -> bytes:
     return ctypes.string_at(host.data_ptr(), host.numel() * host.element_size()) if host.numel() else b""
 
 
+def put(data: bytes, flat: torch.Tensor) -> None:
+    """The reverse of `copied`, for memory on the CPU."""
+    ctypes.memmove(flat.data_ptr(), data, len(data))
+
+
 def writable(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Where a detached view of `tensor` may be written in place: inference tensors only in inference mode."""
     return torch.inference_mode() if tensor.is_inference() else _ANYWHERE
 
 
 _ANYWHERE = contextlib.nullcontext()
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor is its elements, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class _InPlace(Execution):
@@ -115,7 +141,7 @@ class _InPlace(Execution):
         super().__init__(plan)
         self.closing = closing
         self._tensor = tensor
-        self._staged = staged or not tensor.is_contiguous()
+        self._staged = staged or not _plain(tensor)
         self._arena: Arena | None = None
         self._backup: torch.Tensor | None = None
         self._saved = b""  # instead of a backup in the arena, for small tensors
@@ -133,7 +159,6 @@ class _InPlace(Execution):
             return
         if not self.closing:
             self._window = self.pieces
-            self._saved = copied(self._flat)
             return
         longest = self.plan.longest
         self._window = self.pieces if atomic else min(self.pieces, 2 * in_flight)
@@ -150,11 +175,19 @@ class _InPlace(Execution):
                 part.copy_(self._source_part(start, stop))
         elif self._backup is not None:
             self._slot(piece).copy_(part)
+        elif self._writes and not self._saved:
+            self._saved = copied(self._flat)
         self.submitted = max(self.submitted, piece + 1)
         return part
 
     def _writes_input(self, piece: int) -> bool:
         return True
+
+    def payload(self, limit: int) -> torch.Tensor | None:
+        tensor = self._tensor
+        if self.closing or self.pieces != 1 or tensor.numel() * tensor.element_size() > limit:
+            return None
+        return tensor.detach().contiguous().view(-1) if self._staged else self._flat
 
     def _source_part(self, start: int, stop: int) -> torch.Tensor:
         return self._tensor.detach().reshape(-1)[start:stop]
@@ -172,8 +205,9 @@ class _InPlace(Execution):
         return max(0, piece + 1 - self._window)
 
     def restore(self, from_piece: int) -> None:
+        self.collected = None
         if self._saved and self.submitted > 0:
-            ctypes.memmove(self._flat.data_ptr(), self._saved, len(self._saved))
+            put(self._saved, self._flat)
             from_piece = 0
         elif not self._staged and self._backup is not None:
             with writable(self._tensor):
@@ -212,7 +246,19 @@ class AllReduce(_InPlace):
         with writable(self._tensor):
             return communicator.all_reduce(self._prepare(piece), self._op)
 
+    def payload(self, limit: int) -> torch.Tensor | None:
+        flat = super().payload(limit)
+        return torch.view_as_real(flat) if flat is not None and flat.is_complex() else flat
+
+    def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
+        dtype, numel = self._tensor.dtype, self._tensor.numel()
+        if dtype.is_complex:
+            dtype, numel = dtype.to_real(), 2 * numel
+        self.collected = [copied(reduced(opening.rows(dtype, numel), dtypes.GLOO.wire_op(self._op, dtype)))]
+
     def finish(self, participants: Sequence[int]) -> None:
+        if self.collected is not None:
+            put(self.collected[0], self._flat)
         if self._average:
             with writable(self._tensor):
                 self._flat.div_(len(participants))
@@ -231,6 +277,19 @@ class Broadcast(_InPlace):
 
     def _writes_input(self, piece: int) -> bool:
         return not self._writes
+
+    def payload(self, limit: int) -> torch.Tensor | None:
+        flat = super().payload(limit)
+        return flat if flat is None or not self._writes else _NOTHING
+
+    def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
+        nbytes = self._tensor.numel() * self._tensor.element_size()
+        self.collected = [copied(opening.rows(torch.uint8, nbytes)[ranks.index(self._source)])]
+
+    def finish(self, participants: Sequence[int]) -> None:
+        if self.collected is not None and self._writes:
+            put(self.collected[0], self._flat)
+        super().finish(participants)
 
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         with writable(self._tensor):
@@ -261,6 +320,7 @@ class _Collected(Execution):
         return 0
 
     def restore(self, from_piece: int) -> None:
+        self.collected = None
         self.submitted = min(self.submitted, from_piece)
 
     def abandon(self) -> None:
@@ -305,8 +365,19 @@ class AllGather(_Collected):
         with writable(self._outputs[0]):
             return communicator.all_gather(parts, self._input[start:stop])
 
+    def payload(self, limit: int) -> torch.Tensor | None:
+        tensor = self._input
+        small = not self.closing and self.pieces == 1 and tensor.numel() * tensor.element_size() <= limit
+        return tensor if small else None
+
+    def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
+        rows = opening.rows(torch.uint8, self._input.numel() * self._input.element_size())
+        self.collected = [copied(rows[ranks.index(rank)]) if rank in ranks else b"" for rank in self._ranks]
+
     def finish(self, participants: Sequence[int]) -> None:
         for index, rank in enumerate(self._ranks):
+            if self.collected is not None:
+                put(self.collected[index], self._parts[index])
             if rank in participants:
                 self._copy_out(index)
 
@@ -343,6 +414,12 @@ class Barrier(Execution):
 
     def reserve(self, atomic: bool, in_flight: int) -> None:
         """A barrier needs no memory."""
+
+    def payload(self, limit: int) -> torch.Tensor | None:
+        return _NOTHING
+
+    def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
+        self.collected = []
 
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         raise AssertionError("a barrier has no pieces")

@@ -51,7 +51,7 @@ class Pending(ABC):
 
 
 class Agreement(Pending):
-    """A vote under way, see `Communicator.agree`."""
+    """A vote under way, see `Communicator.agree`; it moves while it is waited for."""
 
     __slots__ = ()
 
@@ -59,6 +59,10 @@ class Agreement(Pending):
     @abstractmethod
     def agreed(self) -> bool:
         """Whether every rank gave the same value. Raises RuntimeError before `wait` returned True."""
+
+    @abstractmethod
+    def rows(self, dtype: torch.dtype, numel: int) -> Sequence[torch.Tensor]:
+        """The payload of every rank, in the order of the group; to be read after `wait` returned True and before the next vote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ class Communicator(ABC):
     call `stop`, `quiet` and `close` at any time, also from a signal handler.
 
     ``ranks``: global ranks in the order of the group. ``index``: position of this process in it. ``max_in_flight``: more operations at
-    a time than this bring nothing.
+    a time than this bring nothing. ``payload_nbytes``: what each rank may send along with a vote, the same on all ranks.
     """
 
     ranks: tuple[int, ...]
@@ -91,12 +95,14 @@ class Communicator(ABC):
     generation: int
     device_type: str
     max_in_flight: int
+    payload_nbytes: int
 
     @abstractmethod
-    def agree(self, value: int) -> Agreement:
+    def agree(self, value: int, payload: torch.Tensor | None = None) -> Agreement:
         """Start a vote on ``value`` (0 <= value < 2**63): agreed when all ranks give the same.
 
-        One all-reduce of ``int64[value, -value]`` with MAX: the maximum of the second is minus the minimum of the first.
+        The memory of ``payload``, contiguous on the CPU and of up to `payload_nbytes`, reaches all ranks with it. One vote at a
+        time; the one before must be complete.
         """
 
     @abstractmethod

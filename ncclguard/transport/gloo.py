@@ -30,10 +30,10 @@ from torch import distributed as dist
 from torch.distributed import ReduceOp
 
 from .. import _sockets, _threads, _torch
-from . import dtypes
+from . import dtypes, exchange
 from .base import Agreement, Communicator, Kind, Pending, Reduction, TransportError
 from .bounded import bounded
-from .gloo_pending import AllOf, GlooAgreement, GlooPending
+from .gloo_pending import AllOf, GlooPending
 
 _log = logging.getLogger("ncclguard")
 
@@ -60,6 +60,7 @@ class GlooCommunicator(Communicator):
         connections: Sequence[_sockets.Connection],
         listening: Mapping[_sockets.Address, int],
         workers: frozenset[int],
+        votes: exchange.Exchange,
     ) -> None:
         self.ranks = ranks
         self.index = index
@@ -69,6 +70,8 @@ class GlooCommunicator(Communicator):
         self._connections = tuple(connections)
         self._listening = listening  # address that a rank accepts connections at -> global rank
         self._workers = workers
+        self._exchange = votes
+        self.payload_nbytes = votes.payload_nbytes
         self._pid = os.getpid()
         # Reentrant, because a signal handler may call stop() while this thread is submitting.
         self._lock = threading.RLock()
@@ -76,25 +79,13 @@ class GlooCommunicator(Communicator):
         self._stopped = False
         self._ended_at: float | None = None  # when all connections were closed
         self._works: list[dist.Work] = []
-        self._ballot = torch.zeros(2, dtype=torch.int64)
-        self._votes: Any = self._ballot.numpy()  # shares the memory: writing here costs 0.1 us instead of 2
-        self._vote: dist.Work | None = None
         self._reduce_options = {op: _allreduce_options(op) for op in dtypes.GLOO.wire_ops}
         _live.add(self)
 
     # --- operations -----------------------------------------------------------------------------------------------
 
-    def agree(self, value: int) -> Agreement:
-        if self._vote is not None and not self._vote.is_completed():
-            self._ballot = torch.zeros(2, dtype=torch.int64)
-            self._votes = self._ballot.numpy()
-        votes = self._votes
-        votes[0], votes[1] = value, -value
-        with self._lock:
-            work = self._open().allreduce([self._ballot], self._reduce_options[ReduceOp.MAX])
-            self._works.append(work)
-        self._vote = work
-        return GlooAgreement(self, work, votes)
+    def agree(self, value: int, payload: torch.Tensor | None = None) -> Agreement:
+        return self._exchange.start(value, payload)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> GlooPending:
         options = self._reduce_options[dtypes.GLOO.wire_op(op, tensor.dtype)]
@@ -180,6 +171,8 @@ class GlooCommunicator(Communicator):
         with self._lock:
             self._stopped = True
             group = self._group
+            if self._pid == os.getpid():
+                self._exchange.stop()
             if self._stopper is None and group is not None and self.size > 1 and self._pid == os.getpid():
                 stopper = threading.Thread(target=self._end, args=(group,), name="ncclguard-stop", daemon=True)
                 try:
@@ -231,6 +224,9 @@ class GlooCommunicator(Communicator):
         with self._lock:
             self._stopped = True
             group, self._group = self._group, None
+        if self._pid == os.getpid():
+            self._exchange.stop()
+        self._exchange.close()
         if group is None:
             return
         if not quiet or not all(work.is_completed() for work in self._works) or self._pid != os.getpid():
@@ -286,7 +282,8 @@ class GlooBuilder:
             _torch.set_gloo_timeout(group, timedelta(seconds=backstop))
             listening, mine = _listening(keys, ranks, index, _torch.gloo_contexts(group))
             found = _sockets.connections(lambda local, remote: local in mine or remote in listening)
-            return GlooCommunicator(group, ranks, index, generation, found, listening, workers)
+            votes = exchange.connect(keys, _host(mine), ranks, index, end)
+            return GlooCommunicator(group, ranks, index, generation, found, listening, workers, votes)
 
         what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers over gloo"
         return bounded(what, connect, seconds, lambda: _torch.disconnect(store))
@@ -319,6 +316,13 @@ def _listening(
             elif address is not None:
                 theirs[address] = rank
     return theirs, mine
+
+
+def _host(mine: set[_sockets.Address]) -> str:
+    """The address that gloo chose for itself: the interface that GLOO_SOCKET_IFNAME names, or the host name's."""
+    if not mine:
+        raise TransportError("gloo's address could not be read from the store: this version of torch may publish it otherwise")
+    return min(host for host, _ in mine)
 
 
 def _allreduce_options(op: ReduceOp.RedOpType) -> dist.AllreduceOptions:

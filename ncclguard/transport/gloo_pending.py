@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import distributed as dist
 
-from .base import Agreement, Pending, TransportError
+from .base import Pending, TransportError
 
 
 class Owner(Protocol):
@@ -55,30 +55,8 @@ class GlooPending(Pending):
                 work.wait()
             except RuntimeError as error:
                 raise self._owner.broken(error) from None
-        self._finish()
         self._done = True
         return True
-
-    def _finish(self) -> None:
-        """What is left to do in the caller's thread once the data is there."""
-
-
-class GlooAgreement(GlooPending, Agreement):
-    __slots__ = ("_agreed", "_ballot")
-
-    def __init__(self, owner: Owner, work: dist.Work, ballot: Any) -> None:
-        super().__init__(owner, work)
-        self._ballot = ballot
-        self._agreed = False
-
-    @property
-    def agreed(self) -> bool:
-        if not self._done:
-            raise RuntimeError("the vote is not over: call wait() until it returns True")
-        return self._agreed
-
-    def _finish(self) -> None:
-        self._agreed = bool(self._ballot[0] == -self._ballot[1])
 
 
 class AllOf(Pending):

@@ -90,6 +90,7 @@ class NcclCommunicator(Communicator):
 
     device_type = "cuda"
     max_in_flight = 64  # pieces are queued on the GPU, not waited for one by one
+    payload_nbytes = 0  # the data is on the GPU
 
     def __init__(self, group: Any, votes: GlooCommunicator, device: torch.device) -> None:
         self.ranks = votes.ranks
@@ -111,8 +112,8 @@ class NcclCommunicator(Communicator):
 
     # --- operations -----------------------------------------------------------------------------------------------
 
-    def agree(self, value: int) -> Agreement:
-        """See `Communicator.agree`; over gloo, where waiting for a late rank can be ended reliably."""
+    def agree(self, value: int, payload: torch.Tensor | None = None) -> Agreement:
+        """See `Communicator.agree`; over the host's network, where waiting for a late rank can be ended reliably."""
         self.check()
         return self._votes.agree(value)
 
