@@ -119,7 +119,7 @@ def dropped_shape(model: Any, given: Mapping[str, Any], output: Any) -> tuple[in
     fields = output if isinstance(output, Mapping) else vars(output) if dataclasses.is_dataclass(output) else {}
     last = fields.get("last_hidden_state")
     states = fields.get("hidden_states")
-    if last is None and states is not None and len(states) and isinstance(states[-1], torch.Tensor):
+    if last is None and isinstance(states, (tuple, list)) and states:
         last = states[-1]
     for tensor in (last, given.get("inputs_embeds")):
         if isinstance(tensor, torch.Tensor):

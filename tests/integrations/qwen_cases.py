@@ -10,8 +10,8 @@ IMAGE, VIDEO, START, END, PAD = 90, 91, 92, 93, 0
 PATCH = 3 * 2 * 14 * 14  # channels x temporal patch x patch x patch
 
 
-def config(num_labels: int = 3, **settings: Any) -> Any:
-    """Two layers, 32 wide; one layer of vision."""
+def config(num_labels: int = 3, output_hidden_states: bool = False, **settings: Any) -> Any:
+    """Two layers, 32 wide; two layers of vision. Hidden states are asked of the text model, the one that has them."""
     from transformers import Qwen2_5_VLConfig
 
     text = {
@@ -25,6 +25,7 @@ def config(num_labels: int = 3, **settings: Any) -> Any:
         "pad_token_id": PAD,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "output_hidden_states": output_hidden_states,
     }
     vision = {
         "depth": 2,
