@@ -36,6 +36,8 @@ COMMANDS = {
     "doctor": Command("ncclguard.environment.doctor.command", "check this host or the whole job before training"),
     "env": Command("ncclguard.environment.env_command", "print the environment variables that fit this host"),
     "explain": Command("ncclguard.explain.command", "read what a hung job left and name the rank that held it up"),
+    "top": Command("ncclguard.metrics.top_command", "watch the ranks of a running job on this host"),
+    "set": Command("ncclguard.metrics.set_command", "change settings of a running job, on all ranks at once"),
     "drill": Command("ncclguard.faults.drill", "inject a fault into a running job that allows it"),
 }
 

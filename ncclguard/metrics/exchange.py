@@ -94,6 +94,7 @@ class Exchange:
         self.group = key.rpartition(":")[0]
         self.table: StragglerTable | None = None
         self.settings = Settings()
+        self.adopted_after = ""  # the operation after which the newest proposal came into force
         self._key = key
         self._process_group = self.group.rpartition(":")[0]
         self._bounds = Bounds.of(config)
@@ -190,7 +191,10 @@ class Exchange:
         self.table = self._stragglers.table(op_id, everybody)
         newest = max(everybody, key=lambda one: one.proposal)
         proposals.learn(newest.proposal, newest.proposed)
+        before = self.settings.proposal
         self.settings, changes = decide(everybody, self._bounds)
+        if self.settings.proposal != before:
+            self.adopted_after = op_id
         settings.apply(self._process_group, self.settings)
         self._reset()
         self._report(op_id, changes, leads=ranks[0] == identity.rank())

@@ -1,0 +1,236 @@
+"""How commands on the same host reach a rank: a Unix socket in a folder that only its user may enter.
+
+One line of JSON asks, one answers; a connection is for one question. Nothing here can stop the job: it is served by one small thread, in
+bounded time, and what a question may do is show the snapshot and propose settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import socket
+import stat
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ncclguard.config import GuardConfig, current_config
+from ncclguard.errors import GuardConfigError
+from ncclguard.metrics import hook
+from ncclguard.metrics.exchange import proposals
+from ncclguard.metrics.records import Snapshot
+from ncclguard.metrics.settings import SETTINGS
+
+log = logging.getLogger("ncclguard")
+
+#: Bytes of a question; an answer may have more.
+MAX_QUESTION = 65536
+#: Seconds for one connection, so that a client that says nothing does not keep the others out.
+PATIENCE = 2.0
+SUFFIX = ".sock"
+
+
+class DoorError(Exception):
+    """The rank could not be reached, or refused; the text says why and what to do."""
+
+
+class Door:
+    """Answers questions in a thread of its own until `close`."""
+
+    def __init__(self, listener: socket.socket, path: Path, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._listener = listener
+        self._path = path
+        self._answer = answer
+        self._stop, self._wake = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="ncclguard-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and remove the socket; returns within a few seconds."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+        self._thread.join(2 * PATIENCE)
+        for each in (self._listener, self._stop, self._wake):
+            each.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def _serve(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._listener, self._stop], [], [])
+            if self._stop in ready:
+                return
+            try:
+                connection, _ = self._listener.accept()
+                with connection:
+                    connection.settimeout(PATIENCE)
+                    if _peer(connection) in (os.getuid(), 0):
+                        self._talk(connection)
+            except (OSError, ValueError) as error:
+                log.debug("ncclguard: a question to this rank was not answered: %s", error)
+            except Exception:
+                log.exception("ncclguard: answering a command failed; the job goes on")
+
+    def _talk(self, connection: socket.socket) -> None:
+        question = json.loads(_line(connection, MAX_QUESTION))
+        answer = self._answer(question) if isinstance(question, dict) else {"error": "a JSON object is needed"}
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def open_door(job: str, rank: int, snapshot: Callable[[], Snapshot]) -> Door | None:
+    """Answer for this rank; None, with a line in the log, where that is not possible."""
+    try:
+        path = _folder() / f"{job}.{rank}{SUFFIX}"
+        _remove_dead(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+            os.chmod(path, 0o600)
+            listener.listen(8)
+        except BaseException:
+            listener.close()
+            raise
+        return Door(listener, path, lambda question: answer(question, snapshot))
+    except OSError as error:
+        log.warning("ncclguard: `ncclguard top` and `ncclguard set` cannot reach this rank: %s; the job goes on", error)
+        return None
+
+
+def answer(question: dict[str, Any], snapshot: Callable[[], Snapshot]) -> dict[str, Any]:
+    """What a rank says to a question: {"command": "status"}, or {"command": "set", "values": {name: number or null}}."""
+    command = question.get("command")
+    if command == "status":
+        config = current_config()
+        number, proposed = proposals.newest()
+        return {
+            "snapshot": snapshot().to_dict(),
+            "statistics_every": config.statistics_every,
+            "warn_after": config.warn_after,
+            "proposal": number,
+            "proposed": dict(proposed),
+            "adopted": adopted(),
+        }
+    if command == "set":
+        return _propose(question.get("values"))
+    return {"error": f"the command {command!r} is not known; this rank knows status and set"}
+
+
+def adopted() -> dict[str, tuple[int, str]]:
+    """Group -> number of the proposal that it has adopted last, and the operation after which it did."""
+    exchanges = [exchange for _, exchange in hook.guarded() if exchange is not None]
+    return {exchange.group: (exchange.settings.proposal, exchange.adopted_after) for exchange in exchanges}
+
+
+def _propose(values: object) -> dict[str, Any]:
+    config = current_config()
+    if not config.statistics_every:
+        return {
+            "error": "this job exchanges no statistics, so its ranks could not agree on a change; start it with "
+            "NCCLGUARD_STATISTICS_EVERY=200 on all ranks"
+        }
+    if not isinstance(values, dict) or not values or not set(values) <= set(SETTINGS):
+        return {"error": f"{values!r} cannot be set in a running job; these can: {', '.join(SETTINGS)}"}
+    try:
+        checked = GuardConfig(**{**config.model_dump(), **dict(proposals.newest()[1]), **values})
+    except GuardConfigError as error:
+        return {"error": str(error)}
+    return {"proposal": proposals.make({name: getattr(checked, name) for name in values})}
+
+
+# ---------------------------------------------------------------------- the folder
+
+
+def folders() -> list[Path]:
+    """Where sockets of this user's jobs may be on this host, the preferred one first.
+
+    All are searched: a job's environment and that of the shell beside it often differ in XDG_RUNTIME_DIR.
+    """
+    bases = [os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"]
+    found = [Path(base) / "ncclguard" for base in bases if base and os.path.isdir(base) and os.access(base, os.W_OK)]
+    return list(dict.fromkeys([*found, Path(tempfile.gettempdir()) / f"ncclguard-{os.getuid()}"]))
+
+
+def _folder() -> Path:
+    """The folder, made if need be. Raises OSError unless it belongs to this user alone."""
+    folder = folders()[0]
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder that only this user may enter: remove it, or chmod it to 700")
+    return folder
+
+
+def _remove_dead(path: Path) -> None:
+    """A socket that a killed process left behind. Raises OSError when somebody answers there."""
+    if not path.exists():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PATIENCE)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise FileExistsError(f"another process answers at {path}: give setup_nccl_monitoring another job name")
+
+
+def _peer(connection: socket.socket) -> int:
+    """User id of the process at the other end."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", data)[1])
+
+
+def _line(connection: socket.socket, limit: int) -> bytes:
+    """One line. Raises ValueError for a longer one, TimeoutError when it takes too long."""
+    data, until = b"", time.monotonic() + PATIENCE
+    while not data.endswith(b"\n"):
+        if len(data) > limit or time.monotonic() > until:
+            raise ValueError(f"no line within {limit} bytes and {PATIENCE:g} s")
+        part = connection.recv(65536)
+        if not part:
+            break
+        data += part
+    return data
+
+
+# ---------------------------------------------------------------------- the other side
+
+
+def jobs() -> dict[str, dict[int, Path]]:
+    """Name of each job of this user on this host -> rank -> its socket."""
+    found: dict[str, dict[int, Path]] = {}
+    for name, rank, path in _sockets():
+        found.setdefault(name, {})[rank] = path
+    return found
+
+
+def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
+    """The rank's answer. Raises DoorError when there is none, or when the rank refused."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(2 * PATIENCE)
+            connection.connect(str(path))
+            connection.sendall(json.dumps(question).encode() + b"\n")
+            answered = json.loads(_line(connection, 1 << 26))
+    except (OSError, ValueError) as error:
+        raise DoorError(
+            f"the rank at {path.name} does not answer ({error}): it has ended, or its interpreter does not run"
+        ) from error
+    if "error" in answered:
+        raise DoorError(str(answered["error"]))
+    return dict(answered)
+
+
+def _sockets() -> Iterator[tuple[str, int, Path]]:
+    for path in (path for folder in folders() if folder.is_dir() for path in sorted(folder.glob(f"*{SUFFIX}"))):
+        name, _, rank = path.name.removesuffix(SUFFIX).rpartition(".")
+        if name and rank.isdecimal():
+            yield name, int(rank), path

@@ -1,0 +1,101 @@
+"""`ncclguard set`: change settings of a running job, on all its ranks at the same operation."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ncclguard.metrics.door import DoorError, ask, jobs
+from ncclguard.metrics.settings import SETTINGS
+
+#: Seconds between two looks at whether the ranks have agreed.
+LOOK = 0.2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Propose the settings and wait for the agreement; 0: in force, 1: not yet, 2: refused or not possible."""
+    options = _parser().parse_args(argv)
+    try:
+        job, ranks = choose(options.job)
+        values = dict(map(_assignment, options.settings))
+        path, answer = first_answer(ranks, {"command": "set", "values": values})
+        return _wait(job, path, int(answer["proposal"]), values, options.wait)
+    except (DoorError, ValueError) as error:
+        print(f"ncclguard set: {error}", file=sys.stderr)
+        return 2
+
+
+def choose(wanted: str | None) -> tuple[str, dict[int, Path]]:
+    """The job of that name, or the only one, with the sockets of its ranks on this host. Raises DoorError."""
+    found = jobs()
+    if wanted is not None and wanted in found:
+        return wanted, found[wanted]
+    known = f"there are {', '.join(found)}" if found else "there is none: call setup_nccl_monitoring() in the program"
+    if wanted is not None:
+        raise DoorError(f"there is no job {wanted!r} of this user on this host; {known}")
+    if len(found) == 1:
+        return next(iter(found.items()))
+    raise DoorError(f"name the job with --job; {known}")
+
+
+def first_answer(ranks: dict[int, Path], question: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The answer of the lowest rank that gives one. Raises DoorError when none does, or when it refuses."""
+    unanswered: DoorError | None = None
+    for _, path in sorted(ranks.items()):
+        try:
+            return path, ask(path, question)
+        except DoorError as error:
+            if not isinstance(error.__cause__, (OSError, ValueError)):
+                raise  # it answered, with a refusal
+            unanswered = error
+    raise unanswered or DoorError("the job has no rank on this host")
+
+
+def _wait(job: str, path: Path, proposal: int, values: dict[str, float | None], seconds: float) -> int:
+    text = ", ".join(f"{name}={'none' if value is None else f'{value:g}'}" for name, value in values.items())
+    until = time.monotonic() + seconds
+    while True:
+        groups = ask(path, {"command": "status"})["adopted"]
+        pending = [group for group, (number, _) in groups.items() if number < proposal]
+        if groups and not pending:
+            for group, (_, after) in groups.items():
+                print(f"{text} is in force on all ranks of group {group} of job {job}, since operation {after}")
+            return 0
+        if time.monotonic() >= until:
+            break
+        time.sleep(LOOK)
+    where = f"groups {', '.join(pending)}" if pending else "the job, which has no guarded group yet,"
+    print(f"{text} is proposed; {where} will take it with the next exchange of statistics")
+    return 1 if seconds > 0 else 0
+
+
+def _assignment(text: str) -> tuple[str, float | None]:
+    name, equals, value = text.partition("=")
+    if not equals or name not in SETTINGS:
+        raise ValueError(
+            f"{text!r} cannot be set in a running job: write NAME=VALUE, with one of {', '.join(SETTINGS)}"
+        )
+    if value.lower() == "none":
+        return name, None
+    try:
+        return name, float(value.replace("_", ""))
+    except ValueError:
+        raise ValueError(f"{text!r} has no number: write for example {name}=900, or {name}=none") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ncclguard set",
+        description="Change settings of a running job, on all its ranks after the same operation. The job needs "
+        "setup_nccl_monitoring() and NCCLGUARD_STATISTICS_EVERY; what the program gives as an argument stays.",
+    )
+    parser.add_argument(
+        "settings", nargs="+", metavar="NAME=VALUE", help=f"{', '.join(SETTINGS)}; seconds or a number, or none"
+    )
+    parser.add_argument("--job", help="name of the job; not needed when there is one on this host")
+    parser.add_argument("--wait", type=float, default=30.0, help="seconds to wait for the agreement (default 30)")
+    return parser

@@ -1,0 +1,231 @@
+"""Monitoring of a real job: the table of stragglers, settings that all ranks change at the same operation, and faults in between."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ncclguard as ng
+from ncclguard import faults
+from ncclguard.__main__ import main as ncclguard
+from ncclguard.metrics import door, hook
+from ncclguard.metrics.exchange import Exchange
+from ncclguard.metrics.records import Change, Record, Snapshot
+
+EVERY = 10
+LIMIT = 3.0
+SETTINGS = {
+    "NCCLGUARD_STATISTICS_EVERY": str(EVERY),
+    "NCCLGUARD_ADJUST": "true",
+    "NCCLGUARD_ADJUST_TIMEOUT_MIN": "1",
+    "NCCLGUARD_ADJUST_TIMEOUT_MAX": str(2 * LIMIT),
+    "NCCLGUARD_TIMEOUT_SMALL": str(LIMIT),
+    "NCCLGUARD_WARN_AFTER": "1",
+    "NCCLGUARD_REPORT_DIR": "none",
+}
+
+
+def the_exchange() -> Exchange:
+    (exchange,) = (exchange for _, exchange in hook.guarded() if exchange is not None)
+    return exchange
+
+
+def told(word: str) -> bool:
+    with contextlib.suppress(TimeoutError):
+        faults.wait_until_told(word, 0.001)
+        return True
+    return False
+
+
+def barriers_until_the_exchange(**options: Any) -> None:
+    """The next operation is one that carries the exchange; all ranks know its number."""
+    while True:
+        outcome = ng.safe_barrier(timeout=60, **options).raise_if_failed()
+        if int(outcome.op_id.rpartition("/")[2]) % EVERY == EVERY - 1:
+            return
+
+
+def monitored(log: str) -> None:
+    """Rank 1 has no monitoring of its own: agreeing needs none."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    seen: list[Record] = []
+    if rank != 1:
+        ng.setup_nccl_monitoring(seen.append, f"jsonl:{log}", interval=0.2, job="monitored")
+
+    for _ in range(3 * EVERY):  # rank 1 is slow to arrive
+        if rank == 1:
+            time.sleep(0.02)
+        ng.safe_all_reduce(torch.ones(400)).raise_if_failed()
+    table = the_exchange().table
+    assert table is not None
+    faults.report(table=table.through, rows=[[row.rank, row.last, row.behind, row.held_up] for row in table.rows])
+
+    stop, steps = torch.zeros(1), []  # settings are changed from outside
+    while not stop.item():
+        if rank == 0 and told("stop"):
+            stop.fill_(1)
+        ng.safe_broadcast(stop, 0).raise_if_failed()
+        outcome = ng.safe_all_reduce(torch.ones(400)).raise_if_failed()
+        steps.append((outcome.op_id, outcome.chunks))
+        time.sleep(0.002)
+    chunks = [count for _, count in steps]
+    faults.report(
+        chunks=[chunks[0], chunks[-1]],
+        turned=sum(one != other for one, other in zip(chunks, chunks[1:], strict=False)),
+        first=next(op_id for op_id, count in steps if count == 4),
+        after=the_exchange().adopted_after,
+        settings=dict(the_exchange().settings.changed()),
+    )
+
+    barriers_until_the_exchange()  # a deadline passes in the very operation that carries the exchange
+    if rank == 2:
+        time.sleep(LIMIT + 2.5)
+    with ng.phase("small"):
+        outcome = ng.safe_barrier()
+    faults.report(late=[outcome.ok, outcome.agreed, str(outcome.cause), list(outcome.culprits), outcome.op_id])
+    for _ in range(EVERY):
+        ng.safe_barrier(timeout=60).raise_if_failed()
+    faults.report(limit=the_exchange().settings.get("timeout_small"))
+
+    barriers_until_the_exchange()  # and a rank dies before it
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    total = torch.ones(400)
+    outcome = ng.safe_all_reduce(total, on_lost="shrink", timeout=60)
+    for _ in range(2 * EVERY):
+        ng.safe_barrier(timeout=60, on_lost="shrink").raise_if_failed()
+    table = the_exchange().table
+    assert table is not None
+    faults.report(
+        shrunk=[outcome.ok, list(outcome.participants), total.unique().tolist()],
+        survivors=sorted(row.rank for row in table.rows),
+        changes=[[one.op_id, one.name, one.old, one.new, one.reason] for one in seen if isinstance(one, Change)],
+        hang=any(one.hang for one in seen if isinstance(one, Snapshot)),
+    )
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One job for all tests here, with both commands run beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        base = tmp_path_factory.mktemp("run")
+        log = base / "rank{rank}.jsonl"
+        patch.setenv("XDG_RUNTIME_DIR", str(base))
+        found: dict[str, Any] = {"log": log}
+        with faults.start_ranks(monitored, 3, args=[str(log)], env=SETTINGS, timeout=100) as started:
+            until = time.monotonic() + 60
+            while len(door.jobs().get("monitored", {})) < 2 and time.monotonic() < until:
+                time.sleep(0.05)
+            with contextlib.redirect_stdout((base / "set").open("w")):
+                found["set"] = ncclguard(["set", "--job", "monitored", "chunk_numel=100", "timeout_train=77", "--wait", "60"])
+            with contextlib.redirect_stdout((base / "top").open("w")):
+                found["top"] = ncclguard(["top", "--job", "monitored", "--once"])
+            time.sleep(0.2)
+            started.tell("stop")
+            found["result"] = started.wait()
+        found["set text"], found["top text"] = (base / "set").read_text(), (base / "top").read_text()
+        return found
+
+
+def of_all(job: dict[str, Any], name: str, ranks: tuple[int, ...] = (0, 1, 2)) -> Any:
+    """What was reported under a name, which must be the same on all ranks."""
+    values = [job["result"].values(name).get(rank) for rank in ranks]
+    assert all(value == values[0] for value in values), (values, job["result"])
+    assert values[0] is not None, job["result"]
+    return values[0]
+
+
+def test_the_rank_that_comes_last_is_named_on_all_ranks(job: dict[str, Any]) -> None:
+    """20 ms in each of 30 operations, by what each rank waited itself."""
+    assert of_all(job, "table").endswith("/30")
+    slowest, last, behind, held_up = of_all(job, "rows")[0]
+    assert slowest == 1
+    assert last >= 24
+    assert behind >= 0.012
+    assert held_up >= 0.3
+
+
+def test_set_changes_all_ranks_after_the_same_operation(job: dict[str, Any]) -> None:
+    assert job["set"] == 0, (job["set text"], job["result"])
+    after = of_all(job, "after")
+    assert f"is in force on all ranks of group 0:cpu of job monitored, since operation {after}" in job["set text"]
+    number = int(after.rpartition("/")[2])
+    assert number % EVERY == 0
+    first = int(of_all(job, "first").rpartition("/")[2])
+    assert number < first <= number + 2  # the very next all-reduce, of every second operation
+    assert of_all(job, "chunks") == [1, 4]
+    assert of_all(job, "turned") == 1
+    assert of_all(job, "settings") == {"timeout_train": 77.0, "chunk_numel": 100}
+
+
+def test_top_shows_the_ranks_that_serve_it_and_the_stragglers(job: dict[str, Any]) -> None:
+    assert job["top"] == 0
+    text = job["top text"]
+    assert "job monitored: 2 of 3 ranks are on this host" in text
+    assert "arrivals in group 0:cpu" in text
+    assert "all_reduce" in text
+    assert "timeout_train=77" in text
+
+
+def test_an_exchange_that_fails_has_the_verdict_of_its_operation(job: dict[str, Any]) -> None:
+    """Rank 2 came after the deadline to an operation that carried the exchange, and took the verdict too."""
+    ok, agreed, cause, culprits, op_id = of_all(job, "late")
+    assert (ok, agreed, cause, culprits) == (False, True, "late", [2])
+    assert int(op_id.rpartition("/")[2]) % EVERY == 0
+
+
+def test_a_limit_that_was_too_short_is_raised_on_all_ranks_at_the_same_operation(job: dict[str, Any]) -> None:
+    assert of_all(job, "limit") == 2 * LIMIT
+    changes = of_all(job, "changes", (0,))
+    (raised,) = (one for one in changes if one[1] == "timeout_small")
+    op_id, _, old, new, reason = raised
+    assert (old, new) == (LIMIT, 2 * LIMIT)
+    assert reason == "a deadline passed 1 times while all ranks were alive"
+    assert int(op_id.rpartition("/")[2]) == int(of_all(job, "late")[4].rpartition("/")[2]) + EVERY
+
+
+def test_a_rank_that_dies_at_the_exchange_is_left_out_of_the_next(job: dict[str, Any]) -> None:
+    result = job["result"]
+    assert [rank.end for rank in result] == ["exit 0", "exit 0", "SIGKILL"], result
+    assert of_all(job, "shrunk", (0, 1)) == [True, [0, 1], [2.0]]
+    assert of_all(job, "survivors", (0, 1)) == [0, 1]
+
+
+def test_what_happened_is_in_the_json_log(job: dict[str, Any]) -> None:
+    assert job["result"].values("hang")[0] is True  # while the others waited for rank 2
+    lines = Path(str(job["log"]).format(rank=0)).read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert {record["kind"] for record in records} == {"snapshot", "failure", "change"}
+    (failure,) = (record for record in records if record["kind"] == "failure")
+    assert (failure["cause"], failure["culprits"], failure["phase"]) == ("late", [2], "small")
+    counted = {(one["op"], one["phase"]): one for one in records[-1]["series"]}
+    assert counted["barrier", "small"]["failures"] == {"late": 1}
+    assert counted["all_reduce", "none"]["count"] >= 3 * EVERY
+
+
+def disagreeing() -> None:
+    dist.init_process_group("gloo")
+    ng.configure(statistics_every=EVERY if dist.get_rank() == 0 else 0)
+    outcome = ng.safe_barrier(timeout=20)
+    incident = outcome.incident
+    faults.report(ok=outcome.ok, cause=str(outcome.cause), text="" if incident is None else incident.to_json())
+    dist.destroy_process_group()
+
+
+def test_ranks_that_are_configured_differently_are_told_so_at_once() -> None:
+    """Else one rank would send what the others do not expect."""
+    result = faults.run_ranks(disagreeing, 2, env={"NCCLGUARD_REPORT_DIR": "none"}, timeout=60)
+    assert result.values("ok") == {0: False, 1: False}, result
+    assert result.values("cause") == {0: "failed", 1: "failed"}
+    assert all("group-wide settings differ" in text for text in result.values("text").values())

@@ -1,0 +1,287 @@
+"""What an exchange carries, and what follows from it: pure functions of what all ranks have gathered."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ncclguard.config import GuardConfig
+from ncclguard.errors import GuardConfigError
+from ncclguard.metrics import adjust, settings
+from ncclguard.metrics.adjust import Bounds, SettingChange, decide
+from ncclguard.metrics.settings import SETTINGS, Settings
+from ncclguard.metrics.statistics import PHASES, RankStatistics, decode, encode, size
+from ncclguard.metrics.stragglers import WINDOW, Stragglers
+
+OFF = Bounds(adjust=False, timeout=(60.0, 3600.0), chunk_numel=(1_000_000, 100_000_000))
+ON = replace(OFF, adjust=True)
+TRAIN = PHASES.index("train")
+LIMITS = (None, 600.0, 1800.0, 300.0)
+
+
+def rank(**changes: Any) -> RankStatistics:
+    return RankStatistics(**{"pid": 1, "host": "node1", "waits": (), "limits": LIMITS, "operations": 100, **changes})
+
+
+def by_phase(value: Any, zero: Any = 0) -> tuple[Any, ...]:
+    return tuple(value if index == TRAIN else zero for index in range(len(PHASES)))
+
+
+# ---------------------------------------------------------------------- the bytes of an exchange
+
+seconds = st.floats(min_value=0, max_value=1e6)
+value = st.none() | st.floats(min_value=0.001, max_value=1e9)
+values = st.lists(st.tuples(st.sampled_from(SETTINGS), value), max_size=6).map(
+    lambda pairs: tuple((name, dict(pairs)[name]) for name in SETTINGS if name in dict(pairs))
+)
+statistics = st.builds(
+    RankStatistics,
+    pid=st.integers(0, 1 << 22),
+    host=st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=32),
+    waits=st.lists(st.none() | st.floats(min_value=0, max_value=1e5, width=32), max_size=64).map(tuple),
+    limits=st.tuples(value, value, value, value),
+    longest=st.tuples(seconds, seconds, seconds, seconds),
+    expired=st.tuples(*[st.integers(0, 1000)] * 4),
+    operations=st.integers(0, 1 << 40),
+    retries=st.integers(0, 100),
+    moved_bytes=st.floats(0, 1e18),
+    moved_seconds=seconds,
+    piece=st.integers(0, 1 << 50),
+    cost=seconds,
+    proposal=st.integers(0, 1 << 50),
+    proposed=values,
+    settings=st.builds(Settings, values, st.integers(0, 1 << 50), st.floats(0, 1e15), st.sampled_from([-1, 0, 1])),
+)
+
+
+@given(statistics)
+def test_statistics_come_out_as_they_went_in(one: RankStatistics) -> None:
+    data = encode(one)
+    assert len(data) == size(len(one.waits))
+    assert decode(data) == one
+
+
+def test_bytes_of_another_version_are_refused() -> None:
+    with pytest.raises(ValueError, match="same version"):
+        decode(b"\0" * 17)
+
+
+# ---------------------------------------------------------------------- proposals
+
+
+def test_without_proposal_and_measurements_nothing_changes() -> None:
+    assert decide([rank(), rank()], OFF) == (Settings(), ())
+    assert decide([rank(), rank()], ON) == (Settings(), ())
+
+
+def test_the_newest_proposal_of_any_rank_is_taken_once() -> None:
+    proposed = (("timeout_train", 900.0), ("chunk_numel", None))
+    gathered = [rank(proposal=3, proposed=(("timeout", 1.0),)), rank(proposal=7, proposed=proposed), rank()]
+    settled, changes = decide(gathered, OFF)
+    assert settled.changed() == {"timeout_train": 900.0, "chunk_numel": None}
+    assert settled.proposal == 7
+    assert [(change.name, change.old, change.new) for change in changes] == [
+        ("timeout_train", 600.0, 900.0),
+        ("chunk_numel", None, None),
+    ]
+    again = [replace(one, settings=settled, proposal=7, proposed=proposed) for one in gathered]
+    assert decide(again, OFF) == (settled, ())
+
+
+def test_a_rank_that_missed_an_exchange_is_in_step_after_the_next() -> None:
+    ours = Settings((("timeout", 900.0),), proposal=7)
+    settled, _ = decide([rank(settings=ours, proposal=7), rank()], OFF)
+    assert settled == ours
+
+
+@given(st.lists(statistics, min_size=1, max_size=4))
+def test_the_decision_depends_on_nothing_but_what_was_gathered(gathered: list[RankStatistics]) -> None:
+    """Each rank decides from the bytes it has received, and all must come to the same."""
+    bounds = replace(ON, timeout=(0.001, 1e9), chunk_numel=(1024, 1 << 40))
+    mine, theirs = ([decode(encode(one)) for one in gathered] for _ in range(2))
+    assert decide(mine, bounds) == decide(theirs, bounds)
+
+
+# ---------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "why"),
+    [
+        ({"expired": by_phase(2)}, 1200.0, "a deadline passed 2 times"),
+        ({"longest": by_phase(400.0, 0.0)}, 1200.0, "an operation took 400 s of 600 s"),
+        ({"longest": by_phase(1.0, 0.0)}, 300.0, "no operation took more than 1 s"),
+        ({"longest": by_phase(20.0, 0.0)}, 400.0, "no operation took more than 20 s"),
+        ({"longest": by_phase(1.0, 0.0), "limits": (None, 70.0, 1800.0, 300.0)}, None, "a lower bound of 60 is no change worth it"),
+        ({"longest": by_phase(1.0, 0.0), "operations": 3}, None, "three operations say little"),
+        ({"longest": by_phase(100.0, 0.0)}, None, "a sixth of the limit is as it should be"),
+        ({"expired": by_phase(1), "limits": (None, 3600.0, 1800.0, 300.0)}, None, "at the upper bound"),
+        ({"expired": by_phase(1), "limits": (None, 7200.0, 1800.0, 300.0)}, None, "never lowered by a failure"),
+        ({"longest": by_phase(1.0, 0.0), "limits": (None, 40.0, 1800.0, 300.0)}, None, "never raised by a success"),
+    ],
+)  # fmt: skip
+def test_a_limit_moves_with_what_was_measured(changes: dict[str, Any], expected: float | None, why: str) -> None:
+    """On one rank is enough."""
+    limits = changes.get("limits", LIMITS)
+    settled, made = decide([rank(limits=limits), rank(**changes), rank(limits=limits)], ON)
+    assert settled.get("timeout_train") == expected, why
+    if expected is not None:
+        assert [change.name for change in made] == ["timeout_train"]
+        assert why in made[0].reason
+    assert decide([rank(**changes)] * 2, OFF) == (Settings(), ())
+
+
+def test_limits_that_go_by_size_are_left_alone() -> None:
+    longest = (1000.0, 0.0, 0.0, 0.0)
+    assert decide([rank(longest=longest, expired=(1, 0, 0, 0))], ON) == (Settings(), ())
+    settled, _ = decide([rank(longest=longest, limits=(1200.0, 600.0, 1800.0, 300.0))], ON)
+    assert settled.changed() == {"timeout": 2400.0}
+
+
+def test_what_was_set_from_outside_is_not_adjusted_at_the_same_time() -> None:
+    gathered = [rank(proposal=1, proposed=(("timeout_train", 100.0),), expired=by_phase(1))]
+    settled, changes = decide(gathered, ON)
+    assert settled.changed() == {"timeout_train": 100.0}
+    assert len(changes) == 1
+
+
+# ---------------------------------------------------------------------- pieces
+
+
+def search(rate_of: Any, start: int, exchanges: int = 12) -> tuple[list[float | None], tuple[SettingChange, ...]]:
+    """The lengths that a search goes through when pieces of a length move at `rate_of(length)` bytes/s."""
+    settled, seen, made = Settings(), [], ()
+    for _ in range(exchanges):
+        length = settled.get("chunk_numel") or start
+        moved = {"moved_bytes": rate_of(length), "moved_seconds": 1.0, "piece": start}
+        settled, changes = decide([rank(settings=settled, **moved)] * 2, ON)
+        made += changes
+        seen.append(settled.get("chunk_numel"))
+    return seen, made
+
+
+def test_pieces_grow_as_long_as_it_helps_and_then_stay() -> None:
+    seen, changes = search(lambda length: 1e9 * min(length, 8e6) / 8e6, 2_000_000)
+    assert seen[:2] == [4e6, 8e6]
+    assert seen[-1] == seen[-4]
+    assert seen[-1] in (8e6, 16e6)  # 16e6 is neither better nor worse
+    assert all(change.name == "chunk_numel" and "GB/s" in change.reason for change in changes)
+
+
+def test_pieces_shrink_when_that_helps() -> None:
+    seen, _ = search(lambda length: 1e9 * 4e6 / max(length, 4e6), 32_000_000)
+    assert seen[-1] == seen[-4]
+    assert seen[-1] in (4e6, 2e6)
+
+
+@given(st.integers(1024, 1 << 33), st.floats(0.1, 10), st.floats(1e4, 1e10))
+def test_the_search_ends_within_the_bounds(start: int, slope: float, best: float) -> None:
+    seen, changes = search(lambda length: 1e9 * math.exp(-slope * abs(math.log(length / best))), start, exchanges=40)
+    assert seen[-1] == seen[-8]
+    assert all(length is None or ON.chunk_numel[0] <= length <= ON.chunk_numel[1] for length in seen)
+    assert all(change.old != change.new for change in changes)
+
+
+def test_pieces_are_halved_when_tries_are_repeated() -> None:
+    settled, changes = decide([rank(piece=8_000_000), rank(piece=8_000_000, retries=2)], ON)
+    assert settled.get("chunk_numel") == 4_000_000
+    assert changes[0].reason == "2 tries were repeated"
+    at_bound = [rank(piece=1_000_000, retries=1)]
+    assert decide(at_bound, ON)[1] == ()
+
+
+# ---------------------------------------------------------------------- settings of a group
+
+
+def test_a_group_with_changed_settings_has_a_configuration_of_its_own() -> None:
+    config = GuardConfig(timeout=100)
+    changed = settings.AdjustedConfig(Settings((("timeout", 900.0), ("chunk_numel", 5e7), ("max_attempts", 2.0))))
+    over = changed.over(config)
+    assert (over.timeout, over.chunk_numel, over.max_attempts) == (900.0, 50_000_000, 2)
+    assert isinstance(over.chunk_numel, int)
+    assert changed.over(config) is over
+    assert over.timeout_eval == config.timeout_eval
+    assert changed.over(GuardConfig(timeout_eval=7)).timeout_eval == 7
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"statistics_every": 10, "rounds": False},
+        {"adjust": True},
+        {"adjust_timeout_min": 100, "adjust_timeout_max": 50},
+        {"adjust_chunk_min": 5000, "adjust_chunk_max": 2000},
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(GuardConfigError, match=next(iter(wrong))):
+        GuardConfig(**wrong)
+
+
+# ---------------------------------------------------------------------- stragglers
+
+
+def told(waits: list[float | None], number: int) -> RankStatistics:
+    return RankStatistics(pid=100 + number, host=f"node{number}", waits=tuple(waits))
+
+
+def test_who_waits_least_came_last() -> None:
+    """Rank 5 comes 0.3 s, then 0.1 s after the first; rank 3 once 0.2 s after it."""
+    table = Stragglers("0:cpu")
+    gathered = [told([0.3, 0.1, 0.2], 1), told([0.29, 0.1, 0.0], 3), told([0.0, 0.0, 0.2], 5)]
+    table.add((1, 3, 5), gathered)
+    found = table.table("0:cpu:ab/30", gathered)
+    assert (found.operations, found.through) == (3, "0:cpu:ab/30")
+    assert [row.rank for row in found.rows] == [5, 3, 1]
+    slowest = found.slowest
+    assert slowest is not None
+    assert (slowest.host, slowest.pid, slowest.last) == ("node5", 105, 2)
+    assert slowest.behind == pytest.approx((0.3 + 0.1 + 0.0) / 3)
+    assert slowest.behind_longest == pytest.approx(0.3)
+    assert slowest.held_up == pytest.approx(0.29 + 0.1)  # without it the next to last would have been waited for
+    assert found.rows[1].held_up == pytest.approx(0.2)
+
+
+def test_operations_that_one_rank_has_not_measured_are_left_out() -> None:
+    table = Stragglers("0:cpu")
+    gathered = [told([0.3, None, 0.2], 0), told([None, 0.1, 0.0], 1)]
+    table.add((0, 1), gathered)
+    assert table.table("x", gathered).operations == 1
+
+
+@given(st.integers(1, 5), st.integers(1, 40))
+def test_the_table_looks_back_on_a_bounded_number_of_operations(ranks: int, exchanges: int) -> None:
+    table = Stragglers("0:cpu")
+    for number in range(exchanges):
+        gathered = [told([0.1 * number] * 16, rank) for rank in range(ranks)]
+        table.add(tuple(range(ranks)), gathered)
+    found = table.table("x", gathered)
+    assert found.operations == min(WINDOW, 16 * exchanges)
+    assert all(math.isclose(row.behind, 0) for row in found.rows)
+
+
+def test_ranks_that_have_gone_leave_the_table() -> None:
+    table = Stragglers("0:cpu")
+    table.add((0, 1, 2), [told([0.1], rank) for rank in range(3)])
+    gathered = [told([0.1, 0.2], rank) for rank in (0, 2)]
+    table.add((0, 2), gathered)
+    found = table.table("x", gathered)
+    assert sorted(row.rank for row in found.rows) == [0, 2]
+    assert found.operations == 2
+    assert Stragglers("0:cpu").table("x", []).slowest is None
+
+
+def test_a_thousand_ranks_stay_within_the_memory() -> None:
+    table = Stragglers("0:cpu")
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        gathered = [told(list(rng.random(64)), rank) for rank in range(1000)]
+        table.add(tuple(range(1000)), gathered)
+    assert table.table("x", gathered).operations == WINDOW
+    assert adjust.decide(gathered, OFF)[1] == ()

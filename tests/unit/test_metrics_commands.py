@@ -1,0 +1,210 @@
+"""`ncclguard top` and `ncclguard set` against a process that serves them, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import ncclguard as ng
+from ncclguard.__main__ import main as ncclguard
+from ncclguard.metrics import door, exchange, hook
+from ncclguard.metrics.observer import RecordingObserver
+from ncclguard.metrics.top_view import view
+
+Serve = Callable[..., door.Door]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for sockets of this test alone."""
+    base = tmp_path_factory.mktemp("run")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    monkeypatch.setattr(door, "folders", lambda: [base / "ncclguard"])
+    exchange.forget()
+    return base / "ncclguard"
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """Serve as a rank does; nothing but the number of the rank is made up."""
+    doors: list[door.Door] = []
+
+    def start(job: str = "job1", rank: int = 0) -> door.Door:
+        observer = RecordingObserver(job, lambda record: None)
+        observer.succeeded("0:cpu:ab12", "all_reduce", 4096, 0.01, 0.005, 1)
+        opened = door.open_door(job, rank, lambda: observer.snapshot({}))
+        assert opened is not None
+        doors.append(opened)
+        return opened
+
+    yield start
+    for each in doors:
+        each.close()
+
+
+def test_only_the_user_may_enter_the_folder(serve: Serve, folder: Path) -> None:
+    serve()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "job1.0.sock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_that_others_may_enter_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder.mkdir(mode=0o700)
+    folder.chmod(0o777)
+    assert door.open_door("job1", 0, lambda: None) is None  # type: ignore[arg-type,return-value]
+    assert "only this user may enter" in caplog.text
+
+
+def test_a_socket_that_a_killed_process_left_is_replaced_and_a_living_one_is_not(
+    serve: Serve, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.mkdir(mode=0o700)
+    left = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    left.bind(str(folder / "job1.0.sock"))
+    left.close()
+    serve()
+    assert door.ask(folder / "job1.0.sock", {"command": "status"})["snapshot"]["job"] == "job1"
+    assert door.open_door("job1", 0, lambda: None) is None  # type: ignore[arg-type,return-value]
+    assert "another process answers" in caplog.text
+
+
+def test_closing_removes_the_socket_and_ends_the_thread(serve: Serve, folder: Path) -> None:
+    serve().close()
+    assert list(folder.iterdir()) == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "ncclguard-door"]
+
+
+@pytest.mark.parametrize("sent", [b"no json\n", b"[1]\n", b"x" * 70_000 + b"\n", b"{}", b""])
+def test_nonsense_does_not_stop_it(serve: Serve, folder: Path, sent: bytes) -> None:
+    serve()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(folder / "job1.0.sock"))
+        try:
+            connection.sendall(sent)
+        except BrokenPipeError:
+            pass
+    assert "snapshot" in door.ask(folder / "job1.0.sock", {"command": "status"})
+
+
+def test_set_without_an_exchange_says_how_to_get_one(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    serve()
+    assert ncclguard(["set", "timeout=900"]) == 2
+    assert "NCCLGUARD_STATISTICS_EVERY=200" in capsys.readouterr().err
+
+
+def test_what_cannot_be_set_is_refused(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    ng.configure(statistics_every=10, stuck_timeout=5)
+    serve()
+    for word, text in {
+        "poll_idle=1": "write NAME=VALUE, with one of timeout, timeout_train",
+        "timeout": "write NAME=VALUE",
+        "timeout=soon": "has no number",
+        "timeout=-1": "timeout is -1.0; allowed: 1 ms to 1e9 s",
+        "timeout=2": "every timeout must exceed stuck_timeout",
+        "chunk_numel=0.5": "chunk_numel is 0.5",
+    }.items():
+        assert ncclguard(["set", word]) == 2, word
+        assert text in capsys.readouterr().err
+    assert exchange.proposals.newest() == (0, ())
+
+
+def test_a_proposal_contains_those_before_it(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    ng.configure(statistics_every=10)
+    serve()
+    assert ncclguard(["set", "timeout=900", "chunk_numel=5e7", "--wait", "0"]) == 0
+    first, _ = exchange.proposals.newest()
+    assert ncclguard(["set", "timeout_eval=none", "--wait", "0"]) == 2
+    assert ncclguard(["set", "timeout=none", "--wait", "0", "--job", "job1"]) == 0
+    second, values = exchange.proposals.newest()
+    assert second > first
+    assert values == (("timeout", None), ("chunk_numel", 50_000_000))
+    assert "has no guarded group yet" in capsys.readouterr().out
+
+
+def test_the_job_must_be_known_and_named_when_there_are_two(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ncclguard(["top", "--once"]) == 2
+    assert "call setup_nccl_monitoring()" in capsys.readouterr().err
+    serve("job1")
+    serve("job2")
+    assert ncclguard(["top", "--once"]) == 2
+    assert "name the job with --job; there are job1, job2" in capsys.readouterr().err
+    assert ncclguard(["top", "--once", "--job", "job3"]) == 2
+    assert ncclguard(["top", "--once", "--job", "job2"]) == 0
+    assert "job job2: 1 of 1 ranks" in capsys.readouterr().out
+
+
+def test_top_shows_a_rank_that_does_not_answer(serve: Serve, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    serve(rank=0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stopped:  # accepts no connection: its interpreter does not run
+        stopped.bind(str(folder / "job1.1.sock"))
+        assert ncclguard(["top", "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("all_reduce" in line and "0:cpu" in line for line in lines)
+    assert any("does not answer" in line for line in lines)
+
+
+def status(rank: int, **changes: Any) -> dict[str, Any]:
+    """A rank's answer, by way of JSON as over the socket."""
+    observer = RecordingObserver("job1", lambda record: None)
+    for _ in range(3):
+        observer.succeeded("0:cpu:ab12", "all_reduce", 4_000_000_000, 0.5, 0.25, 1)
+    observer.registry.failure("0:cpu:ab12", "barrier", "eval", 0, 60.0, 1, "late", (2,))
+    snapshot = json.loads(json.dumps(observer.snapshot({}).to_dict()))
+    row = {"rank": 2, "host": "node2", "pid": 7, "last": 9, "behind": 0.25, "behind_longest": 0.5, "held_up": 2.0, "waited": 0.001}
+    table = {"group": "0:cpu", "through": "0:cpu:ab12/10", "operations": 10, "rows": [row]}
+    call = {"group": "0:cpu", "op_id": "0:cpu:ab12/11", "text": "barrier(phase='eval')", "age": 31.5, "limit": 300.0, "late": True}
+    snapshot |= {"rank": rank, "world_size": 4, "hang": True, "open": [call], "stragglers": [table]}
+    snapshot |= {"settings": {"0:cpu": {"timeout": 900.0, "chunk_numel": None}}}
+    answer = {"snapshot": snapshot, "statistics_every": 10, "proposal": 5, "proposed": {"timeout": 800.0}}
+    return {**answer, "adopted": {"0:cpu": [4, "0:cpu:ab12/10"]}, **changes}
+
+
+def shown(statuses: dict[int, dict[str, Any] | str]) -> str:
+    console = Console(width=150, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(view("job1", statuses))
+    return console.export_text()
+
+
+def test_the_view_names_who_waits_in_what_and_who_comes_last() -> None:
+    text = shown({0: status(0), 1: status(1), 3: "the rank at job1.3.sock does not answer"})
+    for part in (
+        "job job1: 3 of 4 ranks are on this host",
+        "WAITING FOR LONG: ranks 0, 1",
+        "barrier(phase='eval')",
+        "31.5",
+        "does not answer",
+        "arrivals in group 0:cpu, last 10 operations through 0:cpu:ab12/10",
+        "250.00",
+        "1 late",
+        "changed in group 0:cpu: timeout=900, chunk_numel=not set",
+        "proposed, not yet in force in group 0:cpu: timeout=800",
+    ):
+        assert part in text, part
+
+
+def test_the_view_without_answers_and_without_exchange() -> None:
+    assert "0 of ? ranks" in shown({})
+    assert "NCCLGUARD_STATISTICS_EVERY=200" in shown({0: status(0, statistics_every=0)})
+    waiting = status(0)
+    waiting["snapshot"]["stragglers"] = []
+    assert "known after operation 10" in shown({0: waiting})
+
+
+def test_the_view_of_many_ranks_keeps_those_that_wait_longest() -> None:
+    statuses: dict[int, dict[str, Any] | str] = {}
+    for rank in range(200):
+        statuses[rank] = status(rank)
+        statuses[rank]["snapshot"]["open"][0]["age"] = float(rank)  # type: ignore[index]
+    text = shown(statuses)
+    assert " 199.0 " in text
+    assert " 100.0 " not in text
+    assert hook.observer is None
