@@ -149,7 +149,9 @@ def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options:
     (0.0, 0.0)
     """
 
+    checked = Options(**options)
+
     def wrap(wrapped: Callable[..., Any]) -> GuardedEvaluation:
-        return GuardedEvaluation(wrapped, Options(**options))
+        return GuardedEvaluation(wrapped, checked)
 
     return wrap if function is None else wrap(function)

@@ -1,0 +1,292 @@
+"""The parts of a guarded evaluation in one process: state, batches, partial results, sinks, labels, options."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+import ncclguard as ng
+from ncclguard.evaluation import Action, record_partial, state, subjects
+from ncclguard.evaluation.batches import divided, smaller
+from ncclguard.evaluation.clock import Labels, start_counting
+from ncclguard.evaluation.sinks import log_to
+
+
+class Monitor:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None) -> None:
+        self.logged.append((step, metrics))
+
+
+class Trainer:
+    """The usual shape: a model, a monitor, a loader and evaluate(step)."""
+
+    def __init__(self, fail: int = 0) -> None:
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 1))
+        self.monitor = Monitor()
+        data = TensorDataset(torch.arange(32.0).reshape(8, 4))
+        self.loader = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5))
+        self.fail, self.sizes = fail, []
+
+    @ng.resilient_evaluate(batch_size="loader")
+    def evaluate(self, step: int | None = None) -> tuple[float, float]:
+        """What it says."""
+        self.model.eval()
+        self.sizes.append(self.loader.batch_size)
+        total = 0.0
+        for number, (batch,) in enumerate(self.loader):
+            total += float(self.model(batch).detach().sum()) + random.random() + np.random.rand() + float(torch.rand(1))
+            if len(self.sizes) <= self.fail and number == 1:
+                raise torch.OutOfMemoryError("no memory")
+        self.model.train()
+        return total, 1.0
+
+
+def test_what_succeeds_is_returned_unchanged() -> None:
+    plain, guarded = Trainer(), Trainer()
+    guarded.model.load_state_dict(plain.model.state_dict())
+    for trainer in (plain, guarded):
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        trainer.result = trainer.evaluate() if trainer is guarded else Trainer.evaluate.__wrapped__(plain)
+    assert plain.result == guarded.result  # type: ignore[attr-defined]
+    assert guarded.monitor.logged == []
+    assert Trainer.evaluate.__doc__ == "What it says."
+
+
+def test_out_of_memory_is_tried_again_with_half_the_batch_and_the_same_random_numbers() -> None:
+    trainer, control = Trainer(fail=1), Trainer()
+    trainer.model.load_state_dict(control.model.state_dict())
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    control.loader = smaller(control.loader, 2)
+    wanted = Trainer.evaluate.__wrapped__(control)
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    assert trainer.evaluate(step=3) == wanted
+    assert trainer.sizes == [4, 2]
+    assert trainer.loader.batch_size == 4
+    report = Trainer.evaluate.report
+    assert report is not None
+    assert (report.action, report.attempts, report.culprits) == (Action.ACCEPT, 2, (0,))
+
+
+def test_what_is_given_up_returns_the_fallback_logs_one_failure_and_leaves_no_trace() -> None:
+    trainer = Trainer(fail=9)
+    parameter = trainer.model[0].weight
+    parameter.grad = gradient = torch.ones_like(parameter)
+    before = [
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state()[1].copy(),
+        trainer.loader.generator.get_state(),
+    ]
+    trainer.model[2].eval()
+    modes = [module.training for module in trainer.model.modules()]
+    assert trainer.evaluate(step=3) == (0.0, 0.0)
+    assert trainer.sizes == [4, 2, 1]
+    ((step, metrics),) = trainer.monitor.logged
+    assert step == 3
+    assert metrics["eval/evaluation_failed"] == 1.0
+    assert metrics["eval/evaluation_attempts"] == 3.0
+    assert [module.training for module in trainer.model.modules()] == modes
+    assert parameter.grad is gradient
+    after = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1], trainer.loader.generator.get_state()]
+    assert torch.equal(before[0], after[0])
+    assert before[1] == after[1]
+    assert np.array_equal(before[2], after[2])
+    assert torch.equal(before[3], after[3])
+
+
+def test_a_partial_result_is_taken_when_the_whole_cannot_be_had() -> None:
+    @ng.resilient_evaluate(max_attempts=2)
+    def evaluate() -> Any:
+        for number in range(1, 4):
+            record_partial({"sets": number}, done=number, total=5)
+        raise ValueError("the fourth data set is broken")
+
+    assert evaluate() == {"sets": 3}
+    assert evaluate.report is not None
+    assert (evaluate.report.action, evaluate.report.done, evaluate.report.total) == (Action.PARTIAL, 3, 5)
+    with pytest.raises(ValueError, match="done is 6 of 5"):
+        record_partial(None, done=6, total=5)
+    record_partial(None, done=1)  # outside of an evaluation: nothing
+
+
+def test_parts_of_ranks_are_combined_where_that_is_asked_for() -> None:
+    @ng.resilient_evaluate(
+        max_attempts=1, combine=lambda parts: sum(part[0] for part in parts) / sum(p[1] for p in parts)
+    )
+    def evaluate() -> Any:
+        record_partial((6.0, 4), done=2, total=9)
+        raise ValueError
+
+    assert evaluate() == 1.5
+
+
+def test_the_switches() -> None:
+    calls: list[int] = []
+
+    @ng.resilient_evaluate(fallback=None)
+    def evaluate(batch_size: int = 16) -> int:
+        calls.append(batch_size)
+        return batch_size
+
+    evaluate.enabled = False
+    assert evaluate() is None
+    assert evaluate.report is not None
+    assert evaluate.report.action is Action.SKIP
+    evaluate.enabled, evaluate.divisor = True, 4
+    assert evaluate() == 4
+    evaluate.divisor, evaluate.single_rank = 1, 0
+    assert evaluate() == 16
+    assert calls == [4, 16]
+
+
+def test_a_callable_says_how_batches_get_smaller() -> None:
+    divisors: list[int] = []
+
+    @ng.resilient_evaluate(batch_size=divisors.append)
+    def evaluate() -> None:
+        raise MemoryError
+
+    assert evaluate() == (0.0, 0.0)
+    assert divisors == [2, 1, 4, 1]
+
+
+def test_batch_sizes_are_found_by_a_dotted_name_and_put_back() -> None:
+    class Holder:
+        size = 5
+
+    owner = Holder()
+    owner.args = Holder()  # type: ignore[attr-defined]
+    with divided(owner, "args.size", 2):
+        assert owner.args.size == 2  # type: ignore[attr-defined]
+    assert owner.args.size == 5  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError), divided(owner, "missing", 2):
+        pass
+    with pytest.raises(TypeError, match="a batch size is a whole number"):
+        smaller("big", 2)
+    with pytest.raises(TypeError, match="batch sampler of its own"):
+        smaller(DataLoader([1, 2], batch_sampler=[[0], [1]]), 2)
+
+
+def test_interruptions_are_not_swallowed() -> None:
+    @ng.resilient_evaluate
+    def evaluate() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate()
+
+
+def test_an_evaluation_that_writes_into_gradients_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 1)
+    model.weight.grad = torch.ones_like(model.weight)
+    restore = state.keep([state.gradients([model])])
+    model.weight.grad.zero_()
+    with caplog.at_level(logging.WARNING, "ncclguard"):
+        restore()
+    assert "wrote into 1 gradients" in caplog.text
+    model.weight.grad = None
+    model.weight.requires_grad_(False)
+    torch.set_grad_enabled(False)
+    restore()
+    assert model.weight.grad is not None
+    assert model.weight.requires_grad
+    assert torch.is_grad_enabled()
+
+
+def test_positions_of_samplers_and_stateful_loaders() -> None:
+    class Stateful:
+        def __init__(self) -> None:
+            self.position = 4
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, saved: dict[str, int]) -> None:
+            self.position = saved["position"]
+
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader([1, 2, 3], sampler=RandomSampler([1, 2, 3], generator=generator))
+    loader.sampler.epoch = 2  # type: ignore[attr-defined]
+    stateful = Stateful()
+    restore = state.keep([state.positions([loader, stateful])])
+    before = generator.get_state()
+    list(loader)
+    loader.sampler.epoch, stateful.position = 3, 9  # type: ignore[attr-defined]
+    restore()
+    assert torch.equal(generator.get_state(), before)
+    assert loader.sampler.epoch == 2  # type: ignore[attr-defined]
+    assert stateful.position == 4
+
+
+def test_models_and_loaders_are_found_where_trainers_keep_them() -> None:
+    trainer = Trainer()
+    trainer.more = {"eval": DataLoader([1])}  # type: ignore[attr-defined]
+    assert subjects.models_of([trainer, trainer.model]) == (trainer.model,)
+    assert subjects.loaders_of([trainer]) == (trainer.loader, trainer.more["eval"])  # type: ignore[attr-defined]
+
+
+def test_labels_follow_training_so_that_a_skipped_evaluation_shifts_nothing() -> None:
+    start_counting()
+    labels = Labels("evaluation")
+    assert labels.next(100) == "evaluation at step 100"
+    assert labels.next(100) == "evaluation at step 100, number 2 there"
+    assert labels.next(200) == "evaluation at step 200"
+    first = labels.next(None)
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+    assert labels.next(None) != first
+
+
+def test_metrics_reach_every_kind_of_sink_and_a_broken_one_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Any] = []
+
+    class Run:  # as a W&B run
+        def log(self, metrics: dict[str, float], step: int | None = None) -> None:
+            seen.append((metrics, step))
+
+    class Writer:  # as a TensorBoard SummaryWriter
+        def add_scalar(self, name: str, value: float, step: int | None) -> None:
+            seen.append((name, value, step))
+
+    class Broken:
+        def log_metrics(self, metrics: dict[str, float], step: int | None) -> None:
+            raise OSError("no space left on device")
+
+    assert log_to(Run(), {"a": 1.0}, 3)
+    assert log_to(Writer(), {"a": 1.0}, 3)
+    assert log_to(lambda metrics, step: seen.append((metrics, step)), {"a": 1.0}, None)
+    assert seen == [({"a": 1.0}, 3), ("a", 1.0, 3), ({"a": 1.0}, None)]
+    assert not log_to(None, {"a": 1.0}, 3)
+    with caplog.at_level(logging.WARNING, "ncclguard"):
+        assert not log_to(Broken(), {"a": 1.0}, 3)
+        assert not log_to(object(), {"a": 1.0}, 3)
+    assert "no space left" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"timeout": 0}, "timeout must be a positive"),
+        ({"barrier_timeout": None}, "barrier_timeout must be seconds"),
+        ({"max_attempts": 0}, "max_attempts must be at least 1"),
+        ({"max_attempts": 1.5}, "max_attempts must be a whole number"),
+        ({"on_lost": "shrink"}, "on_lost must be"),
+        ({"on_lost": "checkpoint"}, "need each other"),
+        ({"save": print}, "need each other"),
+        ({"colour": 1}, "colour"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], error: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=error):
+        ng.resilient_evaluate(**options)

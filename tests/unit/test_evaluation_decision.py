@@ -1,0 +1,120 @@
+"""What ranks decide after they met, or failed to: pure functions, so equal input gives an equal decision on every rank."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ncclguard.evaluation import decision
+from ncclguard.evaluation.results import (
+    Action,
+    EvaluationReport,
+    Failure,
+    Kind,
+    Met,
+    NotMet,
+    RankResult,
+    Terms,
+)
+from ncclguard.outcome import Cause
+
+ALL = (0, 1, 2, 3)
+OOM = RankResult(2, Kind.OUT_OF_MEMORY, "torch.OutOfMemoryError at eval.py:7 in step: no memory")
+TOLD = RankResult(0, Kind.COLLECTIVE, "all_reduce failed: rank 2 failed", Cause.FAILED, (2,))
+
+
+def met(*results: RankResult) -> Met:
+    return Met(results)
+
+
+def test_all_fine_is_accepted() -> None:
+    assert decision.at_end(met(*map(RankResult, ALL)), 3, 3).action is Action.ACCEPT
+
+
+@pytest.mark.parametrize(("attempt", "action"), [(1, Action.RETRY), (2, Action.RETRY), (3, Action.GIVE_UP)])
+def test_a_rank_out_of_memory_is_named_and_the_last_try_is_the_last(attempt: int, action: Action) -> None:
+    found = decision.at_end(met(TOLD, RankResult(1), OOM, RankResult(3)), attempt, 3)
+    assert found.action is action
+    assert found.failure == Failure(attempt, Cause.FAILED, (2,), ((2, OOM.error),), out_of_memory=True)
+
+
+def test_those_who_only_waited_are_not_named() -> None:
+    late = RankResult(0, Kind.COLLECTIVE, "failed after 3 s: rank 2 late", Cause.LATE, (2,))
+    network = RankResult(1, Kind.COLLECTIVE, "broke", Cause.NETWORK, ())
+    failure = decision.failure_of((network, late, RankResult(2), RankResult(3)), 1)
+    assert (failure.cause, failure.culprits, failure.errors) == (Cause.LATE, (2,), ((0, late.error),))
+
+
+def test_without_any_evidence_nobody_is_named() -> None:
+    assert decision.failure_of((RankResult(0, Kind.COLLECTIVE),), 1).cause is Cause.UNKNOWN
+
+
+def test_ranks_that_did_not_meet_try_again_unless_one_is_gone() -> None:
+    late = NotMet(Cause.LATE, (2,), report="incident")
+    assert decision.at_end(late, 1, 3).action is Action.RETRY
+    assert decision.at_end(late, 3, 3).action is Action.GIVE_UP
+    assert decision.at_end(NotMet(Cause.LOST, (2,), gone=True), 1, 3).action is Action.STOP
+    assert decision.at_end(NotMet(Cause.UNKNOWN, (), agreed=False), 1, 3).action is Action.STOP
+    assert decision.at_opening(late, 1, ALL).action is Action.GIVE_UP
+    assert decision.at_opening(late, 1, ALL).failure == Failure(1, Cause.LATE, (2,), report="incident")
+
+
+def test_one_rank_that_switches_off_decides_for_all() -> None:
+    assert decision.at_opening(Met((Terms(), Terms(enabled=False))), 1, ALL).action is Action.SKIP
+    assert decision.at_opening(Met((Terms(), Terms(divisor=4))), 1, ALL).divisor == 4
+    single = decision.at_opening(Met((Terms(), Terms(single_rank=3), Terms(single_rank=1))), 1, ALL)
+    assert (single.action, single.single_rank) == (Action.RUN_SINGLE, 1)
+    assert decision.at_opening(Met((Terms(single_rank=9),)), 1, ALL).action is Action.RUN
+
+
+def test_metrics_are_logged_by_the_first_rank_that_can() -> None:
+    assert decision.first_with_sink((Terms(), Terms(), Terms(sink=True), Terms(sink=True)), ALL) == 2
+    assert decision.first_with_sink((Terms(), Terms()), (4, 6)) == 4
+
+
+def test_a_partial_result_is_one_that_every_rank_has() -> None:
+    recorded = [RankResult(0, done=(1, 2, 3), total=5), RankResult(1, done=(1, 2), total=5)]
+    assert decision.common_part(recorded) == (2, 5)
+    assert decision.common_part([*recorded, RankResult(2)]) == (0, 0)
+    assert decision.common_part([]) == (0, 0)
+
+
+results = st.builds(
+    RankResult,
+    rank=st.integers(0, 7),
+    kind=st.sampled_from(Kind),
+    cause=st.none() | st.sampled_from(Cause),
+    culprits=st.lists(st.integers(0, 7), max_size=3).map(tuple),
+    done=st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    total=st.integers(0, 9),
+)
+
+
+@given(st.lists(results, min_size=1, max_size=6), st.integers(1, 3))
+def test_every_exchange_leads_to_one_decision_that_survives_the_wire(values: list[RankResult], attempt: int) -> None:
+    sent = pickle.loads(pickle.dumps(Met(tuple(values))))
+    found = decision.at_end(sent, attempt, 3)
+    assert found == decision.at_end(Met(tuple(values)), attempt, 3)
+    assert (found.action is Action.ACCEPT) == all(value.fine for value in values)
+    assert (found.failure is None) == (found.action is Action.ACCEPT)
+    own = {v.rank for v in values if v.kind in (Kind.OUT_OF_MEMORY, Kind.RAISED)}
+    if own and found.failure is not None:
+        assert set(found.failure.culprits) == own
+
+
+def test_the_report_says_what_happened_and_what_to_do() -> None:
+    failures = (
+        Failure(1, Cause.FAILED, (2,), ((2, OOM.error),), True),
+        Failure(2, Cause.LATE, (1,), report="the incident"),
+    )
+    text = str(EvaluationReport("evaluation evaluate() at step 7", Action.GIVE_UP, failures, 2))
+    assert "at step 7: failed after 2 tries; the fallback is returned and training goes on" in text
+    assert "try 1: failed, out of memory, rank 2" in text
+    assert "the incident" in text
+    assert "what to do: See what that rank did instead" in text
+    assert "from 2 of 5" in str(EvaluationReport("e", Action.PARTIAL, failures[:1], 1, 2, 5))
+    assert "smaller batches" in str(EvaluationReport("e", Action.GIVE_UP, failures[:1], 1))
+    assert "not all ranks arrived" in str(EvaluationReport("e", Action.GIVE_UP, failures[1:], 0))
