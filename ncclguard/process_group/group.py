@@ -1,0 +1,373 @@
+"""A process group whose every collective ends, and whose communicator is rebuilt beneath it after a failure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ncclguard import _torch, runtime
+from ncclguard.calls import Call
+from ncclguard.config import current_config, current_phase
+from ncclguard.execution import Broadcast, Execution
+from ncclguard.outcome import Outcome
+from ncclguard.process_group.lane import Lane, Task
+from ncclguard.process_group.operations import Operation, Perform
+from ncclguard.process_group.terms import Terms, only, terms
+from ncclguard.process_group.work import GuardedWork
+
+log = logging.getLogger("ncclguard")
+
+Tensors = Sequence[torch.Tensor]
+
+
+class GuardedProcessGroup(dist.ProcessGroup):
+    """A `torch.distributed.ProcessGroup` over the engine: every collective is bounded, and names who held it up when it fails.
+
+    Made by `init_process_group("ncclguard")` or `new_group(backend="ncclguard")`; carries CPU tensors over gloo and CUDA tensors
+    over NCCL. `timeout`: seconds of one collective; an enclosing `phase` goes before it. Blocking calls raise the typed errors
+    of `ncclguard.errors`; asynchronous ones run in issue order in a thread of the group and raise at their `wait`. After a
+    failure the next collective works again on the same object, unless a rank is gone.
+
+    >>> import ncclguard
+    >>> torch.distributed.is_backend_available("ncclguard")
+    True
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float | None = None, stands_for: Any = None) -> None:
+        super().__init__(rank, size)
+        self._index = rank
+        self._count = size
+        self._timeout = timeout
+        self._identity = self if stands_for is None else stands_for
+        self._name = ""
+        self._limits: list[float | None] = []  # of the scopes that this group is in
+        self._observers: list[Callable[[Outcome], None]] = []
+        self._lane = Lane("collectives", self._tell)
+        self._pairs: dict[tuple[int, int], Lane] = {}
+        self._coalescing: list[GuardedWork] | None = None
+
+    # ------------------------------------------------------------------ who it is
+
+    def rank(self) -> int:
+        return self._index
+
+    def size(self) -> int:
+        return self._count
+
+    getRank, getSize = rank, size
+
+    def name(self) -> str:
+        return "ncclguard"
+
+    getBackendName = _get_backend_name = name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        super()._set_group_name(name)  # type: ignore[arg-type]
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()]
+
+    # What torch asks of the backends of a group, of which this one has none but itself.
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The limit of collectives that are issued from now on."""
+        self._timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Take no more collectives; what has not started is dropped."""
+        for lane in self.lanes():
+            lane.close("its process group was destroyed")
+
+    def abort(self) -> None:
+        """Fail what runs, for all ranks, and take no more collectives."""
+        for lane in self.lanes():
+            lane.drop("its process group was aborted")
+            lane.close("its process group was aborted")
+
+    def lanes(self) -> list[Lane]:
+        """The sequences of collectives on this group: its own, and one for each pair of ranks that sends messages."""
+        return [self._lane, *self._pairs.values()]
+
+    # ------------------------------------------------------------------ reductions
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any) -> GuardedWork:
+        asked, tensor = terms(opts, timeout=timeout, **named), only(tensors)
+        return self._issue("all_reduce", tensor, asked, [tensor], lambda o: o.all_reduce(tensor, asked.op))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GuardedWork:
+        asked = terms(opts)
+        return self._issue("all_reduce", tensors[0], asked, tensors, lambda o: o.all_reduce_many(tensors, asked.op))
+
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, **named: Any
+    ) -> GuardedWork:
+        asked, tensor = terms(opts, op=op, timeout=timeout, **named), only(tensors)
+        return self._issue("reduce", tensor, asked, [tensor], lambda o: o.reduce(tensor, asked.root, asked.op))
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
+    ) -> GuardedWork:
+        asked, output = terms(opts, timeout=timeout, **named), only(outputs)
+        sent = inputs if isinstance(outputs, torch.Tensor) else only(inputs)
+        return self._issue(
+            "reduce_scatter", output, asked, [output], lambda o: o.reduce_scatter(output, sent, asked.op)
+        )
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> GuardedWork:
+        asked = terms(opts)
+        return self._issue(
+            "reduce_scatter", output, asked, [output], lambda o: o.reduce_scatter_flat(output, tensor, asked.op)
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GuardedWork:
+        asked = terms(opts)
+        return self._issue(
+            "reduce_scatter", outputs[0], asked, outputs, lambda o: o.reduce_scatter_many(outputs, inputs, asked.op)
+        )
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # ------------------------------------------------------------------ moving data
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any) -> GuardedWork:
+        asked, tensor = terms(opts, timeout=timeout, **named), only(tensors)
+        return self._issue("broadcast", tensor, asked, [tensor], lambda o: o.broadcast(tensor, asked.root))
+
+    def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> GuardedWork:
+        asked, tensor = terms(opts, timeout=timeout), only(tensors)
+        gathered = outputs if isinstance(tensors, torch.Tensor) else only(outputs)
+        return self._issue("all_gather", tensor, asked, [gathered], lambda o: o.all_gather(gathered, tensor))
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> GuardedWork:
+        return self._issue("all_gather", tensor, terms(opts), [output], lambda o: o.all_gather_flat(output, tensor))
+
+    _allgather_base = all_gather_single
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> GuardedWork:
+        """`outputs[i][k]` is `tensors[k]` of the i-th rank of the group."""
+        by_tensor = [list(own) for own in zip(*outputs, strict=True)]
+        return self._issue(
+            "all_gather", tensors[0], terms(opts), outputs, lambda o: o.all_gather_many(by_tensor, tensors)
+        )
+
+    def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> GuardedWork:
+        return self._issue(
+            "all_gather", tensors[0], terms(opts), outputs, lambda o: o.all_gather_flat_many(outputs, tensors)
+        )
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(
+        self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
+    ) -> GuardedWork:
+        asked, tensor = terms(opts, timeout=timeout, **named), only(tensors)
+        gathered = outputs if isinstance(tensors, torch.Tensor) else only(outputs) if outputs else []
+        return self._issue("gather", tensor, asked, [gathered], lambda o: o.gather(gathered, tensor, asked.root))
+
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
+    ) -> GuardedWork:
+        asked, output = terms(opts, timeout=timeout, **named), only(outputs)
+        sent = inputs if isinstance(outputs, torch.Tensor) else only(inputs) if inputs else []
+        return self._issue("scatter", output, asked, [output], lambda o: o.scatter(output, sent, asked.root))
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GuardedWork:
+        return self._issue("all_to_all", inputs[0], terms(opts), outputs, lambda o: o.all_to_all(outputs, inputs))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> GuardedWork:
+        """Split along the first dimension, evenly where no splits are given."""
+        received, sent = _split(output, output_splits, self._count), _split(tensor, input_splits, self._count)
+        return self._issue("all_to_all", tensor, terms(opts), [output], lambda o: o.all_to_all(received, sent))
+
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> GuardedWork:
+        return self._message(only(tensors), self._index, peer, tag)
+
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> GuardedWork:
+        return self._message(only(tensors), peer, self._index, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> GuardedWork:
+        raise NotImplementedError(
+            "a receive from any source cannot be guarded, because nobody knows who is late: give the source's rank"
+        )
+
+    # ------------------------------------------------------------------ waiting
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GuardedWork:
+        return self._issue("barrier", None, terms(opts, timeout=timeout), None, lambda o: o.barrier())
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A blocking barrier; like every collective of this group it names who did not come."""
+        asked = Terms(timeout=timeout.total_seconds() if timeout is not None else None, blocking=True)
+        self._issue("barrier", None, asked, None, lambda o: o.barrier())
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> GuardedWork:
+        """All collectives since `_start_coalescing` as one work, which has ended when they have."""
+        together, self._coalescing = self._coalescing or [], None
+        work = GuardedWork("the coalesced collectives", None, None)
+        return self._lane.issue(Task("the coalesced collectives", lambda: _wait_for(together), work), False)
+
+    # ------------------------------------------------------------------ the way to the engine
+
+    def limit(self, argument: float | None = None) -> float | None:
+        """Seconds of one collective that is issued here and now; None where the enclosing phase says it."""
+        given = [seconds for seconds in (argument, *reversed(self._limits)) if seconds is not None]
+        if given:
+            return given[0]
+        if current_phase() is not None:
+            return None
+        if self._timeout is not None:
+            return self._timeout
+        config = current_config()
+        return config.timeout or config.timeout_eval
+
+    def _issue(
+        self,
+        op: str,
+        tensor: torch.Tensor | None,
+        asked: Terms,
+        results: Any,
+        plan: Callable[[Operation], Perform],
+    ) -> GuardedWork:
+        operation = self._operation(op, tensor, asked.timeout, self._lane)
+        return self._start(self._lane, op, tensor, results, plan(operation), asked.blocking)
+
+    def _operation(
+        self,
+        op: str,
+        tensor: torch.Tensor | None,
+        timeout: float | None,
+        lane: Lane,
+        pair: tuple[int, int] | None = None,
+    ) -> Operation:
+        call = Call(
+            op, self._identity, self.limit(timeout), 0 if tensor is None else tensor.numel(), None, "fail", None
+        )
+        name, ranks = ":door", None
+        if pair is not None:
+            source, target = (call.ranks[index] for index in pair)
+            name, ranks = f":door:{source}>{target}", tuple(sorted((source, target)))
+
+        def run(work: Execution, like: torch.Tensor | None, text: str, key: tuple[object, ...]) -> None:
+            device = "cpu" if like is None else like.device.type
+            lane.running(runtime.current().guard(self._identity, device, name, ranks))
+            try:
+                call.run(work, like, text, key, lane=name, ranks=ranks).raise_if_failed()
+            finally:
+                lane.running(None)
+
+        return Operation(call, self._index, run)
+
+    def _start(
+        self, lane: Lane, op: str, tensor: torch.Tensor | None, results: Any, perform: Perform, blocking: bool
+    ) -> GuardedWork:
+        device = None if tensor is None else tensor.device
+        text = f"{op} on process group {self._name or _torch.group_name(self._identity)}"
+        work = GuardedWork(text, results, device)
+        stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+        together = self._coalescing
+        lane.issue(Task(text, perform, work, stream), blocking and together is None)
+        if together is not None:
+            together.append(work)
+        return work
+
+    def _message(self, tensor: torch.Tensor, source: int, target: int, tag: int) -> GuardedWork:
+        """One message from `source` to `target`, in a sequence of its own for each direction of each pair."""
+        for peer in (source, target):
+            if not 0 <= peer < self._count:
+                raise ValueError(f"rank {peer} is not in the group, which has {self._count} ranks")
+        if source == target:
+            raise ValueError(f"rank {source} cannot send to itself: copy the tensor")
+        pair = (source, target)
+        lane = self._pairs.get(pair)
+        if lane is None:
+            lane = self._pairs[pair] = Lane(f"messages-{source}-{target}", self._tell)
+        operation = self._operation("send_recv", tensor, None, lane, pair)
+        call = operation.call
+        call.check("broadcast", tensor)
+        ranks = (call.ranks[source], call.ranks[target])
+        pieces = call.plan(tensor.numel(), None, tensor.element_size())
+        closing = tensor.numel() * tensor.element_size() > call.config.closing_nbytes
+
+        def perform() -> None:
+            own = call.ranks[self._index]
+            work = Broadcast(tensor.data, ranks[0], own, pieces, closing, staged=tensor.is_cuda)
+            text = f"{tensor.numel()} elements, {ranks[0]} to {ranks[1]}, tag {tag}"
+            operation.run(work, tensor.detach().reshape(-1), text, (*ranks, tag))
+
+        return self._start(lane, "send_recv", tensor, [tensor], perform, False)
+
+    # ------------------------------------------------------------------ scopes
+
+    def enter_scope(self, limit: float | None, observer: Callable[[Outcome], None]) -> None:
+        """Inside, collectives have `limit` seconds (None: as before) and `observer` is told of every failed outcome."""
+        self._limits.append(limit)
+        self._observers.append(observer)
+
+    def leave_scope(self) -> None:
+        self._limits.pop()
+        self._observers.pop()
+
+    def _tell(self, outcome: Outcome) -> None:
+        for observer in tuple(self._observers):
+            observer(outcome)
+
+
+def _wait_for(works: Sequence[GuardedWork]) -> None:
+    """Wait for all before the first error is raised: none may go on when the work says it has ended."""
+    errors = []
+    for work in works:
+        try:
+            work.wait()
+        except Exception as error:  # noqa: BLE001 - the first of them is raised below
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _split(tensor: torch.Tensor, sizes: Sequence[int], count: int) -> list[torch.Tensor]:
+    """Views of contiguous parts along the first dimension, one for each rank."""
+    if not tensor.is_contiguous():
+        raise ValueError("all_to_all_single takes contiguous tensors: call contiguous() first")
+    flat = tensor.detach()
+    if not sizes:
+        if flat.numel() and flat.size(0) % count:
+            raise ValueError(f"{flat.size(0)} rows cannot be split evenly among {count} ranks: give the split sizes")
+        rows = flat.size(0) // count if flat.dim() else 0
+        sizes = [rows] * count
+    if len(sizes) != count or sum(sizes) != (flat.size(0) if flat.dim() else 0):
+        raise ValueError(f"split sizes {list(sizes)} do not add up to {flat.size(0)} rows for {count} ranks")
+    return list(flat.split(list(sizes)))
