@@ -69,7 +69,7 @@ class Exchange(Agreement):
         self._slot = slot = slot_nbytes(len(ranks))
         self._memory = torch.zeros(len(ranks), slot, dtype=torch.uint8, device="cpu")
         self._address = self._memory.data_ptr()
-        whole = memoryview(self._memory.numpy()).cast("B")
+        whole = self._memory.numpy().data.cast("B")
         self._own_vote = whole[: _VOTE.size]
         self._votes = self._memory.numpy()[:, : _VOTE.size].view("=i8")[:, 0]
         self._hops = []

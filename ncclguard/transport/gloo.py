@@ -321,7 +321,9 @@ def _listening(
 def _host(mine: set[_sockets.Address]) -> str:
     """The address that gloo chose for itself: the interface that GLOO_SOCKET_IFNAME names, or the host name's."""
     if not mine:
-        raise TransportError("gloo's address could not be read from the store: this version of torch may publish it otherwise")
+        raise TransportError(
+            "gloo's address could not be read from the store: this version of torch may publish it otherwise"
+        )
     return min(host for host, _ in mine)
 
 
