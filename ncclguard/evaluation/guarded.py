@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
 import torch.distributed as dist
+from torch import nn
 
 from ncclguard.evaluation import batches, clock, scope, sinks, state, subjects
 from ncclguard.evaluation.options import Options
@@ -16,6 +19,23 @@ from ncclguard.evaluation.results import Action, EvaluationReport, Terms
 from ncclguard.evaluation.runner import Ended, Evaluation, Job, stopped
 
 log = logging.getLogger("ncclguard")
+
+#: What keeps more of the state of some models, such as a DeepSpeed engine's.
+KeepersOf = Callable[[Iterable[nn.Module]], Iterable[state.Keeper]]
+_keepers_of: list[KeepersOf] = []
+
+
+def register_keepers(keepers_of: KeepersOf) -> None:
+    """Have what `keepers_of(models)` gives kept in every guarded evaluation from now on."""
+    if keepers_of not in _keepers_of:
+        _keepers_of.append(keepers_of)
+
+
+def _framework_keepers(models: Sequence[nn.Module]) -> list[state.Keeper]:
+    """Frameworks are found when the program has loaded them, never required."""
+    if "deepspeed" in sys.modules:
+        importlib.import_module("ncclguard.integrations.deepspeed")
+    return [keeper for keepers_of in _keepers_of for keeper in keepers_of(models)]
 
 
 class GuardedEvaluation:
@@ -26,13 +46,14 @@ class GuardedEvaluation:
     `report` is the last `EvaluationReport`, None before the first evaluation.
     """
 
-    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+    def __init__(self, function: Callable[..., Any], options: Options, owner: Any = None) -> None:
         functools.update_wrapper(self, function)
         self.enabled = True
         self.divisor = 1
         self.single_rank: int | None = None
         self.report: EvaluationReport | None = None
         self._function = function
+        self._owner = owner  # of a bound method; else the first argument is taken for it
         self._options = options
         self._labels = clock.Labels(f"evaluation {getattr(function, '__name__', 'evaluate')}()")
         clock.start_counting()
@@ -41,12 +62,8 @@ class GuardedEvaluation:
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner = args[0] if args else None
-        return self.call(self._function, owner, args, kwargs)
-
-    def call(self, function: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Evaluate with `function(*args, **kwargs)`; `owner` holds the model, the loaders and the monitor."""
-        options = self._options
+        function, options = self._function, self._options
+        owner = self._owner if self._owner is not None or not args else args[0]
         step = clock.step_of(function, args, kwargs)
         holders = [owner, *args, *kwargs.values()]
         models = subjects.models_of([*holders, *options.models])
@@ -68,6 +85,7 @@ class GuardedEvaluation:
                 state.gradients(models),
                 state.positions(loaders),
                 state.random_numbers,
+                *_framework_keepers(models),
                 *options.keepers,
             ),
             group=options.group,
