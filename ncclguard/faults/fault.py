@@ -29,6 +29,7 @@ PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "skip": (),
     "extra": (),
     "reset": ("times", *_TRIGGER),
+    "partition": ("seconds!", *_TRIGGER),
 }
 
 

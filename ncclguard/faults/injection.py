@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ncclguard.errors import GuardConfigError
-from ncclguard.faults import effects
+from ncclguard.faults import effects, record
 from ncclguard.faults.fault import PERMISSION, VARIABLE, Alteration, Fault, parse
+from ncclguard.faults.isolation import cut_off
 
 log = logging.getLogger("ncclguard")
 
@@ -35,6 +36,7 @@ def at(*, rank: int, op: int, fault: str, **how: Any) -> Fault:
     - ``exit`` (code): ends the program normally, early
     - ``mismatch`` (of="shape" or "dtype"), ``skip``, ``extra``: another call than the peers', none, or one more
     - ``reset`` (times, after, after_bytes): resets the process's connections, but those to the store
+    - ``partition`` (seconds, after, after_bytes): drops all that its connections send and receive, the store's too, in silence
 
     Raises GuardConfigError for a fault or a combination that cannot be.
 
@@ -70,6 +72,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Fault, ..
         )
     found = parse(text)
     _arm(found)
+    record.start()
     return found
 
 
@@ -130,6 +133,7 @@ def _strike_all(rank: int, sequence: int) -> Alteration | None:
     alteration = None
     for fault in struck:
         log.warning("injected fault on rank %d: %s", rank, fault)
+        record.event("struck", rank=rank, fault=str(fault))
         alteration = _strike(fault) or alteration
     return alteration
 
@@ -170,5 +174,7 @@ def _strike_process(fault: Fault) -> None:
         effects.stop(fault.seconds)
     elif fault.fault == "gil":
         effects.hold_gil(fault.seconds or 0.0)
+    elif fault.fault == "partition":
+        cut_off(fault.seconds or 0.0)
     else:
         log.warning("injected fault: %d connections reset", effects.reset_own_connections())

@@ -1,0 +1,34 @@
+"""The job that `ncclguard drill` runs when it is given no command: a few guarded all-reduces, and going on after a failure."""
+
+from __future__ import annotations
+
+import time
+from typing import Final, Literal
+
+#: Seconds that a step takes beside its collective.
+STEP: Final = 0.1
+
+
+def train(steps: int, timeout: float, numel: int, seed: int) -> None:
+    """Run `steps` steps on this rank, each with one all-reduce of `numel` elements that has `timeout` seconds."""
+    import torch
+    import torch.distributed as dist
+
+    import ncclguard as ng
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(seed + dist.get_rank())
+    weights = torch.zeros(numel)
+    on_lost: Literal["fail", "shrink"] = "fail"
+    for step in range(steps):
+        gradient = torch.randn(numel)
+        time.sleep(STEP)
+        outcome = ng.safe_all_reduce(gradient, timeout=timeout, on_lost=on_lost)
+        if outcome:
+            weights -= 0.01 * gradient / len(outcome.participants)
+        elif dist.get_rank() in outcome.culprits and not outcome.agreed:
+            raise SystemExit(f"step {step}: {outcome.error}")
+        else:
+            on_lost = "shrink"  # the same on all ranks, as the verdict is
+            print(f"rank {dist.get_rank()}: step {step} is left out: {outcome.cause}, ranks {outcome.culprits}")
+    dist.destroy_process_group()

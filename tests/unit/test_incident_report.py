@@ -1,0 +1,353 @@
+"""The report of an incident: lanes aligned without clocks, a page that is safe to open, files that never hurt the job."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ncclguard.incident import history
+from ncclguard.incident.model import Incident, RankReport
+from ncclguard.incident.report import timeline
+from ncclguard.incident.report.document import Document
+from ncclguard.incident.report.html import render_html
+from ncclguard.incident.report.panel import show
+from ncclguard.incident.report.scale import GIVEN_UP, Scale
+from ncclguard.incident.report.writer import AT_MOST, Writer, write_all
+from ncclguard.outcome import Cause
+
+TEXT = "all_reduce(float32[1000], SUM)"
+GROUP = "0:cpu:ab"
+EVIL = '<script>alert(1)</script>"><img src=x onerror=alert(2)>\x1b[31m'
+
+
+def histories(ranks: int, offsets: dict[int, float], late: int = 2, silent: tuple[int, ...] = ()) -> dict[int, Any]:
+    """Ten common operations a second apart; then all but `late` are 5 s in the eleventh. `offsets` shift the ranks' clocks."""
+    found = {}
+    for rank in range(ranks):
+        if rank in silent:
+            continue
+        at = offsets.get(rank, 0.0)
+        past = [history.Past(n, TEXT, at + n + 0.1 * (rank % 3), at + n + 0.5, True) for n in range(1, 11)]
+        inside = [] if rank == late else [(GROUP, 11, TEXT, at + 11.0)]
+        found[rank] = json.loads(json.dumps(history.snapshot({GROUP: past}, inside, at + 16.0)))
+    return found
+
+
+def incident(ranks: int = 4, **changes: Any) -> Incident:
+    """Rank 2 is late to operation 11; the others have waited for 5 s."""
+    reports = [
+        RankReport(rank=rank, host=f"gpu-{rank // 8}", pid=100 + rank, state="running", operation=TEXT, age=5.0)
+        for rank in range(ranks)
+        if rank != 2
+    ]
+    reports.append(RankReport(rank=2, cause=Cause.LATE, state="none", stack=("train.py:8 in save: torch.save(x)",)))
+    values: dict[str, Any] = {
+        "id": "ab-0-cpu-ab-11.0", "op": "all_reduce", "op_id": f"{GROUP}/11", "group": GROUP, "generation": 0,
+        "cause": Cause.LATE, "culprits": (2,), "deadline_expired": True, "timeout": 5.0, "agreed": True, "attempts": 1,
+        "participants": tuple(range(ranks)), "ranks": tuple(reports), "advice": "See its stack, then `py-spy`.",
+        "summary": f"{TEXT} failed after 5 s: rank 2 late.",
+    }  # fmt: skip
+    return Incident(**{**values, **changes})
+
+
+def document(ranks: int = 4, **changes: Any) -> Document:
+    found = incident(ranks, **changes)
+    return Document(
+        written_at="2026-01-01T00:00:00+00:00",
+        written_by=0,
+        host="gpu-0",
+        job="ab",
+        world_size=ranks,
+        ncclguard="0",
+        torch="2",
+        incident=found,
+        timeline=timeline.build(found, histories(ranks, {})),
+    )
+
+
+class TestTimeline:
+    @given(st.dictionaries(st.integers(0, 3), st.floats(-1e6, 1e6), max_size=4))
+    def test_how_far_the_clocks_of_the_ranks_are_apart_changes_nothing(self, offsets: dict[int, float]) -> None:
+        one = timeline.build(incident(), histories(4, offsets))
+        other = timeline.build(incident(), histories(4, {}))
+        assert one is not None
+        assert other is not None
+        for mine, theirs in zip(one.lanes, other.lanes, strict=True):
+            for bar, expected in zip(mine.bars, theirs.bars, strict=True):
+                assert bar.start == pytest.approx(expected.start, abs=1e-4)
+                assert (bar.end is None) == (expected.end is None)
+
+    def test_zero_is_the_first_entry_into_the_operation_that_failed(self) -> None:
+        found = timeline.build(incident(), histories(4, {1: 1e5}))
+        assert found is not None
+        inside = [bar for lane in found.lanes for bar in lane.bars if bar.end is None]
+        assert [bar.start for bar in inside] == pytest.approx([0.0] * 3, abs=1e-4)
+        assert found.given_up == pytest.approx(5.0, abs=1e-3)
+        assert found.lanes[2].bars[-1].sequence == 10
+        assert found.lanes[1].clock == "operations"
+        assert found.lanes[1].common == 10
+
+    def test_a_rank_without_a_common_operation_is_laid_by_its_answer(self) -> None:
+        data = histories(4, {})
+        data[3] = history.snapshot({"1:cpu:x": [history.Past(1, "barrier()", 0.0, 1.0, True)]}, [], 2.0)
+        found = timeline.build(incident(), data)
+        assert found is not None
+        assert found.lanes[3].clock == "answer"
+        assert "had none in common" in render_html(document().model_copy(update={"timeline": found}))
+
+    @pytest.mark.parametrize("bad", [None, [], {}, {"groups": [], "texts": [], "rows": [[0, 1, 0, 1.0, 1.0, 1]]}, "x"])
+    def test_a_history_of_another_kind_is_left_out(self, bad: Any) -> None:
+        found = timeline.build(incident(), {**histories(4, {}), 1: bad})
+        assert found is not None
+        assert [lane.rank for lane in found.lanes] == [0, 2, 3]
+        assert timeline.build(incident(), {0: bad}) is None
+
+    def test_the_scale_never_goes_back_and_long_pauses_are_marked(self) -> None:
+        data = histories(4, {})
+        for rank, one in data.items():
+            for row in one["rows"]:
+                if row[1] < 5:
+                    row[3] += 1000.0
+                    row[4] += 1000.0
+            assert rank in data
+        found = timeline.build(incident(), data)
+        assert found is not None
+        scale = Scale(found)
+        places = [scale.place(-1100 + 0.5 * step) for step in range(2300)]
+        assert places == sorted(places)
+        assert 0 < places[0]
+        assert places[-1] == GIVEN_UP
+        assert [round(seconds) for _, _, seconds in scale.cuts] == [1000]
+
+    def test_a_snapshot_keeps_the_latest_and_stays_small(self) -> None:
+        past = {
+            f"{g}:cpu:abcdefgh": [history.Past(n, TEXT * 9, n + g / 10, n + 0.5, True) for n in range(500)]
+            for g in range(3)
+        }
+        data = history.snapshot(past, [], 501.0)
+        assert len(data["rows"]) == history.KEPT
+        assert len(json.dumps(data)) < 2000
+
+
+class TestPage:
+    @pytest.mark.parametrize("ranks", [4, 64, 1000])
+    def test_it_holds_who_why_what_to_do_and_loads_nothing(self, ranks: int) -> None:
+        page = render_html(document(ranks))
+        for text in (
+            "rank 2: late",
+            "See its stack",
+            "<code>py-spy</code>",
+            "train.py:8 in save",
+            "here the ranks part",
+        ):
+            assert text in page
+        assert "://" not in page
+        assert "<script" not in page
+        assert not re.search(r"\bon\w+=|url\(|@import|<link[^>]+href=\"(?!data:)", page)
+        assert "default-src 'none'" in page
+        assert "prefers-color-scheme:dark" in page
+        assert page.count('class="row') == {4: 5, 64: 65, 1000: 3}[ranks]
+        assert len(page) < 1_000_000
+
+    def test_markup_in_what_programs_said_stays_text(self) -> None:
+        ranks = tuple(
+            RankReport(
+                rank=rank, host=EVIL, cause=Cause.FAILED if rank == 2 else None, state="none" if rank == 2 else "running",
+                operation=EVIL, call_site=EVIL, exception=EVIL, stack=(EVIL,), note=EVIL,
+            )
+            for rank in range(4)
+        )  # fmt: skip
+        made = document(ranks=4, summary=EVIL, advice=EVIL, op=EVIL, group=EVIL, sides=((EVIL, (0, 1)),))
+        page = render_html(made.model_copy(update={"incident": made.incident.model_copy(update={"ranks": ranks})}))
+        assert "<script" not in page
+        assert "<img" not in page
+        assert "&lt;script&gt;" in page
+
+    def test_without_a_history_and_without_a_culprit_it_says_so(self) -> None:
+        made = document(cause=Cause.NETWORK, culprits=()).model_copy(update={"timeline": None})
+        page = render_html(made)
+        assert "Nobody is named" in page
+        assert "No rank could say what it did before" in page
+
+    def test_a_silent_rank_has_a_lane_of_what_the_others_completed_with_it(self) -> None:
+        found = incident(ranks=4, cause=Cause.STUCK)
+        silent = RankReport(rank=2, cause=Cause.STUCK, state="silent", note="it did not answer: stuck")
+        found = found.model_copy(update={"ranks": (*found.ranks[:2], silent, found.ranks[3])})
+        lanes = timeline.build(found, histories(4, {}, silent=(2,)))
+        page = render_html(document().model_copy(update={"incident": found, "timeline": lanes}))
+        assert page.count('class="guess"') == 10 + 1  # with its entry in the legend
+        assert "stuck: it did not answer<" in page
+
+    def test_json_gives_an_equal_document_back_and_refuses_another_version(self) -> None:
+        made = document()
+        assert Document.model_validate_json(made.model_dump_json()) == made
+        with pytest.raises(ValueError, match="schema version 9, this ncclguard reads 1"):
+            Document.model_validate_json(made.model_dump_json().replace('"schema_version":1', '"schema_version":9', 1))
+
+
+class Terminal(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return False
+
+
+class TestPanel:
+    def shown(self, encoding: str) -> str:
+        raw = io.BytesIO()
+        stream = Terminal(raw, encoding=encoding)
+        show(incident(), stream)
+        return raw.getvalue().decode(encoding)
+
+    def test_it_is_framed_and_has_the_whole_text(self) -> None:
+        text = self.shown("utf-8")
+        assert "ncclguard incident ab-0-cpu-ab-11.0" in text
+        assert "rank 2 late" in text
+        assert "what to do: See its stack" in text
+        assert text.count("╭") == 1
+
+    def test_a_stream_that_cannot_take_the_frame_gets_plain_text(self) -> None:
+        assert "rank 2 late" in self.shown("ascii")
+
+    def test_without_rich_it_is_plain_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "rich", None)
+        assert "rank 2 late" in self.shown("utf-8")
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system without a free byte."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to mount a tmpfs")
+    folder = tmp_path / "full"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder], check=False, capture_output=True)
+    if done.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted: {done.stderr.decode()}")
+    try:
+        with pytest.raises(OSError, match="No space left"), open(folder / "filler", "wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A read-only file system: root may write into any other folder."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to mount a tmpfs")
+    folder = tmp_path / "read_only"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", folder], check=False, capture_output=True)
+    if done.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted: {done.stderr.decode()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+class TestFiles:
+    def report(self, folder: Path | str | None, found: Incident | None = None) -> None:
+        writer = Writer(None if folder is None else str(folder), False, 0, 4)
+        writer.submit(incident() if found is None else found, "ab", histories(4, {}))
+        assert writer.wait(30)
+
+    def test_a_page_and_its_data_in_a_new_folder(self, tmp_path: Path) -> None:
+        self.report(tmp_path / "a" / "b")
+        names = sorted(file.name for file in (tmp_path / "a" / "b").iterdir())
+        assert names == ["incident-ab-0-cpu-ab-11.0.html", "incident-ab-0-cpu-ab-11.0.json"]
+        data = Document.model_validate_json((tmp_path / "a" / "b" / names[1]).read_text())
+        assert data.incident == incident()
+        assert data.timeline is not None
+        assert (tmp_path / "a" / "b" / names[0]).read_text() == render_html(data)
+
+    @pytest.mark.parametrize("kind", ["full_disk", "read_only"])
+    def test_where_nothing_can_be_written_it_goes_to_the_folder_for_temporary_files(
+        self,
+        kind: str,
+        tmp_path: Path,
+        request: pytest.FixtureRequest,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        folder: Path = request.getfixturevalue(kind)
+        before = sorted(folder.iterdir())
+        spare = tmp_path / "spare"
+        spare.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(spare))
+        with caplog.at_level(logging.WARNING):
+            self.report(folder)
+        assert sorted(folder.iterdir()) == before  # nothing half written
+        assert len(list(spare.rglob("incident-*.html"))) == 1
+        assert ("No space left" if kind == "full_disk" else "Read-only file system") in caplog.text
+        assert str(spare) in caplog.text
+
+    def test_with_no_room_anywhere_it_says_what_to_set(
+        self, full_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("tempfile.tempdir", str(full_disk))
+        with caplog.at_level(logging.WARNING):
+            self.report(full_disk)
+        assert "set NCCLGUARD_REPORT_DIR to a folder that can be written" in caplog.text
+
+    def test_a_limit_on_file_sizes_leaves_no_half_file(self, tmp_path: Path) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                write_all(tmp_path, {"small": "x", "large": "x" * 100_000})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_incident_is_reported_once_and_a_loop_of_failures_fills_no_disk(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        writer = Writer(str(tmp_path), False, 0, 4)
+        with caplog.at_level(logging.WARNING):
+            for number in [0, 0, *range(AT_MOST + 20)]:
+                writer.submit(incident(id=f"ab-{number}"), "ab", {})
+        assert writer.wait(60)
+        assert len(list(tmp_path.glob("*.html"))) == AT_MOST
+        assert caplog.text.count("no more are reported") == 1
+
+    def test_none_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        self.report(None)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_terminal_that_is_gone_does_not_keep_the_files_from_being_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        closed = io.StringIO()
+        closed.close()
+        monkeypatch.setattr(sys, "stderr", closed)
+        monkeypatch.setattr(logging, "raiseExceptions", False)
+        writer = Writer(str(tmp_path), True, 0, 4)
+        writer.submit(incident(), "ab", histories(4, {}))
+        assert writer.wait(30)
+        assert len(list(tmp_path.glob("*.html"))) == 1
+
+
+def test_the_history_of_a_thousand_ranks_is_laid_out_in_order() -> None:
+    """Whatever the order in which the answers came."""
+    data = list(histories(1000, {rank: random.Random(rank).uniform(-1e5, 1e5) for rank in range(1000)}).items())
+    random.Random(1).shuffle(data)
+    found = timeline.build(incident(1000), dict(data))
+    assert found is not None
+    assert [lane.rank for lane in found.lanes] == list(range(1000))
