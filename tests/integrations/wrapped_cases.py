@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from ncclguard.integrations.qwen2_5_vl import set_eval_mode, set_train_mode, sli
 
 from ncclguard import faults
 
-LABELS = torch.tensor([0, 2])
+LABELS = torch.tensor([2])
 
 
 def ddp(model: nn.Module) -> Any:
@@ -38,7 +37,7 @@ def ddp_static(model: nn.Module) -> Any:
 def fsdp(model: nn.Module) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def fsdp2(model: Any) -> Any:
@@ -83,7 +82,7 @@ def seen(output: Any) -> dict[str, Any]:
 
 def forwards(model: Any, greedy: bool = False) -> dict[str, Any]:
     """One forward in training, with its backward, and one in evaluation."""
-    batch = cases.text_batch(seed=dist.get_rank())
+    batch = cases.vision_batch("image", seed=dist.get_rank())
     set_train_mode(model)
     training = model(**batch, labels=LABELS)
     (model.backward if hasattr(model, "backward") else torch.Tensor.backward)(training.loss)
@@ -143,9 +142,7 @@ def modes() -> None:
     for name, wrap in wrappings.items():
         inner = cases.classifier().train()
         wrapped = wrap(inner)
-        plain = copy.copy(wrapped)
-        if not isinstance(wrapped, Holder):
-            plain.eval()
+        (wrapped.model if isinstance(wrapped, Holder) else wrapped).eval()
         found = [states(wrapped, inner)]
         set_eval_mode(wrapped)
         found.append(states(wrapped, inner))
