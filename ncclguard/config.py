@@ -36,7 +36,6 @@ OTHER_VARIABLES = frozenset(
         "NCCLGUARD_FAULT",
         "NCCLGUARD_JOB",
         "NCCLGUARD_PARENT_PATH",
-        "NCCLGUARD_REPORT_DIR",
     }
 )
 PHASES = ("train", "eval", "small")
@@ -184,6 +183,48 @@ class GuardConfig(BaseSettings):
         2.0, "s", "0 s to 60 s", "how long the host of the store waits at exit for the others' goodbyes", ge=0, le=60
     )
 
+    statistics_every: Count = _setting(
+        0,
+        "operations",
+        "0 to 1000000; above 0 needs rounds",
+        "exchange statistics between the ranks with every so many-th operation of a group; 0: never; equal on all ranks",
+        ge=0,
+        le=1_000_000,
+    )
+    adjust: bool = _setting(
+        False,
+        "",
+        "true or false; true needs statistics_every",
+        "move the limits of phases and the length of pieces by what was measured; equal on all ranks",
+    )
+    adjust_timeout_min: Seconds = _setting(60.0, "s", _TIME, "adjust lowers no limit below this; equal on all ranks")
+    adjust_timeout_max: Seconds = _setting(
+        3600.0,
+        "s",
+        "1 ms to 1e9 s, at least adjust_timeout_min",
+        "adjust raises no limit above this; equal on all ranks",
+    )
+    adjust_chunk_min: Count = _setting(
+        1_000_000, "elements", "1024 or more", "adjust makes no piece shorter than this; equal on all ranks", ge=1024
+    )
+    adjust_chunk_max: Count = _setting(
+        100_000_000,
+        "elements",
+        "at least adjust_chunk_min",
+        "adjust makes no piece longer than this; equal on all ranks",
+        ge=1024,
+    )
+    announce_sigterm: bool = _setting(
+        True, "", _SWITCH, "tell the others before SIGTERM ends this process; a handler of the program's own is left alone"
+    )
+    report_dir: str | None = _setting(
+        "ncclguard-incidents",
+        "",
+        "a folder, or none",
+        "where the JSON and the page of an incident go, relative to the working directory; none: no files",
+    )
+    report_panel: bool = _setting(True, "", _SWITCH, "show an incident on stderr, on the lowest live rank")
+
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
@@ -204,6 +245,22 @@ class GuardConfig(BaseSettings):
                 f"poll_idle must be at least poll_active: it is {self.poll_idle:g} s, poll_active "
                 f"{self.poll_active:g} s; raise poll_idle or lower poll_active"
             )
+        if self.statistics_every and not self.rounds:
+            raise ValueError(
+                f"statistics_every={self.statistics_every} needs rounds=True: without rounds the ranks cannot know that all have "
+                "the statistics; set statistics_every=0 or rounds=True"
+            )
+        if self.adjust and not self.statistics_every:
+            raise ValueError(
+                "adjust=True needs statistics_every above 0: without exchanged statistics the ranks would decide differently; "
+                "set for example statistics_every=200"
+            )
+        for low, high in (("adjust_timeout_min", "adjust_timeout_max"), ("adjust_chunk_min", "adjust_chunk_max")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(
+                    f"{high} must be at least {low}: it is {getattr(self, high):g}, {low} {getattr(self, low):g}; raise "
+                    f"{high} or lower {low}"
+                )
         if self.on_lost == "shrink" and self.atomic is False:
             raise ValueError(
                 'on_lost="shrink" needs atomic=True: the survivors start again from their inputs, which atomic=False '
@@ -232,7 +289,7 @@ def current_config() -> GuardConfig:
 def configure(**changes: Any) -> GuardConfig:
     """Replace settings for this process and return them; raises GuardConfigError and changes nothing if they cannot be.
 
-    Settings of the whole group (`rounds`, `closing_nbytes`) must be the same on all ranks, and hold for guards made
+    Settings of the whole group (`rounds`, `closing_nbytes`, `statistics_every`, `adjust...`) must be the same on all ranks, and hold for guards made
     afterwards.
 
     >>> from ncclguard import configure
@@ -375,12 +432,12 @@ def current_place() -> str | None:
     return ", ".join([*(phase for phase in phases[:-1] if isinstance(phase, Section)), phases[-1]])
 
 
-def resolve_timeout(argument: float | timedelta | None, numel: int) -> float:
+def resolve_timeout(argument: float | timedelta | None, numel: int, config: GuardConfig | None = None) -> float:
     """A call's budget in seconds: argument > phase > variable > size of the operation. Raises as `seconds` does."""
     given = seconds(argument, "timeout")
     if given is not None:
         return given
-    config = current_config()
+    config = config or current_config()
     phases = _phases.get()
     if phases:
         name = phases[-1]

@@ -50,15 +50,29 @@ def loads_departure(text: str) -> tuple[Departure, dict[str, int]]:
     """Return the departure and, per group, the highest sequence it completed there."""
     data: dict[str, Any] = json.loads(text)
     return (
-        Departure(rank=data["rank"], cause=Cause(data["cause"]), text=data["text"]),
+        Departure(
+            data["rank"],
+            Cause(data["cause"]),
+            data["text"],
+            details=data.get("details", {}),
+            told=data.get("told", False),
+        ),
         {str(group): int(done) for group, done in data["done"].items()},
     )
 
 
 def dumps_departure(departure: Departure, done: dict[str, int]) -> str:
     return json.dumps(
-        {"rank": departure.rank, "cause": departure.cause.value, "text": departure.text, "done": done},
+        {
+            "rank": departure.rank,
+            "cause": departure.cause.value,
+            "text": departure.text,
+            "done": done,
+            "details": dict(departure.details),
+            "told": departure.told,
+        },
         separators=(",", ":"),
+        default=str,
     )
 
 

@@ -110,6 +110,8 @@ class Departure:
     cause: Cause
     text: str = ""
     done: int = 0  # highest sequence it completed in this group, whose result it left in the store
+    details: Mapping[str, object] = field(default_factory=dict, compare=False)  # as in a report: for the incident only
+    told: bool = False  # ended from outside, by SIGTERM: launchers end all when one is gone, so rather a consequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +252,12 @@ def _blame(
         if r.trouble is not None and r.trouble.kind is TroubleKind.RAISED
     }
     gone = {rank: d.cause for rank, d in departed.items() if rank in members and d.done < sequence}
+    by_themselves = {rank: cause for rank, cause in gone.items() if not departed[rank].told}
+    if by_themselves or raised:
+        gone = by_themselves
     if raised or gone:
         return {**gone, **raised}, ()
-    odd, sides = _divergence(entered)
+    odd, sides = divergence(entered)
     if not sides:
         odd, sides = _finished(sequence, reports, entered)
     if sides:
@@ -270,7 +275,7 @@ def _blame(
     return _came_last(entered), ()
 
 
-def _divergence(entered: Mapping[int, Report]) -> tuple[tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
+def divergence(entered: Mapping[int, Report]) -> tuple[tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
     """Split the ranks by what they called; odd are those outside a strict majority, if there is one."""
     sides: dict[int, list[int]] = {}
     texts: dict[int, str] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 
 from pydantic import ValidationError
@@ -40,12 +42,15 @@ def summarise(
         return ""
     causes = dict(verdict.culprits)
     entered = [r for r in reports.values() if r.operation is not None and r.operation.sequence == verdict.sequence]
-    text = entered[0].operation.text if entered and entered[0].operation is not None else "operation"
+    rightly = [
+        r for r in entered if r.rank not in causes
+    ] or entered  # what the others called, where somebody called another
+    text = rightly[0].operation.text if rightly and rightly[0].operation is not None else "operation"
     waited = max((r.age for r in entered), default=0.0)
     timeout = min((r.age + r.budget for r in entered if r.budget is not None), default=None)
     op_id = f"{seat.key}/{verdict.sequence}"
     incident = Incident(
-        id=f"{op_id}.{verdict.generation}".replace("/", "-").replace(":", "-"),
+        id=_identifier(seat, f"{op_id}.{verdict.generation}"),
         op=text.partition("(")[0],
         op_id=op_id,
         group=seat.key,
@@ -60,7 +65,7 @@ def summarise(
         ranks=tuple(
             _rank(rank, verdict, reports, departed, silent, causes) for rank in sorted({*reports, *departed, *silent})
         ),
-        summary=_summary(text, verdict, causes, waited, reports),
+        summary=_summary(text, verdict, causes, waited, reports, departed),
         advice=ADVICE[verdict.cause],
         sides=verdict.sides,
     )
@@ -83,7 +88,7 @@ def alone(
     """What one rank can say without a verdict."""
     op_id = f"{seat.key}/{sequence}"
     return Incident(
-        id=f"{op_id}.{seat.member.generation}.rank{seat.member.rank}".replace("/", "-").replace(":", "-"),
+        id=_identifier(seat, f"{op_id}.{seat.member.generation}.rank{seat.member.rank}"),
         op=op,
         op_id=op_id,
         group=seat.key,
@@ -103,6 +108,18 @@ def alone(
     )
 
 
+def histories(reports: Mapping[int, Report], departed: Mapping[int, Departure]) -> str:
+    """What each rank says of its last operations, as JSON: for the one rank that writes the report, not part of the verdict."""
+    said = {rank: details.get("history") for rank, details in _details(reports, departed).items()}
+    return json.dumps({rank: history for rank, history in said.items() if history}, separators=(",", ":"))
+
+
+def writer(incident: Incident) -> int:
+    """The one rank that writes the report: the lowest that answered, and rather one that is not to blame; -1 for none."""
+    live = [report.rank for report in incident.ranks if report.state not in ("silent", "departed")]
+    return min(sorted(set(live) - set(incident.culprits)) or live, default=-1)
+
+
 def from_json(text: str) -> Incident | None:
     """Read a verdict's incident; None where the coordinator wrote none, or one of another version."""
     if not text:
@@ -111,6 +128,15 @@ def from_json(text: str) -> Incident | None:
         return Incident.from_json(text)
     except ValidationError:
         return None
+
+
+def _identifier(seat: Seat, text: str) -> str:
+    """Fit for a file name, and no other job's: the session's name leads."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{seat.session[:8]}-{text}".lstrip("-"))[-120:]
+
+
+def _details(reports: Mapping[int, Report], departed: Mapping[int, Departure]) -> dict[int, Mapping[str, object]]:
+    return {rank: said.details for source in (departed, reports) for rank, said in source.items()}
 
 
 def _rank(
@@ -125,12 +151,18 @@ def _rank(
     report = reports.get(rank)
     left = departed.get(rank)
     if report is None:
-        note = left.text if left is not None else f"it did not answer: {silent.get(rank, Cause.UNKNOWN).value}"
-        return RankReport(rank=rank, state="silent" if left is None else "departed", cause=cause, note=note)
+        if left is None:
+            note = f"it did not answer: {silent.get(rank, Cause.UNKNOWN).value}"
+            return RankReport(rank=rank, state="silent", cause=cause, note=note)
+        return _left(left, cause)
     details = report.details
     raised = report.trouble.text if report.trouble is not None and cause is Cause.FAILED else None
     stack = details.get("stack")
-    elsewhere = f"it waits in {report.elsewhere}" if report.elsewhere else None
+    notes = (
+        f"it waits in {report.elsewhere}" if report.elsewhere else "",
+        left.text if left is not None and left.cause is not Cause.FAILED else "",
+        str(details.get("dead_threads") or ""),
+    )
     return RankReport(
         rank=rank,
         host=str(details.get("host", "")),
@@ -143,7 +175,25 @@ def _rank(
         call_site=str(details.get("call_site") or "") or None,
         exception=raised or (left.text if left is not None and left.cause is Cause.FAILED else None),
         stack=tuple(str(frame) for frame in stack) if cause is not None and isinstance(stack, (list, tuple)) else (),
-        note=elsewhere or (left.text if left is not None and left.cause is not Cause.FAILED else None),
+        note="; ".join(filter(None, notes)) or None,
+    )
+
+
+def _left(left: Departure, cause: Cause | None) -> RankReport:
+    """A rank that is gone, by what it said when it left, or what its neighbours saw."""
+    raised = left.cause is Cause.FAILED
+    stack = left.details.get("stack")
+    return RankReport(
+        rank=left.rank,
+        host=str(left.details.get("host", "")),
+        pid=int(str(left.details.get("pid", 0))),
+        cause=cause,
+        state="departed",
+        sequence=left.done,
+        operation=str(left.details.get("last") or "") or None,
+        exception=left.text if raised else None,
+        stack=tuple(str(frame) for frame in stack) if isinstance(stack, (list, tuple)) else (),
+        note=None if raised else left.text,
     )
 
 
@@ -160,9 +210,14 @@ _STATES: dict[Phase, State] = {
 
 
 def _summary(
-    text: str, verdict: Verdict, causes: Mapping[int, Cause], waited: float, reports: Mapping[int, Report]
+    text: str,
+    verdict: Verdict,
+    causes: Mapping[int, Cause],
+    waited: float,
+    reports: Mapping[int, Report],
+    departed: Mapping[int, Departure],
 ) -> str:
-    because = _because(causes)
+    because = _alone_to_blame(causes, reports, departed) or _because(causes)
     if because:
         return f"{text} failed after {waited:.3g} s: {because}."
     if verdict.cause is Cause.DIVERGED:
@@ -170,6 +225,23 @@ def _summary(
     troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})
     detail = f" ({troubles[0]})" if troubles else ""
     return f"{text} failed after {waited:.3g} s although every rank was in it: {verdict.cause}{detail}."
+
+
+def _alone_to_blame(
+    causes: Mapping[int, Cause], reports: Mapping[int, Report], departed: Mapping[int, Departure]
+) -> str:
+    """One culprit in its own words: that it raised, and what and where, or that it was sent SIGTERM; empty for any other."""
+    if len(causes) != 1:
+        return ""
+    ((rank, cause),) = causes.items()
+    left, report = departed.get(rank), reports.get(rank)
+    if left is not None and left.told:
+        return f"rank {rank} {left.text}"
+    if cause is not Cause.FAILED:
+        return ""
+    trouble = report.trouble if report is not None else None
+    text = left.text if left is not None and left.cause is Cause.FAILED else trouble.text if trouble is not None else ""
+    return f"rank {rank} raised {text.rstrip('.')}" if text else ""
 
 
 def _because(causes: Mapping[int, Cause]) -> str:

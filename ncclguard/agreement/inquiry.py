@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ncclguard.agreement import codec
@@ -78,7 +77,7 @@ class Inquiries:
         members = entry["members"]
         assert isinstance(members, list)
         seat = self._around.seat(str(entry["group"]), tuple(members))
-        report = self._around.describe(seat, _glance(seat))
+        report = self._around.describe(seat, seat.glance())
         store.first(f"answer/{entry['id']}/{self._rank}", codec.dumps(report))
 
     def _publish(self, seat: Seat, now: float, store: AgreementStore) -> None:
@@ -146,7 +145,7 @@ class Inquiries:
         stuck: list[int] = []
         for rank, report in sorted(question.answers.items()):
             if report.phase_at(question.operation.sequence) is Phase.NONE:
-                lines.append(f"rank {rank} has not come: {_whereabouts(report)}")
+                lines.append(f"rank {rank} has not come: {whereabouts(report)}")
         for rank in silent:
             sight, evidence = self._around.sight(rank)
             cause = silent_cause(sight)
@@ -172,24 +171,7 @@ def silent_cause(sight: Sight) -> Cause:
     return Cause.STUCK if sight in (Sight.RUNNING, Sight.STOPPED, Sight.PRESENT) else Cause.UNKNOWN
 
 
-def _glance(seat: Seat) -> Report:
-    """A report without the promise: nothing is frozen."""
-    now = time.monotonic()
-    with seat.condition:
-        member, call = seat.member, seat.call
-        report = Report(
-            rank=member.rank,
-            generation=member.generation,
-            done=member.completed,
-            operation=member.operation,
-            phase=member.phase,
-            first_incomplete=member.first_incomplete,
-            attempt=member.attempt,
-        )
-    return report if call is None else replace(report, age=now - call.entered, budget=call.deadline - now)
-
-
-def _whereabouts(report: Report) -> str:
+def whereabouts(report: Report) -> str:
     if report.elsewhere:
         return f"it waits in {report.elsewhere}"
     stack = report.details.get("stack")

@@ -10,18 +10,19 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ncclguard.agreement import codec
 from ncclguard.agreement.decision import Departure, Phase, Report, TroubleKind
 from ncclguard.agreement.inquiry import Inquiries
-from ncclguard.agreement.liveness import Liveness, Sight
+from ncclguard.agreement.liveness import Identity, Liveness, Sight
 from ncclguard.agreement.neighbours import Neighbours
-from ncclguard.agreement.revocation import Revocation, Summarise, leave_result, read_revoke, revoke
-from ncclguard.agreement.seat import Seat
+from ncclguard.agreement.revocation import Revocation, leave_result, read_revoke, revoke
+from ncclguard.agreement.seat import Seat, Summarise
 from ncclguard.agreement.sections import Sections
 from ncclguard.agreement.store import AgreementStore, Handshake, StoreUnavailable
+from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
 
 log = logging.getLogger("ncclguard")
@@ -48,6 +49,8 @@ class MonitorSettings:
     stuck_timeout: float | None
     describe: Callable[[Seat, Report], Report]
     summarise: Summarise
+    publish: Callable[[Revocation], None] = lambda revocation: None
+    publish_alone: Callable[[Incident], None] = lambda incident: None
 
 
 class Monitor:
@@ -59,6 +62,8 @@ class Monitor:
         self.rank = rank
         self.session_ready = threading.Event()
         self.nonce = ""
+        self.make_seat: Callable[[str, int, tuple[int, ...]], Seat] = Seat
+        self.also: Callable[[float, AgreementStore], None] | None = None  # done in every step of the monitor
         self._root = store
         self._store = store
         self._settings = settings
@@ -102,8 +107,10 @@ class Monitor:
         with self._seats_lock:
             seat = self._seats.get(key)
             if seat is None:
-                seat = self._seats[key] = Seat(key, self.rank, members)
+                seat = self._seats[key] = self.make_seat(key, self.rank, members)
                 seat.unavailable = self._unavailable
+                seat.session = self.nonce
+                seat.publish_alone = self._settings.publish_alone
                 seat.standing = self.sections.standing
                 self._unchecked.add(key)
             return seat
@@ -112,13 +119,30 @@ class Monitor:
         with self._seats_lock:
             return list(self._seats.values())
 
-    def depart(self, cause: Cause, text: str, seconds: float) -> bool:
+    def depart(
+        self,
+        cause: Cause,
+        text: str,
+        seconds: float,
+        details: Mapping[str, object] | None = None,
+        *,
+        told: bool = False,
+    ) -> bool:
         """Tell the others that this process leaves, with what it completed; True when it has been written in time."""
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
             return False
-        self._leaving = Departure(self.rank, cause, text)
+        if self._leaving is None:  # the first reason stands
+            self._leaving = Departure(self.rank, cause, text, details=details or {}, told=told)
         self._wake.set()
         return self._left.wait(seconds)
+
+    def settle(self, seconds: float, begins_within: float = 0.0) -> None:
+        """Wait until no verdict is in progress; `begins_within` seconds one may still begin."""
+        now = time.monotonic()
+        while self._thread.is_alive() and not self._unavailable and time.monotonic() < now + seconds:
+            if not self._revocations and time.monotonic() >= now + begins_within:
+                return
+            time.sleep(0.01)
 
     def stop(self, seconds: float) -> bool:
         """End the thread; False when it is inside a store call that does not answer."""
@@ -131,6 +155,14 @@ class Monitor:
     def goodbyes(self) -> int:
         """How many ranks of the job are known to have left; counted while this one leaves."""
         return self._goodbyes
+
+    def peers_here(self) -> list[Identity]:
+        """The other ranks of this host, as far as they are known yet."""
+        return self._neighbours.here()
+
+    def first_here(self) -> bool:
+        """Whether no live rank of this host is lower, as far as is known: it speaks where no agreement can be had."""
+        return self._neighbours.first_here()
 
     def gone(self, rank: int) -> str:
         """Local evidence that a peer's process is gone, for verdicts that could not be agreed; empty for none."""
@@ -201,7 +233,10 @@ class Monitor:
                 now, departed, self._settings.describe, self._neighbours.silent_cause, self._settings.summarise
             ):
                 del self._revocations[key]
+                self._settings.publish(revocation)
                 self._look_for_revoke(revocation.seat, now)
+        if self.also is not None:
+            self.also(now, self._store)
         self._inquiries.step(now, self._store, self._settings.warn_after, self._settings.stuck_timeout)
 
     def _begin_session(self, nonce: str) -> None:
@@ -211,6 +246,7 @@ class Monitor:
         self.session_ready.set()
         for seat in self.seats():
             with seat.condition:
+                seat.session = nonce
                 seat.condition.notify_all()
 
     def _lose_store(self, why: str) -> None:
@@ -355,6 +391,15 @@ class Monitor:
                 if text:
                     return text
         return ""
+
+    def read_departures(self) -> dict[int, Departure]:
+        """Every departure that is known to the store by now; from the monitor's own thread only."""
+        self._read_departures()
+        return {rank: departure for rank, (departure, _) in self._departed.items()}
+
+    def witness(self, departure: Departure) -> None:
+        """Enter another rank's departure for all; from the monitor's own thread only."""
+        self._post_departure(departure, {})
 
     def describe(self, seat: Seat, report: Report) -> Report:
         return self._settings.describe(seat, report)

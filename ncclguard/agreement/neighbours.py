@@ -68,6 +68,15 @@ class Neighbours:
                 found.append(Departure(rank, Cause.LOST, evidence))
         return found
 
+    def first_here(self) -> bool:
+        """Whether this is the lowest rank of its host that is not known to be gone."""
+        return not any(peer.rank < self._rank and not self.gone(peer.rank) for peer in self.here())
+
+    def here(self) -> list[Identity]:
+        """The other ranks of this host that are known yet."""
+        key = self._liveness.identity.host_key
+        return [peer for rank, peer in list(self._known.items()) if peer.host_key == key and rank != self._rank]
+
     def gone(self, rank: int) -> str:
         """Evidence that a rank's process is gone, from what this process knows without the store; empty for none."""
         if rank not in self._gone and rank in self._known:

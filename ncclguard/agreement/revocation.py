@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 
 from ncclguard.agreement import codec
-from ncclguard.agreement.decision import Departure, Report, TroubleKind, Verdict, decide
-from ncclguard.agreement.seat import Seat
+from ncclguard.agreement.decision import Departure, Report, TroubleKind, Verdict
+from ncclguard.agreement.incidents import histories
+from ncclguard.agreement.seat import Seat, Summarise
 from ncclguard.agreement.store import AgreementStore
 from ncclguard.outcome import Cause
 
@@ -19,7 +19,6 @@ TAKEOVER = 0.6
 
 Witness = Callable[[int], Cause]
 Describe = Callable[[Seat, Report], Report]
-Summarise = Callable[[Verdict, dict[int, Report], dict[int, Departure], dict[int, Cause], Seat], str]
 
 
 class Revocation:
@@ -40,6 +39,7 @@ class Revocation:
         self._report_count = -1
         self._last_pass = now
         self._deadline: float | None = None
+        self.verdict: Verdict | None = None
 
     def step(
         self,
@@ -68,8 +68,9 @@ class Revocation:
             self._gather(now, again=True)
             silent = {rank: witness(rank) for rank in missing if rank not in self._reports}
         gone = {rank: d for rank, d in departed.items() if rank in self._members}
-        verdict = decide(self.generation, self._members, self._reports, gone, silent, coordinator=self._rank)
-        verdict = replace(verdict, incident=summarise(verdict, self._reports, gone, silent, self.seat))
+        verdict = self.seat.judge(self.generation, self._members, self._reports, gone, silent, self._rank, summarise)
+        if verdict.incident:
+            self._store.put("histories", histories(self._reports, gone))  # before the verdict, on the same connection
         self._adopt(codec.loads_verdict(self._store.first("verdict", codec.dumps(verdict))))
         return True
 
@@ -114,10 +115,16 @@ class Revocation:
             self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def _patience_over(self, now: float) -> bool:
-        """Silence never ends an operation before its deadline."""
-        return self._deadline is not None and now >= max(self._since, self._deadline) + PATIENCE
+        """Silence never ends an operation before its deadline; one whose caller has gone, or that nobody is in, has none left."""
+        deadline = self._since if self._deadline is None else max(self._since, self._deadline)
+        return now >= deadline + PATIENCE
+
+    def histories(self) -> str | None:
+        """What the ranks remember of their last operations, left by the coordinator beside its verdict."""
+        return self._store.read("histories")
 
     def _adopt(self, verdict: Verdict) -> None:
+        self.verdict = verdict
         with self.seat.condition:
             operation = self.seat.member.operation
         donated = None if operation is None or operation.closing else self._results.read(str(operation.sequence))

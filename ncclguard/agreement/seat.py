@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from ncclguard.agreement.decision import Phase, Report, Trouble, TroubleKind, Verdict
+from ncclguard.agreement.decision import Departure, Phase, Report, Trouble, TroubleKind, Verdict, decide
 from ncclguard.agreement.protocol import Member, Resolution
+from ncclguard.incident.history import KEPT, Past
+from ncclguard.incident.model import Incident
+from ncclguard.outcome import Cause
+
+if TYPE_CHECKING:
+    from ncclguard.metrics.exchange import Exchange
+
+
+Summarise = Callable[
+    [Verdict, Mapping[int, Report], Mapping[int, Departure], Mapping[int, Cause], "Seat"], str
+]
 
 
 @dataclass(slots=True)
@@ -27,6 +40,8 @@ class OpenCall:
     generation: int = 0  # it entered on, and who took part in that
     participants: tuple[int, ...] = ()
     warned: float = 0.0  # age at the last look at who is awaited
+    opened: float = 0.0  # time.monotonic() when all had come; 0 before
+    exchange: bool = False  # carries the group's exchange of statistics
 
 
 class Seat:
@@ -38,11 +53,21 @@ class Seat:
         self.condition = threading.Condition()
         self.call: OpenCall | None = None
         self.last_text = ""
+        self.session = ""  # the nonce of the job's session, known some time after the seat is made
+        self.past: deque[Past] = deque(maxlen=KEPT)
         self.resolution: tuple[Resolution, Verdict, str | None] | None = None
         self.unavailable = ""  # why no verdict can come: the store is gone
+        self.exchange: Exchange | None = None  # of statistics; None in jobs that have none
         self.stop_transport: Callable[[int], None] = _no_transport
         self.kept_result: Callable[[], str | None] = _nothing_kept
+        self.publish_alone: Callable[[Incident], None] = _nobody_reads
+        self.sightings: dict[int, Mapping[str, object]] = {}  # what was seen of ranks that do not answer, like details
         self.standing: Callable[[], Trouble | None] = _no_trouble
+
+    def remember(self, call: OpenCall) -> None:
+        """Keep a finished call for later reports; on every call's path, under `condition`."""
+        done = self.member.completed >= call.sequence
+        self.past.append(Past(call.sequence, call.text, call.entered, time.monotonic(), done))
 
     def trouble(self, generation: int, kind: TroubleKind, text: str) -> bool:
         """Stop moving in this generation and have it revoked; False when it has had its verdict already."""
@@ -69,6 +94,36 @@ class Seat:
             if call is None or report.operation is None:
                 return report
             return replace(report, age=now - call.entered, budget=call.deadline - now)
+
+    def glance(self) -> Report:
+        """What `answer` says, without the promise: nothing is frozen."""
+        now = time.monotonic()
+        with self.condition:
+            member, call = self.member, self.call
+            report = Report(
+                rank=member.rank,
+                generation=member.generation,
+                done=member.completed,
+                operation=member.operation,
+                phase=member.phase,
+                first_incomplete=member.first_incomplete,
+                attempt=member.attempt,
+            )
+        return report if call is None else replace(report, age=now - call.entered, budget=call.deadline - now)
+
+    def judge(
+        self,
+        generation: int,
+        members: tuple[int, ...],
+        reports: Mapping[int, Report],
+        departed: Mapping[int, Departure],
+        silent: Mapping[int, Cause],
+        coordinator: int,
+        summarise: Summarise,
+    ) -> Verdict:
+        """The coordinator's verdict on what the members report, with its incident."""
+        verdict = decide(generation, members, reports, departed, silent, coordinator=coordinator)
+        return replace(verdict, incident=summarise(verdict, reports, departed, silent, self))
 
     def adopt(self, verdict: Verdict, donated: str | None) -> None:
         """Hand the verdict to the caller who waits for it."""
@@ -105,6 +160,10 @@ def _no_transport(generation: int) -> None:
 
 def _nothing_kept() -> str | None:
     return None
+
+
+def _nobody_reads(incident: Incident) -> None:
+    """No monitor has this seat: there is nobody to write a report."""
 
 
 def _no_trouble() -> Trouble | None:

@@ -75,6 +75,18 @@ def call_site_of(thread: int) -> str:
     return "" if frame is None else _users_place(frame)
 
 
+def program_place(thread: int = 0) -> str:
+    """Return where the program's own code is on a thread, by its ident, or on the main thread; empty when it has ended."""
+    frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
+    while frame is not None and not _is_programs(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else _place(frame)
+
+
+def _is_programs(filename: str) -> bool:
+    return not filename.startswith(("<frozen", *_INSTALLED)) and not is_own_file(filename)
+
+
 def _users_place(frame: FrameType) -> str:
     while _own_files.get(frame.f_code.co_filename) or is_own_file(frame.f_code.co_filename):
         outer = frame.f_back
@@ -100,6 +112,19 @@ def describe_exception(error: BaseException) -> str:
     return _shorten(name + (f" at {place}" if place else "") + (f": {message}" if message else ""), EXCEPTION_LENGTH)
 
 
+def traceback_frames(error: BaseException, limit: int = 64) -> tuple[str, ...]:
+    """Return the frames an exception came through, outermost first, as `main_thread_stack` writes them."""
+    lines = []
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        source = linecache.getline(code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals).strip()
+        place = f"{_short_path(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
+        lines.append(f"{place}: {_shorten(source, SOURCE_LENGTH)}" if source else place)
+        trace = trace.tb_next
+    return tuple(lines[-limit:])
+
+
 def is_own_file(filename: str) -> bool:
     """Whether the code in ``filename`` is this library's, and not a program's that uses it."""
     own = _own_files.get(filename)
@@ -113,7 +138,7 @@ def _raised_at(trace: TracebackType | None) -> str:
     while trace is not None:
         filename = trace.tb_frame.f_code.co_filename
         innermost = f"{_short_path(filename)}:{trace.tb_lineno} in {trace.tb_frame.f_code.co_name}"
-        if not filename.startswith(("<frozen", *_INSTALLED)) and not is_own_file(filename):
+        if _is_programs(filename):
             users = innermost
         trace = trace.tb_next
     return users or innermost

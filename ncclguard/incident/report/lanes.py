@@ -16,6 +16,8 @@ from ncclguard.outcome import Cause
 #: Above so many ranks those that are not to blame share lanes; above the second number also the culprits do.
 EACH: Final = 80
 CULPRITS: Final = 48
+#: Part of the width beyond which a bar does not push a lane's text to the right.
+_TOO_FAR: Final = 0.8
 
 #: What a rank did in the operation, for people.
 STATES: Final = {
@@ -41,7 +43,7 @@ display:flex;align-items:center;gap:.45rem}
 .tl i.open{background:repeating-linear-gradient(135deg,var(--wait) 0 5px,transparent 5px 9px);
 border:1px solid var(--wait)}
 .tl i.guess{background:none;border:1px dashed var(--dim)}
-.tl .say{position:absolute;top:0;line-height:1.7rem;padding:0 .4rem;white-space:nowrap;color:var(--bad);font-weight:600;
+.tl .say{position:absolute;top:0;background:var(--badsoft);line-height:1.7rem;padding:0 .4rem;white-space:nowrap;color:var(--bad);font-weight:600;
 overflow:hidden;text-overflow:ellipsis}.tl.many .say{line-height:1rem}
 .tl .head .track{border:0;overflow:visible;color:var(--dim)}.tl .head{height:2.5rem!important;font-size:.78rem!important}
 .tl .head span.m{position:absolute;bottom:.1rem;transform:translateX(-50%);white-space:nowrap}
@@ -166,7 +168,9 @@ class _Draw:
             return ""
         cause = str(report.cause or report.state)
         text = report.exception or report.note or (report.stack[-1] if report.stack else report.state)
-        return _say(self._scale.diverged, f"{cause}: {text.removesuffix(f': {cause}')}")
+        ends = [self._scale.place(bar.end) for bar in lane.bars if bar.end is not None] if lane is not None else []
+        place = max([self._scale.diverged, *(end for end in ends if end < _TOO_FAR)])
+        return _say(place, f"{cause}: {text.removesuffix(f': {cause}')}")
 
 
 def _say(place: float, text: str) -> str:
