@@ -34,19 +34,24 @@ _LIMITS = {"none": "timeout", "train": "timeout_train", "eval": "timeout_eval", 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Whether and how far the measurements may move settings; seconds and elements, equal on all ranks."""
+    """Whether and how far the measurements may move settings; seconds and elements, equal on all ranks.
+
+    `names`: the settings that can change at all in this group.
+    """
 
     adjust: bool
     timeout: tuple[float, float]
     chunk_numel: tuple[int, int]
+    names: tuple[str, ...] = SETTINGS
 
     @classmethod
-    def of(cls, config: GuardConfig) -> Bounds:
+    def of(cls, config: GuardConfig, names: tuple[str, ...] = SETTINGS) -> Bounds:
         """The bounds that are configured."""
         return cls(
             config.adjust,
             (config.adjust_timeout_min, config.adjust_timeout_max),
             (config.adjust_chunk_min, config.adjust_chunk_max),
+            names,
         )
 
 
@@ -66,30 +71,33 @@ def decide(gathered: Sequence[RankStatistics], bounds: Bounds) -> tuple[Settings
     The first rank's settings are where it starts from, so that a rank which missed an exchange is in step again after the next.
     """
     settings = gathered[0].settings
-    settings, changes = _proposed(settings, gathered)
+    settings, changes = _proposed(settings, gathered, bounds.names)
     if bounds.adjust:
         taken = {change.name for change in changes}
         for index, phase in enumerate(PHASES):
             if _LIMITS[phase] not in taken:
                 settings, change = _limit(settings, gathered, index, bounds.timeout)
                 changes += change
-        if "chunk_numel" not in taken:
+        if "chunk_numel" not in taken and "chunk_numel" in bounds.names:
             settings, change = _pieces(settings, gathered, bounds.chunk_numel)
             changes += change
     return settings, changes
 
 
-def _proposed(settings: Settings, gathered: Sequence[RankStatistics]) -> tuple[Settings, tuple[SettingChange, ...]]:
+def _proposed(
+    settings: Settings, gathered: Sequence[RankStatistics], names: tuple[str, ...]
+) -> tuple[Settings, tuple[SettingChange, ...]]:
     newest = max(gathered, key=lambda one: one.proposal)
     if newest.proposal <= settings.proposal:
         return settings, ()
     changes = []
-    for name, value in newest.proposed:
+    proposed = [(name, value) for name, value in newest.proposed if name in names]
+    for name, value in proposed:
         if settings.has(name) and settings.get(name) == value:
             continue  # a proposal contains those before it
         old = _in_force(name, settings, gathered)
         changes.append(SettingChange(name, old, value, f"set from outside, proposal {newest.proposal}"))
-    settings = _with(settings, dict(newest.proposed))
+    settings = _with(settings, dict(proposed))
     return replace(settings, proposal=newest.proposal, rate=0.0, direction=1), tuple(changes)
 
 

@@ -21,17 +21,18 @@ from ncclguard.config import GuardConfig, current_config, current_phase
 from ncclguard.metrics import hook, identity, settings, statistics
 from ncclguard.metrics.adjust import Bounds, SettingChange, decide
 from ncclguard.metrics.records import StragglerTable
-from ncclguard.metrics.settings import SETTINGS, Settings, shown
+from ncclguard.metrics.settings import LIMITS, SETTINGS, Settings, shown
 from ncclguard.metrics.statistics import MAX_WAITS, PHASES, RankStatistics
 from ncclguard.metrics.stragglers import Stragglers
 from ncclguard.outcome import Cause
+from ncclguard.transport.base import Pending
 
 if TYPE_CHECKING:
     from ncclguard.agreement.protocol import Member
     from ncclguard.agreement.seat import OpenCall, Seat
     from ncclguard.guard import Request
     from ncclguard.incident.model import Incident
-    from ncclguard.transport.base import Communicator, Pending
+    from ncclguard.transport.base import Agreement, Communicator
 
 log = logging.getLogger("ncclguard")
 
@@ -86,23 +87,57 @@ def terms(config: GuardConfig) -> dict[str, object]:
     }
 
 
-class Exchange:
-    """One group's exchange on this rank. The caller's thread does everything; `table` and `settings` may be read by any."""
+class Gathering(Pending):
+    """Everybody's bytes, in the order of the group's `ranks`: with a vote where they fit into one, else as a collective."""
 
-    def __init__(self, key: str, config: GuardConfig) -> None:
+    def __init__(self, communicator: Communicator, mine: bytes, sequence: int) -> None:
+        self.sequence = sequence
+        self.ranks = communicator.ranks
+        self.gathered: list[bytes] = []
+        self._vote: Agreement | None = None
+        self._slots: list[torch.Tensor] = []
+        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        if len(mine) <= communicator.payload_nbytes:
+            self._mine = data  # its memory is read while the vote is waited for
+            self._vote = communicator.agree(sequence, data)
+            return
+        self._mine = data.to(getattr(communicator, "device", communicator.device_type))
+        self._slots = [torch.empty_like(self._mine) for _ in self.ranks]
+        self._pending = communicator.all_gather(self._slots, self._mine)
+
+    def wait(self, seconds: float) -> bool:
+        if self._vote is not None:
+            if not self._vote.wait(seconds):
+                return False
+            self._slots = list(
+                self._vote.rows(torch.uint8, self._mine.numel())
+            )  # before the closing round overwrites them
+        elif not self._pending.wait(seconds):
+            return False
+        self.gathered = [slot.cpu().numpy().tobytes() for slot in self._slots]
+        return True
+
+
+class Exchange:
+    """One group's exchange on this rank. The caller's thread does everything; `table` and `settings` may be read by any thread."""
+
+    def __init__(self, key: str, config: GuardConfig, names: tuple[str, ...] = SETTINGS) -> None:
         self.every = config.statistics_every
         self.group = key.rpartition(":")[0]
-        self.table: StragglerTable | None = None
         self.settings = Settings()
         self.adopted_after = ""  # the operation after which the newest proposal came into force
         self._key = key
-        self._process_group = self.group.rpartition(":")[0]
-        self._bounds = Bounds.of(config)
+        self._process_group = key.partition(":")[0]
+        self._bounds = Bounds.of(config, names)
         self._stragglers = Stragglers(self.group)
         self._waits: list[tuple[int, float]] = [(0, 0.0)] * min(self.every, MAX_WAITS)
-        self._gathered: tuple[int, tuple[int, ...], list[torch.Tensor], float] | None = None
-        self._cost = 0.0
+        self._gathering: Gathering | None = None
         self._reset()
+
+    @property
+    def table(self) -> StragglerTable | None:
+        """Who comes last; None before the first exchange."""
+        return self._stragglers.table()
 
     def _reset(self) -> None:
         self._longest = [0.0] * len(PHASES)
@@ -122,11 +157,8 @@ class Exchange:
     def gather(self, communicator: Communicator, call: OpenCall) -> Pending:
         """Start to gather everybody's numbers; the opening round has passed."""
         self._wait(call)
-        data = torch.frombuffer(bytearray(statistics.encode(self._mine(call))), dtype=torch.uint8)
-        mine = data.to(communicator.device_type)
-        slots = [torch.empty_like(mine) for _ in communicator.ranks]
-        self._gathered = (call.sequence, communicator.ranks, slots, time.monotonic())
-        return communicator.all_gather(slots, mine)
+        self._gathering = Gathering(communicator, statistics.encode(self._mine(call)), call.sequence)
+        return self._gathering
 
     def completed(self, request: Request, call: OpenCall, attempts: int, chunks: int, seconds: float) -> None:
         """A success of this group; never raises."""
@@ -175,30 +207,28 @@ class Exchange:
             limits=(config.timeout, config.timeout_train, config.timeout_eval, config.timeout_small),
             longest=tuple(self._longest), expired=tuple(self._expired), operations=self._operations,
             retries=self._retries, moved_bytes=self._moved_bytes, moved_seconds=self._moved_seconds, piece=self._piece,
-            cost=self._cost, proposal=number, proposed=proposed, settings=self.settings,
+            proposal=number, proposed=proposed, settings=self.settings,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ everybody's
 
     def _conclude(self, call: OpenCall) -> None:
-        gathered, self._gathered = self._gathered, None
-        if gathered is None or gathered[0] != call.sequence:
+        gathering, self._gathering = self._gathering, None
+        if gathering is None or gathering.sequence != call.sequence:
             return
-        _, ranks, slots, started = gathered
-        everybody = [statistics.decode(slot.cpu().numpy().tobytes()) for slot in slots]
+        ranks = gathering.ranks
+        everybody = [statistics.decode(data) for data in gathering.gathered]
         op_id = f"{self._key}/{call.sequence}"
-        self._stragglers.add(ranks, everybody)
-        self.table = self._stragglers.table(op_id, everybody)
+        self._stragglers.add(ranks, everybody, op_id)
         newest = max(everybody, key=lambda one: one.proposal)
         proposals.learn(newest.proposal, newest.proposed)
         before = self.settings.proposal
         self.settings, changes = decide(everybody, self._bounds)
         if self.settings.proposal != before:
             self.adopted_after = op_id
-        settings.apply(self._process_group, self.settings)
+        settings.apply(self._process_group, self.settings, self._bounds.names)
         self._reset()
         self._report(op_id, changes, leads=ranks[0] == identity.rank())
-        self._cost = time.monotonic() - started
 
     def _report(self, op_id: str, changes: tuple[SettingChange, ...], leads: bool) -> None:
         for change in changes:
@@ -220,9 +250,22 @@ def config_of(process_group: str, config: GuardConfig) -> GuardConfig:
 
 def start(seat: Seat, config: GuardConfig) -> None:
     """A guard is made for this seat: give it an exchange, if there is to be one, and let the monitoring see it."""
-    exchange = Exchange(seat.key, config) if config.statistics_every else None
+    names = _names(seat.key)
+    exchange = Exchange(seat.key, config, names) if config.statistics_every and names else None
     seat.exchange = exchange
     hook.register(seat, exchange)
+
+
+def _names(key: str) -> tuple[str, ...]:
+    """The settings that a guard's exchange may change, by its key: `group:device[:lane]:members`; none for a lane of two ranks.
+
+    A lane runs calls that were made before the calls ahead of them have ended. A length of pieces would change for some ranks' next
+    call and for others' next but one, which a limit may.
+    """
+    device, *lane = key.split(":")[1:-1] or [""]
+    if device not in ("cpu", "cuda") or len(lane) > 1:
+        return ()
+    return LIMITS if lane else SETTINGS
 
 
 def forget() -> None:

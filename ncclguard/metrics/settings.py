@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ncclguard.config import GuardConfig
 
 #: The settings that can change in a running job, in the order of the exchange. All hold from the next call on.
 SETTINGS = ("timeout", "timeout_train", "timeout_eval", "timeout_small", "chunk_numel", "max_attempts")
-#: Those that count something.
+#: Those that count something, and are compared with every operation.
 COUNTS = frozenset({"chunk_numel", "max_attempts"})
+#: Those that may differ between ranks for a moment.
+LIMITS = tuple(name for name in SETTINGS if name not in COUNTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,11 @@ class AdjustedConfig:
 adjusted: dict[str, AdjustedConfig] = {}
 
 
-def apply(group: str, settings: Settings) -> None:
-    """Let later calls of a process group have these settings."""
+def apply(group: str, settings: Settings, names: tuple[str, ...] = SETTINGS) -> None:
+    """Let later calls of a process group have these settings; those that are not among `names` stay."""
+    if names != SETTINGS and group in adjusted:
+        kept = {name: value for name, value in adjusted[group].settings.values if name not in names}
+        settings = replace(settings, values=tuple({**kept, **dict(settings.values)}.items()))
     if settings.values:
         adjusted[group] = AdjustedConfig(settings)
     else:

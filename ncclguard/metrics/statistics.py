@@ -10,8 +10,8 @@ import numpy as np
 
 from ncclguard.metrics.settings import SETTINGS, UNCHANGED, Settings
 
-#: Operations whose waits one exchange can carry.
-MAX_WAITS = 64
+#: Operations whose waits one exchange can carry; with so many it fits into a vote of a group of up to 64 ranks.
+MAX_WAITS = 32
 #: Phases in the order of the numbers by phase; "none" is a call outside `with phase(...)`.
 PHASES = ("none", "train", "eval", "small")
 #: Raised with every change of the layout; ranks with another one refuse to build a group together.
@@ -41,7 +41,6 @@ class RankStatistics:
     moved_bytes: float = 0.0
     moved_seconds: float = 0.0
     piece: int = 0
-    cost: float = 0.0  # seconds of the last exchange
     proposal: int = 0
     proposed: tuple[tuple[str, float | None], ...] = ()
     settings: Settings = UNCHANGED
@@ -57,7 +56,7 @@ def encode(statistics: RankStatistics) -> bytes:
     s = statistics
     proposed = dict(s.proposed)
     numbers = [
-        LAYOUT, s.pid, s.operations, s.retries, s.moved_bytes, s.moved_seconds, s.piece, s.cost, s.proposal,
+        LAYOUT, s.pid, s.operations, s.retries, s.moved_bytes, s.moved_seconds, s.piece, s.proposal,
         s.settings.proposal, s.settings.rate, s.settings.direction,
         *map(_number, s.limits), *s.longest, *s.expired,
         *(_number(proposed[name]) if name in proposed else math.nan for name in SETTINGS),
@@ -78,7 +77,7 @@ def decode(data: bytes) -> RankStatistics:
     waits = np.frombuffer(data, np.float32, count, 8 * _NUMBERS)
     host = data[-_HOST_BYTES:].rstrip(b"\0").decode("ascii", "replace")
     take = _Reader(numbers)
-    _, pid, operations, retries, moved_bytes, moved_seconds, piece, cost, proposal, adopted, rate, direction = take(12)
+    _, pid, operations, retries, moved_bytes, moved_seconds, piece, proposal, adopted, rate, direction = take(11)
     limits, longest, expired = take(len(PHASES)), take(len(PHASES)), take(len(PHASES))
     proposed, held = take(len(SETTINGS)), take(len(SETTINGS))
     return RankStatistics(
@@ -93,7 +92,6 @@ def decode(data: bytes) -> RankStatistics:
         moved_bytes=moved_bytes,
         moved_seconds=moved_seconds,
         piece=int(piece),
-        cost=cost,
         proposal=int(proposal),
         proposed=_named(proposed),
         settings=Settings(_named(held), int(adopted), rate, int(direction)),
@@ -125,4 +123,4 @@ def _named(numbers: Sequence[float]) -> tuple[tuple[str, float | None], ...]:
     )
 
 
-_NUMBERS = 12 + 3 * len(PHASES) + 2 * len(SETTINGS)
+_NUMBERS = 11 + 3 * len(PHASES) + 2 * len(SETTINGS)

@@ -6,6 +6,7 @@ of two waits is the difference of two arrivals.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -28,9 +29,19 @@ class Stragglers:
         self._group = group
         self._ranks: tuple[int, ...] = ()
         self._columns: deque[npt.NDArray[np.float32]] = deque(maxlen=WINDOW)
+        self._known: tuple[str, tuple[tuple[str, int], ...]] | None = None
+        self._lock = threading.Lock()
 
-    def add(self, ranks: Sequence[int], gathered: Sequence[RankStatistics]) -> None:
-        """Take the waits of one exchange; operations in which a rank has measured nothing are left out."""
+    def add(self, ranks: Sequence[int], gathered: Sequence[RankStatistics], through: str) -> None:
+        """Take the waits of one exchange; operations in which a rank has measured nothing are left out.
+
+        `through`: id of the operation that carried it, the last one of the table.
+        """
+        with self._lock:
+            self._add(ranks, gathered)
+            self._known = through, tuple((one.host, one.pid) for one in gathered)
+
+    def _add(self, ranks: Sequence[int], gathered: Sequence[RankStatistics]) -> None:
         if tuple(ranks) != self._ranks:  # ranks have gone: rows of before do not fit any more
             self._ranks = tuple(ranks)
             self._columns = deque(maxlen=max(1, min(WINDOW, MAX_BYTES // (4 * len(self._ranks)))))
@@ -39,27 +50,32 @@ class Stragglers:
             if not np.isnan(column).any():
                 self._columns.append(column.copy())
 
-    def table(self, through: str, gathered: Sequence[RankStatistics]) -> StragglerTable:
-        """The table through an operation; hosts and pids as the ranks have just told."""
-        if not self._columns:
+    def table(self) -> StragglerTable | None:
+        """The table through the last exchange, None before the first. Made when somebody looks, in any thread."""
+        with self._lock:
+            if self._known is None:
+                return None
+            through, processes = self._known
+            ranks, columns = self._ranks, list(self._columns)
+        if not columns:
             return StragglerTable(group=self._group, through=through, operations=0, rows=())
-        waits = np.stack(self._columns, axis=1).astype(np.float64)  # ranks x operations
+        waits = np.stack(columns, axis=1).astype(np.float64)  # ranks x operations
         behind = waits.max(axis=0) - waits
         last = waits.argmin(axis=0)
         ordered = np.sort(waits, axis=0)
-        missing = ordered[1] - ordered[0] if len(self._ranks) > 1 else np.zeros(waits.shape[1])
+        missing = ordered[1] - ordered[0] if len(ranks) > 1 else np.zeros(waits.shape[1])
         rows = [
             StragglerRow(
                 rank=rank,
-                host=one.host,
-                pid=one.pid,
+                host=host,
+                pid=pid,
                 last=int((last == index).sum()),
                 behind=float(behind[index].mean()),
                 behind_longest=float(behind[index].max()),
                 held_up=float(missing[last == index].sum()),
                 waited=float(waits[index].mean()),
             )
-            for index, (rank, one) in enumerate(zip(self._ranks, gathered, strict=True))
+            for index, (rank, (host, pid)) in enumerate(zip(ranks, processes, strict=True))
         ]
         rows.sort(key=lambda row: (-row.behind, row.rank))
         return StragglerTable(group=self._group, through=through, operations=waits.shape[1], rows=tuple(rows))

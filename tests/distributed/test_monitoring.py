@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import json
 import os
 import signal
@@ -81,7 +83,7 @@ def monitored(log: str) -> None:
     chunks = [count for _, count in steps]
     faults.report(
         chunks=[chunks[0], chunks[-1]],
-        turned=sum(one != other for one, other in zip(chunks, chunks[1:], strict=False)),
+        turned=sum(one != other for one, other in itertools.pairwise(chunks)),
         first=next(op_id for op_id, count in steps if count == 4),
         after=the_exchange().adopted_after,
         settings=dict(the_exchange().settings.changed()),
@@ -115,6 +117,18 @@ def monitored(log: str) -> None:
     dist.destroy_process_group()
 
 
+def run(command: str, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of a command for the job."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = ncclguard([command, "--job", "monitored", *arguments])
+    return code, output.getvalue()
+
+
+def slow_rank_is_known(rank0: Path) -> bool:
+    tables = door.ask(rank0, {"command": "status"})["snapshot"]["stragglers"]
+    return bool(tables) and tables[0]["operations"] >= 3 * EVERY
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One job for all tests here, with both commands run beside it."""
@@ -127,14 +141,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             until = time.monotonic() + 60
             while len(door.jobs().get("monitored", {})) < 2 and time.monotonic() < until:
                 time.sleep(0.05)
-            with contextlib.redirect_stdout((base / "set").open("w")):
-                found["set"] = ncclguard(["set", "--job", "monitored", "chunk_numel=100", "timeout_train=77", "--wait", "60"])
-            with contextlib.redirect_stdout((base / "top").open("w")):
-                found["top"] = ncclguard(["top", "--job", "monitored", "--once"])
+            rank0 = door.jobs()["monitored"][0]
+            while not slow_rank_is_known(rank0) and time.monotonic() < until:
+                time.sleep(0.05)
+            found["set"], found["set text"] = run("set", "chunk_numel=100", "timeout_train=77", "--wait", "60")
+            found["top"], found["top text"] = run("top", "--once")
             time.sleep(0.2)
             started.tell("stop")
             found["result"] = started.wait()
-        found["set text"], found["top text"] = (base / "set").read_text(), (base / "top").read_text()
         return found
 
 

@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ncclguard.agreement.seat import Seat
 from ncclguard.config import GuardConfig
 from ncclguard.errors import GuardConfigError
-from ncclguard.metrics import adjust, settings
+from ncclguard.metrics import exchange, settings
 from ncclguard.metrics.adjust import Bounds, SettingChange, decide
+from ncclguard.metrics.records import StragglerTable
 from ncclguard.metrics.settings import SETTINGS, Settings
-from ncclguard.metrics.statistics import PHASES, RankStatistics, decode, encode, size
+from ncclguard.metrics.statistics import MAX_WAITS, PHASES, RankStatistics, decode, encode, size
 from ncclguard.metrics.stragglers import WINDOW, Stragglers
 
 OFF = Bounds(adjust=False, timeout=(60.0, 3600.0), chunk_numel=(1_000_000, 100_000_000))
@@ -53,7 +56,6 @@ statistics = st.builds(
     moved_bytes=st.floats(0, 1e18),
     moved_seconds=seconds,
     piece=st.integers(0, 1 << 50),
-    cost=seconds,
     proposal=st.integers(0, 1 << 50),
     proposed=values,
     settings=st.builds(Settings, values, st.integers(0, 1 << 50), st.floats(0, 1e15), st.sampled_from([-1, 0, 1])),
@@ -92,6 +94,34 @@ def test_the_newest_proposal_of_any_rank_is_taken_once() -> None:
     ]
     again = [replace(one, settings=settled, proposal=7, proposed=proposed) for one in gathered]
     assert decide(again, OFF) == (settled, ())
+
+
+def test_a_lane_takes_limits_only() -> None:
+    gathered = [rank(proposal=7, proposed=(("timeout", 900.0), ("chunk_numel", 5e7)), piece=8_000_000, retries=1)]
+    settled, changes = decide(gathered, replace(ON, names=settings.LIMITS))
+    assert settled.changed() == {"timeout": 900.0}
+    assert [change.name for change in changes] == ["timeout"]
+    settings.apply("g", Settings((("timeout", 5.0), ("chunk_numel", 7.0))))
+    settings.apply("g", settled, settings.LIMITS)
+    assert settings.adjusted.pop("g").settings.changed() == {"chunk_numel": 7.0, "timeout": 900.0}
+
+
+@pytest.mark.parametrize(
+    ("key", "exchanges"),
+    [
+        ("0:cpu:ab12", settings.SETTINGS),
+        ("0:cuda:ab12", settings.SETTINGS),
+        ("0:cpu:door:ab12", settings.LIMITS),
+        ("0:cpu:door:0>1:ab12", None),
+        ("anything", None),
+    ],
+)
+def test_which_guards_exchange_what(key: str, exchanges: tuple[str, ...] | None) -> None:
+    seat = Seat(key, 0, (0, 1))
+    exchange.start(seat, GuardConfig(statistics_every=10))
+    assert (None if seat.exchange is None else seat.exchange._bounds.names) == exchanges
+    exchange.start(seat, GuardConfig())
+    assert seat.exchange is None
 
 
 def test_a_rank_that_missed_an_exchange_is_in_step_after_the_next() -> None:
@@ -231,12 +261,20 @@ def told(waits: list[float | None], number: int) -> RankStatistics:
     return RankStatistics(pid=100 + number, host=f"node{number}", waits=tuple(waits))
 
 
+def table_of(*exchanges: tuple[tuple[int, ...], list[RankStatistics]]) -> StragglerTable:
+    """The table after exchanges of (ranks, what they told)."""
+    stragglers = Stragglers("0:cpu")
+    assert stragglers.table() is None
+    for ranks, gathered in exchanges:
+        stragglers.add(ranks, gathered, "0:cpu:ab/30")
+    table = stragglers.table()
+    assert table is not None
+    return table
+
+
 def test_who_waits_least_came_last() -> None:
     """Rank 5 comes 0.3 s, then 0.1 s after the first; rank 3 once 0.2 s after it."""
-    table = Stragglers("0:cpu")
-    gathered = [told([0.3, 0.1, 0.2], 1), told([0.29, 0.1, 0.0], 3), told([0.0, 0.0, 0.2], 5)]
-    table.add((1, 3, 5), gathered)
-    found = table.table("0:cpu:ab/30", gathered)
+    found = table_of(((1, 3, 5), [told([0.3, 0.1, 0.2], 1), told([0.29, 0.1, 0.0], 3), told([0.0, 0.0, 0.2], 5)]))
     assert (found.operations, found.through) == (3, "0:cpu:ab/30")
     assert [row.rank for row in found.rows] == [5, 3, 1]
     slowest = found.slowest
@@ -249,39 +287,70 @@ def test_who_waits_least_came_last() -> None:
 
 
 def test_operations_that_one_rank_has_not_measured_are_left_out() -> None:
-    table = Stragglers("0:cpu")
-    gathered = [told([0.3, None, 0.2], 0), told([None, 0.1, 0.0], 1)]
-    table.add((0, 1), gathered)
-    assert table.table("x", gathered).operations == 1
+    assert table_of(((0, 1), [told([0.3, None, 0.2], 0), told([None, 0.1, 0.0], 1)])).operations == 1
+    nothing = table_of(((0, 1), [told([None], 0), told([0.1], 1)]))
+    assert (nothing.operations, nothing.rows, nothing.slowest) == (0, (), None)
 
 
 @given(st.integers(1, 5), st.integers(1, 40))
-def test_the_table_looks_back_on_a_bounded_number_of_operations(ranks: int, exchanges: int) -> None:
-    table = Stragglers("0:cpu")
-    for number in range(exchanges):
-        gathered = [told([0.1 * number] * 16, rank) for rank in range(ranks)]
-        table.add(tuple(range(ranks)), gathered)
-    found = table.table("x", gathered)
+def test_the_table_looks_back_on_a_bounded_number_of_operations(size: int, exchanges: int) -> None:
+    ranks = tuple(range(size))
+    found = table_of(*((ranks, [told([0.1 * number] * 16, one) for one in ranks]) for number in range(exchanges)))
     assert found.operations == min(WINDOW, 16 * exchanges)
     assert all(math.isclose(row.behind, 0) for row in found.rows)
 
 
 def test_ranks_that_have_gone_leave_the_table() -> None:
-    table = Stragglers("0:cpu")
-    table.add((0, 1, 2), [told([0.1], rank) for rank in range(3)])
-    gathered = [told([0.1, 0.2], rank) for rank in (0, 2)]
-    table.add((0, 2), gathered)
-    found = table.table("x", gathered)
+    found = table_of(
+        ((0, 1, 2), [told([0.1], one) for one in range(3)]), ((0, 2), [told([0.1, 0.2], one) for one in (0, 2)])
+    )
     assert sorted(row.rank for row in found.rows) == [0, 2]
     assert found.operations == 2
-    assert Stragglers("0:cpu").table("x", []).slowest is None
 
 
 def test_a_thousand_ranks_stay_within_the_memory() -> None:
-    table = Stragglers("0:cpu")
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        gathered = [told(list(rng.random(64)), rank) for rank in range(1000)]
-        table.add(tuple(range(1000)), gathered)
-    assert table.table("x", gathered).operations == WINDOW
-    assert adjust.decide(gathered, OFF)[1] == ()
+    ranks, rng = tuple(range(1000)), np.random.default_rng(0)
+    gathered = [told(list(rng.random(32)), one) for one in ranks]
+    found = table_of(*[(ranks, gathered)] * 40)
+    assert found.operations == WINDOW
+    assert len(found.rows) == 1000
+    assert decide(gathered, OFF)[1] == ()
+
+
+class TogetherOnOneRank:
+    """A communicator of three ranks that all tell the same, with or without room in its votes."""
+
+    ranks, device_type = (0, 1, 2), "cpu"
+
+    def __init__(self, payload_nbytes: int) -> None:
+        self.payload_nbytes = payload_nbytes
+        self.votes = 0
+        self.memory = torch.empty(0)
+
+    def agree(self, value: int, payload: torch.Tensor) -> TogetherOnOneRank:
+        self.votes += 1
+        self.memory = payload.clone()
+        return self
+
+    def all_gather(self, slots: list[torch.Tensor], mine: torch.Tensor) -> TogetherOnOneRank:
+        for slot in slots:
+            slot.copy_(mine)
+        return self
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def rows(self, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
+        return [self.memory[:numel].view(dtype)] * 3
+
+
+@pytest.mark.parametrize(("room", "votes"), [(496, 1), (0, 0)])
+def test_an_exchange_rides_in_a_vote_where_it_fits(room: int, votes: int) -> None:
+    """It does with the 496 bytes that a vote carries in groups of up to 64 ranks; there a collective would cost ten times as much."""
+    told = encode(rank(waits=(0.1,) * MAX_WAITS))
+    communicator = TogetherOnOneRank(room)
+    gathering = exchange.Gathering(communicator, told, 20)  # type: ignore[arg-type]
+    assert gathering.wait(1.0)
+    communicator.memory.fill_(0)  # the closing round
+    assert gathering.gathered == [told] * 3
+    assert communicator.votes == votes

@@ -42,7 +42,9 @@ FAILURE = Failure(
     **ORIGIN, op_id="0:cpu:ab12/10", op="all_reduce", phase="train", cause="late", culprits=(2,), agreed=True, attempts=1,
     seconds=60.0, summary="all_reduce(float32[1024], SUM) failed after 60 s: rank 2 late.",
 )  # fmt: skip
-CHANGE = Change(**ORIGIN, group="0:cpu", op_id="0:cpu:ab12/10", name="timeout", old=None, new=900.0, reason="set from outside")
+CHANGE = Change(
+    **ORIGIN, group="0:cpu", op_id="0:cpu:ab12/10", name="timeout", old=None, new=900.0, reason="set from outside"
+)
 
 
 def finish(thread: SinkThread) -> None:
@@ -71,10 +73,10 @@ def test_a_sink_that_raises_is_logged_once_and_gets_the_next_record(caplog: pyte
         thread.put(FAILURE)
     finish(thread)
     assert len(seen) == 3
-    assert [record.getMessage() for record in caplog.records if "broken" in record.getMessage()] == [
-        "ncclguard: the monitoring sink broken failed (OSError: no space left on device): the job goes on, later errors of this "
-        "sink are not logged"
-    ]
+    (message,) = (record.getMessage() for record in caplog.records if "broken" in record.getMessage())
+    assert message.startswith(
+        "ncclguard: the monitoring sink broken failed (OSError: no space left on device): the job goes on"
+    )
 
 
 def test_a_sink_that_hangs_never_makes_put_wait_and_loses_the_oldest() -> None:
@@ -223,7 +225,7 @@ def test_prometheus_scrapes_what_its_own_parser_reads() -> None:
     assert registry.get_sample_value("ncclguard_hang", {"rank": "1"}) == 0
     sink.close()
     assert registry.get_sample_value("ncclguard_hang", {"rank": "1"}) is None
-    with pytest.raises(OSError):  # noqa: PT011 - the server is gone
+    with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=5)
 
 
