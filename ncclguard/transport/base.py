@@ -8,11 +8,12 @@ the caller's process groups.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import distributed as dist
 from torch.distributed import ReduceOp
 
 from .._torch import Store
@@ -122,6 +123,13 @@ class Communicator(ABC):
         """Reduce ``inputs[i]`` of all ranks into ``output`` of the rank at index i. ``inputs`` are left unchanged.
 
         ``output`` is written by the `Pending.wait` that returns True, and by nothing else.
+        """
+
+    @abstractmethod
+    def native(self, tensors: tuple[torch.Tensor, ...], call: Callable[[Any], dist.Work]) -> Pending:
+        """Start another operation of the backend: ``call(group)`` on its own process group, where ranks count from 0.
+
+        ``tensors``: all that the operation reads or writes. Their sizes must be known to agree, as for the others.
         """
 
     @abstractmethod

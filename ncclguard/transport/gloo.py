@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -131,6 +131,12 @@ class GlooCommunicator(Communicator):
                 self._works.append(work)
             parts.append(GlooPending(self, work))
         return AllOf(parts, copies[self.index], output)
+
+    def native(self, tensors: tuple[torch.Tensor, ...], call: Callable[[Any], dist.Work]) -> GlooPending:
+        with self._lock:
+            work = call(self._open())
+            self._works.append(work)
+        return GlooPending(self, work)
 
     def reduction(self, op: ReduceOp.RedOpType) -> Reduction:
         return dtypes.GLOO.reduction(op, self.size)

@@ -143,6 +143,9 @@ class NcclCommunicator(Communicator):
         wires = [dtypes.reducible_view(tensor, "cuda") for tensor in inputs]
         return self._start((wire, *wires), lambda group: group.reduce_scatter([wire], [wires], options))
 
+    def native(self, tensors: tuple[torch.Tensor, ...], call: Callable[[Any], dist.Work]) -> NcclPending:
+        return self._start(tensors, call)
+
     def reduction(self, op: ReduceOp.RedOpType) -> Reduction:
         return dtypes.NCCL.reduction(op, self.size)
 
