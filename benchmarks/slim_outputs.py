@@ -57,7 +57,8 @@ def classifier() -> Any:
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0},
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "rope_theta": 10000.0,
         "pad_token_id": 0,
     }
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": HIDDEN}
@@ -165,7 +166,7 @@ def engine_of(model: Any, batch: int) -> Any:
 
     settings = {
         "train_micro_batch_size_per_gpu": batch,
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 2_000_000},  # its default takes 2 GB
         "zero_allow_untested_optimizer": True,
     }
     parameters = [each for each in model.parameters() if each.requires_grad]

@@ -26,9 +26,11 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
 
     >>> from transformers import Qwen2_5_VLConfig
     >>> text = dict(vocab_size=99, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-    ...             num_key_value_heads=2, rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2]})
+    ...             num_key_value_heads=2, rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]})
     >>> vision = dict(depth=1, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=16)
-    >>> model = Qwen2_5_VLForSequenceClassification(Qwen2_5_VLConfig(text_config=text, vision_config=vision, num_labels=3))
+    >>> config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    >>> config.num_labels = 3
+    >>> model = Qwen2_5_VLForSequenceClassification(config)
     >>> model(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([2])).logits.shape
     torch.Size([1, 3])
     """

@@ -10,7 +10,7 @@ IMAGE, VIDEO, START, END, PAD = 90, 91, 92, 93, 0
 PATCH = 3 * 2 * 14 * 14  # channels x temporal patch x patch x patch
 
 
-def config(num_labels: int = 3, output_hidden_states: bool = False, **settings: Any) -> Any:
+def config(num_labels: int = 3, output_hidden_states: bool = False, attention: str = "", **settings: Any) -> Any:
     """Two layers, 32 wide; two layers of vision. Hidden states are asked of the text model, the one that has them."""
     from transformers import Qwen2_5_VLConfig
 
@@ -21,7 +21,8 @@ def config(num_labels: int = 3, output_hidden_states: bool = False, **settings: 
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+        "rope_theta": 10000.0,
         "pad_token_id": PAD,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -35,16 +36,18 @@ def config(num_labels: int = 3, output_hidden_states: bool = False, **settings: 
         "out_hidden_size": 32,
         "fullatt_block_indexes": [1],
     }
-    return Qwen2_5_VLConfig(
+    made = Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_start_token_id=START,
         vision_end_token_id=END,
-        num_labels=num_labels,
-        **settings,
+        **({"attn_implementation": attention} if attention else {}),
     )
+    for name, value in {"num_labels": num_labels, **settings}.items():  # transformers 4.57 loses them if passed above
+        setattr(made, name, value)
+    return made
 
 
 def classifier(num_labels: int = 3, seed: int = 0, **settings: Any) -> Any:

@@ -142,7 +142,7 @@ def test_a_class_whose_forward_has_no_flags() -> None:
     ],
 )
 def test_a_caller_who_asks_gets_it_and_that_alone(asked: dict[str, bool], kept: str) -> None:
-    model = slim_outputs(cases.classifier(attn_implementation="eager", output_hidden_states=True))
+    model = slim_outputs(cases.classifier(attention="eager", output_hidden_states=True))
     assert items(model, **asked) == ["loss", "logits", kept]
     assert items(model, **dict.fromkeys(asked, False)) == ["loss", "logits"]
 
