@@ -28,13 +28,14 @@ STACKS = 5.0  # seconds that a rank gets to write its stacks after SIGABRT
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One process to start: a rank itself (``is_rank``), or torchrun for the ranks of one host."""
+    """One process to start: a rank itself (``is_rank``), or what starts ranks; torchrun ends all when one ends (``ends_all``)."""
 
     argv: Sequence[str]
     env: dict[str, str]
     output: Path
     ranks: tuple[int, ...]
     is_rank: bool
+    ends_all: bool = False
 
 
 class Job:
@@ -183,7 +184,7 @@ class Job:
 
     def _dump_stacks(self, ranks: Sequence[int]) -> None:
         for command, process in self._processes:
-            if not command.is_rank and process.poll() is None:
+            if command.ends_all and process.poll() is None:
                 process.send_signal(
                     signal.SIGSTOP
                 )  # torchrun ends all ranks when one ends: it would cut their stacks off

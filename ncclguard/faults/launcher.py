@@ -12,9 +12,9 @@ import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from ncclguard.faults import supervise
+from ncclguard.faults import prefork, supervise
 from ncclguard.faults.hosts import Hosts
 from ncclguard.faults.janitor import JOB_VARIABLE
 from ncclguard.faults.job import Command, Job
@@ -22,7 +22,11 @@ from ncclguard.faults.rank import PATH_VARIABLE, REPORT_VARIABLE
 from ncclguard.faults.result import JobResult
 
 Program = str | Path | Callable[..., Any]
-Launcher = Literal["processes", "torchrun"]
+Launcher = Literal["processes", "fork", "torchrun"]
+#: What starts the ranks where a call does not say it; the tests of this project set it to "fork".
+DEFAULT: Launcher = "processes"
+# Read while torch is imported, or before Python starts: a fork has no use for them.
+_READ_EARLY = ("TORCH_", "OMP_", "MKL_", "LD_", "PYTHON")
 
 # What a surrounding job, launcher or scheduler told this process about itself, and must not tell the ranks.
 _NOT_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR")
@@ -37,14 +41,15 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
     hosts: Hosts | None = None,
-    launcher: Launcher = "processes",
+    launcher: Launcher | None = None,
 ) -> JobResult:
     """Run a program as ``world_size`` rank processes and return how each ended; it always ends by itself.
 
     ``program`` is a script's path, ``"module:function"``, ``"file.py:function"`` or a module-level function; a function
     gets ``args`` (JSON-able), a script gets them as its arguments. Each rank has RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR and MASTER_PORT, so ``init_process_group`` needs nothing more. With ``hosts`` the ranks are spread over its
-    network namespaces in blocks. At ``timeout`` (seconds) whoever still runs writes its stacks and is killed; forked
+    network namespaces in blocks. ``launcher``: "processes" (the default) starts each by itself; "fork" imports torch once and forks the
+    ranks, where that makes no difference (functions, one host, no variables that are read before); "torchrun". At ``timeout`` (seconds) whoever still runs writes its stacks and is killed; forked
     children and stopped processes too. Raises ValueError for a program or a world size that cannot be started.
 
     >>> from ncclguard import faults
@@ -64,7 +69,7 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
     hosts: Hosts | None = None,
-    launcher: Launcher = "processes",
+    launcher: Launcher | None = None,
 ) -> Job:
     """Start rank processes as ``run_ranks`` does and return at once, for acting on them while they run.
 
@@ -79,8 +84,9 @@ def start_ranks(
         raise ValueError(f"world_size is {world_size!r}; give the number of ranks, 1 or more")
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout!r}; give the seconds after which the ranks are ended, above 0")
-    if launcher not in ("processes", "torchrun"):
-        raise ValueError(f"launcher is {launcher!r}; it is 'processes' or 'torchrun'")
+    launcher = DEFAULT if launcher is None else launcher
+    if launcher not in get_args(Launcher):
+        raise ValueError(f"launcher is {launcher!r}; it is one of {', '.join(map(repr, get_args(Launcher)))}")
     rank_command = command_of(program, args)
     directory = Path(tempfile.mkdtemp(prefix="ncclguard-ranks-"))
     name = uuid.uuid4().hex
@@ -93,7 +99,10 @@ def start_ranks(
     try:
         common = environment_of(env, hosts)
         common |= {JOB_VARIABLE: name, REPORT_VARIABLE: str(directory), PATH_VARIABLE: json.dumps(sys.path)}
-        build = torchrun_commands if launcher == "torchrun" else process_commands
+        forks = launcher == "fork" and hosts is None and rank_command[1:3] == ["-m", __package__]
+        if any(variable.startswith(_READ_EARLY) for variable in env or ()):
+            forks = False
+        build = torchrun_commands if launcher == "torchrun" else fork_commands if forks else process_commands
         job.start(build(rank_command, world_size, common, directory, address, port, hosts))
     except BaseException:
         job.close()
@@ -128,6 +137,22 @@ def process_commands(
     return commands
 
 
+def fork_commands(
+    rank_command: Sequence[str],
+    world_size: int,
+    env: Mapping[str, str],
+    directory: Path,
+    address: str,
+    port: int,
+    hosts: Hosts | None,
+) -> list[Command]:
+    """One process that imports torch and forks the ranks."""
+    each = process_commands(rank_command, world_size, {}, directory, address, port, hosts)
+    argv = [sys.executable, prefork.__file__, str(directory), json.dumps([command.env for command in each])]
+    argv += rank_command[3:]
+    return [Command(argv, dict(env), directory / "prefork.output", tuple(range(world_size)), is_rank=False)]
+
+
 def torchrun_commands(
     rank_command: Sequence[str],
     world_size: int,
@@ -156,7 +181,9 @@ def torchrun_commands(
         argv += [sys.executable, "-I", "-S", supervise.__file__, str(directory), *rank_command]
         if hosts is not None:
             argv = hosts.command(hosts.names[node], argv)
-        commands.append(Command(argv, dict(env), directory / f"torchrun{node}.output", tuple(ranks), is_rank=False))
+        commands.append(
+            Command(argv, dict(env), directory / f"torchrun{node}.output", tuple(ranks), is_rank=False, ends_all=True)
+        )
     return commands
 
 

@@ -1,0 +1,101 @@
+"""A long wait: one rank says who is awaited and where that rank is; a stuck rank may end it early; a healthy one never does."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import time
+
+import torch.distributed as dist
+
+import ncclguard as ng
+from ncclguard import faults
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def lines_of_this_rank() -> list[str]:
+    """The list that every later log line of the guard is put into."""
+    handler = Lines()
+    logging.getLogger("ncclguard").addHandler(handler)
+    return handler.lines
+
+
+def load_the_next_shard(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def wait_for_a_late_rank() -> None:
+    lines = lines_of_this_rank()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ng.safe_barrier(timeout=20).raise_if_failed()
+    if rank == 2:
+        load_the_next_shard(5.0)
+    outcome = ng.safe_barrier(timeout=40)
+    faults.report(ok=outcome.ok, lines=[line for line in lines if "has been waiting" in line])
+
+
+def test_one_rank_says_who_is_awaited_and_where_it_is_and_the_call_goes_on() -> None:
+    result = faults.run_ranks(wait_for_a_late_rank, 4, env={"NCCLGUARD_WARN_AFTER": "2"}, timeout=90)
+    assert result.values("ok") == dict.fromkeys(range(4), True), result
+    logged = [line for lines in result.values("lines").values() for line in lines]
+    assert len([line for line in logged if "waiting for 2 s" in line]) == 1, logged
+    assert all("rank 2 has not come: it is at" in line and "load_the_next_shard" in line for line in logged), logged
+
+
+def hold_the_interpreter() -> None:
+    """Rank 1 is in C code that keeps the GIL, as one pickle.loads of a large checkpoint does: no thread of it can answer."""
+    lines = lines_of_this_rank()
+    dist.init_process_group("gloo")
+    ng.safe_barrier(timeout=20).raise_if_failed()
+    if dist.get_rank() == 1:
+        ctypes.PyDLL(None).usleep(6_000_000)
+    outcome = ng.safe_barrier(timeout=40)
+    again = ng.safe_barrier(timeout=40)
+    faults.report(ok=[outcome.ok, again.ok], attempts=outcome.attempts, lines=lines)
+
+
+def test_a_rank_that_holds_the_gil_for_long_is_healthy() -> None:
+    """It is said that it does not answer; it is waited for, and the same operation completes."""
+    result = faults.run_ranks(hold_the_interpreter, 3, env={"NCCLGUARD_WARN_AFTER": "2"}, timeout=90)
+    assert result.values("ok") == dict.fromkeys(range(3), [True, True]), result
+    assert result.values("attempts") == dict.fromkeys(range(3), 1), result
+    logged = [line for lines in result.values("lines").values() for line in lines]
+    assert any("rank 1 does not answer: stuck" in line for line in logged), logged
+
+
+def stop_one() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ng.safe_barrier(timeout=20).raise_if_failed()
+    if rank == 1:
+        child = os.fork()
+        if child == 0:  # resumes its parent: a stopped process cannot
+            time.sleep(9)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.waitpid(child, 0)
+    started = time.monotonic()
+    outcome = ng.safe_barrier(timeout=60)
+    faults.report(verdict=[outcome.ok, str(outcome.cause), list(outcome.culprits)], seconds=time.monotonic() - started)
+    faults.report(next=ng.safe_barrier(timeout=60).ok)
+
+
+def test_stuck_timeout_ends_the_wait_for_a_stopped_rank_long_before_the_deadline() -> None:
+    result = faults.run_ranks(stop_one, 3, env={"NCCLGUARD_STUCK_TIMEOUT": "2"}, timeout=90)
+    assert result.values("verdict") == dict.fromkeys(range(3), [False, "stuck", [1]]), result
+    assert all(result[rank].reports["seconds"] < 8 for rank in (0, 2)), result  # before rank 1 is resumed
+    assert result.values("next") == dict.fromkeys(range(3), True), result
