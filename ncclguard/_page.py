@@ -58,8 +58,8 @@ def section(title: str, body: str) -> str:
 
 
 def numbered(texts: Iterable[str]) -> str:
-    """Texts as a numbered list; nothing where there are none."""
-    rows = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    """Texts as a numbered list, as `prose`; nothing where there are none."""
+    rows = "".join(f"<li>{prose(text)}</li>" for text in texts)
     return f"<ol>{rows}</ol>" if rows else ""
 
 

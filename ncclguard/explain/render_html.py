@@ -88,11 +88,13 @@ def render_html(report: Report) -> str:
         for one in report.stacks
     )
     sides = numbered(f"{side.what}: ranks {', '.join(map(str, side.ranks))}" for side in report.sides)
+    read = f"read: {len(report.inputs)} file{'' if len(report.inputs) == 1 else 's'}"
+    inputs = folded(read, frames(report.inputs[:500])) if report.inputs else ""
     count = len(report.consequences)
     consequences = folded(f"{count} line{'' if count == 1 else 's'}", _list(report.consequences)) if count else ""
     body = "".join(
         (
-            f"<h1>{escape(report.summary)}</h1>{facts(tags)}",
+            f"<h1>{escape(report.summary)}</h1>{facts(tags[1:], bad=tags[:1]) if report.culprits else facts(tags)}",
             f"<p>{escape(report.reason)}</p>" if report.reason else "",
             section("What to do next", numbered(report.advice)),
             section("Ranks", (_lanes(report) + _table(report)) if report.ranks else ""),
@@ -101,7 +103,7 @@ def render_html(report: Report) -> str:
             section("Evidence, in time order", _list(report.evidence) if report.evidence else ""),
             section("Consequences, not causes", consequences),
             section("Stacks", stacks),
-            section("Notes", numbered([*report.notes, *(f"read: {name}" for name in report.inputs[:50])])),
+            section("Notes", numbered(report.notes) + inputs),
         )
     )
     return page("ncclguard explain", body, _STYLE)

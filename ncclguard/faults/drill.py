@@ -184,11 +184,11 @@ def _report_folder() -> Path | None:
 def _write(name: str, fault: Fault, seed: int, verdict: Verdict, ended: Ended, pages: Sequence[Path]) -> None:
     data = {
         "schema_version": _SCHEMA_VERSION,
-        "fault": str(fault),
-        "seed": seed,
         "passed": verdict.passed,
         "absorbed": verdict.absorbed,
         **asdict(verdict),
+        "fault": str(fault),
+        "seed": seed,
         "ended": ended.text,
         "seconds": ended.seconds,
         "reports": [str(page) for page in pages],

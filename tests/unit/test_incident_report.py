@@ -5,13 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import random
 import re
 import resource
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -226,39 +223,6 @@ class TestPanel:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, "rich", None)
         assert "rank 2 late" in self.shown("utf-8")
-
-
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system without a free byte."""
-    if os.getuid() != 0:
-        pytest.skip("needs root to mount a tmpfs")
-    folder = tmp_path / "full"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder], check=False, capture_output=True)
-    if done.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted: {done.stderr.decode()}")
-    try:
-        with pytest.raises(OSError, match="No space left"), open(folder / "filler", "wb", buffering=0) as file:
-            while True:
-                file.write(b"x" * 4096)
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-@pytest.fixture
-def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A read-only file system: root may write into any other folder."""
-    if os.getuid() != 0:
-        pytest.skip("needs root to mount a tmpfs")
-    folder = tmp_path / "read_only"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", folder], check=False, capture_output=True)
-    if done.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted: {done.stderr.decode()}")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
 
 
 class TestFiles:

@@ -1,0 +1,128 @@
+"""What the ranks of tests/distributed/test_incident_report.py run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ncclguard as ng
+from ncclguard import faults
+
+CULPRIT = 2
+
+
+def slow_checkpoint(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def steps(count: int) -> None:
+    for _ in range(count):
+        ng.safe_all_reduce(torch.ones(10), timeout=30).raise_if_failed()
+
+
+def waits(key: str, timeout: float = 60.0) -> None:
+    """One operation that rank 2 does not come to; what became of it is reported."""
+    started = time.monotonic()
+    outcome = ng.safe_all_reduce(torch.ones(10), timeout=timeout)
+    found = [outcome.ok, str(outcome.cause), list(outcome.culprits), outcome.incident.summary, outcome.incident.id]
+    faults.report(**{key: [*found, time.monotonic() - started]})
+
+
+def late_then_raises() -> None:
+    """Two incidents in one job: rank 2 is late, and later raises while a thread of it has died before."""
+    dist.init_process_group("gloo")
+    steps(5)
+    if dist.get_rank() == CULPRIT:
+        slow_checkpoint(4.0)
+    waits("late", timeout=2.0)
+    steps(1)
+    if dist.get_rank() == CULPRIT:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    waits("raised")
+
+
+def one_is_late() -> None:
+    dist.init_process_group("gloo")
+    steps(2)
+    if dist.get_rank() == CULPRIT:
+        slow_checkpoint(3.0)
+    waits("late", timeout=1.0)
+    dist.destroy_process_group()
+
+
+def told_to_end() -> None:
+    """Rank 1 has a handler of its own and goes on; rank 2 has none, and forked a child before."""
+    seen: list[int] = []
+    if dist.is_initialized() or int(os.environ["RANK"]) == 1:
+        signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    steps(3)
+    if rank == CULPRIT:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+        os.kill(child, signal.SIGTERM)
+        status = os.waitpid(child, 0)[1]
+        steps(1)  # the signal was the child's: this process lives, and its peers are not told anything
+        faults.report(child=os.WTERMSIG(status), ready=True)
+        threading.Event().wait(60)
+    steps(1)
+    faults.report(ready=True)
+    if rank == 1:
+        while not seen:
+            time.sleep(0.01)
+        faults.report(handled=True)
+    waits("told")
+
+
+def user_handler_chains() -> None:
+    """A handler that the program sets later and that calls the one before it: the program decides when to end."""
+    dist.init_process_group("gloo")
+    steps(1)
+    seen: list[int] = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def handler(number: int, frame: object) -> None:
+        if callable(before):
+            before(number, frame)
+        seen.append(number)
+
+    signal.signal(signal.SIGTERM, handler)
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not seen:
+        time.sleep(0.01)
+    steps(2)
+    dist.destroy_process_group()
+    faults.report(handled=True, given_back=signal.getsignal(signal.SIGTERM) is handler)
+
+
+def killed_under_torchrun(folder: str) -> None:
+    """torchrun sends SIGTERM to the survivors as soon as it sees that rank 2 is gone."""
+    dist.init_process_group("gloo")
+    steps(3)
+    if dist.get_rank() == CULPRIT:
+        os.kill(os.getpid(), signal.SIGKILL)
+    waits("killed")
+    Path(folder, f"rank{dist.get_rank()}").touch()
+    time.sleep(60)
+    sys.exit("torchrun did not end this rank")
+
+
+def in_a_c_call() -> None:
+    """SIGTERM ends a process whose main thread is in a C call that is not interrupted by signals, as it did before."""
+    dist.init_process_group("gloo")
+    steps(1)
+    if dist.get_rank() == CULPRIT:
+        faults.report(ready=True)
+        lock = threading.Lock()
+        lock.acquire()
+        dist.recv(torch.ones(1), src=0)  # never sent: it waits in C++, where no Python handler runs
+    waits("told")

@@ -1,0 +1,114 @@
+"""`ncclguard drill`: a real run is struck, the right rank is found, and nothing is struck without permission."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+import torch, torch.distributed as dist, ncclguard as ng
+dist.init_process_group("gloo")
+for step in range(6):
+    ng.safe_all_reduce(torch.ones(100), timeout=60).raise_if_failed()
+dist.destroy_process_group()
+"""
+
+
+def drill(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in `folder`, with the permission unless `variables` say otherwise."""
+    env = {**os.environ, "NCCLGUARD_ALLOW_DRILL": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **variables}
+    env["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-m", "ncclguard", "drill", "--timeout", "90", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=110, check=False)
+
+
+def findings(folder: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """The drill's JSON, which has to agree with its exit code."""
+    done = drill("--json", "found.json", *arguments, folder=folder)
+    assert done.returncode == code, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    assert found["passed"] == (code == 0)
+    return {**found, "text": done.stdout, "errors": done.stderr}
+
+
+@pytest.mark.parametrize("value", ["", "0", "yes"])
+def test_without_permission_nothing_is_run(value: str, tmp_path: Path) -> None:
+    done = drill(
+        "--fault", "kill", "--rank", "1", "--", "touch", "was_run", folder=tmp_path, NCCLGUARD_ALLOW_DRILL=value
+    )
+    assert done.returncode == 2
+    assert "NCCLGUARD_ALLOW_DRILL is not 1; set NCCLGUARD_ALLOW_DRILL=1 where that may happen" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--fault", "late", "--rank", "1", "--", "true"], "give --seconds, longer than the job's limit"),
+        (["--fault", "kill", "--", "true"], "give --rank R with a command"),
+        (["--fault", "kill", "--rank", "9"], "--rank 9 is not one of the 4 ranks"),
+        (["--fault", "kill", "--rank", "1", "--", "/no/such/program"], "cannot be run"),
+        (["--fault", "kill", "--rank", "1", "--seconds", "3"], "kill takes no seconds"),
+    ],
+)
+def test_a_drill_that_cannot_be_is_refused(arguments: list[str], told: str, tmp_path: Path) -> None:
+    done = drill(*arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+def test_a_killed_rank_of_the_built_in_job_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    found = findings(tmp_path, "--fault", "kill", "--rank", "2", "--op", "3", "--limit", "20")
+    assert (found["named"], found["cause"]) == ([2], "lost"), found["text"]
+    assert sorted(found["known_by"]) == ["0", "1", "3"]
+    assert max(found["known_by"].values()) < 10
+    assert sorted(found["went_on"]) == ["0", "1", "3"]
+    assert found["participants"] == [0, 1, 3]
+    assert found["torn"] == []
+    assert "SIGKILL: 2" in found["ended"]
+    assert [Path(page).parent.name for page in found["reports"]] == ["ncclguard-incidents"]
+    assert "named:     rank 2, lost: right" in found["text"]
+
+
+def test_a_rank_that_is_cut_off_is_named_and_comes_back(tmp_path: Path) -> None:
+    """Its connections, the store's too, are silent for 3 s and live on afterwards."""
+    found = findings(
+        tmp_path, "--fault", "partition", "--rank", "1", "--op", "2", "--seconds", "3", "--limit", "1", "--ranks", "3"
+    )
+    assert found["named"] == [1], found["text"]
+    assert found["cause"] in ("stuck", "unknown")
+    assert sorted(found["known_by"]) == ["0", "2"]
+    assert found["torn"] == []
+
+
+def test_an_unchanged_program_under_torchrun(tmp_path: Path) -> None:
+    """Out of memory in rank 1; the program gives up, as it raises a failed outcome."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]
+    found = findings(tmp_path, "--fault", "oom", "--rank", "1", "--op", "4", "--", *launcher)
+    assert (found["named"], found["cause"]) == ([1], "failed"), found["text"]
+    assert "rank 1 raised torch.OutOfMemoryError" in found["summary"]
+    assert sorted(found["known_by"]) == ["0", "2"]
+    assert found["went_on"] == {}
+    assert "exit code 1" in found["ended"]
+
+
+def test_a_fault_that_strikes_nowhere_fails_the_drill(tmp_path: Path) -> None:
+    found = findings(tmp_path, "--fault", "kill", "--rank", "1", "--", sys.executable, "-c", "pass", code=1)
+    assert "no rank came up with ncclguard" in found["text"]
+
+
+def test_the_seed_chooses_the_same_again() -> None:
+    from ncclguard.faults.drill import chosen, parser
+
+    def fault(seed: int) -> str:
+        return str(chosen(parser().parse_args(["--fault", "late", "--seed", str(seed)]), has_command=False))
+
+    assert fault(7) == fault(7)
+    assert len({fault(seed) for seed in range(20)}) > 5
