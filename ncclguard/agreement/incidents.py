@@ -157,7 +157,8 @@ def _rank(
         return _left(left, cause)
     details = report.details
     raised = report.trouble.text if report.trouble is not None and cause is Cause.FAILED else None
-    stack = details.get("stack")
+    # Where a rank was when it said that it leaves, such as the traceback, tells more than where it is while it ends.
+    stack = (left.details.get("stack") if left is not None else None) or details.get("stack")
     notes = (
         f"it waits in {report.elsewhere}" if report.elsewhere else "",
         left.text if left is not None and left.cause is not Cause.FAILED else "",
