@@ -201,7 +201,7 @@ class Exchange:
         waits = []
         for sequence in range(call.sequence - length + 1, call.sequence + 1):
             of, wait = self._waits[sequence % length]
-            waits.append(wait if of == sequence and sequence > 0 else None)
+            waits.append(wait if of == sequence and sequence > 0 else -1.0)
         return RankStatistics(
             pid=os.getpid(), host=identity.HOST, waits=tuple(waits),
             limits=(config.timeout, config.timeout_train, config.timeout_eval, config.timeout_small),

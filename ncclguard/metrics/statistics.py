@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from ncclguard.metrics.settings import SETTINGS, UNCHANGED, Settings
 
@@ -22,7 +22,7 @@ _UNSET = -1.0  # a setting that is not set; NaN: nothing is said about it
 
 @dataclass(frozen=True, slots=True)
 class RankStatistics:
-    """One rank's numbers since the last exchange. Times in seconds; `waits` oldest first, None where nothing was measured.
+    """One rank's numbers since the last exchange. Times in seconds; `waits` oldest first, negative where nothing was measured.
 
     `limits`: this rank's budgets by phase, None where they go by size. `longest`: the longest success by phase. `expired`: failures by
     phase in which a deadline passed and everybody was alive. `moved_bytes`, `moved_seconds`: large operations without their waiting.
@@ -32,7 +32,7 @@ class RankStatistics:
 
     pid: int
     host: str
-    waits: tuple[float | None, ...]
+    waits: tuple[float, ...]
     limits: tuple[float | None, ...] = (None,) * len(PHASES)
     longest: tuple[float, ...] = (0.0,) * len(PHASES)
     expired: tuple[int, ...] = (0,) * len(PHASES)
@@ -48,42 +48,38 @@ class RankStatistics:
 
 def size(waits: int) -> int:
     """Bytes of `encode` with that many waits."""
-    return 8 * _NUMBERS + 4 * waits + _HOST_BYTES
+    return _layout(waits).size
 
 
 def encode(statistics: RankStatistics) -> bytes:
     """Fixed length for a number of waits; every number exact, except the waits (32 bits)."""
     s = statistics
-    proposed = dict(s.proposed)
-    numbers = [
+    proposed, held = dict(s.proposed), dict(s.settings.values)
+    return _layout(len(s.waits)).pack(
         LAYOUT, s.pid, s.operations, s.retries, s.moved_bytes, s.moved_seconds, s.piece, s.proposal,
         s.settings.proposal, s.settings.rate, s.settings.direction,
         *map(_number, s.limits), *s.longest, *s.expired,
-        *(_number(proposed[name]) if name in proposed else math.nan for name in SETTINGS),
-        *(_number(s.settings.get(name)) if s.settings.has(name) else math.nan for name in SETTINGS),
-    ]  # fmt: skip
-    assert len(numbers) == _NUMBERS
-    waits = np.array([math.nan if wait is None else wait for wait in s.waits], dtype=np.float32)
-    host = s.host.encode("ascii", "replace")[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
-    return np.array(numbers, dtype=np.float64).tobytes() + waits.tobytes() + host
+        *[_number(proposed[name]) if name in proposed else math.nan for name in SETTINGS],
+        *[_number(held[name]) if name in held else math.nan for name in SETTINGS],
+        *s.waits,
+        s.host.encode("ascii", "replace")[:_HOST_BYTES],
+    )  # fmt: skip
 
 
 def decode(data: bytes) -> RankStatistics:
     """What `encode` wrote. Raises ValueError for another length."""
-    count, odd = divmod(len(data) - 8 * _NUMBERS - _HOST_BYTES, 4)
-    if odd or count < 0:
+    waits, odd = divmod(len(data) - size(0), 4)
+    if odd or waits < 0:
         raise ValueError(f"{len(data)} bytes are no statistics: all ranks must run the same version of ncclguard")
-    numbers = [float(value) for value in np.frombuffer(data, np.float64, _NUMBERS)]
-    waits = np.frombuffer(data, np.float32, count, 8 * _NUMBERS)
-    host = data[-_HOST_BYTES:].rstrip(b"\0").decode("ascii", "replace")
+    numbers = _layout(waits).unpack(data)
     take = _Reader(numbers)
     _, pid, operations, retries, moved_bytes, moved_seconds, piece, proposal, adopted, rate, direction = take(11)
     limits, longest, expired = take(len(PHASES)), take(len(PHASES)), take(len(PHASES))
     proposed, held = take(len(SETTINGS)), take(len(SETTINGS))
     return RankStatistics(
         pid=int(pid),
-        host=host,
-        waits=tuple(None if math.isnan(wait) else float(wait) for wait in waits),
+        host=numbers[-1].rstrip(b"\0").decode("ascii", "replace"),
+        waits=tuple(take(waits)),
         limits=tuple(map(_value, limits)),
         longest=tuple(longest),
         expired=tuple(map(int, expired)),
@@ -96,6 +92,11 @@ def decode(data: bytes) -> RankStatistics:
         proposed=_named(proposed),
         settings=Settings(_named(held), int(adopted), rate, int(direction)),
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _layout(waits: int) -> struct.Struct:
+    return struct.Struct(f"={_NUMBERS}d{waits}f{_HOST_BYTES}s")
 
 
 class _Reader:

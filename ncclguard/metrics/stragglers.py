@@ -45,10 +45,8 @@ class Stragglers:
         if tuple(ranks) != self._ranks:  # ranks have gone: rows of before do not fit any more
             self._ranks = tuple(ranks)
             self._columns = deque(maxlen=max(1, min(WINDOW, MAX_BYTES // (4 * len(self._ranks)))))
-        waits = np.array([one.waits for one in gathered], dtype=np.float32)  # None becomes NaN
-        for column in waits.T:
-            if not np.isnan(column).any():
-                self._columns.append(column.copy())
+        waits = np.array([one.waits for one in gathered], dtype=np.float32)
+        self._columns.extend(np.ascontiguousarray(waits.T[waits.min(axis=0) >= 0.0]))
 
     def table(self) -> StragglerTable | None:
         """The table through the last exchange, None before the first. Made when somebody looks, in any thread."""
