@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ncclguard.process_group.group import GuardedProcessGroup
+from ncclguard.process_group.redirection import redirected
 from ncclguard.process_group.work import GuardedWork
 
-__all__ = ["GuardedProcessGroup", "GuardedWork"]
+__all__ = ["GuardedProcessGroup", "GuardedWork", "redirected"]

@@ -18,7 +18,9 @@ def register() -> None:
 
 def _create(options: Any, _: Any) -> dist.ProcessGroup:
     from ncclguard.process_group.group import GuardedProcessGroup
+    from ncclguard.process_group.kernels import serve_cpp_callers
 
+    serve_cpp_callers()
     # torch's default is nobody's choice: the guard's own settings come before it.
     chosen = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
     return GuardedProcessGroup(options.group_rank, options.group_size, chosen)

@@ -337,6 +337,14 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._limits.append(limit)
         self._observers.append(observer)
 
+    def finish(self, raised: str = "") -> None:
+        """Return when nothing is pending; what `raised` tells drops what has not started and fails what runs, for all ranks."""
+        for lane in self.lanes():
+            if raised:
+                lane.drop(raised)
+        for lane in self.lanes():
+            lane.drain()
+
     def leave_scope(self) -> None:
         self._limits.pop()
         self._observers.pop()

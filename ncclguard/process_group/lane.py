@@ -153,10 +153,10 @@ class Lane:
 
     # ------------------------------------------------------------------ ending
 
-    def drain(self, seconds: float) -> bool:
-        """Wait until nothing is pending; False when something still is after `seconds`."""
+    def drain(self) -> None:
+        """Wait until nothing is pending in the thread; what is ends by its own deadline."""
         with self._state:
-            return self._state.wait_for(lambda: self._unfinished == 0, timeout=seconds)
+            self._state.wait_for(lambda: self._unfinished == 0)
 
     def drop(self, why: str) -> None:
         """Forget what has not started, and fail what runs for all ranks, as if this one had raised `why`."""

@@ -187,4 +187,5 @@ class SparseReduce(Staged):
     def finish(self, participants: Sequence[int]) -> None:
         if self._average:
             self._sum = self._sum / len(participants)
-        self._tensor.data.copy_(self._sum)
+        with torch.no_grad():  # not by a detached view: that has indices of its own
+            self._tensor.copy_(self._sum)

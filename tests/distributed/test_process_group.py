@@ -1,0 +1,326 @@
+"""The process group over the engine: torch's results, typed errors that name the rank, and usable again on the same object."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ncclguard as ng
+from ncclguard import faults, runtime
+from ncclguard.process_group import GuardedProcessGroup, redirected
+
+sys.path.insert(0, str(Path(__file__).parent))
+import process_group_cases as cases
+
+CULPRIT = 2
+LIMIT = 3.0
+
+
+# ---------------------------------------------------------------------- the same results
+
+
+def compare() -> None:
+    """Each collective on plain gloo, on a guarded group, and on a plain group that is redirected."""
+    dist.init_process_group("gloo")
+    plain, guarded, other = dist.group.WORLD, dist.new_group(backend="ncclguard"), dist.new_group()
+    assert isinstance(guarded, GuardedProcessGroup)
+    method = vars(dist.ProcessGroup)["allreduce"]
+    for case in cases.CASES:
+        expected = cases.outcome_of(case, plain)
+        found = cases.outcome_of(case, guarded)
+        with redirected(other) as scope:
+            detoured = cases.outcome_of(case, other)
+        faults.report(**{case.__name__: [found == expected, detoured == expected, len(scope.failures)]})
+    calls = _calls(other)
+    again = cases.outcome_of(cases.all_reduce, other) == cases.outcome_of(cases.all_reduce, plain)
+    assert vars(dist.ProcessGroup)["allreduce"] is method
+    faults.report(restored=again and _calls(other) == calls > len(cases.CASES))
+    dist.destroy_process_group()
+
+
+def _calls(group: Any) -> int:
+    return runtime.current().guard(group, "cpu", ":door").calls
+
+
+def test_every_collective_gives_what_gloo_gives() -> None:
+    """Blocking, asynchronous, coalesced, messages, objects, and those that C++ calls."""
+    result = faults.run_ranks(compare, 3, timeout=110)
+    for rank in range(3):
+        reports = dict(result[rank].reports)
+        assert reports.pop("restored"), result
+        assert reports == {case.__name__: [True, True, 0] for case in cases.CASES}, result
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def failing(call: Callable[[], Any]) -> dict[str, Any]:
+    """Who is to blame by the error of a call that must fail, and when it came."""
+    started = time.monotonic()
+    try:
+        call()
+    except ng.CollectiveFailed as error:
+        found = {"error": type(error).__name__, "culprits": list(error.outcome.culprits), "text": str(error)}
+    except (RuntimeError, ValueError) as error:
+        found = {"error": type(error).__name__, "culprits": [], "text": str(error)}
+    else:
+        found = {"error": "", "culprits": [], "text": ""}
+    return found | {"seconds": time.monotonic() - started}
+
+
+def works_again(group: Any) -> bool:
+    total = torch.ones(3)
+    dist.all_reduce(total, group=group)
+    return bool(total.tolist() == [3.0] * 3)
+
+
+def late(group: Any, rank: int) -> dict[str, Any]:
+    tensor = torch.full((4,), float(rank))
+    if rank == CULPRIT:
+        time.sleep(LIMIT + 1)
+    found = failing(lambda: dist.all_reduce(tensor, group=group))
+    return found | {"intact": tensor.tolist() == [float(rank)] * 4}
+
+
+def late_asynchronous(group: Any, rank: int) -> dict[str, Any]:
+    """Both of two in flight fail, at their wait; the future carries the text."""
+    if rank == CULPRIT:
+        time.sleep(LIMIT + 1)
+    works = [dist.all_reduce(torch.ones(2), group=group, async_op=True) for _ in range(2)]
+    found = failing(works[0].wait)
+    future = failing(lambda: works[0].get_future().wait())
+    return found | {"future": [future["error"], "rank 2" in future["text"]], "second": failing(works[1].wait)["error"]}
+
+
+def late_gather(group: Any, rank: int) -> dict[str, Any]:
+    """One that the engine has no call of its own for."""
+    slots = [torch.zeros(2) for _ in range(3)] if rank == 0 else None
+    if rank == CULPRIT:
+        time.sleep(LIMIT + 1)
+    return failing(lambda: dist.gather(torch.ones(2), slots, dst=0, group=group))
+
+
+def other_root(group: Any, rank: int) -> dict[str, Any]:
+    tensor = torch.ones(2)
+    return failing(lambda: dist.reduce(tensor, dst=1 if rank == CULPRIT else 0, group=group))
+
+
+def splits_that_disagree(group: Any, rank: int) -> dict[str, Any]:
+    """Plain gloo ends the process here."""
+    splits = [1, 1, 2] if rank == CULPRIT else [1, 1, 1]
+    output = torch.zeros(3)
+    return failing(lambda: dist.all_to_all_single(output, torch.ones(sum(splits)), None, splits, group=group))
+
+
+def message_that_does_not_come(group: Any, rank: int) -> dict[str, Any]:
+    if rank == CULPRIT:
+        time.sleep(LIMIT + 1)
+        return failing(lambda: dist.send(torch.ones(2), 0, group))
+    return failing(lambda: dist.recv(torch.ones(2), CULPRIT, group)) if rank == 0 else {}
+
+
+def backward(group: Any, rank: int) -> dict[str, Any]:
+    """DDP's reducer, in C++, waits for the future of its buckets."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+    loss = model(torch.ones(1, 4)).sum()
+    if rank == CULPRIT:
+        time.sleep(LIMIT + 1)
+    return failing(loss.backward)
+
+
+FAULTS = (late, late_asynchronous, late_gather, other_root, splits_that_disagree, message_that_does_not_come, backward)
+
+
+def one_after_the_other() -> None:
+    """Every fault on the same object, which has to work again after each."""
+    dist.init_process_group("ncclguard", timeout=timedelta(seconds=LIMIT))
+    group, rank = dist.group.WORLD, dist.get_rank()
+    for fault in FAULTS:
+        ng.safe_barrier(timeout=30).raise_if_failed()
+        found = fault(group, rank)
+        ng.safe_barrier(timeout=30).raise_if_failed()
+        faults.report(**{fault.__name__: found, f"{fault.__name__}_again": works_again(group)})
+    dist.destroy_process_group()
+
+
+def test_a_failure_names_the_rank_and_leaves_the_group_usable() -> None:
+    """On all ranks, within the limit; then the same object carries collectives again."""
+    result = faults.run_ranks(one_after_the_other, 3, timeout=110)
+    expected = {
+        "late": "CollectiveTimeout",
+        "late_asynchronous": "CollectiveTimeout",
+        "late_gather": "CollectiveTimeout",
+        "other_root": "CollectiveMismatch",
+        "splits_that_disagree": "ValueError",
+        "message_that_does_not_come": "CollectiveTimeout",
+        "backward": "RuntimeError",
+    }
+    for rank in range(3):
+        reports = result[rank].reports
+        for name, error in expected.items():
+            found = reports[name]
+            assert reports[f"{name}_again"], (rank, name)
+            if found == {}:
+                continue
+            assert found["error"] == error, (rank, name, found)
+            assert found["seconds"] < LIMIT + 2, (rank, name, found)
+            if error.startswith("Collective"):
+                assert found["culprits"] == [CULPRIT], (rank, name, found)
+        assert reports["late"]["intact"]
+        assert reports["late_asynchronous"]["future"] == ["RuntimeError", True]
+        assert reports["late_asynchronous"]["second"] == "CollectiveTimeout"
+        assert "rank 2" in reports["backward"]["text"]
+        assert "rank 2 sends 2 elements to rank 2, which expects 1" in reports["splits_that_disagree"]["text"]
+
+
+def killed() -> None:
+    """Rank 2 is killed; rank 1 ends while a collective that nobody waits for is under way."""
+    dist.init_process_group("ncclguard")
+    works_again(dist.group.WORLD)
+    if dist.get_rank() == CULPRIT:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    faults.report(found=failing(work.wait))
+    dist.all_reduce(torch.ones(2), async_op=True)
+
+
+def test_a_killed_rank_is_named_at_the_wait() -> None:
+    """Long before the group's 30 minutes; and the interpreter ends although the thread of the group has work left."""
+    result = faults.run_ranks(killed, 3, timeout=60)
+    for rank in (0, 1):
+        found = result[rank].reports["found"]
+        assert (found["error"], found["culprits"]) == ("PeerLost", [CULPRIT]), result
+        assert found["seconds"] < 4.0, found
+        assert result[rank].exit_code == 0, result
+
+
+def leave_at_once() -> None:
+    """Collectives under way, of which one can never be complete, when the program ends."""
+    dist.init_process_group("ncclguard")
+    works_again(dist.group.WORLD)
+    dist.all_reduce(torch.ones(2), async_op=True)
+    if dist.get_rank() != CULPRIT:
+        dist.all_reduce(torch.ones(2), async_op=True)
+        dist.broadcast(torch.ones(2), src=0, async_op=True)
+
+
+def test_the_program_ends_with_collectives_under_way() -> None:
+    """Exit code 0 on all ranks, although nobody waited and one rank never came."""
+    result = faults.run_ranks(leave_at_once, 3, timeout=60)
+    assert [rank.exit_code for rank in result.ranks] == [0, 0, 0], result
+
+
+# ---------------------------------------------------------------------- redirected
+
+
+class Model(torch.nn.Module):
+    """With buffers, which DDP broadcasts from C++ in every forward pass, evaluation included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.linear = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x))  # type: ignore[no-any-return]
+
+
+def evaluation(model: torch.nn.Module, group: Any) -> None:
+    """DDP's own collectives, an asynchronous one, and the one that rank 2 is late for."""
+    model.eval()
+    model(torch.ones(2, 4))
+    work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    if dist.get_rank() == CULPRIT:
+        time.sleep(LIMIT + 1)
+    dist.all_reduce(torch.ones(2), group=group)
+    work.wait()
+
+
+def unlucky(model: torch.nn.Module, group: Any) -> None:
+    """Rank 2 raises with a collective under way; the others wait for it in the next one."""
+    dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    if dist.get_rank() == CULPRIT:
+        raise MemoryError("out of memory in evaluation")
+    dist.all_reduce(torch.ones(2), group=group)
+
+
+def train(evaluate: bool) -> None:
+    dist.init_process_group("gloo")
+    rank, group = dist.get_rank(), dist.new_group()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Model(), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator, losses = torch.Generator().manual_seed(rank), []
+    for step in range(4):
+        loss = model.train()(torch.randn(8, 4, generator=generator)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if evaluate and step in (1, 2):
+            with ng.phase("eval"):
+                faults.report(**{f"step{step}": evaluated(model, group, evaluation if step == 1 else unlucky)})
+    faults.report(losses=losses)
+    dist.destroy_process_group()
+
+
+def evaluated(model: torch.nn.Module, group: Any, function: Callable[..., None]) -> dict[str, Any]:
+    buffers = model.module.norm.running_mean.clone()
+    calls = _calls(group)
+    scope = redirected(timeout=LIMIT)
+    found: dict[str, Any] = {}
+    try:
+        with scope:
+            function(model, group)
+    except (ng.CollectiveFailed, MemoryError) as error:
+        found["error"] = type(error).__name__
+    found["culprits"] = [list(outcome.culprits) for outcome in scope.failures]
+    found["calls"] = _calls(group) - calls
+    ng.safe_barrier(timeout=30).raise_if_failed()
+    with redirected(group, timeout=30):
+        found["again"] = works_again(group)
+    found["buffers"] = torch.equal(buffers, model.module.norm.running_mean)
+    return found
+
+
+def test_training_goes_on_after_failures_in_a_redirected_evaluation() -> None:
+    """With losses that are bit for bit those of a run without evaluation; what C++ calls is redirected as well."""
+    result = faults.run_ranks(train, 3, args=[True], timeout=90)
+    plain = faults.run_ranks(train, 3, args=[False], timeout=60)
+    for rank in range(3):
+        reports = result[rank].reports
+        assert reports["losses"] == plain[rank].reports["losses"], result
+        first, second = reports["step1"], reports["step2"]
+        assert first["again"] and second["again"] and first["buffers"], result
+        assert first["error"] == "CollectiveTimeout", result
+        assert first["culprits"] == [[CULPRIT]], result
+        assert first["calls"] >= 3, first  # buffers from C++, and two of evaluation()
+        assert second["error"] == ("MemoryError" if rank == CULPRIT else "CollectiveTimeout"), result
+        assert rank == CULPRIT or second["culprits"] == [[CULPRIT]], result
+
+
+def stopped() -> None:
+    """What redirecting is for: the same late rank on the group itself."""
+    dist.init_process_group("gloo")
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == CULPRIT:
+        time.sleep(2)
+    failing(lambda: dist.all_reduce(torch.ones(2), group=group))
+    ng.safe_barrier(timeout=30).raise_if_failed()
+    faults.report(again=failing(lambda: works_again(group))["error"])
+
+
+def test_without_it_the_group_is_lost() -> None:
+    """Plain gloo: after one late collective the group never works again."""
+    result = faults.run_ranks(stopped, 3, timeout=60)
+    assert all(result[rank].reports["again"] == "RuntimeError" for rank in range(3)), result
