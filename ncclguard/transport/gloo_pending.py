@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -59,22 +57,19 @@ class GlooPending(Pending):
         return True
 
 
-class AllOf(Pending):
-    """Operations that are complete when all are; then ``source`` is copied into ``target`` in the caller's thread."""
+class Copied(Pending):
+    """An operation on memory of its own; once it is complete, ``source`` is copied into ``target`` in the caller's thread."""
 
-    __slots__ = ("_left", "_source", "_target")
+    __slots__ = ("_done", "_operation", "_source", "_target")
 
-    def __init__(self, parts: Sequence[GlooPending], source: torch.Tensor, target: torch.Tensor) -> None:
-        self._left = list(parts)
+    def __init__(self, operation: GlooPending, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._operation = operation
         self._source = source
         self._target = target
+        self._done = False
 
     def wait(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while self._left:
-            if not self._left[0].wait(max(0.0, end - time.monotonic())):
-                return False
-            del self._left[0]
-            if not self._left:
-                self._target.copy_(self._source)
-        return True
+        if not self._done and self._operation.wait(seconds):
+            self._target.copy_(self._source)
+            self._done = True
+        return self._done

@@ -70,7 +70,7 @@ def hold_the_interpreter() -> None:
 def test_a_rank_that_holds_the_gil_for_long_is_healthy() -> None:
     """It is said that it does not answer; it is waited for, and the same operation completes."""
     result = faults.run_ranks(hold_the_interpreter, 3, env={"NCCLGUARD_WARN_AFTER": "2"}, timeout=90)
-    assert result.values("ok") == dict.fromkeys(range(3), [True, True]), result
+    assert result.values("ok") == {rank: [True, True] for rank in range(3)}, result
     assert result.values("attempts") == dict.fromkeys(range(3), 1), result
     logged = [line for lines in result.values("lines").values() for line in lines]
     assert any("rank 1 does not answer: stuck" in line for line in logged), logged
@@ -96,6 +96,6 @@ def stop_one() -> None:
 
 def test_stuck_timeout_ends_the_wait_for_a_stopped_rank_long_before_the_deadline() -> None:
     result = faults.run_ranks(stop_one, 3, env={"NCCLGUARD_STUCK_TIMEOUT": "2"}, timeout=90)
-    assert result.values("verdict") == dict.fromkeys(range(3), [False, "stuck", [1]]), result
+    assert result.values("verdict") == {rank: [False, "stuck", [1]] for rank in range(3)}, result
     assert all(result[rank].reports["seconds"] < 8 for rank in (0, 2)), result  # before rank 1 is resumed
     assert result.values("next") == dict.fromkeys(range(3), True), result
