@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from ncclguard.incident import history
 from ncclguard.incident.model import Incident, RankReport
 from ncclguard.incident.report import timeline
+from ncclguard.incident.report.command import main
 from ncclguard.incident.report.document import Document
 from ncclguard.incident.report.html import render_html
 from ncclguard.incident.report.panel import show
@@ -306,6 +307,17 @@ class TestFiles:
         writer.submit(incident(), "ab", histories(4, {}))
         assert writer.wait(30)
         assert len(list(tmp_path.glob("*.html"))) == 1
+
+
+def test_the_command_makes_the_page_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = document()
+    (tmp_path / "a.json").write_text(made.model_dump_json())
+    assert main([str(tmp_path / "a.json")]) == 0
+    assert (tmp_path / "a.html").read_text() == render_html(made)
+    assert "rank 2 late" in capsys.readouterr().out
+    (tmp_path / "b.json").write_text("{}")
+    assert main([str(tmp_path / "b.json")]) == 2
+    assert "b.json: " in capsys.readouterr().err
 
 
 def test_the_history_of_a_thousand_ranks_is_laid_out_in_order() -> None:
