@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ncclguard.agreement.decision import Departure, Phase, Report, Trouble, TroubleKind, Verdict, decide
 from ncclguard.agreement.protocol import Member, Resolution
-from ncclguard.incident.history import KEPT, Past
+from ncclguard.incident.history import KEPT, PastTuple
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
 
@@ -54,7 +54,7 @@ class Seat:
         self.call: OpenCall | None = None
         self.last_text = ""
         self.session = ""  # the nonce of the job's session, known some time after the seat is made
-        self.past: deque[Past] = deque(maxlen=KEPT)
+        self.past: deque[PastTuple] = deque(maxlen=KEPT)
         self.resolution: tuple[Resolution, Verdict, str | None] | None = None
         self.unavailable = ""  # why no verdict can come: the store is gone
         self.exchange: Exchange | None = None  # of statistics; None in jobs that have none
@@ -67,7 +67,7 @@ class Seat:
     def remember(self, call: OpenCall) -> None:
         """Keep a finished call for later reports; on every call's path, under `condition`."""
         done = self.member.completed >= call.sequence
-        self.past.append(Past(call.sequence, call.text, call.entered, time.monotonic(), done))
+        self.past.append((call.sequence, call.text, call.entered, time.monotonic(), done))
 
     def trouble(self, generation: int, kind: TroubleKind, text: str) -> bool:
         """Stop moving in this generation and have it revoked; False when it has had its verdict already."""

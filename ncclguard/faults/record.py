@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from ncclguard.execution import Execution
     from ncclguard.guard import Guard, Request
     from ncclguard.outcome import Outcome
 
@@ -40,12 +41,11 @@ def start() -> None:
     event("started", rank=dist.get_rank(), world_size=dist.get_world_size(), pid=os.getpid())
     run = Guard.run
 
-    @functools.wraps(run)
-    def recorded(guard: Guard, work: Any, request: Request, timeout: float) -> Outcome:
+    def recorded(self: Guard, work: Execution, request: Request, timeout: float) -> Outcome:
         global _calls
         _calls += 1
         try:
-            outcome = run(guard, work, request, timeout)
+            outcome = run(self, work, request, timeout)
         except CollectiveFailed as error:
             _note(error.outcome)
             raise
