@@ -20,7 +20,7 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.__main__ import main as ncclguard
 from ncclguard.metrics import door, hook
-from ncclguard.metrics.exchange import Exchange
+from ncclguard.metrics.exchange import Exchange, proposals
 from ncclguard.metrics.records import Change, Record, Snapshot
 
 EVERY = 10
@@ -226,6 +226,37 @@ def test_what_happened_is_in_the_json_log(job: dict[str, Any]) -> None:
     counted = {(one["op"], one["phase"]): one for one in records[-1]["series"]}
     assert counted["barrier", "small"]["failures"] == {"late": 1}
     assert counted["all_reduce", "none"]["count"] >= 3 * EVERY
+
+
+def through_the_door() -> None:
+    """Asynchronous collectives of a guarded process group; a proposal that only rank 1 knows."""
+    dist.init_process_group("gloo")
+    group = dist.new_group(backend="ncclguard")
+    assert group is not None
+    if dist.get_rank() == 1:
+        proposals.make({"timeout": 50.0, "chunk_numel": 7})
+    works = [dist.all_reduce(torch.ones(100), group=group, async_op=True) for _ in range(2 * EVERY + 2)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    exchange = the_exchange()
+    table = exchange.table
+    assert table is not None
+    faults.report(
+        group=exchange.group, operations=table.operations, settings=dict(exchange.settings.changed()),
+        limit=group.limit(), known=dict(proposals.newest()[1]),
+    )  # fmt: skip
+    dist.destroy_process_group()
+
+
+def test_a_guarded_process_group_takes_limits_only() -> None:
+    """Its calls are made before those ahead of them have ended: another length of pieces would divide the ranks."""
+    settings = {"NCCLGUARD_STATISTICS_EVERY": str(EVERY), "NCCLGUARD_REPORT_DIR": "none"}
+    result = faults.run_ranks(through_the_door, 2, env=settings, timeout=60)
+    assert result.values("settings") == {0: {"timeout": 50.0}, 1: {"timeout": 50.0}}, result
+    assert result.values("limit") == {0: 50.0, 1: 50.0}
+    assert set(result.values("operations").values()) == {2 * EVERY}
+    assert result.values("known")[0] == {"timeout": 50.0, "chunk_numel": 7}
 
 
 def disagreeing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import time
@@ -43,7 +44,9 @@ def test_nothing_is_observed_before_and_after() -> None:
 
 def test_snapshots_come_every_interval_and_at_the_end() -> None:
     seen: list[Record] = []
-    with ng.setup_nccl_monitoring(seen.append, interval=timedelta(milliseconds=20), job="j1", serve=False) as monitoring:
+    with ng.setup_nccl_monitoring(
+        seen.append, interval=timedelta(milliseconds=20), job="j1", serve=False
+    ) as monitoring:
         with ng.phase("eval"):
             observe_one_success()
         wait_for(seen, "snapshot")
@@ -103,12 +106,24 @@ def test_setting_up_again_replaces_what_was_there() -> None:
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [({"interval": 0}, ValueError), ({"interval": None}, TypeError), ({"interval": "1s"}, TypeError), ({"job": "a/b"}, ValueError)],
+    [
+        ({"interval": 0}, ValueError),
+        ({"interval": None}, TypeError),
+        ({"interval": "1s"}, TypeError),
+        ({"job": "a/b"}, ValueError),
+    ],
 )
 def test_a_wrong_call_is_refused(options: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error):
         ng.setup_nccl_monitoring(**options)  # type: ignore[arg-type]
     assert hook.observer is None
+
+
+def test_the_arguments() -> None:
+    """Part of what users type."""
+    assert str(inspect.signature(ng.setup_nccl_monitoring)) == (
+        "(*sinks: 'SinkLike', interval: 'float | timedelta' = 30.0, job: 'str | None' = None, serve: 'bool' = True) -> 'Monitoring'"
+    )
 
 
 def test_the_name_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,25 +271,23 @@ def test_wandb_logs_offline_with_its_own_client(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.rglob("*.wandb")), "wandb wrote no run"
 
 
-def test_in_a_run_of_the_program_wandb_keeps_its_steps() -> None:
-    """The program's `log` calls, with steps of their own, must not be shifted by ours."""
+def test_in_a_run_of_the_program_wandb_keeps_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program's `log` calls, with steps of their own, must neither be shifted nor dropped, and its run not be finished."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # wandb's own
+        wandb = pytest.importorskip("wandb", reason="needs wandb")
+        from ncclguard.metrics.sinks.wandb import WandbSink
 
-    class Run:
-        def __init__(self) -> None:
-            self.summary: dict[str, object] = {}
-            self.logged: list[bool] = []
-
-        def log(self, values: dict[str, float], commit: bool) -> None:
-            self.logged.append(commit)
-
-        def finish(self) -> None:
-            raise AssertionError("the run belongs to the program")
-
-    pytest.importorskip("wandb", reason="needs wandb")
-    from ncclguard.metrics.sinks.wandb import WandbSink
-
-    run = Run()
-    sink = WandbSink(run)
-    sink.write(snapshot())
-    sink.close()
-    assert run.logged == [False]
+        monkeypatch.setenv("WANDB_SILENT", "true")
+        run = wandb.init(project="ncclguard-test", mode="offline", dir=str(tmp_path))
+        sink = WandbSink()
+        for step in (5, 6):
+            run.log({"loss": float(step)}, step=step)
+            writer = threading.Thread(target=sink.write, args=(snapshot(hang=True),))  # as the sink's own thread does
+            writer.start()
+            writer.join()
+        sink.close()
+        assert run.step == 6
+        run.log({"loss": 7.0}, step=7, commit=True)
+        assert (run.summary["loss"], run.summary["ncclguard/hang"]) == (7.0, 1.0)
+        run.finish()
