@@ -69,6 +69,12 @@ class Seat:
         done = self.member.completed >= call.sequence
         self.past.append((call.sequence, call.text, call.entered, time.monotonic(), done))
 
+    def open_calls(self) -> list[tuple[str, int, str, float]]:
+        """What this rank is in, for the timeline: group, sequence, text, and when it entered by `time.monotonic()`."""
+        with self.condition:
+            call = self.call
+        return [] if call is None else [(self.key, call.sequence, call.text, call.entered)]
+
     def trouble(self, generation: int, kind: TroubleKind, text: str) -> bool:
         """Stop moving in this generation and have it revoked; False when it has had its verdict already."""
         with self.condition:
