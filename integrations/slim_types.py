@@ -105,7 +105,7 @@ def slim_output(output: Any, drop: frozenset[str], shape: Iterable[int] | None) 
         last = kept.pop("last_hidden_state", None)
         if last is None and shape is not None:
             last = SequenceShape(shape)
-        return _slim_type(type(output))(**kept, last_hidden_state=last)
+        return _build(_slim_type(type(output)), kept, last)
     if isinstance(output, dict):
         return type(output)((name, value) for name, value in output.items() if name not in drop)
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
@@ -140,9 +140,12 @@ def _slim_type(base: Any) -> Any:
 
 @functools.cache
 def _make_slim_type(base: Any) -> Any:
-    added = {"__doc__": f"{base.__name__} without what slim_outputs drops.", "_slim_base": base}
+    # Every field may be missing, and there is one for the stand-in.
+    names = [field.name for field in dataclasses.fields(base) if field.default is dataclasses.MISSING]
     if "last_hidden_state" not in base.__dataclass_fields__:
-        added |= {"last_hidden_state": None, "__annotations__": {"last_hidden_state": Any}}
+        names.append("last_hidden_state")
+    added = {**dict.fromkeys(names), "__annotations__": dict.fromkeys(names, Any)}
+    added |= {"__doc__": f"{base.__name__} without what slim_outputs drops.", "_slim_base": base}
     made = type(f"Slim{base.__name__}", (_Slim, base), {"__module__": __name__, **added})
     return dataclasses.dataclass(made)
 
@@ -154,9 +157,16 @@ def _flatten(output: Any) -> tuple[list[Any], tuple[tuple[str, ...], Any]]:
 
 def _unflatten(made: Any, values: Iterable[Any], context: tuple[tuple[str, ...], Any]) -> Any:
     names, last = context
-    items = dict(zip(names, values, strict=True))
-    return made(**{"last_hidden_state": last, **items})
+    return _build(made, dict(zip(names, values, strict=True)), last)
 
 
 def _restore(base: Any, items: Mapping[str, Any], last: Any) -> Any:
-    return _slim_type(base)(**{"last_hidden_state": last, **items})
+    return _build(_slim_type(base), items, last)
+
+
+def _build(made: Any, items: Mapping[str, Any], last: Any) -> Any:
+    """An output with these items, also those that are no fields of its type, as a model may add."""
+    output = made(last_hidden_state=last)
+    for name, value in items.items():
+        output[name] = value
+    return output

@@ -301,6 +301,26 @@ def test_other_kinds_of_output() -> None:
     assert model("tuple") == (1, 2)
 
 
+def test_items_that_are_no_fields_and_fields_that_are_required() -> None:
+    from transformers.utils import ModelOutput
+
+    @dataclasses.dataclass
+    class Output(ModelOutput):
+        logits: Any
+        hidden_states: Any = None
+
+    class Model(nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            output = Output(logits=input_ids, hidden_states=(input_ids,))
+            output["router"] = input_ids
+            return output
+
+    output = slim_outputs(Model())(torch.ones(2, 3))
+    assert output.last_hidden_state.size(1) == 3
+    assert list(output) == ["logits", "router"]
+    assert torch.equal(output.router, torch.ones(2, 3))
+
+
 def test_wrong_calls_are_refused() -> None:
     with pytest.raises(TypeError, match="one string"):
         slim_outputs(nn.Linear(2, 2), drop="hidden_states")
