@@ -263,13 +263,17 @@ def size_of(batch: int, length: int, hidden: int, kv: int, layers: int, **_: int
 
 
 def saved(rows: list[dict[str, Any]], scene: str, what: str) -> str:
-    """By how many per cent slim is below everything, from the shortest to the longest sequence."""
+    """By how many per cent slim is below everything, from the shortest to the longest sequence; ~ where the quartiles include 0."""
     found = []
     for row in rows:
         if row["scene"] == scene:
             slim, full = row["slim"], row["everything"]
-            part = slim["peak"] / full["peak"] if what == "peak" else ratio(slim["seconds"], full["seconds"]).median
-            found.append(f"{100 * (1 - part):.0f}")
+            if what == "peak":
+                found.append(f"{100 * (1 - slim['peak'] / full['peak']):.0f}")
+            else:
+                against = ratio(slim["seconds"], full["seconds"])
+                unsure = "~" if against.low <= 1 <= against.high else ""
+                found.append(f"{unsure}{100 * (1 - against.median):.0f}")
     return (", ".join(found) + " %") if found else "not run"
 
 
@@ -287,7 +291,7 @@ def claims(rows: list[dict[str, Any]], batch: int, parameters: int) -> list[str]
     }
     product = RECIPE["ranks"] * RECIPE["batch"] * RECIPE["length"] * RECIPE["hidden"]
     return [
-        "# the recipe's claims, and what was found (per cent: slim below everything, by growing length)",
+        "# the recipe's claims, and what was found (per cent: slim below everything, by growing length; ~: within the spread)",
         f"# claimed: 235 MB a GPU and forward. 8 x 2048 x 3584 in float32 is {recipe_last:,} bytes: right for one tensor, the last",
         "#   hidden state, which the head needs anyway. Kept for a caller are all of them, and the cache: at this shape",
         f"#   {recipe_states:,} and {recipe_cache:,} bytes a GPU and forward (computed; half in bfloat16).",
