@@ -21,7 +21,7 @@ from ncclguard.metrics.sinks.named import SinkLike, make_sinks
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ncclguard.metrics.door import Door
+    from ncclguard.metrics.control import ControlSocket
 
 log = logging.getLogger("ncclguard")
 
@@ -40,7 +40,7 @@ class Monitoring:
         self._serve = serve
         self._sinks = [SinkThread(sink) for sink in sinks]
         self._observer = RecordingObserver(job, self._emit)
-        self._door: Door | None = None
+        self._control: ControlSocket | None = None
         self._pid = os.getpid()
         self._closed = False
         self._stop = threading.Event()
@@ -74,8 +74,8 @@ class Monitoring:
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_WITHIN)
-        if self._door is not None:
-            self._door.close()
+        if self._control is not None:
+            self._control.close()
         try:
             self._emit(self.snapshot())
         except Exception:
@@ -101,7 +101,7 @@ class Monitoring:
         due, hang, complained = time.monotonic() + self._interval, False, False
         while True:
             try:
-                self._open_door()
+                self._open_control()
                 hanging = any(call.late for call in open_operations())
                 if hanging != hang or time.monotonic() >= due:
                     hang = hanging
@@ -120,13 +120,13 @@ class Monitoring:
         for sink in self._sinks:
             sink.put(record)
 
-    def _open_door(self) -> None:
+    def _open_control(self) -> None:
         """Once the rank is known: before that all ranks would want the same address."""
-        if self._serve and self._door is None and identity.initialised():
-            from ncclguard.metrics.door import open_door
+        if self._serve and self._control is None and identity.initialised():
+            from ncclguard.metrics.control import open_control
 
             self._serve = False  # one try
-            self._door = open_door(self.job, identity.rank(), self.snapshot)
+            self._control = open_control(self.job, identity.rank(), self.snapshot)
 
 
 _current: Monitoring | None = None

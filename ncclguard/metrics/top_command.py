@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from ncclguard.metrics.door import DoorError, ask
+from ncclguard.metrics.control import ControlError, ask
 from ncclguard.metrics.set_command import choose
 from ncclguard.metrics.top_view import view
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 live.update(view(job, statuses(ranks)), refresh=True)
     except KeyboardInterrupt:
         return 0
-    except DoorError as error:
+    except ControlError as error:
         print(f"ncclguard top: {error}", file=sys.stderr)
         return 2
 
@@ -44,7 +44,7 @@ def statuses(ranks: dict[int, Path]) -> dict[int, dict[str, Any] | str]:
     for rank, path in sorted(ranks.items()):
         try:
             found[rank] = ask(path, {"command": "status"})
-        except DoorError as error:
+        except ControlError as error:
             found[rank] = str(error)
     return found
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.__main__ import main as ncclguard
-from ncclguard.metrics import door, hook
+from ncclguard.metrics import control, hook
 from ncclguard.metrics.exchange import Exchange, proposals
 from ncclguard.metrics.records import Change, Record, Snapshot
 
@@ -125,7 +125,7 @@ def run(command: str, *arguments: str) -> tuple[int, str]:
 
 
 def slow_rank_is_known(rank0: Path) -> bool:
-    tables = door.ask(rank0, {"command": "status"})["snapshot"]["stragglers"]
+    tables = control.ask(rank0, {"command": "status"})["snapshot"]["stragglers"]
     return bool(tables) and tables[0]["operations"] >= 3 * EVERY
 
 
@@ -139,9 +139,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         found: dict[str, Any] = {"log": log}
         with faults.start_ranks(monitored, 3, args=[str(log)], env=SETTINGS, timeout=100) as started:
             until = time.monotonic() + 60
-            while len(door.jobs().get("monitored", {})) < 2 and time.monotonic() < until:
+            while len(control.jobs().get("monitored", {})) < 2 and time.monotonic() < until:
                 time.sleep(0.05)
-            rank0 = door.jobs()["monitored"][0]
+            rank0 = control.jobs()["monitored"][0]
             while not slow_rank_is_known(rank0) and time.monotonic() < until:
                 time.sleep(0.05)
             found["set"], found["set text"] = run("set", "chunk_numel=100", "timeout_train=77", "--wait", "60")
@@ -228,7 +228,7 @@ def test_what_happened_is_in_the_json_log(job: dict[str, Any]) -> None:
     assert counted["all_reduce", "none"]["count"] >= 3 * EVERY
 
 
-def through_the_door() -> None:
+def through_a_process_group() -> None:
     """Asynchronous collectives of a guarded process group; a proposal that only rank 1 knows."""
     dist.init_process_group("gloo")
     group = dist.new_group(backend="ncclguard")
@@ -252,7 +252,7 @@ def through_the_door() -> None:
 def test_a_guarded_process_group_takes_limits_only() -> None:
     """Its calls are made before those ahead of them have ended: another length of pieces would divide the ranks."""
     settings = {"NCCLGUARD_STATISTICS_EVERY": str(EVERY), "NCCLGUARD_REPORT_DIR": "none"}
-    result = faults.run_ranks(through_the_door, 2, env=settings, timeout=60)
+    result = faults.run_ranks(through_a_process_group, 2, env=settings, timeout=60)
     assert result.values("settings") == {0: {"timeout": 50.0}, 1: {"timeout": 50.0}}, result
     assert result.values("limit") == {0: 50.0, 1: 50.0}
     assert set(result.values("operations").values()) == {2 * EVERY}

@@ -15,11 +15,11 @@ from rich.console import Console
 
 import ncclguard as ng
 from ncclguard.__main__ import main as ncclguard
-from ncclguard.metrics import door, exchange, hook
+from ncclguard.metrics import control, exchange, hook
 from ncclguard.metrics.observer import RecordingObserver
 from ncclguard.metrics.top_view import view
 
-Serve = Callable[..., door.Door]
+Serve = Callable[..., control.ControlSocket]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     """A folder for sockets of this test alone."""
     base = tmp_path_factory.mktemp("run")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
-    monkeypatch.setattr(door, "folders", lambda: [base / "ncclguard"])
+    monkeypatch.setattr(control, "folders", lambda: [base / "ncclguard"])
     exchange.forget()
     return base / "ncclguard"
 
@@ -35,18 +35,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """Serve as a rank does; nothing but the number of the rank is made up."""
-    doors: list[door.Door] = []
+    opened_sockets: list[control.ControlSocket] = []
 
-    def start(job: str = "job1", rank: int = 0) -> door.Door:
+    def start(job: str = "job1", rank: int = 0) -> control.ControlSocket:
         observer = RecordingObserver(job, lambda record: None)
         observer.succeeded("0:cpu:ab12", "all_reduce", 4096, 0.01, 0.005, 1)
-        opened = door.open_door(job, rank, lambda: observer.snapshot({}))
+        opened = control.open_control(job, rank, lambda: observer.snapshot({}))
         assert opened is not None
-        doors.append(opened)
+        opened_sockets.append(opened)
         return opened
 
     yield start
-    for each in doors:
+    for each in opened_sockets:
         each.close()
 
 
@@ -59,7 +59,7 @@ def test_only_the_user_may_enter_the_folder(serve: Serve, folder: Path) -> None:
 def test_a_folder_that_others_may_enter_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder.mkdir(mode=0o700)
     folder.chmod(0o777)
-    assert door.open_door("job1", 0, lambda: None) is None  # type: ignore[arg-type,return-value]
+    assert control.open_control("job1", 0, lambda: None) is None  # type: ignore[arg-type,return-value]
     assert "only this user may enter" in caplog.text
 
 
@@ -71,15 +71,15 @@ def test_a_socket_that_a_killed_process_left_is_replaced_and_a_living_one_is_not
     left.bind(str(folder / "job1.0.sock"))
     left.close()
     serve()
-    assert door.ask(folder / "job1.0.sock", {"command": "status"})["snapshot"]["job"] == "job1"
-    assert door.open_door("job1", 0, lambda: None) is None  # type: ignore[arg-type,return-value]
+    assert control.ask(folder / "job1.0.sock", {"command": "status"})["snapshot"]["job"] == "job1"
+    assert control.open_control("job1", 0, lambda: None) is None  # type: ignore[arg-type,return-value]
     assert "another process answers" in caplog.text
 
 
 def test_closing_removes_the_socket_and_ends_the_thread(serve: Serve, folder: Path) -> None:
     serve().close()
     assert list(folder.iterdir()) == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "ncclguard-door"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "ncclguard-control"]
 
 
 @pytest.mark.parametrize("sent", [b"no json\n", b"[1]\n", b"x" * 70_000 + b"\n", b"{}", b""])
@@ -91,7 +91,7 @@ def test_nonsense_does_not_stop_it(serve: Serve, folder: Path, sent: bytes) -> N
             connection.sendall(sent)
         except BrokenPipeError:
             pass
-    assert "snapshot" in door.ask(folder / "job1.0.sock", {"command": "status"})
+    assert "snapshot" in control.ask(folder / "job1.0.sock", {"command": "status"})
 
 
 def test_set_without_an_exchange_says_how_to_get_one(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +143,9 @@ def test_the_job_must_be_known_and_named_when_there_are_two(serve: Serve, capsys
 
 def test_top_shows_a_rank_that_does_not_answer(serve: Serve, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     serve(rank=0)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stopped:  # accepts no connection: its interpreter does not run
+    with socket.socket(
+        socket.AF_UNIX, socket.SOCK_STREAM
+    ) as stopped:  # accepts no connection: its interpreter does not run
         stopped.bind(str(folder / "job1.1.sock"))
         assert ncclguard(["top", "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -158,9 +160,25 @@ def status(rank: int, **changes: Any) -> dict[str, Any]:
         observer.succeeded("0:cpu:ab12", "all_reduce", 4_000_000_000, 0.5, 0.25, 1)
     observer.registry.failure("0:cpu:ab12", "barrier", "eval", 0, 60.0, 1, "late", (2,))
     snapshot = json.loads(json.dumps(observer.snapshot({}).to_dict()))
-    row = {"rank": 2, "host": "node2", "pid": 7, "last": 9, "behind": 0.25, "behind_longest": 0.5, "held_up": 2.0, "waited": 0.001}
+    row = {
+        "rank": 2,
+        "host": "node2",
+        "pid": 7,
+        "last": 9,
+        "behind": 0.25,
+        "behind_longest": 0.5,
+        "held_up": 2.0,
+        "waited": 0.001,
+    }
     table = {"group": "0:cpu", "through": "0:cpu:ab12/10", "operations": 10, "rows": [row]}
-    call = {"group": "0:cpu", "op_id": "0:cpu:ab12/11", "text": "barrier(phase='eval')", "age": 31.5, "limit": 300.0, "late": True}
+    call = {
+        "group": "0:cpu",
+        "op_id": "0:cpu:ab12/11",
+        "text": "barrier(phase='eval')",
+        "age": 31.5,
+        "limit": 300.0,
+        "late": True,
+    }
     snapshot |= {"rank": rank, "world_size": 4, "hang": True, "open": [call], "stragglers": [table]}
     snapshot |= {"settings": {"0:cpu": {"timeout": 900.0, "chunk_numel": None}}}
     answer = {"snapshot": snapshot, "statistics_every": 10, "proposal": 5, "proposed": {"timeout": 800.0}}

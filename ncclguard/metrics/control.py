@@ -37,11 +37,11 @@ PATIENCE = 2.0
 SUFFIX = ".sock"
 
 
-class DoorError(Exception):
+class ControlError(Exception):
     """The rank could not be reached, or refused; the text says why and what to do."""
 
 
-class Door:
+class ControlSocket:
     """Answers questions in a thread of its own until `close`."""
 
     def __init__(self, listener: socket.socket, path: Path, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -49,7 +49,7 @@ class Door:
         self._path = path
         self._answer = answer
         self._stop, self._wake = socket.socketpair()
-        self._thread = threading.Thread(target=self._serve, name="ncclguard-door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="ncclguard-control", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Door:
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def open_door(job: str, rank: int, snapshot: Callable[[], Snapshot]) -> Door | None:
+def open_control(job: str, rank: int, snapshot: Callable[[], Snapshot]) -> ControlSocket | None:
     """Answer for this rank; None, with a line in the log, where that is not possible."""
     try:
         path = _folder() / f"{job}.{rank}{SUFFIX}"
@@ -97,7 +97,7 @@ def open_door(job: str, rank: int, snapshot: Callable[[], Snapshot]) -> Door | N
         except BaseException:
             listener.close()
             raise
-        return Door(listener, path, lambda question: answer(question, snapshot))
+        return ControlSocket(listener, path, lambda question: answer(question, snapshot))
     except OSError as error:
         log.warning("ncclguard: `ncclguard top` and `ncclguard set` cannot reach this rank: %s; the job goes on", error)
         return None
@@ -213,7 +213,7 @@ def jobs() -> dict[str, dict[int, Path]]:
 
 
 def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
-    """The rank's answer. Raises DoorError when there is none, or when the rank refused."""
+    """The rank's answer. Raises ControlError when there is none, or when the rank refused."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(2 * PATIENCE)
@@ -221,11 +221,11 @@ def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
             connection.sendall(json.dumps(question).encode() + b"\n")
             answered = json.loads(_line(connection, 1 << 26))
     except (OSError, ValueError) as error:
-        raise DoorError(
+        raise ControlError(
             f"the rank at {path.name} does not answer ({error}): it has ended, or its interpreter does not run"
         ) from error
     if "error" in answered:
-        raise DoorError(str(answered["error"]))
+        raise ControlError(str(answered["error"]))
     return dict(answered)
 
 
