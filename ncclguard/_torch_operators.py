@@ -47,7 +47,7 @@ class _Holder(dist.ProcessGroup):
     """Makes torch wrap a Work of Python in one of C++ that keeps it alive: only its trampolines do."""
 
     def __init__(self) -> None:
-        super().__init__(0, 1)
+        super().__init__(0, 1)  # type: ignore[call-arg]
         self.work: Any = None
 
     def barrier(self, *_: Any) -> Any:
@@ -60,7 +60,7 @@ def boxed_work(work: dist.Work) -> Any:
         holder = _Holder()
         holder.work = work
         work = _hold_of(holder)
-    return work.boxed()  # type: ignore[attr-defined]
+    return work.boxed()
 
 
 def backend_has(method: str) -> bool:
@@ -72,7 +72,8 @@ class Hook:
     """Kernels in the place of torch's own, until `remove`. `kernels`: by the operator's name without its namespace."""
 
     def __init__(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
-        self._library: Any = torch.library.Library("c10d", "IMPL")  # noqa: TOR901 - ended by remove()
+        library: Any = torch.library.Library  # untyped
+        self._library: Any = library("c10d", "IMPL")  # noqa: TOR901 - ended by remove()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced
             for name, kernel in kernels.items():

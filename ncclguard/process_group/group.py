@@ -348,7 +348,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
             if raised:
                 lane.drop(raised)
         for lane in self.lanes():
-            lane.drain()
+            lane.drain(raised)
 
     def leave_scope(self) -> None:
         self._limits.pop()
@@ -373,14 +373,12 @@ def _wait_for(works: Sequence[GuardedWork]) -> None:
 
 def _split(tensor: torch.Tensor, sizes: Sequence[int], count: int) -> list[torch.Tensor]:
     """Views of contiguous parts along the first dimension, one for each rank."""
-    if not tensor.is_contiguous():
-        raise ValueError("all_to_all_single takes contiguous tensors: call contiguous() first")
-    flat = tensor.detach()
-    if not sizes:
-        if flat.numel() and flat.size(0) % count:
-            raise ValueError(f"{flat.size(0)} rows cannot be split evenly among {count} ranks: give the split sizes")
-        rows = flat.size(0) // count if flat.dim() else 0
-        sizes = [rows] * count
-    if len(sizes) != count or sum(sizes) != (flat.size(0) if flat.dim() else 0):
-        raise ValueError(f"split sizes {list(sizes)} do not add up to {flat.size(0)} rows for {count} ranks")
-    return divided(flat, list(sizes))
+    if not tensor.is_contiguous() or tensor.dim() == 0:
+        raise ValueError("all_to_all_single takes contiguous tensors with a first dimension to split: reshape it")
+    rows = tensor.size(0)
+    if not sizes and rows % count:
+        raise ValueError(f"{rows} rows cannot be split evenly among {count} ranks: give the split sizes")
+    sizes = list(sizes) or [rows // count] * count
+    if len(sizes) != count or sum(sizes) != rows:
+        raise ValueError(f"split sizes {sizes} do not add up to {rows} rows for {count} ranks: give one for each rank")
+    return divided(tensor.detach(), sizes)

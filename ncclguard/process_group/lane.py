@@ -29,6 +29,8 @@ log = logging.getLogger("ncclguard")
 
 #: Seconds that leaving the job waits for the threads of all lanes; what they run has been ended before.
 JOIN_WITHIN = 3.0
+#: Seconds between two looks at what is to be called off.
+CALL_OFF_EVERY = 0.05
 
 
 @dataclass(slots=True)
@@ -153,10 +155,14 @@ class Lane:
 
     # ------------------------------------------------------------------ ending
 
-    def drain(self) -> None:
-        """Wait until nothing is pending in the thread; what is ends by its own deadline."""
-        with self._state:
-            self._state.wait_for(lambda: self._unfinished == 0)
+    def drain(self, why: str = "") -> None:
+        """Wait until nothing is pending in the thread; what is ends by its own deadline, or is called off as `why` says."""
+        while True:
+            with self._state:
+                if self._state.wait_for(lambda: self._unfinished == 0, timeout=CALL_OFF_EVERY):
+                    return
+            if why:  # again and again, because it may have been about to start
+                self.call_off(why)
 
     def drop(self, why: str) -> None:
         """Forget what has not started, and fail what runs for all ranks, as if this one had raised `why`."""

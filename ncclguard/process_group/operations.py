@@ -17,7 +17,7 @@ from ncclguard import _torch
 from ncclguard.calls import EMPTY, Call, check_tensor, describe, nbytes_of
 from ncclguard.chunking import plan
 from ncclguard.execution import AllGather, AllReduce, Barrier, Broadcast, Execution, ReduceScatter, writable
-from ncclguard.process_group.staged import AllToAll, Gather, Reduce, Scatter, SparseReduce, as_bytes, overwrite
+from ncclguard.process_group.staged import AllToAll, Gather, Reduce, Scatter, SparseReduce, as_bytes, divided, overwrite
 
 Perform = Callable[[], None]
 #: Runs one engine call to its verdict and raises if that is a failure: (execution, tensor to describe, text, key).
@@ -202,7 +202,7 @@ class Operation:
             slots = [torch.empty_like(sent) for _ in range(self.size)]
             self.all_gather(slots, sent)()
             for rank, slot in enumerate(slots):
-                for own, part in zip(outputs, slot.split(lengths), strict=True):
+                for own, part in zip(outputs, divided(slot, lengths), strict=True):
                     overwrite(own[rank], part.clone())  # a view may not start where its dtype wants
 
         return perform if tensors else lambda: None
@@ -319,7 +319,7 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _spread(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, part in zip(tensors, divided(flat, [tensor.numel() for tensor in tensors]), strict=True):
         _put(tensor, part)
 
 

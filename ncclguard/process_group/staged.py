@@ -26,6 +26,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
+def divided(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Views of consecutive parts along the first dimension."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [tensor.narrow(0, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
 def overwrite(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Copy bytes into a tensor of the caller, without autograd taking note, as with torch's own collectives."""
     with writable(tensor):
@@ -135,7 +141,7 @@ class AllToAll(Staged):
         )
 
     def finish(self, participants: Sequence[int]) -> None:
-        for output, part in zip(self._outputs, self.parts[0].split(self._sizes), strict=True):
+        for output, part in zip(self._outputs, divided(self.parts[0], self._sizes), strict=True):
             overwrite(output, part)
 
 

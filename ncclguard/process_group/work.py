@@ -82,7 +82,8 @@ class GuardedWork(dist.Work):
         """A future with the tensors; it is completed whether or not anybody waits."""
         with self._lock:
             if self._future is None:
-                devices = [self._device] if self._device is not None and self._device.type == "cuda" else []
+                on_cuda = self._device is not None and self._device.type == "cuda"
+                devices: Any = [self._device] if on_cuda else []
                 self._promise = torch.futures.Future(devices=devices)
                 self._future = self._promise.then(self._value)
             promise, future, ended = self._promise, self._future, self._ended.is_set()
