@@ -374,6 +374,20 @@ def test_accelerate_in_bfloat16() -> None:
     assert output.last_hidden_state.size(1) == 9
 
 
+@pytest.mark.parametrize("where", ["outside", "inside", "class"])
+def test_under_peft(where: str, slim_class: Any) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = slim_class(cases.config(output_hidden_states=True))
+    if where != "outside":
+        slim_outputs(model if where == "inside" else slim_class)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS"))
+    if where == "outside":
+        assert items(adapted) == FAT
+        slim_outputs(adapted)
+    assert items(adapted) == ["loss", "logits"]
+    assert items(adapted, output_hidden_states=True) == ["loss", "logits", "hidden_states"]
+
+
 def test_what_a_trainer_collects(tmp_path: Path) -> None:
     """Trainer.evaluate gathers and keeps every item of the output: all hidden states of all batches, or the logits."""
     from transformers import Trainer, TrainingArguments
