@@ -11,9 +11,11 @@ import hypothesis
 import pytest
 
 from ncclguard import config
+from ncclguard.faults import launcher
 
 hypothesis.settings.register_profile("ncclguard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ncclguard")
+launcher.DEFAULT = "fork"  # imports torch once for all ranks of a job
 
 
 @pytest.fixture(autouse=True)

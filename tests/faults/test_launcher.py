@@ -183,13 +183,16 @@ def test_waiting_for_a_report_of_a_rank_that_ended_fails_at_once_with_its_output
 
 def test_beneath_torchrun_each_ranks_own_end_is_known_and_the_agents_store_is_used(tmp_path: Path) -> None:
     text = """
-import os, signal
+import os, signal, sys, time
 print("agent store", os.environ["TORCHELASTIC_USE_AGENT_STORE"], flush=True)
 if os.environ["RANK"] == "1":
+    while not os.path.exists(sys.argv[1]):  # torchrun ends the other at once
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
-import time; time.sleep(600)
+open(sys.argv[1], "w").close()
+time.sleep(600)
 """
-    result = faults.run_ranks(script(tmp_path, text), 2, timeout=60, launcher="torchrun")
+    result = faults.run_ranks(script(tmp_path, text), 2, args=[tmp_path / "up"], timeout=60, launcher="torchrun")
     assert not result.timed_out
     assert [rank.end for rank in result] == ["SIGTERM", "SIGKILL"], "torchrun ends the others"
     assert "agent store True" in result[0].output
