@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from ncclguard.agreement import inquiry as inquiry_module
 from ncclguard.agreement import monitor as monitor_module
 from ncclguard.agreement import seat as seat_module
 from ncclguard.agreement.decision import Action, Operation, Report, TroubleKind, Verdict
@@ -82,7 +81,7 @@ class Job:
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         clock = types.SimpleNamespace(monotonic=lambda: self.now)
-        for module in (seat_module, inquiry_module, monitor_module):
+        for module in (seat_module, monitor_module):
             monkeypatch.setattr(module, "time", clock)
         self.size = size
         self.shared: dict[str, bytes] = {}
