@@ -1,0 +1,178 @@
+"""All-reduce and broadcast: the result takes the place of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import ReduceOp
+
+from ncclguard.buffers import Arena, aligned
+from ncclguard.chunking import ChunkPlan
+from ncclguard.execution.base import Execution
+from ncclguard.execution.memory import NOTHING, copied, plain, put, writable
+from ncclguard.transport import dtypes
+from ncclguard.transport.base import Agreement, Communicator, Pending
+from ncclguard.transport.exchange import reduced
+
+
+class _InPlace(Execution):
+    """A tensor that is reduced or overwritten where it lies, or in a contiguous staging copy of it."""
+
+    def __init__(self, tensor: torch.Tensor, plan: ChunkPlan, closing: bool, staged: bool) -> None:
+        super().__init__(plan)
+        self.closing = closing
+        self._tensor = tensor
+        self._staged = staged or not plain(tensor)
+        self._arena: Arena | None = None
+        self._backup: torch.Tensor | None = None
+        self._saved = b""  # instead of a backup in the arena, for small tensors
+        self._window = 0
+        self._writes = True
+        self._flat = torch.empty(0) if self._staged else tensor.detach().view(-1)
+
+    def reserve(self, atomic: bool, in_flight: int) -> None:
+        tensor, numel, dtype = self._tensor, self._tensor.numel(), self._tensor.dtype
+        if self._staged:
+            self._arena = Arena(aligned(numel * dtype.itemsize), tensor.device)
+            self._flat = self._arena.take(numel, dtype)
+            return
+        if not self._writes or numel == 0:
+            return
+        if not self.closing:
+            self._window = self.pieces
+            return
+        longest = self.plan.longest
+        self._window = self.pieces if atomic else min(self.pieces, 2 * in_flight)
+        size = numel if self._window == self.pieces else self._window * longest
+        self._longest = longest
+        self._arena = Arena(aligned(size * dtype.itemsize), tensor.device)
+        self._backup = self._arena.take(size, dtype)
+
+    def _prepare(self, piece: int) -> torch.Tensor:
+        start, stop = self.plan.pieces[piece]
+        part = self._flat[start:stop]
+        if self._staged:
+            if self._writes_input(piece):
+                part.copy_(self._source_part(start, stop))
+        elif self._backup is not None:
+            self._slot(piece).copy_(part)
+        elif self._writes and not self._saved:
+            self._saved = copied(self._flat)
+        self.submitted = max(self.submitted, piece + 1)
+        return part
+
+    def _writes_input(self, piece: int) -> bool:
+        return True
+
+    def payload(self, limit: int) -> torch.Tensor | None:
+        tensor = self._tensor
+        if self.closing or self.pieces != 1 or tensor.numel() * tensor.element_size() > limit:
+            return None
+        return tensor.detach().contiguous().view(-1) if self._staged else self._flat
+
+    def _source_part(self, start: int, stop: int) -> torch.Tensor:
+        return self._tensor.detach().reshape(-1)[start:stop]
+
+    def _slot(self, piece: int) -> torch.Tensor:
+        assert self._backup is not None
+        start, stop = self.plan.pieces[piece]
+        if self._window < self.pieces:
+            start, stop = (piece % self._window) * self._longest, (piece % self._window) * self._longest + stop - start
+        return self._backup[start:stop]
+
+    def restorable_after(self, piece: int) -> int:
+        if self._staged or not self._writes:
+            return 0
+        return max(0, piece + 1 - self._window)
+
+    def restore(self, from_piece: int) -> None:
+        self.collected = None
+        if self._saved and self.submitted > 0:
+            put(self._saved, self._flat)
+            from_piece = 0
+        elif not self._staged and self._backup is not None:
+            with writable(self._tensor):
+                for piece in range(from_piece, self.submitted):
+                    start, stop = self.plan.pieces[piece]
+                    self._flat[start:stop].copy_(self._slot(piece))
+        self.submitted = min(self.submitted, from_piece)
+
+    def result(self) -> list[torch.Tensor]:
+        return [self._flat]
+
+    def finish(self, participants: Sequence[int]) -> None:
+        if self._staged and self._writes:
+            with writable(self._tensor):
+                self._tensor.detach().copy_(self._flat.view(self._tensor.shape))
+
+    def release(self) -> None:
+        self._flat = torch.empty(0)
+        self._backup = None
+        if self._arena is not None:
+            self._arena.release(reusable=not self.busy)
+            self._arena = None
+
+
+class AllReduce(_InPlace):
+    """Reduce `tensor` in place; AVG is summed and divided by the participants once, after the verdict."""
+
+    def __init__(
+        self, tensor: torch.Tensor, op: ReduceOp.RedOpType, plan: ChunkPlan, closing: bool, staged: bool
+    ) -> None:
+        super().__init__(tensor, plan, closing, staged)
+        self._average = op == ReduceOp.AVG
+        self._op = ReduceOp.SUM if self._average else op
+
+    def submit(self, communicator: Communicator, piece: int) -> Pending:
+        with writable(self._tensor):
+            return communicator.all_reduce(self._prepare(piece), self._op)
+
+    def payload(self, limit: int) -> torch.Tensor | None:
+        flat = super().payload(limit)
+        return torch.view_as_real(flat) if flat is not None and flat.is_complex() else flat
+
+    def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
+        dtype, numel = self._tensor.dtype, self._tensor.numel()
+        if dtype.is_complex:
+            dtype, numel = dtype.to_real(), 2 * numel
+        self.collected = [copied(reduced(opening.rows(dtype, numel), dtypes.GLOO.wire_op(self._op, dtype)))]
+
+    def finish(self, participants: Sequence[int]) -> None:
+        if self.collected is not None:
+            put(self.collected[0], self._flat)
+        if self._average:
+            with writable(self._tensor):
+                self._flat.div_(len(participants))
+        super().finish(participants)
+
+
+class Broadcast(_InPlace):
+    """Overwrite `tensor` with the source's; the source's own memory is only read."""
+
+    def __init__(
+        self, tensor: torch.Tensor, source: int, rank: int, plan: ChunkPlan, closing: bool, staged: bool
+    ) -> None:
+        super().__init__(tensor, plan, closing, staged)
+        self._source = source
+        self._writes = rank != source
+
+    def _writes_input(self, piece: int) -> bool:
+        return not self._writes
+
+    def payload(self, limit: int) -> torch.Tensor | None:
+        flat = super().payload(limit)
+        return flat if flat is None or not self._writes else NOTHING
+
+    def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
+        nbytes = self._tensor.numel() * self._tensor.element_size()
+        self.collected = [copied(opening.rows(torch.uint8, nbytes)[ranks.index(self._source)])]
+
+    def finish(self, participants: Sequence[int]) -> None:
+        if self.collected is not None and self._writes:
+            put(self.collected[0], self._flat)
+        super().finish(participants)
+
+    def submit(self, communicator: Communicator, piece: int) -> Pending:
+        with writable(self._tensor):
+            return communicator.broadcast(self._prepare(piece), communicator.ranks.index(self._source))
