@@ -22,8 +22,11 @@ from ncclguard.errors import (
     PeerFailed,
     PeerLost,
 )
+from ncclguard.evaluation import resilient_evaluate
 from ncclguard.incident.model import Incident
+from ncclguard.metrics.monitoring import setup_nccl_monitoring
 from ncclguard.outcome import Cause, Outcome
+from ncclguard.watch.entry import watch
 
 __version__ = "0.1.0"
 
@@ -45,6 +48,7 @@ __all__ = [
     "get_adaptive_timeout",
     "nccl_timeout_handler",
     "phase",
+    "resilient_evaluate",
     "safe_all_gather",
     "safe_all_gather_object",
     "safe_all_reduce",
@@ -53,7 +57,9 @@ __all__ = [
     "safe_broadcast_object_list",
     "safe_reduce_scatter",
     "setup_env",
+    "setup_nccl_monitoring",
     "setup_nccl_timeout_env",
+    "watch",
 ]
 
 _runtime.install()

@@ -178,6 +178,12 @@ class GuardConfig(BaseSettings):
     poll_active: Seconds = _setting(
         0.05, "s", "1 ms to 0.2 s, at most poll_idle", "period of the monitor while a call is pending", le=0.2
     )
+    stack_signal: str = _setting(
+        "auto",
+        "",
+        "auto, none, or a signal's name such as SIGUSR2",
+        "how ranks of one host get the stacks of one whose interpreter does not run; auto: a free real-time signal",
+    )
     build_slice: Seconds = _setting(5.0, "s", "1 s to 60 s", "bound of one try to connect a communicator", ge=1, le=60)
     exit_linger: float = _setting(
         2.0, "s", "0 s to 60 s", "how long the host of the store waits at exit for the others' goodbyes", ge=0, le=60
@@ -215,7 +221,10 @@ class GuardConfig(BaseSettings):
         ge=1024,
     )
     announce_sigterm: bool = _setting(
-        True, "", _SWITCH, "tell the others before SIGTERM ends this process; a handler of the program's own is left alone"
+        True,
+        "",
+        _SWITCH,
+        "tell the others before SIGTERM ends this process; a handler of the program's own is left alone",
     )
     report_dir: str | None = _setting(
         "ncclguard-incidents",

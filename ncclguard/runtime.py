@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import logging
 import os
 import sys
@@ -16,14 +17,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from ncclguard import _torch
-from ncclguard.agreement.decision import Report
+from ncclguard.agreement import incidents
+from ncclguard.agreement.decision import Action, Phase, Report
 from ncclguard.agreement.incidents import summarise
 from ncclguard.agreement.liveness import Liveness
 from ncclguard.agreement.monitor import Monitor, MonitorSettings
+from ncclguard.agreement.revocation import Revocation
 from ncclguard.agreement.seat import Seat
 from ncclguard.agreement.store import AgreementStore
 from ncclguard.assembly import Assembly
@@ -31,15 +35,35 @@ from ncclguard.config import GuardConfig, current_config
 from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.faults.injection import from_environment
 from ncclguard.guard import Guard
-from ncclguard.incident.stacks import call_site_of, describe_exception, main_thread_stack
+from ncclguard.incident.dumps import offer
+from ncclguard.incident.history import snapshot
+from ncclguard.incident.model import Incident
+from ncclguard.incident.report.writer import Writer
+from ncclguard.incident.stacks import (
+    call_site_of,
+    describe_exception,
+    main_thread_stack,
+    other_threads,
+    traceback_frames,
+)
+from ncclguard.metrics import exchange
 from ncclguard.outcome import Cause
+from ncclguard.termination import Termination, dead_threads, watch_threads
 from ncclguard.transport.base import Builder
+from ncclguard.watch.seat import make_seat
+
+if TYPE_CHECKING:
+    from ncclguard.watch.watcher import Watcher
 
 log = logging.getLogger("ncclguard")
 
 #: Seconds that leaving may take: the announcement, and the end of the monitor.
 LEAVE_WITHIN = 1.0
-#: Seconds the transport's own limit lies beyond any guard deadline; it is a backstop, see docs/protocol.md.
+#: Seconds that a report in the making may hold the exit up.
+REPORT_WITHIN = 2.0
+#: Seconds in which the others notice that rank 0 was sent SIGTERM, and ask for its last answer.
+LINGER_AFTER = 0.5
+#: Seconds of the transport's own limit where it cannot be set for each operation (torch 2.6): beyond any guard deadline.
 BACKSTOP = 7 * 24 * 3600.0
 
 
@@ -53,6 +77,7 @@ class Runtime:
         self._base = _torch.default_store()
         self._connection = _torch.clone_store(self._base)
         self._liveness = Liveness(self.rank)
+        self._writer = Writer(config.report_dir, config.report_panel, self.rank, self.world_size)
         settings = MonitorSettings(
             poll_idle=config.poll_idle,
             poll_active=max(config.poll_active, self.world_size / 2000),  # at most 40,000 looks a second in all
@@ -60,36 +85,49 @@ class Runtime:
             stuck_timeout=config.stuck_timeout,
             describe=self._describe,
             summarise=summarise,
+            publish=self._publish,
+            publish_alone=self._publish_alone,
+            offer_stacks=lambda thread: offer(config.stack_signal, thread),
         )
         self.monitor = Monitor(AgreementStore(self._connection), self.rank, self.world_size, self._liveness, settings)
+        self.monitor.make_seat = make_seat
+        self.watcher: Watcher | None = None  # of watch(), when the program called it
         self._guards: dict[str, tuple[dist.ProcessGroup, Guard]] = {}
         self._lock = threading.Lock()
         self._left = False
+        self._termination = Termination(self._terminate)
         self.monitor.start()
+        if config.announce_sigterm:
+            self._termination.install()
 
-    def guard(self, group: dist.ProcessGroup, device_type: str) -> Guard:
-        """Return the guard of a group for one kind of device, made with the first operation on it."""
-        name = f"{_torch.group_name(group)}:{device_type}"
+    def guard(
+        self, group: dist.ProcessGroup, device_type: str, lane: str = "", ranks: tuple[int, ...] | None = None
+    ) -> Guard:
+        """Return the guard of a group for one kind of device, made with the first operation on it.
+
+        A `lane` is a guard beside that one, with a sequence of its own, for all of the group or for some `ranks` (global) of it.
+        """
+        name = f"{_torch.group_name(group)}:{device_type}{lane}"
         entry = self._guards.get(name)
         if entry is not None and entry[0] is group:
             return entry[1]
         with self._lock:
             entry = self._guards.get(name)
             if entry is None or entry[0] is not group:
-                entry = self._guards[name] = (group, self._make(group, device_type))
+                entry = self._guards[name] = (group, self._make(name, ranks or _torch.group_ranks(group), device_type))
             return entry[1]
 
-    def _make(self, group: dist.ProcessGroup, device_type: str) -> Guard:
-        ranks = _torch.group_ranks(group)
+    def _make(self, name: str, ranks: tuple[int, ...], device_type: str) -> Guard:
         members = hashlib.blake2b(repr(ranks).encode(), digest_size=4).hexdigest()
-        seat = self.monitor.seat(f"{_torch.group_name(group)}:{device_type}:{members}", ranks)
+        seat = self.monitor.seat(f"{name}:{members}", ranks)
         config = current_config()  # not the one of the start: configure() may have been called since
+        exchange.start(seat, config)
         assembly = Assembly(
             seat,
             self.monitor,
             builder(device_type),
             lambda: _torch.clone_store(self._base),
-            {"rounds": config.rounds, "closing_nbytes": config.closing_nbytes},
+            {"rounds": config.rounds, "closing_nbytes": config.closing_nbytes, **exchange.terms(config)},
             config.build_slice,
             config.pieces_in_flight,
             BACKSTOP,
@@ -102,8 +140,11 @@ class Runtime:
             if self._left:
                 return
             self._left = True
+            self._termination.uninstall()
             guards, self._guards = [guard for _, guard in self._guards.values()], {}
         try:
+            if self.watcher is not None:
+                self.watcher.close()
             self.monitor.depart(cause, text, LEAVE_WITHIN)
             if self.rank == 0:
                 self._linger()
@@ -112,13 +153,27 @@ class Runtime:
                 self.monitor.stop(LEAVE_WITHIN)
             for guard in guards:
                 guard.close()
+            exchange.forget()
             self._liveness.close()
+            self._writer.wait(REPORT_WITHIN)
         except Exception:
             log.exception("ncclguard: leaving failed; the process goes on to its end")
 
-    def announce(self, cause: Cause, text: str) -> None:
-        """Tell the others at once that this process is about to end."""
-        self.monitor.depart(cause, text, LEAVE_WITHIN)
+    def announce(self, cause: Cause, text: str, stack: tuple[str, ...] = (), told: bool = False) -> None:
+        """Tell the others at once that this process is about to end; `told` when others made it."""
+        self.monitor.depart(cause, text, LEAVE_WITHIN, {**self._identity(), "stack": list(stack)}, told=told)
+
+    def _terminate(self) -> None:
+        """SIGTERM: finish the verdict in progress, which may be about the rank that this is a consequence of; then go."""
+        self.monitor.settle(LEAVE_WITHIN)
+        self.announce(Cause.LOST, "was sent SIGTERM", main_thread_stack(), told=True)
+        if self.rank == 0:  # usually hosts the store, which the others need for their verdict
+            self.monitor.settle(LEAVE_WITHIN, LINGER_AFTER)
+        self._writer.wait(REPORT_WITHIN)
+
+    def forget_in_child(self) -> None:
+        """In a forked child, whose signals are its own."""
+        self._termination.forget_in_child()
 
     def _linger(self) -> None:
         """Rank 0 usually hosts the store: give the others a moment to finish with it."""
@@ -131,14 +186,48 @@ class Runtime:
     def _describe(self, seat: Seat, report: Report) -> Report:
         call = seat.call
         details: dict[str, object] = {
-            "host": self._liveness.identity.host,
-            "pid": os.getpid(),
+            **self._identity(),
             "stack": list(main_thread_stack()),
             "call_site": "" if call is None else call_site_of(call.thread),
             "last": seat.last_text,
             "call": "" if call is None else call.text,
+            "dead_threads": dead_threads(),
         }
+        if report.phase is Phase.NONE:  # not in it: this may be the rank that is looked for
+            details["threads"] = other_threads()
+        details |= report.details
         return replace(report, elsewhere=self.monitor.waiting_elsewhere(seat.key), details=details)
+
+    def _identity(self) -> dict[str, object]:
+        return {"host": self._liveness.identity.host, "pid": os.getpid(), "history": self._history()}
+
+    def _history(self) -> dict[str, object]:
+        """The last operations of this rank, in all groups."""
+        past = {}
+        open_calls: list[tuple[str, int, str, float]] = []
+        for seat in self.monitor.seats():
+            with seat.condition:
+                past[seat.key] = list(seat.past)
+            open_calls += seat.open_calls()
+        return snapshot(past, open_calls, time.monotonic())
+
+    # ------------------------------------------------------------------ the report of an incident
+
+    def _publish(self, revocation: Revocation) -> None:
+        """Write the report if it is for this rank to do, by the agreed incident."""
+        verdict = revocation.verdict
+        if verdict is None or not (verdict.action is Action.FAIL or verdict.culprits):
+            return  # committed, or tried again on all ranks
+        incident = incidents.from_json(verdict.incident)
+        if incident is None or incidents.writer(incident) != self.rank:
+            return
+        said = json.loads(revocation.histories() or "{}")
+        self._writer.submit(incident, self.monitor.nonce, {int(rank): history for rank, history in said.items()})
+
+    def _publish_alone(self, incident: Incident) -> None:
+        """No agreement: one rank of each host reports what it sees."""
+        if self.monitor.first_here():
+            self._writer.submit(incident, self.monitor.nonce, {self.rank: self._history()})
 
 
 _runtime: Runtime | None = None
@@ -204,6 +293,16 @@ def _end(cause: Cause, text: str) -> None:
         runtime, _runtime = _runtime, None
     if runtime is not None:
         runtime.leave(cause, text)
+    for callback in _on_end:
+        callback()
+
+
+_on_end: list[Callable[[], None]] = []
+
+
+def on_end(callback: Callable[[], None]) -> None:
+    """Call `callback()` after this process has left the job: the default group is about to go, or the interpreter to exit."""
+    _on_end.append(callback)
 
 
 _failure = ""
@@ -225,7 +324,9 @@ def _hook_exceptions() -> None:
         _failure = describe_exception(error)
         runtime = _runtime
         if runtime is not None:
-            runtime.announce(Cause.FAILED, _failure)
+            if runtime.watcher is not None:
+                _failure = runtime.watcher.uncaught(error, _failure)
+            runtime.announce(Cause.FAILED, _failure, traceback_frames(error))
         previous(kind, error, trace)
 
     sys.excepthook = announce
@@ -234,6 +335,8 @@ def _hook_exceptions() -> None:
 def _forget_in_child() -> None:
     """A forked child has neither the threads nor the right to speak for its parent: the guard is off there."""
     global _runtime, _starting, _forked
+    if _runtime is not None:
+        _runtime.forget_in_child()
     _runtime = None
     _starting = threading.Lock()
     _forked = True
@@ -248,9 +351,13 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    from ncclguard.process_group.backend import register
+
+    register()
     _torch.on_init(_after_init)
     _torch.on_destroy(_before_destroy)
     _hook_exceptions()
+    watch_threads()
     atexit.register(_at_exit)
     os.register_at_fork(after_in_child=_forget_in_child)
     if dist.is_available() and dist.is_initialized():

@@ -63,7 +63,8 @@ def summarise(
         attempts=verdict.attempt,
         participants=verdict.participants,
         ranks=tuple(
-            _rank(rank, verdict, reports, departed, silent, causes) for rank in sorted({*reports, *departed, *silent})
+            _rank(rank, verdict, reports, departed, silent, causes, seat.sightings.get(rank, {}))
+            for rank in sorted({*reports, *departed, *silent})
         ),
         summary=_summary(text, verdict, causes, waited, reports, departed),
         advice=ADVICE[verdict.cause],
@@ -146,14 +147,14 @@ def _rank(
     departed: Mapping[int, Departure],
     silent: Mapping[int, Cause],
     causes: Mapping[int, Cause],
+    sighting: Mapping[str, object],
 ) -> RankReport:
     cause = causes.get(rank)
     report = reports.get(rank)
     left = departed.get(rank)
     if report is None:
         if left is None:
-            note = f"it did not answer: {silent.get(rank, Cause.UNKNOWN).value}"
-            return RankReport(rank=rank, state="silent", cause=cause, note=note)
+            return _silent(rank, cause, silent.get(rank, Cause.UNKNOWN), sighting)
         return _left(left, cause)
     details = report.details
     raised = report.trouble.text if report.trouble is not None and cause is Cause.FAILED else None
@@ -175,9 +176,36 @@ def _rank(
         age=report.age if report.operation is not None else None,
         call_site=str(details.get("call_site") or "") or None,
         exception=raised or (left.text if left is not None and left.cause is Cause.FAILED else None),
-        stack=tuple(str(frame) for frame in stack) if cause is not None and isinstance(stack, (list, tuple)) else (),
+        stack=_frames(stack) if cause is not None else (),
+        threads=_threads(details) if cause is not None else (),
         note="; ".join(filter(None, notes)) or None,
     )
+
+
+def _silent(rank: int, cause: Cause | None, silent: Cause, sighting: Mapping[str, object]) -> RankReport:
+    """A rank that did not answer, by what a rank of its host has seen of it."""
+    note = f"it did not answer: {silent.value}"
+    return RankReport(
+        rank=rank,
+        host=str(sighting.get("host", "")),
+        pid=int(str(sighting.get("pid", 0))),
+        cause=cause,
+        state="silent",
+        stack=_frames(sighting.get("stack")),
+        threads=_threads(sighting),
+        note=f"{note}; {sighting['note']}" if sighting.get("note") else note,
+    )
+
+
+def _frames(stack: object) -> tuple[str, ...]:
+    return tuple(str(frame) for frame in stack) if isinstance(stack, (list, tuple)) else ()
+
+
+def _threads(details: Mapping[str, object]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    threads = details.get("threads")
+    if not isinstance(threads, (list, tuple)):
+        return ()
+    return tuple((str(name), _frames(frames)) for name, frames in threads)
 
 
 def _left(left: Departure, cause: Cause | None) -> RankReport:
@@ -193,7 +221,7 @@ def _left(left: Departure, cause: Cause | None) -> RankReport:
         sequence=left.done,
         operation=str(left.details.get("last") or "") or None,
         exception=left.text if raised else None,
-        stack=tuple(str(frame) for frame in stack) if isinstance(stack, (list, tuple)) else (),
+        stack=_frames(stack),
         note=None if raised else left.text,
     )
 

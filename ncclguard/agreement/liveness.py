@@ -63,6 +63,7 @@ class Identity:
     pid: int
     start_ticks: int
     door: Door | None
+    stacks: tuple[int, int, int, int] | None = None  # how to have it write its stacks, see incident/dumps.py
 
     def to_json(self) -> str:
         """As a JSON object."""
@@ -81,6 +82,7 @@ class Identity:
                 pid=int(fields["pid"]),
                 start_ticks=int(fields["start_ticks"]),
                 door=door,
+                stacks=None if fields.get("stacks") is None else tuple(int(n) for n in fields["stacks"][:4]),  # type: ignore[arg-type]
             )
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise ValueError(

@@ -22,6 +22,7 @@ from ncclguard.agreement.revocation import Revocation, leave_result, read_revoke
 from ncclguard.agreement.seat import Seat, Summarise
 from ncclguard.agreement.sections import Sections
 from ncclguard.agreement.store import AgreementStore, Handshake, StoreUnavailable
+from ncclguard.incident.dumps import Offer
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
 
@@ -51,6 +52,7 @@ class MonitorSettings:
     summarise: Summarise
     publish: Callable[[Revocation], None] = lambda revocation: None
     publish_alone: Callable[[Incident], None] = lambda incident: None
+    offer_stacks: Callable[[int], Offer | None] = lambda thread: None  # given the monitor's own thread
 
 
 class Monitor:
@@ -230,7 +232,13 @@ class Monitor:
         for key, revocation in list(self._revocations.items()):
             departed = self._departed_from(revocation.seat)
             if revocation.step(
-                now, departed, self._settings.describe, self._neighbours.silent_cause, self._settings.summarise
+                now,
+                departed,
+                self._settings.describe,
+                self._neighbours.silent_cause,
+                self._settings.summarise,
+                [peer.rank for peer in self._neighbours.here()],
+                self._neighbours.fetch_stacks,
             ):
                 del self._revocations[key]
                 self._settings.publish(revocation)
@@ -242,7 +250,7 @@ class Monitor:
     def _begin_session(self, nonce: str) -> None:
         self.nonce = nonce
         self._store = self._root.below(nonce)
-        self._neighbours.register(self._store)
+        self._neighbours.register(self._store, self._settings.offer_stacks(threading.get_native_id()))
         self.session_ready.set()
         for seat in self.seats():
             with seat.condition:

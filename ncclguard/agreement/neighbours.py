@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import astuple, replace
 
 from ncclguard.agreement.decision import Departure
 from ncclguard.agreement.inquiry import silent_cause
 from ncclguard.agreement.liveness import Identity, Liveness, Sight
 from ncclguard.agreement.store import AgreementStore
+from ncclguard.incident.dumps import Offer, fetch
 from ncclguard.outcome import Cause
 
 #: Seconds between two looks at the doors of ranks on other hosts, and at the list of this host's ranks.
@@ -28,10 +30,11 @@ class Neighbours:
         self._next_look = 0.0
         self._gone: dict[int, str] = {}
 
-    def register(self, store: AgreementStore) -> None:
+    def register(self, store: AgreementStore, stacks: Offer | None = None) -> None:
         """Publish this process under its rank and in its host's list."""
         self._store = store
-        text = self._liveness.identity.to_json()
+        identity = self._liveness.identity
+        text = (identity if stacks is None else replace(identity, stacks=astuple(stacks))).to_json()
         store.put(f"identity/{self._rank}", text)
         store.put(f"{self._host}/{store.count(self._host, 1)}", text)
 
@@ -76,6 +79,20 @@ class Neighbours:
         """The other ranks of this host that are known yet."""
         key = self._liveness.identity.host_key
         return [peer for rank, peer in list(self._known.items()) if peer.host_key == key and rank != self._rank]
+
+    def fetch_stacks(self, rank: int) -> dict[str, object] | None:
+        """The stacks of a rank of this host whose interpreter may not run, as details of a report; takes seconds."""
+        peer = self._known.get(rank)
+        if peer is None:
+            return None
+        found = fetch(peer.pid, None if peer.stacks is None else Offer(*peer.stacks))
+        return {
+            "host": peer.host,
+            "pid": peer.pid,
+            "stack": list(found.stack),
+            "threads": [[name, list(frames)] for name, frames in found.threads],
+            "note": found.note,
+        }
 
     def gone(self, rank: int) -> str:
         """Evidence that a rank's process is gone, from what this process knows without the store; empty for none."""

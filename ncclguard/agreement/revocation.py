@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ncclguard.agreement import codec
 from ncclguard.agreement.decision import Departure, Report, TroubleKind, Verdict
 from ncclguard.agreement.incidents import histories
+from ncclguard.agreement.onlooker import WAIT_FOR_STACKS, Fetch, Onlooker
 from ncclguard.agreement.seat import Seat, Summarise
 from ncclguard.agreement.store import AgreementStore
 from ncclguard.outcome import Cause
@@ -39,6 +40,7 @@ class Revocation:
         self._report_count = -1
         self._last_pass = now
         self._deadline: float | None = None
+        self._onlooker = Onlooker(self._store, self._rank)
         self.verdict: Verdict | None = None
 
     def step(
@@ -48,6 +50,8 @@ class Revocation:
         describe: Describe,
         witness: Witness,
         summarise: Summarise,
+        here: Iterable[int] = (),
+        fetch: Fetch | None = None,
     ) -> bool:
         """Do what can be done without waiting; True once the verdict is adopted."""
         text = self._store.read("verdict")
@@ -56,6 +60,9 @@ class Revocation:
             return True
         if not self._answered:
             self._answer(describe)
+        if fetch is not None:
+            awaited = [rank for rank in self._members if rank not in departed and rank not in self._reports]
+            self._onlooker.step(self._overdue(now), awaited, here, fetch)
         if not self._my_turn(now):
             return False
         self._store.count("pulse", 1)
@@ -66,7 +73,12 @@ class Revocation:
             if not self._patience_over(now):
                 return False
             self._gather(now, again=True)
-            silent = {rank: witness(rank) for rank in missing if rank not in self._reports}
+            still = [rank for rank in missing if rank not in self._reports]
+            sightings, fetching = self._onlooker.sightings(still)
+            if fetching and self._overdue(now) < PATIENCE + WAIT_FOR_STACKS:
+                return False
+            self.seat.sightings.update(sightings)
+            silent = {rank: witness(rank) for rank in still}
         gone = {rank: d for rank, d in departed.items() if rank in self._members}
         verdict = self.seat.judge(self.generation, self._members, self._reports, gone, silent, self._rank, summarise)
         if verdict.incident:
@@ -116,8 +128,11 @@ class Revocation:
 
     def _patience_over(self, now: float) -> bool:
         """Silence never ends an operation before its deadline; one whose caller has gone, or that nobody is in, has none left."""
-        deadline = self._since if self._deadline is None else max(self._since, self._deadline)
-        return now >= deadline + PATIENCE
+        return self._overdue(now) >= PATIENCE
+
+    def _overdue(self, now: float) -> float:
+        """Seconds since the members should have answered."""
+        return now - (self._since if self._deadline is None else max(self._since, self._deadline))
 
     def histories(self) -> str | None:
         """What the ranks remember of their last operations, left by the coordinator beside its verdict."""
@@ -125,6 +140,7 @@ class Revocation:
 
     def _adopt(self, verdict: Verdict) -> None:
         self.verdict = verdict
+        self._onlooker.closed = True
         with self.seat.condition:
             operation = self.seat.member.operation
         donated = None if operation is None or operation.closing else self._results.read(str(operation.sequence))

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from ncclguard.metrics.exchange import Exchange
 
 
-Summarise = Callable[
-    [Verdict, Mapping[int, Report], Mapping[int, Departure], Mapping[int, Cause], "Seat"], str
-]
+Summarise = Callable[[Verdict, Mapping[int, Report], Mapping[int, Departure], Mapping[int, Cause], "Seat"], str]
 
 
 @dataclass(slots=True)

@@ -27,9 +27,9 @@ class RankReport(BaseModel):
     """One rank at the moment the operation was given up.
 
     `operation`: what it is in, or last was in; `age`: seconds in it; `call_site`: where the program called it;
-    `stack`: the main thread's frames, outermost first. None and "" where it is not known. `state` is how far the rank
-    got in the operation: none (not entered), running, ready (own data complete), done; or silent (no answer),
-    departed (gone, or left).
+    `stack`: the main thread's frames, outermost first; `threads`: name and frames of the others, for culprits. None and ""
+    where it is not known. `state` is how far the rank got in the operation: none (not entered), running, ready (own data
+    complete), done; or silent (no answer), departed (gone, or left).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,6 +45,7 @@ class RankReport(BaseModel):
     call_site: Text | None = None
     exception: Text | None = None
     stack: tuple[Text, ...] = ()
+    threads: tuple[tuple[Text, tuple[Text, ...]], ...] = ()
     note: Text | None = None
 
 

@@ -97,6 +97,8 @@ def _culprit(report: RankReport) -> list[str]:
             "    main thread, innermost last" + (f" ({left_out} outer frames left out):" if left_out > 0 else ":")
         )
         lines += [f"      {_indented(frame)}" for frame in report.stack[-SHOWN_FRAMES:]]
+        if report.threads:
+            lines.append(f"    and {len(report.threads)} other thread{'s' * (len(report.threads) > 1)}: see to_json()")
     elif cause in (Cause.LATE, Cause.DIVERGED):
         lines.append("    stack: unknown, the rank sent none")
     return lines

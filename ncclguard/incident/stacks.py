@@ -58,6 +58,22 @@ def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
     return tuple(reversed(lines))
 
 
+def other_threads(limit: int = 16) -> list[list[object]]:
+    """Return the frames of the other threads by name, each as `main_thread_stack` has them; not those of this library."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    found: list[list[object]] = []
+    for ident, innermost in sys._current_frames().items():
+        frames: list[FrameType] = []
+        frame: FrameType | None = innermost
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        if ident != main and not any(is_own_file(f.f_code.co_filename) for f in frames):
+            found.append([names.get(ident, f"thread {ident:#x}"), [_line(f) for f in reversed(frames[:limit])]])
+    return found[:limit]
+
+
 def call_site(skip: int = 1) -> str:
     """Return where the library was called from, such as ``train.py:211 in step``.
 
@@ -144,13 +160,19 @@ def _raised_at(trace: TracebackType | None) -> str:
     return users or innermost
 
 
+def place_text(file: str, line: int | None, function: str, source: str = "") -> str:
+    """A frame in words: ``train.py:211 in step: loss.backward()``."""
+    place = f"{_short_path(file)}:{line} in {function}"
+    return f"{place}: {_shorten(source, SOURCE_LENGTH)}" if source else place
+
+
 def _place(frame: FrameType) -> str:
-    return f"{_short_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return place_text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def _line(frame: FrameType) -> str:
     source = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_globals).strip()
-    return f"{_place(frame)}: {_shorten(source, SOURCE_LENGTH)}" if source else _place(frame)
+    return place_text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, source)
 
 
 @functools.lru_cache(maxsize=4096)

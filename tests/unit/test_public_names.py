@@ -36,8 +36,11 @@ NAMES = {
     "get_adaptive_timeout",
     "nccl_timeout_handler",
     "phase",
+    "resilient_evaluate",
     "setup_env",
+    "setup_nccl_monitoring",
     "setup_nccl_timeout_env",
+    "watch",
 }
 
 

@@ -1,0 +1,1 @@
+"""Every collective of the process observed, also those that the guard does not carry; `ncclguard.watch` is in `entry`."""

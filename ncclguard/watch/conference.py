@@ -1,0 +1,216 @@
+"""The monitor's part of `watch`: what needs the store. Departures that matter, early mismatches, and who is awaited."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ncclguard.agreement import codec
+from ncclguard.agreement.decision import Departure, Report, TroubleKind
+from ncclguard.agreement.inquiry import ANSWER_WITHIN, silent_cause, whereabouts
+from ncclguard.agreement.monitor import Monitor
+from ncclguard.agreement.store import AgreementStore
+from ncclguard.outcome import Cause
+from ncclguard.watch.judge import analyse, is_consequence
+from ncclguard.watch.recorder import Pending
+from ncclguard.watch.seat import KEY, WatchSeat
+
+log = logging.getLogger("ncclguard")
+
+#: Seconds a rank that left by itself is not held to account: what it issued before may still be on its way.
+LEFT_GRACE = 0.5
+#: Seconds after a process ended without a goodbye at which that is an incident although nobody waits in a collective.
+LOST_GRACE = 0.7
+#: Seconds after which a process that ended is spoken of although the monitor has not come to it: the store blocks.
+SPEAK_AFTER = 0.3
+
+
+@dataclass
+class _Question:
+    identifier: str
+    pending: Pending
+    asked: float
+    answers: dict[int, Report] = field(default_factory=dict)
+
+
+class Conference:
+    """`step` is called by the monitor; `process_ended`, `overdue` and `waiting` belong to the watcher's thread."""
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        seat: WatchSeat,
+        rank: int,
+        warn_after: float,
+        ask: Callable[[TroubleKind, str], None],
+    ) -> None:
+        self.waiting: tuple[Pending, ...] = ()
+        self._monitor = monitor
+        self._seat = seat
+        self._rank = rank
+        self._warn_after = warn_after
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._ended: dict[int, tuple[str, float]] = {}  # as seen here: evidence, when; until the monitor has come to it
+        self._known: dict[int, float] = {}  # departed rank -> when this rank heard of it
+        self._handled: set[int] = set()
+        self._looked = 0.0
+        self._published: set[tuple[str, int, int]] = set()
+        self._warned: dict[tuple[str, int], float] = {}
+        self._question: _Question | None = None
+        self._asked = 0
+
+    # ------------------------------------------------------------------ the watcher's thread
+
+    def process_ended(self, rank: int, evidence: str) -> None:
+        """A peer's process on this host has ended; whether it said goodbye, the store knows."""
+        with self._lock:
+            self._ended[rank] = (evidence, time.monotonic())
+        self._monitor.wake()
+
+    def overdue(self, now: float) -> None:
+        """Speak of an ended process by oneself, when the monitor does not come to it because the store does not answer."""
+        with self._lock:
+            left = {
+                r: e for r, (e, seen) in self._ended.items() if self._monitor.unavailable or now - seen > SPEAK_AFTER
+            }
+            for rank in left:
+                del self._ended[rank]
+        for rank, evidence in left.items():
+            self._lost(rank, evidence)
+            self._ask(TroubleKind.DEPARTED, f"rank {rank} lost: {evidence}")
+
+    # ------------------------------------------------------------------ the monitor's thread
+
+    def step(self, now: float, store: AgreementStore) -> None:
+        """Do what can be done without waiting."""
+        self._look_at_departures(now)
+        self._publish(store)
+        if self._question is not None:
+            self._collect(self._question, now, store)
+        else:
+            self._ask_if_due(now, store)
+
+    def _look_at_departures(self, now: float) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, {}
+        if not (ended or self.waiting or self._seat.member.trouble or self._known.keys() - self._handled):
+            return
+        departed = self._monitor.read_departures()
+        for rank, (evidence, _) in ended.items():
+            if rank not in departed:
+                departed[rank] = self._departure(rank, evidence)
+                self._monitor.witness(departed[rank])
+                self._lost(rank, evidence)
+        participants = self._seat.member.participants
+        for rank, departure in departed.items():
+            self._known.setdefault(rank, now)
+            if rank in self._handled or rank not in participants or rank == self._rank:
+                self._handled.add(rank)
+            elif self._matters(departure, now - self._known[rank], now):
+                self._handled.add(rank)
+                self._ask(TroubleKind.DEPARTED, f"rank {rank} {departure.cause.value}: {departure.text}")
+
+    def _matters(self, departure: Departure, known: float, now: float) -> bool:
+        """Whether this rank waits, or will wait in vain, for one that is gone."""
+        if departure.cause is Cause.FAILED and is_consequence(departure.text):
+            return False  # it ended because its collective broke: who broke that is being found out
+        if known < 2 * LOST_GRACE and now - self._looked >= 0.2:
+            self._looked = now
+            self._seat.read()
+        awaited = any(departure.rank in pending.ranks for pending in self._seat.observation.pending)
+        if departure.cause is Cause.EXITED or departure.told:
+            return known >= LEFT_GRACE and any(departure.rank in pending.ranks for pending in self.waiting)
+        return awaited or (departure.cause is Cause.LOST and known >= LOST_GRACE)
+
+    def _departure(self, rank: int, evidence: str) -> Departure:
+        details = {p.rank: {"host": p.host, "pid": p.pid} for p in self._monitor.peers_here()}
+        return Departure(rank, Cause.LOST, evidence, details=details.get(rank, {}))
+
+    def _lost(self, rank: int, evidence: str) -> None:
+        log.warning("ncclguard: rank %d is lost: %s (seen by rank %d)", rank, evidence, self._rank)
+
+    # ------------------------------------------------------------------ mismatches
+
+    def _publish(self, store: AgreementStore) -> None:
+        """The first that waits writes down what it called; the others compare, so that a mismatch is known in seconds."""
+        generation = self._seat.member.generation
+        for pending in self.waiting:
+            key = (pending.channel, pending.sequence, generation)
+            if not pending.fingerprint or key in self._published:
+                continue
+            self._published.add(key)
+            mine = json.dumps([pending.fingerprint, self._rank, pending.text])
+            text = store.first(f"{KEY}/{generation}/open/{pending.channel}/{pending.sequence}", mine)
+            fingerprint, rank, other = json.loads(text)
+            if fingerprint != pending.fingerprint:
+                why = f"rank {rank} is in {other}, rank {self._rank} in {pending.text}"
+                self._ask(TroubleKind.MISMATCH, why)
+
+    # ------------------------------------------------------------------ who is awaited
+
+    def _ask_if_due(self, now: float, store: AgreementStore) -> None:
+        """After `warn_after`, and each time it has doubled: one rank of the job asks all, and logs what they answer."""
+        pending = max(self.waiting, key=self._seat.age, default=None)
+        if pending is None or self._seat.member.frozen:
+            return
+        key = (pending.channel, pending.sequence)
+        age, last = self._seat.age(pending), self._warned.get(key)
+        if age < (self._warn_after if last is None else 2 * last):
+            return
+        self._warned[key] = max(age, self._warn_after)
+        if now - self._seat.asked < self._warn_after / 2:
+            return  # somebody else has just asked, maybe because of another group
+        level = len([1 for double in range(30) if age >= self._warn_after * 2**double])
+        generation = self._seat.member.generation
+        name = f"{KEY}/{generation}/ask/{pending.channel}/{pending.sequence}/{level}"
+        if store.first(name, str(self._rank)) != str(self._rank):
+            return
+        self._asked += 1
+        self._question = _Question(f"{KEY}{self._rank}.{self._asked}", pending, now)
+        self._monitor.post(
+            {
+                "kind": "question",
+                "id": self._question.identifier,
+                "group": KEY,
+                "members": list(self._seat.member.members),
+                "by": self._rank,
+            }
+        )
+
+    def _collect(self, question: _Question, now: float, store: AgreementStore) -> None:
+        participants = self._seat.member.participants
+        for rank in participants:
+            if rank not in question.answers:
+                text = store.read(f"answer/{question.identifier}/{rank}")
+                if text is not None:
+                    question.answers[rank] = codec.loads_report(text)
+        silent = [rank for rank in participants if rank not in question.answers]
+        if silent and now - question.asked < ANSWER_WITHIN:
+            return
+        self._question = None
+        if any((p.channel, p.sequence) == (question.pending.channel, question.pending.sequence) for p in self.waiting):
+            self._warn(question, silent)
+
+    def _warn(self, question: _Question, silent: list[int]) -> None:
+        sights = {rank: self._monitor.sight(rank) for rank in silent}
+        causes = {rank: silent_cause(sight) for rank, (sight, _) in sights.items()}
+        finding = analyse(question.answers, {}, causes, overdue=True)
+        lines = [
+            f"rank {rank} does not answer: {causes[rank].value} ({sights[rank][1]})"
+            if rank in sights
+            else f"rank {rank} has not come: {whereabouts(question.answers[rank])}"
+            for rank in sorted({*finding.causes, *silent})
+        ]
+        lines += [f"ranks {list(ranks)} are in {text}" for text, ranks in finding.sides]
+        log.warning(
+            "ncclguard: %s has made no progress for %.0f s on rank %d: %s",
+            question.pending.text,
+            self._seat.age(question.pending),
+            self._rank,
+            "; ".join(lines) or "every rank has entered: the transfer itself is slow or stalled",
+        )

@@ -1,0 +1,295 @@
+"""Who holds up the collectives that the guard does not carry: a pure function of what the ranks report.
+
+The counterpart of `agreement.decision.decide` for one seat that covers all groups of the job. A raw collective has no
+closing round and may end on one rank before another has entered it, so nothing is ever committed or resumed here: what is
+decided is who is to blame, and only that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ncclguard.agreement.decision import (
+    PRECEDENCE,
+    Action,
+    Departure,
+    Operation,
+    Phase,
+    Report,
+    TroubleKind,
+    Verdict,
+    divergence,
+)
+from ncclguard.outcome import Cause
+
+#: The key of what a rank says about its collectives in the details of its report.
+DETAIL: Final = "watch"
+
+#: What a rank adds to its last words when its exception comes from a broken collective.
+BROKEN: Final = "(a collective broke)"
+
+_TRANSPORT: Final = re.compile(
+    r"/gloo/|Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting \d+ms for"
+    r"|Application timeout caused pair closure|ProcessGroup(NCCL|Gloo)|NCCL (error|communicator was aborted)"
+    r"|nccl(Remote|System)Error|DistBackendError"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One rank waits in one collective, or saw it break."""
+
+    channel: str
+    members: tuple[int, ...]
+    sequence: int
+    fingerprint: int
+    text: str
+    age: float
+    broken: bool = False  # its transport failed: it has ended with an error
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What the reports add up to; `channel` is empty when nobody waits for anything any more."""
+
+    channel: str
+    sequence: int
+    causes: dict[int, Cause]
+    cause: Cause
+    sides: tuple[tuple[str, tuple[int, ...]], ...]
+    reports: dict[int, Report]  # as seen from that channel
+
+
+def is_consequence(text: str) -> bool:
+    """Whether an exception's text is that of a broken collective, so that it is a consequence and not a cause."""
+    return BROKEN in text or _TRANSPORT.search(text) is not None
+
+
+def expired(reports: Mapping[int, Report]) -> bool:
+    """Whether some rank's limit has passed, so that not to have come, or not to answer, is held against a rank."""
+    return any(r.trouble is not None and r.trouble.kind is TroubleKind.DEADLINE for r in reports.values())
+
+
+def analyse(
+    reports: Mapping[int, Report],
+    departed: Mapping[int, Departure],
+    silent: Mapping[int, Cause],
+    overdue: bool,
+) -> Finding:
+    """Find the collective that holds everything up, and who is to blame for it, strongest evidence first."""
+    waits = {rank: _waits(report) for rank, report in reports.items()}
+    stalled = _stalled(waits)
+    gone = _gone(stalled, departed, reports)
+    raised = {
+        rank: Cause.FAILED
+        for rank, r in reports.items()
+        if r.trouble is not None and r.trouble.kind is TroubleKind.RAISED
+    }
+    if gone or raised:
+        channel = _channel_with(stalled, {*gone, *raised})
+        return _finding(channel, stalled, {**gone, **raised}, (), reports, waits)
+    for channel, (sequence, _) in sorted(stalled.items()):
+        odd, sides = divergence(_project(reports, waits, channel, sequence, entered_only=True))
+        if sides:
+            return _finding(channel, stalled, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
+    if overdue:
+        found = _missing(stalled, reports, silent, waits)
+        if found is not None:
+            channel, causes, sides = found
+            return _finding(channel, stalled, causes, sides, reports, waits, Cause.DIVERGED)
+    channel = _oldest(stalled, waits)
+    return _finding(channel, stalled, {}, (), reports, waits, Cause.NETWORK if not silent else Cause.UNKNOWN)
+
+
+def verdict_of(finding: Finding, generation: int, members: Sequence[int], **facts: Any) -> Verdict:
+    """The finding as the agreement's verdict; without a cause when nobody waits any more."""
+    departed: Mapping[int, Departure] = facts["departed"]
+    found = [cause for cause in PRECEDENCE if cause in finding.causes.values()]
+    cause = found[0] if found else finding.cause
+    waited = bool(finding.channel or finding.causes)
+    return Verdict(
+        generation=generation,
+        sequence=finding.sequence,
+        action=Action.FAIL if waited else Action.RESUME,
+        cause=cause if waited else None,
+        culprits=tuple(sorted(finding.causes.items())),
+        participants=tuple(rank for rank in members if rank not in departed),
+        departed=tuple((rank, d.cause) for rank, d in sorted(departed.items())),
+        sides=finding.sides,
+        deadline_expired=facts["expired"],
+        coordinator=facts["coordinator"],
+    )
+
+
+# ---------------------------------------------------------------------- what the ranks wait in
+
+
+def _waits(report: Report) -> tuple[Wait, ...]:
+    said = report.details.get(DETAIL)
+    items = said.get("waits", ()) if isinstance(said, Mapping) else ()
+    return tuple(
+        Wait(str(c), tuple(members), int(s), int(f), str(text), float(age), bool(broken))
+        for c, members, s, f, text, age, broken in items
+    )
+
+
+def _done(report: Report, channel: str) -> int | None:
+    """Up to where this rank has ended the channel's collectives; None when it does not know the channel."""
+    said = report.details.get(DETAIL)
+    done = said.get("done", {}) if isinstance(said, Mapping) else None
+    return None if done is None else int(done.get(channel, 0))
+
+
+def _observes(report: Report) -> bool:
+    return isinstance(report.details.get(DETAIL), Mapping)
+
+
+def _stalled(waits: Mapping[int, tuple[Wait, ...]]) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """For each channel that somebody waits in: the lowest number waited for, and the members."""
+    found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for wait in (wait for items in waits.values() for wait in items):
+        lowest = found.get(wait.channel, (wait.sequence, ()))[0]
+        found[wait.channel] = (min(lowest, wait.sequence), wait.members)
+    return found
+
+
+def _oldest(stalled: Mapping[str, object], waits: Mapping[int, tuple[Wait, ...]]) -> str:
+    """The channel that has been waited in for the longest time."""
+    ages = {
+        channel: max(w.age for items in waits.values() for w in items if w.channel == channel) for channel in stalled
+    }
+    return max(ages, key=lambda channel: (ages[channel], channel), default="")
+
+
+# ---------------------------------------------------------------------- who is to blame
+
+
+def _gone(
+    stalled: Mapping[str, tuple[int, tuple[int, ...]]],
+    departed: Mapping[int, Departure],
+    reports: Mapping[int, Report],
+) -> dict[int, Cause]:
+    """Ranks that left or died while somebody waited for them.
+
+    One that ended because its collective broke is a consequence, and so is one that left beside one that died.
+    """
+    told = any(r.trouble is not None and r.trouble.kind is TroubleKind.DEPARTED for r in reports.values())
+    awaited = {rank for _, members in stalled.values() for rank in members}
+    found = {
+        rank: d
+        for rank, d in departed.items()
+        if (rank in awaited or (told and d.cause is not Cause.EXITED and not d.told))
+        and not (d.cause is Cause.FAILED and is_consequence(d.text))
+    }
+    for sent_away in (False, True):  # launchers end all when one is gone
+        for cause in (Cause.FAILED, Cause.LOST, Cause.EXITED):
+            ranks: dict[int, Cause] = {
+                rank: cause for rank, d in found.items() if d.cause is cause and d.told is sent_away
+            }
+            if ranks:
+                return ranks
+    return {}
+
+
+def _channel_with(stalled: Mapping[str, tuple[int, tuple[int, ...]]], ranks: set[int]) -> str:
+    """The channel to speak of: the one whose members include the most of these ranks."""
+    return max(stalled, key=lambda c: (len(ranks & set(stalled[c][1])), c), default="")
+
+
+def _missing(
+    stalled: Mapping[str, tuple[int, tuple[int, ...]]],
+    reports: Mapping[int, Report],
+    silent: Mapping[int, Cause],
+    waits: Mapping[int, tuple[Wait, ...]],
+) -> tuple[str, dict[int, Cause], tuple[tuple[str, tuple[int, ...]], ...]] | None:
+    """Members that have not entered what the others wait in; one that waits elsewhere only passes the delay on."""
+    passing_on: dict[int, str] = {}
+    best: tuple[str, dict[int, Cause]] | None = None
+    for channel, (sequence, members) in sorted(stalled.items()):
+        causes: dict[int, Cause] = {}
+        for rank in members:
+            if rank in silent:
+                causes[rank] = silent[rank]
+            elif rank in reports and not _entered(reports[rank], waits[rank], channel, sequence):
+                elsewhere = reports[rank].elsewhere or next((w.text for w in waits[rank]), "")
+                if elsewhere:
+                    passing_on[rank] = elsewhere
+                else:
+                    causes[rank] = Cause.LATE if _observes(reports[rank]) else Cause.UNKNOWN
+        if causes and (best is None or len(causes) > len(best[1])):
+            best = channel, causes
+    if best is not None:
+        return *best, ()
+    return _cycle(stalled, passing_on, waits) if passing_on else None
+
+
+def _cycle(
+    stalled: Mapping[str, tuple[int, tuple[int, ...]]],
+    passing_on: Mapping[int, str],
+    waits: Mapping[int, tuple[Wait, ...]],
+) -> tuple[str, dict[int, Cause], tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Ranks that wait for each other in different collectives: all sides are shown, a strict majority accuses the rest."""
+    sides: dict[str, list[int]] = {}
+    for rank, items in sorted(waits.items()):
+        text = passing_on.get(rank) or next((wait.text for wait in items), "")
+        if text:
+            sides.setdefault(text, []).append(rank)
+    shown = tuple((text, tuple(ranks)) for text, ranks in sorted(sides.items(), key=lambda s: (-len(s[1]), s[1])))
+    total = sum(len(ranks) for _, ranks in shown)
+    odd = [r for _, ranks in shown[1:] for r in ranks] if shown and 2 * len(shown[0][1]) > total else []
+    return _oldest(stalled, waits), dict.fromkeys(sorted(odd), Cause.DIVERGED), shown
+
+
+def _entered(report: Report, waits: tuple[Wait, ...], channel: str, sequence: int) -> bool:
+    done = _done(report, channel)
+    return (done is not None and done >= sequence) or any(
+        wait.channel == channel and wait.sequence <= sequence for wait in waits
+    )
+
+
+# ---------------------------------------------------------------------- the reports, as seen from one channel
+
+
+def _finding(
+    channel: str,
+    stalled: Mapping[str, tuple[int, tuple[int, ...]]],
+    causes: dict[int, Cause],
+    sides: tuple[tuple[str, tuple[int, ...]], ...],
+    reports: Mapping[int, Report],
+    waits: Mapping[int, tuple[Wait, ...]],
+    cause: Cause = Cause.UNKNOWN,
+) -> Finding:
+    sequence = stalled[channel][0] if channel else 0
+    return Finding(channel, sequence, causes, cause, sides, _project(reports, waits, channel, sequence))
+
+
+def _project(
+    reports: Mapping[int, Report],
+    waits: Mapping[int, tuple[Wait, ...]],
+    channel: str,
+    sequence: int,
+    entered_only: bool = False,
+) -> dict[int, Report]:
+    """The reports with the collective of this channel as their operation, for the code that reads reports of one group."""
+    found = {}
+    for rank, report in reports.items():
+        wait = next((wait for wait in waits[rank] if wait.channel == channel), None)
+        if entered_only and (wait is None or wait.sequence != sequence or not wait.fingerprint):
+            continue
+        elsewhere = report.elsewhere or next((w.text for w in waits[rank] if w.channel != channel), "")
+        if wait is None:
+            done = _done(report, channel)
+            found[rank] = replace(report, operation=None, phase=Phase.NONE, done=done or 0, elsewhere=elsewhere)
+            continue
+        found[rank] = replace(
+            report,
+            operation=Operation(wait.sequence, wait.fingerprint, wait.text),
+            phase=Phase.RUNNING,
+            done=wait.sequence - 1,
+            age=wait.age,
+            elsewhere="",
+        )
+    return found

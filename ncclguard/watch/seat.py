@@ -1,0 +1,155 @@
+"""A rank's place in the agreement about the collectives that the guard does not carry: one seat for all groups of the job.
+
+One for all, because a rank that hangs in one group makes others wait in every group they share: only together do the
+reports tell the rank that holds everybody up from those that pass the delay on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, cast
+
+from ncclguard.agreement.decision import Departure, Phase, Report, Verdict
+from ncclguard.agreement.seat import OpenCall, Seat, Summarise
+from ncclguard.incident.stacks import program_place
+from ncclguard.outcome import Cause
+from ncclguard.watch.judge import DETAIL, analyse, expired, verdict_of
+from ncclguard.watch.recorder import Observation, Pending, Recorder
+
+KEY: Final = "watch"
+#: The recorder is not read again for another report before so many seconds.
+FRESH: Final = 0.05
+
+
+class WatchSeat(Seat):
+    """Reports what torch's flight recorder says; never settles anything. Works also on ranks that did not call `watch`."""
+
+    def __init__(self, key: str, rank: int, members: tuple[int, ...]) -> None:
+        super().__init__(key, rank, members)
+        self.recorder = Recorder()
+        self.reading = threading.Lock()
+        self.observation = Observation()
+        self.broken = ""  # an exception of a broken collective that nobody caught, in words
+        self.limit: Callable[[Pending], float] | None = None
+        self.asked: float = 0.0  # time.monotonic() when somebody last asked who is awaited
+        self.verdicts: deque[Verdict] = deque()
+        self.decided = threading.Event()  # set while no verdict is awaited
+        self.on_verdict: Callable[[], None] = lambda: None
+        self._since: dict[tuple[str, int], float] = {}
+        self._read_at = 0.0
+        self.decided.set()
+
+    # ------------------------------------------------------------------ what this rank sees
+
+    def read(self) -> Observation:
+        """Read the recorder again; any thread."""
+        with self.reading:
+            now = time.monotonic()
+            if now - self._read_at < FRESH:
+                return self.observation
+            observation = self.recorder.observe()
+            self._read_at = time.monotonic()
+            pending = {(p.channel, p.sequence) for p in observation.pending}
+            self._since = {key: self._since.get(key, now) for key in pending}
+            self.observation = observation
+            return observation
+
+    def began(self, pending: Pending, since: float) -> None:
+        """A collective is known to have been the oldest pending one since a time before it was first read."""
+        with self.reading:
+            key = (pending.channel, pending.sequence)
+            self._since[key] = min(self._since.get(key, since), since)
+
+    def age(self, pending: Pending) -> float:
+        """Seconds for which nothing has ended before this collective, as far as it was seen."""
+        now = time.monotonic()
+        return now - self._since.get((pending.channel, pending.sequence), now)
+
+    def open_calls(self) -> list[tuple[str, int, str, float]]:
+        """The collectives this rank waits in, in all groups."""
+        now = time.monotonic()
+        return [(p.channel, p.sequence, p.text, now - self.age(p)) for p in self.observation.pending]
+
+    # ------------------------------------------------------------------ the agreement
+
+    def answer(self) -> Report:
+        self.decided.clear()
+        return self._with_evidence(super().answer())
+
+    def glance(self) -> Report:
+        self.asked = time.monotonic()
+        return self._with_evidence(super().glance())
+
+    def judge(
+        self,
+        generation: int,
+        members: tuple[int, ...],
+        reports: Mapping[int, Report],
+        departed: Mapping[int, Departure],
+        silent: Mapping[int, Cause],
+        coordinator: int,
+        summarise: Summarise,
+    ) -> Verdict:
+        overdue = expired(reports)
+        finding = analyse(reports, departed, silent, overdue)
+        verdict = verdict_of(finding, generation, members, departed=departed, expired=overdue, coordinator=coordinator)
+        if verdict.cause is None:
+            return verdict
+        named = _Named(finding.channel or "job", self.session, self.sightings)
+        incident = summarise(verdict, finding.reports, departed, silent, cast(Seat, named))
+        return replace(verdict, incident=incident)
+
+    def adopt(self, verdict: Verdict, donated: str | None) -> None:
+        with self.condition:
+            super().adopt(verdict, donated)
+            self.member.settled = ()  # they are numbered by their groups, not by this seat
+            self.member.committed_through = 0
+            self.verdicts.append(verdict)
+        self.decided.set()
+        self.on_verdict()
+
+    def _with_evidence(self, report: Report) -> Report:
+        observation = self.read()
+        waits: list[list[Any]] = [
+            [p.channel, list(p.ranks), p.sequence, p.fingerprint, p.text, round(self.age(p), 3), False]
+            for p in observation.pending
+        ]
+        oldest = max(observation.pending, key=self.age, default=None)
+        details: dict[str, object] = {"call_site": program_place(oldest.thread if oldest is not None else 0)}
+        if oldest is not None:
+            details["call"] = oldest.text
+            age = self.age(oldest)
+            report = replace(report, age=age, budget=None if self.limit is None else self.limit(oldest) - age)
+        elif observation.latest is not None:
+            details["last"] = observation.latest.text
+        if self.broken and observation.latest is not None:
+            p = observation.latest
+            waits = [[p.channel, list(p.ranks), p.sequence, p.fingerprint, p.text, 0.0, True]]
+            details["call"] = p.text
+            report = replace(report, budget=0.0)  # it has ended with an error: there is nothing to wait for
+        details[DETAIL] = {"waits": waits, "done": observation.done, "broken": self.broken}
+        return replace(report, details=details, phase=Phase.RUNNING if waits else Phase.NONE)
+
+
+class _Named:
+    """What the summary needs of a seat, for one of the groups behind it."""
+
+    def __init__(self, key: str, session: str, sightings: Mapping[int, Any]) -> None:
+        self.key = key
+        self.session = session
+        self.sightings = sightings
+
+
+def make_seat(key: str, rank: int, members: tuple[int, ...]) -> Seat:
+    """The seat for a key, for the monitor."""
+    return WatchSeat(key, rank, members) if key == KEY else Seat(key, rank, members)
+
+
+def open_call(pending: Pending, age: float, limit: float) -> OpenCall:
+    """The oldest pending collective as the monitor needs to see it, so that it looks often."""
+    now = time.monotonic()
+    return OpenCall(pending.text, now - age, now - age + limit, pending.thread, sequence=pending.sequence)

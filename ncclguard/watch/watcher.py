@@ -1,0 +1,286 @@
+"""The thread behind `watch`: sees that a collective stands still or a peer is gone, has it agreed on, and delivers the verdict.
+
+It never talks to the store: that is the monitor's part (`Conference`), so a store that does not answer cannot blind it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from ncclguard import _torch
+from ncclguard.agreement import incidents
+from ncclguard.agreement.decision import TroubleKind, Verdict
+from ncclguard.agreement.monitor import Monitor
+from ncclguard.config import current_config, resolve_timeout
+from ncclguard.deadlines.stopping import Stop
+from ncclguard.incident.model import Incident
+from ncclguard.outcome import Cause
+from ncclguard.watch.conference import Conference
+from ncclguard.watch.judge import BROKEN, is_consequence
+from ncclguard.watch.processes import Processes
+from ncclguard.watch.recorder import Pending
+from ncclguard.watch.seat import KEY, WatchSeat, open_call
+
+log = logging.getLogger("ncclguard")
+
+#: Seconds for which a collective must have stood still before anything is read or said.
+STILL: float = 1.0
+#: Seconds between two readings of the recorder while it does.
+AGAIN: float = 5.0
+#: Seconds after a reason to ask at which a rank goes by what it sees alone, when no verdict can come.
+ALONE_AFTER: float = 2.5
+#: Seconds that an exception which ends the program waits for the verdict on who caused it.
+LAST_WORDS: float = 2.0
+
+
+@dataclass
+class Settings:
+    """What the user asked for, and what was found so far."""
+
+    timeout: float | None
+    abort: bool
+    on_incident: Callable[[Incident], None] | None
+    group: dist.ProcessGroup | None
+    incidents: list[Incident] = field(default_factory=list)
+
+
+class Watcher:
+    """`start`, then `close`; `uncaught` with an exception that is about to end the program."""
+
+    def __init__(self, monitor: Monitor, rank: int, world_size: int, settings: Settings) -> None:
+        seat = monitor.seat(KEY, tuple(range(world_size)))
+        assert isinstance(seat, WatchSeat)
+        self._seat = seat
+        self._monitor = monitor
+        self._rank = rank
+        self._settings = settings
+        self._config = current_config()
+        self._processes = Processes()
+        self._conference = Conference(monitor, seat, rank, self._config.warn_after, self._ask)
+        self._counters: dict[str, tuple[tuple[int, int], float]] = {}
+        self._examined: dict[str, tuple[tuple[int, int], float]] = {}
+        self._told: set[tuple[str, int]] = set()
+        self._over = False  # aborted, or a rank is gone: what breaks from now on is a consequence
+        self._asked_at: float | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="ncclguard-watch", daemon=True)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is alive."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin."""
+        self._seat.limit = self._limit
+        self._seat.on_verdict = self._wakes
+        self._monitor.also = self._conference.step
+        if self._seat.recorder.status() == {} and self._seat.recorder.blind:
+            log.warning(
+                "ncclguard: torch's flight recorder does not cover %s, so watch() knows their collectives only by number; "
+                "set TORCH_FR_BUFFER_SIZE=2000 before init_process_group, or use torch 2.8 or later",
+                ", ".join(self._seat.recorder.blind),
+            )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, after a verdict that is on its way."""
+        if not self._seat.decided.is_set() and threading.current_thread() is not self._thread:
+            self._seat.decided.wait(LAST_WORDS)
+        self._closing = True
+        self._monitor.also = None
+        self._wakes()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+        self._seat.call = None
+        self._seat.on_verdict = lambda: None
+
+    def uncaught(self, error: BaseException, text: str) -> str:
+        """An exception ends the program: when it is that of a broken collective, find out first who broke it.
+
+        Returns `text`, the exception in words, with that said.
+        """
+        if not _from_collective(error):
+            return text
+        text = text if is_consequence(text) else f"{text} {BROKEN}"
+        if self._over or self._closing:
+            return text
+        self._seat.broken = text
+        self._ask(TroubleKind.TRANSPORT, text)
+        self._seat.decided.wait(LAST_WORDS)
+        end = time.monotonic() + 0.5
+        while self._seat.verdicts and self._thread.is_alive() and time.monotonic() < end:
+            time.sleep(0.005)  # it is being delivered
+        return text
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        period = self._config.poll_idle
+        while not self._closing:
+            try:
+                self._processes.learn(self._monitor.peers_here())
+                for rank, evidence in self._processes.wait(period):
+                    self._conference.process_ended(rank, evidence)
+                self._conference.overdue(time.monotonic())
+                if self._closing:
+                    break
+                self._deliver()
+                self._look(time.monotonic())
+                self._go_alone(time.monotonic())
+            except Exception:
+                log.exception("ncclguard: watch() of rank %d met an unexpected error and goes on", self._rank)
+                time.sleep(period)
+        self._deliver()
+        self._processes.close()
+
+    def _wakes(self) -> None:
+        self._processes.wake()
+
+    def _look(self, now: float) -> None:
+        """Read the counters, and the recorder once they have stood still; escalate what is over its limit."""
+        counters = self._seat.recorder.status()
+        self._counters = {
+            key: (value, self._counters[key][1] if self._counters.get(key, ((), 0.0))[0] == value else now)
+            for key, value in counters.items()
+        }
+        still = {key: since for key, (value, since) in self._counters.items() if now - since >= STILL}
+        due = [key for key in still if self._due(key, counters[key], len(still) == len(counters), now)]
+        if due:
+            for key in due:
+                self._examined[key] = (counters[key], now)
+            observation = self._seat.read()
+            for pending in observation.pending:
+                if pending.key in still:
+                    self._seat.began(pending, still[pending.key])
+        waiting = [p for p in self._seat.observation.pending if p.key in still] if still else []
+        waiting = [p for p in waiting if (p.channel, p.sequence) not in self._told and self._concerns(p)]
+        oldest = max(waiting, key=self._seat.age, default=None)
+        with self._seat.condition:
+            self._seat.call = None if oldest is None else open_call(oldest, self._seat.age(oldest), self._limit(oldest))
+        self._conference.waiting = tuple(waiting)
+        for pending in waiting:
+            if self._seat.age(pending) >= self._limit(pending):
+                limit = self._limit(pending)
+                self._ask(TroubleKind.DEADLINE, f"{pending.text} did not progress for {limit:g} s on rank {self._rank}")
+                break
+
+    def _due(self, key: str, value: tuple[int, int], all_still: bool, now: float) -> bool:
+        """Whether the recorder is to be read because of a counter that stands still: it takes long, so not for nothing."""
+        seen = self._examined.get(key)
+        if seen is None or seen[0] != value:
+            # A group where everything issued has ended is idle; gloo may end them out of order, so look when all is still.
+            return value[0] != value[1] or all_still
+        return now - seen[1] >= AGAIN and any(p.key == key for p in self._seat.observation.pending)
+
+    def _concerns(self, pending: Pending) -> bool:
+        group = self._settings.group
+        return group is None or pending.channel.rpartition(":")[0] == _torch.group_name(group)
+
+    def _limit(self, pending: Pending) -> float:
+        return resolve_timeout(self._settings.timeout, pending.numel)
+
+    def _ask(self, kind: TroubleKind, text: str) -> None:
+        seat = self._seat
+        with seat.condition:
+            if seat.member.trouble is not None:
+                return
+            generation = seat.member.generation
+            seat.decided.clear()
+        if seat.trouble(generation, kind, text):
+            self._asked_at = time.monotonic()
+            self._monitor.wake()
+
+    # ------------------------------------------------------------------ the verdict
+
+    def _deliver(self) -> None:
+        while self._seat.verdicts:
+            verdict = self._seat.verdicts[0]
+            self._asked_at = None
+            try:
+                incident = incidents.from_json(verdict.incident)
+                if incident is not None:
+                    self._conclude(incident, verdict)
+            finally:
+                self._seat.verdicts.popleft()
+
+    def _conclude(self, incident: Incident, verdict: Verdict | None) -> None:
+        observation = self._seat.observation
+        self._told |= {(p.channel, p.sequence) for p in observation.pending}
+        self._over = self._over or self._settings.abort or bool(verdict is not None and verdict.departed)
+        self._settings.incidents.append(incident)
+        log.error("ncclguard incident %s: %s %s", incident.id, incident.summary, _whose_report(incident, self._rank))
+        if self._settings.on_incident is not None:
+            try:
+                self._settings.on_incident(incident)
+            except Exception:
+                log.exception("ncclguard: on_incident failed")
+        if self._settings.abort:
+            self._abort(incident)
+
+    def _abort(self, incident: Incident) -> None:
+        """End every collective of the process with an error, for good."""
+        groups = [group for group in _torch.known_groups() if group.size() > 1]
+        log.error("ncclguard: ending the collectives of this process (on_hang='abort') after incident %s", incident.id)
+        stop = Stop(groups)
+        stop.start()
+        stop.wait()
+        if stop.failures:
+            log.error(
+                "ncclguard: not all could be ended, so this process may have to be killed: %s", "; ".join(stop.failures)
+            )
+
+    def _go_alone(self, now: float) -> None:
+        """No verdict can come: say what this rank sees."""
+        asked = self._asked_at
+        trouble = self._seat.member.trouble
+        if asked is None or trouble is None:
+            return
+        gone = {rank: self._monitor.gone(rank) for rank in self._seat.member.participants}
+        gone = {rank: evidence for rank, evidence in gone.items() if evidence}
+        lonely = bool(self._seat.unavailable) and (bool(gone) or now - asked >= 0.5)
+        overdue = trouble.kind is TroubleKind.DEADLINE and now - asked >= ALONE_AFTER
+        if not (lonely or overdue):
+            return
+        self._asked_at = None
+        pending = next(iter(self._seat.observation.pending), None)
+        latest = pending or self._seat.observation.latest
+        incident = incidents.alone(
+            self._seat,
+            "collective" if latest is None else latest.text.partition("(")[0],
+            "a collective" if latest is None else latest.text,
+            0 if latest is None else latest.sequence,
+            Cause.LOST if gone else Cause.UNKNOWN,
+            dict.fromkeys(gone, Cause.LOST),
+            self._seat.unavailable or "the agreement did not answer in time",
+            expired=trouble.kind is TroubleKind.DEADLINE,
+            evidence=gone,
+        )
+        self._seat.publish_alone(incident)
+        self._conclude(incident, None)
+        self._seat.decided.set()
+
+
+def _whose_report(incident: Incident, rank: int) -> str:
+    writer = incidents.writer(incident)
+    return "" if writer in (rank, -1) or not incident.agreed else f"(rank {writer} reports it)"
+
+
+def _from_collective(error: BaseException) -> bool:
+    """Whether an exception, or one that it was raised from, is that of a broken collective."""
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None:
+            return False
+        if isinstance(seen, (RuntimeError, OSError)) and (
+            isinstance(seen, getattr(dist, "DistError", ())) or is_consequence(str(seen))
+        ):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

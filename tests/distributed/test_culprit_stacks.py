@@ -1,0 +1,88 @@
+"""The stack of a culprit whose interpreter does not run is in the incident of every other rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+import ncclguard as ng
+from ncclguard import faults
+
+CULPRIT = 2
+TIMEOUT = 3.0
+
+
+def catastrophic(seconds: float) -> None:
+    """Backtrack in C, with the GIL held, for at least so long."""
+    length, took = 18, 0.0
+    while took < seconds:
+        started = time.monotonic()
+        re.match(r"(a+)+$", "a" * length + "b")
+        took = time.monotonic() - started
+        length += max(1, int(min(4, 4 if took < seconds / 40 else 2 if took < seconds / 6 else 1)))
+
+
+def other_work() -> None:
+    """A second thread of the program."""
+    threading.Event().wait(120)
+
+
+def job() -> None:
+    """Rank 2 holds the GIL during a guarded call, then while the others are in a raw one; then it is stopped."""
+    threading.Thread(target=other_work, name="program-thread", daemon=True).start()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    if rank == CULPRIT:
+        catastrophic(TIMEOUT + 4)
+        ng.safe_barrier(timeout=TIMEOUT).ok  # noqa: B018 - looked at
+    else:
+        outcome = ng.safe_barrier(timeout=TIMEOUT)
+        faults.report(guarded=outcome.incident.to_json(), verdict=[outcome.agreed, str(outcome.cause)])
+    ng.watch(timeout=TIMEOUT, on_incident=lambda incident: faults.report(raw=incident.to_json()))
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    if rank == CULPRIT:
+        catastrophic(TIMEOUT + 4)
+    dist.all_reduce(torch.ones(3))
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    if rank == CULPRIT:
+        child = os.fork()
+        if child == 0:  # resumes its parent: a stopped process cannot
+            time.sleep(TIMEOUT + 4)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.waitpid(child, 0)
+        ng.safe_barrier(timeout=TIMEOUT).ok  # noqa: B018 - looked at
+    else:
+        outcome = ng.safe_barrier(timeout=TIMEOUT)
+        faults.report(stopped=outcome.incident.to_json())
+    dist.destroy_process_group()
+
+
+def test_stacks_of_a_rank_that_holds_the_gil_and_of_one_that_is_stopped() -> None:
+    """Main thread first, other threads by name; a stopped rank is said to be stopped."""
+    result = faults.run_ranks(job, 3, timeout=200)
+    for key in ("guarded", "raw", "stopped"):
+        texts = {rank: result[rank].reports.get(key) for rank in (0, 1)}
+        assert all(texts.values()), str(result)
+        incident = ng.Incident.from_json(texts[0])
+        assert texts[0] == texts[1]
+        assert (str(incident.cause), incident.culprits) == ("stuck", (CULPRIT,)), incident
+        culprit = next(report for report in incident.ranks if report.rank == CULPRIT)
+        assert culprit.pid == result[CULPRIT].pid
+        assert culprit.note
+        if key == "stopped":
+            assert "stopped by a signal" in culprit.note, culprit
+            continue
+        assert "re.match" in culprit.stack[-2] or "catastrophic" in culprit.stack[-2], culprit
+        assert any("in job" in frame for frame in culprit.stack[:-1]), culprit
+        assert any("other_work" in frame for _, frames in culprit.threads for frame in frames), culprit
+        assert "catastrophic" in str(incident)
+    assert result[CULPRIT].ok, str(result)

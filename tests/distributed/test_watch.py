@@ -1,0 +1,169 @@
+"""`ncclguard.watch` over plain DDP on gloo: whoever holds a collective up is named on every rank, and healthy ranks never are."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ncclguard as ng
+from ncclguard import faults
+
+CULPRIT = 2
+#: fault -> (cause, seconds within which all the others must know; the issue's figures plus room for two cores)
+ENDS = {"kill": ("lost", 2.0), "raise": ("failed", 3.0), "exit": ("exited", 3.0)}
+LIMIT = 4.0
+
+
+class Training:
+    """A small DDP model, one step a call."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self._model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 2)))
+
+    def steps(self, number: int = 5) -> None:
+        """Forward and backward; the all-reduce is issued by DDP in C++."""
+        for _ in range(number):
+            self._model(torch.ones(4, 20)).sum().backward()
+
+
+class Warnings(logging.Handler):
+    """Counts the log lines that say who is awaited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the line."""
+        if "made no progress" in record.getMessage():
+            self.texts.append(record.getMessage())
+
+
+def told(key: str) -> Any:
+    """An on_incident that reports the incident and when it came."""
+    return lambda incident: faults.report(**{key: {"at": time.time(), "json": incident.to_json()}})
+
+
+def ends(fault: str, watched: bool) -> None:
+    """Rank 2 ends between two steps; the others are in backward."""
+    if watched:
+        ng.watch(timeout=60, on_incident=told("incident"))
+    dist.init_process_group("gloo")
+    training = Training()
+    training.steps()
+    if dist.get_rank() == CULPRIT:
+        faults.report(ended=time.time())
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "raise":
+            raise ValueError("boom in rank 2")
+        sys.exit(0)
+    training.steps(1000)
+
+
+@pytest.mark.parametrize("fault", list(ENDS))
+def test_a_rank_that_ends_is_named_on_every_survivor(fault: str) -> None:
+    """Killed, raised or left while the others are in a step of DDP: one incident, equal on all, naming rank 2 only."""
+    cause, bound = ENDS[fault]
+    result = faults.run_ranks(ends, 4, args=[fault, True], timeout=90)
+    ended = result[CULPRIT].reports["ended"]
+    found = {rank: result[rank].reports.get("incident") for rank in (0, 1, 3)}
+    assert all(found.values()), str(result)
+    for rank, said in found.items():
+        assert said["at"] - ended < bound, (rank, said["at"] - ended)
+        incident = ng.Incident.from_json(said["json"])
+        assert (str(incident.cause), incident.culprits, incident.agreed) == (cause, (CULPRIT,), True), incident
+        assert said["json"] == found[0]["json"]
+        assert "all_reduce" in incident.op
+    text = str(ng.Incident.from_json(found[0]["json"]))
+    if fault == "raise":
+        assert "ValueError" in text
+        assert "boom in rank 2" in text
+    if fault == "kill":
+        assert f"rank {CULPRIT} is lost" in result[0].output
+
+
+def test_without_watch_a_killed_rank_is_named_by_nobody() -> None:
+    """Plain DDP: the survivors get an error with an address, and no rank."""
+    result = faults.run_ranks(ends, 4, args=["kill", False], timeout=90)
+    for rank in (0, 1, 3):
+        assert result[rank].exit_code == 1
+        assert "/gloo/" in result[rank].output
+        assert "rank 2" not in result[rank].output.lower(), result[rank].output
+
+
+def hold_gil(seconds: float) -> None:
+    """As `pickle.loads` of a large checkpoint does: no thread of the interpreter runs."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # PyDLL keeps the GIL during the call
+
+
+def stalls() -> None:
+    """Rank 2 is slow but within the limit, holds the GIL, is late, and then in another collective; one job for all."""
+    ng.configure(warn_after=1.2)
+    warnings = Warnings()
+    logging.getLogger("ncclguard").addHandler(warnings)
+    watch = ng.watch(timeout=30)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    training = Training()
+    training.steps()
+    if rank == CULPRIT:
+        time.sleep(4.0)
+    training.steps()
+    faults.report(warnings=warnings.texts)
+    if rank == CULPRIT:
+        hold_gil(4.0)
+    training.steps()
+    faults.report(healthy=len(watch.incidents))
+    ng.watch(timeout=LIMIT, on_incident=told("late"))
+    training.steps()
+    started = time.time()
+    if rank == CULPRIT:
+        time.sleep(LIMIT + 3)
+    training.steps()
+    faults.report(went_on=True, late_started=started)
+    ng.watch(timeout=60, on_hang="abort", on_incident=told("other"))
+    training.steps()
+    faults.report(other_started=time.time())
+    if rank == CULPRIT:
+        dist.broadcast(torch.ones(3), 0)
+    else:
+        training.steps()
+    time.sleep(60)  # aborted, or hangs for good
+
+
+def test_stalls() -> None:
+    """A slow rank: one warning, by one rank, that says where it is; late beyond the limit: named, and the job goes on."""
+    result = faults.run_ranks(stalls, 4, timeout=150)
+    reports = [rank.reports for rank in result]
+    assert [r.get("healthy") for r in reports] == [0, 0, 0, 0], str(result)
+    warnings = [text for r in reports for text in r["warnings"]]
+    asked = [text for text in warnings if "has made no progress for 1 s" in text]
+    assert len(asked) == 1, warnings
+    assert f"rank {CULPRIT} has not come" in asked[0]
+    assert "sleep" in asked[0]
+    for rank in range(4):
+        assert reports[rank].get("went_on"), str(result)
+        late = ng.Incident.from_json(reports[rank]["late"]["json"])
+        assert (str(late.cause), late.culprits, late.agreed) == ("late", (CULPRIT,), True), late
+        assert late.deadline_expired
+        other = ng.Incident.from_json(reports[rank]["other"]["json"])
+        assert (str(other.cause), other.culprits) == ("diverged", (CULPRIT,)), other
+        if rank != CULPRIT:
+            assert reports[rank]["late"]["at"] - reports[rank]["late_started"] < LIMIT + 3.0
+            assert reports[rank]["other"]["at"] - reports[rank]["other_started"] < 5.0
+    culprit = next(r for r in ng.Incident.from_json(reports[0]["late"]["json"]).ranks if r.rank == CULPRIT)
+    assert any("time.sleep" in frame for frame in culprit.stack), culprit
+    assert not result.still_running, str(result)  # the abort ended the collectives, so the ranks ended by themselves
+    assert all(rank.exit_code == 1 for rank in result), str(result)

@@ -1,0 +1,117 @@
+"""Who is blamed for a raw collective that stands still: the rules, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ncclguard.agreement.decision import Departure, Report, Trouble, TroubleKind
+from ncclguard.outcome import Cause
+from ncclguard.watch.judge import BROKEN, DETAIL, Finding, analyse, expired, is_consequence, verdict_of
+
+WORLD = (0, 1, 2, 3)
+
+
+def said(
+    rank: int, *waits: tuple[str, tuple[int, ...], int, str], done: Mapping[str, int] | None = None, **facts: Any
+) -> Report:
+    """A rank's report: channel, members, number and text of what it waits in; `done` up to where it has ended."""
+    items = [
+        [c, list(members), s, hash(text) | 1, f"{text}(group {c}, number {s})", 5.0, False]
+        for c, members, s, text in waits
+    ]
+    numbers = {c: s - 1 for c, _, s, _ in waits} | dict(done or {})
+    return Report(rank=rank, generation=0, details={DETAIL: {"waits": items, "done": numbers}}, **facts)
+
+
+def world(sequence: int, text: str = "all_reduce") -> tuple[str, tuple[int, ...], int, str]:
+    return ("0:gloo", WORLD, sequence, text)
+
+
+def judged(*reports: Report, departed: Mapping[int, Departure] | None = None, **facts: Any) -> Finding:
+    return analyse({r.rank: r for r in reports}, departed or {}, facts.get("silent", {}), facts.get("overdue", True))
+
+
+def test_a_rank_that_has_not_come_is_late() -> None:
+    found = judged(*(said(r, world(7)) for r in (0, 1, 3)), said(2, done={"0:gloo": 6}))
+    assert (found.causes, found.channel, found.sequence) == ({2: Cause.LATE}, "0:gloo", 7)
+
+
+def test_before_the_limit_nobody_is_late_or_silent() -> None:
+    reports = [said(r, world(7)) for r in (0, 1)]
+    found = judged(*reports, said(2, done={"0:gloo": 6}), silent={3: Cause.STUCK}, overdue=False)
+    assert found.causes == {}
+
+
+def test_a_rank_that_has_ended_it_already_is_not_behind() -> None:
+    """A broadcast ends at its source before the others have received it; the source may be in the next one already."""
+    found = judged(
+        said(0, world(8)), said(1, world(7, "broadcast")), said(2, done={"0:gloo": 6}), said(3, world(7, "broadcast"))
+    )
+    assert found.causes == {2: Cause.LATE}
+    assert found.sequence == 7
+
+
+def test_who_only_passes_the_delay_on_is_not_named() -> None:
+    """0 waits for 1 in one group, 1 for 2 in another: 2 it is."""
+    left, right = ("a:nccl", (0, 1), 3, "all_gather"), ("b:nccl", (1, 2), 9, "all_reduce")
+    found = judged(said(0, left), said(1, right, done={"a:nccl": 2}), said(2, done={"b:nccl": 8}), said(3))
+    assert (found.causes, found.channel) == ({2: Cause.LATE}, "b:nccl")
+
+
+def test_a_cycle_shows_both_sides_and_names_nobody() -> None:
+    left, right = ("a:nccl", (0, 1), 3, "all_gather"), ("b:nccl", (0, 1), 9, "all_reduce")
+    found = judged(said(0, left, done={"b:nccl": 8}), said(1, right, done={"a:nccl": 2}))
+    assert (found.causes, found.cause) == ({}, Cause.DIVERGED)
+    assert sorted(ranks for _, ranks in found.sides) == [(0,), (1,)]
+
+
+def test_another_collective_at_the_same_number() -> None:
+    found = judged(*(said(r, world(7)) for r in (0, 1, 3)), said(2, world(7, "barrier")), overdue=False)
+    assert found.causes == {2: Cause.DIVERGED}
+
+
+def test_all_have_come() -> None:
+    found = judged(*(said(r, world(7)) for r in WORLD))
+    assert (found.causes, found.cause) == ({}, Cause.NETWORK)
+
+
+def test_the_first_to_die_is_named_and_not_those_that_its_death_ended() -> None:
+    broken = "RuntimeError at train.py:3 in step: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    departed = {
+        1: Departure(1, Cause.FAILED, broken),
+        2: Departure(2, Cause.LOST, "its process has ended"),
+        3: Departure(3, Cause.LOST, "was sent SIGTERM", told=True),
+    }
+    assert judged(said(0, world(7)), departed=departed, overdue=False).causes == {2: Cause.LOST}
+
+
+def test_an_exception_of_its_own_comes_before_those_who_left() -> None:
+    departed = {2: Departure(2, Cause.FAILED, "ValueError: boom"), 3: Departure(3, Cause.EXITED, "ended its program")}
+    assert judged(said(0, world(7)), departed=departed, overdue=False).causes == {2: Cause.FAILED}
+
+
+def test_a_rank_that_left_after_the_work_is_nobodys_business() -> None:
+    found = judged(said(0), said(1), departed={2: Departure(2, Cause.EXITED, "ended its program")}, overdue=False)
+    verdict = verdict_of(found, 0, WORLD, departed={}, expired=False, coordinator=0)
+    assert (found.causes, verdict.cause) == ({}, None)
+
+
+def test_a_rank_without_a_recorder_is_not_called_late() -> None:
+    found = judged(*(said(r, world(7)) for r in (0, 1, 3)), Report(rank=2, generation=0))
+    assert found.causes == {2: Cause.UNKNOWN}
+
+
+def test_only_a_deadline_holds_absence_against_a_rank() -> None:
+    report = said(0, world(7))
+    assert not expired({0: replace(report, trouble=Trouble(TroubleKind.TRANSPORT))})
+    assert expired({0: replace(report, trouble=Trouble(TroubleKind.DEADLINE))})
+
+
+def test_what_counts_as_a_consequence() -> None:
+    assert is_consequence(
+        "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    )
+    assert is_consequence(f"MyError: step 3 {BROKEN}")
+    assert not is_consequence("ValueError at nccl_train.py:3 in gloo_step: boom")
