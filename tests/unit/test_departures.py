@@ -1,0 +1,109 @@
+"""Ranks that leave: who is named when a launcher ends the healthy ones too, in whose words, and who writes the report."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ncclguard.agreement import codec, incidents
+from ncclguard.agreement.decision import Action, Departure, Operation, Phase, Report, Verdict, decide
+from ncclguard.agreement.seat import Seat
+from ncclguard.incident.model import Incident, RankReport
+from ncclguard.outcome import Cause
+
+OPERATION = Operation(sequence=7, fingerprint=1, text="barrier()")
+HISTORY = {"groups": ["0"], "texts": ["barrier()"], "rows": [[0, 7, 0, 1.0, None, 0]]}
+
+
+def waiting(rank: int) -> Report:
+    details = {"history": HISTORY, "host": f"gpu-{rank}", "pid": 100 + rank}
+    return Report(rank, 0, 6, OPERATION, Phase.RUNNING, age=1.0, budget=9.0, details=details)
+
+
+def told(rank: int) -> Departure:
+    return Departure(rank, Cause.LOST, "was sent SIGTERM", 6, {"stack": ["train.py:3 in step: x"]}, told=True)
+
+
+def verdict(waits: list[int], departed: list[Departure]) -> Verdict:
+    gone = {departure.rank: departure for departure in departed}
+    return decide(0, (0, 1, 2, 3), {rank: waiting(rank) for rank in waits}, gone, {})
+
+
+def incident_of(waits: list[int], departed: list[Departure]) -> Incident:
+    reports, gone = {rank: waiting(rank) for rank in waits}, {departure.rank: departure for departure in departed}
+    decided = verdict(waits, departed)
+    return Incident.from_json(incidents.summarise(decided, reports, gone, {}, Seat("0:cpu", 0, (0, 1, 2, 3))))
+
+
+def test_ranks_that_a_launcher_ends_because_another_is_gone_are_not_named() -> None:
+    found = verdict([0], [told(1), Departure(2, Cause.LOST, "its pid is gone"), told(3)])
+    assert found.action is Action.FAIL
+    assert found.culprit_ranks == (2,)
+    assert dict(found.departed) == {1: Cause.LOST, 2: Cause.LOST, 3: Cause.LOST}  # gone they are all the same
+
+
+def test_nor_are_they_when_another_raised() -> None:
+    assert verdict([0], [told(1), Departure(2, Cause.FAILED, "ValueError"), told(3)]).culprit_ranks == (2,)
+
+
+def test_ranks_that_were_sent_sigterm_and_nothing_else_are_named() -> None:
+    assert verdict([0, 1], [told(2), told(3)]).culprit_ranks == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("left", "summary"),
+    [
+        (told(2), "rank 2 was sent SIGTERM."),
+        (
+            Departure(2, Cause.FAILED, "torch.OutOfMemoryError at train.py:211 in step: no memory"),
+            "rank 2 raised torch.OutOfMemoryError at train.py:211 in step: no memory.",
+        ),
+        (Departure(2, Cause.LOST, "its pid is gone"), "rank 2 lost."),
+        (Departure(2, Cause.EXITED, "ended its program"), "rank 2 exited."),
+    ],
+)
+def test_one_culprit_is_told_of_in_its_own_words(left: Departure, summary: str) -> None:
+    assert incident_of([0, 1, 3], [left]).summary.endswith(summary)
+
+
+def test_a_departure_travels_with_its_stack_and_history() -> None:
+    left = told(2)
+    (back, done) = codec.loads_departure(codec.dumps_departure(left, {"0:cpu": 6}))
+    assert (back.rank, back.cause, back.text, back.told, dict(back.details)) == (
+        2, Cause.LOST, "was sent SIGTERM", True, dict(left.details),
+    )  # fmt: skip
+    assert done == {"0:cpu": 6}
+    report = incident_of([0, 1, 3], [left]).ranks[2]
+    assert (report.state, report.stack) == ("departed", ("train.py:3 in step: x",))
+
+
+def test_the_verdict_carries_no_history_and_the_table_beside_it_does() -> None:
+    reports = {rank: waiting(rank) for rank in (0, 1, 3)}
+    assert "rows" not in incident_of([0, 1, 3], [told(2)]).to_json()
+    assert json.loads(incidents.histories(reports, {2: told(2)})) == {"0": HISTORY, "1": HISTORY, "3": HISTORY}
+
+
+@pytest.mark.parametrize(
+    ("states", "culprits", "writer"),
+    [
+        (["running", "running", "none"], (2,), 0),
+        (["none", "running", "running"], (0,), 1),  # rather one that is not to blame
+        (["silent", "departed", "running"], (0, 1), 2),
+        (["none", "silent", "silent"], (0,), 0),
+        (["silent", "silent", "departed"], (), -1),
+    ],
+)
+def test_one_rank_writes_the_report(states: list[str], culprits: tuple[int, ...], writer: int) -> None:
+    found = incident_of([0, 1, 3], [told(2)])
+    ranks = tuple(RankReport.model_validate({"rank": rank, "state": state}) for rank, state in enumerate(states))
+    assert incidents.writer(found.model_copy(update={"ranks": ranks, "culprits": culprits})) == writer
+
+
+def test_the_id_of_an_incident_is_a_file_name_and_no_other_jobs() -> None:
+    seat = Seat("default_pg/../x y:cpu", 0, (0, 1, 2, 3))
+    seat.session = "0123456789ab"
+    decided = verdict([0, 1, 3], [told(2)])
+    found = Incident.from_json(incidents.summarise(decided, {0: waiting(0)}, {2: told(2)}, {}, seat))
+    assert found.id == "01234567-default_pg-..-x-y-cpu-7.0"
+    assert "/" not in found.id
