@@ -55,7 +55,7 @@ def patch_trainer(
         metric_prefix=metric_prefix,
         **more,
     )
-    guarded = GuardedEvaluation(trainer.evaluate, options, owner=trainer)
+    guarded = GuardedEvaluation(trainer.evaluate, options)
     trainer.evaluate = guarded
     return guarded
 

@@ -28,14 +28,19 @@ def _count(*_: Any) -> None:
     _updates += 1
 
 
-def step_of(evaluate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The argument `step` or `global_step` of a call of `evaluate`, if it has one and it is a number."""
+def step_of(evaluate: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The argument `step` or `global_step` of a call, else what the owner or its `state` has under `global_step`."""
     try:
         given = inspect.signature(evaluate).bind_partial(*args, **kwargs).arguments
     except TypeError:  # the call itself will say what is wrong with it
         return None
-    step = given.get("step", given.get("global_step"))
-    return step if isinstance(step, int) and not isinstance(step, bool) else None
+    state = getattr(owner, "state", None)
+    candidates = (
+        given.get("step"),
+        given.get("global_step"),
+        *(getattr(o, "global_step", None) for o in (owner, state)),
+    )
+    return next((step for step in candidates if isinstance(step, int) and not isinstance(step, bool)), None)
 
 
 class Labels:

@@ -33,8 +33,9 @@ def register_keepers(keepers_of: KeepersOf) -> None:
 
 def _framework_keepers(models: Sequence[nn.Module]) -> list[state.Keeper]:
     """Frameworks are found when the program has loaded them, never required."""
-    if "deepspeed" in sys.modules:
-        importlib.import_module("ncclguard.integrations.deepspeed")
+    for name in ("accelerate", "deepspeed"):
+        if name in sys.modules:
+            importlib.import_module(f"ncclguard.integrations.{name}")
     return [keeper for keepers_of in _keepers_of for keeper in keepers_of(models)]
 
 
@@ -46,14 +47,14 @@ class GuardedEvaluation:
     `report` is the last `EvaluationReport`, None before the first evaluation.
     """
 
-    def __init__(self, function: Callable[..., Any], options: Options, owner: Any = None) -> None:
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, function)
         self.enabled = True
         self.divisor = 1
         self.single_rank: int | None = None
         self.report: EvaluationReport | None = None
         self._function = function
-        self._owner = owner  # of a bound method; else the first argument is taken for it
+        self._owner = getattr(function, "__self__", None)  # of a bound method; else the first argument is taken for it
         self._options = options
         self._labels = clock.Labels(f"evaluation {getattr(function, '__name__', 'evaluate')}()")
         clock.start_counting()
@@ -64,7 +65,7 @@ class GuardedEvaluation:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function, options = self._function, self._options
         owner = self._owner if self._owner is not None or not args else args[0]
-        step = clock.step_of(function, args, kwargs)
+        step = clock.step_of(function, owner, args, kwargs)
         holders = [owner, *args, *kwargs.values()]
         models = subjects.models_of([*holders, *options.models])
         loaders = subjects.loaders_of([*holders, *options.loaders])
@@ -96,6 +97,7 @@ class GuardedEvaluation:
             batch_size=options.batch_size,
             combine=options.combine,
             accept_partial=options.accept_partial,
+            same_result=options.same_result,
             terms=Terms(self.enabled, self.divisor, self.single_rank, sink is not None),
         )
         ended = Evaluation(job).run()
@@ -143,7 +145,7 @@ def _as_seconds(value: Any) -> float:
 
 
 @overload
-def resilient_evaluate(function: Callable[..., Any], /) -> GuardedEvaluation: ...
+def resilient_evaluate(function: Callable[..., Any], /, **options: Any) -> GuardedEvaluation: ...
 @overload
 def resilient_evaluate(**options: Any) -> Callable[[Callable[..., Any]], GuardedEvaluation]: ...
 def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
@@ -153,7 +155,8 @@ def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options:
     `max_attempts`: tries, each with half the batch size of the one before (3). `batch_size`: where it is, a dotted attribute
     of the owner (a number or a DataLoader), or a callable that gets the divisor; a `batch_size` parameter is found by itself.
     `fallback`: returned when all tries failed ((0.0, 0.0)). `monitor`: where metrics go, else `self.monitor`;
-    `metric_prefix` ("eval/"). `accept_partial`, `combine(parts)`: see `record_partial`. `on_lost`: "fail" raises when a
+    `metric_prefix` ("eval/"). `accept_partial`, `combine(parts)`: see `record_partial`. `same_result`: all ranks return what
+    the first one found. `on_lost`: "fail" raises when a
     process is gone; "checkpoint" calls `save()` on the survivors before. `group`: who evaluates together (default: all).
     `models`, `loaders`, `keepers`: whose state is kept, besides what the owner and the arguments hold.
     Raises GuardConfigError, TypeError or ValueError for options that cannot be; a call raises PeerLost, or another

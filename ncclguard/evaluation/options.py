@@ -27,6 +27,7 @@ class Options:
     metric_prefix: str = "eval/"
     monitor: Any = None
     accept_partial: bool = True
+    same_result: bool = False
     combine: Callable[[list[Any]], Any] | None = None
     on_lost: Literal["fail", "checkpoint"] = "fail"
     save: Callable[[], object] | None = None

@@ -41,6 +41,7 @@ class RankResult:
     done: tuple[int, ...] = ()  # the counts at which a partial result was recorded
     total: int = 0  # what `done` would be in the end, 0 where it is not known
     part: Any = None  # the latest partial result, where parts of ranks are combined
+    result: Any = None  # the first rank's, where all ranks return that
 
     @property
     def fine(self) -> bool:

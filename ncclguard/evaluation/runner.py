@@ -52,6 +52,7 @@ class Job:
     batch_size: BatchSize
     combine: Callable[[list[Any]], Any] | None
     accept_partial: bool
+    same_result: bool
     terms: Terms
 
 
@@ -97,7 +98,7 @@ class Evaluation:
             if decided.action is not Action.RETRY:
                 return self._end(decided, met, result)
             self._note(decided)
-            log.warning("ncclguard: %s: %s; trying again with smaller batches", self._job.label, decided.failure)
+            log.warning("ncclguard: %s: %s; trying again", self._job.label, decided.failure)
         raise AssertionError("the last try is decided by at_end")
 
     # ------------------------------------------------------------------ one try
@@ -129,11 +130,14 @@ class Evaluation:
             done=tuple(sorted(recorder.results)),
             total=recorder.total,
             part=recorder.latest if job.combine is not None else None,
+            result=result if job.same_result and self._rank == self._members[0] else None,
         )
         meeting = self._gather(mine, f"{job.label}, end of try {attempt}", job.timeout, repeat=True)
         scope.settle(self._members)
         decided = decision.at_end(meeting, attempt, job.max_attempts)
         self._weigh_part(decided, meeting, recorder)
+        if job.same_result and decided.action is Action.ACCEPT and isinstance(meeting, Met):
+            result = meeting.values[0].result
         return decided, meeting, result
 
     def _try_on_one(self, attempt: int, divisor: int, chosen: int) -> tuple[Decision, Meeting, Any]:

@@ -62,9 +62,6 @@ def redirected(timeout: float, inside: Try | None = None) -> Iterator[None]:
     """Run what is called on any of the program's groups on guarded groups with the same ranks."""
     from ncclguard import process_group  # here: it loads what only redirected programs need
 
-    if not hasattr(process_group, "redirected"):  # TEMPORARY
-        yield
-        return
     scope = None
     try:
         with process_group.redirected(timeout=timeout) as scope:

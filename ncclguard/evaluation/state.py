@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import pickle
 import random
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -150,13 +151,19 @@ def _position(part: Any) -> Restore:
         except Exception as error:  # noqa: BLE001 - a loader's own code; some need an iteration in progress
             log.debug("ncclguard: the position of %s is not kept: %s", type(part).__name__, error)
         else:
-            steps.append(lambda: part.load_state_dict(position))
+            steps.append(lambda: _move_back(part, position))
 
     def restore() -> None:
         for step in steps:
             step()
 
     return restore
+
+
+def _move_back(part: Any, position: Any) -> None:
+    """Only where it has moved: a loader in the middle of an epoch, as training's is, starts a new one when it is told where to be."""
+    if pickle.dumps(part.state_dict()) != pickle.dumps(position):
+        part.load_state_dict(position)
 
 
 def _set_generator(generator: torch.Generator, state: torch.Tensor) -> None:

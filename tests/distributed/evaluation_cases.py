@@ -1,0 +1,210 @@
+"""A plain DDP training whose evaluations fail in all the ways that evaluations fail; run by test_evaluation.py."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ncclguard as ng
+from ncclguard import faults
+from ncclguard._sockets import connections
+from ncclguard.evaluation import record_partial
+from ncclguard.faults.effects import reset_own_connections
+
+CULPRIT = 2
+TIMEOUT = 3.0
+BATCHES = 4
+FAIL = ("metric", "partial", "batches")
+FAIL_ONCE = ("oom", "late")
+
+
+class Monitor:
+    """Takes metrics as trainers' monitors do."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None) -> None:
+        self.logged.append((step, metrics))
+
+
+class Trainer:
+    """Trains a model with dropout, so that random numbers matter, and batch norm, whose buffers DDP broadcasts."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1)]
+        self.model = DistributedDataParallel(nn.Sequential(*layers))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.monitor = Monitor()
+        self.eval_batch_size = 8
+        self.fault = ""
+        self.tried: list[int] = []
+        self.older: set[int] = set()  # ports of connections that training uses: a reset must not hit those
+        torch.manual_seed(100 + dist.get_rank())
+
+    def train(self) -> float:
+        """One step; the loss is the mean over all ranks."""
+        self.model.train()
+        self.optimizer.zero_grad()
+        loss = self.model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return float(total)
+
+    def evaluate(self, step: int | None = None) -> tuple[float, float]:
+        """The sum over all ranks of what they find, batch by batch; the fault strikes in the middle."""
+        self.tried.append(self.eval_batch_size)
+        self.model.eval()
+        self.optimizer.zero_grad()  # what a careless evaluation may do, too
+        mine = dist.get_rank() == CULPRIT
+        batches = BATCHES - 2 if mine and self.fault == "batches" else BATCHES
+        total = torch.zeros(1)
+        with torch.no_grad():
+            for number in range(batches):
+                if mine and number == 2:
+                    self.misbehave()
+                if self.fault in FAIL or (self.fault in FAIL_ONCE and len(self.tried) == 1):
+                    torch.rand(3)  # a try that succeeds may move the random numbers, one that fails may not
+                output = self.model(torch.ones(self.eval_batch_size, 8))
+                found = torch.ones(1) + 0 * output.sum()
+                dist.all_reduce(found)
+                total += found
+                parts = [torch.empty(20_000) for _ in range(dist.get_world_size())]
+                dist.all_gather(parts, torch.full((20_000,), float(dist.get_rank())))
+                if self.fault != "alone":
+                    assert [float(part[-1]) for part in parts] == [0.0, 1.0, 2.0, 3.0]
+                if self.fault == "partial":
+                    record_partial((float(total), 0.5), done=number + 1, total=BATCHES)
+        self.model.train()
+        return float(total), 1.0
+
+    def misbehave(self) -> None:
+        """What rank 2 does in the middle of an evaluation."""
+        if self.fault == "oom" and self.eval_batch_size > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if self.fault == "late" and len(self.tried) == 1:
+            time.sleep(2 * TIMEOUT + 1)
+        elif self.fault in ("metric", "partial"):
+            raise KeyError("f1")
+        elif self.fault == "reset":
+            assert reset_own_connections(self.older) > 0
+            self.fault = ""
+        elif self.fault == "kill":
+            raise SystemExit(9)
+
+
+def ports_in_use() -> set[int]:
+    """Both ports of every connection of this process."""
+    return {port for c in connections(lambda *_: True) for port in (c.local[1], c.remote[1])}
+
+
+def run(trainer: Trainer, names: list[str], *, evaluate: bool) -> dict[str, Any]:
+    """Two steps of training, an evaluation with a fault, and so on."""
+    found: dict[str, Any] = {"losses": []}
+    for number, name in enumerate(names):
+        found["losses"] += [trainer.train(), trainer.train()]
+        if not evaluate or (name == "skip" and dist.get_rank() == CULPRIT):
+            continue
+        trainer.fault, trainer.tried, logged = name, [], len(trainer.monitor.logged)
+        trainer.older = trainer.older or ports_in_use()
+        started = time.monotonic()
+        result = trainer.evaluate(step=number)
+        report = trainer.evaluate.report
+        found[name] = {
+            "result": result,
+            "seconds": time.monotonic() - started,
+            "tried": trainer.tried,
+            "logged": trainer.monitor.logged[logged:],
+            "report": [report.action.value, str(report.cause), list(report.culprits), report.attempts],
+            "text": str(report),
+            "modes": all(module.training for module in trainer.model.modules()),
+        }
+    found["losses"] += [trainer.train(), trainer.train()]
+    return found
+
+
+def guard(trainer: Trainer, **options: Any) -> None:
+    """Make its evaluation survive."""
+    options = {"timeout": TIMEOUT, "barrier_timeout": TIMEOUT, "batch_size": "eval_batch_size", **options}
+    trainer.evaluate = ng.resilient_evaluate(trainer.evaluate, **options)  # type: ignore[method-assign]
+
+
+def guarded(names: list[str]) -> None:
+    """The same training twice: without any evaluation, and with those that fail."""
+    dist.init_process_group("gloo")
+    control = run(Trainer(), names, evaluate=False)["losses"]
+    trainer = Trainer()
+    guard(trainer)
+    faults.report(control=control, **run(trainer, names, evaluate=True))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def lost(saved_to: str) -> None:
+    """Rank 2 ends in the middle of an evaluation: the others save what they have, then end with the report."""
+    dist.init_process_group("gloo")
+    trainer = Trainer()
+    guard(trainer, on_lost="checkpoint", save=lambda: save(trainer, saved_to))
+    trainer.train()
+    trainer.fault = "kill"
+    try:
+        trainer.evaluate(step=1)
+    except ng.GuardError as error:
+        report = trainer.evaluate.report  # type: ignore[attr-defined]
+        faults.report(error=type(error).__name__, text=str(error), report=str(report), culprits=list(report.culprits))
+        raise
+
+
+def save(trainer: Trainer, folder: str) -> None:
+    """A checkpoint as people write them, with a barrier that cannot be passed any more."""
+    started = time.monotonic()
+    torch.save(trainer.model.module.state_dict(), f"{folder}/rank{dist.get_rank()}.pt")
+    try:
+        dist.barrier()
+    except ng.GuardError as error:
+        faults.report(barrier=type(error).__name__, barrier_seconds=time.monotonic() - started)
+
+
+def switches() -> None:
+    """Evaluation off, smaller, and on one rank; each said by one rank alone."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    trainer = Trainer()
+    guard(trainer, timeout=30, barrier_timeout=30)
+    evaluate: Any = trainer.evaluate
+    trainer.train()
+    evaluate.enabled = rank != 3
+    off = evaluate(step=1)
+    evaluate.enabled, evaluate.divisor = True, 4 if rank == 1 else 1
+    trainer.tried = []
+    smaller, sizes = evaluate(step=2), trainer.tried
+    evaluate.divisor, evaluate.single_rank = 1, 1 if rank == 0 else None
+    trainer.tried, trainer.fault = [], "alone"
+    single, alone = evaluate(step=3), trainer.tried
+    faults.report(off=off, smaller=smaller, sizes=sizes, single=single, alone=alone, loss=trainer.train())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def unguarded(name: str) -> None:
+    """The same fault without the guard, with short limits."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+    trainer = Trainer()
+    trainer.older = ports_in_use()
+    trainer.train()
+    trainer.older |= ports_in_use() if name != "reset" else set()
+    trainer.fault = name
+    if name != "skip" or dist.get_rank() != CULPRIT:
+        with contextlib.suppress(Exception):  # as the usual advice has it
+            trainer.evaluate(step=1)
+    faults.report(loss=trainer.train())

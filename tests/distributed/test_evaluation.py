@@ -1,0 +1,86 @@
+"""A plain DDP training on 4 ranks whose evaluations fail on rank 2: it goes on with the losses it would have had without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ncclguard import faults
+from tests.distributed.evaluation_cases import CULPRIT, TIMEOUT, guarded, lost, switches, unguarded
+
+WHOLE = [16.0, 1.0]
+#: fault -> (result, action, cause, culprits, tries, seconds within which it must be over; generous)
+CASES = {
+    "none": (WHOLE, "accept", "None", [], 1, 15),
+    "oom": (WHOLE, "accept", "failed", [CULPRIT], 2, 15),
+    "metric": ([0.0, 0.0], "give up", "failed", [CULPRIT], 3, 20),
+    "partial": ([8.0, 0.5], "accept a partial result", "failed", [CULPRIT], 3, 20),
+    "batches": ([0.0, 0.0], "give up", "diverged", [CULPRIT], 3, 25),
+    "reset": (WHOLE, "accept", "None", [], 1, 15),
+    "late": (WHOLE, "accept", "late", [CULPRIT], 2, 25),
+    "skip": ([0.0, 0.0], "give up", "late", [CULPRIT], 0, TIMEOUT + 10),
+}
+
+
+@pytest.mark.slow
+def test_training_goes_on_with_the_losses_of_a_run_without_evaluation() -> None:
+    """Out of memory, metric code that raises, other batch counts, a reset, a late rank, one that skips: nothing of it shows."""
+    names = [*CASES, "none again"]
+    job = faults.run_ranks(guarded, 4, args=[names], timeout=180)
+    assert all(rank.exit_code == 0 for rank in job), str(job)
+    for name, (result, action, cause, culprits, tries, seconds) in CASES.items():
+        found = job.values(name)
+        assert sorted(found) == [rank for rank in range(4) if (name, rank) != ("skip", CULPRIT)]
+        for rank, values in found.items():
+            assert values["result"] == result, (name, rank, values)
+            assert values["report"] == [action, cause, culprits, tries], (name, rank, values)
+            assert values["seconds"] < seconds, (name, rank, values)
+            assert values["modes"], (name, rank)
+        failed = [metrics for values in found.values() for _, metrics in values["logged"]]
+        assert len(failed) == (0 if action == "accept" else 1), (name, failed)
+        assert all(metrics["eval/evaluation_failed"] == 1.0 for metrics in failed)
+        assert all(metrics["eval/evaluation_culprit"] == CULPRIT for metrics in failed)
+    assert job[0].reports["oom"]["tried"] == [8, 4]
+    assert "KeyError" in job[0].reports["metric"]["text"]
+    assert "evaluation_cases.py" in job[0].reports["metric"]["text"]
+    assert job[0].reports["partial"]["logged"][0][1]["eval/evaluation_partial_done"] == 2.0
+    assert all(values["result"] == WHOLE for values in job.values("none again").values())
+    for rank in range(4):
+        assert job[rank].reports["losses"] == job[rank].reports["control"] == job[0].reports["losses"]
+
+
+@pytest.mark.parametrize("fault", ["metric", "skip"])
+def test_without_the_guard_an_exception_that_is_caught_ends_the_job(fault: str) -> None:
+    """The usual try/except around evaluate: rank 2 is in training and the others in evaluation, or the other way round."""
+    job = faults.run_ranks(unguarded, 4, args=[fault], timeout=40)
+    losses = {rank.reports.get("loss") for rank in job}
+    assert any(rank.exit_code != 0 for rank in job) or len(losses) > 1, str(job)
+
+
+def test_a_rank_that_is_gone_ends_the_job_with_the_report_after_a_checkpoint(tmp_path: Path) -> None:
+    job = faults.run_ranks(lost, 4, args=[str(tmp_path)], timeout=60)
+    rest = [0, 1, 3]
+    assert sorted(job.values("error")) == rest, str(job)
+    for rank in rest:
+        reports = job[rank].reports
+        assert reports["error"] in ("PeerFailed", "PeerLost")
+        assert reports["culprits"] == [CULPRIT]
+        assert "Restart the job from its last checkpoint" in reports["report"]
+        assert reports["barrier"] in ("PeerFailed", "PeerLost")
+        assert reports["barrier_seconds"] < 10
+        assert (tmp_path / f"rank{rank}.pt").exists()
+        assert job[rank].exit_code == 1
+    assert not (tmp_path / f"rank{CULPRIT}.pt").exists()
+
+
+def test_evaluation_can_be_switched_off_made_smaller_or_left_to_one_rank() -> None:
+    job = faults.run_ranks(switches, 4, timeout=90)
+    assert all(rank.exit_code == 0 for rank in job), str(job)
+    for rank in job:
+        assert rank.reports["off"] == [0.0, 0.0]
+        assert (rank.reports["smaller"], rank.reports["sizes"]) == (WHOLE, [2])
+        assert rank.reports["single"] == [4.0, 1.0]
+        assert rank.reports["alone"] == ([8] if rank.rank == 1 else [])
+        assert rank.reports["loss"] == job[0].reports["loss"]
+    assert "waiting for the evaluation evaluate() at step 3 on rank 1" in job[0].output

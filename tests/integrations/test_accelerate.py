@@ -1,0 +1,47 @@
+"""A real Accelerate loop on 4 ranks: evaluations fail on rank 2, and training goes on as if they had never been called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ncclguard import faults
+
+pytest.importorskip("accelerate", reason="Accelerate is not installed")
+
+from tests.integrations.evaluation_parts import CASES, CULPRIT, check
+
+PROGRAM = Path(__file__).with_name("accelerate_cases.py")
+WHOLE = [42, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+def test_training_goes_on_bit_for_bit() -> None:
+    """And gathers and barriers outside of evaluations end, and name who held them up."""
+    job = faults.run_ranks(f"{PROGRAM}:guarded", 4, args=[[*CASES, "none again"]], timeout=200)
+    assert all(rank.exit_code == 0 for rank in job), str(job)
+    for name in CASES:
+        found = job.values(name)
+        check(found, name)
+        accepted = CASES[name][0] == "accept"
+        assert all(values["result"] == (WHOLE if accepted else [0.0, 0.0]) for values in found.values()), name
+        failed = [metrics for values in found.values() for _, metrics in values["logged"]]
+        assert len(failed) == (0 if accepted else 1)
+        assert all(metrics["eval/evaluation_culprit"] == CULPRIT for metrics in failed)
+    assert all(values["result"] == WHOLE for values in job.values("none again").values())
+    for rank in job:
+        assert rank.reports["losses"] == rank.reports["control"] == job[0].reports["losses"]
+        assert rank.reports["patched"] == [
+            [0, 1, 2, 3],
+            ["CollectiveTimeout", [CULPRIT]],
+            ["CollectiveMismatch", [CULPRIT]],
+            [0, 1, 2, 3],
+        ]
+
+
+def test_without_the_guard_the_job_dies() -> None:
+    job = faults.run_ranks(f"{PROGRAM}:unguarded", 4, timeout=60)
+    assert "out of memory" in job[CULPRIT].reports["caught"]
+    assert any(rank.exit_code != 0 for rank in job) or len({rank.reports["loss"] for rank in job}) > 1, str(job)

@@ -1,0 +1,45 @@
+"""Real DeepSpeed engines on 4 ranks: evaluations fail on rank 2, and training goes on as if they had never been called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ncclguard import faults
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+from tests.integrations.evaluation_parts import CASES, CULPRIT, check
+
+PROGRAM = Path(__file__).with_name("deepspeed_cases.py")
+WHOLE = [12.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_goes_on_bit_for_bit(stage: int) -> None:
+    job = faults.run_ranks(f"{PROGRAM}:guarded", 4, args=[[stage], [*CASES, "none again"]], timeout=200)
+    assert all(rank.exit_code == 0 for rank in job), str(job)
+    runs = job.values(f"zero{stage}")
+    for name in CASES:
+        found = {rank: run[name] for rank, run in runs.items() if name in run}
+        check(found, name)
+        accepted = CASES[name][0] == "accept"
+        assert all(values["result"] == (WHOLE if accepted else [0.0, 0.0]) for values in found.values()), name
+        assert all(values["modes"] == [True, True] for values in found.values()), name
+        failed = [metrics for values in found.values() for _, metrics in values["logged"]]
+        assert len(failed) == (0 if accepted else 1)
+        assert all(metrics["eval/evaluation_culprit"] == CULPRIT for metrics in failed)
+    assert all(run["none again"]["result"] == WHOLE for run in runs.values())
+    for run in runs.values():
+        assert run["losses"] == run["control"] == runs[0]["losses"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_without_the_guard_the_job_dies(stage: int) -> None:
+    """Rank 2 goes on to train while the others wait in the evaluation, until the limit of the group ends them."""
+    job = faults.run_ranks(f"{PROGRAM}:unguarded", 4, args=[stage], timeout=60)
+    assert "out of memory" in job[CULPRIT].reports["caught"]
+    assert any(rank.exit_code != 0 for rank in job) or len({rank.reports["loss"] for rank in job}) > 1, str(job)

@@ -1,0 +1,74 @@
+"""A real `transformers.Trainer` on 4 ranks: evaluations fail on rank 2, and all ranks train, select and stop alike."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from ncclguard import faults
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="Accelerate is not installed")
+
+from tests.integrations.evaluation_parts import CASES, CULPRIT, check
+
+PROGRAM = Path(__file__).with_name("transformers_cases.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("zero", [None, 3])
+def test_training_goes_on_bit_for_bit(zero: int | None) -> None:
+    """Under DDP, and under DeepSpeed's ZeRO-3."""
+    if zero is not None:
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    names = [*CASES, "none again"]
+    job = faults.run_ranks(f"{PROGRAM}:guarded", 4, args=[names, zero], timeout=200)
+    assert all(rank.exit_code == 0 for rank in job), str(job)
+    good = {
+        name: value for name, value in job[0].reports["none"]["metrics"].items() if name in ("eval_loss", "eval_mae")
+    }
+    assert len(good) == 2
+    for name in CASES:
+        found = job.values(name)
+        check(found, name)
+        for values in found.values():
+            if CASES[name][0] == "accept":
+                assert "eval_evaluation_failed" not in values["metrics"]
+                assert values["metrics"]["eval_mae"] > 0
+            else:
+                assert values["metrics"]["eval_evaluation_failed"] == 1.0
+                assert values["metrics"]["eval_evaluation_culprit"] == CULPRIT
+        if name != "skip":
+            assert len({str(values["metrics"]) for values in found.values()}) == 1, name
+    for rank in job:
+        given_up = [name for name in CASES if CASES[name][0] != "accept" and (rank.rank, name) != (CULPRIT, "skip")]
+        assert rank.reports["failed"] == len(given_up)
+        assert rank.reports["losses"] == rank.reports["control"] == job[0].reports["losses"]
+
+
+@pytest.mark.timeout(150)
+def test_best_model_and_early_stopping_are_the_same_on_all_ranks(tmp_path: Path) -> None:
+    """With a learning rate of 0 nothing improves: two evaluations that count, a failed one between them does not."""
+    job = faults.run_ranks(f"{PROGRAM}:stopping", 4, args=[str(tmp_path)], timeout=120)
+    assert all(rank.exit_code == 0 for rank in job), str(job)
+    first = job[0].reports
+    assert first["found"] == [[0.0, True], [1.0, False], [0.0, True], [0.0, True]]
+    assert first["steps"] == 8
+    assert first["saved"] == "checkpoint-2"
+    assert [entry["eval_evaluation_failed"] for entry in first["history"]] == [1.0]
+    for rank in job:
+        assert [rank.reports[key] for key in ("steps", "best", "found", "saved")] == [
+            first[key] for key in ("steps", "best", "found", "saved")
+        ]
+        assert rank.reports["predicted"] == [16]
+    if importlib.util.find_spec("wandb") is not None:
+        assert len(first["wandb"]) == 1
+
+
+def test_without_the_guard_the_job_dies() -> None:
+    job = faults.run_ranks(f"{PROGRAM}:unguarded", 4, timeout=60)
+    assert all(rank.exit_code != 0 for rank in job), str(job)
+    assert "out of memory" in job[CULPRIT].reports["error"]
