@@ -12,12 +12,12 @@ All stay within the configured bounds, and nothing is changed by less than a fac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ncclguard.config import GuardConfig
+from ncclguard.metrics.combined import Combined
 from ncclguard.metrics.settings import SETTINGS, Settings
-from ncclguard.metrics.statistics import PHASES, RankStatistics
+from ncclguard.metrics.statistics import PHASES
 
 #: Share of a limit that an operation may use before the limit is raised.
 NEAR = 0.5
@@ -65,12 +65,12 @@ class SettingChange:
     reason: str
 
 
-def decide(gathered: Sequence[RankStatistics], bounds: Bounds) -> tuple[Settings, tuple[SettingChange, ...]]:
-    """The settings of the group from now on, and what changes with them. `gathered` is in the order of the ranks.
+def decide(gathered: Combined, bounds: Bounds) -> tuple[Settings, tuple[SettingChange, ...]]:
+    """The settings of the group from now on, and what changes with them.
 
     The first rank's settings are where it starts from, so that a rank which missed an exchange is in step again after the next.
     """
-    settings = gathered[0].settings
+    settings = gathered.first.settings
     settings, changes = _proposed(settings, gathered, bounds.names)
     if bounds.adjust:
         taken = {change.name for change in changes}
@@ -85,9 +85,9 @@ def decide(gathered: Sequence[RankStatistics], bounds: Bounds) -> tuple[Settings
 
 
 def _proposed(
-    settings: Settings, gathered: Sequence[RankStatistics], names: tuple[str, ...]
+    settings: Settings, gathered: Combined, names: tuple[str, ...]
 ) -> tuple[Settings, tuple[SettingChange, ...]]:
-    newest = max(gathered, key=lambda one: one.proposal)
+    newest = gathered.newest
     if newest.proposal <= settings.proposal:
         return settings, ()
     changes = []
@@ -102,21 +102,18 @@ def _proposed(
 
 
 def _limit(
-    settings: Settings, gathered: Sequence[RankStatistics], index: int, bounds: tuple[float, float]
+    settings: Settings, gathered: Combined, index: int, bounds: tuple[float, float]
 ) -> tuple[Settings, tuple[SettingChange, ...]]:
     name = _LIMITS[PHASES[index]]
-    limits = [limit for one in gathered if (limit := one.limits[index]) is not None]
-    if len(limits) < len(gathered):
+    limit, longest, expired = gathered.limits[index], gathered.longest[index], gathered.expired[index]
+    if limit is None:
         return settings, ()  # by size: there is no one limit to move
-    limit = max(limits)
-    longest = max(one.longest[index] for one in gathered)
-    expired = max(one.expired[index] for one in gathered)
     lowest, highest = bounds
     if expired:
         wanted, why = 2 * limit, f"a deadline passed {expired} times while all ranks were alive"
     elif longest > NEAR * limit:
         wanted, why = 2 * limit, f"an operation took {longest:.3g} s of {limit:g} s"
-    elif 0.0 < longest * ROOM < limit and min(one.operations for one in gathered) >= ENOUGH:
+    elif 0.0 < longest * ROOM < limit and gathered.operations >= ENOUGH:
         wanted, why = max(ROOM * longest, limit / 2), f"no operation took more than {longest:.3g} s of {limit:g} s"
     else:
         return settings, ()
@@ -127,17 +124,14 @@ def _limit(
 
 
 def _pieces(
-    settings: Settings, gathered: Sequence[RankStatistics], bounds: tuple[int, int]
+    settings: Settings, gathered: Combined, bounds: tuple[int, int]
 ) -> tuple[Settings, tuple[SettingChange, ...]]:
-    piece = max(one.piece for one in gathered)
-    if piece == 0:
+    if gathered.piece == 0:
         return settings, ()
-    current = settings.get("chunk_numel") or float(piece)
-    retries = max(one.retries for one in gathered)
-    rate = min(one.moved_bytes / one.moved_seconds if one.moved_seconds > 0 else 0.0 for one in gathered)
-    before, direction = settings.rate, settings.direction
-    if retries:
-        return _resize(replace(settings, rate=0.0), current, -1, 0, bounds, f"{retries} tries were repeated")
+    current = settings.get("chunk_numel") or float(gathered.piece)
+    rate, before, direction = gathered.rate, settings.rate, settings.direction
+    if gathered.retries:
+        return _resize(replace(settings, rate=0.0), current, -1, 0, bounds, f"{gathered.retries} tries were repeated")
     if rate <= 0.0 or direction == 0:
         return settings, ()
     settings = replace(settings, rate=rate)
@@ -163,11 +157,11 @@ def _resize(
     return settings, (SettingChange("chunk_numel", current, wanted, why),)
 
 
-def _in_force(name: str, settings: Settings, gathered: Sequence[RankStatistics]) -> float | None:
+def _in_force(name: str, settings: Settings, gathered: Combined) -> float | None:
     """What the first rank had: its limits are in the exchange, the rest is known only where it was changed before."""
     for index, phase in enumerate(PHASES):
         if _LIMITS[phase] == name:
-            return gathered[0].limits[index]
+            return gathered.first.limits[index]
     return settings.get(name)
 
 

@@ -20,6 +20,7 @@ import torch
 from ncclguard.config import GuardConfig, current_config, current_phase
 from ncclguard.metrics import hook, identity, settings, statistics
 from ncclguard.metrics.adjust import Bounds, SettingChange, decide
+from ncclguard.metrics.combined import combine
 from ncclguard.metrics.records import StragglerTable
 from ncclguard.metrics.settings import LIMITS, SETTINGS, Settings, shown
 from ncclguard.metrics.statistics import MAX_WAITS, PHASES, RankStatistics
@@ -217,11 +218,10 @@ class Exchange:
         if gathering is None or gathering.sequence != call.sequence:
             return
         ranks = gathering.ranks
-        everybody = [statistics.decode(data) for data in gathering.gathered]
+        everybody = combine(gathering.gathered)
         op_id = f"{self._key}/{call.sequence}"
         self._stragglers.add(ranks, everybody, op_id)
-        newest = max(everybody, key=lambda one: one.proposal)
-        proposals.learn(newest.proposal, newest.proposed)
+        proposals.learn(everybody.newest.proposal, everybody.newest.proposed)
         before = self.settings.proposal
         self.settings, changes = decide(everybody, self._bounds)
         if self.settings.proposal != before:

@@ -16,8 +16,22 @@ MAX_WAITS = 32
 PHASES = ("none", "train", "eval", "small")
 #: Raised with every change of the layout; ranks with another one refuse to build a group together.
 LAYOUT = 1
-_HOST_BYTES = 32
-_UNSET = -1.0  # a setting that is not set; NaN: nothing is said about it
+HOST_BYTES = 32
+#: Numbers before the waits, and where the first of each kind is.
+NUMBERS = 11 + 3 * len(PHASES) + 2 * len(SETTINGS)
+COLUMNS = {
+    "pid": 1,
+    "operations": 2,
+    "retries": 3,
+    "moved_bytes": 4,
+    "moved_seconds": 5,
+    "piece": 6,
+    "proposal": 7,
+    "limits": 11,
+    "longest": 11 + len(PHASES),
+    "expired": 11 + 2 * len(PHASES),
+}
+UNSET = -1.0  # a setting that is not set; NaN: nothing is said about it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +76,7 @@ def encode(statistics: RankStatistics) -> bytes:
         *[_number(proposed[name]) if name in proposed else math.nan for name in SETTINGS],
         *[_number(held[name]) if name in held else math.nan for name in SETTINGS],
         *s.waits,
-        s.host.encode("ascii", "replace")[:_HOST_BYTES],
+        s.host.encode("ascii", "replace")[:HOST_BYTES],
     )  # fmt: skip
 
 
@@ -96,7 +110,7 @@ def decode(data: bytes) -> RankStatistics:
 
 @functools.lru_cache(maxsize=8)
 def _layout(waits: int) -> struct.Struct:
-    return struct.Struct(f"={_NUMBERS}d{waits}f{_HOST_BYTES}s")
+    return struct.Struct(f"={NUMBERS}d{waits}f{HOST_BYTES}s")
 
 
 class _Reader:
@@ -111,17 +125,14 @@ class _Reader:
 
 
 def _number(value: float | None) -> float:
-    return _UNSET if value is None else float(value)
+    return UNSET if value is None else float(value)
 
 
 def _value(number: float) -> float | None:
-    return None if number == _UNSET else number
+    return None if number == UNSET else number
 
 
 def _named(numbers: Sequence[float]) -> tuple[tuple[str, float | None], ...]:
     return tuple(
         (name, _value(number)) for name, number in zip(SETTINGS, numbers, strict=True) if not math.isnan(number)
     )
-
-
-_NUMBERS = 11 + 3 * len(PHASES) + 2 * len(SETTINGS)

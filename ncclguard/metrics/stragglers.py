@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ncclguard.metrics.combined import Combined
 from ncclguard.metrics.records import StragglerRow, StragglerTable
-from ncclguard.metrics.statistics import RankStatistics
 
 #: Operations that the table looks back on.
 WINDOW = 256
@@ -29,23 +29,23 @@ class Stragglers:
         self._group = group
         self._ranks: tuple[int, ...] = ()
         self._columns: deque[npt.NDArray[np.float32]] = deque(maxlen=WINDOW)
-        self._known: tuple[str, tuple[tuple[str, int], ...]] | None = None
+        self._known: tuple[str, npt.NDArray[np.void]] | None = None
         self._lock = threading.Lock()
 
-    def add(self, ranks: Sequence[int], gathered: Sequence[RankStatistics], through: str) -> None:
+    def add(self, ranks: Sequence[int], gathered: Combined, through: str) -> None:
         """Take the waits of one exchange; operations in which a rank has measured nothing are left out.
 
         `through`: id of the operation that carried it, the last one of the table.
         """
         with self._lock:
             self._add(ranks, gathered)
-            self._known = through, tuple((one.host, one.pid) for one in gathered)
+            self._known = through, gathered.processes
 
-    def _add(self, ranks: Sequence[int], gathered: Sequence[RankStatistics]) -> None:
+    def _add(self, ranks: Sequence[int], gathered: Combined) -> None:
         if tuple(ranks) != self._ranks:  # ranks have gone: rows of before do not fit any more
             self._ranks = tuple(ranks)
             self._columns = deque(maxlen=max(1, min(WINDOW, MAX_BYTES // (4 * len(self._ranks)))))
-        waits = np.array([one.waits for one in gathered], dtype=np.float32)
+        waits = gathered.waits
         self._columns.extend(np.ascontiguousarray(waits.T[waits.min(axis=0) >= 0.0]))
 
     def table(self) -> StragglerTable | None:
@@ -65,15 +65,15 @@ class Stragglers:
         rows = [
             StragglerRow(
                 rank=rank,
-                host=host,
-                pid=pid,
+                host=host.decode("ascii", "replace"),
+                pid=int(pid),
                 last=int((last == index).sum()),
                 behind=float(behind[index].mean()),
                 behind_longest=float(behind[index].max()),
                 held_up=float(missing[last == index].sum()),
                 waited=float(waits[index].mean()),
             )
-            for index, (rank, (host, pid)) in enumerate(zip(ranks, processes, strict=True))
+            for index, (rank, (host, pid)) in enumerate(zip(ranks, processes.tolist(), strict=True))
         ]
         rows.sort(key=lambda row: (-row.behind, row.rank))
         return StragglerTable(group=self._group, through=through, operations=waits.shape[1], rows=tuple(rows))

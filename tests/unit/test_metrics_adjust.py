@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -15,8 +17,9 @@ from hypothesis import strategies as st
 from ncclguard.agreement.seat import Seat
 from ncclguard.config import GuardConfig
 from ncclguard.errors import GuardConfigError
-from ncclguard.metrics import exchange, settings
-from ncclguard.metrics.adjust import Bounds, SettingChange, decide
+from ncclguard.metrics import adjust, exchange, settings
+from ncclguard.metrics.adjust import Bounds, SettingChange
+from ncclguard.metrics.combined import Combined, combine
 from ncclguard.metrics.records import StragglerTable
 from ncclguard.metrics.settings import SETTINGS, Settings
 from ncclguard.metrics.statistics import MAX_WAITS, PHASES, RankStatistics, decode, encode, size
@@ -34,6 +37,15 @@ def rank(**changes: Any) -> RankStatistics:
 
 def by_phase(value: Any, zero: Any = 0) -> tuple[Any, ...]:
     return tuple(value if index == TRAIN else zero for index in range(len(PHASES)))
+
+
+def together(ranks: Sequence[RankStatistics]) -> Combined:
+    """As every rank receives it."""
+    return combine([encode(one) for one in ranks])
+
+
+def decide(ranks: Sequence[RankStatistics], bounds: Bounds) -> tuple[Settings, tuple[SettingChange, ...]]:
+    return adjust.decide(together(ranks), bounds)
 
 
 # ---------------------------------------------------------------------- the bytes of an exchange
@@ -54,7 +66,7 @@ statistics = st.builds(
     operations=st.integers(0, 1 << 40),
     retries=st.integers(0, 100),
     moved_bytes=st.floats(0, 1e18),
-    moved_seconds=seconds,
+    moved_seconds=st.just(0.0) | st.floats(min_value=1e-6, max_value=1e6),
     piece=st.integers(0, 1 << 50),
     proposal=st.integers(0, 1 << 50),
     proposed=values,
@@ -62,6 +74,7 @@ statistics = st.builds(
 )
 
 
+@hypothesis.settings(max_examples=50)
 @given(statistics)
 def test_statistics_come_out_as_they_went_in(one: RankStatistics) -> None:
     data = encode(one)
@@ -130,12 +143,28 @@ def test_a_rank_that_missed_an_exchange_is_in_step_after_the_next() -> None:
     assert settled == ours
 
 
+@hypothesis.settings(max_examples=30)
 @given(st.lists(statistics, min_size=1, max_size=4))
-def test_the_decision_depends_on_nothing_but_what_was_gathered(gathered: list[RankStatistics]) -> None:
-    """Each rank decides from the bytes it has received, and all must come to the same."""
-    bounds = replace(ON, timeout=(0.001, 1e9), chunk_numel=(1024, 1 << 40))
-    mine, theirs = ([decode(encode(one)) for one in gathered] for _ in range(2))
-    assert decide(mine, bounds) == decide(theirs, bounds)
+def test_what_is_combined_is_what_each_rank_has_told(ranks: list[RankStatistics]) -> None:
+    ranks = [replace(one, waits=one.waits[:3] + (-1.0,) * (3 - len(one.waits[:3]))) for one in ranks]
+    found = together(ranks)
+    assert (found.first, found.newest) == (ranks[0], max(ranks, key=lambda one: one.proposal))
+    for index in range(len(PHASES)):
+        limits = [one.limits[index] for one in ranks]
+        assert found.limits[index] == (None if None in limits else max(limit for limit in limits if limit is not None))
+        assert found.longest[index] == max(one.longest[index] for one in ranks)
+        assert found.expired[index] == max(one.expired[index] for one in ranks)
+    assert (found.operations, found.retries) == (min(r.operations for r in ranks), max(r.retries for r in ranks))
+    assert found.piece == max(one.piece for one in ranks)
+    idle = any(one.moved_seconds <= 0 for one in ranks)
+    assert found.rate == (0.0 if idle else min(one.moved_bytes / one.moved_seconds for one in ranks))
+    assert found.waits.tolist() == [list(one.waits) for one in ranks]
+    assert [(host.decode(), int(pid)) for host, pid in found.processes.tolist()] == [(r.host, r.pid) for r in ranks]
+
+
+def test_statistics_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="same version"):
+        together([rank(waits=(0.1,)), rank()])
 
 
 # ---------------------------------------------------------------------- limits
@@ -210,6 +239,7 @@ def test_pieces_shrink_when_that_helps() -> None:
     assert seen[-1] in (4e6, 2e6)
 
 
+@hypothesis.settings(max_examples=50)
 @given(st.integers(1024, 1 << 33), st.floats(0.1, 10), st.floats(1e4, 1e10))
 def test_the_search_ends_within_the_bounds(start: int, slope: float, best: float) -> None:
     seen, changes = search(lambda length: 1e9 * math.exp(-slope * abs(math.log(length / best))), start, exchanges=40)
@@ -266,7 +296,7 @@ def table_of(*exchanges: tuple[tuple[int, ...], list[RankStatistics]]) -> Stragg
     stragglers = Stragglers("0:cpu")
     assert stragglers.table() is None
     for ranks, gathered in exchanges:
-        stragglers.add(ranks, gathered, "0:cpu:ab/30")
+        stragglers.add(ranks, together(gathered), "0:cpu:ab/30")
     table = stragglers.table()
     assert table is not None
     return table
@@ -292,6 +322,7 @@ def test_operations_that_one_rank_has_not_measured_are_left_out() -> None:
     assert (nothing.operations, nothing.rows, nothing.slowest) == (0, (), None)
 
 
+@hypothesis.settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(1, 40))
 def test_the_table_looks_back_on_a_bounded_number_of_operations(size: int, exchanges: int) -> None:
     ranks = tuple(range(size))
