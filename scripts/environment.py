@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         create()
         install_torch(options.allow_cuda)
+        if "deepspeed" in options.extras:
+            install_deepspeed()
         name = ROOT.as_posix() + (f"[{','.join(options.extras)}]" if options.extras else "")
         say(f"installing ncclguard {'with ' + ', '.join(options.extras) if options.extras else ''}".rstrip())
         pip("install", "-qq", "--editable", name)
@@ -110,6 +113,18 @@ def install_torch(allow_cuda: bool) -> None:
         f"to a CPU wheel (pip config set global.find-links FOLDER), install one yourself "
         f"({PYTHON} -m pip install ...), or run scripts/environment.py --allow-cuda"
     )
+
+
+def install_deepspeed() -> None:
+    """Install it as Python code without compiled operators, which are built when they are used.
+
+    It names torch among what it is built with: pip would download another one for that, with all of CUDA.
+    """
+    say("installing deepspeed")
+    pip("install", "-qq", "setuptools>=77", "wheel")
+    environment = {**os.environ, "DS_BUILD_OPS": "0"}
+    command = [str(PYTHON), "-m", "pip", "install", "-qq", "--no-build-isolation", "deepspeed"]
+    subprocess.run(command, check=True, env=environment)
 
 
 def choices() -> list[tuple[str, ...]]:
