@@ -45,7 +45,9 @@ def log_to(sink: Any, metrics: Mapping[str, float], step: int | None) -> bool:
             for name, value in metrics.items():
                 sink.add_scalar(name, value, step)
         elif hasattr(sink, "log"):
-            sink.log(dict(metrics), **({} if step is None else {"step": step}))
+            current = getattr(sink, "step", None)  # W&B drops what is logged for a step that is over
+            over = step is None or (isinstance(current, int) and step < current)
+            sink.log(dict(metrics), **({} if over else {"step": step}))
         elif callable(sink):
             sink(dict(metrics), step)
         else:

@@ -1,0 +1,57 @@
+"""The examples as people start them, on 2 ranks: an evaluation fails on the last one, and training goes on to its last step."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0")
+GIVEN_UP = "failed after 3 tries; the fallback is returned and training goes on"
+
+
+def run(*command: str) -> str:
+    """What a command prints; it has to end well, by itself."""
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "needs", "fault", "said"),
+    [
+        ("train_ddp.py", "torch", "oom", "out of memory, rank 1"),
+        ("train_deepspeed.py", "deepspeed", "late", "late, rank 1"),
+        ("train_trainer.py", "transformers", "metric", GIVEN_UP),
+    ],
+)
+def test_training_survives_an_evaluation(script: str, needs: str, fault: str, said: str) -> None:
+    if importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    output = run(*TORCHRUN, str(EXAMPLES / script), "--fault", fault, "--timeout", "4")
+    assert "evaluation evaluate() at step 20" in output
+    assert said in output
+    assert "common.py" in output or fault == "late"
+    assert "step 30:" in output or "'eval_accuracy'" in output.rsplit("eval_evaluation_failed", 1)[-1]
+
+
+@pytest.mark.slow
+def test_the_deepspeed_launcher_starts_it_too() -> None:
+    launcher = shutil.which("deepspeed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if launcher is None:
+        pytest.skip("DeepSpeed is not installed")
+    script = str(EXAMPLES / "train_deepspeed.py")
+    output = run(sys.executable, launcher, "--num_accelerators", "2", script, "--fault", "metric", "--timeout", "4")
+    assert GIVEN_UP in output
+    assert "step 30:" in output
