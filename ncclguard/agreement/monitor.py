@@ -11,10 +11,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ncclguard.agreement import codec
 from ncclguard.agreement.decision import Departure, Phase, Report, TroubleKind
+from ncclguard.agreement.departures import Departures
 from ncclguard.agreement.inquiry import Inquiries
 from ncclguard.agreement.liveness import Identity, Liveness, Sight
 from ncclguard.agreement.neighbours import Neighbours
@@ -80,8 +80,7 @@ class Monitor:
         self._announce_by: dict[tuple[str, int], float] = {}
         self._bell = 0
         self._gaps: dict[int, float] = {}
-        self._departed: dict[int, tuple[Departure, dict[str, int]]] = {}
-        self._departures_read = 0
+        self._departures = Departures()
         self._leaving: Departure | None = None
         self._left = threading.Event()
         self._goodbyes = 0
@@ -221,7 +220,7 @@ class Monitor:
         self._hear_bell(now)
         self.sections.step(now, self.post, self.seats())
         if attentive:
-            self._read_departures()
+            self._departures.read(self._store)
             self._witness_departures()
             self._apply_departures()
             self._ring_for_callers(now)
@@ -230,7 +229,7 @@ class Monitor:
                 self._unchecked.discard(seat.key)
                 self._look_for_revoke(seat, now)
         for key, revocation in list(self._revocations.items()):
-            departed = self._departed_from(revocation.seat)
+            departed = self._departures.among(revocation.seat.member.participants, revocation.seat.key)
             if revocation.step(
                 now,
                 departed,
@@ -341,53 +340,28 @@ class Monitor:
         for seat in self.seats():
             done[seat.key] = seat.member.completed
             leave_result(self._store.below(f"{seat.key}/result"), seat)
-        self._post_departure(departure, done)
+        self._departures.post(self._store, departure, done)
         self._left.set()
-
-    def _post_departure(self, departure: Departure, done: dict[str, int]) -> None:
-        """Enter a departure once per rank, whoever is first: the rank itself or a witness."""
-        text = codec.dumps_departure(departure, done)
-        if self._store.first(f"departed/{departure.rank}", text) == text:
-            number = self._store.count("departures", 1)
-            self._store.first(f"departure/{number}", text)
-
-    def _read_departures(self) -> None:
-        count = self._store.count("departures")
-        while self._departures_read < count:
-            text = self._store.read(f"departure/{self._departures_read + 1}")
-            if text is None:
-                return
-            self._departures_read += 1
-            departure, done = codec.loads_departure(text)
-            self._departed.setdefault(departure.rank, (departure, done))
 
     def _witness_departures(self) -> None:
         for departure in self._neighbours.departures():
-            if departure.rank not in self._departed:
-                self._post_departure(departure, {})
-                self._read_departures()
+            if departure.rank not in self._departures:
+                self._departures.post(self._store, departure, {})
+                self._departures.read(self._store)
 
     def _apply_departures(self) -> None:
         for seat in self.seats():
             waiting = seat.waited_for()
-            if waiting is None or not self._departed:
+            if waiting is None or not self._departures:
                 continue
             _, sequence = waiting
             with seat.condition:
                 generation, participants = seat.member.generation, seat.member.participants
-            for rank, departure in self._departed_from(seat).items():
-                if rank in participants and departure.done < sequence:
+            for rank, departure in self._departures.among(participants, seat.key).items():
+                if departure.done < sequence:
                     seat.trouble(
                         generation, TroubleKind.DEPARTED, f"rank {rank} {departure.cause.value}: {departure.text}"
                     )
-
-    def _departed_from(self, seat: Seat) -> dict[int, Departure]:
-        participants = seat.member.participants
-        return {
-            rank: replace(departure, done=done.get(seat.key, 0))
-            for rank, (departure, done) in self._departed.items()
-            if rank in participants
-        }
 
     # ------------------------------------------------------------------ what the inquiries need
 
@@ -402,12 +376,12 @@ class Monitor:
 
     def read_departures(self) -> dict[int, Departure]:
         """Every departure that is known to the store by now; from the monitor's own thread only."""
-        self._read_departures()
-        return {rank: departure for rank, (departure, _) in self._departed.items()}
+        self._departures.read(self._store)
+        return self._departures.all()
 
     def witness(self, departure: Departure) -> None:
         """Enter another rank's departure for all; from the monitor's own thread only."""
-        self._post_departure(departure, {})
+        self._departures.post(self._store, departure, {})
 
     def describe(self, seat: Seat, report: Report) -> Report:
         return self._settings.describe(seat, report)

@@ -17,7 +17,7 @@ log = logging.getLogger("ncclguard")
 LOOK_AFTER: Final = 0.35
 NEXT_AFTER: Final = 0.15
 #: Seconds that the coordinator waits beyond its patience for stacks that somebody is fetching.
-WAIT_FOR_STACKS: Final = 0.4
+WAIT_FOR_STACKS: Final = 0.25
 
 Details = dict[str, object]
 Fetch = Callable[[int], Details | None]

@@ -77,7 +77,7 @@ class Revocation:
             sightings, fetching = self._onlooker.sightings(still)
             if fetching and self._overdue(now) < PATIENCE + WAIT_FOR_STACKS:
                 return False
-            self.seat.sightings.update(sightings)
+            self.seat.sightings = sightings
             silent = {rank: witness(rank) for rank in still}
         gone = {rank: d for rank, d in departed.items() if rank in self._members}
         verdict = self.seat.judge(self.generation, self._members, self._reports, gone, silent, self._rank, summarise)

@@ -59,7 +59,9 @@ class Seat:
         self.stop_transport: Callable[[int], None] = _no_transport
         self.kept_result: Callable[[], str | None] = _nothing_kept
         self.publish_alone: Callable[[Incident], None] = _nobody_reads
-        self.sightings: dict[int, Mapping[str, object]] = {}  # what was seen of ranks that do not answer, like details
+        self.sightings: Mapping[
+            int, Mapping[str, object]
+        ] = {}  # what was seen of ranks that do not answer, like details
         self.standing: Callable[[], Trouble | None] = _no_trouble
 
     def remember(self, call: OpenCall) -> None:

@@ -176,7 +176,8 @@ def _gone(
 
     One that ended because its collective broke is a consequence, and so is one that left beside one that died.
     """
-    told = any(r.trouble is not None and r.trouble.kind is TroubleKind.DEPARTED for r in reports.values())
+    broken = (TroubleKind.DEPARTED, TroubleKind.TRANSPORT)
+    told = any(r.trouble is not None and r.trouble.kind in broken for r in reports.values())
     awaited = {rank for _, members in stalled.values() for rank in members}
     found = {
         rank: d

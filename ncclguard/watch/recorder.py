@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from ncclguard import _torch
+from ncclguard.deadlines.stopping import backends
 
 #: Operations whose sizes must be equal on all ranks; of the others only the name is compared.
 _EQUAL_SIZES: Final = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
@@ -93,7 +94,7 @@ class Recorder:
                 if own != backend or channel in self._blind:
                     continue
                 entries = found.get(channel, [])
-                issued = _issued(group, entries, len(_torch.group_backends(group)) == 1)
+                issued = _issued(group, entries, len(_backends(group)) == 1)
                 waiting = [entry for entry in entries if not _ended(entry)]
                 done[channel] = issued
                 if entries and int(entries[-1].get("time_created_ns", 0)) > latest_at:
@@ -114,7 +115,7 @@ class Recorder:
         for group in groups:
             ranks = _torch.group_ranks(group)
             if len(ranks) > 1:
-                for backend in _torch.group_backends(group):
+                for backend in sorted(_backends(group)):
                     channels[f"{_torch.group_name(group)}:{backend}"] = (group, backend, ranks)
         self._channels = channels
         self._backends = tuple(sorted({backend for _, backend, _ in channels.values()}))
@@ -134,6 +135,13 @@ class Recorder:
         text = f"collective(number {done[channel]} of group {channel}; torch's flight recorder is off, so its kind is unknown)"
         pending.append(Pending(channel, self._channels[channel][2], done[channel], 0, text, 0, thread, channel))
         done[channel] -= 1
+
+
+def _backends(group: dist.ProcessGroup) -> frozenset[str]:
+    try:
+        return backends(group)
+    except (RuntimeError, ValueError, LookupError):  # destroyed meanwhile
+        return frozenset()
 
 
 def _by_channel(backend: str, entries: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

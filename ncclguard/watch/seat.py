@@ -112,6 +112,10 @@ class WatchSeat(Seat):
         self.decided.set()
         self.on_verdict()
 
+    def set_unavailable(self, why: str) -> None:
+        super().set_unavailable(why)
+        self.on_verdict()
+
     def _with_evidence(self, report: Report) -> Report:
         observation = self.read()
         waits: list[list[Any]] = [

@@ -91,7 +91,8 @@ class Watcher:
 
     def close(self) -> None:
         """Stop, after a verdict that is on its way."""
-        if not self._seat.decided.is_set() and threading.current_thread() is not self._thread:
+        awaited = not self._seat.decided.is_set() and not self._seat.unavailable
+        if awaited and threading.current_thread() is not self._thread:
             self._seat.decided.wait(LAST_WORDS)
         self._closing = True
         self._monitor.also = None

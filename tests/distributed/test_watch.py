@@ -55,14 +55,14 @@ def told(key: str) -> Any:
     return lambda incident: faults.report(**{key: {"at": time.time(), "json": incident.to_json()}})
 
 
-def ends(fault: str, watched: bool) -> None:
+def ends(fault: str, watched: bool, culprit: int = CULPRIT) -> None:
     """Rank 2 ends between two steps; the others are in backward."""
     if watched:
         ng.watch(timeout=60, on_incident=told("incident"))
     dist.init_process_group("gloo")
     training = Training()
     training.steps()
-    if dist.get_rank() == CULPRIT:
+    if dist.get_rank() == culprit:
         faults.report(ended=time.time())
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -92,6 +92,17 @@ def test_a_rank_that_ends_is_named_on_every_survivor(fault: str) -> None:
         assert "boom in rank 2" in text
     if fault == "kill":
         assert f"rank {CULPRIT} is lost" in result[0].output
+
+
+def test_the_host_of_the_store_is_killed() -> None:
+    """Rank 0 took the store with it: nothing can be agreed any more, and each survivor names it by what it sees itself."""
+    result = faults.run_ranks(ends, 4, args=["kill", True, 0], timeout=90)
+    for rank in (1, 2, 3):
+        said = result[rank].reports.get("incident")
+        assert said, str(result)
+        incident = ng.Incident.from_json(said["json"])
+        assert (str(incident.cause), incident.culprits, incident.agreed) == ("lost", (0,), False), incident
+        assert said["at"] - result[0].reports["ended"] < 3.0
 
 
 def test_without_watch_a_killed_rank_is_named_by_nobody() -> None:

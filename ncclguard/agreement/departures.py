@@ -1,0 +1,55 @@
+"""The job's list of ranks that are gone or going, in the store: each entered once, by itself or by a witness, and read by all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ncclguard.agreement import codec
+from ncclguard.agreement.decision import Departure
+from ncclguard.agreement.store import AgreementStore
+
+
+class Departures:
+    """Used by the monitor's thread only; every method that talks to the store is given it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Departure, dict[str, int]]] = {}
+        self._read = 0
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._known
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def post(self, store: AgreementStore, departure: Departure, done: dict[str, int]) -> None:
+        """Enter a departure once per rank, whoever is first: the rank itself or a witness."""
+        text = codec.dumps_departure(departure, done)
+        if store.first(f"departed/{departure.rank}", text) == text:
+            number = store.count("departures", 1)
+            store.first(f"departure/{number}", text)
+
+    def read(self, store: AgreementStore) -> None:
+        """Learn what was entered since."""
+        count = store.count("departures")
+        while self._read < count:
+            text = store.read(f"departure/{self._read + 1}")
+            if text is None:
+                return
+            self._read += 1
+            departure, done = codec.loads_departure(text)
+            self._known.setdefault(departure.rank, (departure, done))
+
+    def among(self, ranks: Iterable[int], group: str = "") -> dict[int, Departure]:
+        """Those of some ranks, with the highest sequence they completed in a group."""
+        members = frozenset(ranks)
+        return {
+            rank: replace(departure, done=done.get(group, 0))
+            for rank, (departure, done) in self._known.items()
+            if rank in members
+        }
+
+    def all(self) -> dict[int, Departure]:
+        """Every one that is known."""
+        return {rank: departure for rank, (departure, _) in self._known.items()}
