@@ -13,7 +13,7 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import nn
 
-from ncclguard.evaluation import batches, clock, scope, sinks, state, subjects
+from ncclguard.evaluation import batches, clock, partial, scope, sinks, state, subjects
 from ncclguard.evaluation.options import Options
 from ncclguard.evaluation.results import Action, EvaluationReport, Terms
 from ncclguard.evaluation.runner import Ended, Evaluation, Job, stopped
@@ -64,6 +64,8 @@ class GuardedEvaluation:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function, options = self._function, self._options
+        if partial.inside():  # a part of another evaluation, which survives or fails as a whole
+            return function(*args, **kwargs)
         owner = self._owner if self._owner is not None or not args else args[0]
         step = clock.step_of(function, owner, args, kwargs)
         holders = [owner, *args, *kwargs.values()]

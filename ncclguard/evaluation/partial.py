@@ -48,3 +48,8 @@ def end() -> None:
     """Record no more."""
     global _current
     _current = None
+
+
+def inside() -> bool:
+    """Whether a try is in progress in this process."""
+    return _current is not None

@@ -117,8 +117,8 @@ class Evaluation:
         inside = scope.Try()
         try:
             with (
-                divided(job.owner, job.batch_size, divisor),
                 scope.one_try(name, self._members, job.timeout) as inside,
+                divided(job.owner, job.batch_size, divisor),
             ):
                 result, mine = job.run(divisor), RankResult(self._rank)
         except Exception as error:  # noqa: BLE001 - whatever the evaluation raises is what this is for
@@ -145,11 +145,14 @@ class Evaluation:
         sent: tuple[Any, RankResult] | None = None
         if self._rank == chosen:
             restore = state.keep(job.keepers)
+            partial.begin()
             try:
                 with divided(job.owner, job.batch_size, divisor), alone_in_the_world(job.models):
                     sent = job.run(divisor), RankResult(chosen)
             except Exception as error:  # noqa: BLE001 - as above
                 sent = None, self._result_of(error)
+            finally:
+                partial.end()
             restore()  # the other ranks have not evaluated: whatever is equal on all ranks stays equal
         waiting = nullcontext() if sent is not None else countdown(f"the {job.label} on rank {chosen}", job.timeout)
         with waiting:

@@ -177,6 +177,23 @@ def test_batch_sizes_are_found_by_a_dotted_name_and_put_back() -> None:
         smaller(DataLoader([1, 2], batch_sampler=[[0], [1]]), 2)
 
 
+def test_an_evaluation_inside_another_is_a_part_of_it() -> None:
+    calls: list[int] = []
+
+    @ng.resilient_evaluate(max_attempts=2)
+    def inner() -> None:
+        calls.append(1)
+        raise ValueError("in the inner one")
+
+    @ng.resilient_evaluate(max_attempts=2, fallback="given up")
+    def outer() -> None:
+        inner()
+
+    assert outer() == "given up"
+    assert len(calls) == 2
+    assert inner.report is None
+
+
 def test_interruptions_are_not_swallowed() -> None:
     @ng.resilient_evaluate
     def evaluate() -> None:
