@@ -49,7 +49,8 @@ class Termination:
             return False
         signal.signal(signal.SIGTERM, self._ours)
         self._installed = True
-        self._listen()
+        with contextlib.suppress(OSError):  # no descriptors left: the handler alone has to do
+            self._listen()
         return True
 
     def uninstall(self) -> None:

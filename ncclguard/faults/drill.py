@@ -81,14 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return USAGE
     try:
-        fault = chosen(arguments, bool(command))
+        fault, reports = chosen(arguments, bool(command)), _report_folder()
     except GuardConfigError as error:
         print(f"ncclguard drill: {error}", file=sys.stderr)
         return USAGE
     out = sys.stderr if arguments.json == "-" else sys.stdout
     print(f"ncclguard drill: {fault} (seed {arguments.seed})", file=out, flush=True)
     with tempfile.TemporaryDirectory(prefix="ncclguard-drill-", ignore_cleanup_errors=True) as folder:
-        reports = _report_folder()
         before = set(reports.glob("incident-*.html")) if reports is not None else set()
         env = {VARIABLE: str(fault), PERMISSION: "1", record.VARIABLE: folder}
         env |= {"NCCLGUARD_REPORT_DIR": "none" if reports is None else str(reports)}
