@@ -111,10 +111,10 @@ def fetch(pid: int, given: Offer | None) -> Fetched:
         why = f"it does not handle signal {given.signal} any more"
     else:
         text = _have_written(pid, given)
-        if text:
-            stack, threads = parse(text, given.main)
+        stack, threads = parse(text, given.main)
+        if stack:
             return Fetched(stack, threads, f"{where}; its stacks were written by a signal handler, without the GIL")
-        why = "it did not write its stacks when it was sent the signal"
+        why = "it did not write the stack of its main thread when it was sent the signal"
     spied = _spy(pid)
     if spied.stack:
         return Fetched(spied.stack, spied.threads, f"{where}; {why}: read by py-spy")
@@ -143,16 +143,17 @@ def parse(text: str, main: int) -> tuple[tuple[str, ...], tuple[tuple[str, tuple
 
 
 def parse_spied(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-    """The same for the output of ``py-spy dump``."""
+    """The same for the output of ``py-spy dump``; on Linux the main thread's id is the process's."""
     stack: tuple[str, ...] = ()
     others = []
+    process = re.match(r"Process (\d+)", text)
     for block in re.split(r"^(?=Thread )", text, flags=re.MULTILINE):
         head = re.match(r'Thread (\S+) \([^)]*\)(?:: "(.*)")?', block)
         if head is None:
             continue
         found = re.findall(r"^ {4}(.*) \((.*):(\d+)\)$", block, flags=re.MULTILINE)
         frames = tuple(_frame(file, int(line), function) for function, file, line in reversed(found))
-        if head[2] == "MainThread":
+        if head[2] == "MainThread" or (process is not None and head[1] == process[1]):
             stack = frames
         elif found and not str(head[2]).startswith("ncclguard"):
             others.append((head[2] or f"thread {head[1]}", frames))

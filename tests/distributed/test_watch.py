@@ -121,7 +121,7 @@ def hold_gil(seconds: float) -> None:
 
 def stalls() -> None:
     """Rank 2 is slow but within the limit, holds the GIL, is late, and then in another collective; one job for all."""
-    ng.configure(warn_after=1.2)
+    ng.configure(warn_after=2.5)
     warnings = Warnings()
     logging.getLogger("ncclguard").addHandler(warnings)
     watch = ng.watch(timeout=30)
@@ -160,10 +160,9 @@ def test_stalls() -> None:
     reports = [rank.reports for rank in result]
     assert [r.get("healthy") for r in reports] == [0, 0, 0, 0], str(result)
     warnings = [text for r in reports for text in r["warnings"]]
-    asked = [text for text in warnings if "has made no progress for 1 s" in text]
-    assert len(asked) == 1, warnings
-    assert f"rank {CULPRIT} has not come" in asked[0]
-    assert "sleep" in asked[0]
+    assert len(warnings) == 1, warnings
+    assert f"rank {CULPRIT} has not come" in warnings[0]
+    assert "sleep" in warnings[0]
     for rank in range(4):
         assert reports[rank].get("went_on"), str(result)
         late = ng.Incident.from_json(reports[rank]["late"]["json"])

@@ -23,7 +23,7 @@ SPIED = """\
 Process 12: python train.py
 Python v3.11.7 (/usr/bin/python3.11)
 
-Thread 12 (idle): "MainThread"
+Thread 12 (idle)
     step (/app/train.py:9)
     <module> (/app/train.py:20)
 Thread 13 (idle): "loader"
