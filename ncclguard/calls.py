@@ -22,6 +22,8 @@ from ncclguard.execution import Barrier, Execution
 from ncclguard.faults.fault import Alteration
 from ncclguard.faults.injection import before_operation
 from ncclguard.guard import Guard, Request
+from ncclguard.metrics import exchange
+from ncclguard.metrics.settings import adjusted
 from ncclguard.outcome import Outcome
 from ncclguard.transport.base import Kind
 
@@ -49,12 +51,14 @@ class Call:
         name: str | None,
     ) -> None:
         self.op = op
+        self._group = _checked_group(group)
         self.config: GuardConfig = current_config()
-        self._deadline = time.monotonic() + resolve_timeout(timeout, numel)
+        if adjusted and self._group is not None:  # a group of this job has changed settings while it ran
+            self.config = exchange.config_of(_torch.group_name(self._group), self.config)
+        self._deadline = time.monotonic() + resolve_timeout(timeout, numel, self.config)
         self._max_attempts = _checked_attempts(max_attempts, self.config)
         self._shrink = _checked_on_lost(on_lost, self.config) == "shrink"
         self._name = _checked_name(name)
-        self._group = _checked_group(group)
         self.ranks: tuple[int, ...] = (0,) if self._group is None else _torch.group_ranks(self._group)
         self.solo = len(self.ranks) == 1
 
@@ -102,8 +106,13 @@ class Call:
         *,
         may_shrink: bool = True,
         needs: int = -1,
+        lane: str = "",
+        ranks: tuple[int, ...] | None = None,
     ) -> Outcome:
-        """Describe the operation and hand it to the guard; `key` is what must be equal on all ranks besides the tensor."""
+        """Describe the operation and hand it to the guard; `key` is what must be equal on all ranks besides the tensor.
+
+        `lane` and `ranks`: see `Runtime.guard`.
+        """
         shape, dtype, device, numel, nbytes = _NO_SHAPE, None, "cpu", 0, 0
         if tensor is not None:
             shape, dtype, device = tensor.shape, tensor.dtype, tensor.device.type
@@ -115,7 +124,7 @@ class Call:
             self.op, detail, dtype, shape, key, (work.pieces, work.plan.longest), self._shrink, may_shrink,
             self._max_attempts, self._name, current_place(), _checked_atomic(atomic, self.config), numel, nbytes, needs,
         )  # fmt: skip
-        guard = runtime.current().guard(self._group, device)
+        guard = runtime.current().guard(self._group, device, lane, ranks)
         alteration = before_operation(guard.rank, guard.calls)
         if alteration is not None:
             return self._drill(alteration, guard, work, request)

@@ -30,6 +30,8 @@ SLICE = 0.1
 GRACE = 1.8
 #: Seconds a stopped transport may take until nothing of it can write any more.
 QUIET = 1.0
+#: Seconds after its deadline at which the backend itself ends an operation that could not be stopped.
+BACKSTOP = GRACE + 1.0
 _MASK = (1 << 63) - 1
 
 
@@ -114,6 +116,7 @@ class Guard:
             return self._take_donated(work, request, call, verdict.attempt, donated)
         if entry is not Entry.START:
             return outcomes.not_started(entry, self._seat, request, sequence, started, verdict)
+        work.closing = work.closing or call.exchange
         try:
             return self._until_verdict(work, request, call)
         except BaseException as interruption:
@@ -123,6 +126,7 @@ class Guard:
             with self._seat.condition:
                 self._seat.call = None
                 self._seat.last_text = request.text
+                self._seat.remember(call)
             work.release()
 
     def _enter(self, operation: Operation, call: OpenCall, deadline: float) -> tuple[Entry, Verdict | None]:
@@ -137,6 +141,8 @@ class Guard:
                         call.generation, call.participants = seat.member.generation, seat.member.participants
                         seat.resolution = None
                         seat.call = call
+                        if seat.exchange is not None:
+                            seat.exchange.entered(seat.member, call)
                     return entry, verdict
                 if seat.unavailable or time.monotonic() > deadline + GRACE:
                     seat.member.forgo(operation)
@@ -184,15 +190,23 @@ class Guard:
         try:
             communicator = self._assembly.communicator(generation, call.deadline, SLICE)
             mark = self._mark(call.sequence, from_piece)
-            if self._rounds:
-                opening = communicator.agree(mark)
+            payload = work.payload(communicator.payload_nbytes)
+            if self._rounds or payload is not None:
+                opening = communicator.agree(mark, payload)
                 self._wait(opening, generation, call.deadline)
                 if not opening.agreed:
                     raise _Mismatch
+                call.opened = time.monotonic()
             with self._seat.condition:
                 if not self._member.opened(generation):
                     return False
-            self._move(communicator, work, generation, from_piece, call.deadline)
+            if call.exchange and self._seat.exchange is not None:
+                self._wait(self._seat.exchange.gather(communicator, call), generation, call.deadline)
+            if payload is not None:
+                work.collect(opening, communicator.ranks)
+            else:
+                communicator.set_backstop(call.deadline - time.monotonic() + BACKSTOP)
+                self._move(communicator, work, generation, from_piece, call.deadline)
             if work.closing:
                 with self._seat.condition:
                     if not self._member.ready(generation):
@@ -317,8 +331,16 @@ class Guard:
         if overruled:
             raise CollectiveFailed(outcomes.overruled(self._seat, overruled[-1]))
 
+    def call_off(self, text: str) -> None:
+        """From another thread: fail the operation in progress, as if this rank had raised what `text` says."""
+        with self._seat.condition:
+            generation, operation = self._member.generation, self._member.operation
+        if operation is not None:
+            self._trouble(generation, TroubleKind.RAISED, text)
+
     def close(self) -> None:
-        """Release the communicator."""
+        """Release the communicator; a call in progress in another thread ends without a verdict."""
+        self._seat.set_unavailable("this process has left the job")
         self._assembly.close()
 
 
