@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from ncclguard.agreement.decision import Departure, Phase, Report, Verdict
+from ncclguard.agreement.decision import Action, Departure, Phase, Report, Verdict
 from ncclguard.agreement.seat import Seat
 from ncclguard.incident.model import Incident, RankReport, State
 from ncclguard.outcome import Cause
@@ -49,6 +49,7 @@ def summarise(
     waited = max((r.age for r in entered), default=0.0)
     timeout = min((r.age + r.budget for r in entered if r.budget is not None), default=None)
     op_id = f"{seat.key}/{verdict.sequence}"
+    resumed = verdict.action is Action.RESUME and bool(causes)
     incident = Incident(
         id=_identifier(seat, f"{op_id}.{verdict.generation}"),
         op=text.partition("(")[0],
@@ -67,7 +68,7 @@ def summarise(
             for rank in sorted({*reports, *departed, *silent})
         ),
         summary=_summary(text, verdict, causes, waited, reports, departed),
-        advice=ADVICE[verdict.cause],
+        advice=("The others go on without it. " if resumed else "") + ADVICE[verdict.cause],
         sides=verdict.sides,
     )
     return incident.to_json()
@@ -248,7 +249,8 @@ def _summary(
 ) -> str:
     because = _alone_to_blame(causes, reports, departed) or _because(causes)
     if because:
-        return f"{text} failed after {waited:.3g} s: {because}."
+        what = "starts again" if verdict.action is Action.RESUME else "failed"
+        return f"{text} {what} after {waited:.3g} s: {because}."
     if verdict.cause is Cause.DIVERGED:
         return f"{text} failed after {waited:.3g} s: the ranks called different operations, and no side is a majority."
     troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})

@@ -21,6 +21,8 @@ EXCEPTION_LENGTH: Final = 400
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Parts of the package that use the library as a program does: their frames are what a reader wants to see.
 _USERS: Final = tuple(os.path.join(_PACKAGE, name) for name in ("bench", "faults", "explain", "integrations"))
+# Of these, the one that stands around the library's own calls while a drill is recorded.
+_RECORDER: Final = os.path.join(_PACKAGE, "faults", "record.py")
 _INSTALLED: Final = tuple(
     {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -145,7 +147,9 @@ def is_own_file(filename: str) -> bool:
     """Whether the code in ``filename`` is this library's, and not a program's that uses it."""
     own = _own_files.get(filename)
     if own is None:
-        own = _own_files[filename] = filename.startswith(_PACKAGE) and not filename.startswith(_USERS)
+        own = _own_files[filename] = filename.startswith(_PACKAGE) and (
+            filename == _RECORDER or not filename.startswith(_USERS)
+        )
     return own
 
 

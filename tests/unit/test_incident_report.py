@@ -166,6 +166,7 @@ class TestPage:
             RankReport(
                 rank=rank, host=EVIL, cause=Cause.FAILED if rank == 2 else None, state="none" if rank == 2 else "running",
                 operation=EVIL, call_site=EVIL, exception=EVIL, stack=(EVIL,), note=EVIL,
+                threads=((EVIL, (EVIL,)),),
             )
             for rank in range(4)
         )  # fmt: skip

@@ -20,6 +20,7 @@ OPEN_TABLE: Final = 16
 _STYLE: Final = """
 .card{border:1px solid var(--line);border-left:4px solid var(--bad);border-radius:.4rem;padding:.6rem .9rem;margin:.6rem 0}
 .card h3{font-size:1rem;margin:0 0 .2rem}.card p{margin:.15rem 0}
+td:last-child{white-space:normal;min-width:16rem}
 .todo{border-left:4px solid var(--ok);background:var(--soft);padding:.6rem .9rem;border-radius:.4rem;max-width:none}
 """
 
@@ -45,7 +46,9 @@ def render_html(document: Document) -> str:
 def _facts(document: Document) -> str:
     incident = document.incident
     named = ranks_text(incident.culprits) if incident.culprits else "nobody is named"
-    tags = [f"{len(incident.participants)} ranks of {document.world_size}"]
+    gone = {report.rank for report in incident.ranks} - set(incident.participants)
+    count = f"{len(incident.participants)} ranks of {document.world_size}"
+    tags = [f"goes on with {count}" if gone else count]
     if incident.timeout is not None:
         passed = "passed" if incident.deadline_expired else "not passed"
         tags.append(f"limit {duration(incident.timeout)}, {passed}")
@@ -89,6 +92,9 @@ def _card(report: RankReport) -> str:
         lines.append(f"<p>{text}</p>")
     if report.stack:
         lines.append(_page.folded(f"stack, innermost: {report.stack[-1]}", _page.frames(report.stack)))
+    for name, stack in report.threads:
+        where = f": {stack[-1]}" if stack else ""
+        lines.append(_page.folded(f"thread {name}{where}", _page.frames(stack)))
     return f'<div class="card">{"".join(lines)}</div>'
 
 
