@@ -83,9 +83,9 @@ def process_group_exists() -> bool:
 
 
 def _is_late(name: str) -> bool:
-    if CATALOGUE[name].read_at == "import deepspeed":
-        return "deepspeed" in sys.modules
-    return process_group_exists()
+    if CATALOGUE[name].read_at == "import deepspeed" and "deepspeed" in sys.modules:
+        return True
+    return process_group_exists()  # DeepSpeed takes a group that exists as it is
 
 
 def _findings(situation: _Situation, theirs: Mapping[str, str]) -> list[Finding]:
