@@ -160,8 +160,13 @@ class Watcher:
             for pending in observation.pending:
                 if pending.key in still:
                     self._seat.began(pending, still[pending.key])
-        waiting = [p for p in self._seat.observation.pending if p.key in still] if still else []
-        waiting = [p for p in waiting if (p.channel, p.sequence) not in self._told and self._concerns(p)]
+        waiting = [
+            p
+            for p in self._seat.observation.pending
+            # What was read before the counter moved says nothing any more.
+            if p.key in still and self._examined.get(p.key, ((-1, -1), 0.0))[0] == counters[p.key]
+            if (p.channel, p.sequence) not in self._told and self._concerns(p)
+        ]
         oldest = max(waiting, key=self._seat.age, default=None)
         with self._seat.condition:
             self._seat.call = None if oldest is None else open_call(oldest, self._seat.age(oldest), self._limit(oldest))

@@ -136,8 +136,15 @@ def stalls() -> None:
     if rank == CULPRIT:
         hold_gil(4.0)
     training.steps()
-    faults.report(healthy=len(watch.incidents))
-    ng.watch(timeout=LIMIT, on_incident=told("late"))
+    short = ng.watch(timeout=LIMIT, on_incident=told("late"))
+    other = dist.new_group()
+    if rank == CULPRIT:
+        time.sleep(LIMIT / 2)
+    training.steps()  # stood still for a while; from now on idle for longer than the limit, while another group works
+    for _ in range(20):
+        dist.all_reduce(torch.ones(1), group=other)
+        time.sleep(LIMIT / 15)
+    faults.report(healthy=len(watch.incidents) + len(short.incidents))
     training.steps()
     started = time.time()
     if rank == CULPRIT:
