@@ -120,6 +120,11 @@ def world_of_one() -> Iterator[None]:
         dist.destroy_process_group(alone)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was written into, as autograd counts it."""
+    return tensor._version
+
+
 # --- stores ---------------------------------------------------------------------------------------------------------
 
 _cloning = threading.Lock()

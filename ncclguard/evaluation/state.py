@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ncclguard import _torch
+
 log = logging.getLogger("ncclguard")
 
 Restore = Callable[[], None]
@@ -65,7 +67,7 @@ def gradients(modules: Iterable[nn.Module]) -> Keeper:
     def keeper() -> Restore:
         enabled = torch.is_grad_enabled()
         parameters = {id(p): p for root in roots for p in root.parameters()}.values()
-        grads = [(p, p.grad, -1 if p.grad is None else p.grad._version, p.requires_grad) for p in parameters]
+        grads = [(p, p.grad, -1 if p.grad is None else _torch.version_of(p.grad), p.requires_grad) for p in parameters]
 
         def restore() -> None:
             torch.set_grad_enabled(enabled)
@@ -73,7 +75,7 @@ def gradients(modules: Iterable[nn.Module]) -> Keeper:
             for parameter, grad, version, required in grads:
                 if parameter.grad is not grad:
                     parameter.grad = grad
-                written += grad is not None and grad._version != version
+                written += grad is not None and _torch.version_of(grad) != version
                 if parameter.requires_grad != required:
                     parameter.requires_grad_(required)
             if written:
