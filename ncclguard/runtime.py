@@ -95,10 +95,10 @@ class Runtime:
         self._guards: dict[str, tuple[dist.ProcessGroup, Guard]] = {}
         self._lock = threading.Lock()
         self._left = False
-        self._termination = Termination(self._terminate)
+        self.termination = Termination(self._terminate)
         self.monitor.start()
         if config.announce_sigterm:
-            self._termination.install()
+            self.termination.install()
 
     def guard(
         self, group: dist.ProcessGroup, device_type: str, lane: str = "", ranks: tuple[int, ...] | None = None
@@ -140,7 +140,7 @@ class Runtime:
             if self._left:
                 return
             self._left = True
-            self._termination.uninstall()
+            self.termination.uninstall()
             guards, self._guards = [guard for _, guard in self._guards.values()], {}
         try:
             if self.watcher is not None:
@@ -170,10 +170,6 @@ class Runtime:
         if self.rank == 0:  # usually hosts the store, which the others need for their verdict
             self.monitor.settle(LEAVE_WITHIN, LINGER_AFTER)
         self._writer.wait(REPORT_WITHIN)
-
-    def forget_in_child(self) -> None:
-        """In a forked child, whose signals are its own."""
-        self._termination.forget_in_child()
 
     def _linger(self) -> None:
         """Rank 0 usually hosts the store: give the others a moment to finish with it."""
@@ -332,11 +328,21 @@ def _hook_exceptions() -> None:
     sys.excepthook = announce
 
 
+def _before_fork() -> None:
+    if _runtime is not None:
+        _runtime.termination.before_fork()
+
+
+def _after_fork() -> None:
+    if _runtime is not None:
+        _runtime.termination.after_fork()
+
+
 def _forget_in_child() -> None:
     """A forked child has neither the threads nor the right to speak for its parent: the guard is off there."""
     global _runtime, _starting, _forked
     if _runtime is not None:
-        _runtime.forget_in_child()
+        _runtime.termination.forget_in_child()
     _runtime = None
     _starting = threading.Lock()
     _forked = True
@@ -359,7 +365,7 @@ def install() -> None:
     _hook_exceptions()
     watch_threads()
     atexit.register(_at_exit)
-    os.register_at_fork(after_in_child=_forget_in_child)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forget_in_child)
     if dist.is_available() and dist.is_initialized():
         _try(_after_init)
 

@@ -40,6 +40,7 @@ class Termination:
         self._begun = _thread.allocate_lock()
         self._writer: socket.socket | None = None
         self._installed = False
+        self._masks = threading.local()  # of the threads that are about to fork
 
     def install(self) -> bool:
         """Take SIGTERM over where its action is the default; False where it is not, or in another thread than the main."""
@@ -64,14 +65,25 @@ class Termination:
 
     def forget_in_child(self) -> None:
         """A forked child, such as a data loader's worker, ends by SIGTERM as ever and must not wake the parent's thread."""
-        if not self._installed:
-            return
-        self._installed = False
-        if signal.getsignal(signal.SIGTERM) is self._ours:
-            _default_action()
-            with contextlib.suppress(ValueError):  # forked from a thread that this interpreter does not call main
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._close()
+        if self._installed:
+            self._installed = False
+            if signal.getsignal(signal.SIGTERM) is self._ours:
+                _default_action()
+                with contextlib.suppress(ValueError):  # forked from a thread that this interpreter does not call main
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._close()
+        self.after_fork()
+
+    def before_fork(self) -> None:
+        """Hold SIGTERM back in the thread that forks: Python forgets what reaches a child before `forget_in_child`."""
+        if self._installed:
+            self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def after_fork(self) -> None:
+        """Let it through again."""
+        before = self._masks.__dict__.pop("before", None)
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _listen(self) -> None:
         reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
