@@ -250,8 +250,11 @@ def unlucky(model: torch.nn.Module, group: Any) -> None:
     """Rank 2 raises with a collective under way that the others come to only when it has left the scope."""
     if dist.get_rank() != CULPRIT:
         dist.distributed_c10d._get_default_store().wait(["left/unlucky"])
+    before = _calls(group)
     work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
     if dist.get_rank() == CULPRIT:
+        while _calls(group) == before:  # what has not started would only be dropped
+            time.sleep(0.01)
         raise MemoryError("out of memory in evaluation")
     work.wait()
 
