@@ -11,6 +11,7 @@ from ncclguard.agreement.incidents import alone, from_json
 from ncclguard.agreement.protocol import Entry, Resolution
 from ncclguard.agreement.seat import OpenCall, Seat
 from ncclguard.incident.model import Incident
+from ncclguard.metrics import hook
 from ncclguard.outcome import Cause, FailedOutcome, Outcome, bus_factor
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ def success(
 ) -> Outcome:
     """The operation completed."""
     seconds = time.monotonic() - call.entered
+    if hook.observer is not None:
+        waited = call.opened - call.entered if attempts == 1 else -1.0
+        hook.observer.succeeded(seat.key, request.op, request.nbytes, seconds, waited, attempts)
+    if seat.exchange is not None:
+        seat.exchange.completed(request, call, attempts, chunks, seconds)
     algbw = request.nbytes / seconds if seconds > 0 else 0.0
     return Outcome(
         ok=True,
@@ -129,12 +135,13 @@ def local(
         or "the agreement did not answer in time: this rank may be cut off, or the store's host stopped"
     )
     expired = time.monotonic() >= call.deadline
+    incident = alone(
+        seat, request.op, request.text, call.sequence, cause, causes, why, expired=expired, evidence=evidence
+    )
+    seat.publish_alone(incident)
     return _failure(
         seat, request, call.sequence, call.entered, cause, tuple(sorted(causes)), agreed=False, attempts=attempts,
-        participants=seat.member.participants, torn=torn,
-        incident=alone(
-            seat, request.op, request.text, call.sequence, cause, causes, why, expired=expired, evidence=evidence
-        ),
+        participants=seat.member.participants, torn=torn, incident=incident,
     )  # fmt: skip
 
 
@@ -173,18 +180,24 @@ def _failure(
     torn: bool = False,
     incident: Incident | None = None,
 ) -> Outcome:
+    seconds = time.monotonic() - started
+    if seat.exchange is not None:
+        seat.exchange.failed(agreed, cause, incident)
+    op_id = f"{seat.key}/{sequence}"
+    if hook.observer is not None:
+        hook.observer.failed(op_id, request.op, request.nbytes, seconds, attempts, cause, culprits, agreed, incident)
     return FailedOutcome(
         ok=False,
         agreed=agreed,
         op=request.op,
-        op_id=f"{seat.key}/{sequence}",
+        op_id=op_id,
         cause=cause,
         culprits=culprits,
         attempts=attempts,
         chunks=0,
         numel=request.numel,
         nbytes=request.nbytes,
-        seconds=time.monotonic() - started,
+        seconds=seconds,
         algbw=0.0,
         busbw=0.0,
         participants=participants,
