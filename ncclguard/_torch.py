@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import logging
+import operator
 import os
 import threading
 import weakref
@@ -104,14 +105,10 @@ def reduce_op_name(op: Any) -> str:
 
 @contextlib.contextmanager
 def world_of_one() -> Iterator[None]:
-    """Within it the default group has this rank only, so that `get_world_size()` is 1 and collectives on it return at once.
-
-    Groups made before, and whatever holds the default group as an object, stay as they are. Other ranks need not take part.
-    """
-    world: Any = c10d._get_default_group()
+    """Within it the default group has this rank only; groups that are held as objects stay as they are."""
+    world, update = c10d._get_default_group(), c10d._update_default_pg
     backend = dist.get_backend_config(world)
-    alone = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
-    update: Any = c10d._update_default_pg
+    alone: Any = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
     update(alone)
     try:
         yield
@@ -120,10 +117,8 @@ def world_of_one() -> Iterator[None]:
         dist.destroy_process_group(alone)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was written into, as autograd counts it."""
-    return tensor._version
-
+#: How often a tensor was written into, as autograd counts it.
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 # --- stores ---------------------------------------------------------------------------------------------------------
 
