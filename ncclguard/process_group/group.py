@@ -76,7 +76,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         super()._set_group_name(name)  # type: ignore[arg-type]
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         return self._name
 
     def getGroupName(self) -> str:
