@@ -35,7 +35,7 @@ class Loop:
         set_seed(7)
         model = Model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        data = TensorDataset(torch.randn(200, 16, generator=torch.Generator().manual_seed(1)))
+        data = TensorDataset(torch.randn(512, 16, generator=torch.Generator().manual_seed(1)))
         self.model, self.optimizer, loader, self.held_out = self.accelerator.prepare(
             model, optimizer, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data[:42][0], batch_size=4)
         )
