@@ -23,7 +23,9 @@ shell or a file.
 import ncclguard as ng
 import torch.distributed as dist
 
-report = ng.setup_env() dist.init_process_group("nccl", timeout=report.limits.process_group_timeout) ```
+report = ng.setup_env()
+dist.init_process_group("nccl", timeout=report.limits.process_group_timeout)
+```
 
 What is already set, in the environment or in NCCL's files (`NCCL_CONF_FILE`, `~/.nccl.conf`, `/etc/nccl.conf`),
 is never overwritten, only checked. `print(report)` shows what was set and why, what was kept, and what is
