@@ -196,10 +196,26 @@ def functional(group: Group) -> Any:
     ]
 
 
+def ddp(group: Group) -> Any:
+    """Three steps: parameters and buffers are broadcast and gradients reduced by C++."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    model = torch.nn.parallel.DistributedDataParallel(layers, process_group=group, bucket_cap_mb=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(3):
+        loss = model(torch.randn(8, 4, generator=generator)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).round(decimals=4)  # sums in another order differ in the last place
+
+
 CASES: tuple[Callable[[Group], Any], ...] = (
     all_reduce, sparse_all_reduce, broadcast, reduce, all_gather, all_gather_into_tensor, all_gather_coalesced,
     all_reduce_coalesced, reduce_scatter, reduce_scatter_tensor, gather, scatter, all_to_all, all_to_all_single, messages,
-    barrier, objects, asynchronous, functional,
+    barrier, objects, asynchronous, functional, ddp,
 )  # fmt: skip
 
 
