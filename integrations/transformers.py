@@ -57,9 +57,8 @@ def patch_trainer(trainer: Any, **options: Any) -> None:
 
 def unpatch_trainer(trainer: Any) -> None:
     """Give a trainer its own methods back; nothing happens to one that was not patched."""
-    for name in ("evaluate", "predict"):
-        if hasattr(vars(trainer).get(name), "__ncclguard__"):
-            delattr(trainer, name)
+    for name in [name for name in ("evaluate", "predict") if hasattr(vars(trainer).get(name), "__ncclguard__")]:
+        delattr(trainer, name)
     vars(trainer).pop(_GUARDS, None)
 
 
@@ -78,25 +77,25 @@ def _patched(trainer: Any, original: Callable[..., Any], around: Callable[..., A
 def _evaluate(trainer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     guards: dict[str, Any] = vars(trainer).setdefault(_GUARDS, {})
     if "inside" in guards:  # one of several data sets
-        metrics = original(*args, **kwargs)
-        guards["inside"].append(metrics)
+        guards["inside"].append(original(*args, **kwargs))
         merged = {name: value for each in guards["inside"] for name, value in each.items()}
         record_partial((merged, {}), done=len(guards["inside"]))
-        return metrics
+        return guards["inside"][-1]
 
     def once(self: Any, *args: Any, **kwargs: Any) -> Any:
         guards["inside"] = []
         return original(*args, **kwargs), _standing_of(self)
 
     guarded = _guard(trainer, "evaluate", once)
+    before = guarded.report
     try:
         result = guarded(*args, **kwargs)
     finally:
         guards.pop("inside", None)
     report = guarded.report
     metrics, standing = result if isinstance(result, tuple) else (result, {})
-    _stand(trainer, standing)
-    if report is None or report.action is Action.ACCEPT:
+    _adopt(trainer, standing)
+    if report is None or report is before or report.action is Action.ACCEPT:
         return metrics
     prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
     failed = metrics_of(report, f"{prefix}_") if report.failed else {}
@@ -121,20 +120,14 @@ def _guard(trainer: Any, name: str, function: Callable[..., Any]) -> GuardedEval
         options: dict[str, Any] = {
             "fallback": None,
             "batch_size": "args.per_device_eval_batch_size",
-            "monitor": _nowhere,
-        }
-        options |= {
+            "monitor": lambda metrics, step: None,  # the trainer's own `log` gets them, which knows what ranks report
             "same_result": name == "evaluate",
             "keepers": (functools.partial(_keep, trainer),),
-            **trainer.evaluation_options,
         }
+        options |= trainer.evaluation_options
         guards[name] = resilient_evaluate(types.MethodType(function, trainer), **options)
     found: GuardedEvaluation = guards[name]
     return found
-
-
-def _nowhere(metrics: dict[str, float], step: int | None) -> None:
-    """The trainer's own `log` takes the metrics, on all ranks: it knows which of them report."""
 
 
 def _undecided(trainer: Any) -> dict[str, float]:
@@ -146,9 +139,12 @@ def _undecided(trainer: Any) -> dict[str, float]:
 # ---------------------------------------------------------------------- what decides about the training to come
 
 
+def _callbacks(trainer: Any) -> list[Any]:
+    return list(getattr(getattr(trainer, "callback_handler", None), "callbacks", ()))
+
+
 def _stateful(trainer: Any) -> list[Any]:
-    handler = getattr(trainer, "callback_handler", None)
-    return [callback for callback in getattr(handler, "callbacks", ()) if callable(getattr(callback, "state", None))]
+    return [callback for callback in _callbacks(trainer) if callable(getattr(callback, "state", None))]
 
 
 def _standing_of(trainer: Any) -> dict[str, Any]:
@@ -157,7 +153,7 @@ def _standing_of(trainer: Any) -> dict[str, Any]:
     return {"control": control, "callbacks": [callback.state()["attributes"] for callback in _stateful(trainer)]}
 
 
-def _stand(trainer: Any, standing: dict[str, Any]) -> None:
+def _adopt(trainer: Any, standing: dict[str, Any]) -> None:
     """Take over the first rank's: metrics may differ in the last bit, and a rank that stops alone stops all."""
     if standing.get("control"):
         vars(trainer.control).update(standing["control"])
@@ -168,16 +164,14 @@ def _stand(trainer: Any, standing: dict[str, Any]) -> None:
 
 def _keep(trainer: Any) -> Restore:
     """The trainer's state, log, switches and callbacks, of which an evaluation that ends in the middle did a part."""
-    names = ("state", "control", "_memory_tracker")
-    held = {name: getattr(trainer, name) for name in names if hasattr(trainer, name)}
-    objects = [*held.values(), *getattr(getattr(trainer, "callback_handler", None), "callbacks", ())]
+    held = {name: value for name, value in vars(trainer).items() if name in ("state", "control", "_memory_tracker")}
+    objects = [*held.values(), *_callbacks(trainer)]
     saved = [(each, {name: _copied(value) for name, value in vars(each).items()}) for each in objects]
 
     def restore() -> None:
         for each, values in saved:
-            bar = vars(each).get("prediction_bar")
-            if bar is not None and values.get("prediction_bar") is None:
-                bar.close()
+            if getattr(each, "prediction_bar", None) is not None and values["prediction_bar"] is None:
+                each.prediction_bar.close()
             vars(each).clear()
             vars(each).update({name: _copied(value) for name, value in values.items()})
         vars(trainer).update(held)
