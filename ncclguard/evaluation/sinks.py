@@ -26,7 +26,8 @@ def metrics_of(report: EvaluationReport, prefix: str) -> dict[str, float]:
         metrics[f"{prefix}evaluation_culprit"] = float(report.culprits[0])
     if report.action is Action.PARTIAL:
         metrics[f"{prefix}evaluation_partial_done"] = float(report.done)
-        metrics[f"{prefix}evaluation_partial_total"] = float(report.total)
+        if report.total:
+            metrics[f"{prefix}evaluation_partial_total"] = float(report.total)
     return metrics
 
 

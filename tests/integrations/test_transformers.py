@@ -68,6 +68,19 @@ def test_best_model_and_early_stopping_are_the_same_on_all_ranks(tmp_path: Path)
         assert len(first["wandb"]) == 1
 
 
+def test_of_several_data_sets_those_that_are_in_are_returned() -> None:
+    job = faults.run_ranks(f"{PROGRAM}:partial", 1, timeout=60)
+    assert job[0].exit_code == 0, str(job)
+    assert job[0].reports["metrics"] == {
+        "eval_first_mae": 1.0,
+        "eval_evaluation_failed": 1.0,
+        "eval_evaluation_attempts": 2.0,
+        "eval_evaluation_cause_failed": 1.0,
+        "eval_evaluation_culprit": 0.0,
+        "eval_evaluation_partial_done": 1.0,
+    }
+
+
 def test_without_the_guard_the_job_dies() -> None:
     job = faults.run_ranks(f"{PROGRAM}:unguarded", 4, timeout=60)
     assert all(rank.exit_code != 0 for rank in job), str(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -199,6 +200,17 @@ def stopping(folder: str) -> None:
         wandb=[path.name for path in Path(folder).rglob("*.wandb")],
     )  # fmt: skip
     dist.barrier()
+
+
+def partial() -> None:
+    """Two data sets; the metric code raises in the second, in every try."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = trainer(Trainer, folder, [])
+        SurvivingEvaluation(made, max_attempts=2)
+        sets = itertools.cycle([lambda prediction: {"mae": 1.0}, lambda prediction: {}["f1"]])
+        made.compute_metrics = lambda prediction: next(sets)(prediction)
+        metrics = made.evaluate(eval_dataset={"first": Data(8, 1), "second": Data(8, 2)})
+        faults.report(metrics={name: value for name, value in metrics.items() if "mae" in name or "evaluation" in name})
 
 
 def _has_wandb() -> bool:
