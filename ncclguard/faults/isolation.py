@@ -1,69 +1,78 @@
 """Cuts this process off from the network without root and without a reset, the way a switch that drops everything does.
 
-A classic BPF filter that accepts nothing (SO_ATTACH_FILTER, socket(7)) makes the kernel drop every packet for a socket before TCP
-sees it; a pacing rate of one byte a second (SO_MAX_PACING_RATE) keeps what is sent from leaving, but for one packet. Neither side
-is told. When both are taken away TCP sends again what was lost, so the connections live on, as after a link that came back.
+Every TCP socket gets a key for signatures (RFC 2385, TCP_MD5SIG in tcp(7)) that its peers do not have. From then on each side drops
+what it receives from the other before TCP sees it, and neither is told. When the key is taken away TCP sends again what was lost, so
+the connections live on, as after a link that came back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import socket
 import stat
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Final
 
-# asm-generic/socket.h; Python's socket module has no names for them.
-_SO_ATTACH_FILTER: Final = 26
-_SO_DETACH_FILTER: Final = 27
-_SO_MAX_PACING_RATE: Final = 47
-_UNPACED: Final = 0xFFFFFFFF
+# linux/tcp.h; Python's socket module has no names for them.
+_TCP_MD5SIG_EXT: Final = 32
+_PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX: the key is for all addresses that begin alike, here for all
+_ANY: Final = struct.pack("=HHI120x", socket.AF_INET, 0, 0)
+_ANY_MAPPED: Final = struct.pack("=HHI16sI100x", socket.AF_INET6, 0, 0, b"\0" * 10 + b"\xff" * 2 + b"\0" * 4, 0)
+_ANY6: Final = struct.pack("=HHI16sI100x", socket.AF_INET6, 0, 0, b"\0" * 16, 0)
 _PAUSE: Final = 0.005  # seconds between two looks for connections that are new
-# One instruction of struct sock_filter: BPF_RET | BPF_K, 0 bytes of the packet to keep (linux/filter.h).
-_NOTHING: Final = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
 
 
 def cut_off(seconds: float) -> threading.Thread:
     """Drop what this process's TCP sockets send and receive, the store's and new ones too; heals after `seconds`.
 
-    Returns at once, with the thread that heals; one packet of each connection may still get out. Raises RuntimeError where the kernel
-    is not Linux's.
+    Returns at once, with the thread that heals. TCP finds back within about as long again as it was cut off. Raises RuntimeError where
+    the kernel has no TCP_MD5SIG.
     """
-    if sys.platform != "linux":
-        raise RuntimeError("a partition can be injected on Linux only; choose another fault")
+    key = os.urandom(16)
     cut: set[int] = set()
-    _cut_all(cut)
-    thread = threading.Thread(target=_keep_cut, args=(seconds, cut), name="ncclguard drill partition", daemon=True)
+    failures = _cut_all(cut, key)
+    if failures and not cut:
+        raise RuntimeError(f"this kernel cannot cut connections off ({failures[0]}); choose another fault")
+    thread = threading.Thread(target=_keep_cut, args=(seconds, cut, key), name="ncclguard drill partition", daemon=True)
     thread.start()
     return thread
 
 
-def _keep_cut(seconds: float, cut: set[int]) -> None:
+def _keep_cut(seconds: float, cut: set[int], key: bytes) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        _cut_all(cut)
+        _cut_all(cut, key)
         time.sleep(_PAUSE)
-    for inode, copy in _tcp_sockets():
+    for inode, found in _tcp_sockets():
         if inode in cut:
-            with contextlib.suppress(OSError):
-                copy.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-                copy.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", _UNPACED))
+            _set_key(found, b"")
 
 
-def _cut_all(cut: set[int]) -> None:
-    program = struct.pack("@HP", 1, ctypes.addressof(_NOTHING))  # struct sock_fprog, with its padding
-    for inode, copy in _tcp_sockets():
+def _cut_all(cut: set[int], key: bytes) -> list[OSError]:
+    """Cut the sockets off that are not yet; returns what the kernel said where it could not."""
+    failures = []
+    for inode, found in _tcp_sockets():
         if inode not in cut:
-            with contextlib.suppress(OSError):
-                copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-                copy.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", 1))
+            try:
+                _set_key(found, key)
                 cut.add(inode)
+            except OSError as error:
+                failures.append(error)
+    return failures
+
+
+def _set_key(found: socket.socket, key: bytes) -> None:
+    """Set the key for all peers, or take it away where it is empty."""
+    addresses = (_ANY,) if found.family == socket.AF_INET else (_ANY6, _ANY_MAPPED)
+    for number, address in enumerate(addresses):
+        # struct tcp_md5sig: address, flags, prefix length, key length, interface, key.
+        value = address + struct.pack("=BBHi80s", _PREFIX, 0, len(key), 0, key)
+        with contextlib.suppress(OSError) if number or not key else contextlib.nullcontext():
+            found.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, value)
 
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
