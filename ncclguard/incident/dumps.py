@@ -213,7 +213,7 @@ def _spy(pid: int) -> Fetched:
     program = shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
     if program is None:
         return Fetched(note=f"install py-spy to see its stack, or run `gdb -p {pid}`")
-    command = [program, "dump", "--pid", str(pid), "--nonblocking"]
+    command = [program, "dump", "--pid", str(pid), "--nonblocking", "--full-filenames"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PYSPY_WITHIN, check=False)
     except (OSError, subprocess.SubprocessError) as error:

@@ -130,10 +130,20 @@ def verdict_of(finding: Finding, generation: int, members: Sequence[int], **fact
 def _waits(report: Report) -> tuple[Wait, ...]:
     said = report.details.get(DETAIL)
     items = said.get("waits", ()) if isinstance(said, Mapping) else ()
-    return tuple(
-        Wait(str(c), tuple(members), int(s), int(f), str(text), float(age), bool(broken))
-        for c, members, s, f, text, age, broken in items
-    )
+    return tuple(_wait(item) for item in items)
+
+
+def _latest(report: Report, channel: str) -> Wait | None:
+    """The last collective that this rank issued, if that was on this channel."""
+    said = report.details.get(DETAIL)
+    item = said.get("latest") if isinstance(said, Mapping) else None
+    found = None if item is None else _wait(item)
+    return found if found is not None and found.channel == channel else None
+
+
+def _wait(item: Sequence[Any]) -> Wait:
+    channel, members, sequence, fingerprint, text, age, broken = item
+    return Wait(str(channel), tuple(members), int(sequence), int(fingerprint), str(text), float(age), bool(broken))
 
 
 def _done(report: Report, channel: str) -> int | None:
@@ -278,6 +288,8 @@ def _project(
     found = {}
     for rank, report in reports.items():
         wait = next((wait for wait in waits[rank] if wait.channel == channel), None)
+        if entered_only and wait is None:  # a mismatch may have ended on this rank, with an error or with rubbish
+            wait = _latest(report, channel)
         if entered_only and (wait is None or wait.sequence != sequence or not wait.fingerprint):
             continue
         elsewhere = report.elsewhere or next((w.text for w in waits[rank] if w.channel != channel), "")

@@ -118,10 +118,8 @@ class WatchSeat(Seat):
 
     def _with_evidence(self, report: Report) -> Report:
         observation = self.read()
-        waits: list[list[Any]] = [
-            [p.channel, list(p.ranks), p.sequence, p.fingerprint, p.text, round(self.age(p), 3), False]
-            for p in observation.pending
-        ]
+        waits = [_item(p, self.age(p)) for p in observation.pending]
+        latest = observation.latest
         oldest = max(observation.pending, key=self.age, default=None)
         details: dict[str, object] = {"call_site": program_place(oldest.thread if oldest is not None else 0)}
         if oldest is not None:
@@ -131,12 +129,21 @@ class WatchSeat(Seat):
         elif observation.latest is not None:
             details["last"] = observation.latest.text
         if self.broken and observation.latest is not None:
-            p = observation.latest
-            waits = [[p.channel, list(p.ranks), p.sequence, p.fingerprint, p.text, 0.0, True]]
-            details["call"] = p.text
+            waits = [_item(observation.latest, 0.0, broken=True)]
+            details["call"] = observation.latest.text
             report = replace(report, budget=0.0)  # it has ended with an error: there is nothing to wait for
-        details[DETAIL] = {"waits": waits, "done": observation.done, "broken": self.broken}
+        details[DETAIL] = {
+            "waits": waits,
+            "done": observation.done,
+            "latest": None if latest is None else _item(latest, 0.0),
+        }
         return replace(report, details=details, phase=Phase.RUNNING if waits else Phase.NONE)
+
+
+def _item(pending: Pending, age: float, broken: bool = False) -> list[Any]:
+    """As `judge` reads it."""
+    ranks = list(pending.ranks)
+    return [pending.channel, ranks, pending.sequence, pending.fingerprint, pending.text, round(age, 3), broken]
 
 
 class _Named:

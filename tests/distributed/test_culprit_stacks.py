@@ -80,7 +80,7 @@ def test_stacks_of_a_rank_that_holds_the_gil_and_of_one_that_is_stopped() -> Non
         assert culprit.note
         if key == "stopped":
             assert "stopped by a signal (state T" in culprit.note, culprit
-            assert ("os.kill" in str(culprit.stack)) == ("read by py-spy" in culprit.note), culprit
+            assert any("in job" in frame for frame in culprit.stack) == ("read by py-spy" in culprit.note), culprit
             continue
         assert "re.match" in culprit.stack[-2] or "catastrophic" in culprit.stack[-2], culprit
         assert any("in job" in frame for frame in culprit.stack[:-1]), culprit

@@ -155,7 +155,7 @@ def stalls() -> None:
     training.steps()
     faults.report(other_started=time.time())
     if rank == CULPRIT:
-        dist.broadcast(torch.ones(3), 0)
+        dist.barrier()
     else:
         training.steps()
     time.sleep(60)  # aborted, or hangs for good

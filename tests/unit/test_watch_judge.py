@@ -72,6 +72,16 @@ def test_another_collective_at_the_same_number() -> None:
     assert found.causes == {2: Cause.DIVERGED}
 
 
+def test_another_collective_that_has_ended_with_rubbish() -> None:
+    """gloo does not compare what it carries: a broadcast may take a piece of another operation for its own, and return."""
+    ended = said(2, done={"0:gloo": 7})
+    details = {
+        DETAIL: {**dict(ended.details[DETAIL]), "latest": ["0:gloo", WORLD, 7, 99, "broadcast(...)", 0.0, False]}
+    }  # type: ignore[call-overload]
+    found = judged(*(said(r, world(7)) for r in (0, 1, 3)), replace(ended, details=details), overdue=False)
+    assert found.causes == {2: Cause.DIVERGED}
+
+
 def test_all_have_come() -> None:
     found = judged(*(said(r, world(7)) for r in WORLD))
     assert (found.causes, found.cause) == ({}, Cause.NETWORK)
