@@ -24,6 +24,7 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(220)
 def test_training_goes_on_with_the_losses_of_a_run_without_evaluation() -> None:
     """Out of memory, metric code that raises, other batch counts, a reset, a late rank, one that skips: nothing of it shows."""
     names = [*CASES, "none again"]
