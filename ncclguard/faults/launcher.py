@@ -11,6 +11,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -103,69 +104,67 @@ def start_ranks(
         if any(variable.startswith(_READ_EARLY) for variable in env or ()):
             forks = False
         build = torchrun_commands if launcher == "torchrun" else fork_commands if forks else process_commands
-        job.start(build(rank_command, world_size, common, directory, address, port, hosts))
+        job.start(build(Plan(rank_command, world_size, common, directory, address, port, hosts)))
     except BaseException:
         job.close()
         raise
     return job
 
 
-def process_commands(
-    rank_command: Sequence[str],
-    world_size: int,
-    env: Mapping[str, str],
-    directory: Path,
-    address: str,
-    port: int,
-    hosts: Hosts | None,
-) -> list[Command]:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the ranks of one job have in common."""
+
+    rank_command: Sequence[str]
+    world_size: int
+    env: Mapping[str, str]
+    directory: Path
+    address: str
+    port: int
+    hosts: Hosts | None
+
+
+def process_commands(plan: Plan) -> list[Command]:
     """One process a rank."""
     commands = []
-    for node, ranks in enumerate(blocks(world_size, hosts)):
-        for local, rank in enumerate(ranks):
-            own = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(len(ranks)),
-                "GROUP_RANK": str(node),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-            }
-            argv = rank_command if hosts is None else hosts.command(hosts.names[node], rank_command)
-            commands.append(Command(argv, {**env, **own}, directory / f"rank{rank}.output", (rank,), is_rank=True))
+    for rank, own in enumerate(variables(plan)):
+        argv = plan.rank_command
+        if plan.hosts is not None:
+            argv = plan.hosts.command(plan.hosts.names[int(own["GROUP_RANK"])], argv)
+        output = plan.directory / f"rank{rank}.output"
+        commands.append(Command(argv, {**plan.env, **own}, output, (rank,), is_rank=True))
     return commands
 
 
-def fork_commands(
-    rank_command: Sequence[str],
-    world_size: int,
-    env: Mapping[str, str],
-    directory: Path,
-    address: str,
-    port: int,
-    hosts: Hosts | None,
-) -> list[Command]:
+def fork_commands(plan: Plan) -> list[Command]:
     """One process that imports torch and forks the ranks."""
-    each = process_commands(rank_command, world_size, {}, directory, address, port, hosts)
-    argv = [sys.executable, prefork.__file__, str(directory), json.dumps([command.env for command in each])]
-    argv += rank_command[3:]
-    return [Command(argv, dict(env), directory / "prefork.output", tuple(range(world_size)), is_rank=False)]
+    argv = [sys.executable, prefork.__file__, str(plan.directory), json.dumps(variables(plan)), *plan.rank_command[3:]]
+    output = plan.directory / "prefork.output"
+    return [Command(argv, dict(plan.env), output, tuple(range(plan.world_size)), is_rank=False)]
 
 
-def torchrun_commands(
-    rank_command: Sequence[str],
-    world_size: int,
-    env: Mapping[str, str],
-    directory: Path,
-    address: str,
-    port: int,
-    hosts: Hosts | None,
-) -> list[Command]:
+def variables(plan: Plan) -> list[dict[str, str]]:
+    """What a launcher tells each rank."""
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(plan.world_size),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(len(ranks)),
+            "GROUP_RANK": str(node),
+            "MASTER_ADDR": plan.address,
+            "MASTER_PORT": str(plan.port),
+        }
+        for node, ranks in enumerate(blocks(plan.world_size, plan.hosts))
+        for local, rank in enumerate(ranks)
+    ]
+
+
+def torchrun_commands(plan: Plan) -> list[Command]:
     """One torchrun a host; the ranks use its store, as they do in a real torchrun job."""
-    nodes = blocks(world_size, hosts)
+    nodes = blocks(plan.world_size, plan.hosts)
     if len({len(ranks) for ranks in nodes}) > 1:
-        raise ValueError(f"torchrun wants equally many ranks on each host, not {world_size} on {len(nodes)}")
+        raise ValueError(f"torchrun wants equally many ranks on each host, not {plan.world_size} on {len(nodes)}")
     commands = []
     for node, ranks in enumerate(nodes):
         argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(nodes)), "--node-rank", str(node)]
@@ -173,16 +172,23 @@ def torchrun_commands(
             "--nproc-per-node",
             str(len(ranks)),
             "--master-addr",
-            address,
+            plan.address,
             "--master-port",
-            str(port),
+            str(plan.port),
             "--no-python",
         ]
-        argv += [sys.executable, "-I", "-S", supervise.__file__, str(directory), *rank_command]
-        if hosts is not None:
-            argv = hosts.command(hosts.names[node], argv)
+        argv += [sys.executable, "-I", "-S", supervise.__file__, str(plan.directory), *plan.rank_command]
+        if plan.hosts is not None:
+            argv = plan.hosts.command(plan.hosts.names[node], argv)
         commands.append(
-            Command(argv, dict(env), directory / f"torchrun{node}.output", tuple(ranks), is_rank=False, ends_all=True)
+            Command(
+                argv,
+                dict(plan.env),
+                plan.directory / f"torchrun{node}.output",
+                tuple(ranks),
+                is_rank=False,
+                ends_all=True,
+            )
         )
     return commands
 
