@@ -1,6 +1,6 @@
 """What `ncclguard.watch()` costs a step of DDP: the same job with and without it, in turns, on gloo.
 
-    python benchmarks/watch_overhead.py [--ranks 2] [--steps 40] [--rounds 30] [--width 512] [--json FILE]
+    python benchmarks/watch_overhead.py [--ranks 2] [--steps 30] [--rounds 60] [--width 512] [--json FILE]
 
 Each round times the same number of steps once with the watcher running and once without, in an order that alternates, on all
 ranks together. Printed: the median of the rounds' ratios, with its interquartile range and a 95 % interval from resampling,
@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import statistics
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
+from ncclguard.bench.timing import ratio
 
 TARGET = 0.005  # of a step
 
@@ -63,9 +65,7 @@ def rounds(number: int, steps: int, width: int) -> None:
 
 
 def _thread_time() -> float:
-    """Processor seconds of the threads that are neither the main one's nor torch's: those that Python started here."""
-    import threading
-
+    """Processor seconds of the watcher's thread so far; 0 where there is none."""
     total = 0.0
     for thread in threading.enumerate():
         if thread.name == "ncclguard-watch" and thread.native_id is not None:
@@ -85,16 +85,16 @@ def main() -> None:
     """Run it and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     result = faults.run_ranks(rounds, given.ranks, args=[given.rounds, given.steps, given.width], timeout=380).check()
     pairs: list[list[float]] = result[0].reports["pairs"]
     ratios = [watched / plain for watched, plain in pairs]
+    compared = ratio([watched for watched, _ in pairs], [plain for _, plain in pairs])
     low, high = interval(ratios)
-    quarters = statistics.quantiles(ratios, n=4)
     found: dict[str, Any] = {
         "schema_version": 1,
         "torch": torch.__version__,
@@ -102,9 +102,9 @@ def main() -> None:
         "steps": given.steps,
         "rounds": given.rounds,
         "step_ms": statistics.median(plain for _, plain in pairs) / given.steps * 1e3,
-        "ratio_median": statistics.median(ratios),
+        "ratio_median": compared.median,
         "ratio_interval": [low, high],
-        "ratio_quartiles": [quarters[0], quarters[2]],
+        "ratio_quartiles": [compared.low, compared.high],
         "thread_share": result[0].reports["used"] / result[0].reports["ran"],
         "target": TARGET,
     }
@@ -112,7 +112,10 @@ def main() -> None:
         f"torch {found['torch']}, {given.ranks} ranks, gloo, DDP of {4 * given.width * (given.width + 1):,} parameters"
     )
     print(f"a step: {found['step_ms']:.2f} ms; {given.rounds} pairs of {given.steps} steps, in turns")
-    print(f"with watch() / without: median {found['ratio_median']:.4f}, 95 % {low:.4f} to {high:.4f}")
+    print(
+        f"with watch() / without: median {compared.median:.4f}, quartiles {compared.low:.4f} to {compared.high:.4f}, "
+        f"95 % of the median {low:.4f} to {high:.4f}"
+    )
     print(
         f"the watcher's thread: {100 * found['thread_share']:.3f} % of the time (target: {100 * TARGET:.1f} % of a step)"
     )
