@@ -297,6 +297,17 @@ class TestFiles:
         self.report(None)
         assert list(tmp_path.iterdir()) == []
 
+    def test_the_panel_goes_to_the_stderr_of_the_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """torch replaces sys.stderr while it prints an uncaught exception, and what is written to that may be lost."""
+        usual, replaced = io.StringIO(), io.StringIO()
+        monkeypatch.setattr(sys, "stderr", usual)
+        writer = Writer(None, True, 0, 4)
+        monkeypatch.setattr(sys, "stderr", replaced)
+        writer.submit(incident(), "ab", {})
+        assert writer.wait(30)
+        assert "rank 2 late" in usual.getvalue()
+        assert replaced.getvalue() == ""
+
     def test_a_terminal_that_is_gone_does_not_keep_the_files_from_being_written(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -7,6 +7,7 @@ import datetime
 import logging
 import os
 import socket
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -35,6 +36,8 @@ class Writer:
     def __init__(self, folder: str | None, panel: bool, rank: int, world_size: int) -> None:
         self._folder = folder
         self._panel = panel
+        # Now, because torch puts a buffer in its place while it prints an uncaught exception.
+        self._stream = sys.stderr
         self._rank = rank
         self._world_size = world_size
         self._waiting: deque[tuple[Incident, str, Mapping[int, Any]]] = deque()
@@ -82,7 +85,7 @@ class Writer:
             from ncclguard.incident.report.panel import show
 
             try:
-                show(incident)
+                show(incident, self._stream)
             except (OSError, ValueError) as error:  # closed, full, or a pipe without a reader
                 log.warning("ncclguard: the panel of incident %s could not be shown: %s", incident.id, error)
         if self._folder is not None:
