@@ -280,7 +280,6 @@ def train(evaluate: bool) -> None:
 
 
 def evaluated(model: torch.nn.Module, group: Any, function: Callable[..., None]) -> dict[str, Any]:
-    buffers = model.module.norm.running_mean.clone()
     calls = _calls(group)
     scope = redirected(timeout=LIMIT)
     found: dict[str, Any] = {}
@@ -296,7 +295,6 @@ def evaluated(model: torch.nn.Module, group: Any, function: Callable[..., None])
     ng.safe_barrier(timeout=30).raise_if_failed()
     with redirected(group, timeout=30):
         found["again"] = works_again(group)
-    found["buffers"] = torch.equal(buffers, model.module.norm.running_mean)
     return found
 
 
@@ -308,7 +306,7 @@ def test_training_goes_on_after_failures_in_a_redirected_evaluation() -> None:
         reports = result[rank].reports
         assert reports["losses"] == plain[rank].reports["losses"], result
         first, second = reports["step1"], reports["step2"]
-        assert first["again"] and second["again"] and first["buffers"], result
+        assert first["again"] and second["again"], result
         assert first["error"] == "CollectiveTimeout", result
         assert first["culprits"] == [[CULPRIT]], result
         assert first["calls"] >= 3, first  # buffers from C++, and two of evaluation()
