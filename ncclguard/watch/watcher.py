@@ -81,7 +81,13 @@ class Watcher:
         self._seat.limit = self._limit
         self._seat.on_verdict = self._wakes
         self._monitor.also = self._conference.step
-        if self._seat.recorder.status() == {} and self._seat.recorder.blind:
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            log.warning(
+                "ncclguard: under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's flight recorder does not say which group a collective "
+                "belongs to, so watch() reports processes that end and exceptions only; use INFO to have hangs reported"
+            )
+        self._seat.recorder.status()
+        if self._seat.recorder.blind:
             log.warning(
                 "ncclguard: torch's flight recorder does not cover %s, so watch() knows their collectives only by number; "
                 "set TORCH_FR_BUFFER_SIZE=2000 before init_process_group, or use torch 2.8 or later",
