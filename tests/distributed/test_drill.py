@@ -76,8 +76,8 @@ def test_a_killed_rank_of_the_built_in_job_is_named_and_the_others_go_on(tmp_pat
     assert "named:     rank 2, lost: right" in found["text"]
 
 
-def test_a_rank_that_is_cut_off_is_named_and_comes_back(tmp_path: Path) -> None:
-    """Its connections, the store's too, are silent for 3 s and live on afterwards."""
+def test_a_rank_that_is_cut_off_is_named_by_all_others(tmp_path: Path) -> None:
+    """Its connections, the store's too, are silent for 3 s; tests/faults/test_isolation.py shows that they live on."""
     found = findings(
         tmp_path, "--fault", "partition", "--rank", "1", "--op", "2", "--seconds", "3", "--limit", "1", "--ranks", "3"
     )
