@@ -81,6 +81,11 @@ def _unfinished(backend: str) -> set[str] | None:
         return None
 
 
+def under_detail() -> bool:
+    """Whether ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps the process groups."""
+    return bool(_distributed_c10d.get_debug_level() == _distributed_c10d.DebugLevel.DETAIL)
+
+
 def in_c10d_call(thread: int) -> bool:
     """Whether the thread with this ident is inside a Python function of torch.distributed's collectives."""
     frame = sys._current_frames().get(thread)
@@ -138,7 +143,7 @@ class Stop:
                 poison(gloo)
             if backends(group) - {"gloo"}:
                 _abort(group)
-            if _distributed_c10d.get_debug_level() == _distributed_c10d.DebugLevel.DETAIL:
+            if under_detail():
                 _cut_checker(group)
         except Exception as error:
             logger.exception("%s could not be stopped", name)

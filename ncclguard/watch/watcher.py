@@ -18,7 +18,7 @@ from ncclguard.agreement import incidents
 from ncclguard.agreement.decision import TroubleKind, Verdict
 from ncclguard.agreement.monitor import Monitor
 from ncclguard.config import current_config, resolve_timeout
-from ncclguard.deadlines.stopping import Stop
+from ncclguard.deadlines.stopping import Stop, under_detail
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
 from ncclguard.watch.conference import Conference
@@ -81,7 +81,7 @@ class Watcher:
         self._seat.limit = self._limit
         self._seat.on_verdict = self._wakes
         self._monitor.also = self._conference.step
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        if under_detail():
             log.warning(
                 "ncclguard: under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's flight recorder does not say which group a collective "
                 "belongs to, so watch() reports processes that end and exceptions only; use INFO to have hangs reported"
