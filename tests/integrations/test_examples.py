@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
 GIVEN_UP = "failed after 3 tries; the fallback is returned and training goes on"
 
 
@@ -20,11 +20,17 @@ def run(*command: str) -> str:
     """What a command prints; it has to end well, by itself."""
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110, check=False
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
+    try:
+        output, _ = process.communicate(timeout=110)
+    finally:
+        if process.poll() is None:  # the launcher's ranks lead sessions of their own: it has to end them itself
+            process.terminate()
+            process.wait(timeout=30)
+    assert process.returncode == 0, output[-6000:]
+    return output
 
 
 @pytest.mark.slow
