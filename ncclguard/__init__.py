@@ -10,7 +10,7 @@ from ncclguard.collectives import (
     safe_broadcast_object_list,
     safe_reduce_scatter,
 )
-from ncclguard.config import GuardConfig, configure, current_config, phase
+from ncclguard.config import GuardConfig, configure, current_config
 from ncclguard.deadlines import get_adaptive_timeout, nccl_timeout_handler
 from ncclguard.environment.setup import setup_env, setup_nccl_timeout_env
 from ncclguard.errors import (
@@ -26,6 +26,7 @@ from ncclguard.evaluation import resilient_evaluate
 from ncclguard.incident.model import Incident
 from ncclguard.metrics.monitoring import setup_nccl_monitoring
 from ncclguard.outcome import Cause, Outcome
+from ncclguard.phases import phase
 from ncclguard.watch.entry import watch
 
 __version__ = "0.1.0"

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ncclguard import _torch, runtime
 from ncclguard.chunking import ChunkPlan, plan
-from ncclguard.config import GuardConfig, current_config, current_place, resolve_timeout
+from ncclguard.config import GuardConfig, current_config
 from ncclguard.execution import Barrier, Execution
 from ncclguard.faults.fault import Alteration
 from ncclguard.faults.injection import before_operation
@@ -25,6 +25,7 @@ from ncclguard.guard import Guard, Request
 from ncclguard.metrics import exchange
 from ncclguard.metrics.settings import adjusted
 from ncclguard.outcome import Outcome
+from ncclguard.phases import current_place, resolve_timeout
 from ncclguard.transport.base import Kind
 
 Time = float | timedelta | None

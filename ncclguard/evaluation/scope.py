@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from ncclguard import _torch, runtime
 from ncclguard.agreement.sections import Sections
-from ncclguard.config import inside_section
 from ncclguard.incident.stacks import describe_exception
 from ncclguard.outcome import Outcome
+from ncclguard.phases import inside_section
 
 
 def members_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:

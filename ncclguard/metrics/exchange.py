@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ncclguard.config import GuardConfig, current_config, current_phase
+from ncclguard.config import GuardConfig, current_config
 from ncclguard.metrics import hook, identity, settings, statistics
 from ncclguard.metrics.adjust import Bounds, SettingChange, decide
 from ncclguard.metrics.combined import combine
@@ -26,6 +26,7 @@ from ncclguard.metrics.settings import LIMITS, SETTINGS, Settings, shown
 from ncclguard.metrics.statistics import MAX_WAITS, PHASES, RankStatistics
 from ncclguard.metrics.stragglers import Stragglers
 from ncclguard.outcome import Cause
+from ncclguard.phases import current_phase
 from ncclguard.transport.base import Pending
 
 if TYPE_CHECKING:

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ncclguard.config import current_config, current_phase
+from ncclguard.config import current_config
 from ncclguard.incident.model import Incident
 from ncclguard.metrics import hook, identity
 from ncclguard.metrics.adjust import SettingChange
 from ncclguard.metrics.records import Change, Failure, OpenOperation, Record, Snapshot
 from ncclguard.metrics.registry import NO_PHASE, Registry
 from ncclguard.outcome import Cause
+from ncclguard.phases import current_phase
 
 
 class RecordingObserver:

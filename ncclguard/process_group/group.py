@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from ncclguard import _torch, runtime
 from ncclguard.calls import Call
-from ncclguard.config import current_config, current_phase
+from ncclguard.config import current_config
 from ncclguard.execution import Broadcast, Execution
 from ncclguard.metrics.exchange import config_of
 from ncclguard.outcome import Outcome
+from ncclguard.phases import current_phase
 from ncclguard.process_group.lane import Lane, Task
 from ncclguard.process_group.operations import Operation, Perform
 from ncclguard.process_group.staged import divided

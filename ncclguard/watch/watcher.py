@@ -17,10 +17,11 @@ from ncclguard import _torch
 from ncclguard.agreement import incidents
 from ncclguard.agreement.decision import TroubleKind, Verdict
 from ncclguard.agreement.monitor import Monitor
-from ncclguard.config import current_config, resolve_timeout
+from ncclguard.config import current_config
 from ncclguard.deadlines.stopping import Stop, under_detail
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
+from ncclguard.phases import resolve_timeout
 from ncclguard.watch.conference import Conference
 from ncclguard.watch.judge import BROKEN, is_consequence
 from ncclguard.watch.processes import Processes

@@ -112,7 +112,9 @@ def over(init_method: str) -> None:
     if dist.get_rank() == 1:
         time.sleep(1.5)
     failed = ng.safe_barrier(timeout=0.5)
-    faults.report(failed=[failed.ok, str(failed.cause), list(failed.culprits)])  # before the next: unread failures raise there
+    faults.report(
+        failed=[failed.ok, str(failed.cause), list(failed.culprits)]
+    )  # before the next: unread failures raise there
     faults.report(worked=ng.safe_barrier(timeout=20).ok)
     dist.barrier()
     dist.destroy_process_group()

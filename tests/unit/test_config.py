@@ -20,19 +20,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import ncclguard
-from ncclguard.config import (
-    OTHER_VARIABLES,
-    PREFIX,
-    GuardConfig,
-    configure,
-    current_config,
-    current_phase,
-    phase,
-    reset_config,
-    resolve_timeout,
-    seconds,
-)
+from ncclguard.config import OTHER_VARIABLES, PREFIX, GuardConfig, configure, current_config, reset_config, seconds
 from ncclguard.errors import GuardConfigError
+from ncclguard.phases import current_phase, phase, resolve_timeout
 
 
 class TestSources:
