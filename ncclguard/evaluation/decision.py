@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ncclguard.agreement.decision import PRECEDENCE
 from ncclguard.evaluation.results import Action, Decision, Failure, Kind, Meeting, NotMet, RankResult, Terms
@@ -62,6 +63,14 @@ def failure_of(results: Sequence[RankResult], attempt: int) -> Failure:
     culprits = {rank for result in told if result.cause is cause for rank in result.culprits}
     errors = tuple(sorted((result.rank, result.error) for result in told if result.cause is cause))[:1]
     return Failure(attempt, cause or Cause.UNKNOWN, tuple(sorted(culprits)), errors)
+
+
+def without_followers(decided: Decision, mine: RankResult) -> Decision:
+    """Ranks that left after the try had failed left because of it: blame those that its own verdict named."""
+    failure = decided.failure
+    if failure is None or not mine.culprits or not set(mine.culprits) < set(failure.culprits):
+        return decided
+    return replace(decided, failure=replace(failure, cause=mine.cause or failure.cause, culprits=mine.culprits))
 
 
 def common_part(results: Sequence[RankResult]) -> tuple[int, int]:

@@ -134,7 +134,7 @@ class Evaluation:
         )
         meeting = self._gather(mine, f"{job.label}, end of try {attempt}", job.timeout, repeat=True)
         scope.settle(self._members)
-        decided = decision.at_end(meeting, attempt, job.max_attempts)
+        decided = decision.without_followers(decision.at_end(meeting, attempt, job.max_attempts), mine)
         self._weigh_part(decided, meeting, recorder)
         if job.same_result and decided.action is Action.ACCEPT and isinstance(meeting, Met):
             result = meeting.values[0].result

@@ -118,3 +118,15 @@ def test_the_report_says_what_happened_and_what_to_do() -> None:
     assert "from 2 of 5" in str(EvaluationReport("e", Action.PARTIAL, failures[:1], 1, 2, 5))
     assert "smaller batches" in str(EvaluationReport("e", Action.GIVE_UP, failures[:1], 1))
     assert "not all ranks arrived" in str(EvaluationReport("e", Action.GIVE_UP, failures[1:], 0))
+
+
+def test_ranks_that_left_because_of_the_first_are_not_blamed() -> None:
+    """Rank 2 was killed; by the time this rank came to the end, rank 3 had raised for it and was gone too."""
+    later = decision.at_end(NotMet(Cause.FAILED, (2, 3), gone=True), 1, 3)
+    mine = RankResult(0, Kind.COLLECTIVE, "all_reduce failed: rank 2 lost", Cause.LOST, (2,))
+    found = decision.without_followers(later, mine)
+    assert found.action is Action.STOP
+    assert found.failure is not None
+    assert (found.failure.cause, found.failure.culprits) == (Cause.LOST, (2,))
+    assert decision.without_followers(later, RankResult(0)) is later
+    assert decision.without_followers(later, OOM) is later
