@@ -50,6 +50,8 @@ from ncclguard.metrics import exchange
 from ncclguard.outcome import Cause
 from ncclguard.termination import Termination, dead_threads, watch_threads
 from ncclguard.transport.base import Builder
+from ncclguard.transport.gloo import GlooBuilder
+from ncclguard.transport.nccl import NcclBuilder
 from ncclguard.watch.seat import make_seat
 
 if TYPE_CHECKING:
@@ -258,12 +260,8 @@ def current() -> Runtime:
 def builder(device_type: str) -> Builder:
     """The builder of communicators for tensors of this kind. Raises GuardConfigError for a device without one."""
     if device_type == "cpu":
-        from ncclguard.transport.gloo import GlooBuilder
-
         return GlooBuilder()
     if device_type == "cuda":
-        from ncclguard.transport.nccl import NcclBuilder
-
         return NcclBuilder()
     raise GuardConfigError(
         f"tensors on {device_type!r} cannot be guarded: ncclguard has gloo for CPU and NCCL for CUDA tensors. "

@@ -225,6 +225,8 @@ class GlooCommunicator(Communicator):
         if self._pid == os.getpid():
             self._exchange.stop()
         self._exchange.close()
+        if self._stopper is not None and self._pid == os.getpid():
+            self._stopper.join(_CLOSE_WAIT)  # it is in C++: interpreter exit would end the process with SIGABRT
         if group is None:
             return
         if not quiet or not all(work.is_completed() for work in self._works) or self._pid != os.getpid():
