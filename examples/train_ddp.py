@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from common import Classifier, Fault, Images, arguments, device
+from common import Classifier, Fault, Images, arguments, counted, device
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -48,13 +48,7 @@ class Trainer:
     def evaluate(self, step: int | None = None) -> tuple[float, float]:
         """Accuracy over all ranks, and how many images were seen."""
         self.model.eval()
-        counts = torch.zeros(2, device=place)
-        for number, batch in enumerate(self.eval_loader):
-            if number == 1:
-                self.fault.strike()
-            batch = {name: value.to(place) for name, value in batch.items()}
-            right = self.model(**batch)["logits"].argmax(-1) == batch["labels"]
-            counts += torch.tensor([float(right.sum()), float(len(right))], device=place)
+        counts = counted(self.model, self.eval_loader, place, self.fault)
         dist.all_reduce(counts)
         return float(counts[0] / counts[1]), float(counts[1])
 

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 import deepspeed
 import torch.distributed as dist
-from common import Classifier, Fault, Images, arguments, device
+from common import Classifier, Fault, Images, arguments, counted, device
 from ncclguard.integrations.deepspeed import patch_trainer
 from torch.utils.data import DataLoader
 
@@ -65,13 +65,7 @@ class Trainer:
     def evaluate(self, step: int | None = None) -> tuple[float, float]:
         """Accuracy over all ranks, and how many images were seen."""
         self.model.eval()
-        counts = torch.zeros(2, device=place)
-        for number, batch in enumerate(self.eval_loader):
-            if number == 1:
-                self.fault.strike()
-            batch = {name: value.to(place) for name, value in batch.items()}
-            right = self.model(**batch)["logits"].argmax(-1) == batch["labels"]
-            counts += torch.tensor([float(right.sum()), float(len(right))], device=place)
+        counts = counted(self.model, self.eval_loader, place, self.fault)
         deepspeed.comm.all_reduce(counts)
         return float(counts[0] / counts[1]), float(counts[1])
 

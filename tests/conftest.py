@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
@@ -35,31 +36,30 @@ def default_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system without a free byte."""
-    if os.getuid() != 0:
-        pytest.skip("needs root to mount a tmpfs")
-    folder = tmp_path / "full"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder], check=False, capture_output=True)
-    if done.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted: {done.stderr.decode()}")
-    try:
+    with mounted(tmp_path / "full", "size=16k") as folder:
         with pytest.raises(OSError, match="No space left"), open(folder / "filler", "wb", buffering=0) as file:
             while True:
                 file.write(b"x" * 4096)
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
 
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     """A read-only file system: root may write into any other folder."""
+    with mounted(tmp_path / "read_only", "ro") as folder:
+        yield folder
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A file system of its own on a new `folder`; the test is skipped where none can be mounted."""
     if os.getuid() != 0:
         pytest.skip("needs root to mount a tmpfs")
-    folder = tmp_path / "read_only"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", folder], check=False, capture_output=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=False, capture_output=True)
     if done.returncode != 0:
         pytest.skip(f"no tmpfs can be mounted: {done.stderr.decode()}")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,15 +38,36 @@ class Surroundings(Protocol):
     def sight(self, rank: int) -> tuple[Sight, str]: ...
 
 
-@dataclass
-class _Question:
+@dataclass(kw_only=True)
+class Question:
+    """What one rank wants to know of the members of a group, and what they have said so far."""
+
     identifier: str
+    asked: float
+    answers: dict[int, Report] = field(default_factory=dict)
+
+    def entry(self, seat: Seat, rank: int) -> dict[str, object]:
+        """What to post for the others, by `rank`."""
+        members = list(seat.member.members)
+        return {"kind": "question", "id": self.identifier, "group": seat.key, "members": members, "by": rank}
+
+    def silent(self, ranks: Iterable[int], now: float, store: AgreementStore) -> list[int] | None:
+        """Take in the answers that have come; those of `ranks` that gave none in time, None while there is time."""
+        missing = [rank for rank in ranks if rank not in self.answers]
+        for rank in missing:
+            text = store.read(f"answer/{self.identifier}/{rank}")
+            if text is not None:
+                self.answers[rank] = codec.loads_report(text)
+        missing = [rank for rank in missing if rank not in self.answers]
+        return None if missing and now - self.asked < ANSWER_WITHIN else missing
+
+
+@dataclass(kw_only=True)
+class _Inquiry(Question):
     seat: Seat
     generation: int
     operation: Operation
     call: OpenCall
-    asked: float
-    answers: dict[int, Report] = field(default_factory=dict)
 
 
 class Inquiries:
@@ -55,7 +77,7 @@ class Inquiries:
         self._rank = rank
         self._around = surroundings
         self._published: dict[str, tuple[int, int, bool]] = {}  # seat -> generation, sequence, am I the one who asks
-        self._question: _Question | None = None
+        self._question: _Inquiry | None = None
         self._asked = 0
 
     @property
@@ -109,37 +131,30 @@ class Inquiries:
             return
         call.warned = age
         self._asked += 1
-        self._question = _Question(f"{self._rank}.{self._asked}", seat, generation, operation, call, now)
-        members = list(seat.member.members)
-        self._around.post(
-            {
-                "kind": "question",
-                "id": self._question.identifier,
-                "group": seat.key,
-                "members": members,
-                "by": self._rank,
-            }
+        self._question = _Inquiry(
+            identifier=f"{self._rank}.{self._asked}",
+            asked=now,
+            seat=seat,
+            generation=generation,
+            operation=operation,
+            call=call,
         )
+        self._around.post(self._question.entry(seat, self._rank))
 
-    def _collect(self, question: _Question, now: float, store: AgreementStore, stuck_timeout: float | None) -> None:
+    def _collect(self, question: _Inquiry, now: float, store: AgreementStore, stuck_timeout: float | None) -> None:
         with question.seat.condition:
             participants = question.seat.member.participants
             over = question.seat.member.operation != question.operation
         if over:
             self._question = None
             return
-        for rank in participants:
-            if rank not in question.answers:
-                text = store.read(f"answer/{question.identifier}/{rank}")
-                if text is not None:
-                    question.answers[rank] = codec.loads_report(text)
-        silent = [rank for rank in participants if rank not in question.answers]
-        if silent and now - question.asked < ANSWER_WITHIN:
+        silent = question.silent(participants, now, store)
+        if silent is None:
             return
         self._question = None
         self._conclude(question, silent, now, stuck_timeout)
 
-    def _conclude(self, question: _Question, silent: list[int], now: float, stuck_timeout: float | None) -> None:
+    def _conclude(self, question: _Inquiry, silent: list[int], now: float, stuck_timeout: float | None) -> None:
         age = now - question.call.entered
         lines: list[str] = []
         stuck: list[int] = []

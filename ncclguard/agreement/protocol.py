@@ -184,6 +184,10 @@ class Member:
         An operation reported NONE or RUNNING will never send its closing round, nor complete without one, in this generation.
         """
         self.frozen = True
+        return self.report()
+
+    def report(self) -> Report:
+        """Where this rank is. Without the freeze it is no promise."""
         return Report(
             rank=self.rank,
             generation=self.generation,

@@ -90,32 +90,23 @@ class Seat:
 
     def answer(self) -> Report:
         """Freeze the generation and return the promise, with what only the clock of this rank knows."""
-        now = time.monotonic()
         with self.condition:
             report = self.member.freeze()
-            call = self.call
             standing = self.standing()
             if standing is not None and _explains(standing, report):
                 report = replace(report, trouble=standing)
-            if call is None or report.operation is None:
-                return report
-            return replace(report, age=now - call.entered, budget=call.deadline - now)
+            return self._timed(report)
 
     def glance(self) -> Report:
-        """What `answer` says, without the promise: nothing is frozen."""
-        now = time.monotonic()
+        """Where this rank is, without the promise: nothing is frozen, and no trouble is told."""
         with self.condition:
-            member, call = self.member, self.call
-            report = Report(
-                rank=member.rank,
-                generation=member.generation,
-                done=member.completed,
-                operation=member.operation,
-                phase=member.phase,
-                first_incomplete=member.first_incomplete,
-                attempt=member.attempt,
-            )
-        return report if call is None else replace(report, age=now - call.entered, budget=call.deadline - now)
+            return self._timed(replace(self.member.report(), trouble=None))
+
+    def _timed(self, report: Report) -> Report:
+        now, call = time.monotonic(), self.call
+        if call is None or report.operation is None:
+            return report
+        return replace(report, age=now - call.entered, budget=call.deadline - now)
 
     def judge(
         self,

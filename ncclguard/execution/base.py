@@ -40,9 +40,13 @@ class Execution(ABC):
         """
         return None
 
+    def _fits(self, tensor: torch.Tensor, limit: int) -> bool:
+        """Whether up to `limit` bytes of `tensor` are all that the operation moves; from values that all ranks compare."""
+        return not self.closing and self.pieces == 1 and tensor.numel() * tensor.element_size() <= limit
+
     def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
         """Make the result of what `ranks` have sent along; the caller's memory is left alone until `finish`."""
-        raise NotImplementedError
+        raise AssertionError("an operation without a payload has nothing to collect")
 
     @abstractmethod
     def submit(self, communicator: Communicator, piece: int) -> Pending:

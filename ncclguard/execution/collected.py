@@ -84,9 +84,7 @@ class AllGather(_Collected):
             return communicator.all_gather(parts, self._input[start:stop])
 
     def payload(self, limit: int) -> torch.Tensor | None:
-        tensor = self._input
-        small = not self.closing and self.pieces == 1 and tensor.numel() * tensor.element_size() <= limit
-        return tensor if small else None
+        return self._input if self._fits(self._input, limit) else None
 
     def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
         rows = opening.rows(torch.uint8, self._input.numel() * self._input.element_size())

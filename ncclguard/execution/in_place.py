@@ -66,10 +66,9 @@ class _InPlace(Execution):
         return True
 
     def payload(self, limit: int) -> torch.Tensor | None:
-        tensor = self._tensor
-        if self.closing or self.pieces != 1 or tensor.numel() * tensor.element_size() > limit:
+        if not self._fits(self._tensor, limit):
             return None
-        return tensor.detach().contiguous().view(-1) if self._staged else self._flat
+        return self._tensor.detach().contiguous().view(-1) if self._staged else self._flat
 
     def _source_part(self, start: int, stop: int) -> torch.Tensor:
         return self._tensor.detach().reshape(-1)[start:stop]
@@ -102,9 +101,17 @@ class _InPlace(Execution):
         return [self._flat]
 
     def finish(self, participants: Sequence[int]) -> None:
-        if self._staged and self._writes:
+        if not self._writes:
+            return
+        if self.collected is not None:
+            put(self.collected[0], self._flat)
+        self._complete(len(participants))
+        if self._staged:
             with writable(self._tensor):
                 self._tensor.detach().copy_(self._flat.view(self._tensor.shape))
+
+    def _complete(self, participants: int) -> None:
+        """What is left to do with the result, in place, once for all pieces."""
 
     def release(self) -> None:
         self._flat = torch.empty(0)
@@ -138,13 +145,10 @@ class AllReduce(_InPlace):
             dtype, numel = dtype.to_real(), 2 * numel
         self.collected = [copied(reduced(opening.rows(dtype, numel), dtypes.GLOO.wire_op(self._op, dtype)))]
 
-    def finish(self, participants: Sequence[int]) -> None:
-        if self.collected is not None:
-            put(self.collected[0], self._flat)
+    def _complete(self, participants: int) -> None:
         if self._average:
             with writable(self._tensor):
-                self._flat.div_(len(participants))
-        super().finish(participants)
+                self._flat.div_(participants)
 
 
 class Broadcast(_InPlace):
@@ -167,11 +171,6 @@ class Broadcast(_InPlace):
     def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
         nbytes = self._tensor.numel() * self._tensor.element_size()
         self.collected = [copied(opening.rows(torch.uint8, nbytes)[ranks.index(self._source)])]
-
-    def finish(self, participants: Sequence[int]) -> None:
-        if self.collected is not None and self._writes:
-            put(self.collected[0], self._flat)
-        super().finish(participants)
 
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         with writable(self._tensor):

@@ -100,10 +100,12 @@ def start_ranks(
     try:
         common = environment_of(env, hosts)
         common |= {JOB_VARIABLE: name, REPORT_VARIABLE: str(directory), PATH_VARIABLE: json.dumps(sys.path)}
-        forks = launcher == "fork" and hosts is None and rank_command[1:3] == ["-m", __package__]
-        if any(variable.startswith(_READ_EARLY) for variable in env or ()):
-            forks = False
-        build = torchrun_commands if launcher == "torchrun" else fork_commands if forks else process_commands
+        early = any(variable.startswith(_READ_EARLY) for variable in env or ())
+        build = process_commands
+        if launcher == "torchrun":
+            build = torchrun_commands
+        elif launcher == "fork" and hosts is None and not early and rank_command[1:3] == ["-m", __package__]:
+            build = fork_commands
         job.start(build(Plan(rank_command, world_size, common, directory, address, port, hosts)))
     except BaseException:
         job.close()

@@ -48,6 +48,16 @@ class RankReport(BaseModel):
     threads: tuple[tuple[Text, tuple[Text, ...]], ...] = ()
     note: Text | None = None
 
+    @property
+    def place(self) -> str:
+        """Host and pid, as far as they are known."""
+        return ", ".join(([f"host {self.host}"] if self.host else []) + ([f"pid {self.pid}"] if self.pid else []))
+
+    @property
+    def inside(self) -> bool:
+        """Whether it waits in the operation; one that does not has left its last, which is the one it reports."""
+        return self.state in ("running", "ready")
+
 
 class Incident(BaseModel):
     """Who, why, where and what to do; `timeout` in seconds, `ranks` in order of rank, `culprits` sorted global ranks.

@@ -78,19 +78,16 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _culprit(report: RankReport) -> list[str]:
-    place = ", ".join(([f"host {report.host}"] if report.host else []) + ([f"pid {report.pid}"] if report.pid else []))
     cause = report.cause or Cause.UNKNOWN
-    lines = [f"  rank {report.rank}{f' ({place})' if place else ''}: {cause}"]
+    lines = [f"  rank {report.rank}{f' ({report.place})' if report.place else ''}: {cause}"]
     if report.exception:
         lines.append(f"    raised {_indented(report.exception)}")
     if report.note:
         lines.append(f"    {_indented(report.note)}")
     if report.operation:
-        # A rank that waits nowhere has left its operation: what it reports is the last one it was in.
-        inside = report.state in ("running", "ready")
-        line = f"    {'in' if inside else 'last was in'} {report.operation}"
+        line = f"    {'in' if report.inside else 'last was in'} {report.operation}"
         line += f", called at {report.call_site}" if report.call_site else ""
-        lines.append(line + (f", for {duration(report.age)}" if inside and report.age is not None else ""))
+        lines.append(line + (f", for {duration(report.age)}" if report.inside and report.age is not None else ""))
     if report.stack:
         left_out = len(report.stack) - SHOWN_FRAMES
         lines.append(
@@ -115,7 +112,7 @@ def _waiting(reports: Sequence[RankReport]) -> list[str]:
     """What the ranks that are not to blame were in, and for how long; ranks in the same place share a line."""
     places: dict[tuple[str, str], list[RankReport]] = {}
     for report in reports:
-        if report.state in ("running", "ready"):
+        if report.inside:
             place = (report.operation or "the operation", report.call_site or "")
             places.setdefault(place, []).append(report)
     lines = []

@@ -82,21 +82,20 @@ class Exchange(Agreement):
         self._rows: dict[tuple[torch.dtype, int], tuple[torch.Tensor, ...]] = {}
         self._using = threading.Lock()
         self._stopped = False
-        self._complete = True
-        self._hop = self._sent = self._received = 0
+        self._hop = len(self._hops)  # none is under way
+        self._sent = self._received = 0
 
     def start(self, vote: int, payload: torch.Tensor | None) -> Exchange:
         """Send this rank's vote, and the memory of a contiguous CPU tensor of up to `payload_nbytes`.
 
         Raises TransportError when the exchange before this one was not complete, or was stopped.
         """
-        if not self._complete or self._stopped:
+        if self._stopped or not self._complete:
             why = "was stopped" if self._stopped else "has an exchange that did not complete"
             raise TransportError(f"the communicator {why}: build the next one")
         _VOTE.pack_into(self._own_vote, 0, vote)
         if payload is not None and payload.numel():
             ctypes.memmove(self._address + HEADER, payload.data_ptr(), payload.numel() * payload.element_size())
-        self._complete = False
         self._hop = self._sent = self._received = 0
         return self
 
@@ -141,8 +140,11 @@ class Exchange(Agreement):
                 raise self._broken(stream, error) from None
             self._hop += 1
             self._sent = self._received = 0
-        self._complete = True
         return True
+
+    @property
+    def _complete(self) -> bool:
+        return self._hop == len(self._hops)
 
     @property
     def agreed(self) -> bool:

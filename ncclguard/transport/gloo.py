@@ -224,9 +224,9 @@ class GlooCommunicator(Communicator):
             group, self._group = self._group, None
         if self._pid == os.getpid():
             self._exchange.stop()
+            if self._stopper is not None:
+                self._stopper.join(_CLOSE_WAIT)  # it is in C++: interpreter exit would end the process with SIGABRT
         self._exchange.close()
-        if self._stopper is not None and self._pid == os.getpid():
-            self._stopper.join(_CLOSE_WAIT)  # it is in C++: interpreter exit would end the process with SIGABRT
         if group is None:
             return
         if not quiet or not all(work.is_completed() for work in self._works) or self._pid != os.getpid():

@@ -7,11 +7,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ncclguard.agreement import codec
-from ncclguard.agreement.decision import Departure, Report, TroubleKind
-from ncclguard.agreement.inquiry import ANSWER_WITHIN, silent_cause, whereabouts
+from ncclguard.agreement.decision import Departure, TroubleKind
+from ncclguard.agreement.inquiry import Question, silent_cause, whereabouts
 from ncclguard.agreement.monitor import Monitor
 from ncclguard.agreement.store import AgreementStore
 from ncclguard.outcome import Cause
@@ -29,12 +28,9 @@ LOST_GRACE = 0.7
 SPEAK_AFTER = 0.3
 
 
-@dataclass
-class _Question:
-    identifier: str
+@dataclass(kw_only=True)
+class _Question(Question):
     pending: Pending
-    asked: float
-    answers: dict[int, Report] = field(default_factory=dict)
 
 
 class Conference:
@@ -171,26 +167,12 @@ class Conference:
         if store.first(name, str(self._rank)) != str(self._rank):
             return
         self._asked += 1
-        self._question = _Question(f"{KEY}{self._rank}.{self._asked}", pending, now)
-        self._monitor.post(
-            {
-                "kind": "question",
-                "id": self._question.identifier,
-                "group": KEY,
-                "members": list(self._seat.member.members),
-                "by": self._rank,
-            }
-        )
+        self._question = _Question(identifier=f"{KEY}{self._rank}.{self._asked}", asked=now, pending=pending)
+        self._monitor.post(self._question.entry(self._seat, self._rank))
 
     def _collect(self, question: _Question, now: float, store: AgreementStore) -> None:
-        participants = self._seat.member.participants
-        for rank in participants:
-            if rank not in question.answers:
-                text = store.read(f"answer/{question.identifier}/{rank}")
-                if text is not None:
-                    question.answers[rank] = codec.loads_report(text)
-        silent = [rank for rank in participants if rank not in question.answers]
-        if silent and now - question.asked < ANSWER_WITHIN:
+        silent = question.silent(self._seat.member.participants, now, store)
+        if silent is None:
             return
         self._question = None
         if any((p.channel, p.sequence) == (question.pending.channel, question.pending.sequence) for p in self.waiting):

@@ -76,19 +76,17 @@ def _culprits(incident: Incident) -> str:
 
 def _card(report: RankReport) -> str:
     cause = report.cause or Cause.UNKNOWN
-    place = ", ".join(([f"host {report.host}"] if report.host else []) + ([f"pid {report.pid}"] if report.pid else []))
     lines = [f"<h3>Rank {report.rank}: {cause.value}</h3><p>{escape(MEANING[cause].capitalize())}.</p>"]
-    if place:
-        lines.append(f'<p class="dim">{escape(place)}</p>')
+    if report.place:
+        lines.append(f'<p class="dim">{escape(report.place)}</p>')
     if report.exception:
         lines.append(f"<p>Raised <code>{escape(report.exception)}</code></p>")
     if report.note:
         lines.append(f"<p>{escape(report.note)}</p>")
     if report.operation:
-        inside = report.state in ("running", "ready")
-        text = f"{'Is in' if inside else 'Last was in'} <code>{escape(report.operation)}</code>"
+        text = f"{'Is in' if report.inside else 'Last was in'} <code>{escape(report.operation)}</code>"
         text += f", called at <code>{escape(report.call_site)}</code>" if report.call_site else ""
-        text += f", for {duration(report.age)}" if inside and report.age is not None else ""
+        text += f", for {duration(report.age)}" if report.inside and report.age is not None else ""
         lines.append(f"<p>{text}</p>")
     if report.stack:
         lines.append(_page.folded(f"stack, innermost: {report.stack[-1]}", _page.frames(report.stack)))
