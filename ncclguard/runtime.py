@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -65,6 +66,8 @@ LEAVE_WITHIN = 1.0
 REPORT_WITHIN = 2.0
 #: Seconds in which the others notice that rank 0 was sent SIGTERM, and ask for its last answer.
 LINGER_AFTER = 0.5
+#: What a call gets that comes too late, from another thread.
+LEFT = "this process has left the job: its default process group is being destroyed, or its program has ended"
 #: Seconds of the transport's own limit where it cannot be set for each operation (torch 2.6): beyond any guard deadline.
 BACKSTOP = 7 * 24 * 3600.0
 
@@ -114,6 +117,8 @@ class Runtime:
         if entry is not None and entry[0] is group:
             return entry[1]
         with self._lock:
+            if self._left:
+                raise GuardError(LEFT)
             entry = self._guards.get(name)
             if entry is None or entry[0] is not group:
                 entry = self._guards[name] = (group, self._make(name, ranks or _torch.group_ranks(group), device_type))
@@ -229,6 +234,9 @@ class Runtime:
 
 
 _runtime: Runtime | None = None
+#: The default group that this process has said goodbye to: a thread that comes late must not start the runtime again.
+_left: weakref.ref[object] | None = None
+_exiting = False
 _forked = False
 _starting = threading.Lock()
 
@@ -246,6 +254,8 @@ def current() -> Runtime:
         raise GuardError("this process was forked from a rank: the guard works in the rank itself only")
     with _starting:
         if _runtime is None:
+            if _exiting or (_left is not None and _left() is dist.group.WORLD):
+                raise GuardError(LEFT)
             from_environment()
             try:
                 _runtime = Runtime(current_config())
@@ -282,9 +292,10 @@ def _before_destroy() -> None:
 
 
 def _end(cause: Cause, text: str) -> None:
-    global _runtime
+    global _runtime, _left
     with _starting:
         runtime, _runtime = _runtime, None
+        _left = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
     if runtime is not None:
         runtime.leave(cause, text)
     for callback in _on_end:
@@ -303,6 +314,8 @@ _failure = ""
 
 
 def _at_exit() -> None:
+    global _exiting
+    _exiting = True
     if _failure:
         _end(Cause.FAILED, _failure)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ncclguard as ng
-from ncclguard import faults
+from ncclguard import faults, runtime
 
 
 def store_host_fails(how: str) -> None:
@@ -71,6 +72,40 @@ def test_a_normal_end_has_exit_code_0(mode: str) -> None:
         result = faults.run_ranks(ends, 3, args=[mode], timeout=60)
         assert result.ok, result
         assert result.left_running == ()
+
+
+def a_thread_that_goes_on(how: str) -> None:
+    """The program ends, or destroys its group, while another thread still calls, and tries again until it is refused."""
+    dist.init_process_group("gloo")
+    ng.safe_barrier().raise_if_failed()
+    refused = threading.Event()
+
+    tensor = torch.ones(10)
+
+    def calls() -> None:
+        while not refused.is_set():
+            try:
+                ng.safe_all_reduce(tensor, timeout=1).raise_if_failed()
+            except ng.GuardError as error:
+                if "has left the job" in str(error):
+                    refused.set()
+
+    threading.Thread(target=calls, daemon=True).start()
+    time.sleep(0.2)
+    if how == "destroy":
+        runtime._before_destroy()  # torch's own part of it follows, some time later
+        refused.wait(10)
+        faults.report(refused=refused.is_set())
+
+
+@pytest.mark.parametrize("how", ["end", "destroy"])
+def test_a_thread_that_goes_on_after_the_departure_does_not_start_the_guard_again(how: str) -> None:
+    """A monitor that starts while the interpreter ends comes back from the store into nothing: SIGABRT, in 7 of 10 exits."""
+    result = faults.run_ranks(a_thread_that_goes_on, 3, args=[how], timeout=60)
+    assert [rank.end for rank in result.ranks] == ["exit 0"] * 3, result
+    assert result.seconds < 30
+    if how == "destroy":
+        assert [rank.reports["refused"] for rank in result.ranks] == [True] * 3, result
 
 
 def a_second_life() -> None:
