@@ -1,7 +1,7 @@
 """Every private name of torch that the library uses, one small function each.
 
-Nothing else in the package touches ``torch._C`` or an underscored name of ``torch.distributed``. Ran on torch 2.6.0 and
-2.13.0 (CPU, gloo); the versions between are declared, not run. Where a version lacks something the function says what it
+Nothing else in the package touches ``torch._C`` or an underscored name of ``torch.distributed``. Ran on torch 2.6.0,
+2.13.0 and 2.15.0 (CPU, gloo); the versions between are declared, not run. Where a version lacks something the function says what it
 does instead.
 """
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import logging
 import operator
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -25,8 +23,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as _c
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
-
-from . import _sockets
 
 _log = logging.getLogger("ncclguard")
 
@@ -119,83 +115,6 @@ def world_of_one() -> Iterator[None]:
 
 #: How often a tensor was written into, as autograd counts it.
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-
-# --- stores ---------------------------------------------------------------------------------------------------------
-
-_cloning = threading.Lock()
-_connections: weakref.WeakKeyDictionary[Store, tuple[_sockets.Connection, ...]] = weakref.WeakKeyDictionary()
-
-
-def default_store() -> Store:
-    """The default group's store with its own chain of prefixes. Raises ValueError before ``init_process_group``."""
-    return c10d._get_default_store()
-
-
-def base_store(store: Store) -> Store:
-    """The store beneath all prefixes."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def clone_store(store: Store) -> Store:
-    """The same keys through a connection of its own, so that a call that blocks here blocks nobody else.
-
-    TCPStore: a new connection (about 1 ms). FileStore and HashStore have no connection; their object may be shared. torch 2.6
-    has no ``Store.clone``: there a new client is opened and wrapped in the same prefixes, as far as they are known (those of
-    ``init_process_group``; put your own prefix on the clone, not below it); for an unknown prefix the given store itself is
-    returned, with a warning. Blocks while the host of the store is stopped: call it from a helper thread.
-
-    Raises torch.distributed.DistNetworkError when the store cannot be reached.
-    """
-    base = base_store(store)
-    if not isinstance(base, _c.TCPStore):
-        return store.clone() if hasattr(store, "clone") else store
-    port = base.port
-    with _cloning:  # two clones at a time could not tell whose connection is whose
-        before = {(c.fd, c.inode) for c in _sockets.connections(lambda _, remote: remote[1] == port)}
-        copy: Store = store.clone() if hasattr(store, "clone") else _reopen(store, base)
-        after = _sockets.connections(lambda _, remote: remote[1] == port)
-        _connections[copy] = tuple(c for c in after if (c.fd, c.inode) not in before)
-    return copy
-
-
-def disconnect(store: Store) -> bool:
-    """End the calls that are blocked in a store made by `clone_store`: they raise DistNetworkError within milliseconds.
-
-    Any thread may call it; the store is unusable afterwards, others on the same host are not touched. False where the store
-    has no connection of its own.
-    """
-    return _sockets.shut(_connections.get(store, ())) > 0
-
-
-def _reopen(store: Store, base: _c.TCPStore) -> Store:
-    """What ``Store.clone`` does, for torch 2.6, where a PrefixStore does not tell its prefix: try the known ones."""
-    depth = 0
-    level = store
-    while isinstance(level, PrefixStore):
-        depth, level = depth + 1, level.underlying_store
-    limit: timedelta = getattr(base, "timeout")  # noqa: B009 - torch's stub lacks it
-    client = _c.TCPStore(base.host, base.port, None, False, limit, wait_for_workers=False)
-    probe = f"ncclguard/probe/{os.getpid()}/{id(store)}"
-    store.set(probe, "1")
-    store.get(probe)  # a set is not acknowledged; this comes back after it
-    known = ["default_pg", *(f"{name}/" for name in c10d._world.pg_names.values())]
-    for prefixes in itertools.product(known, repeat=depth):
-        wrapped: Store = client
-        for prefix in prefixes:
-            wrapped = PrefixStore(prefix, wrapped)
-        if bool(wrapped.check([probe])):
-            store.delete_key(probe)
-            return wrapped
-    store.delete_key(probe)
-    _log.warning(
-        "torch %s does not tell the prefix of a PrefixStore and it is none that init_process_group sets: the guard shares the "
-        "connection of the caller's store. torch 2.7 or later gives it one of its own.",
-        torch.__version__,
-    )
-    return store
-
 
 # --- init and destroy -----------------------------------------------------------------------------------------------
 
@@ -324,6 +243,16 @@ def poison_gloo(group: ProcessGroupGloo) -> None:
 
 # Which dump has the collectives of which backend; gloo since torch 2.8, NCCL since 2.6.
 _RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+
+
+def records_itself(backend: str) -> None:
+    """Tell torch that groups of this backend, which registers no `Backend` object, need no flight-recorder hook.
+
+    torch 2.15 attaches one to every group whose backend is not in this set, and raises for a group without a backend.
+    """
+    known = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if isinstance(known, set):
+        known.add(backend)
 
 
 def recorder_dump(backend: str, entries: bool) -> dict[str, Any] | None:

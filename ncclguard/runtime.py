@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ncclguard import _torch
+from ncclguard import _torch, _torch_stores
 from ncclguard.agreement import incidents
 from ncclguard.agreement.decision import Action, Phase, Report
 from ncclguard.agreement.incidents import summarise
@@ -79,8 +79,8 @@ class Runtime:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._config = config
-        self._base = _torch.default_store()
-        self._connection = _torch.clone_store(self._base)
+        self._base = _torch_stores.default_store()
+        self._connection = _torch_stores.clone_store(self._base)
         self._liveness = Liveness(self.rank)
         self._writer = Writer(config.report_dir, config.report_panel, self.rank, self.world_size)
         settings = MonitorSettings(
@@ -133,7 +133,7 @@ class Runtime:
             seat,
             self.monitor,
             builder(device_type),
-            lambda: _torch.clone_store(self._base),
+            lambda: _torch_stores.clone_store(self._base),
             {"rounds": config.rounds, "closing_nbytes": config.closing_nbytes, **exchange.terms(config)},
             config.build_slice,
             config.pieces_in_flight,
@@ -156,7 +156,7 @@ class Runtime:
             if self.rank == 0:
                 self._linger()
             if not self.monitor.stop(LEAVE_WITHIN):
-                _torch.disconnect(self._connection)  # a store call that does not answer holds the thread: cut it
+                _torch_stores.disconnect(self._connection)  # a store call that does not answer holds the thread: cut it
                 self.monitor.stop(LEAVE_WITHIN)
             for guard in guards:
                 guard.close()

@@ -69,10 +69,10 @@ def store_ports() -> set[int]:
     if "torch" in sys.modules:
         import torch.distributed as dist
 
-        from ncclguard import _torch
+        from ncclguard import _torch_stores
 
         if dist.is_available() and dist.is_initialized():
-            ports.add(getattr(_torch.base_store(_torch.default_store()), "port", 0))
+            ports.add(getattr(_torch_stores.base_store(_torch_stores.default_store()), "port", 0))
     return ports
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from ncclguard import _torch
+
 NAME = "ncclguard"
 
 
@@ -14,6 +16,7 @@ def register() -> None:
     """Make the name known to torch; once. Other groups, and the defaults of torch, are not touched."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        _torch.records_itself(NAME)
 
 
 def _create(options: Any, _: Any) -> dist.ProcessGroup:

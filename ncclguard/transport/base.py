@@ -170,7 +170,7 @@ class Builder(Protocol):
     ) -> Communicator:
         """Connect to the other ``ranks``, which must do the same within ``seconds``; else raises TransportError.
 
-        ``store`` is a connection of its own, made by `ncclguard._torch.clone_store`: when the time is over it is cut, and is unusable
+        ``store`` is a connection of its own, made by `ncclguard._torch_stores.clone_store`: when the time is over it is cut, and is unusable
         then. ``prefix`` must never have been used before, neither by an attempt that failed: keys of two attempts do not mix.
         ``backstop`` is the first value of `Communicator.set_backstop`, in seconds.
         """

@@ -67,7 +67,12 @@ def bounded(what: str, call: Callable[[], T], seconds: float, release: Callable[
     thread = _Call(what, call, release)
     with _lock:
         _running.add(thread)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # the program has ended: Python 3.12 starts no threads any more
+        with _lock:
+            _running.discard(thread)
+        raise TransportError(f"{what} was not begun: {error}") from error
     try:
         ended = thread.ended(seconds)
     except BaseException:  # Ctrl-C, or the alarm of a timeout handler

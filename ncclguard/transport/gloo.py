@@ -29,7 +29,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ReduceOp
 
-from .. import _sockets, _threads, _torch
+from .. import _sockets, _threads, _torch, _torch_stores
 from . import dtypes, exchange
 from .base import Agreement, Communicator, Kind, Pending, Reduction, TransportError
 from .bounded import bounded
@@ -286,7 +286,7 @@ class GlooBuilder:
             return GlooCommunicator(group, ranks, index, generation, found, listening, workers, votes)
 
         what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers over gloo"
-        return bounded(what, connect, seconds, lambda: _torch.disconnect(store))
+        return bounded(what, connect, seconds, lambda: _torch_stores.disconnect(store))
 
 
 def _await_peers(keys: _torch.Store, index: int, size: int, end: float) -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ReduceOp
 
-from .. import _torch
+from .. import _torch, _torch_stores
 from . import dtypes
 from .base import Agreement, Communicator, Kind, Pending, Reduction, TransportError
 from .bounded import bounded
@@ -329,7 +329,7 @@ class NcclBuilder:
             return communicator
 
         def give_up() -> None:
-            _torch.disconnect(store)
+            _torch_stores.disconnect(store)
             for group in groups:
                 threading.Thread(target=group.abort, name="ncclguard-abort", daemon=True).start()
 

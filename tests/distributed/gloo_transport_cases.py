@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ncclguard import _torch, faults
+from ncclguard import _torch, _torch_stores, faults
 from ncclguard.transport.base import Communicator, Pending, TransportError
 from ncclguard.transport.gloo import GlooBuilder, GlooCommunicator
 
@@ -27,7 +27,7 @@ def join() -> int:
 
 
 def build(generation: int, seconds: float = 10.0, backstop: float = 60.0) -> GlooCommunicator:
-    store = _torch.clone_store(_torch.default_store())
+    store = _torch_stores.clone_store(_torch_stores.default_store())
     ranks = tuple(range(dist.get_world_size()))
     prefix = f"transport/{generation}"
     return GlooBuilder().build(store, prefix, ranks, dist.get_rank(), generation, backstop, seconds)
@@ -307,7 +307,7 @@ def build_with_a_peer_that_ends() -> None:
     """Rank 2 says that it is about to connect, and is killed or stopped instead."""
     rank = join()
     if rank == 2:
-        _torch.PrefixStore("transport/1", _torch.default_store()).set("ready/2", "1")
+        _torch.PrefixStore("transport/1", _torch_stores.default_store()).set("ready/2", "1")
         faults.report(ready=1)
         faults.wait_until_told("never", 60.0)
     start = time.monotonic()
@@ -323,7 +323,7 @@ def build_on_a_stopped_store() -> None:
     if rank == 0:
         faults.wait_until_told("build")
         return
-    store = _torch.clone_store(_torch.default_store())
+    store = _torch_stores.clone_store(_torch_stores.default_store())
     faults.report(cloned=1)
     faults.wait_until_told("build")
     start = time.monotonic()

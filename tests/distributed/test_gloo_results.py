@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ncclguard import _torch, faults
+from ncclguard import _torch_stores, faults
 from ncclguard.transport.base import Pending, TransportError
 from ncclguard.transport.gloo import GlooBuilder, GlooCommunicator
 
@@ -28,7 +28,7 @@ def join() -> int:
 
 
 def build(generation: int, seconds: float = 10.0, backstop: float = 60.0) -> GlooCommunicator:
-    store = _torch.clone_store(_torch.default_store())
+    store = _torch_stores.clone_store(_torch_stores.default_store())
     ranks = tuple(range(dist.get_world_size()))
     prefix = f"transport/{generation}"
     return GlooBuilder().build(store, prefix, ranks, dist.get_rank(), generation, backstop, seconds)

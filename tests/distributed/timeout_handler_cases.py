@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ncclguard import _torch, faults
+from ncclguard import _torch, _torch_stores, faults
 from ncclguard.deadlines import engine_section, nccl_timeout_handler
 from ncclguard.errors import CollectiveTimeout
 
@@ -153,7 +153,7 @@ def polling(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
 
     said = bounded(poll, 0.3, group)
     before = tensor.tolist()
-    _torch.default_store().set(f"polling/{rank}", "over")  # let rank 2 join
+    _torch_stores.default_store().set(f"polling/{rank}", "over")  # let rank 2 join
     time.sleep(0.5)
     return {**said, "written_after": tensor.tolist() != before}
 
@@ -164,7 +164,7 @@ def polling_unguarded(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
     work = dist.all_reduce(tensor, group=group, async_op=True)
     time.sleep(0.3)
     before = tensor.tolist()
-    _torch.default_store().set(f"polling_unguarded/{rank}", "over")
+    _torch_stores.default_store().set(f"polling_unguarded/{rank}", "over")
     ended = time.monotonic() + WRITTEN_BY
     while tensor.tolist() == before and time.monotonic() < ended:
         time.sleep(0.01)
@@ -226,7 +226,7 @@ def forked_child(pair: dist.ProcessGroup, rank: int) -> dict[str, Any]:
 def no_group_named(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
     """The call that hangs is not on the default group, and is found all the same; the default group lives."""
     said = bounded(partial(reduce_one, group), 0.3, None)
-    _torch.default_store().set(f"no_group_named/{rank}", "over")
+    _torch_stores.default_store().set(f"no_group_named/{rank}", "over")
     tensor = torch.ones(1)
     if RECORDED:
         dist.all_reduce(tensor)
@@ -270,7 +270,7 @@ def rank_program() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
     faults.report(recorded=RECORDED, plain_timeout=PLAIN_TIMEOUT)
     rank = dist.get_rank()
-    store = _torch.default_store()
+    store = _torch_stores.default_store()
     for case in CASES:
         name, limit = case.__name__, PLAIN_TIMEOUT if case is plain_alarm else GROUP_TIMEOUT
         group = dist.new_group([0, 1] if case in PAIRED else None, timeout=timedelta(seconds=limit))
@@ -287,7 +287,7 @@ def rank_program() -> None:
 def unrecorded_program() -> None:
     """Rank 1 does not take part in the check before a collective (DETAIL); later both ranks sleep, nothing recorded."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
-    store = _torch.default_store()
+    store = _torch_stores.default_store()
     checked, idle = (dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT)) for _ in range(2))
     if dist.get_rank() == 0:
         faults.report(checked=bounded(partial(reduce_one, checked), 0.3, checked))

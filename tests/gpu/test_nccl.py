@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ncclguard import _torch, faults
+from ncclguard import _torch_stores, faults
 from ncclguard.transport.base import Pending, TransportError
 from ncclguard.transport.nccl import NcclBuilder, NcclCommunicator
 
@@ -48,7 +48,7 @@ def join() -> int:
 
 
 def build(generation: int, seconds: float = 60.0) -> NcclCommunicator:
-    store = _torch.clone_store(_torch.default_store())
+    store = _torch_stores.clone_store(_torch_stores.default_store())
     ranks = tuple(range(dist.get_world_size()))
     prefix = f"transport/{generation}"
     return NcclBuilder().build(store, prefix, ranks, dist.get_rank(), generation, 600.0, seconds)

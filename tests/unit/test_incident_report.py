@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,16 @@ class TestFiles:
         assert writer.wait(60)
         assert len(list(tmp_path.glob("*.html"))) == AT_MOST
         assert caplog.text.count("no more are reported") == 1
+
+    def test_it_is_written_when_no_thread_can_be_started(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in Python 3.12 when the program has ended."""
+
+        def refuse(_: threading.Thread) -> None:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        Writer(str(tmp_path), False, 0, 4).submit(incident(), "ab", {})
+        assert len(list(tmp_path.glob("*.html"))) == 1
 
     def test_none_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)

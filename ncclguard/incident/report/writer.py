@@ -58,9 +58,13 @@ class Writer:
                     log.warning("ncclguard: this is incident %d of this process; no more are reported", AT_MOST + 1)
                 return
             self._waiting.append((incident, job, histories))
-            if not self._busy:
-                self._busy = True
-                threading.Thread(target=self._work, name="ncclguard-report", daemon=True).start()
+            if self._busy:
+                return
+            self._busy = True
+        try:
+            threading.Thread(target=self._work, name="ncclguard-report", daemon=True).start()
+        except RuntimeError:  # the program has ended: Python 3.12 starts no threads any more
+            self._work()
 
     def wait(self, seconds: float) -> bool:
         """Give the thread this long to finish; False when it did not."""

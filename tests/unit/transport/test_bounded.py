@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from ncclguard.transport import bounded as bounded_module
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.bounded import bounded
 
@@ -44,6 +45,7 @@ def test_interpreter_exit_releases_a_call_that_still_runs_and_is_clean() -> None
     """The call was given up, ends only at its second release, and the process exits with 0 well before the call's 30 s."""
     program = """
 import threading
+from ncclguard.transport import bounded as bounded_module
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.bounded import bounded
 gate, calls = threading.Event(), []
@@ -58,3 +60,15 @@ except TransportError:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "given up\n"), done.stderr
+
+
+def test_a_call_for_which_no_thread_can_be_started_fails_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Python 3.12 when the program has ended."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(TransportError, match="was not begun: can't create new thread"):
+        bounded("connecting", lambda: 1, 5.0, lambda: None)
+    assert not bounded_module._running

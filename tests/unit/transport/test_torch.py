@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ncclguard import _torch
+from ncclguard import _torch, _torch_stores
 
 
 def start() -> None:
@@ -52,8 +52,8 @@ def test_groups_are_described_while_they_live(world: dist.ProcessGroup) -> None:
 
 
 def test_a_cloned_store_shares_the_keys_and_not_the_connection(world: dist.ProcessGroup) -> None:
-    store = _torch.default_store()
-    clone = _torch.clone_store(store)
+    store = _torch_stores.default_store()
+    clone = _torch_stores.clone_store(store)
     store.set("key", "value")
     assert clone.get("key") == b"value"
     waited: list[str] = []
@@ -69,7 +69,7 @@ def test_a_cloned_store_shares_the_keys_and_not_the_connection(world: dist.Proce
     time.sleep(0.2)
     store.set("key", "2")  # not held up by the wait on the clone
     assert store.get("key") == b"2"
-    assert _torch.disconnect(clone)
+    assert _torch_stores.disconnect(clone)
     thread.join(20)
     assert not thread.is_alive()
     assert waited
@@ -80,17 +80,17 @@ def test_a_cloned_store_shares_the_keys_and_not_the_connection(world: dist.Proce
 def test_stores_without_a_connection_are_cloned_too(kind: str, tmp_path: Path) -> None:
     base = dist.FileStore(str(tmp_path / "store"), 1) if kind == "file" else dist.HashStore()  # type: ignore[attr-defined]
     store = _torch.PrefixStore("prefix", base)
-    clone = _torch.clone_store(store)
+    clone = _torch_stores.clone_store(store)
     store.set("key", "value")
     assert clone.get("key") == b"value"
-    assert not _torch.disconnect(clone)
+    assert not _torch_stores.disconnect(clone)
 
 
 def test_the_fallback_for_torch_without_clone_finds_the_prefixes_of_init_process_group(
     world: dist.ProcessGroup,
 ) -> None:
-    store = _torch.default_store()
-    base: Any = _torch.base_store(store)
+    store = _torch_stores.default_store()
+    base: Any = _torch_stores.base_store(store)
     store.set("key", "value")
     reopened = _torch._reopen(store, base)
     assert reopened is not store
