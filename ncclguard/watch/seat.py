@@ -17,7 +17,7 @@ from ncclguard.agreement.decision import Departure, Phase, Report, Verdict
 from ncclguard.agreement.seat import OpenCall, Seat, Summarise
 from ncclguard.incident.stacks import program_place
 from ncclguard.outcome import Cause
-from ncclguard.watch.judge import DETAIL, analyse, expired, verdict_of
+from ncclguard.watch.judge import DETAIL, ISSUED, analyse, expired, verdict_of
 from ncclguard.watch.recorder import Observation, Pending, Recorder
 
 KEY: Final = "watch"
@@ -74,6 +74,10 @@ class WatchSeat(Seat):
         now = time.monotonic()
         return [(p.channel, p.sequence, p.text, now - self.age(p)) for p in self.observation.pending]
 
+    def last_words(self) -> dict[str, object]:
+        """What this rank has issued, so that the others know at once whether they wait for it in vain."""
+        return {ISSUED: self.read().issued}
+
     # ------------------------------------------------------------------ the agreement
 
     def answer(self) -> Report:
@@ -121,9 +125,9 @@ class WatchSeat(Seat):
         waits = [_item(p, self.age(p)) for p in observation.pending]
         latest = observation.latest
         oldest = max(observation.pending, key=self.age, default=None)
-        details: dict[str, object] = {"call_site": program_place(oldest.thread if oldest is not None else 0)}
+        details: dict[str, object] = {}
         if oldest is not None:
-            details["call"] = oldest.text
+            details |= {"call": oldest.text, "call_site": program_place(oldest.thread)}
             age = self.age(oldest)
             report = replace(report, age=age, budget=None if self.limit is None else self.limit(oldest) - age)
         elif observation.latest is not None:

@@ -20,7 +20,7 @@ from ncclguard import faults
 
 CULPRIT = 2
 #: fault -> (cause, seconds within which all the others must know; the issue's figures plus room for two cores)
-ENDS = {"kill": ("lost", 2.0), "raise": ("failed", 3.0), "exit": ("exited", 3.0)}
+ENDS = {"kill": ("lost", 2.0), "raise": ("failed", 3.0), "exit": ("exited", 2.0)}
 LIMIT = 4.0
 
 
