@@ -165,6 +165,13 @@ def _done(report: Report, channel: str) -> int | None:
     return None if done is None else int(done.get(channel, 0))
 
 
+def _budget(report: Report, age: float) -> float | None:
+    """What is left of this rank's limit; the report's own budget says how long to wait for answers."""
+    said = report.details.get(DETAIL)
+    limit = said.get("limit") if isinstance(said, Mapping) else None
+    return None if limit is None else float(limit) - age
+
+
 def _observes(report: Report) -> bool:
     return isinstance(report.details.get(DETAIL), Mapping)
 
@@ -318,7 +325,7 @@ def _project(
             phase=Phase.RUNNING,
             done=wait.sequence - 1,
             age=wait.age,
-            budget=None if wait.broken else report.budget,  # of one that has ended, no limit is known
+            budget=_budget(report, wait.age),
             elsewhere="",
         )
     return found

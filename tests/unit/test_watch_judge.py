@@ -148,13 +148,14 @@ def test_what_it_issued_counts_by_group() -> None:
     assert not has_issued(Departure(2, Cause.EXITED, "ended its program"), {"0:gloo": 1})
 
 
-def test_a_broken_collective_tells_no_limit() -> None:
-    """It has ended: nothing is left to wait for, which says nothing about how long anybody may wait."""
+def test_the_limit_is_the_callers_also_where_nobody_is_to_be_waited_for() -> None:
+    """A rank that saw its collective break, or a peer gone, reports no budget: that is about answers, not about the limit."""
     report = said(0, world(7), budget=0.0)
-    details = {DETAIL: {**dict(report.details[DETAIL]), "waits": [["0:gloo", WORLD, 7, 1, "all_reduce", 0.0, True]]}}  # type: ignore[call-overload]
+    details = {DETAIL: {**dict(report.details[DETAIL]), "limit": 60.0}}  # type: ignore[call-overload]
     dead = {2: Departure(2, Cause.LOST, "killed")}
-    assert judged(replace(report, details=details), departed=dead).reports[0].budget is None
-    assert judged(report, departed=dead).reports[0].budget == 0.0
+    found = judged(replace(report, details=details), departed=dead).reports[0]
+    assert (found.age, found.budget) == (5.0, 55.0)
+    assert judged(report, departed=dead).reports[0].budget is None
 
 
 def test_a_rank_that_left_after_the_work_is_nobodys_business() -> None:
