@@ -1,20 +1,23 @@
-"""What `ncclguard.watch()` costs a step of DDP: the same job with and without it, in turns, on gloo.
+"""What `ncclguard.watch()` costs a step of DDP on gloo: blocks of steps in turns, without it, with it, and with it in a hurry.
 
-    python benchmarks/watch_overhead.py [--ranks 2] [--steps 30] [--rounds 60] [--width 512] [--json FILE]
+    python benchmarks/watch_overhead.py [--ranks 2] [--seconds 180] [--block 0.6] [--width 512] [--batch 64] [--json FILE]
 
-Each round times the same number of steps once with the watcher running and once without, in an order that alternates, on all
-ranks together. Printed: the median of the rounds' ratios, with its interquartile range and a 95 % interval from resampling,
-and the processor time that the watcher's thread itself used, as a share of the time that it ran.
+What the watcher does in a second is less than the noise of a step, so it is measured in two ways, in one run. Directly: the time
+of a block with `watch()` through that of the block without it of the same round. And enlarged: with a watcher that looks
+20 times as often, whose cost a look, times the looks that `watch()` takes in a second, is its share. Of each round's three blocks the
+order rotates. Printed: medians over the rounds, with 95 % intervals from resampling, and the processor time of the watcher's thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +27,38 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.bench.timing import ratio
+from ncclguard.config import current_config, reset_config
+from ncclguard.watch.recorder import Recorder
 
 TARGET = 0.005  # of a step
+HURRY = 20
+PLAIN, WATCHED, HURRIED = VARIANTS = ("without", "watch()", "hurried")
 
 
-def rounds(number: int, steps: int, width: int) -> None:
-    """One rank: pairs of timings, reported by rank 0."""
+class Looks:
+    """How often the watcher of this process has looked at the counters."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        original = Recorder.status
+
+        def counted(recorder: Recorder) -> dict[str, tuple[int, int]]:
+            self.number += 1
+            return original(recorder)
+
+        Recorder.status = counted  # type: ignore[method-assign]
+
+
+def rounds(seconds: float, block: float, width: int, batch: int) -> None:
+    """One rank: rounds of three timings, reported by rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     layers = [torch.nn.Linear(width, width) for _ in range(4)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers))
-    data = torch.randn(16, width)
+    data = torch.randn(batch, width)
+    looks, period = Looks(), current_config().poll_idle
 
-    def timed() -> float:
+    def timed(steps: int) -> float:
         dist.barrier()
         started = time.perf_counter()
         for _ in range(steps):
@@ -45,23 +66,32 @@ def rounds(number: int, steps: int, width: int) -> None:
         dist.barrier()
         return time.perf_counter() - started
 
-    timed()
-    pairs, used, ran = [], 0.0, 0.0
+    timed(20)
+    step = timed(20) / 20
+    plan = torch.tensor([block / step, seconds / (3 * block)])
+    dist.broadcast(plan, 0)  # rank 0's, so that all make the same number of steps
+    steps, number = (max(3, round(value)) for value in plan.tolist())
+    found = []
     for index in range(number):
-        found: dict[bool, float] = {}
-        for watched in (True, False) if index % 2 else (False, True):
-            handle = ng.watch(timeout=600) if watched else None
-            dist.barrier()
-            before = _thread_time()
-            found[watched] = timed()
-            if handle is not None:
-                used += max(_thread_time() - before, 0.0)
-                ran += found[watched]
-                handle.stop()
-        pairs.append((found[True], found[False]))
+        shift = index % 3
+        turn = VARIANTS[shift:] + VARIANTS[:shift]
+        found.append({variant: _block(variant, period, looks, lambda: timed(steps)) for variant in turn})
     if dist.get_rank() == 0:
-        faults.report(pairs=pairs, used=used, ran=ran)
+        faults.report(found=found, steps=steps, period=period)
     dist.destroy_process_group()
+
+
+def _block(variant: str, period: float, looks: Looks, timed: Callable[[], float]) -> dict[str, float]:
+    """One block: its seconds, the looks taken in it, and the processor seconds of the watcher's thread."""
+    if variant == PLAIN:
+        return {"seconds": timed(), "looks": 0.0, "used": 0.0}
+    if variant == HURRIED:
+        ng.configure(poll_idle=period / HURRY, poll_active=min(period / HURRY, current_config().poll_active))
+    with ng.watch(timeout=600):
+        reset_config()
+        dist.barrier()
+        number, used = looks.number, _thread_time()
+        return {"seconds": timed(), "looks": looks.number - number, "used": max(_thread_time() - used, 0.0)}
 
 
 def _thread_time() -> float:
@@ -74,50 +104,81 @@ def _thread_time() -> float:
     return total
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """A 95 % interval of the median, by resampling with a fixed seed."""
+def median(values: list[float]) -> dict[str, Any]:
+    """The median, its 95 % interval by resampling with a fixed seed, and the quartiles."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[1949]
+    quartiles = statistics.quantiles(values, n=4)
+    return {
+        "median": statistics.median(values),
+        "interval": [medians[50], medians[1949]],
+        "quartiles": [quartiles[0], quartiles[2]],
+    }
+
+
+def figures(found: list[dict[str, dict[str, float]]], period: float) -> dict[str, Any]:
+    """What the rounds add up to."""
+    ratios = {
+        variant: [each[variant]["seconds"] / each[PLAIN]["seconds"] for each in found] for variant in (WATCHED, HURRIED)
+    }
+    totals = {
+        variant: {key: sum(each[variant][key] for each in found) for key in ("seconds", "looks", "used")}
+        for variant in (WATCHED, HURRIED)
+    }
+    rates = {variant: total["looks"] / total["seconds"] for variant, total in totals.items()}
+    scale = 1 / (period * rates[HURRIED])  # of the looks of the hurried one, this share is watch()'s
+    return {
+        "direct": median([value - 1 for value in ratios[WATCHED]]),
+        "enlarged": median([(value - 1) * scale for value in ratios[HURRIED]]),
+        "looks_per_second": rates,
+        "thread_share": {variant: total["used"] / total["seconds"] for variant, total in totals.items()},
+        "microseconds_of_thread_per_look": totals[HURRIED]["used"] / max(totals[HURRIED]["looks"], 1) * 1e6,
+    }
 
 
 def main() -> None:
     """Run it and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=180.0, help="in all blocks together")
+    parser.add_argument("--block", type=float, default=0.6, help="seconds; longer than the 0.5 s between two looks")
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    result = faults.run_ranks(rounds, given.ranks, args=[given.rounds, given.steps, given.width], timeout=380).check()
-    pairs: list[list[float]] = result[0].reports["pairs"]
-    ratios = [watched / plain for watched, plain in pairs]
-    compared = ratio([watched for watched, _ in pairs], [plain for _, plain in pairs])
-    low, high = interval(ratios)
+    load = os.getloadavg()[0]
+    arguments = [given.seconds, given.block, given.width, given.batch]
+    result = faults.run_ranks(rounds, given.ranks, args=arguments, timeout=2 * given.seconds + 120).check()
+    said = result[0].reports
+    rows: list[dict[str, dict[str, float]]] = said["found"]
+    plain = statistics.median(row[PLAIN]["seconds"] for row in rows)
     found: dict[str, Any] = {
-        "schema_version": 1,
+        "schema_version": 2,
         "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "load_before": load,
         "ranks": given.ranks,
-        "steps": given.steps,
-        "rounds": given.rounds,
-        "step_ms": statistics.median(plain for _, plain in pairs) / given.steps * 1e3,
-        "ratio_median": compared.median,
-        "ratio_interval": [low, high],
-        "ratio_quartiles": [compared.low, compared.high],
-        "thread_share": result[0].reports["used"] / result[0].reports["ran"],
+        "parameters": 4 * given.width * (given.width + 1),
+        "rounds": len(rows),
+        "steps": said["steps"],
+        "step_ms": plain / said["steps"] * 1e3,
         "target": TARGET,
+        **figures(rows, said["period"]),
     }
     print(
-        f"torch {found['torch']}, {given.ranks} ranks, gloo, DDP of {4 * given.width * (given.width + 1):,} parameters"
+        f"torch {found['torch']}, {given.ranks} ranks on one host with {found['cores']} cores (load {load:.1f} before), gloo, "
+        f"DDP of {found['parameters']:,} parameters"
     )
-    print(f"a step: {found['step_ms']:.2f} ms; {given.rounds} pairs of {given.steps} steps, in turns")
+    print(f"a step: {found['step_ms']:.2f} ms; {len(rows)} rounds of three blocks of {said['steps']} steps, in turns")
+    for name, words in (("direct", "watch() / without"), ("enlarged", f"from {HURRY} times the looks")):
+        low, high = found[name]["interval"]
+        print(
+            f"{words:>24}: {100 * found[name]['median']:+.3f} % of a step, 95 % interval {100 * low:+.3f} to {100 * high:+.3f} % "
+            f"(target: below {100 * TARGET:.1f} %)"
+        )
     print(
-        f"with watch() / without: median {compared.median:.4f}, quartiles {compared.low:.4f} to {compared.high:.4f}, "
-        f"95 % of the median {low:.4f} to {high:.4f}"
-    )
-    print(
-        f"the watcher's thread: {100 * found['thread_share']:.3f} % of the time (target: {100 * TARGET:.1f} % of a step)"
+        f"the watcher's thread: {100 * found['thread_share'][WATCHED]:.3f} % of a core, "
+        f"{found['microseconds_of_thread_per_look']:.0f} us a look, {found['looks_per_second'][WATCHED]:.1f} looks a second"
     )
     if given.json:
         given.json.write_text(json.dumps(found, indent=2) + "\n")

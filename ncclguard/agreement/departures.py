@@ -23,12 +23,17 @@ class Departures:
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def post(self, store: AgreementStore, departure: Departure, done: dict[str, int]) -> None:
-        """Enter a departure once per rank, whoever is first: the rank itself or a witness."""
+    def post(self, store: AgreementStore, departure: Departure, done: dict[str, int]) -> bool:
+        """Enter a departure once per rank, whoever is first: the rank itself or a witness. True when all should be told to look.
+
+        That is with the first, second, fourth, eighth and so on, so that the end of a large job is no flood of news.
+        """
         text = codec.dumps_departure(departure, done)
-        if store.first(f"departed/{departure.rank}", text) == text:
-            number = store.count("departures", 1)
-            store.first(f"departure/{number}", text)
+        if store.first(f"departed/{departure.rank}", text) != text:
+            return False
+        number = store.count("departures", 1)
+        store.first(f"departure/{number}", text)
+        return number & (number - 1) == 0
 
     def read(self, store: AgreementStore) -> None:
         """Learn what was entered since."""

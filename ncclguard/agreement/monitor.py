@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ncclguard.agreement.decision import Departure, Phase, Report, TroubleKind
 from ncclguard.agreement.departures import Departures
@@ -81,6 +81,7 @@ class Monitor:
         self._bell = 0
         self._gaps: dict[int, float] = {}
         self._departures = Departures()
+        self.departures_begun = False  # as far as the job's log says
         self._leaving: Departure | None = None
         self._left = threading.Event()
         self._goodbyes = 0
@@ -322,6 +323,8 @@ class Monitor:
                 del self._gaps[number]
 
     def _hear(self, entry: dict[str, object], now: float) -> None:
+        if entry["kind"] == "departed":
+            self.departures_begun = True
         members = entry.get("members")
         if not isinstance(members, list) or self.rank not in members:
             return
@@ -340,13 +343,15 @@ class Monitor:
         for seat in self.seats():
             done[seat.key] = seat.member.completed
             leave_result(self._store.below(f"{seat.key}/result"), seat)
-        self._departures.post(self._store, departure, done)
+            if departure.cause is Cause.EXITED:
+                departure = replace(departure, details={**departure.details, **seat.last_words()})
+        self.witness(departure, done)
         self._left.set()
 
     def _witness_departures(self) -> None:
         for departure in self._neighbours.departures():
             if departure.rank not in self._departures:
-                self._departures.post(self._store, departure, {})
+                self.witness(departure)
                 self._departures.read(self._store)
 
     def _apply_departures(self) -> None:
@@ -379,9 +384,10 @@ class Monitor:
         self._departures.read(self._store)
         return self._departures.all()
 
-    def witness(self, departure: Departure) -> None:
-        """Enter another rank's departure for all; from the monitor's own thread only."""
-        self._departures.post(self._store, departure, {})
+    def witness(self, departure: Departure, done: dict[str, int] | None = None) -> None:
+        """Enter a departure for all; from the monitor's own thread only."""
+        if self._departures.post(self._store, departure, done or {}):
+            self.post({"kind": "departed"})
 
     def describe(self, seat: Seat, report: Report) -> Report:
         return self._settings.describe(seat, report)

@@ -75,6 +75,10 @@ class Seat:
             call = self.call
         return [] if call is None else [(self.key, call.sequence, call.text, call.entered)]
 
+    def last_words(self) -> dict[str, object]:
+        """What others may want to know once this rank has left, for the details of its departure."""
+        return {}
+
     def trouble(self, generation: int, kind: TroubleKind, text: str) -> bool:
         """Stop moving in this generation and have it revoked; False when it has had its verdict already."""
         with self.condition:

@@ -14,14 +14,16 @@ from ncclguard.agreement.inquiry import Question, silent_cause, whereabouts
 from ncclguard.agreement.monitor import Monitor
 from ncclguard.agreement.store import AgreementStore
 from ncclguard.outcome import Cause
-from ncclguard.watch.judge import analyse, is_consequence
+from ncclguard.watch.judge import ISSUED, analyse, has_issued, is_consequence
 from ncclguard.watch.recorder import Pending
 from ncclguard.watch.seat import KEY, WatchSeat
 
 log = logging.getLogger("ncclguard")
 
-#: Seconds a rank that left by itself is not held to account: what it issued before may still be on its way.
+#: Seconds a rank that left without saying what it issued is not held to account: that may still be on its way.
 LEFT_GRACE = 0.5
+#: The same for one that had issued what is awaited.
+ISSUED_GRACE = 5.0
 #: Seconds after a process ended without a goodbye at which that is an incident although nobody waits in a collective.
 LOST_GRACE = 0.7
 #: Seconds after which a process that ended is spoken of although the monitor has not come to it: the store blocks.
@@ -34,7 +36,10 @@ class _Question(Question):
 
 
 class Conference:
-    """`step` is called by the monitor; `process_ended`, `overdue` and `waiting` belong to the watcher's thread."""
+    """`step` is called by the monitor; `process_ended`, `overdue` and `waiting` belong to the watcher's thread.
+
+    Once some rank of the job has left or died, `hurried` is set and `hurry` called: from then on a stop is soon suspect.
+    """
 
     def __init__(
         self,
@@ -43,13 +48,16 @@ class Conference:
         rank: int,
         warn_after: float,
         ask: Callable[[TroubleKind, str], None],
+        hurry: Callable[[], None],
     ) -> None:
         self.waiting: tuple[Pending, ...] = ()
+        self.hurried = False
         self._monitor = monitor
         self._seat = seat
         self._rank = rank
         self._warn_after = warn_after
         self._ask = ask
+        self._hurry = hurry
         self._lock = threading.Lock()
         self._ended: dict[int, tuple[str, float]] = {}  # as seen here: evidence, when; until the monitor has come to it
         self._known: dict[int, float] = {}  # departed rank -> when this rank heard of it
@@ -84,6 +92,9 @@ class Conference:
 
     def step(self, now: float, store: AgreementStore) -> None:
         """Do what can be done without waiting."""
+        if self._monitor.departures_begun and not self.hurried:
+            self.hurried = True
+            self._hurry()
         self._look_at_departures(now)
         self._publish(store)
         if self._question is not None:
@@ -120,8 +131,17 @@ class Conference:
             self._seat.read()
         awaited = any(departure.rank in pending.ranks for pending in self._seat.observation.pending)
         if departure.cause is Cause.EXITED or departure.told:
-            return known >= LEFT_GRACE and any(departure.rank in pending.ranks for pending in self.waiting)
+            return self._in_vain(departure, known)
         return awaited or (departure.cause is Cause.LOST and known >= LOST_GRACE)
+
+    def _in_vain(self, departure: Departure, known: float) -> bool:
+        """Whether this rank waits for a collective that one which left has not issued."""
+        awaited = {pending.channel: pending.sequence for pending in self.waiting if departure.rank in pending.ranks}
+        if not awaited:
+            return False
+        if ISSUED not in departure.details:
+            return known >= LEFT_GRACE
+        return known >= ISSUED_GRACE or not has_issued(departure, awaited)
 
     def _departure(self, rank: int, evidence: str) -> Departure:
         details = {p.rank: {"host": p.host, "pid": p.pid} for p in self._monitor.peers_here()}

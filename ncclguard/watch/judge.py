@@ -28,6 +28,9 @@ from ncclguard.outcome import Cause
 #: The key of what a rank says about its collectives in the details of its report.
 DETAIL: Final = "watch"
 
+#: The key, in the details of the departure of a rank that left by itself, of the last number it issued in each channel.
+ISSUED: Final = "issued"
+
 #: What a rank adds to its last words when its exception comes from a broken collective.
 BROKEN: Final = "(a collective broke)"
 
@@ -68,6 +71,12 @@ def is_consequence(text: str) -> bool:
     return BROKEN in text or _TRANSPORT.search(text) is not None
 
 
+def has_issued(departure: Departure, awaited: Mapping[str, int]) -> bool:
+    """Whether a rank that left had issued what is awaited, given by channel and number; False where it did not say."""
+    issued = departure.details.get(ISSUED)
+    return isinstance(issued, Mapping) and all(issued.get(c, 0) >= sequence for c, sequence in awaited.items())
+
+
 def expired(reports: Mapping[int, Report]) -> bool:
     """Whether some rank's limit has passed, so that not to have come, or not to answer, is held against a rank."""
     return any(r.trouble is not None and r.trouble.kind is TroubleKind.DEADLINE for r in reports.values())
@@ -100,6 +109,9 @@ def analyse(
         if found is not None:
             channel, causes, sides = found
             return _finding(channel, stalled, causes, sides, reports, waits, Cause.DIVERGED)
+    spent = _gone(stalled, departed, reports, spent=True)
+    if spent:
+        return _finding(_channel_with(stalled, {*spent}), stalled, spent, (), reports, waits)
     channel = _oldest(stalled, waits)
     return _finding(channel, stalled, {}, (), reports, waits, Cause.NETWORK if not silent else Cause.UNKNOWN)
 
@@ -153,6 +165,13 @@ def _done(report: Report, channel: str) -> int | None:
     return None if done is None else int(done.get(channel, 0))
 
 
+def _budget(report: Report, age: float) -> float | None:
+    """What is left of this rank's limit; the report's own budget says how long to wait for answers."""
+    said = report.details.get(DETAIL)
+    limit = said.get("limit") if isinstance(said, Mapping) else None
+    return None if limit is None else float(limit) - age
+
+
 def _observes(report: Report) -> bool:
     return isinstance(report.details.get(DETAIL), Mapping)
 
@@ -181,10 +200,12 @@ def _gone(
     stalled: Mapping[str, tuple[int, tuple[int, ...]]],
     departed: Mapping[int, Departure],
     reports: Mapping[int, Report],
+    spent: bool = False,
 ) -> dict[int, Cause]:
     """Ranks that left or died while somebody waited for them.
 
-    One that ended because its collective broke is a consequence, and so is one that left beside one that died.
+    One that ended because its collective broke is a consequence, and so is one that left beside one that died. One that left
+    after it had issued all that is waited for counts with `spent` only: rather somebody else is to blame.
     """
     broken = (TroubleKind.DEPARTED, TroubleKind.TRANSPORT)
     told = any(r.trouble is not None and r.trouble.kind in broken for r in reports.values())
@@ -194,6 +215,7 @@ def _gone(
         for rank, d in departed.items()
         if (rank in awaited or (told and d.cause is not Cause.EXITED and not d.told))
         and not (d.cause is Cause.FAILED and is_consequence(d.text))
+        and (spent or not has_issued(d, {c: sequence for c, (sequence, m) in stalled.items() if rank in m}))
     }
     for sent_away in (False, True):  # launchers end all when one is gone
         for cause in (Cause.FAILED, Cause.LOST, Cause.EXITED):
@@ -303,6 +325,7 @@ def _project(
             phase=Phase.RUNNING,
             done=wait.sequence - 1,
             age=wait.age,
+            budget=_budget(report, wait.age),
             elsewhere="",
         )
     return found

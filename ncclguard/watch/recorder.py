@@ -37,9 +37,10 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Per channel: the oldest pending collective, and the number up to which all have ended (``issued`` if none is pending)."""
+    """Per channel: the oldest pending collective, the number of the last one issued, and that up to which all have ended."""
 
     pending: tuple[Pending, ...] = ()
+    issued: dict[str, int] = field(default_factory=dict)
     done: dict[str, int] = field(default_factory=dict)
     latest: Pending | None = None  # the last collective issued in any group, ended or not
 
@@ -84,6 +85,7 @@ class Recorder:
         """Read everything; takes up to 50 ms with a full recorder, so not on the healthy path."""
         self._learn_groups()
         pending: list[Pending] = []
+        issued: dict[str, int] = {}
         done: dict[str, int] = {}
         latest: Pending | None = None
         latest_at = -1
@@ -94,9 +96,8 @@ class Recorder:
                 if own != backend or channel in self._blind:
                     continue
                 entries = found.get(channel, [])
-                issued = _issued(group, entries, len(_backends(group)) == 1)
                 waiting = [entry for entry in entries if not _ended(entry)]
-                done[channel] = issued
+                issued[channel] = done[channel] = _issued(group, entries, len(_backends(group)) == 1)
                 if entries and int(entries[-1].get("time_created_ns", 0)) > latest_at:
                     latest_at = int(entries[-1].get("time_created_ns", 0))
                     latest = _pending(channel, ranks, entries[-1], backend)
@@ -104,8 +105,8 @@ class Recorder:
                     oldest = min(waiting, key=lambda entry: int(entry["collective_seq_id"]))
                     done[channel] = int(oldest["collective_seq_id"]) - 1
                     pending.append(_pending(channel, ranks, oldest, backend))
-        self._observe_blind(pending, done)
-        return Observation(tuple(pending), done, latest)
+        self._observe_blind(pending, issued, done)
+        return Observation(tuple(pending), issued, done, latest)
 
     def _learn_groups(self) -> None:
         groups = _torch.known_groups()
@@ -123,15 +124,15 @@ class Recorder:
         self._blind = tuple(name for name, (_, backend, _) in channels.items() if backend not in covered)
         self._groups = groups
 
-    def _observe_blind(self, pending: list[Pending], done: dict[str, int]) -> None:
+    def _observe_blind(self, pending: list[Pending], issued: dict[str, int], done: dict[str, int]) -> None:
         """Without a recorder: a thread that is inside a collective waits in the group whose number moved last."""
         for channel in self._blind:
-            done[channel] = _torch.sequence_number(self._channels[channel][0]) or 0
-        issued = [(self._moved[c][1], c) for c in self._blind if c in self._moved and self._moved[c][0] > 0]
-        thread = _waiting_thread() if issued else 0
+            issued[channel] = done[channel] = _torch.sequence_number(self._channels[channel][0]) or 0
+        moved = [(self._moved[c][1], c) for c in self._blind if c in self._moved and self._moved[c][0] > 0]
+        thread = _waiting_thread() if moved else 0
         if not thread:
             return
-        channel = max(issued)[1]
+        channel = max(moved)[1]
         text = f"collective(number {done[channel]} of group {channel}; torch's flight recorder is off, so its kind is unknown)"
         pending.append(Pending(channel, self._channels[channel][2], done[channel], 0, text, 0, thread, channel))
         done[channel] -= 1

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, cast
 
-from ncclguard.agreement.decision import Departure, Phase, Report, Verdict
+from ncclguard.agreement.decision import Departure, Phase, Report, TroubleKind, Verdict
 from ncclguard.agreement.seat import OpenCall, Seat, Summarise
 from ncclguard.incident.stacks import program_place
 from ncclguard.outcome import Cause
-from ncclguard.watch.judge import DETAIL, analyse, expired, verdict_of
+from ncclguard.watch.judge import DETAIL, ISSUED, analyse, expired, verdict_of
 from ncclguard.watch.recorder import Observation, Pending, Recorder
 
 KEY: Final = "watch"
@@ -74,6 +74,10 @@ class WatchSeat(Seat):
         now = time.monotonic()
         return [(p.channel, p.sequence, p.text, now - self.age(p)) for p in self.observation.pending]
 
+    def last_words(self) -> dict[str, object]:
+        """What this rank has issued, so that the others know at once whether they wait for it in vain."""
+        return {ISSUED: self.read().issued}
+
     # ------------------------------------------------------------------ the agreement
 
     def answer(self) -> Report:
@@ -121,23 +125,33 @@ class WatchSeat(Seat):
         waits = [_item(p, self.age(p)) for p in observation.pending]
         latest = observation.latest
         oldest = max(observation.pending, key=self.age, default=None)
-        details: dict[str, object] = {"call_site": program_place(oldest.thread if oldest is not None else 0)}
+        details: dict[str, object] = {}
         if oldest is not None:
-            details["call"] = oldest.text
-            age = self.age(oldest)
-            report = replace(report, age=age, budget=None if self.limit is None else self.limit(oldest) - age)
-        elif observation.latest is not None:
-            details["last"] = observation.latest.text
-        if self.broken and observation.latest is not None:
-            waits = [_item(observation.latest, 0.0, broken=True)]
-            details["call"] = observation.latest.text
-            report = replace(report, budget=0.0)  # it has ended with an error: there is nothing to wait for
+            details |= {"call": oldest.text, "call_site": program_place(oldest.thread)}
+            report = replace(report, age=self.age(oldest))
+        elif latest is not None:
+            details["last"] = latest.text
+        if self.broken and latest is not None:
+            waits = [_item(latest, 0.0, broken=True)]
+            details["call"] = latest.text
+        call = latest if self.broken else oldest
+        limit = None if call is None or self.limit is None else self.limit(call)
+        if limit is not None and oldest is not None:
+            report = replace(report, budget=limit - (report.age or 0.0))
+        if (self.broken and latest is not None) or _knows_who(report):
+            report = replace(report, budget=0.0)  # so that nobody waits for the answer of a rank that is busy
         details[DETAIL] = {
             "waits": waits,
             "done": observation.done,
             "latest": None if latest is None else _item(latest, 0.0),
+            "limit": limit,
         }
         return replace(report, details=details, phase=Phase.RUNNING if waits else Phase.NONE)
+
+
+def _knows_who(report: Report) -> bool:
+    """Whether this rank asks because another is gone for certain: silence of a third one is held against nobody."""
+    return report.trouble is not None and report.trouble.kind is TroubleKind.DEPARTED
 
 
 def _item(pending: Pending, age: float, broken: bool = False) -> list[Any]:

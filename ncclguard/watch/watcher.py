@@ -32,6 +32,9 @@ log = logging.getLogger("ncclguard")
 
 #: Seconds for which a collective must have stood still before anything is read or said.
 STILL: float = 1.0
+#: The same, and the longest pause between two looks at the counters, once some rank of the job is gone.
+HURRIED_STILL: float = 0.25
+HURRIED_LOOK: float = 0.1
 #: Seconds between two readings of the recorder while it does.
 AGAIN: float = 5.0
 #: Seconds after a reason to ask at which a rank goes by what it sees alone, when no verdict can come.
@@ -63,7 +66,7 @@ class Watcher:
         self._settings = settings
         self._config = current_config()
         self._processes = Processes()
-        self._conference = Conference(monitor, seat, rank, self._config.warn_after, self._ask)
+        self._conference = Conference(monitor, seat, rank, self._config.warn_after, self._ask, self._wakes)
         self._counters: dict[str, tuple[tuple[int, int], float]] = {}
         self._examined: dict[str, tuple[tuple[int, int], float]] = {}
         self._told: set[tuple[str, int]] = set()
@@ -130,8 +133,10 @@ class Watcher:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        period = self._config.poll_idle
         while not self._closing:
+            period = self._config.poll_idle
+            if self._conference.hurried:
+                period = min(period, HURRIED_LOOK)
             try:
                 self._processes.learn(self._monitor.peers_here())
                 for rank, evidence in self._processes.wait(period):
@@ -158,7 +163,8 @@ class Watcher:
             key: (value, self._counters[key][1] if self._counters.get(key, ((), 0.0))[0] == value else now)
             for key, value in counters.items()
         }
-        still = {key: since for key, (value, since) in self._counters.items() if now - since >= STILL}
+        enough = HURRIED_STILL if self._conference.hurried else STILL
+        still = {key: since for key, (value, since) in self._counters.items() if now - since >= enough}
         due = [key for key in still if self._due(key, counters[key], len(still) == len(counters), now)]
         if due:
             for key in due:
@@ -177,7 +183,9 @@ class Watcher:
         oldest = max(waiting, key=self._seat.age, default=None)
         with self._seat.condition:
             self._seat.call = None if oldest is None else open_call(oldest, self._seat.age(oldest), self._limit(oldest))
-        self._conference.waiting = tuple(waiting)
+        waited, self._conference.waiting = self._conference.waiting, tuple(waiting)
+        if waiting and not waited:
+            self._monitor.wake()
         for pending in waiting:
             if self._seat.age(pending) >= self._limit(pending):
                 limit = self._limit(pending)

@@ -6,12 +6,16 @@ import ctypes
 import logging
 import os
 import signal
+import threading
 import time
 
+import pytest
+import torch
 import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
+from ncclguard.faults.effects import hold_gil
 
 
 class Lines(logging.Handler):
@@ -74,6 +78,49 @@ def test_a_rank_that_holds_the_gil_for_long_is_healthy() -> None:
     assert result.values("attempts") == dict.fromkeys(range(3), 1), result
     logged = [line for lines in result.values("lines").values() for line in lines]
     assert any("rank 1 does not answer: stuck" in line for line in logged), logged
+
+
+def load_a_large_checkpoint() -> None:
+    """Rank 2 holds the GIL for 20 s while the others wait in a guarded and in a raw call, and again while they leave."""
+    lines = lines_of_this_rank()
+    ng.configure(warn_after=4.0)
+    watch = ng.watch(timeout=60)
+    dist.init_process_group("gloo")
+    raw_group = dist.new_group()
+    dist.barrier(group=raw_group)
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    if dist.get_rank() == 2:
+        hold_gil(20.0)
+    started = time.monotonic()
+    raw = torch.ones(3)
+    thread = threading.Thread(target=dist.all_reduce, args=(raw,), kwargs={"group": raw_group})
+    thread.start()
+    outcome = ng.safe_barrier(timeout=60)
+    thread.join()
+    waited = time.monotonic() - started
+    again = ng.safe_barrier(timeout=60)
+    dist.barrier(group=raw_group)
+    faults.report(ok=[outcome.ok, again.ok], attempts=outcome.attempts, raw=raw.tolist(), waited=waited)
+    if dist.get_rank() == 2:
+        hold_gil(5.0)  # longer than rank 0 keeps the store for those that are still there
+    dist.destroy_process_group()
+    faults.report(incidents=[str(incident) for incident in watch.incidents], lines=lines)
+
+
+@pytest.mark.slow
+def test_nobody_takes_a_rank_for_dead_that_holds_the_gil_for_twenty_seconds() -> None:
+    """Neither the guard nor watch(): it is said, twice, that it does not answer, all goes on, and the job ends well."""
+    result = faults.run_ranks(load_a_large_checkpoint, 3, timeout=110)
+    assert all(rank.ok for rank in result), str(result)
+    assert result.values("ok") == {rank: [True, True] for rank in range(3)}, result
+    assert result.values("attempts") == dict.fromkeys(range(3), 1), result
+    assert result.values("raw") == {rank: [3.0] * 3 for rank in range(3)}
+    assert result.values("incidents") == {rank: [] for rank in range(3)}
+    assert min(result[0].reports["waited"], result[1].reports["waited"]) > 15  # both were waiting meanwhile
+    logged = [line for lines in result.values("lines").values() for line in lines]
+    for call in ("has been waiting", "has made no progress"):  # a guarded call, a raw one
+        assert any(call in line and "rank 2 does not answer: stuck" in line for line in logged), logged
+    assert not [line for line in logged if " lost" in line or "incident" in line], logged
 
 
 def stop_one() -> None:

@@ -20,7 +20,7 @@ from ncclguard import faults
 
 CULPRIT = 2
 #: fault -> (cause, seconds within which all the others must know; the issue's figures plus room for two cores)
-ENDS = {"kill": ("lost", 2.0), "raise": ("failed", 3.0), "exit": ("exited", 3.0)}
+ENDS = {"kill": ("lost", 2.0), "raise": ("failed", 3.0), "exit": ("exited", 2.0)}
 LIMIT = 4.0
 
 
@@ -116,6 +116,38 @@ def test_without_watch_a_killed_rank_is_named_by_nobody() -> None:
 def hold_gil(seconds: float) -> None:
     """As `pickle.loads` of a large checkpoint does: no thread of the interpreter runs."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # PyDLL keeps the GIL during the call
+
+
+def killed_beside_a_silent_one() -> None:
+    """Rank 1 is killed while rank 2 holds the GIL and rank 0 waits for rank 2, in a group that rank 1 is no member of."""
+    ng.watch(timeout=60, on_incident=told("incident"))
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 2])
+    dist.barrier()
+    ng.safe_barrier(timeout=30).raise_if_failed()
+    if rank == 1:
+        time.sleep(1.0)
+        faults.report(ended=time.time())
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        hold_gil(10.0)
+        faults.report(released=time.time())
+    dist.all_reduce(torch.ones(1), group=pair)
+    time.sleep(1.0)  # rank 2 has the verdict to read yet
+
+
+def test_a_killed_rank_is_named_although_another_does_not_answer() -> None:
+    """Who is gone is known for certain, so nobody waits for the answer of a rank that is busy; and that one is not named."""
+    result = faults.run_ranks(killed_beside_a_silent_one, 3, timeout=60)
+    said = [result[rank].reports.get("incident") for rank in (0, 2)]
+    assert all(said), str(result)
+    assert said[0]["json"] == said[1]["json"]
+    incident = ng.Incident.from_json(said[0]["json"])
+    assert (str(incident.cause), incident.culprits, incident.agreed) == ("lost", (1,), True), incident
+    assert incident.timeout == pytest.approx(60, abs=0.01)
+    assert said[0]["at"] - result[1].reports["ended"] < 5
+    assert said[0]["at"] < result[2].reports["released"]
 
 
 def stalls() -> None:

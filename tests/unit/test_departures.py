@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from torch.distributed import HashStore
 
 from ncclguard.agreement import codec, incidents
 from ncclguard.agreement.decision import Action, Departure, Operation, Phase, Report, Verdict, decide
+from ncclguard.agreement.departures import Departures
 from ncclguard.agreement.seat import Seat
+from ncclguard.agreement.store import AgreementStore
 from ncclguard.incident.model import Incident, RankReport
 from ncclguard.outcome import Cause
 
@@ -107,3 +110,15 @@ def test_the_id_of_an_incident_is_a_file_name_and_no_other_jobs() -> None:
     found = Incident.from_json(incidents.summarise(decided, {0: waiting(0)}, {2: told(2)}, {}, seat))
     assert found.id == "01234567-default_pg-..-x-y-cpu-7.0"
     assert "/" not in found.id
+
+
+def test_all_are_told_of_the_first_the_second_and_the_fourth_that_leaves() -> None:
+    """So that who waits looks at once, and a job of a thousand ranks ends without a million messages."""
+    store, departures = AgreementStore(HashStore()), Departures()
+    news = [departures.post(store, Departure(rank, Cause.EXITED, "ended its program"), {}) for rank in range(9)]
+    assert [rank for rank, told_of in enumerate(news) if told_of] == [0, 1, 3, 7]
+    assert not departures.post(store, Departure(0, Cause.LOST, "seen by a witness"), {})  # it is known already
+    departures.read(store)
+    assert {rank: departure.cause for rank, departure in departures.all().items()} == dict.fromkeys(
+        range(9), Cause.EXITED
+    )

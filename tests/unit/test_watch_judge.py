@@ -8,7 +8,17 @@ from typing import Any
 
 from ncclguard.agreement.decision import Departure, Report, Trouble, TroubleKind
 from ncclguard.outcome import Cause
-from ncclguard.watch.judge import BROKEN, DETAIL, Finding, analyse, expired, is_consequence, verdict_of
+from ncclguard.watch.judge import (
+    BROKEN,
+    DETAIL,
+    ISSUED,
+    Finding,
+    analyse,
+    expired,
+    has_issued,
+    is_consequence,
+    verdict_of,
+)
 
 WORLD = (0, 1, 2, 3)
 
@@ -100,6 +110,52 @@ def test_the_first_to_die_is_named_and_not_those_that_its_death_ended() -> None:
 def test_an_exception_of_its_own_comes_before_those_who_left() -> None:
     departed = {2: Departure(2, Cause.FAILED, "ValueError: boom"), 3: Departure(3, Cause.EXITED, "ended its program")}
     assert judged(said(0, world(7)), departed=departed, overdue=False).causes == {2: Cause.FAILED}
+
+
+def left(rank: int, **issued: int) -> dict[int, Departure]:
+    """It ended its program after it had issued so many in the world and in group b."""
+    numbers = {{"world": "0:gloo"}.get(name, f"{name}:gloo"): number for name, number in issued.items()}
+    return {rank: Departure(rank, Cause.EXITED, "ended its program", details={ISSUED: numbers})}
+
+
+def test_a_rank_that_left_before_it_issued_what_is_awaited_is_named() -> None:
+    waits = [said(r, world(7)) for r in (0, 1, 3)]
+    assert judged(*waits, departed=left(2, world=6), overdue=False).causes == {2: Cause.EXITED}
+
+
+def test_one_that_left_after_that_is_not_while_somebody_else_is_late() -> None:
+    """It did its part and may go; who is awaited is rank 3."""
+    waits = [said(r, world(7)) for r in (0, 1)]
+    late = said(3, done={"0:gloo": 6})
+    assert judged(*waits, late, departed=left(2, world=7)).causes == {3: Cause.LATE}
+
+
+def test_it_is_named_when_nobody_else_can_be() -> None:
+    """All have come, and what it had issued died with its process."""
+    waits = [said(r, world(7)) for r in (0, 1, 3)]
+    found = judged(*waits, departed=left(2, world=9), overdue=False)
+    assert (found.causes, found.channel) == ({2: Cause.EXITED}, "0:gloo")
+
+
+def test_what_it_issued_counts_by_group() -> None:
+    waits = [said(r, world(7)) for r in (0, 1)]
+    other = said(3, ("b:gloo", (2, 3), 4, "all_gather"), done={"0:gloo": 6})
+    assert judged(*waits, other, departed=left(2, world=7, b=3), overdue=False).causes == {2: Cause.EXITED}
+    departure = left(2, world=7, b=3)[2]
+    assert has_issued(departure, {"0:gloo": 7})
+    assert not has_issued(departure, {"0:gloo": 7, "b:gloo": 4})
+    assert not has_issued(departure, {"c:gloo": 1})
+    assert not has_issued(Departure(2, Cause.EXITED, "ended its program"), {"0:gloo": 1})
+
+
+def test_the_limit_is_the_callers_also_where_nobody_is_to_be_waited_for() -> None:
+    """A rank that saw its collective break, or a peer gone, reports no budget: that is about answers, not about the limit."""
+    report = said(0, world(7), budget=0.0)
+    details = {DETAIL: {**dict(report.details[DETAIL]), "limit": 60.0}}  # type: ignore[call-overload]
+    dead = {2: Departure(2, Cause.LOST, "killed")}
+    found = judged(replace(report, details=details), departed=dead).reports[0]
+    assert (found.age, found.budget) == (5.0, 55.0)
+    assert judged(report, departed=dead).reports[0].budget is None
 
 
 def test_a_rank_that_left_after_the_work_is_nobodys_business() -> None:
