@@ -249,6 +249,11 @@ def config_of(process_group: str, config: GuardConfig) -> GuardConfig:
     return config if changed is None else changed.over(config)
 
 
+def config_of_seat(key: str) -> GuardConfig:
+    """The configuration that calls of a guard have now, by its key."""
+    return config_of(key.partition(":")[0], current_config())
+
+
 def start(seat: Seat, config: GuardConfig) -> None:
     """A guard is made for this seat: give it an exchange, if there is to be one, and let the monitoring see it."""
     names = _names(seat.key)
