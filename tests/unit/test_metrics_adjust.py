@@ -14,8 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ncclguard import runtime
+from ncclguard.agreement.inquiry import Patience
 from ncclguard.agreement.seat import Seat
-from ncclguard.config import GuardConfig
+from ncclguard.config import GuardConfig, configure
 from ncclguard.errors import GuardConfigError
 from ncclguard.metrics import adjust, exchange, settings
 from ncclguard.metrics.adjust import Bounds, SettingChange
@@ -52,7 +54,7 @@ def decide(ranks: Sequence[RankStatistics], bounds: Bounds) -> tuple[Settings, t
 
 seconds = st.floats(min_value=0, max_value=1e6)
 value = st.none() | st.floats(min_value=0.001, max_value=1e9)
-values = st.lists(st.tuples(st.sampled_from(SETTINGS), value), max_size=6).map(
+values = st.lists(st.tuples(st.sampled_from(SETTINGS), value), max_size=len(SETTINGS)).map(
     lambda pairs: tuple((name, dict(pairs)[name]) for name in SETTINGS if name in dict(pairs))
 )
 statistics = st.builds(
@@ -131,9 +133,9 @@ def test_a_lane_takes_limits_only() -> None:
 )
 def test_which_guards_exchange_what(key: str, exchanges: tuple[str, ...] | None) -> None:
     seat = Seat(key, 0, (0, 1))
-    exchange.start(seat, GuardConfig(statistics_every=10))
-    assert (None if seat.exchange is None else seat.exchange._bounds.names) == exchanges
     exchange.start(seat, GuardConfig())
+    assert (None if seat.exchange is None else seat.exchange._bounds.names) == exchanges
+    exchange.start(seat, GuardConfig(statistics_every=0))
     assert seat.exchange is None
 
 
@@ -274,7 +276,8 @@ def test_a_group_with_changed_settings_has_a_configuration_of_its_own() -> None:
     "wrong",
     [
         {"statistics_every": 10, "rounds": False},
-        {"adjust": True},
+        {"adjust": True, "statistics_every": 0},
+        {"adjust": True, "rounds": False},
         {"adjust_timeout_min": 100, "adjust_timeout_max": 50},
         {"adjust_chunk_min": 5000, "adjust_chunk_max": 2000},
     ],
@@ -282,6 +285,37 @@ def test_a_group_with_changed_settings_has_a_configuration_of_its_own() -> None:
 def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(GuardConfigError, match=next(iter(wrong))):
         GuardConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "every"),
+    [
+        ({}, 100),
+        ({"rounds": False}, 0),
+        ({"rounds": False, "statistics_every": 0}, 0),
+        ({"statistics_every": 0}, 0),
+        ({"statistics_every": 7, "adjust": True}, 7),
+        ({"adjust": True}, 100),
+    ],
+)
+def test_statistics_are_exchanged_wherever_they_can_be(given: dict[str, Any], every: int) -> None:
+    config = GuardConfig(**given)
+    assert config.exchange_every == every
+    assert exchange.terms(config).get("statistics_every", 0) == every
+    assert exchange.terms(config) == exchange.terms(GuardConfig(**{**given, "statistics_every": every}))
+
+
+def test_patience_is_that_of_now() -> None:
+    """The monitor asks for it at each look: a job that has started takes what is configured, and what its group agreed on."""
+    seat = Seat("0:cpu:ab12", 0, (0, 1))
+    try:
+        assert runtime._patience(seat) == Patience(30.0, None)
+        configure(warn_after=7)
+        settings.apply("0", Settings((("stuck_timeout", 60.0),)))
+        assert runtime._patience(seat) == Patience(7.0, 60.0)
+        assert runtime._patience(Seat("1:cpu:ab12", 0, (0, 1))) == Patience(7.0, None)
+    finally:
+        exchange.forget()
 
 
 # ---------------------------------------------------------------------- stragglers
