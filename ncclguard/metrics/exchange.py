@@ -90,7 +90,10 @@ def terms(config: GuardConfig) -> dict[str, object]:
 
 
 class Gathering(Pending):
-    """Everybody's bytes, in the order of the group's `ranks`: with a vote where they fit into one, else as a collective."""
+    """Everybody's bytes, in the order of the group's `ranks`: with a vote where they fit into one, else as a collective.
+
+    Over the host's network, also in a group on GPUs: a copy to the device would wait, without a bound, for all that is queued there.
+    """
 
     def __init__(self, communicator: Communicator, mine: bytes, sequence: int) -> None:
         self.sequence = sequence
@@ -98,14 +101,13 @@ class Gathering(Pending):
         self.gathered: list[bytes] = []
         self._vote: Agreement | None = None
         self._slots: list[torch.Tensor] = []
-        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        if len(mine) <= communicator.payload_nbytes:
-            self._mine = data  # its memory is read while the vote is waited for
-            self._vote = communicator.agree(sequence, data)
+        self._mine = torch.frombuffer(bytearray(mine), dtype=torch.uint8)  # read while it is waited for
+        host = communicator.host
+        if len(mine) <= host.payload_nbytes:
+            self._vote = host.agree(sequence, self._mine)
             return
-        self._mine = data.to(getattr(communicator, "device", communicator.device_type))
         self._slots = [torch.empty_like(self._mine) for _ in self.ranks]
-        self._pending = communicator.all_gather(self._slots, self._mine)
+        self._pending = host.all_gather(self._slots, self._mine)
 
     def wait(self, seconds: float) -> bool:
         if self._vote is not None:
@@ -116,7 +118,7 @@ class Gathering(Pending):
             )  # before the closing round overwrites them
         elif not self._pending.wait(seconds):
             return False
-        self.gathered = [slot.cpu().numpy().tobytes() for slot in self._slots]
+        self.gathered = [slot.numpy().tobytes() for slot in self._slots]
         return True
 
 

@@ -382,15 +382,25 @@ def test_a_thousand_ranks_stay_within_the_memory() -> None:
     assert decide(gathered, OFF)[1] == ()
 
 
+class OnGpus:
+    """A communicator whose own votes have no room, and which has another for the host's memory."""
+
+    ranks, payload_nbytes = (0, 1, 2), 0
+
+    def __init__(self, host: TogetherOnOneRank) -> None:
+        self.host = host
+
+
 class TogetherOnOneRank:
     """A communicator of three ranks that all tell the same, with or without room in its votes."""
 
-    ranks, device_type = (0, 1, 2), "cpu"
+    ranks = (0, 1, 2)
 
     def __init__(self, payload_nbytes: int) -> None:
         self.payload_nbytes = payload_nbytes
         self.votes = 0
         self.memory = torch.empty(0)
+        self.host = self
 
     def agree(self, value: int, payload: torch.Tensor) -> TogetherOnOneRank:
         self.votes += 1
@@ -409,12 +419,13 @@ class TogetherOnOneRank:
         return [self.memory[:numel].view(dtype)] * 3
 
 
+@pytest.mark.parametrize("gpus", [False, True])
 @pytest.mark.parametrize(("room", "votes"), [(496, 1), (0, 0)])
-def test_an_exchange_rides_in_a_vote_where_it_fits(room: int, votes: int) -> None:
+def test_an_exchange_rides_in_a_vote_of_the_host_where_it_fits(room: int, votes: int, gpus: bool) -> None:
     """It does with the 496 bytes that a vote carries in groups of up to 64 ranks; there a collective would cost ten times as much."""
     told = encode(rank(waits=(0.1,) * MAX_WAITS))
     communicator = TogetherOnOneRank(room)
-    gathering = exchange.Gathering(communicator, told, 20)  # type: ignore[arg-type]
+    gathering = exchange.Gathering(OnGpus(communicator) if gpus else communicator, told, 20)  # type: ignore[arg-type]
     assert gathering.wait(1.0)
     communicator.memory.fill_(0)  # the closing round
     assert gathering.gathered == [told] * 3
