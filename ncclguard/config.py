@@ -33,6 +33,8 @@ OTHER_VARIABLES = frozenset(
 SHORTEST = 0.001
 #: Seconds, about 31 years; C++ clocks count nanoseconds in 64 bits and overflow not far above.
 LONGEST = 1e9
+#: Operations from one exchange of statistics to the next where `statistics_every` is not set.
+STATISTICS_EVERY = 100
 
 
 def seconds(value: float | timedelta | None, what: str) -> float | None:
@@ -176,18 +178,19 @@ class GuardConfig(BaseSettings):
         2.0, "s", "0 s to 60 s", "how long the host of the store waits at exit for the others' goodbyes", ge=0, le=60
     )
 
-    statistics_every: Count = _setting(
-        0,
+    statistics_every: Count | None = _setting(
+        None,
         "operations",
-        "0 to 1000000; above 0 needs rounds",
-        "exchange statistics between the ranks with every so many-th operation of a group; 0: never; equal on all ranks",
+        "0 to 1000000, or none; above 0 needs rounds",
+        "exchange statistics between the ranks with every so many-th operation of a group; none: every 100th where rounds is on; "
+        "0: never; equal on all ranks",
         ge=0,
         le=1_000_000,
     )
     adjust: bool = _setting(
         False,
         "",
-        "true or false; true needs statistics_every",
+        "true or false; true needs the exchange of statistics",
         "move the limits of phases and the length of pieces by what was measured; equal on all ranks",
     )
     adjust_timeout_min: Seconds = _setting(60.0, "s", _TIME, "adjust lowers no limit below this; equal on all ranks")
@@ -246,10 +249,11 @@ class GuardConfig(BaseSettings):
                 f"statistics_every={self.statistics_every} needs rounds=True: without rounds the ranks cannot know that all have "
                 "the statistics; set statistics_every=0 or rounds=True"
             )
-        if self.adjust and not self.statistics_every:
+        if self.adjust and not self.exchange_every:
+            switched_off = "statistics_every=0" if self.statistics_every == 0 else "rounds=False"
             raise ValueError(
-                "adjust=True needs statistics_every above 0: without exchanged statistics the ranks would decide differently; "
-                "set for example statistics_every=200"
+                f"adjust=True needs the exchange of statistics, which {switched_off} switches off: without it the ranks would "
+                f"decide differently; set adjust=False, or leave {switched_off.partition('=')[0]} at its default"
             )
         for low, high in (("adjust_timeout_min", "adjust_timeout_max"), ("adjust_chunk_min", "adjust_chunk_max")):
             if getattr(self, low) > getattr(self, high):
@@ -263,6 +267,16 @@ class GuardConfig(BaseSettings):
                 "does not keep; set one of the two"
             )
         return self
+
+    @property
+    def exchange_every(self) -> int:
+        """Every so many-th operation of a group carries the exchange of statistics; 0 for none.
+
+        What `statistics_every` comes to: where it is not set, it follows `rounds`, without which there can be no exchange.
+        """
+        if self.statistics_every is not None:
+            return self.statistics_every
+        return STATISTICS_EVERY if self.rounds else 0
 
 
 _lock = threading.Lock()

@@ -26,6 +26,7 @@ from ncclguard import _torch, _torch_stores
 from ncclguard.agreement import incidents
 from ncclguard.agreement.decision import Action, Phase, Report
 from ncclguard.agreement.incidents import summarise
+from ncclguard.agreement.inquiry import Patience
 from ncclguard.agreement.liveness import Liveness
 from ncclguard.agreement.monitor import Monitor, MonitorSettings
 from ncclguard.agreement.revocation import Revocation
@@ -86,8 +87,7 @@ class Runtime:
         settings = MonitorSettings(
             poll_idle=config.poll_idle,
             poll_active=max(config.poll_active, self.world_size / 2000),  # at most 40,000 looks a second in all
-            warn_after=config.warn_after,
-            stuck_timeout=config.stuck_timeout,
+            patience=_patience,
             describe=self._describe,
             summarise=summarise,
             publish=self._publish,
@@ -231,6 +231,11 @@ class Runtime:
         """No agreement: one rank of each host reports what it sees."""
         if self.monitor.first_here():
             self._writer.submit(incident, self.monitor.nonce, {self.rank: self._history()})
+
+
+def _patience(seat: Seat) -> Patience:
+    config = exchange.config_of_seat(seat.key)
+    return Patience(config.warn_after, config.stuck_timeout)
 
 
 _runtime: Runtime | None = None

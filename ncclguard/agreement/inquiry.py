@@ -28,6 +28,14 @@ PUBLISH_AFTER = 1.0
 ANSWER_WITHIN = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How many seconds a call may take until its ranks are asked who is awaited, and until a silent one ends it."""
+
+    warn_after: float
+    stuck_timeout: float | None
+
+
 class Surroundings(Protocol):
     """What an inquiry needs from the monitor."""
 
@@ -36,6 +44,7 @@ class Surroundings(Protocol):
     def describe(self, seat: Seat, report: Report) -> Report: ...
     def post(self, entry: dict[str, object]) -> None: ...
     def sight(self, rank: int) -> tuple[Sight, str]: ...
+    def patience(self, seat: Seat) -> Patience: ...
 
 
 @dataclass(kw_only=True)
@@ -84,15 +93,15 @@ class Inquiries:
     def busy(self) -> bool:
         return self._question is not None
 
-    def step(self, now: float, store: AgreementStore, warn_after: float, stuck_timeout: float | None) -> None:
+    def step(self, now: float, store: AgreementStore) -> None:
         """Publish and compare fingerprints, ask when it is time, and log what the answers add up to."""
         for seat in self._around.seats():
             self._publish(seat, now, store)
         if self._question is not None:
-            self._collect(self._question, now, store, stuck_timeout)
+            self._collect(self._question, now, store)
             return
         for seat in self._around.seats():
-            self._ask_if_due(seat, now, warn_after, stuck_timeout)
+            self._ask_if_due(seat, now)
 
     def answer(self, store: AgreementStore, entry: dict[str, object]) -> None:
         """Say where this rank is in the operation that is asked about."""
@@ -116,17 +125,17 @@ class Inquiries:
             why = f"rank {rank} is in {text}, rank {self._rank} in {operation.text}"
             seat.trouble(generation, TroubleKind.MISMATCH, why)
 
-    def _ask_if_due(self, seat: Seat, now: float, warn_after: float, stuck_timeout: float | None) -> None:
+    def _ask_if_due(self, seat: Seat, now: float) -> None:
         with seat.condition:
             call, operation, generation = seat.call, seat.member.operation, seat.member.generation
             if call is None or operation is None or seat.member.frozen:
                 return
         if self._published.get(seat.key) != (generation, operation.sequence, True):
             return
-        age = now - call.entered
-        due = warn_after if call.warned < warn_after else 2 * call.warned
-        if stuck_timeout is not None and call.warned < stuck_timeout:
-            due = min(due, stuck_timeout)
+        age, patience = now - call.entered, self._around.patience(seat)
+        due = patience.warn_after if call.warned < patience.warn_after else 2 * call.warned
+        if patience.stuck_timeout is not None and call.warned < patience.stuck_timeout:
+            due = min(due, patience.stuck_timeout)
         if age < due:
             return
         call.warned = age
@@ -141,7 +150,7 @@ class Inquiries:
         )
         self._around.post(self._question.entry(seat, self._rank))
 
-    def _collect(self, question: _Inquiry, now: float, store: AgreementStore, stuck_timeout: float | None) -> None:
+    def _collect(self, question: _Inquiry, now: float, store: AgreementStore) -> None:
         with question.seat.condition:
             participants = question.seat.member.participants
             over = question.seat.member.operation != question.operation
@@ -152,10 +161,10 @@ class Inquiries:
         if silent is None:
             return
         self._question = None
-        self._conclude(question, silent, now, stuck_timeout)
+        self._conclude(question, silent, now)
 
-    def _conclude(self, question: _Inquiry, silent: list[int], now: float, stuck_timeout: float | None) -> None:
-        age = now - question.call.entered
+    def _conclude(self, question: _Inquiry, silent: list[int], now: float) -> None:
+        age, stuck_timeout = now - question.call.entered, self._around.patience(question.seat).stuck_timeout
         lines: list[str] = []
         stuck: list[int] = []
         for rank, report in sorted(question.answers.items()):

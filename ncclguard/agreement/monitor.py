@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ncclguard.agreement.decision import Departure, Phase, Report, TroubleKind
 from ncclguard.agreement.departures import Departures
-from ncclguard.agreement.inquiry import Inquiries
+from ncclguard.agreement.inquiry import Inquiries, Patience
 from ncclguard.agreement.liveness import Identity, Liveness, Sight
 from ncclguard.agreement.neighbours import Neighbours
 from ncclguard.agreement.revocation import Revocation, leave_result, read_revoke, revoke
@@ -42,12 +42,14 @@ EAGER = 5.0
 
 @dataclass(frozen=True)
 class MonitorSettings:
-    """Periods in seconds; `describe` adds to a report what only this process knows, `summarise` writes the incident."""
+    """Periods in seconds; `describe` adds to a report what only this process knows, `summarise` writes the incident.
+
+    `patience` is asked anew for each look at a call, because it may change in a running job.
+    """
 
     poll_idle: float
     poll_active: float
-    warn_after: float
-    stuck_timeout: float | None
+    patience: Callable[[Seat], Patience]
     describe: Callable[[Seat, Report], Report]
     summarise: Summarise
     publish: Callable[[Revocation], None] = lambda revocation: None
@@ -245,7 +247,7 @@ class Monitor:
                 self._look_for_revoke(revocation.seat, now)
         if self.also is not None:
             self.also(now, self._store)
-        self._inquiries.step(now, self._store, self._settings.warn_after, self._settings.stuck_timeout)
+        self._inquiries.step(now, self._store)
 
     def _begin_session(self, nonce: str) -> None:
         self.nonce = nonce
@@ -394,3 +396,6 @@ class Monitor:
 
     def sight(self, rank: int) -> tuple[Sight, str]:
         return self._neighbours.look(rank)
+
+    def patience(self, seat: Seat) -> Patience:
+        return self._settings.patience(seat)

@@ -111,7 +111,7 @@ def answer(question: dict[str, Any], snapshot: Callable[[], Snapshot]) -> dict[s
         number, proposed = proposals.newest()
         return {
             "snapshot": snapshot().to_dict(),
-            "statistics_every": config.statistics_every,
+            "statistics_every": config.exchange_every,
             "warn_after": config.warn_after,
             "proposal": number,
             "proposed": dict(proposed),
@@ -130,10 +130,10 @@ def adopted() -> dict[str, tuple[int, str]]:
 
 def _propose(values: object) -> dict[str, Any]:
     config = current_config()
-    if not config.statistics_every:
+    if not config.exchange_every:
         return {
-            "error": "this job exchanges no statistics, so its ranks could not agree on a change; start it with "
-            "NCCLGUARD_STATISTICS_EVERY=200 on all ranks"
+            "error": "this job exchanges no statistics, so its ranks could not agree on a change; start it without "
+            "NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false, on all ranks"
         }
     if not isinstance(values, dict) or not values or not set(values) <= set(SETTINGS):
         return {"error": f"{values!r} cannot be set in a running job; these can: {', '.join(SETTINGS)}"}

@@ -1,4 +1,4 @@
-"""The exchange of statistics in one guarded group: every `statistics_every`-th operation carries it, on all ranks alike.
+"""The exchange of statistics in one guarded group: every so many-th operation carries it, on all ranks alike.
 
 It rides in the operation itself, between the opening round (all ranks are in the same operation) and the closing round, which such an
 operation always has: whoever completes it has everybody's numbers. What follows from them is a pure function, so that all ranks change
@@ -80,17 +80,20 @@ proposals = Proposals()
 
 def terms(config: GuardConfig) -> dict[str, object]:
     """What must be equal on all ranks for a guarded group with an exchange; nothing where there is none."""
-    if not config.statistics_every:
+    if not config.exchange_every:
         return {}
     return {
-        "statistics_every": config.statistics_every,
+        "statistics_every": config.exchange_every,
         "statistics": statistics.LAYOUT,
         "bounds": repr(Bounds.of(config)),
     }
 
 
 class Gathering(Pending):
-    """Everybody's bytes, in the order of the group's `ranks`: with a vote where they fit into one, else as a collective."""
+    """Everybody's bytes, in the order of the group's `ranks`: with a vote where they fit into one, else as a collective.
+
+    Over the host's network, also in a group on GPUs: a copy to the device would wait, without a bound, for all that is queued there.
+    """
 
     def __init__(self, communicator: Communicator, mine: bytes, sequence: int) -> None:
         self.sequence = sequence
@@ -98,14 +101,13 @@ class Gathering(Pending):
         self.gathered: list[bytes] = []
         self._vote: Agreement | None = None
         self._slots: list[torch.Tensor] = []
-        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        if len(mine) <= communicator.payload_nbytes:
-            self._mine = data  # its memory is read while the vote is waited for
-            self._vote = communicator.agree(sequence, data)
+        self._mine = torch.frombuffer(bytearray(mine), dtype=torch.uint8)  # read while it is waited for
+        host = communicator.host
+        if len(mine) <= host.payload_nbytes:
+            self._vote = host.agree(sequence, self._mine)
             return
-        self._mine = data.to(getattr(communicator, "device", communicator.device_type))
         self._slots = [torch.empty_like(self._mine) for _ in self.ranks]
-        self._pending = communicator.all_gather(self._slots, self._mine)
+        self._pending = host.all_gather(self._slots, self._mine)
 
     def wait(self, seconds: float) -> bool:
         if self._vote is not None:
@@ -116,7 +118,7 @@ class Gathering(Pending):
             )  # before the closing round overwrites them
         elif not self._pending.wait(seconds):
             return False
-        self.gathered = [slot.cpu().numpy().tobytes() for slot in self._slots]
+        self.gathered = [slot.numpy().tobytes() for slot in self._slots]
         return True
 
 
@@ -124,7 +126,7 @@ class Exchange:
     """One group's exchange on this rank. The caller's thread does everything; `table` and `settings` may be read by any thread."""
 
     def __init__(self, key: str, config: GuardConfig, names: tuple[str, ...] = SETTINGS) -> None:
-        self.every = config.statistics_every
+        self.every = config.exchange_every
         self.group = key.rpartition(":")[0]
         self.settings = Settings()
         self.adopted_after = ""  # the operation after which the newest proposal came into force
@@ -225,11 +227,17 @@ class Exchange:
         proposals.learn(everybody.newest.proposal, everybody.newest.proposed)
         before = self.settings.proposal
         self.settings, changes = decide(everybody, self._bounds)
+        changes = tuple(map(self._with_old, changes))
         if self.settings.proposal != before:
             self.adopted_after = op_id
         settings.apply(self._process_group, self.settings, self._bounds.names)
         self._reset()
         self._report(op_id, changes, leads=ranks[0] == identity.rank())
+
+    def _with_old(self, change: SettingChange) -> SettingChange:
+        """What is not in the exchange, this rank knows of itself: for people, nothing is decided by it."""
+        config = config_of(self._process_group, current_config())  # of before: nothing is applied yet
+        return change if change.old is not None else replace(change, old=getattr(config, change.name))
 
     def _report(self, op_id: str, changes: tuple[SettingChange, ...], leads: bool) -> None:
         for change in changes:
@@ -249,10 +257,15 @@ def config_of(process_group: str, config: GuardConfig) -> GuardConfig:
     return config if changed is None else changed.over(config)
 
 
+def config_of_seat(key: str) -> GuardConfig:
+    """The configuration that calls of a guard have now, by its key."""
+    return config_of(key.partition(":")[0], current_config())
+
+
 def start(seat: Seat, config: GuardConfig) -> None:
     """A guard is made for this seat: give it an exchange, if there is to be one, and let the monitoring see it."""
     names = _names(seat.key)
-    exchange = Exchange(seat.key, config, names) if config.statistics_every and names else None
+    exchange = Exchange(seat.key, config, names) if config.exchange_every and names else None
     seat.exchange = exchange
     hook.register(seat, exchange)
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ncclguard.config import current_config
 from ncclguard.incident.model import Incident
 from ncclguard.metrics import hook, identity
 from ncclguard.metrics.adjust import SettingChange
+from ncclguard.metrics.exchange import config_of_seat
 from ncclguard.metrics.records import Change, Failure, OpenOperation, Record, Snapshot
 from ncclguard.metrics.registry import NO_PHASE, Registry
 from ncclguard.outcome import Cause
@@ -89,7 +89,7 @@ class RecordingObserver:
 
 def open_operations() -> tuple[OpenOperation, ...]:
     """The calls of this process that have not returned."""
-    now, warn_after = time.monotonic(), current_config().warn_after
+    now = time.monotonic()
     found = []
     for seat, _ in hook.guarded():
         call = seat.call
@@ -98,7 +98,7 @@ def open_operations() -> tuple[OpenOperation, ...]:
             found.append(
                 OpenOperation(
                     group=short_group(seat.key), op_id=f"{seat.key}/{call.sequence}", text=call.text, age=age,
-                    limit=call.deadline - call.entered, late=age > warn_after,
+                    limit=call.deadline - call.entered, late=age > config_of_seat(seat.key).warn_after,
                 )
             )  # fmt: skip
     return tuple(found)

@@ -81,10 +81,14 @@ class StragglerRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerTable:
-    """The ranks of a group over its last `operations`, the slowest to arrive first; `through` is the last operation's id."""
+    """The ranks of a group over its last `operations`, the slowest to arrive first.
+
+    `through`: id of the operation whose exchange brought it; `age`: seconds since then, on this rank's clock.
+    """
 
     group: str
     through: str
+    age: float
     operations: int
     rows: tuple[StragglerRow, ...]
 

@@ -59,7 +59,8 @@ def _wait(job: str, path: Path, proposal: int, values: dict[str, float | None], 
     text = ", ".join(f"{name}={'none' if value is None else f'{value:g}'}" for name, value in values.items())
     until = time.monotonic() + seconds
     while True:
-        groups = ask(path, {"command": "status"})["adopted"]
+        status = ask(path, {"command": "status"})
+        groups, every = status["adopted"], status["statistics_every"]
         pending = [group for group, (number, _) in groups.items() if number < proposal]
         if groups and not pending:
             for group, (_, after) in groups.items():
@@ -69,7 +70,9 @@ def _wait(job: str, path: Path, proposal: int, values: dict[str, float | None], 
             break
         time.sleep(LOOK)
     where = f"groups {', '.join(pending)}" if pending else "the job, which has no guarded group yet,"
-    print(f"{text} is proposed; {where} will take it with the next exchange of statistics")
+    print(
+        f"{text} is proposed; {where} will take it with the next exchange: every {every}th operation of a group has one"
+    )
     return 1 if seconds > 0 else 0
 
 
@@ -91,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ncclguard set",
         description="Change settings of a running job, on all its ranks after the same operation. The job needs "
-        "setup_nccl_monitoring() and NCCLGUARD_STATISTICS_EVERY; what the program gives as an argument stays.",
+        "setup_nccl_monitoring(); what the program gives as an argument stays.",
     )
     parser.add_argument(
         "settings", nargs="+", metavar="NAME=VALUE", help=f"{', '.join(SETTINGS)}; seconds or a number, or none"

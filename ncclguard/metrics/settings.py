@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from ncclguard.config import GuardConfig
 
 #: The settings that can change in a running job, in the order of the exchange. All hold from the next call on.
-SETTINGS = ("timeout", "timeout_train", "timeout_eval", "timeout_small", "chunk_numel", "max_attempts")
+#:
+#: Each decides when or how an operation ends, never what its end means: what a failure leaves behind (`atomic`), whether a result may
+#: be without a rank (`on_lost`), and what raises (`on_failure`) are relied on by the program. A setting is in only if ranks that all
+#: change it after the same operation decide alike afterwards. An exchange has two numbers for each, see `statistics.LAYOUT`.
+SETTINGS = (
+    "timeout", "timeout_train", "timeout_eval", "timeout_small", "chunk_numel", "max_attempts", "stuck_timeout", "warn_after",
+)  # fmt: skip
 #: Those that count something, and are compared with every operation.
 COUNTS = frozenset({"chunk_numel", "max_attempts"})
 #: Those that may differ between ranks for a moment.

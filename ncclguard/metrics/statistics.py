@@ -14,8 +14,9 @@ from ncclguard.metrics.settings import SETTINGS, UNCHANGED, Settings
 MAX_WAITS = 32
 #: Phases in the order of the numbers by phase; "none" is a call outside `with phase(...)`.
 PHASES = ("none", "train", "eval", "small")
-#: Raised with every change of the layout; ranks with another one refuse to build a group together.
-LAYOUT = 1
+#: Raised with every change of the layout; ranks with another one refuse to build a group together. With `MAX_WAITS` waits it has 472
+#: bytes, and must not exceed the 496 that a vote carries in groups of up to 64 ranks: else each exchange there is a collective.
+LAYOUT = 2
 HOST_BYTES = 32
 #: Numbers before the waits, and where the first of each kind is.
 NUMBERS = 11 + 3 * len(PHASES) + 2 * len(SETTINGS)

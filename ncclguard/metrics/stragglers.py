@@ -7,6 +7,7 @@ of two waits is the difference of two arrivals.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -29,7 +30,7 @@ class Stragglers:
         self._group = group
         self._ranks: tuple[int, ...] = ()
         self._columns: deque[npt.NDArray[np.float32]] = deque(maxlen=WINDOW)
-        self._known: tuple[str, npt.NDArray[np.void]] | None = None
+        self._known: tuple[str, float, npt.NDArray[np.void]] | None = None
         self._lock = threading.Lock()
 
     def add(self, ranks: Sequence[int], gathered: Combined, through: str) -> None:
@@ -39,7 +40,7 @@ class Stragglers:
         """
         with self._lock:
             self._add(ranks, gathered)
-            self._known = through, gathered.processes
+            self._known = through, time.monotonic(), gathered.processes
 
     def _add(self, ranks: Sequence[int], gathered: Combined) -> None:
         if tuple(ranks) != self._ranks:  # ranks have gone: rows of before do not fit any more
@@ -53,10 +54,11 @@ class Stragglers:
         with self._lock:
             if self._known is None:
                 return None
-            through, processes = self._known
+            through, taken, processes = self._known
             ranks, columns = self._ranks, list(self._columns)
+        age = time.monotonic() - taken
         if not columns:
-            return StragglerTable(group=self._group, through=through, operations=0, rows=())
+            return StragglerTable(group=self._group, through=through, age=age, operations=0, rows=())
         waits = np.stack(columns, axis=1).astype(np.float64)  # ranks x operations
         behind = waits.max(axis=0) - waits
         last = waits.argmin(axis=0)
@@ -76,4 +78,4 @@ class Stragglers:
             for index, (rank, (host, pid)) in enumerate(zip(ranks, processes.tolist(), strict=True))
         ]
         rows.sort(key=lambda row: (-row.behind, row.rank))
-        return StragglerTable(group=self._group, through=through, operations=waits.shape[1], rows=tuple(rows))
+        return StragglerTable(group=self._group, through=through, age=age, operations=waits.shape[1], rows=tuple(rows))

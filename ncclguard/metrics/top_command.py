@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ncclguard top",
         description="Show the ranks of a job on this host: what they are in, how long they wait, and who comes last. The job "
-        "needs setup_nccl_monitoring(); the table of stragglers also NCCLGUARD_STATISTICS_EVERY.",
+        "needs setup_nccl_monitoring(). Ranks of other hosts are in the table of arrivals only.",
     )
     parser.add_argument("--job", help="name of the job; not needed when there is one on this host")
     parser.add_argument("--once", action="store_true", help="show one picture and end")

@@ -35,6 +35,8 @@ def _title(job: str, statuses: Mapping[int, object], answers: Mapping[int, dict[
     text = Text(
         f"job {job}: {len(statuses)} of {size or '?'} ranks are on this host ({', '.join(hosts) or 'no answer'})"
     )
+    if size > len(statuses):
+        text.append("; of the others only arrivals are known here", style="dim")
     if hanging:
         text.append(f"  WAITING FOR LONG: ranks {', '.join(map(str, hanging))}", style="bold red")
     return text
@@ -76,11 +78,16 @@ def _urgency(item: tuple[int, dict[str, Any] | str]) -> tuple[float, int]:
 
 def _stragglers(status: dict[str, Any]) -> list[RenderableType]:
     if not status["statistics_every"]:
-        return [Text("no table of stragglers: start the job with NCCLGUARD_STATISTICS_EVERY=200", style="dim")]
+        return [
+            Text(
+                "no table of stragglers: start the job without NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false",
+                style="dim",
+            )
+        ]
     tables: list[RenderableType] = []
     for one in status["snapshot"]["stragglers"]:
         table = Table(
-            title=f"arrivals in group {one['group']}, last {one['operations']} operations through {one['through']}",
+            title=f"arrivals in group {one['group']}, {one['operations']} operations through {one['through']}, {one['age']:.0f} s ago",
             title_justify="left",
         )
         for name in ("rank", "host", "pid", "came last", "behind first ms", "longest ms", "held all up s", "waited ms"):

@@ -98,6 +98,11 @@ class Communicator(ABC):
     max_in_flight: int
     payload_nbytes: int
 
+    @property
+    @abstractmethod
+    def host(self) -> Communicator:
+        """The communicator of the same ranks for CPU tensors; this one, if that is what it carries. Stopped and closed with it."""
+
     @abstractmethod
     def agree(self, value: int, payload: torch.Tensor | None = None) -> Agreement:
         """Start a vote on ``value`` (0 <= value < 2**63): agreed when all ranks give the same.

@@ -84,6 +84,10 @@ class GlooCommunicator(Communicator):
 
     # --- operations -----------------------------------------------------------------------------------------------
 
+    @property
+    def host(self) -> GlooCommunicator:
+        return self
+
     def agree(self, value: int, payload: torch.Tensor | None = None) -> Agreement:
         return self._exchange.start(value, payload)
 

@@ -112,6 +112,10 @@ class NcclCommunicator(Communicator):
 
     # --- operations -----------------------------------------------------------------------------------------------
 
+    @property
+    def host(self) -> GlooCommunicator:
+        return self._votes
+
     def agree(self, value: int, payload: torch.Tensor | None = None) -> Agreement:
         """See `Communicator.agree`; over the host's network, where waiting for a late rank can be ended reliably."""
         self.check()

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import logging
 import os
 import signal
 import time
@@ -19,8 +20,9 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.__main__ import main as ncclguard
+from ncclguard.config import STATISTICS_EVERY
 from ncclguard.metrics import control, hook
-from ncclguard.metrics.exchange import Exchange, proposals
+from ncclguard.metrics.exchange import Exchange, config_of_seat, proposals
 from ncclguard.metrics.records import Change, Record, Snapshot
 
 EVERY = 10
@@ -257,6 +259,91 @@ def test_a_guarded_process_group_takes_limits_only() -> None:
     assert result.values("limit") == {0: 50.0, 1: 50.0}
     assert set(result.values("operations").values()) == {2 * EVERY}
     assert result.values("known")[0] == {"timeout": 50.0, "chunk_numel": 7}
+
+
+class SaysWhoIsAwaited(logging.Handler):
+    """Reports the monitor's warning, which comes in its own thread."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "has been waiting for" in record.getMessage():
+            faults.report(warned=record.getMessage())
+
+
+def by_default(late: float) -> None:
+    """A program that sets nothing and is asked for its monitoring; rank 1 comes late to each operation."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    seen: list[Record] = []
+    if rank == 0:
+        logging.getLogger("ncclguard").addHandler(SaysWhoIsAwaited())
+        ng.setup_nccl_monitoring(seen.append, job="monitored")
+    stop, limits = torch.zeros(1), []
+    while not stop.item():
+        if rank == 0 and len(limits) >= STATISTICS_EVERY and told("stop"):  # looking takes rank 0 some time too
+            stop.fill_(1)
+        if rank == 1:
+            time.sleep(late)
+        outcome = ng.safe_broadcast(stop, 0).raise_if_failed()
+        limits.append((int(outcome.op_id.rpartition("/")[2]), config_of_seat(outcome.op_id).timeout))
+        if limits[-1][0] == STATISTICS_EVERY:
+            table = the_exchange().table
+            assert table is not None
+            faults.report(
+                table=table.through, age=table.age, rows=[[row.rank, row.last, row.behind] for row in table.rows]
+            )
+    if rank == 1:
+        faults.wait_until_told("come")
+    ng.safe_barrier().raise_if_failed()
+    faults.report(
+        first=next(number for number, limit in limits if limit == 77.0),
+        after=the_exchange().adopted_after,
+        settings=dict(the_exchange().settings.changed()),
+        before={one.name: one.old for one in seen if isinstance(one, Change)},
+    )
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def unset(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A job with the default configuration, and `ncclguard set` beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+        with faults.start_ranks(by_default, 2, args=[0.005], timeout=100) as started:
+            started.wait_for("rows")
+            found = {"set": run("set", "timeout=77", "warn_after=0.5", "stuck_timeout=70", "--wait", "60")}
+            found["top"] = run("top", "--once")
+            started.tell("stop")
+            # With the 30 s of the start there would be none yet.
+            found["warned"] = started.wait_for("warned", [0], seconds=20)[0]
+            started.tell("come")
+            found["result"] = started.wait()
+        return found
+
+
+def test_a_late_rank_is_named_without_any_setting(unset: dict[str, Any]) -> None:
+    """5 ms in each of 100 operations, of which the table has the last 32."""
+    assert of_all(unset, "table", (0, 1)).endswith(f"/{STATISTICS_EVERY}")
+    slowest, last, behind = of_all(unset, "rows", (0, 1))[0]
+    assert slowest == 1
+    assert last >= 24
+    assert behind >= 0.003
+    code, text = unset["top"]
+    assert code == 0
+    assert "job monitored: 1 of 2 ranks are on this host" in text
+    assert "arrivals in group 0:cpu, " in text
+    assert " s ago" in text
+
+
+def test_settings_change_in_a_job_that_was_started_without_any(unset: dict[str, Any]) -> None:
+    """On all ranks after the same operation; the monitor, which the job started with 30 s, then warns after 0.5."""
+    code, text = unset["set"]
+    assert code == 0, (text, unset["result"])
+    after = of_all(unset, "after", (0, 1))
+    assert int(after.rpartition("/")[2]) % STATISTICS_EVERY == 0
+    assert of_all(unset, "first", (0, 1)) == int(after.rpartition("/")[2])
+    assert of_all(unset, "settings", (0, 1)) == {"timeout": 77.0, "stuck_timeout": 70.0, "warn_after": 0.5}
+    assert of_all(unset, "before", (0,)) == {"timeout": None, "stuck_timeout": None, "warn_after": 30.0}
+    assert "rank 1 has not come" in unset["warned"]
 
 
 def disagreeing() -> None:

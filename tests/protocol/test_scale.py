@@ -14,6 +14,7 @@ import pytest
 from ncclguard.agreement import monitor as monitor_module
 from ncclguard.agreement import seat as seat_module
 from ncclguard.agreement.decision import Action, Operation, Report, TroubleKind, Verdict
+from ncclguard.agreement.inquiry import Patience
 from ncclguard.agreement.liveness import Identity, Sight
 from ncclguard.agreement.monitor import Monitor, MonitorSettings
 from ncclguard.agreement.protocol import Entry, Resolution
@@ -94,7 +95,9 @@ class Job:
         self.step(3)  # lists are read and groups are looked up: what only happens once is over
 
     def _monitor(self, rank: int) -> Monitor:
-        settings = MonitorSettings(0.5, 0.05, 30.0, None, describe=_as_it_is, summarise=_no_incident)
+        settings = MonitorSettings(
+            0.5, 0.05, lambda seat: Patience(30.0, None), describe=_as_it_is, summarise=_no_incident
+        )
         store = AgreementStore(CountingStore(self.shared, self.operations, rank))  # type: ignore[arg-type]
         return Monitor(store, rank, self.size, KnownLiveness(rank, self.killed), settings)  # type: ignore[arg-type]
 

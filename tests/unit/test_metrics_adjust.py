@@ -8,22 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ncclguard import runtime
+from ncclguard.agreement.inquiry import Patience
 from ncclguard.agreement.seat import Seat
-from ncclguard.config import GuardConfig
+from ncclguard.config import GuardConfig, configure
 from ncclguard.errors import GuardConfigError
 from ncclguard.metrics import adjust, exchange, settings
 from ncclguard.metrics.adjust import Bounds, SettingChange
 from ncclguard.metrics.combined import Combined, combine
-from ncclguard.metrics.records import StragglerTable
 from ncclguard.metrics.settings import SETTINGS, Settings
 from ncclguard.metrics.statistics import MAX_WAITS, PHASES, RankStatistics, decode, encode, size
-from ncclguard.metrics.stragglers import WINDOW, Stragglers
 
 OFF = Bounds(adjust=False, timeout=(60.0, 3600.0), chunk_numel=(1_000_000, 100_000_000))
 ON = replace(OFF, adjust=True)
@@ -52,7 +51,7 @@ def decide(ranks: Sequence[RankStatistics], bounds: Bounds) -> tuple[Settings, t
 
 seconds = st.floats(min_value=0, max_value=1e6)
 value = st.none() | st.floats(min_value=0.001, max_value=1e9)
-values = st.lists(st.tuples(st.sampled_from(SETTINGS), value), max_size=6).map(
+values = st.lists(st.tuples(st.sampled_from(SETTINGS), value), max_size=len(SETTINGS)).map(
     lambda pairs: tuple((name, dict(pairs)[name]) for name in SETTINGS if name in dict(pairs))
 )
 statistics = st.builds(
@@ -131,9 +130,9 @@ def test_a_lane_takes_limits_only() -> None:
 )
 def test_which_guards_exchange_what(key: str, exchanges: tuple[str, ...] | None) -> None:
     seat = Seat(key, 0, (0, 1))
-    exchange.start(seat, GuardConfig(statistics_every=10))
-    assert (None if seat.exchange is None else seat.exchange._bounds.names) == exchanges
     exchange.start(seat, GuardConfig())
+    assert (None if seat.exchange is None else seat.exchange._bounds.names) == exchanges
+    exchange.start(seat, GuardConfig(statistics_every=0))
     assert seat.exchange is None
 
 
@@ -274,7 +273,8 @@ def test_a_group_with_changed_settings_has_a_configuration_of_its_own() -> None:
     "wrong",
     [
         {"statistics_every": 10, "rounds": False},
-        {"adjust": True},
+        {"adjust": True, "statistics_every": 0},
+        {"adjust": True, "rounds": False},
         {"adjust_timeout_min": 100, "adjust_timeout_max": 50},
         {"adjust_chunk_min": 5000, "adjust_chunk_max": 2000},
     ],
@@ -284,79 +284,59 @@ def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any]) 
         GuardConfig(**wrong)
 
 
-# ---------------------------------------------------------------------- stragglers
+@pytest.mark.parametrize(
+    ("given", "every"),
+    [
+        ({}, 100),
+        ({"rounds": False}, 0),
+        ({"rounds": False, "statistics_every": 0}, 0),
+        ({"statistics_every": 0}, 0),
+        ({"statistics_every": 7, "adjust": True}, 7),
+        ({"adjust": True}, 100),
+    ],
+)
+def test_statistics_are_exchanged_wherever_they_can_be(given: dict[str, Any], every: int) -> None:
+    config = GuardConfig(**given)
+    assert config.exchange_every == every
+    assert exchange.terms(config).get("statistics_every", 0) == every
+    assert exchange.terms(config) == exchange.terms(GuardConfig(**{**given, "statistics_every": every}))
 
 
-def told(waits: list[float], number: int) -> RankStatistics:
-    return RankStatistics(pid=100 + number, host=f"node{number}", waits=tuple(waits))
+def test_patience_is_that_of_now() -> None:
+    """The monitor asks for it at each look: a job that has started takes what is configured, and what its group agreed on."""
+    seat = Seat("0:cpu:ab12", 0, (0, 1))
+    try:
+        assert runtime._patience(seat) == Patience(30.0, None)
+        configure(warn_after=7)
+        settings.apply("0", Settings((("stuck_timeout", 60.0),)))
+        assert runtime._patience(seat) == Patience(7.0, 60.0)
+        assert runtime._patience(Seat("1:cpu:ab12", 0, (0, 1))) == Patience(7.0, None)
+    finally:
+        exchange.forget()
 
 
-def table_of(*exchanges: tuple[tuple[int, ...], list[RankStatistics]]) -> StragglerTable:
-    """The table after exchanges of (ranks, what they told)."""
-    stragglers = Stragglers("0:cpu")
-    assert stragglers.table() is None
-    for ranks, gathered in exchanges:
-        stragglers.add(ranks, together(gathered), "0:cpu:ab/30")
-    table = stragglers.table()
-    assert table is not None
-    return table
+# ---------------------------------------------------------------------- how the bytes travel
 
 
-def test_who_waits_least_came_last() -> None:
-    """Rank 5 comes 0.3 s, then 0.1 s after the first; rank 3 once 0.2 s after it."""
-    found = table_of(((1, 3, 5), [told([0.3, 0.1, 0.2], 1), told([0.29, 0.1, 0.0], 3), told([0.0, 0.0, 0.2], 5)]))
-    assert (found.operations, found.through) == (3, "0:cpu:ab/30")
-    assert [row.rank for row in found.rows] == [5, 3, 1]
-    slowest = found.slowest
-    assert slowest is not None
-    assert (slowest.host, slowest.pid, slowest.last) == ("node5", 105, 2)
-    assert slowest.behind == pytest.approx((0.3 + 0.1 + 0.0) / 3)
-    assert slowest.behind_longest == pytest.approx(0.3)
-    assert slowest.held_up == pytest.approx(0.29 + 0.1)  # without it the next to last would have been waited for
-    assert found.rows[1].held_up == pytest.approx(0.2)
+class OnGpus:
+    """A communicator whose own votes have no room, and which has another for the host's memory."""
 
+    ranks, payload_nbytes = (0, 1, 2), 0
 
-def test_operations_that_one_rank_has_not_measured_are_left_out() -> None:
-    assert table_of(((0, 1), [told([0.3, -1.0, 0.2], 0), told([-1.0, 0.1, 0.0], 1)])).operations == 1
-    nothing = table_of(((0, 1), [told([-1.0], 0), told([0.1], 1)]))
-    assert (nothing.operations, nothing.rows, nothing.slowest) == (0, (), None)
-
-
-@hypothesis.settings(max_examples=20)
-@given(st.integers(1, 5), st.integers(1, 40))
-def test_the_table_looks_back_on_a_bounded_number_of_operations(size: int, exchanges: int) -> None:
-    ranks = tuple(range(size))
-    found = table_of(*((ranks, [told([0.1 * number] * 16, one) for one in ranks]) for number in range(exchanges)))
-    assert found.operations == min(WINDOW, 16 * exchanges)
-    assert all(math.isclose(row.behind, 0) for row in found.rows)
-
-
-def test_ranks_that_have_gone_leave_the_table() -> None:
-    found = table_of(
-        ((0, 1, 2), [told([0.1], one) for one in range(3)]), ((0, 2), [told([0.1, 0.2], one) for one in (0, 2)])
-    )
-    assert sorted(row.rank for row in found.rows) == [0, 2]
-    assert found.operations == 2
-
-
-def test_a_thousand_ranks_stay_within_the_memory() -> None:
-    ranks, rng = tuple(range(1000)), np.random.default_rng(0)
-    gathered = [told(list(rng.random(32)), one) for one in ranks]
-    found = table_of(*[(ranks, gathered)] * 40)
-    assert found.operations == WINDOW
-    assert len(found.rows) == 1000
-    assert decide(gathered, OFF)[1] == ()
+    def __init__(self, host: TogetherOnOneRank) -> None:
+        self.host = host
 
 
 class TogetherOnOneRank:
     """A communicator of three ranks that all tell the same, with or without room in its votes."""
 
-    ranks, device_type = (0, 1, 2), "cpu"
+    ranks = (0, 1, 2)
 
     def __init__(self, payload_nbytes: int) -> None:
         self.payload_nbytes = payload_nbytes
         self.votes = 0
         self.memory = torch.empty(0)
+        self.host = self
 
     def agree(self, value: int, payload: torch.Tensor) -> TogetherOnOneRank:
         self.votes += 1
@@ -375,12 +355,13 @@ class TogetherOnOneRank:
         return [self.memory[:numel].view(dtype)] * 3
 
 
+@pytest.mark.parametrize("gpus", [False, True])
 @pytest.mark.parametrize(("room", "votes"), [(496, 1), (0, 0)])
-def test_an_exchange_rides_in_a_vote_where_it_fits(room: int, votes: int) -> None:
+def test_an_exchange_rides_in_a_vote_of_the_host_where_it_fits(room: int, votes: int, gpus: bool) -> None:
     """It does with the 496 bytes that a vote carries in groups of up to 64 ranks; there a collective would cost ten times as much."""
     told = encode(rank(waits=(0.1,) * MAX_WAITS))
     communicator = TogetherOnOneRank(room)
-    gathering = exchange.Gathering(communicator, told, 20)  # type: ignore[arg-type]
+    gathering = exchange.Gathering(OnGpus(communicator) if gpus else communicator, told, 20)  # type: ignore[arg-type]
     assert gathering.wait(1.0)
     communicator.memory.fill_(0)  # the closing round
     assert gathering.gathered == [told] * 3

@@ -94,14 +94,18 @@ def test_nonsense_does_not_stop_it(serve: Serve, folder: Path, sent: bytes) -> N
     assert "snapshot" in control.ask(folder / "job1.0.sock", {"command": "status"})
 
 
-def test_set_without_an_exchange_says_how_to_get_one(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("off", [{"statistics_every": 0}, {"rounds": False}])
+def test_set_without_an_exchange_says_how_to_get_one(
+    serve: Serve, capsys: pytest.CaptureFixture[str], off: dict[str, Any]
+) -> None:
+    ng.configure(**off)
     serve()
     assert ncclguard(["set", "timeout=900"]) == 2
-    assert "NCCLGUARD_STATISTICS_EVERY=200" in capsys.readouterr().err
+    assert "without NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false" in capsys.readouterr().err
 
 
 def test_what_cannot_be_set_is_refused(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    ng.configure(statistics_every=10, stuck_timeout=5)
+    ng.configure(stuck_timeout=5)
     serve()
     for word, text in {
         "poll_idle=1": "write NAME=VALUE, with one of timeout, timeout_train",
@@ -110,6 +114,9 @@ def test_what_cannot_be_set_is_refused(serve: Serve, capsys: pytest.CaptureFixtu
         "timeout=-1": "timeout is -1.0; allowed: 1 ms to 1e9 s",
         "timeout=2": "every timeout must exceed stuck_timeout",
         "chunk_numel=0.5": "chunk_numel is 0.5",
+        "stuck_timeout=300": "every timeout must exceed stuck_timeout",
+        "warn_after=none": "warn_after is None",
+        "statistics_every=10": "cannot be set in a running job",
     }.items():
         assert ncclguard(["set", word]) == 2, word
         assert text in capsys.readouterr().err
@@ -117,7 +124,6 @@ def test_what_cannot_be_set_is_refused(serve: Serve, capsys: pytest.CaptureFixtu
 
 
 def test_a_proposal_contains_those_before_it(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    ng.configure(statistics_every=10)
     serve()
     assert ncclguard(["set", "timeout=900", "chunk_numel=5e7", "--wait", "0"]) == 0
     first, _ = exchange.proposals.newest()
@@ -126,7 +132,9 @@ def test_a_proposal_contains_those_before_it(serve: Serve, capsys: pytest.Captur
     second, values = exchange.proposals.newest()
     assert second > first
     assert values == (("timeout", None), ("chunk_numel", 50_000_000))
-    assert "has no guarded group yet" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "has no guarded group yet" in said
+    assert "every 100th operation of a group has one" in said
 
 
 def test_the_job_must_be_known_and_named_when_there_are_two(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +178,7 @@ def status(rank: int, **changes: Any) -> dict[str, Any]:
         "held_up": 2.0,
         "waited": 0.001,
     }
-    table = {"group": "0:cpu", "through": "0:cpu:ab12/10", "operations": 10, "rows": [row]}
+    table = {"group": "0:cpu", "through": "0:cpu:ab12/10", "age": 12.4, "operations": 10, "rows": [row]}
     call = {
         "group": "0:cpu",
         "op_id": "0:cpu:ab12/11",
@@ -196,11 +204,12 @@ def test_the_view_names_who_waits_in_what_and_who_comes_last() -> None:
     text = shown({0: status(0), 1: status(1), 3: "the rank at job1.3.sock does not answer"})
     for part in (
         "job job1: 3 of 4 ranks are on this host",
+        "of the others only arrivals are known here",
         "WAITING FOR LONG: ranks 0, 1",
         "barrier(phase='eval')",
         "31.5",
         "does not answer",
-        "arrivals in group 0:cpu, last 10 operations through 0:cpu:ab12/10",
+        "arrivals in group 0:cpu, 10 operations through 0:cpu:ab12/10, 12 s ago",
         "250.00",
         "1 late",
         "changed in group 0:cpu: timeout=900, chunk_numel=not set",
@@ -211,7 +220,7 @@ def test_the_view_names_who_waits_in_what_and_who_comes_last() -> None:
 
 def test_the_view_without_answers_and_without_exchange() -> None:
     assert "0 of ? ranks" in shown({})
-    assert "NCCLGUARD_STATISTICS_EVERY=200" in shown({0: status(0, statistics_every=0)})
+    assert "without NCCLGUARD_STATISTICS_EVERY=0" in shown({0: status(0, statistics_every=0)})
     waiting = status(0)
     waiting["snapshot"]["stragglers"] = []
     assert "known after operation 10" in shown({0: waiting})

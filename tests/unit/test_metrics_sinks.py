@@ -33,7 +33,7 @@ def snapshot(*, hang: bool = False, uptime: float = 60.0) -> Snapshot:
     call = OpenOperation(group="0:cpu", op_id="0:cpu:ab12/11", text="barrier()", age=31.0, limit=300.0, late=True)
     return Snapshot(
         **ORIGIN, world_size=4, uptime=uptime, hang=hang, open=(call,) if hang else (), series=registry.snapshot(),
-        stragglers=(StragglerTable(group="0:cpu", through="0:cpu:ab12/10", operations=10, rows=(row,)),),
+        stragglers=(StragglerTable(group="0:cpu", through="0:cpu:ab12/10", age=2.0, operations=10, rows=(row,)),),
         settings={"0:cpu": {"timeout": 900.0, "chunk_numel": None}},
     )  # fmt: skip
 
