@@ -92,11 +92,11 @@ def test_the_fallback_for_torch_without_clone_finds_the_prefixes_of_init_process
     store = _torch_stores.default_store()
     base: Any = _torch_stores.base_store(store)
     store.set("key", "value")
-    reopened = _torch._reopen(store, base)
+    reopened = _torch_stores._reopen(store, base)
     assert reopened is not store
     assert reopened.get("key") == b"value"
     unknown = _torch.PrefixStore("a prefix of somebody else", store)
-    assert _torch._reopen(unknown, base) is unknown
+    assert _torch_stores._reopen(unknown, base) is unknown
 
 
 def test_callbacks_run_once_after_init_and_before_destroy_and_cannot_break_them(
