@@ -14,13 +14,15 @@ import sys
 import time
 
 PRELOADED = ("torch.distributed", "numpy", "psutil", "pydantic", "pydantic_settings")
+#: In a job's environment: further modules, separated by blanks, for ranks that all import something slow.
+PRELOAD_VARIABLE = "_NCCLGUARD_PRELOAD"
 
 
 def main() -> None:
     """Fork the ranks, write down how each ends, and end with the last; in a fork: run the function and end like any program."""
     directory, ranks, *function = sys.argv[1:]
     sys.path[0] = ""
-    for module in PRELOADED:
+    for module in (*PRELOADED, *os.environ.get(PRELOAD_VARIABLE, "").split()):
         importlib.import_module(module)
     children: dict[int, str] = {}
     for own in json.loads(ranks):

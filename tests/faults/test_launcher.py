@@ -15,6 +15,7 @@ import pytest
 from ncclguard import faults
 from ncclguard.faults.janitor import process_state
 from ncclguard.faults.launcher import reserve_port
+from ncclguard.faults.prefork import PRELOAD_VARIABLE
 
 LIMIT = 90.0  # seconds, for what must happen at some time
 
@@ -179,6 +180,19 @@ def test_waiting_for_a_report_of_a_rank_that_ended_fails_at_once_with_its_output
         pytest.raises(faults.RanksFailed, match=r"ranks \[0\] ended before .* 'ready'(.|\n)*went wrong here"),
     ):
         job.wait_for("ready", seconds=600)
+
+
+def has_imported(module: str) -> bool:
+    return module in sys.modules
+
+
+def test_a_job_can_name_further_modules_to_import_once_for_all_ranks() -> None:
+    """The time of a slow import, once instead of once a rank."""
+    for modules, there in (("wave colorsys", True), ("", False)):
+        result = faults.run_ranks(
+            has_imported, 2, args=["colorsys"], env={PRELOAD_VARIABLE: modules}, timeout=60, launcher="fork"
+        )
+        assert result.values("returned") == {0: there, 1: there}, result
 
 
 def test_beneath_torchrun_each_ranks_own_end_is_known_and_the_agents_store_is_used(tmp_path: Path) -> None:

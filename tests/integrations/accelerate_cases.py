@@ -19,7 +19,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ncclguard as ng
 from ncclguard import faults
-from tests.integrations.evaluation_parts import CULPRIT, GIVEN_UP, TIMEOUT, Fault, Model, summary
+from tests.integrations.evaluation_parts import (
+    CULPRIT,
+    GIVEN_UP,
+    LIMIT,
+    TIMEOUT,
+    Fault,
+    Model,
+    attempt,
+    start_together,
+    summary,
+)
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -136,13 +146,10 @@ def told(call: Any) -> list[Any]:
     return []
 
 
-def unguarded() -> None:
-    """Rank 2 out of memory in an evaluation, with the usual try/except around it and a short limit."""
-    loop = Loop(limit=6)
+def unguarded(name: str) -> None:
+    """A step of training, an evaluation with the fault, two more steps; plain gloo with a short limit."""
+    start_together()
+    loop = Loop(LIMIT)
     loop.train()
-    loop.fault.begin("oom")
-    try:
-        loop.evaluate(1)
-    except Exception as error:  # noqa: BLE001 - as the usual advice has it
-        faults.report(caught=str(error))
-    faults.report(loss=loop.train())
+    attempt(loop.fault, name, loop.evaluate)
+    faults.report(losses=[loop.train(), loop.train()])

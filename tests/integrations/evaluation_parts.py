@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ncclguard import faults
 from ncclguard._sockets import connections
-from ncclguard.faults.effects import reset_own_connections
+from ncclguard.faults.effects import reset_own_connections, store_ports
+from ncclguard.faults.prefork import PRELOAD_VARIABLE
 
 CULPRIT = 2
 TIMEOUT = 4.0
+LIMIT = 6.0  # of the process group where there is no guard
+BOUND = 60.0  # what an evaluation without a guard, and the training after it, may take before the job is ended
+UNCAUGHT = "metric, not caught"
 GIVEN_UP = ("metric", "batches", "skip")
 #: fault -> (action, cause, tries); rank 2 is at fault wherever there is a cause
 CASES = {
@@ -119,3 +127,94 @@ def check(found: dict[int, dict[str, Any]], name: str) -> None:
         assert values["report"] == [action, cause, tries], (name, rank, values)
         assert values["culprits"] == ([] if cause == "None" else [CULPRIT]), (name, rank, values)
         assert values["seconds"] < 40, (name, rank, values)
+
+
+def attempt(fault: Fault, name: str, evaluate: Callable[[], Any]) -> None:
+    """An evaluation with a fault and no guard, on connections that training uses as well."""
+    fault.older = store_ports()
+    fault.begin("metric" if name == UNCAUGHT else name)
+    faults.report(evaluating=True)
+    if name == "skip" and fault.mine:
+        return
+    started = time.monotonic()
+    try:
+        evaluate()
+        caught = ""
+    except Exception as error:  # as the usual advice has it
+        if name == UNCAUGHT:
+            raise
+        caught = f"{type(error).__name__}: {error}"
+    faults.report(caught=caught, seconds=time.monotonic() - started)
+
+
+def start_together() -> None:
+    """Wait until all ranks have got here: who imports slowly would use up the others' limit."""
+    faults.report(imported=True)
+    faults.wait_until_told("go", seconds=300)
+
+
+def without_guard(program: Path, imports: str, *args: Any) -> dict[str, faults.JobResult]:
+    """How a job of 4 ranks ends with each fault, and without one; `imports` are the slow modules that the program needs.
+
+    The jobs run at the same time: most of it is waiting.
+    """
+    with ExitStack() as stack:
+        env = {PRELOAD_VARIABLE: f"{imports} torch._dynamo", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
+        jobs = {
+            name: stack.enter_context(
+                faults.start_ranks(f"{program}:unguarded", 4, args=[name, *args], env=env, timeout=600)
+            )
+            for name in (*CASES, UNCAUGHT)
+        }
+        for job in jobs.values():
+            job.wait_for("imported", seconds=200)
+        for job in jobs.values():  # one after the other: starting all at once would use up the limit
+            job.tell("go")
+            job.wait_for("evaluating", seconds=60)
+        end = time.monotonic() + BOUND
+        return {name: job.wait(max(5.0, end - time.monotonic())) for name, job in jobs.items()}
+
+
+def check_without_guard(ended: dict[str, faults.JobResult], aborting: tuple[str, ...] = ()) -> None:
+    """No rank gets through the next step of training, whatever the fault; with those in `aborting`, gloo ends a rank.
+
+    The exception is one in the metric code that is caught: no collective comes after it, so nobody waits for rank 2. All ranks
+    train on alike, but rank 2 alone has no metrics, and the random numbers of training have moved on. Not caught, as
+    the Trainer has it, it ends the job like the other faults.
+    """
+    for name, job in ended.items():
+        caught, seconds, losses = (job.values(key) for key in ("caught", "seconds", "losses"))
+        others = {rank: text for rank, text in caught.items() if rank != CULPRIT}
+        aborted = [rank.rank for rank in job if rank.end == "SIGABRT"]
+        assert job.still_running == (), (name, str(job))
+        assert job.left_running == (), name
+        if name in ("none", "metric"):
+            assert job.ok, (name, str(job))
+            assert caught == dict.fromkeys(range(4), "") | ({CULPRIT: "KeyError: 'f1'"} if name == "metric" else {})
+            assert len({str(values) for values in losses.values()}) == 1, (name, losses)
+            continue
+        assert {rank.end for rank in job} <= {"exit 1", "SIGABRT"}, (name, str(job))
+        assert losses == {}, (name, str(job))
+        assert bool(aborted) == (name in aborting), (name, str(job))
+        assert CULPRIT not in aborted, (name, str(job))
+        assert sorted([*others, *aborted]) == [0, 1, 3], (name, str(job))
+        assert not any("rank 2" in text.lower() for text in others.values()), (name, others)
+        if name == UNCAUGHT:  # the others have evaluated, and miss rank 2 when they train
+            assert set(others.values()) == {""}, (name, others)
+            assert "KeyError: 'f1'" in job[CULPRIT].output
+            continue
+        assert all(text.startswith("RuntimeError: ") for text in others.values()), (name, others)
+        if name != "reset":  # that is known at once to those who used a connection of rank 2's
+            assert max(seconds[rank] for rank in others) > LIMIT - 0.5, (name, seconds)
+        mine = caught.get(CULPRIT)
+        if name == "skip":
+            assert mine is None
+        elif name == "oom":
+            assert mine.startswith("OutOfMemoryError: "), mine
+        elif name == "late":
+            assert mine.startswith("RuntimeError: "), mine
+            assert seconds[CULPRIT] > 2 * TIMEOUT
+        elif name == "reset":
+            assert mine.startswith("RuntimeError: "), mine
+            assert seconds[CULPRIT] < LIMIT
+    assert ended["metric"].values("losses") != ended["none"].values("losses")
