@@ -59,6 +59,9 @@ def failure_of(results: Sequence[RankResult], attempt: int) -> Failure:
             any(result.kind is Kind.OUT_OF_MEMORY for result in own),
         )
     told = [result for result in results if result.cause is not None]
+    # Nobody has an exception of its own, so "rank 3 failed" says that rank 3 gave up the try after a verdict that it was told.
+    first = [result for result in told if result.cause is not Cause.FAILED]
+    told = first or told
     cause = min((result.cause for result in told if result.cause is not None), key=PRECEDENCE.index, default=None)
     culprits = {rank for result in told if result.cause is cause for rank in result.culprits}
     errors = tuple(sorted((result.rank, result.error) for result in told if result.cause is cause))[:1]

@@ -48,6 +48,15 @@ def test_those_who_only_waited_are_not_named() -> None:
     assert (failure.cause, failure.culprits, failure.errors) == (Cause.LATE, (2,), ((0, late.error),))
 
 
+def test_a_rank_that_gave_up_after_a_verdict_is_not_blamed_by_one_that_went_on_for_a_moment() -> None:
+    """Rank 0 did not look at the collective that failed, and was in the next one when rank 3 left the try because of it."""
+    first = RankResult(3, Kind.COLLECTIVE, "all_reduce failed: rank 2 diverged", Cause.DIVERGED, (2,))
+    later = RankResult(0, Kind.COLLECTIVE, "barrier failed: rank 3 raised CollectiveMismatch", Cause.FAILED, (3,))
+    failure = decision.failure_of((later, RankResult(1), RankResult(2), first), 1)
+    assert (failure.cause, failure.culprits, failure.errors) == (Cause.DIVERGED, (2,), ((3, first.error),))
+    assert decision.failure_of((later, RankResult(1), RankResult(2), RankResult(3)), 1).culprits == (3,)
+
+
 def test_without_any_evidence_nobody_is_named() -> None:
     assert decision.failure_of((RankResult(0, Kind.COLLECTIVE),), 1).cause is Cause.UNKNOWN
 
