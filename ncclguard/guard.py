@@ -200,11 +200,11 @@ class Guard:
             with self._seat.condition:
                 if not self._member.opened(generation):
                     return False
+            if payload is not None:  # before the next vote overwrites what has come
+                work.collect(opening, communicator.ranks)
             if call.exchange and self._seat.exchange is not None:
                 self._wait(self._seat.exchange.gather(communicator, call), generation, call.deadline)
-            if payload is not None:
-                work.collect(opening, communicator.ranks)
-            else:
+            if payload is None:
                 communicator.set_backstop(call.deadline - time.monotonic() + BACKSTOP)
                 self._move(communicator, work, generation, from_piece, call.deadline)
             if work.closing:

@@ -13,6 +13,8 @@ from ncclguard.agreement.seat import Seat
 from ncclguard.incident.model import Incident, RankReport, State
 from ncclguard.outcome import Cause
 
+_LOST = "See the launcher's and the kernel's log of its host (exit code, out-of-memory killer, Xid)."
+
 #: What a person should do next, by cause.
 ADVICE = {
     Cause.LATE: "See in its stack what it was doing instead: work on one rank only (saving, metrics, a data loader) must "
@@ -21,13 +23,15 @@ ADVICE = {
     "agree on it first.",
     Cause.FAILED: "Fix the exception of that rank first: the others only waited for it.",
     Cause.EXITED: "That rank finished or left early: it had fewer steps or batches, or returned before the others.",
-    Cause.LOST: "See the launcher's and the kernel's log of its host (exit code, out-of-memory killer, Xid). Restart it, or go on "
-    'without it with on_lost="shrink".',
+    Cause.LOST: f'{_LOST} Restart it, or go on without it with on_lost="shrink".',
     Cause.STUCK: "Its process exists but its interpreter does not run: stopped, swapped out, or in a call that holds the GIL. "
     "Look at it on its host with `py-spy dump --pid`.",
     Cause.NETWORK: "Every rank was there: check the network between the hosts (`ncclguard doctor`), links and interface choice.",
     Cause.UNKNOWN: "No evidence could be had: look at that rank's log and host.",
 }
+
+#: The same where it differs for a collective that the guard only watches.
+ADVICE_WATCHED = {Cause.LOST: f"{_LOST} Restart the job: the groups of this rank are unusable."}
 
 
 def summarise(
@@ -68,7 +72,7 @@ def summarise(
             for rank in sorted({*reports, *departed, *silent})
         ),
         summary=_summary(text, verdict, causes, waited, reports, departed),
-        advice=("The others go on without it. " if resumed else "") + ADVICE[verdict.cause],
+        advice=("The others go on without it. " if resumed else "") + _advice(verdict.cause, seat),
         sides=verdict.sides,
     )
     return incident.to_json()
@@ -106,8 +110,12 @@ def alone(
             for rank, found in sorted(causes.items())
         ),
         summary=f"{text} failed: {_because(causes) or cause.value}; {why}.",
-        advice=ADVICE[cause],
+        advice=_advice(cause, seat),
     )
+
+
+def _advice(cause: Cause, seat: Seat) -> str:
+    return ADVICE[cause] if seat.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
 
 
 def histories(reports: Mapping[int, Report], departed: Mapping[int, Departure]) -> str:

@@ -45,6 +45,9 @@ class OpenCall:
 class Seat:
     """Thread-safe: `condition` guards every field; it is never held across I/O."""
 
+    #: Whether the guard carries out the collectives; else it only watches those of torch.
+    guarded = True
+
     def __init__(self, key: str, rank: int, members: tuple[int, ...]) -> None:
         self.key = key
         self.member = Member(rank, members)

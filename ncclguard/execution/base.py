@@ -42,7 +42,7 @@ class Execution(ABC):
 
     def _fits(self, tensor: torch.Tensor, limit: int) -> bool:
         """Whether up to `limit` bytes of `tensor` are all that the operation moves; from values that all ranks compare."""
-        return not self.closing and self.pieces == 1 and tensor.numel() * tensor.element_size() <= limit
+        return self.pieces == 1 and tensor.numel() * tensor.element_size() <= limit
 
     def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
         """Make the result of what `ranks` have sent along; the caller's memory is left alone until `finish`."""

@@ -28,6 +28,8 @@ FRESH: Final = 0.05
 class WatchSeat(Seat):
     """Reports what torch's flight recorder says; never settles anything. Works also on ranks that did not call `watch`."""
 
+    guarded = False
+
     def __init__(self, key: str, rank: int, members: tuple[int, ...]) -> None:
         super().__init__(key, rank, members)
         self.recorder = Recorder()

@@ -128,6 +128,38 @@ def test_the_other_collectives_small_and_in_pieces() -> None:
         assert wrong == [], (rank, wrong)
 
 
+def a_closing_round_for_all() -> None:
+    """Small operations whose data come with the opening round, and are written after the closing one."""
+    ng.configure(closing_nbytes=0, statistics_every=2)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for turn in range(6):
+        tensor = torch.arange(4.0) + rank + turn
+        ng.safe_all_reduce(tensor).raise_if_failed()
+        found.append(tensor.tolist() == [sum(place + other + turn for other in range(size)) for place in range(4)])
+        sent = torch.tensor([rank, turn])
+        ng.safe_broadcast(sent, src=1).raise_if_failed()
+        slots = [torch.empty(1) for _ in range(size)]
+        ng.safe_all_gather(slots, torch.tensor([rank + 0.5])).raise_if_failed()
+        found += [sent.tolist() == [1, turn], [slot.item() for slot in slots] == [other + 0.5 for other in range(size)]]
+    kept = torch.arange(4.0)
+    if rank == 1:
+        time.sleep(2)
+    late = ng.safe_all_reduce(kept, timeout=0.5)
+    found += [not late.ok, late.culprits == (1,), torch.equal(kept, torch.arange(4.0))]
+    faults.report(found=found, table=ng.safe_all_reduce(kept).ok)
+    dist.destroy_process_group()
+
+
+def test_small_operations_with_a_closing_round() -> None:
+    """And with an exchange of statistics in every second one, whose vote comes in between."""
+    result = faults.run_ranks(a_closing_round_for_all, 3, timeout=60).check()
+    for rank in result:
+        assert rank.reports["found"] == [True] * 21, rank
+        assert rank.reports["table"]
+
+
 def groups_and_threads() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()

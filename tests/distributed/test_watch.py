@@ -91,6 +91,7 @@ def test_a_rank_that_ends_is_named_on_every_survivor(fault: str) -> None:
         assert "ValueError" in text
         assert "boom in rank 2" in text
     assert all(incident.summary in result[rank].output for rank in found), str(result)
+    assert "on_lost" not in incident.advice  # which only guarded calls have
 
 
 def test_the_host_of_the_store_is_killed() -> None:

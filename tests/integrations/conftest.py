@@ -1,0 +1,41 @@
+"""What the tests with DeepSpeed need before their ranks start."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+BUILD = """
+import deepspeed
+from deepspeed.comm.torch import build_shm_op
+build_shm_op()
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def deepspeed_operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile once, and in a folder of this run, what `deepspeed.init_distributed` otherwise compiles in the first rank.
+
+    There it takes longer than a job with a limit may take, and the lock that a killed job leaves in the user's cache makes all later
+    starts wait without end.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("torch_extensions")))
+        built = subprocess.run(
+            [sys.executable, "-c", BUILD],
+            env=dict(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert built.returncode == 0, built.stdout + built.stderr
+        yield
