@@ -283,24 +283,28 @@ _OTHER = (
         default="0",
         kind=Kind.BOOL,
     ),
-    Variable("GLOO_LOG_LEVEL", Reader.GLOO, "Log level of gloo.", "gloo/common/logging.cc"),
+    # The gloo in torch 2.6 has none of the following four, that in 2.13 has them.
+    Variable("GLOO_LOG_LEVEL", Reader.GLOO, "Log level of gloo.", "gloo/common/logging.cc", since="2.7"),
     Variable(
         "GLOO_DISABLE_CONNECTION_RETRIES",
         Reader.GLOO,
         "Gives up at the first refused connection.",
         "gloo/common/utils.cc",
+        since="2.7",
     ),
     Variable(
         "GLOO_ENABLE_STORE_V2_API",
         Reader.GLOO,
         "Reads the store in one request for many keys.",
         "gloo/common/utils.cc",
+        since="2.7",
     ),
     Variable(
         "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER",
         Reader.GLOO,
         "Uses ranks as connection numbers, which saves store traffic.",
         "gloo/common/utils.cc",
+        since="2.7",
     ),
 )
 
