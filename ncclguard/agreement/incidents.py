@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 
 from ncclguard.agreement.decision import Action, Departure, Phase, Report, Verdict
-from ncclguard.agreement.seat import Seat
+from ncclguard.agreement.seat import Seat, Subject
 from ncclguard.incident.model import Incident, RankReport, State
 from ncclguard.outcome import Cause
 
@@ -39,7 +39,7 @@ def summarise(
     reports: Mapping[int, Report],
     departed: Mapping[int, Departure],
     silent: Mapping[int, Cause],
-    seat: Seat,
+    seat: Subject,
 ) -> str:
     """The coordinator's incident as JSON; empty for a verdict under which nothing failed."""
     if verdict.cause is None:
@@ -114,7 +114,7 @@ def alone(
     )
 
 
-def _advice(cause: Cause, seat: Seat) -> str:
+def _advice(cause: Cause, seat: Subject) -> str:
     return ADVICE[cause] if seat.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
 
 
@@ -140,7 +140,7 @@ def from_json(text: str) -> Incident | None:
         return None
 
 
-def _identifier(seat: Seat, text: str) -> str:
+def _identifier(seat: Subject, text: str) -> str:
     """Fit for a file name, and no other job's: the session's name leads."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{seat.session[:8]}-{text}".lstrip("-"))[-120:]
 

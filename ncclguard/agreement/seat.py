@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ncclguard.agreement.decision import Departure, Phase, Report, Trouble, TroubleKind, Verdict, decide
 from ncclguard.agreement.protocol import Member, Resolution
@@ -23,7 +23,20 @@ if TYPE_CHECKING:
     from ncclguard.metrics.exchange import Exchange
 
 
-Summarise = Callable[[Verdict, Mapping[int, Report], Mapping[int, Departure], Mapping[int, Cause], "Seat"], str]
+class Subject(Protocol):
+    """What an incident says of a seat, or of one of the groups behind it."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def session(self) -> str: ...
+    @property
+    def sightings(self) -> Mapping[int, Mapping[str, object]]: ...
+    @property
+    def guarded(self) -> bool: ...
+
+
+Summarise = Callable[[Verdict, Mapping[int, Report], Mapping[int, Departure], Mapping[int, Cause], Subject], str]
 
 
 @dataclass(slots=True)

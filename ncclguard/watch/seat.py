@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from ncclguard.agreement.decision import Departure, Phase, Report, TroubleKind, Verdict
 from ncclguard.agreement.seat import OpenCall, Seat, Summarise
@@ -106,7 +106,7 @@ class WatchSeat(Seat):
         if verdict.cause is None:
             return verdict
         named = _Named(finding.channel or "job", self.session, self.sightings)
-        incident = summarise(verdict, finding.reports, departed, silent, cast(Seat, named))
+        incident = summarise(verdict, finding.reports, departed, silent, named)
         return replace(verdict, incident=incident)
 
     def adopt(self, verdict: Verdict, donated: str | None) -> None:
@@ -164,6 +164,8 @@ def _item(pending: Pending, age: float, broken: bool = False) -> list[Any]:
 
 class _Named:
     """What the summary needs of a seat, for one of the groups behind it."""
+
+    guarded = False
 
     def __init__(self, key: str, session: str, sightings: Mapping[int, Any]) -> None:
         self.key = key
