@@ -230,6 +230,34 @@ def test_what_happened_is_in_the_json_log(job: dict[str, Any]) -> None:
     assert counted["all_reduce", "none"]["count"] >= 3 * EVERY
 
 
+def looking_for_the_length_of_pieces() -> None:
+    """Large operations, with an exchange after every fourth."""
+    ng.configure(
+        statistics_every=4, adjust=True, chunk_numel=200_000, adjust_chunk_min=50_000, adjust_chunk_max=1_000_000,
+        report_dir=None,
+    )  # fmt: skip
+    dist.init_process_group("gloo")
+    pieces, right = [], True
+    for turn in range(40):
+        tensor = torch.full((1_000_000,), float(turn + dist.get_rank()))
+        pieces.append(ng.safe_all_reduce(tensor, timeout=60).raise_if_failed().chunks)
+        right = right and bool((tensor == 2 * turn + 1).all())
+    faults.report(pieces=pieces, right=right, numel=config_of_seat(hook.guarded()[0][0].key).chunk_numel)
+    dist.destroy_process_group()
+
+
+def test_all_ranks_change_the_length_of_pieces_at_the_same_operation() -> None:
+    """Doubled after the first exchange, to see whether that is faster; what follows depends on the machine."""
+    result = faults.run_ranks(looking_for_the_length_of_pieces, 2, timeout=110).check()
+    pieces = result[0].reports["pieces"]
+    assert pieces == result[1].reports["pieces"]
+    assert pieces[:5] == [5, 5, 5, 5, 3]
+    assert 1 <= min(pieces) <= max(pieces) <= 20  # within the bounds
+    assert result[0].reports["numel"] == result[1].reports["numel"]
+    assert all(rank.reports["right"] for rank in result)
+    assert "chunk_numel is 400000 on all ranks, was 200000" in result[0].output
+
+
 def through_a_process_group() -> None:
     """Asynchronous collectives of a guarded process group; a proposal that only rank 1 knows."""
     dist.init_process_group("gloo")
