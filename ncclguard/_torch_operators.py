@@ -1,7 +1,7 @@
 """torch's private names for the operators behind a process group's methods; the others are in `_torch`.
 
 Every method of `ProcessGroup` dispatches to an operator `c10d::...`, and C++ callers such as DDP's buffer broadcast, or functional
-collectives, arrive there too. Ran on torch 2.13.0. Where a version lacks something nothing is hooked: Python callers are met at
+collectives, arrive there too. Ran on torch 2.13.0 and 2.15.0. Where a version lacks something nothing is hooked: Python callers are met at
 the methods in any case.
 """
 
