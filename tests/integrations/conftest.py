@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,9 @@ def deepspeed_operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("torch_extensions")))
+        patch.setenv(
+            "PATH", str(Path(sys.executable).parent), prepend=os.pathsep
+        )  # where ninja is, installed with DeepSpeed
         built = subprocess.run(
             [sys.executable, "-c", BUILD],
             env=dict(os.environ),
