@@ -16,19 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from peers import write
+from peers import HEADS, columns, figures, write
 
 import ncclguard  # noqa: F401 - registers the backend
 from ncclguard import faults
 from ncclguard.bench.machine import describe
 from ncclguard.bench.sizes import parse_size
-from ncclguard.bench.timing import percentile, ratio, slowest_rank_times
 from ncclguard.bench.world import World
 
 BACKENDS = ("gloo", "ncclguard")
@@ -93,26 +91,11 @@ def run_rank(cycles: int, parameters: int) -> None:
 def table(result: faults.JobResult) -> list[dict[str, Any]]:
     """A row per kind of call and backend."""
     everybody = result.values("seconds")
-    rows = []
-    for kind in CALLS:
-        times = {
-            name: slowest_rank_times(np.array([everybody[rank][kind][name] for rank in sorted(everybody)]))
-            for name in BACKENDS
-        }
-        cycles = {name: [percentile(cycle, 50) for cycle in found] for name, found in times.items()}
-        for name, found in times.items():
-            share = ratio(cycles[name], cycles[BACKENDS[0]])
-            rows.append(
-                {
-                    "call": kind,
-                    "backend": name,
-                    "calls": found.size,
-                    "seconds_p50": percentile(found.ravel(), 50),
-                    "seconds_p99": percentile(found.ravel(), 99),
-                    "ratio": [share.low, share.median, share.high],
-                }
-            )
-    return rows
+    return [
+        {"call": kind, "backend": name, **row}
+        for kind in CALLS
+        for name, row in figures({rank: said[kind] for rank, said in everybody.items()}, BACKENDS[0]).items()
+    ]
 
 
 def main() -> int:
@@ -133,13 +116,9 @@ def main() -> int:
         f"# {options.ranks} ranks on one host, {parameters} parameters in float32; torch {environment['torch']}, "
         f"Python {environment['python']}, {environment['cores']} cores ({environment['cpu']})"
     )
-    print(f"# {'call':<20} {'backend':<10} {'calls':>6} {'p50 (us)':>10} {'p99 (us)':>10}  time / gloo (quartiles)")
+    print(f"# {'call':<20} {'backend':<10} {HEADS}  time / gloo (quartiles)")
     for row in rows:
-        low, median, high = row["ratio"]
-        print(
-            f"  {row['call']:<20} {row['backend']:<10} {row['calls']:>6} {row['seconds_p50'] * 1e6:>10.1f} "
-            f"{row['seconds_p99'] * 1e6:>10.1f}  {median:.2f} ({low:.2f}-{high:.2f})"
-        )
+        print(f"  {row['call']:<20} {row['backend']:<10} {columns(row)}")
     equal = all(result.values("equal").values())
     print(f"# the same parameters in the end: {'yes' if equal else 'no'}")
     if options.json is not None:

@@ -39,6 +39,7 @@ PLAIN = "plain torch"
 SLOTS = 32  # calls back to back in a cycle, each on a tensor of its own
 WARMUP = 5  # cycles
 LIMIT = timedelta(seconds=60)
+HEADS = f"{'calls':>6} {'p50 (us)':>10} {'p99 (us)':>10}"
 
 
 def guarded(rounds: bool) -> Call:
@@ -126,27 +127,32 @@ def run_rank(numel: int, cycles: int) -> None:
     dist.destroy_process_group()
 
 
-def table(result: faults.JobResult) -> tuple[list[dict[str, Any]], int]:
-    """A row per variant and the number of wrong elements."""
-    everybody = result.values("seconds")
+def figures(everybody: dict[int, dict[str, list[list[float]]]], plain: str) -> dict[str, dict[str, Any]]:
+    """What is written down of each variant, from the seconds of all ranks; `plain` is what the ratios are to."""
     times = {
         name: slowest_rank_times(np.array([everybody[rank][name] for rank in sorted(everybody)]))
         for name in everybody[0]
     }
     cycles = {name: [percentile(cycle, 50) for cycle in found] for name, found in times.items()}
-    rows = []
+    rows = {}
     for name, found in times.items():
-        share = ratio(cycles[name], cycles[PLAIN])
-        rows.append(
-            {
-                "variant": name,
-                "calls": found.size,
-                "seconds_p50": percentile(found.ravel(), 50),
-                "seconds_p99": percentile(found.ravel(), 99),
-                "ratio": [share.low, share.median, share.high],
-            }
-        )
-    return rows, sum(sum(wrong.values()) for wrong in result.values("wrong").values())
+        share = ratio(cycles[name], cycles[plain])
+        rows[name] = {
+            "calls": found.size,
+            "seconds_p50": percentile(found.ravel(), 50),
+            "seconds_p99": percentile(found.ravel(), 99),
+            "ratio": [share.low, share.median, share.high],
+        }
+    return rows
+
+
+def columns(row: dict[str, Any]) -> str:
+    """The numbers of a row as text, beneath `HEADS`."""
+    low, median, high = row["ratio"]
+    return (
+        f"{row['calls']:>6} {row['seconds_p50'] * 1e6:>10.1f} {row['seconds_p99'] * 1e6:>10.1f}  "
+        f"{median:.2f} ({low:.2f}-{high:.2f})"
+    )
 
 
 def main() -> int:
@@ -162,18 +168,15 @@ def main() -> int:
     numel = options.numel.numel(element_size=4)
     result = faults.run_ranks(run_rank, options.ranks, args=[numel, options.cycles], timeout=600).check()
     environment = result[0].reports["environment"]
-    rows, wrong = table(result)
+    rows = [{"variant": name, **row} for name, row in figures(result.values("seconds"), PLAIN).items()]
+    wrong = sum(sum(counts.values()) for counts in result.values("wrong").values())
     print(
         f"# {options.ranks} ranks on one host, gloo, all_reduce of {numel} float32; torch {environment['torch']}, "
         f"Python {environment['python']}, {environment['cores']} cores ({environment['cpu']})"
     )
-    print(f"# {'variant':<20} {'calls':>6} {'p50 (us)':>10} {'p99 (us)':>10}  time / plain (quartiles)")
+    print(f"# {'variant':<20} {HEADS}  time / plain (quartiles)")
     for row in rows:
-        low, median, high = row["ratio"]
-        print(
-            f"  {row['variant']:<20} {row['calls']:>6} {row['seconds_p50'] * 1e6:>10.1f} "
-            f"{row['seconds_p99'] * 1e6:>10.1f}  {median:.2f} ({low:.2f}-{high:.2f})"
-        )
+        print(f"  {row['variant']:<20} {columns(row)}")
     print(f"# wrong elements: {wrong}")
     if options.json is not None:
         write(

@@ -17,7 +17,16 @@ import torch.distributed as dist
 from ncclguard.integrations.deepspeed import patch_trainer
 
 from ncclguard import faults
-from tests.integrations.evaluation_parts import CULPRIT, LIMIT, TIMEOUT, Fault, Model, attempt, start_together, summary
+from tests.integrations.evaluation_parts import (
+    CULPRIT,
+    LIMIT,
+    TIMEOUT,
+    Fault,
+    attempt,
+    start_together,
+    summary,
+    zero_engine,
+)
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -41,15 +50,7 @@ class Trainer:
 
     def __init__(self, stage: int) -> None:
         torch.manual_seed(7)
-        model = Model()
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 8},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        self.model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self.model = zero_engine(stage)
         self.monitor = Monitor()
         self.fault = self.model.module.blocks[1].fault = Fault()
         self.eval_batch_size = 8

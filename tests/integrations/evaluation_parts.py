@@ -66,6 +66,21 @@ class Model(nn.Module):
         return output
 
 
+def zero_engine(stage: int) -> Any:
+    """A `Model` under a real DeepSpeed engine; with stage 3 all but its smallest parameters are partitioned."""
+    import deepspeed
+
+    model = Model()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 8},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
 class Fault:
     """What rank 2 does in the middle of the forward pass of an evaluation's second batch."""
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
-from tests.integrations.evaluation_parts import CULPRIT, Block, Model
+from tests.integrations.evaluation_parts import CULPRIT, Block, Model, zero_engine
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -133,15 +133,7 @@ def zero(stage: int) -> Step:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference, and compiled when first asked for
     deepspeed.init_distributed("gloo", verbose=False)
-    model = Model()
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 8},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine = zero_engine(stage)
 
     def step(inputs: torch.Tensor) -> None:
         engine.backward((engine(inputs) - 1).square().mean())
