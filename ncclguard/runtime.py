@@ -11,13 +11,11 @@ import hashlib
 import json
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -50,7 +48,7 @@ from ncclguard.incident.stacks import (
 )
 from ncclguard.metrics import exchange
 from ncclguard.outcome import Cause
-from ncclguard.termination import Termination, dead_threads, watch_threads
+from ncclguard.termination import Termination, dead_threads, watch_multiprocessing, watch_threads, watch_uncaught
 from ncclguard.transport.base import Builder
 from ncclguard.transport.gloo import GlooBuilder
 from ncclguard.transport.nccl import NcclBuilder
@@ -269,6 +267,7 @@ def current() -> Runtime:
                     f"the store of the default process group cannot be reached: {error}. "
                     "Check that rank 0 (or the launcher's agent) is alive and that this host can connect to it."
                 ) from error
+            watch_multiprocessing(_announce, _at_exit)
         return _runtime
 
 
@@ -327,21 +326,15 @@ def _at_exit() -> None:
         _end(Cause.EXITED, "ended its program")
 
 
-def _hook_exceptions() -> None:
-    """An uncaught exception is announced at once, before other threads and atexit handlers keep the process busy."""
-    previous = sys.excepthook
-
-    def announce(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _failure
-        _failure = describe_exception(error)
-        runtime = _runtime
-        if runtime is not None:
-            if runtime.watcher is not None:
-                _failure = runtime.watcher.uncaught(error, _failure)
-            runtime.announce(Cause.FAILED, _failure, traceback_frames(error))
-        previous(kind, error, trace)
-
-    sys.excepthook = announce
+def _announce(error: BaseException) -> None:
+    """An uncaught exception is about to end the program."""
+    global _failure
+    _failure = describe_exception(error)
+    runtime = _runtime
+    if runtime is not None:
+        if runtime.watcher is not None:
+            _failure = runtime.watcher.uncaught(error, _failure)
+        runtime.announce(Cause.FAILED, _failure, traceback_frames(error))
 
 
 def _before_fork() -> None:
@@ -355,13 +348,16 @@ def _after_fork() -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child has neither the threads nor the right to speak for its parent: the guard is off there."""
+    """A child of a rank has neither the threads nor the right to speak for it: the guard is off there.
+
+    A child of a process that was in no job may become a rank itself: a notebook's launcher forks all of them.
+    """
     global _runtime, _starting, _forked
     if _runtime is not None:
         _runtime.termination.forget_in_child()
+    _forked = _forked or _runtime is not None or dist.is_initialized()
     _runtime = None
     _starting = threading.Lock()
-    _forked = True
 
 
 _installed = False
@@ -378,7 +374,7 @@ def install() -> None:
     register()
     _torch.on_init(_after_init)
     _torch.on_destroy(_before_destroy)
-    _hook_exceptions()
+    watch_uncaught(_announce)
     watch_threads()
     atexit.register(_at_exit)
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forget_in_child)

@@ -1,4 +1,4 @@
-"""SIGTERM and dying threads: what this process can still say before it ends, without getting in the program's way.
+"""SIGTERM, exceptions and dying threads: what this process can still say before it ends, without getting in the program's way.
 
 A Python handler runs only between two bytecodes of the main thread, which may sit in a C call for minutes: without more, catching
 SIGTERM would keep a process alive that the signal used to end at once. So the signal is noticed by a thread of its own, through
@@ -11,14 +11,16 @@ from __future__ import annotations
 import _thread
 import contextlib
 import ctypes
+import multiprocessing.util
 import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Final
 
 from ncclguard.incident.stacks import describe_exception
@@ -164,3 +166,29 @@ def watch_threads() -> None:
         previous(arguments)
 
     threading.excepthook = note
+
+
+def watch_uncaught(announce: Callable[[BaseException], None]) -> None:
+    """Call `announce` with the exception that ends the program, before other threads and exit handlers keep it busy."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        announce(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def watch_multiprocessing(announce: Callable[[BaseException], None], leave: Callable[[], None]) -> None:
+    """Do the same, then `leave`, in a process that `multiprocessing` started: it ends without `sys.excepthook`, forked also without `atexit`."""
+
+    def end() -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit) and error.code not in (None, 0):
+            error = error.__context__  # torch.multiprocessing catches what a rank raises, and exits
+        if isinstance(error, Exception):
+            announce(error)
+        leave()
+
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, end, exitpriority=0)
