@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ncclguard.faults.forkserver import Leader, Request
 from ncclguard.faults.janitor import Janitor, end_processes, processes_of
 from ncclguard.faults.rank import read_reports, word_file
 from ncclguard.faults.result import JobResult, RankResult, RanksFailed
@@ -28,7 +29,10 @@ STACKS = 5.0  # seconds that a rank gets to write its stacks after SIGABRT
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One process to start: a rank itself (``is_rank``), or what starts ranks; torchrun ends all when one ends (``ends_all``)."""
+    """One process to start: a rank itself (``is_rank``), or what starts ranks.
+
+    torchrun ends all when one ends (``ends_all``). ``forks``: ranks to be forked, instead of a program to be run.
+    """
 
     argv: Sequence[str]
     env: dict[str, str]
@@ -36,6 +40,21 @@ class Command:
     ranks: tuple[int, ...]
     is_rank: bool
     ends_all: bool = False
+    forks: Request | None = None
+
+    def start(self) -> subprocess.Popen[bytes] | Leader:
+        """Start it, leading a session of its own."""
+        if self.forks is not None:
+            return self.forks.start()
+        with open(self.output, "ab") as output:
+            return subprocess.Popen(
+                self.argv,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,  # a file, not a pipe: a forked child that lives on would hold a pipe open
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
 
 class Job:
@@ -54,24 +73,16 @@ class Job:
         self._janitor = Janitor()
         self._janitor.watch("job", name)
         self._janitor.watch("directory", str(directory))
-        self._processes: list[tuple[Command, subprocess.Popen[bytes]]] = []
+        self._processes: list[tuple[Command, subprocess.Popen[bytes] | Leader]] = []
         self._ended: dict[int, tuple[int | None, float | None]] = {}  # rank -> return code, time.monotonic()
         self._started = time.monotonic()
         self._result: JobResult | None = None
 
     def start(self, commands: Sequence[Command]) -> None:
-        """Start the processes, each leading a session of its own."""
+        """Start the processes."""
         self._started = time.monotonic()
         for command in commands:
-            with open(command.output, "ab") as output:
-                process = subprocess.Popen(
-                    command.argv,
-                    env=command.env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,  # a file, not a pipe: a forked child that lives on would hold a pipe open
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            process = command.start()
             self._processes.append((command, process))
             try:  # at the timeout the ranks get SIGABRT for their stacks, not for core files of many GB
                 resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))

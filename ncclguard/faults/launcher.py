@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ncclguard.faults import prefork, supervise
+from ncclguard.faults import supervise
+from ncclguard.faults.forkserver import Request, knows_too_late
 from ncclguard.faults.hosts import Hosts
 from ncclguard.faults.janitor import JOB_VARIABLE
 from ncclguard.faults.job import Command, Job
@@ -26,8 +27,6 @@ Program = str | Path | Callable[..., Any]
 Launcher = Literal["processes", "fork", "torchrun"]
 #: What starts the ranks where a call does not say it; the tests of this project set it to "fork".
 DEFAULT: Launcher = "processes"
-# Read while torch is imported, or before Python starts: a fork has no use for them.
-_READ_EARLY = ("TORCH_", "OMP_", "MKL_", "LD_", "PYTHON")
 
 # What a surrounding job, launcher or scheduler told this process about itself, and must not tell the ranks.
 _NOT_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR")
@@ -49,8 +48,9 @@ def run_ranks(
     ``program`` is a script's path, ``"module:function"``, ``"file.py:function"`` or a module-level function; a function
     gets ``args`` (JSON-able), a script gets them as its arguments. Each rank has RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR and MASTER_PORT, so ``init_process_group`` needs nothing more. With ``hosts`` the ranks are spread over its
-    network namespaces in blocks. ``launcher``: "processes" (the default) starts each by itself; "fork" imports torch once and forks the
-    ranks, where that makes no difference (functions, one host, no variables that are read before); "torchrun". At ``timeout`` (seconds) whoever still runs writes its stacks and is killed; forked
+    network namespaces in blocks. ``launcher``: "processes" (the default) starts each by itself; "fork" imports torch and ncclguard once, in a process
+    that is kept for later jobs, and forks the ranks, where that makes no difference (functions, one host, no variables that are read
+    before); "torchrun". At ``timeout`` (seconds) whoever still runs writes its stacks and is killed; forked
     children and stopped processes too. Raises ValueError for a program or a world size that cannot be started.
 
     >>> from ncclguard import faults
@@ -100,7 +100,7 @@ def start_ranks(
     try:
         common = environment_of(env, hosts)
         common |= {JOB_VARIABLE: name, REPORT_VARIABLE: str(directory), PATH_VARIABLE: json.dumps(sys.path)}
-        early = any(variable.startswith(_READ_EARLY) for variable in env or ())
+        early = any(map(knows_too_late, env or ()))
         build = process_commands
         if launcher == "torchrun":
             build = torchrun_commands
@@ -139,10 +139,10 @@ def process_commands(plan: Plan) -> list[Command]:
 
 
 def fork_commands(plan: Plan) -> list[Command]:
-    """One process that imports torch and forks the ranks."""
-    argv = [sys.executable, prefork.__file__, str(plan.directory), json.dumps(variables(plan)), *plan.rank_command[3:]]
+    """One process that has torch imported and forks the ranks."""
+    forks = Request(plan.directory, plan.env, variables(plan), plan.rank_command[3:])
     output = plan.directory / "prefork.output"
-    return [Command(argv, dict(plan.env), output, tuple(range(plan.world_size)), is_rank=False)]
+    return [Command((), dict(plan.env), output, tuple(range(plan.world_size)), is_rank=False, forks=forks)]
 
 
 def variables(plan: Plan) -> list[dict[str, str]]:

@@ -1,38 +1,77 @@
-"""Starts the ranks of one job as forks of a process that has imported torch, which takes a second or more, once for all.
+"""Forks the ranks of one job after another from a process that has imported torch, which takes seconds, once for all.
 
-Run by its path: ``python prefork.py DIRECTORY RANKS MODULE FUNCTION JSON_ARGUMENTS``, where RANKS is a JSON list of the variables that each rank
-has of its own. It must not import ncclguard, which is off in forks of a rank. Keeps the same files as supervise.py.
+Run by its path: ``python prefork.py DESCRIPTOR VARIABLE``, a socket on which its owner names a file for each job and hands over
+another socket, the job's own, and the variable that names a job; it ends with its owner. The job's ranks are children of a leader, which says its pid on that
+socket and holds it open as long as one of them runs. Keeps the same files as supervise.py.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib
 import json
 import os
 import runpy
+import signal
+import socket
 import sys
 import time
+from typing import Any
 
-PRELOADED = ("torch.distributed", "numpy", "psutil", "pydantic", "pydantic_settings")
+PRELOADED = ("torch.distributed", "ncclguard")
 #: In a job's environment: further modules, separated by blanks, for ranks that all import something slow.
 PRELOAD_VARIABLE = "_NCCLGUARD_PRELOAD"
+#: In its own environment: room for what marks a job's processes, which the leader overwrites in place.
+ROOM = "0" * 32
 
 
-def main() -> None:
-    """Fork the ranks, write down how each ends, and end with the last; in a fork: run the function and end like any program."""
-    directory, ranks, *function = sys.argv[1:]
+def main(descriptor: int, mark: str) -> None:
+    """Serve the owner; in a rank: run the function and end like any program."""
+    owner = socket.socket(fileno=descriptor)
+    room = address_of(mark)
     sys.path[0] = ""
     for module in (*PRELOADED, *os.environ.get(PRELOAD_VARIABLE, "").split()):
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a rank would touch, and so copy, all that was imported
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a leader: its socket says when it has ended
+    while True:
+        file, descriptors, _, _ = socket.recv_fds(owner, 4096, 1)
+        if not file:
+            return
+        lifeline = socket.socket(fileno=descriptors[0])
+        if os.fork() == 0:
+            owner.close()
+            with open(file) as request:
+                job = json.load(request)
+            ctypes.memmove(room, job["env"][mark].encode(), len(ROOM))  # /proc shows this copy, here and in all forks
+            if lead(lifeline, job):
+                runpy.run_module("ncclguard.faults", run_name="__main__", alter_sys=True)
+            return
+        lifeline.close()
+
+
+def lead(lifeline: socket.socket, job: dict[str, Any]) -> bool:
+    """Fork the ranks, write down how each ends, and end with the last: True in a rank, never returns in the leader."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    redirect(os.path.join(job["directory"], "prefork.output"))
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    lifeline.send(str(os.getpid()).encode())
     children: dict[int, str] = {}
-    for own in json.loads(ranks):
-        base = os.path.join(directory, f"rank{own['RANK']}")
+    for own in job["ranks"]:
+        base = os.path.join(job["directory"], f"rank{own['RANK']}")
         pid = os.fork()
         if pid == 0:
-            become_rank(base, own)
-            sys.argv = ["ncclguard.faults", *function]
-            runpy.run_module("ncclguard.faults", run_name="__main__", alter_sys=True)
-            return
+            lifeline.close()
+            os.setsid()
+            redirect(f"{base}.output")
+            os.environ.update(own)
+            sys.argv = ["ncclguard.faults", *job["function"]]
+            return True
         write(f"{base}.pid", f"{pid}")
         children[pid] = base
     while children:
@@ -40,16 +79,25 @@ def main() -> None:
         if pid in children:
             code = os.waitstatus_to_exitcode(status)
             write(f"{children.pop(pid)}.ended", f"{code} {time.monotonic()}")
+    os._exit(0)  # what the imported modules do at exit is the ranks' affair
 
 
-def become_rank(base: str, own: dict[str, str]) -> None:
-    """A session, an output file and variables of this rank's own."""
-    os.setsid()
-    output = os.open(f"{base}.output", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    os.environ.update(own)
+def address_of(variable: str) -> int:
+    """Where the text of an environment variable lies that this process was started with."""
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    found: int | None = libc.getenv(variable.encode())
+    if found is None or ctypes.string_at(found) != ROOM.encode():
+        raise RuntimeError(f"{variable} is to be {ROOM!r} when this process is started")
+    return found
+
+
+def redirect(output: str) -> None:
+    """Standard output and error go to the end of a file."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
 
 
 def write(path: str, text: str) -> None:
@@ -60,4 +108,4 @@ def write(path: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), sys.argv[2])

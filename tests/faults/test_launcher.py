@@ -116,12 +116,36 @@ def test_a_forked_child_that_outlives_its_rank_is_told_and_ended(tmp_path: Path)
     until_gone(list(result.left_running))
 
 
+def leaves_a_child_behind() -> None:
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(600)
+
+
+def test_forked_ranks_and_their_children_are_told_from_those_of_other_jobs_of_the_same_process() -> None:
+    """All jobs' ranks are forks of one process, so each job's mark replaces the one that this was started with."""
+    with faults.start_ranks("time:sleep", 2, args=[600], timeout=600, launcher="fork") as other:
+        result = faults.run_ranks(leaves_a_child_behind, 1, timeout=LIMIT, launcher="fork")
+        assert result.ok
+        assert len(result.left_running) == 1
+        until_gone(list(result.left_running))
+        pids = [other.pid(rank) for rank in range(2)]
+        assert [process_state(pid) for pid in pids] == ["S", "S"]
+    until_gone(pids)
+
+
+def test_what_keeps_ranks_from_being_forked_is_said() -> None:
+    env = {PRELOAD_VARIABLE: "no_such_module"}
+    with pytest.raises(faults.RanksFailed, match="No module named 'no_such_module'"):
+        faults.run_ranks("math:factorial", 1, args=[5], env=env, timeout=LIMIT, launcher="fork")
+
+
+@pytest.mark.parametrize("launcher", ["processes", "fork"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
-def test_when_the_launching_process_is_ended_its_ranks_end_too(tmp_path: Path, number: signal.Signals) -> None:
-    ranks = script(tmp_path, "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+def test_when_the_launching_process_is_ended_its_ranks_end_too(number: signal.Signals, launcher: str) -> None:
     launching = f"""
 from ncclguard import faults
-with faults.start_ranks({str(ranks)!r}, 2, timeout=600) as job:
+with faults.start_ranks("time:sleep", 2, args=[600], timeout=600, launcher={launcher!r}) as job:
     print(job.pid(0), job.pid(1), job._directory, flush=True)
     job.wait()
 """

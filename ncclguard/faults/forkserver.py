@@ -1,0 +1,161 @@
+"""The owner's side of prefork.py: processes that wait with torch imported, and fork the ranks of a job on request."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ncclguard.faults import prefork
+from ncclguard.faults.janitor import JOB_VARIABLE
+from ncclguard.faults.result import RanksFailed
+
+PATIENCE = 120.0  # seconds for the imports
+# Read while torch is imported, or before Python starts: a fork has no use for them.
+_READ_EARLY = ("TORCH_", "OMP_", "MKL_", "LD_", "PYTHON")
+
+
+def knows_too_late(variable: str) -> bool:
+    """Whether a fork cannot be given this environment variable: it is read before."""
+    return variable.startswith(_READ_EARLY)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The ranks of one job: the folder of its files, all ranks' environment, each rank's own, and what they run."""
+
+    directory: Path
+    env: Mapping[str, str]
+    ranks: Sequence[Mapping[str, str]]
+    function: Sequence[str]
+
+    def start(self) -> Leader:
+        """Have the ranks forked. Raises RanksFailed when the process that does so has ended, with what it said."""
+        file = self.directory / "prefork.json"
+        fields = {"directory": str(self.directory), "cwd": os.getcwd(), "env": dict(self.env)}
+        file.write_text(json.dumps({**fields, "ranks": [dict(own) for own in self.ranks], "function": self.function}))
+        return _server_for(self.env).lead(file)
+
+
+class Leader:
+    """The process that forked a job's ranks and waits for them: to be used like a subprocess.Popen."""
+
+    def __init__(self, lifeline: socket.socket, pid: int) -> None:
+        self.pid = pid
+        self._lifeline = lifeline
+
+    def poll(self) -> int | None:
+        """None as long as it runs; how the ranks ended is in their files."""
+        if self._lifeline.fileno() < 0:
+            return 0
+        self._lifeline.setblocking(False)
+        try:
+            self._lifeline.recv(1)
+        except BlockingIOError:
+            return None
+        self._lifeline.close()
+        return 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Block until it has ended; TimeoutError after `timeout` seconds."""
+        if self._lifeline.fileno() >= 0:
+            self._lifeline.settimeout(timeout)
+            self._lifeline.recv(1)
+            self._lifeline.close()
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send it SIGKILL, if it still runs."""
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """A process with everything imported, started with `env`; it ends with its owner."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, prefork.__file__, str(theirs.fileno()), JOB_VARIABLE],
+                env={**env, JOB_VARIABLE: prefork.ROOM},
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._lock = threading.Lock()
+
+    @property
+    def running(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
+
+    def lead(self, request: Path) -> Leader:
+        """Have the ranks forked that the file describes."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs, self._lock:
+                socket.send_fds(self._socket, [os.fsencode(request)], [theirs.fileno()])
+            ours.settimeout(PATIENCE)
+            pid = ours.recv(32)
+        except OSError:  # it has ended, or does not answer
+            pid = b""
+        if not pid:
+            ours.close()
+            raise RanksFailed(f"the process that forks the ranks has ended, or hangs; it said:\n{self._output()}")
+        return Leader(ours, int(pid))
+
+    def close(self) -> None:
+        """Let it end, and wait until it has."""
+        self._socket.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._said.close()
+
+    def _output(self) -> str:
+        self._said.seek(0)
+        return self._said.read().decode(errors="replace")
+
+
+_servers: dict[tuple[object, ...], ForkServer] = {}
+_lock = threading.Lock()
+
+
+def _server_for(env: Mapping[str, str]) -> ForkServer:
+    """The server whose imports suit these variables, started if need be."""
+    preload = env.get(prefork.PRELOAD_VARIABLE, "")
+    early = sorted((name, value) for name, value in env.items() if knows_too_late(name))
+    key = (os.getpid(), preload, *early)
+    with _lock:
+        server = _servers.get(key)
+        if server is None or not server.running:
+            server = _servers[key] = ForkServer(env)
+        return server
+
+
+def _close_all() -> None:
+    for (owner, *_), server in _servers.items():
+        if owner == os.getpid():
+            server.close()
+
+
+atexit.register(_close_all)
