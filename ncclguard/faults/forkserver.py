@@ -20,6 +20,9 @@ from ncclguard.faults.janitor import JOB_VARIABLE
 from ncclguard.faults.result import RanksFailed
 
 PATIENCE = 120.0  # seconds for the imports
+#: In a job's environment: further modules, separated by blanks, for ranks that all import something slow.
+PRELOAD_VARIABLE = "_NCCLGUARD_PRELOAD"
+_PRELOADED = ("torch.distributed", "ncclguard")
 # Read while torch is imported, or before Python starts: a fork has no use for them.
 _READ_EARLY = ("TORCH_", "OMP_", "MKL_", "LD_", "PYTHON")
 
@@ -31,18 +34,25 @@ def knows_too_late(variable: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The ranks of one job: the folder of its files, all ranks' environment, each rank's own, and what they run."""
+    """The ranks of one job: the folder of its files, all ranks' environment, each rank's own, what they run, and in which hosts."""
 
     directory: Path
     env: Mapping[str, str]
     ranks: Sequence[Mapping[str, str]]
     function: Sequence[str]
+    entrances: Sequence[Sequence[str]]
 
     def start(self) -> Leader:
         """Have the ranks forked. Raises RanksFailed when the process that does so has ended, with what it said."""
         file = self.directory / "prefork.json"
-        fields = {"directory": str(self.directory), "cwd": os.getcwd(), "env": dict(self.env)}
-        file.write_text(json.dumps({**fields, "ranks": [dict(own) for own in self.ranks], "function": self.function}))
+        fields = {
+            "directory": str(self.directory),
+            "cwd": os.getcwd(),
+            "env": dict(self.env),
+            "function": self.function,
+        }
+        ranks = [dict(own) for own in self.ranks]
+        file.write_text(json.dumps({**fields, "ranks": ranks, "entrances": self.entrances}))
         return _server_for(self.env).lead(file)
 
 
@@ -84,14 +94,14 @@ class Leader:
 
 
 class ForkServer:
-    """A process with everything imported, started with `env`; it ends with its owner."""
+    """A process with `modules` imported, started with `env`; it ends with its owner."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, prefork.__file__, str(theirs.fileno()), JOB_VARIABLE],
+                [sys.executable, prefork.__file__, str(theirs.fileno()), JOB_VARIABLE, *modules],
                 env={**env, JOB_VARIABLE: prefork.ROOM},
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
@@ -141,14 +151,14 @@ _lock = threading.Lock()
 
 
 def _server_for(env: Mapping[str, str]) -> ForkServer:
-    """The server whose imports suit these variables, started if need be."""
-    preload = env.get(prefork.PRELOAD_VARIABLE, "")
+    """The server with what a job with these variables wants imported; started if need be."""
+    modules = (*_PRELOADED, *env.get(PRELOAD_VARIABLE, "").split())
     early = sorted((name, value) for name, value in env.items() if knows_too_late(name))
-    key = (os.getpid(), preload, *early)
+    key = (os.getpid(), *modules, *early)
     with _lock:
         server = _servers.get(key)
         if server is None or not server.running:
-            server = _servers[key] = ForkServer(env)
+            server = _servers[key] = ForkServer(env, modules)
         return server
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import uuid
@@ -115,6 +117,10 @@ class Hosts:
         enter = [tool("ip"), "netns", "exec", self.namespace(host), tool("unshare"), "--uts", "sh", "-c", _ENTER, "sh"]
         return [*enter, str(self._directory / "hosts"), host, *argv]
 
+    def entrance(self, host: str) -> list[str]:
+        """The arguments of `enter` for a host."""
+        return [self.namespace(host), str(self._directory / "hosts"), host]
+
     def run(self, host: str, argv: Sequence[str]) -> str:
         """Run a short command inside a host and return its stdout; RuntimeError with its words when it fails."""
         return run_tool(self.command(host, argv))
@@ -214,3 +220,27 @@ def _port_matches(ports: Ports | None) -> tuple[tuple[str, ...], ...]:
         return ((),)
     span = f"{ports[0]}:{ports[1]}"
     return ("-p", "tcp", "--dport", span), ("-p", "tcp", "--sport", span)
+
+
+def enter(namespace: str, hosts_file: str, hostname: str) -> None:
+    """Move this process into a host, as `Hosts.command` does for a program: network, /sys, /etc/hosts and hostname.
+
+    Raises OSError where the kernel refuses.
+    """
+    new_mounts, new_uts, new_network = 0x20000, 0x4000000, 0x40000000  # CLONE_* of sched.h
+    bind, recursive, slave, detach = 0x1000, 0x4000, 0x80000, 2  # MS_* and MNT_DETACH of sys/mount.h
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *arguments: str | int | None) -> None:
+        if getattr(libc, function)(*(a.encode() if isinstance(a, str) else a for a in arguments)) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{function}{arguments}: {os.strerror(number)}")
+
+    with open(f"/run/netns/{namespace}", "rb") as file:
+        call("setns", file.fileno(), new_network)
+    call("unshare", new_mounts | new_uts)
+    call("mount", "", "/", "none", recursive | slave, None)
+    call("umount2", "/sys", detach)
+    call("mount", namespace, "/sys", "sysfs", 0, None)
+    call("mount", hosts_file, "/etc/hosts", "none", bind, None)
+    socket.sethostname(hostname)

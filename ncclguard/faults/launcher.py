@@ -49,8 +49,7 @@ def run_ranks(
     gets ``args`` (JSON-able), a script gets them as its arguments. Each rank has RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR and MASTER_PORT, so ``init_process_group`` needs nothing more. With ``hosts`` the ranks are spread over its
     network namespaces in blocks. ``launcher``: "processes" (the default) starts each by itself; "fork" imports torch and ncclguard once, in a process
-    that is kept for later jobs, and forks the ranks, where that makes no difference (functions, one host, no variables that are read
-    before); "torchrun". At ``timeout`` (seconds) whoever still runs writes its stacks and is killed; forked
+    that is kept for later jobs, and forks the ranks, where that makes no difference (functions, no variables that are read before); "torchrun". At ``timeout`` (seconds) whoever still runs writes its stacks and is killed; forked
     children and stopped processes too. Raises ValueError for a program or a world size that cannot be started.
 
     >>> from ncclguard import faults
@@ -104,7 +103,7 @@ def start_ranks(
         build = process_commands
         if launcher == "torchrun":
             build = torchrun_commands
-        elif launcher == "fork" and hosts is None and not early and rank_command[1:3] == ["-m", __package__]:
+        elif launcher == "fork" and not early and rank_command[1:3] == ["-m", __package__]:
             build = fork_commands
         job.start(build(Plan(rank_command, world_size, common, directory, address, port, hosts)))
     except BaseException:
@@ -140,7 +139,9 @@ def process_commands(plan: Plan) -> list[Command]:
 
 def fork_commands(plan: Plan) -> list[Command]:
     """One process that has torch imported and forks the ranks."""
-    forks = Request(plan.directory, plan.env, variables(plan), plan.rank_command[3:])
+    own = variables(plan)
+    entrances = [] if plan.hosts is None else [plan.hosts.entrance(plan.hosts.names[int(v["GROUP_RANK"])]) for v in own]
+    forks = Request(plan.directory, plan.env, own, plan.rank_command[3:], entrances)
     output = plan.directory / "prefork.output"
     return [Command((), dict(plan.env), output, tuple(range(plan.world_size)), is_rank=False, forks=forks)]
 

@@ -1,7 +1,7 @@
 """Forks the ranks of one job after another from a process that has imported torch, which takes seconds, once for all.
 
-Run by its path: ``python prefork.py DESCRIPTOR VARIABLE``, a socket on which its owner names a file for each job and hands over
-another socket, the job's own, and the variable that names a job; it ends with its owner. The job's ranks are children of a leader, which says its pid on that
+Run by its path: ``python prefork.py DESCRIPTOR VARIABLE MODULE...``: a socket on which its owner names a file for each job and hands
+over another socket, the job's own; the variable that names a job; and what to import. It ends with its owner. The job's ranks are children of a leader, which says its pid on that
 socket and holds it open as long as one of them runs. Keeps the same files as supervise.py.
 """
 
@@ -19,19 +19,16 @@ import sys
 import time
 from typing import Any
 
-PRELOADED = ("torch.distributed", "ncclguard")
-#: In a job's environment: further modules, separated by blanks, for ranks that all import something slow.
-PRELOAD_VARIABLE = "_NCCLGUARD_PRELOAD"
 #: In its own environment: room for what marks a job's processes, which the leader overwrites in place.
 ROOM = "0" * 32
 
 
-def main(descriptor: int, mark: str) -> None:
+def main(descriptor: int, mark: str, modules: list[str]) -> None:
     """Serve the owner; in a rank: run the function and end like any program."""
     owner = socket.socket(fileno=descriptor)
     room = address_of(mark)
     sys.path[0] = ""
-    for module in (*PRELOADED, *os.environ.get(PRELOAD_VARIABLE, "").split()):
+    for module in modules:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, all that was imported
@@ -70,6 +67,8 @@ def lead(lifeline: socket.socket, job: dict[str, Any]) -> bool:
             os.setsid()
             redirect(f"{base}.output")
             os.environ.update(own)
+            if job["entrances"]:
+                importlib.import_module("ncclguard.faults.hosts").enter(*job["entrances"][int(own["RANK"])])
             sys.argv = ["ncclguard.faults", *job["function"]]
             return True
         write(f"{base}.pid", f"{pid}")
@@ -108,4 +107,4 @@ def write(path: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

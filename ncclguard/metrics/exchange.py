@@ -207,7 +207,7 @@ class Exchange:
             of, wait = self._waits[sequence % length]
             waits.append(wait if of == sequence and sequence > 0 else -1.0)
         return RankStatistics(
-            pid=os.getpid(), host=identity.HOST, waits=tuple(waits),
+            pid=os.getpid(), host=identity.host(), waits=tuple(waits),
             limits=(config.timeout, config.timeout_train, config.timeout_eval, config.timeout_small),
             longest=tuple(self._longest), expired=tuple(self._expired), operations=self._operations,
             retries=self._retries, moved_bytes=self._moved_bytes, moved_seconds=self._moved_seconds, piece=self._piece,

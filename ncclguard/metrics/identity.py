@@ -10,7 +10,11 @@ import torch.distributed as dist
 
 #: Variables that name a job, the first that is set counts; a launcher's or scheduler's.
 JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PBS_JOBID", "LSB_JOBID")
-HOST = socket.gethostname()
+
+
+def host() -> str:
+    """This machine's name."""
+    return socket.gethostname()
 
 
 def rank() -> int:

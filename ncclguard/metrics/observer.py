@@ -83,7 +83,7 @@ class RecordingObserver:
     def origin(self) -> dict[str, Any]:
         """The fields that all records share."""
         return {
-            "time": time.time(), "job": self._job, "rank": identity.rank(), "host": identity.HOST, "pid": os.getpid(),
+            "time": time.time(), "job": self._job, "rank": identity.rank(), "host": identity.host(), "pid": os.getpid(),
         }  # fmt: skip
 
 

@@ -292,7 +292,7 @@ def one_large_after_the_word() -> None:
     dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))._set_default_timeout(
         timedelta(seconds=4)
     )
-    faults.report(ready=socket.gethostname())
+    faults.report(ready=socket.gethostname(), master=int(os.environ["MASTER_PORT"]))
     faults.wait_until_told("go on", LIMIT)
     before = time.monotonic()
     try:
@@ -325,9 +325,7 @@ def test_connections_reset_from_outside_break_a_raw_all_reduce(hosts: Hosts, way
     """``ss -K`` on the connections between the ranks; those to the store stay."""
     with faults.start_ranks(one_large_after_the_word, 2, hosts=hosts, timeout=TIMEOUT) as job:
         job.wait_for("ready", seconds=LIMIT)
-        master = int(
-            run_tool(["sh", "-c", f"tr '\\0' '\\n' < /proc/{job.pid(0)}/environ | sed -n 's/^MASTER_PORT=//p'"])
-        )
+        master = job.reports(0)["master"]
         if way == "by host":
             count = hosts.reset_connections("host1", between="host0", keep_ports=[master])
         else:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ncclguard import faults
+from ncclguard.faults.forkserver import PRELOAD_VARIABLE
 from ncclguard.faults.janitor import process_state
 from ncclguard.faults.launcher import reserve_port
-from ncclguard.faults.prefork import PRELOAD_VARIABLE
 
 LIMIT = 90.0  # seconds, for what must happen at some time
 

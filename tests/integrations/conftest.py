@@ -1,4 +1,4 @@
-"""What the tests with DeepSpeed need before their ranks start."""
+"""What the tests with frameworks need before their ranks start."""
 
 from __future__ import annotations
 
@@ -11,11 +11,25 @@ from pathlib import Path
 
 import pytest
 
+from ncclguard.faults.forkserver import PRELOAD_VARIABLE
+
+#: Imported once for the ranks of all jobs: it takes each of them ten seconds and more.
+SLOW = ("torch._dynamo", "torch.distributed.fsdp", "accelerate", "deepspeed.runtime.engine", "transformers.trainer")
 BUILD = """
 import deepspeed
 from deepspeed.comm.torch import build_shm_op
 build_shm_op()
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frameworks() -> Iterator[None]:
+    """Ranks are forked from a process that has imported the frameworks which are installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setenv(PRELOAD_VARIABLE, " ".join(name for name in SLOW if importlib.util.find_spec(name.split(".")[0])))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,7 +43,11 @@ def deepspeed_operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("torch_extensions")))
+        base = tmp_path_factory.getbasetemp()
+        folder = (
+            base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+        )  # all workers of a run: one waits for the other
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "torch_extensions"))
         patch.setenv(
             "PATH", str(Path(sys.executable).parent), prepend=os.pathsep
         )  # where ninja is, installed with DeepSpeed

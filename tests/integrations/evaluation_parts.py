@@ -15,7 +15,6 @@ from torch import nn
 from ncclguard import faults
 from ncclguard._sockets import connections
 from ncclguard.faults.effects import reset_own_connections, store_ports
-from ncclguard.faults.prefork import PRELOAD_VARIABLE
 
 CULPRIT = 2
 TIMEOUT = 4.0
@@ -168,17 +167,14 @@ def start_together() -> None:
     faults.wait_until_told("go", seconds=300)
 
 
-def without_guard(program: Path, imports: str, *args: Any) -> dict[str, faults.JobResult]:
-    """How a job of 4 ranks ends with each fault, and without one; `imports` are the slow modules that the program needs.
+def without_guard(program: Path, *args: Any) -> dict[str, faults.JobResult]:
+    """How a job of 4 ranks ends with each fault, and without one.
 
     The jobs run at the same time: most of it is waiting.
     """
     with ExitStack() as stack:
-        env = {PRELOAD_VARIABLE: f"{imports} torch._dynamo", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
         jobs = {
-            name: stack.enter_context(
-                faults.start_ranks(f"{program}:unguarded", 4, args=[name, *args], env=env, timeout=600)
-            )
+            name: stack.enter_context(faults.start_ranks(f"{program}:unguarded", 4, args=[name, *args], timeout=600))
             for name in (*CASES, UNCAUGHT)
         }
         for job in jobs.values():

@@ -42,6 +42,6 @@ def test_training_goes_on_bit_for_bit(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_without_the_guard_the_job_ends(stage: int) -> None:
     """With ZeRO-3 rank 2's gather for training meets the others' reduction in the evaluation: gloo aborts one of them."""
-    ended = without_guard(PROGRAM, "deepspeed.runtime.engine", stage)
+    ended = without_guard(PROGRAM, stage)
     check_without_guard(ended, aborting=("oom", "batches", "skip") if stage == 3 else ())
     assert ended["batches"].values("caught")[CULPRIT] == ""  # rank 2 has all it wanted, and goes on to train
