@@ -39,6 +39,7 @@ def late_and_killed(framework: str) -> None:
     train(step, 2)
     faults.report(incidents=[len(watch.incidents) for watch in (start, late, killed)])
     if dist.get_rank() == CULPRIT:
+        time.sleep(1)  # until the others are in the next step: its last collective may have ended here first
         faults.report(killed_at=time.time())
         os.kill(os.getpid(), signal.SIGKILL)
     train(step, 1_000_000)
