@@ -71,7 +71,7 @@ def summarise(
             _rank(rank, verdict, reports, departed, silent, causes, seat.sightings.get(rank, {}))
             for rank in sorted({*reports, *departed, *silent})
         ),
-        summary=_summary(text, verdict, causes, waited, reports, departed),
+        summary=_summary(text, verdict, causes, waited, reports, departed, silent),
         advice=("The others go on without it. " if resumed else "") + _advice(verdict.cause, seat),
         sides=verdict.sides,
     )
@@ -254,6 +254,7 @@ def _summary(
     waited: float,
     reports: Mapping[int, Report],
     departed: Mapping[int, Departure],
+    silent: Mapping[int, Cause],
 ) -> str:
     because = _alone_to_blame(causes, reports, departed) or _because(causes)
     if because:
@@ -263,6 +264,10 @@ def _summary(
         return f"{text} failed after {waited:.3g} s: the ranks called different operations, and no side is a majority."
     troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})
     detail = f" ({troubles[0]})" if troubles else ""
+    quiet = [str(rank) for rank in sorted(silent) if rank not in departed]
+    if quiet:
+        who = f"rank {quiet[0]}" if len(quiet) == 1 else f"ranks {', '.join(quiet)}"
+        return f"{text} failed after {waited:.3g} s: {verdict.cause}; {who} did not answer in time{detail}."
     return f"{text} failed after {waited:.3g} s although every rank was in it: {verdict.cause}{detail}."
 
 

@@ -26,6 +26,8 @@ LEFT_GRACE = 0.5
 ISSUED_GRACE = 5.0
 #: Seconds after a process ended without a goodbye at which that is an incident although nobody waits in a collective.
 LOST_GRACE = 0.7
+#: Collectives before the one it waits in that a rank compares with what the others called.
+COMPARED = 2
 #: Seconds after which a process that ended is spoken of although the monitor has not come to it: the store blocks.
 SPEAK_AFTER = 0.3
 
@@ -153,9 +155,17 @@ class Conference:
     # ------------------------------------------------------------------ mismatches
 
     def _publish(self, store: AgreementStore) -> None:
-        """The first that waits writes down what it called; the others compare, so that a mismatch is known in seconds."""
+        """The first that waits writes down what it called; the others compare, so that a mismatch is known in seconds.
+
+        Also what it called just before: a mismatch may have ended here, with rubbish, and not on the others.
+        """
         generation = self._seat.member.generation
-        for pending in self.waiting:
+        before = [
+            ended
+            for ended in self._seat.observation.recent
+            if any(p.channel == ended.channel and 0 < p.sequence - ended.sequence <= COMPARED for p in self.waiting)
+        ]
+        for pending in (*self.waiting, *before):
             key = (pending.channel, pending.sequence, generation)
             if not pending.fingerprint or key in self._published:
                 continue

@@ -31,6 +31,9 @@ DETAIL: Final = "watch"
 #: The key, in the details of the departure of a rank that left by itself, of the last number it issued in each channel.
 ISSUED: Final = "issued"
 
+#: The key, in both, of the last collectives it issued: channel, number, fingerprint and text of each, the latest last.
+RECENT: Final = "recent"
+
 #: What a rank adds to its last words when its exception comes from a broken collective.
 BROKEN: Final = "(a collective broke)"
 
@@ -97,13 +100,14 @@ def analyse(
         for rank, r in reports.items()
         if r.trouble is not None and r.trouble.kind is TroubleKind.RAISED
     }
-    if gone or raised:
+    mismatch = _mismatch(stalled, reports, departed, waits)
+    # gloo ends a process that is sent more than it expects: often a healthy one, and a consequence.
+    if (gone or raised) and not (mismatch and not raised and set(gone.values()) == {Cause.LOST}):
         channel = _channel_with(stalled, {*gone, *raised})
         return _finding(channel, stalled, {**gone, **raised}, (), reports, waits)
-    for channel, (sequence, _) in sorted(stalled.items()):
-        odd, sides = divergence(_project(reports, waits, channel, sequence, entered_only=True))
-        if sides:
-            return _finding(channel, stalled, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
+    if mismatch:
+        channel, odd, sides = mismatch
+        return _finding(channel, stalled, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
     if overdue:
         found = _missing(stalled, reports, silent, waits)
         if found is not None:
@@ -145,12 +149,12 @@ def _waits(report: Report) -> tuple[Wait, ...]:
     return tuple(_wait(item) for item in items)
 
 
-def _latest(report: Report, channel: str) -> Wait | None:
-    """The last collective that this rank issued, if that was on this channel."""
-    said = report.details.get(DETAIL)
-    item = said.get("latest") if isinstance(said, Mapping) else None
-    found = None if item is None else _wait(item)
-    return found if found is not None and found.channel == channel else None
+def _issued(waits: tuple[Wait, ...], said: object, channel: str, sequence: int) -> Operation | None:
+    """What a rank issued under this number; None where it did not, or it is not known any more."""
+    recent = said.get(RECENT, ()) if isinstance(said, Mapping) else ()
+    items = [(w.channel, w.sequence, w.fingerprint, w.text) for w in waits] + [tuple(item) for item in recent]
+    found = next((item for item in items if item[:2] == (channel, sequence) and item[2]), None)
+    return None if found is None else Operation(sequence, int(found[2]), str(found[3]))
 
 
 def _wait(item: Sequence[Any]) -> Wait:
@@ -225,6 +229,33 @@ def _gone(
             if ranks:
                 return ranks
     return {}
+
+
+def _mismatch(
+    stalled: Mapping[str, tuple[int, tuple[int, ...]]],
+    reports: Mapping[int, Report],
+    departed: Mapping[int, Departure],
+    waits: Mapping[int, tuple[Wait, ...]],
+) -> tuple[str, tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...]] | None:
+    """A channel whose members issued different collectives under the number that is waited for, who is odd, and the sides.
+
+    Also of those for whom it has ended, with an error or with rubbish, and who may wait in a later one. Of who is gone or silent it
+    is mostly not known: they may have been on any side, so the majority must be one with all of them against it.
+    """
+    for channel, (sequence, members) in sorted(stalled.items()):
+        called = {}
+        for rank in members:
+            said = reports[rank].details.get(DETAIL) if rank in reports else None
+            if rank in departed:
+                said = departed[rank].details
+            operation = _issued(waits.get(rank, ()), said, channel, sequence)
+            if operation is not None:
+                called[rank] = Report(rank=rank, generation=0, operation=operation)
+        odd, sides = divergence(called)
+        if sides:
+            unknown = sum(rank not in reports and rank not in called for rank in members)
+            return channel, odd if 2 * len(sides[0][1]) > len(called) + unknown else (), sides
+    return None
 
 
 def _channel_with(stalled: Mapping[str, tuple[int, tuple[int, ...]]], ranks: set[int]) -> str:
@@ -304,16 +335,11 @@ def _project(
     waits: Mapping[int, tuple[Wait, ...]],
     channel: str,
     sequence: int,
-    entered_only: bool = False,
 ) -> dict[int, Report]:
     """The reports with the collective of this channel as their operation, for the code that reads reports of one group."""
     found = {}
     for rank, report in reports.items():
         wait = next((wait for wait in waits[rank] if wait.channel == channel), None)
-        if entered_only and wait is None:  # a mismatch may have ended on this rank, with an error or with rubbish
-            wait = _latest(report, channel)
-        if entered_only and (wait is None or wait.sequence != sequence or not wait.fingerprint):
-            continue
         elsewhere = report.elsewhere or next((w.text for w in waits[rank] if w.channel != channel), "")
         if wait is None:
             done = _done(report, channel)

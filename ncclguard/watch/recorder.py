@@ -17,6 +17,8 @@ from ncclguard.deadlines.stopping import backends
 
 #: Operations whose sizes must be equal on all ranks; of the others only the name is compared.
 _EQUAL_SIZES: Final = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
+#: Collectives of which a rank says what they were after they have ended: a mismatch may end on some ranks, with rubbish.
+RECENT: Final = 8
 #: Frames in which a thread waits for a collective, for the fallback.
 _WAITING: Final = ("torch.distributed.distributed_c10d", "torch.autograd.graph", "torch.autograd")
 
@@ -42,7 +44,12 @@ class Observation:
     pending: tuple[Pending, ...] = ()
     issued: dict[str, int] = field(default_factory=dict)
     done: dict[str, int] = field(default_factory=dict)
-    latest: Pending | None = None  # the last collective issued in any group, ended or not
+    recent: tuple[Pending, ...] = ()  # the last collectives issued in any group, ended or not, the latest last
+
+    @property
+    def latest(self) -> Pending | None:
+        """The last collective issued in any group, ended or not."""
+        return self.recent[-1] if self.recent else None
 
     def of(self, channel: str) -> Pending | None:
         """What is pending on a channel."""
@@ -87,8 +94,7 @@ class Recorder:
         pending: list[Pending] = []
         issued: dict[str, int] = {}
         done: dict[str, int] = {}
-        latest: Pending | None = None
-        latest_at = -1
+        recent: list[tuple[int, tuple[str, tuple[int, ...], dict[str, Any], str]]] = []
         for backend in self._backends:
             trace = _torch.recorder_dump(backend, entries=True)
             found = _by_channel(backend, (trace or {}).get("entries", ()))
@@ -98,15 +104,15 @@ class Recorder:
                 entries = found.get(channel, [])
                 waiting = [entry for entry in entries if not _ended(entry)]
                 issued[channel] = done[channel] = _issued(group, entries, len(_backends(group)) == 1)
-                if entries and int(entries[-1].get("time_created_ns", 0)) > latest_at:
-                    latest_at = int(entries[-1].get("time_created_ns", 0))
-                    latest = _pending(channel, ranks, entries[-1], backend)
+                last = entries[-RECENT:]
+                recent += [(int(e.get("time_created_ns", 0)), (channel, ranks, e, backend)) for e in last]
                 if waiting:
                     oldest = min(waiting, key=lambda entry: int(entry["collective_seq_id"]))
                     done[channel] = int(oldest["collective_seq_id"]) - 1
                     pending.append(_pending(channel, ranks, oldest, backend))
         self._observe_blind(pending, issued, done)
-        return Observation(tuple(pending), issued, done, latest)
+        recent.sort(key=lambda item: item[0])
+        return Observation(tuple(pending), issued, done, tuple(_pending(*found) for _, found in recent[-RECENT:]))
 
     def _learn_groups(self) -> None:
         groups = _torch.known_groups()

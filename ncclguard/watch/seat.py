@@ -17,7 +17,7 @@ from ncclguard.agreement.decision import Departure, Phase, Report, TroubleKind, 
 from ncclguard.agreement.seat import OpenCall, Seat, Summarise
 from ncclguard.incident.stacks import program_place
 from ncclguard.outcome import Cause
-from ncclguard.watch.judge import DETAIL, ISSUED, analyse, expired, verdict_of
+from ncclguard.watch.judge import DETAIL, ISSUED, RECENT, analyse, expired, verdict_of
 from ncclguard.watch.recorder import Observation, Pending, Recorder
 
 KEY: Final = "watch"
@@ -78,7 +78,8 @@ class WatchSeat(Seat):
 
     def last_words(self) -> dict[str, object]:
         """What this rank has issued, so that the others know at once whether they wait for it in vain."""
-        return {ISSUED: self.read().issued}
+        observation = self.read()
+        return {ISSUED: observation.issued, RECENT: _recent(observation)}
 
     # ------------------------------------------------------------------ the agreement
 
@@ -145,7 +146,7 @@ class WatchSeat(Seat):
         details[DETAIL] = {
             "waits": waits,
             "done": observation.done,
-            "latest": None if latest is None else _item(latest, 0.0),
+            RECENT: _recent(observation),
             "limit": limit,
         }
         return replace(report, details=details, phase=Phase.RUNNING if waits else Phase.NONE)
@@ -160,6 +161,11 @@ def _item(pending: Pending, age: float, broken: bool = False) -> list[Any]:
     """As `judge` reads it."""
     ranks = list(pending.ranks)
     return [pending.channel, ranks, pending.sequence, pending.fingerprint, pending.text, round(age, 3), broken]
+
+
+def _recent(observation: Observation) -> list[list[Any]]:
+    """As `judge` reads it, short: it is sent about every rank."""
+    return [[p.channel, p.sequence, p.fingerprint, p.text] for p in observation.recent]
 
 
 class _Named:

@@ -70,6 +70,9 @@ class Watcher:
         self._counters: dict[str, tuple[tuple[int, int], float]] = {}
         self._examined: dict[str, tuple[tuple[int, int], float]] = {}
         self._told: set[tuple[str, int]] = set()
+        self._last_told: tuple[str, int] | None = (
+            None  # what this rank had issued last when it heard of the last incident
+        )
         self._over = False  # aborted, or a rank is gone: what breaks from now on is a consequence
         self._asked_at: float | None = None
         self._closing = False
@@ -234,6 +237,10 @@ class Watcher:
     def _conclude(self, incident: Incident, verdict: Verdict | None) -> None:
         observation = self._seat.observation
         self._told |= {(p.channel, p.sequence) for p in observation.pending}
+        self._last_told = _number(observation.latest)
+        if any(_same(incident, known) for known in self._settings.incidents):
+            log.warning("ncclguard: incident %s has gone on: %s", incident.id, incident.summary)
+            return
         self._over = self._over or self._settings.abort or bool(verdict is not None and verdict.departed)
         self._settings.incidents.append(incident)
         log.error("ncclguard incident %s: %s %s", incident.id, incident.summary, _whose_report(incident, self._rank))
@@ -270,6 +277,16 @@ class Watcher:
         if not (lonely or overdue):
             return
         self._asked_at = None
+        if (
+            lonely
+            and not overdue
+            and self._last_told is not None
+            and self._last_told == _number(self._seat.read().latest)
+        ):
+            # No step further since an incident that all know: its victims have ended, and the store's host with them.
+            log.warning("ncclguard: rank %d got no further after the last incident: %s", self._rank, trouble.text)
+            self._seat.decided.set()
+            return
         pending = next(iter(self._seat.observation.pending), None)
         latest = pending or self._seat.observation.latest
         incident = incidents.alone(
@@ -286,6 +303,15 @@ class Watcher:
         self._seat.publish_alone(incident)
         self._conclude(incident, None)
         self._seat.decided.set()
+
+
+def _number(pending: Pending | None) -> tuple[str, int] | None:
+    return None if pending is None else (pending.channel, pending.sequence)
+
+
+def _same(one: Incident, other: Incident) -> bool:
+    """Whether two incidents are about one collective and say the same: it breaks later than it was known to be stuck."""
+    return (one.op_id, one.cause, one.culprits) == (other.op_id, other.cause, other.culprits)
 
 
 def _whose_report(incident: Incident, rank: int) -> str:

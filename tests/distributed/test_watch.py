@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -149,6 +150,40 @@ def test_a_killed_rank_is_named_although_another_does_not_answer() -> None:
     assert incident.timeout == pytest.approx(60, abs=0.01)
     assert said[0]["at"] - result[1].reports["ended"] < 5
     assert said[0]["at"] < result[2].reports["released"]
+
+
+def mismatches(rows: int, factor: int) -> None:
+    """Rank 2 brings `factor` times as many elements as the others; then all go on."""
+    ng.watch(timeout=60, on_incident=told("incident"))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+    dist.all_reduce(torch.ones(10))
+    faults.report(started=time.time())
+    dist.all_reduce(torch.ones(rows * (factor if dist.get_rank() == CULPRIT else 1)))
+    dist.all_reduce(torch.ones(10))
+
+
+def test_a_mismatch_that_has_ended_on_some_ranks_with_rubbish_is_known_in_seconds() -> None:
+    """gloo carries pieces of one operation for those of another: some ranks wait in the next collective, some in this one."""
+    result = faults.run_ranks(mismatches, 4, args=[4_000_000, 2], timeout=60)
+    for rank in result:
+        incident = ng.Incident.from_json(rank.reports["incident"]["json"])
+        assert (str(incident.cause), incident.culprits, incident.agreed) == ("diverged", (CULPRIT,), True), incident
+        assert [ranks for _, ranks in incident.sides] == [(0, 1, 3), (CULPRIT,)]
+        assert rank.reports["incident"]["at"] - rank.reports["started"] < 5.0  # 1.6 s on an idle machine
+
+
+def test_a_healthy_rank_that_a_mismatch_killed_is_not_named() -> None:
+    """gloo aborts rank 1, which is sent more than it expects: seen from outside it is a rank that died."""
+    result = faults.run_ranks(mismatches, 4, args=[1000, 2], timeout=60)
+    aborted = [rank.rank for rank in result if rank.end == "SIGABRT"]
+    assert aborted, str(result)
+    assert CULPRIT not in aborted, str(result)
+    for rank in result:
+        if rank.rank not in aborted:
+            incident = ng.Incident.from_json(rank.reports["incident"]["json"])
+            assert str(incident.cause) == "diverged", incident
+            assert set(incident.culprits) <= {CULPRIT}, incident
+            assert [ranks for _, ranks in incident.sides][-1] == (CULPRIT,), incident
 
 
 def stalls() -> None:

@@ -12,6 +12,7 @@ from ncclguard.watch.judge import (
     BROKEN,
     DETAIL,
     ISSUED,
+    RECENT,
     Finding,
     analyse,
     expired,
@@ -37,6 +38,17 @@ def said(
 
 def world(sequence: int, text: str = "all_reduce") -> tuple[str, tuple[int, ...], int, str]:
     return ("0:gloo", WORLD, sequence, text)
+
+
+def issued(report: Report, sequence: int, text: str) -> Report:
+    """The report of a rank for which this collective has ended already."""
+    recent = [
+        ["0:gloo", sequence - 1, hash("all_reduce") | 1, "all_reduce"],
+        ["0:gloo", sequence, hash(text) | 1, text],
+    ]
+    watched = report.details[DETAIL]
+    assert isinstance(watched, dict)
+    return replace(report, details={DETAIL: {**watched, RECENT: recent}})
 
 
 def judged(*reports: Report, departed: Mapping[int, Departure] | None = None, **facts: Any) -> Finding:
@@ -84,12 +96,37 @@ def test_another_collective_at_the_same_number() -> None:
 
 def test_another_collective_that_has_ended_with_rubbish() -> None:
     """gloo does not compare what it carries: a broadcast may take a piece of another operation for its own, and return."""
-    ended = said(2, done={"0:gloo": 7})
-    details = {
-        DETAIL: {**dict(ended.details[DETAIL]), "latest": ["0:gloo", WORLD, 7, 99, "broadcast(...)", 0.0, False]}
-    }  # type: ignore[call-overload]
-    found = judged(*(said(r, world(7)) for r in (0, 1, 3)), replace(ended, details=details), overdue=False)
+    ended = issued(said(2, done={"0:gloo": 7}), 7, "broadcast")
+    found = judged(*(said(r, world(7)) for r in (0, 1, 3)), ended, overdue=False)
     assert found.causes == {2: Cause.DIVERGED}
+
+
+def test_another_collective_after_which_its_rank_waits_in_a_later_one() -> None:
+    later = issued(said(2, world(9)), 7, "broadcast")
+    found = judged(*(said(r, world(7)) for r in (0, 1, 3)), later, overdue=False)
+    assert found.causes == {2: Cause.DIVERGED}
+    assert found.sequence == 7
+
+
+def test_a_rank_that_a_mismatch_killed_is_not_blamed() -> None:
+    """gloo aborts a rank that receives more than it expects. What it had called is unknown, and counts against the majority."""
+    lost = {1: Departure(1, Cause.LOST, "its process has ended")}
+    odd = said(2, world(7, "barrier"))
+    two = judged(*(said(r, world(7)) for r in (0, 3)), odd, departed=lost, overdue=False)
+    assert (two.causes, two.cause) == ({}, Cause.DIVERGED)
+    assert [ranks for _, ranks in two.sides] == [(0, 3), (2,)]
+    five = ("0:gloo", (*WORLD, 4), 7, "all_reduce")
+    odd = said(2, (*five[:3], "barrier"))
+    three = judged(*(said(r, five) for r in (0, 3, 4)), odd, departed=lost, overdue=False)
+    assert three.causes == {2: Cause.DIVERGED}
+    last_words = {RECENT: [["0:gloo", 7, hash("all_reduce") | 1, "all_reduce"]]}
+    told = {1: Departure(1, Cause.LOST, "was sent SIGTERM", details=last_words)}
+    assert judged(*(said(r, world(7)) for r in (0, 3)), odd, departed=told, overdue=False).causes == {2: Cause.DIVERGED}
+
+
+def test_a_killed_rank_is_named_where_all_others_called_the_same() -> None:
+    lost = {2: Departure(2, Cause.LOST, "its process has ended")}
+    assert judged(*(said(r, world(7)) for r in (0, 1, 3)), departed=lost, overdue=False).causes == {2: Cause.LOST}
 
 
 def test_all_have_come() -> None:
