@@ -14,10 +14,12 @@ import pytest
 
 from ncclguard import config
 from ncclguard.faults import launcher
+from ncclguard.faults.forkserver import PRELOAD_VARIABLE
 
 hypothesis.settings.register_profile("ncclguard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ncclguard")
-launcher.DEFAULT = "fork"  # imports torch once for all ranks of a job
+launcher.DEFAULT = "fork"  # imports torch once for the ranks of all jobs
+os.environ[PRELOAD_VARIABLE] = "torch._dynamo"  # which the first step of DistributedDataParallel imports
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests and their ranks send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

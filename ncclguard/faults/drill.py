@@ -31,7 +31,9 @@ _GRACE: Final = 10.0
 _RANKS, _NUMEL, _LONGER = 4, 100_000, 4.0
 #: Its steps after the one that is struck; while a partition lasts and TCP finds back, several of them fail.
 _STEPS, _STEPS_OF_PARTITION = 4, 9
-_OPERATIONS: Final = range(2, 9)  # where the fault strikes when nobody says
+#: Where the fault strikes when nobody says; a watched job has set its model up by then.
+_OPERATIONS: Final = range(2, 9)
+_COLLECTIVES: Final = range(10, 17)
 _SCHEMA_VERSION: Final = 1
 
 
@@ -56,6 +58,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--fault", required=True, choices=sorted(PARAMETERS), help="what happens to the rank")
     made.add_argument("--rank", type=int, help="the global rank that is struck (built-in job: by the seed)")
     made.add_argument("--op", type=int, help="its guarded operation at which it strikes, from 0 (default: by the seed)")
+    made.add_argument(
+        "--raw", action="store_true", help="--op counts the collectives of the default group, in a job under watch()"
+    )
     made.add_argument("--seconds", type=float, help="how long late, stop, gil and partition last")
     made.add_argument("--of", choices=("shape", "dtype"), help="what differs in a mismatch")
     made.add_argument("--seed", type=int, default=0, help="chooses what is not given; 0 by default")
@@ -96,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             print(f"ncclguard drill: {shlex.join(command)} cannot be run: {error}", file=sys.stderr)
             return USAGE
-        verdict = judge(fault.fault, fault.rank, read_events(Path(folder)))
+        verdict = judge(fault.fault, fault.rank, read_events(Path(folder)), fault.raw)
         pages = sorted(set(reports.glob("incident-*.html")) - before) if reports is not None else []
     job = shlex.join(command) if command else f"the built-in one, {arguments.ranks} ranks, limit {arguments.limit:g} s"
     for what, text in [("job", job), *verdict.lines(), ("ended", f"{ended.text}, {ended.seconds:.1f} s in all")]:
@@ -113,7 +118,7 @@ def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
     """The fault that the arguments and the seed make. Raises GuardConfigError for one that cannot be."""
     draw = random.Random(arguments.seed)
     rank = draw.randrange(1, max(arguments.ranks, 2))
-    op = draw.choice(_OPERATIONS)
+    op = draw.choice(_COLLECTIVES if arguments.raw else _OPERATIONS)
     if arguments.rank is None and has_command:
         raise GuardConfigError("which rank is to be struck? give --rank R with a command")
     seconds = arguments.seconds
@@ -129,6 +134,7 @@ def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
         op=op if arguments.op is None else arguments.op,
         seconds=seconds,
         of=arguments.of or "shape",
+        raw=arguments.raw,
     )
     if not has_command and fault.rank >= arguments.ranks:
         raise GuardConfigError(f"--rank {fault.rank} is not one of the {arguments.ranks} ranks; they count from 0")
@@ -166,7 +172,8 @@ def _toy(arguments: argparse.Namespace, fault: Fault, env: Mapping[str, str]) ->
 
     after = _STEPS_OF_PARTITION if fault.fault == "partition" else _STEPS
     values = [fault.op + after, arguments.limit, _NUMEL, arguments.seed]
-    result = run_ranks("ncclguard.faults.toy:train", arguments.ranks, args=values, env=env, timeout=arguments.timeout)
+    program = "ncclguard.faults.toy:train_watched" if fault.raw else "ncclguard.faults.toy:train"
+    result = run_ranks(program, arguments.ranks, args=values, env=env, timeout=arguments.timeout)
     for rank in result:
         sys.stderr.write(rank.output)
     ends: dict[str, list[str]] = {}

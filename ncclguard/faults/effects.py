@@ -58,9 +58,14 @@ def hold_gil(seconds: float) -> None:
 
 def run_out_of_memory() -> None:
     """Raise what torch raises when a device has no memory left."""
+    raise out_of_memory()
+
+
+def out_of_memory() -> Exception:
+    """What torch raises when a device has no memory left."""
     import torch  # only here: rehearsing without torch stays possible
 
-    raise torch.OutOfMemoryError("injected fault: out of memory. Tried to allocate more than there is.")
+    return torch.OutOfMemoryError("injected fault: out of memory. Tried to allocate more than there is.")
 
 
 def store_ports() -> set[int]:

@@ -31,6 +31,8 @@ PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "reset": ("times", *_TRIGGER),
     "partition": ("seconds!", *_TRIGGER),
 }
+# What the caller of a guarded operation does itself.
+_ALTERS: Final = ("mismatch", "skip", "extra")
 
 
 class Alteration(str, Enum):
@@ -48,7 +50,8 @@ class Fault:
 
     ``seconds``: how long it lasts; for ``stop`` until the process is continued, None for never. ``after`` and
     ``after_bytes``: strike that many seconds later, and then when this process's connections have carried that many
-    bytes since, in both directions, so in mid-operation. ``children``: forked children that outlive the kill with all
+    bytes since, in both directions, so in mid-operation. ``raw``: ``op`` counts the collectives of the default process group,
+    whoever issues them, and the fault strikes from outside when so many have been issued. ``children``: forked children that outlive the kill with all
     sockets open. ``times``: how often connections are reset, so that a rebuild is hit too. Raises GuardConfigError for a
     combination that cannot be.
     """
@@ -63,6 +66,7 @@ class Fault:
     code: int = 0
     of: str = "shape"
     times: int = 1
+    raw: bool = False
 
     def __post_init__(self) -> None:
         if self.fault not in PARAMETERS:
@@ -71,11 +75,13 @@ class Fault:
             )
         takes = [name.rstrip("!") for name in PARAMETERS[self.fault]]
         for field in fields(self)[3:]:
-            if getattr(self, field.name) != field.default and field.name not in takes:
+            if getattr(self, field.name) != field.default and field.name not in (*takes, "raw"):
                 allowed = f"it takes {', '.join(takes)}" if takes else "it takes nothing but rank and op"
                 raise GuardConfigError(f"{self.fault} takes no {field.name}; {allowed}")
         if "seconds!" in PARAMETERS[self.fault] and self.seconds is None:
             raise GuardConfigError(f"{self.fault} needs seconds; for example {self.fault}@rank=2,op=3,seconds=5")
+        if self.raw and self.fault in _ALTERS:
+            raise GuardConfigError(f"{self.fault} changes a guarded call, so it cannot be raw; leave raw out")
         for name in ("rank", "op", "after_bytes", "children"):
             _check(self.fault, name, getattr(self, name), int, 0)
         _check(self.fault, "times", self.times, int, 1)
@@ -92,7 +98,8 @@ class Fault:
 
     def __str__(self) -> str:
         changed = [field for field in fields(self)[3:] if getattr(self, field.name) != field.default]
-        rest = "".join(f",{field.name}={getattr(self, field.name)}" for field in changed)
+        values = ((field.name, getattr(self, field.name)) for field in changed)
+        rest = "".join(f",{name}={int(value) if name == 'raw' else value}" for name, value in values)
         return f"{self.fault}@rank={self.rank},op={self.op}{rest}"
 
 
@@ -121,6 +128,7 @@ def _parse_one(part: str) -> Fault:
         "code": int,
         "of": str,
         "times": int,
+        "raw": lambda text: bool(int(text)),
     }
     values: dict[str, Any] = {}
     for item in rest.split(","):
@@ -132,7 +140,7 @@ def _parse_one(part: str) -> Fault:
         try:
             values[name] = readers[name](value)
         except ValueError:
-            wanted = "a whole number" if readers[name] is int else "a number"
+            wanted = "a number" if readers[name] is float else "a whole number"
             raise GuardConfigError(f"{VARIABLE}: {name}={value!r} in {part!r} is not {wanted}; change it") from None
     missing = [name for name in ("rank", "op") if name not in values]
     if missing:

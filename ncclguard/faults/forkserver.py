@@ -23,13 +23,9 @@ PATIENCE = 120.0  # seconds for the imports
 #: In a job's environment: further modules, separated by blanks, for ranks that all import something slow.
 PRELOAD_VARIABLE = "_NCCLGUARD_PRELOAD"
 _PRELOADED = ("torch.distributed", "ncclguard")
-# Read while torch is imported, or before Python starts: a fork has no use for them.
+# Read while torch is imported, or before Python starts: a fork cannot be given them.
 _READ_EARLY = ("TORCH_", "OMP_", "MKL_", "LD_", "PYTHON")
-
-
-def knows_too_late(variable: str) -> bool:
-    """Whether a fork cannot be given this environment variable: it is read before."""
-    return variable.startswith(_READ_EARLY)
+_KEPT = 3  # servers that wait for another job
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,8 @@ class Request:
         }
         ranks = [dict(own) for own in self.ranks]
         file.write_text(json.dumps({**fields, "ranks": ranks, "entrances": self.entrances}))
-        return _server_for(self.env).lead(file)
+        with _lock:
+            return _server_for(self.env).lead(file)
 
 
 class Leader:
@@ -109,7 +106,6 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self._lock = threading.Lock()
 
     @property
     def running(self) -> bool:
@@ -120,7 +116,7 @@ class ForkServer:
         """Have the ranks forked that the file describes."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with theirs, self._lock:
+            with theirs:
                 socket.send_fds(self._socket, [os.fsencode(request)], [theirs.fileno()])
             ours.settimeout(PATIENCE)
             pid = ours.recv(32)
@@ -153,19 +149,26 @@ _lock = threading.Lock()
 def _server_for(env: Mapping[str, str]) -> ForkServer:
     """The server with what a job with these variables wants imported; started if need be."""
     modules = (*_PRELOADED, *env.get(PRELOAD_VARIABLE, "").split())
-    early = sorted((name, value) for name, value in env.items() if knows_too_late(name))
+    early = sorted((name, value) for name, value in env.items() if name.startswith(_READ_EARLY))
     key = (os.getpid(), *modules, *early)
-    with _lock:
-        server = _servers.get(key)
-        if server is None or not server.running:
-            server = _servers[key] = ForkServer(env, modules)
-        return server
+    server = _servers.pop(key, None)
+    if server is None or not server.running:
+        server = ForkServer(env, modules)
+    _servers[key] = server  # the last now
+    while len(_servers) > _KEPT:
+        _close(next(iter(_servers)))
+    return server
+
+
+def _close(key: tuple[object, ...]) -> None:
+    server = _servers.pop(key)
+    if key[0] == os.getpid():  # else it is the parent's
+        server.close()
 
 
 def _close_all() -> None:
-    for (owner, *_), server in _servers.items():
-        if owner == os.getpid():
-            server.close()
+    for key in tuple(_servers):
+        _close(key)
 
 
 atexit.register(_close_all)

@@ -38,6 +38,9 @@ def at(*, rank: int, op: int, fault: str, **how: Any) -> Fault:
     - ``reset`` (times, after, after_bytes): resets the process's connections, but those to the store
     - ``partition`` (seconds, after, after_bytes): drops all that its connections send and receive, the store's too, in silence
 
+    ``raw=True``: ``op`` counts the collectives of the default process group instead, whoever issues them (DDP, FSDP, DeepSpeed).
+    The fault then strikes from outside, so not in the call: all but ``mismatch``, ``skip`` and ``extra`` can.
+
     Raises GuardConfigError for a fault or a combination that cannot be.
 
     >>> from ncclguard import faults
@@ -122,7 +125,12 @@ def perform(alteration: Alteration | None, call: Callable[[Any], T], tensor: Any
 def _arm(faults: tuple[Fault, ...]) -> None:
     global _armed
     with _lock:
-        _armed = (*(_armed or ()), *faults) or None
+        _armed = (*(_armed or ()), *(fault for fault in faults if not fault.raw)) or None
+    for fault in faults:
+        if fault.raw:
+            from ncclguard.faults import raw  # needs torch
+
+            raw.follow(fault, _strike)
 
 
 def _strike_all(rank: int, sequence: int) -> Alteration | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ncclguard.faults import supervise
-from ncclguard.faults.forkserver import Request, knows_too_late
+from ncclguard.faults.forkserver import Request
 from ncclguard.faults.hosts import Hosts
 from ncclguard.faults.janitor import JOB_VARIABLE
 from ncclguard.faults.job import Command, Job
@@ -49,7 +49,7 @@ def run_ranks(
     gets ``args`` (JSON-able), a script gets them as its arguments. Each rank has RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR and MASTER_PORT, so ``init_process_group`` needs nothing more. With ``hosts`` the ranks are spread over its
     network namespaces in blocks. ``launcher``: "processes" (the default) starts each by itself; "fork" imports torch and ncclguard once, in a process
-    that is kept for later jobs, and forks the ranks, where that makes no difference (functions, no variables that are read before); "torchrun". At ``timeout`` (seconds) whoever still runs writes its stacks and is killed; forked
+    that is kept for later jobs, and forks the ranks of functions; "torchrun". At ``timeout`` (seconds) whoever still runs writes its stacks and is killed; forked
     children and stopped processes too. Raises ValueError for a program or a world size that cannot be started.
 
     >>> from ncclguard import faults
@@ -99,11 +99,10 @@ def start_ranks(
     try:
         common = environment_of(env, hosts)
         common |= {JOB_VARIABLE: name, REPORT_VARIABLE: str(directory), PATH_VARIABLE: json.dumps(sys.path)}
-        early = any(map(knows_too_late, env or ()))
         build = process_commands
         if launcher == "torchrun":
             build = torchrun_commands
-        elif launcher == "fork" and not early and rank_command[1:3] == ["-m", __package__]:
+        elif launcher == "fork" and rank_command[1:3] == ["-m", __package__]:
             build = fork_commands
         job.start(build(Plan(rank_command, world_size, common, directory, address, port, hosts)))
     except BaseException:

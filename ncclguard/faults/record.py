@@ -1,7 +1,8 @@
 """What a drilled rank writes down for `ncclguard drill`: when the fault struck, what each call came to, how the program ended.
 
 One file a rank, one JSON object a line, moments by CLOCK_MONOTONIC, which all processes of one host share. Nothing of this is in the
-path of a job that is not drilled: the recorder puts itself around `Guard.run` when NCCLGUARD_FAULT was armed, and only then.
+path of a job that is not drilled: the recorder puts itself around `Guard.run`, and around what `watch` does with an incident, when
+NCCLGUARD_FAULT was armed, and only then.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from ncclguard.agreement.decision import Verdict
     from ncclguard.execution import Execution
     from ncclguard.guard import Guard, Request
+    from ncclguard.incident.model import Incident
     from ncclguard.outcome import Outcome
 
 #: The folder for the files; set by `ncclguard drill` and read by nobody else.
@@ -35,15 +38,16 @@ def start() -> None:
     import torch.distributed as dist
 
     from ncclguard.errors import CollectiveFailed
+    from ncclguard.faults import raw
     from ncclguard.guard import Guard
+    from ncclguard.watch.watcher import Watcher
 
     _path = Path(folder, f"rank{dist.get_rank()}.{os.getpid()}.events")
     event("started", rank=dist.get_rank(), world_size=dist.get_world_size(), pid=os.getpid())
     run = Guard.run
 
     def recorded(self: Guard, work: Execution, request: Request, timeout: float) -> Outcome:
-        global _calls
-        _calls += 1
+        count(_calls + 1)
         try:
             outcome = run(self, work, request, timeout)
         except CollectiveFailed as error:
@@ -52,8 +56,22 @@ def start() -> None:
         _note(outcome)
         return outcome
 
+    def concluded(self: Watcher, incident: Incident, verdict: Verdict | None) -> None:
+        event("failed", **_fields(incident), op_id=incident.op_id, seconds=None, torn=False, summary=incident.summary)
+        told = {"op": "the job", "op_id": incident.op_id, "participants": list(incident.participants)}
+        raw.when_more(raw.issued(), lambda: event("went on", **told))
+        conclude(self, incident, verdict)
+
+    conclude = Watcher._conclude
+    Watcher._conclude = concluded  # type: ignore[method-assign]
     Guard.run = recorded  # type: ignore[method-assign]
     atexit.register(lambda: event("ended", calls=_calls))
+
+
+def count(calls: int) -> None:
+    """Note how many calls there were, guarded ones or, in a raw drill, collectives."""
+    global _calls
+    _calls = max(_calls, calls)
 
 
 def event(kind: str, **values: Any) -> None:
@@ -72,6 +90,11 @@ def event(kind: str, **values: Any) -> None:
 
 
 _state: tuple[bool, tuple[int, ...]] | None = None  # of the operation before: success, participants
+
+
+def _fields(incident: Incident) -> dict[str, object]:
+    culprits = list(incident.culprits)
+    return {"op": incident.op, "cause": str(incident.cause), "culprits": culprits, "agreed": incident.agreed}
 
 
 def _note(outcome: Outcome) -> None:

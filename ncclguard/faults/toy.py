@@ -1,4 +1,4 @@
-"""The job that `ncclguard drill` runs when it is given no command: a few guarded all-reduces, and going on after a failure."""
+"""The jobs that `ncclguard drill` runs when it is given no command: guarded all-reduces, or with `--raw` a training under `watch`."""
 
 from __future__ import annotations
 
@@ -31,4 +31,26 @@ def train(steps: int, timeout: float, numel: int, seed: int) -> None:
         else:
             on_lost = "shrink"  # the same on all ranks, as the verdict is
             print(f"rank {dist.get_rank()}: step {step} is left out: {outcome.cause}, ranks {outcome.culprits}")
+    dist.destroy_process_group()
+
+
+def train_watched(steps: int, timeout: float, numel: int, seed: int) -> None:
+    """Run `steps` steps of DistributedDataParallel on this rank, with about `numel` parameters, each limited by `watch` only."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import ncclguard as ng
+
+    dist.init_process_group("gloo")
+    ng.watch(timeout=timeout)
+    torch.manual_seed(seed)
+    width = max(1, int(numel**0.5))
+    model = DistributedDataParallel(torch.nn.Linear(width, width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        time.sleep(STEP)
+        model(torch.randn(4, width)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     dist.destroy_process_group()

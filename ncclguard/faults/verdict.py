@@ -57,6 +57,7 @@ class Verdict:
     went_on: dict[int, float]
     participants: tuple[int, ...]
     calls: int
+    raw: bool = False
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -88,8 +89,10 @@ class Verdict:
                 ("happened", "no rank came up with ncclguard: does the program import it before init_process_group?")
             ]
         if self.struck_after is None:
-            text = f"nothing: rank {self.rank} made no such operation; the ranks made up to {self.calls} guarded calls"
-            return [("happened", f"{text}; choose a lower --op")]
+            what = "collectives in the default group" if self.raw else "guarded calls"
+            text = f"nothing: rank {self.rank} made no such operation; the ranks made up to {self.calls} {what}"
+            other = "" if self.raw else ", or --raw for the collectives that watch() observes"
+            return [("happened", f"{text}; choose a lower --op{other}")]
         found = [("happened", f"rank {self.rank} was struck {self.struck_after:.1f} s after the ranks had started")]
         if self.absorbed:
             return [*found, ("known", "no call failed: the fault was over in time, or the transfer was tried again")]
@@ -109,12 +112,15 @@ class Verdict:
             found.append(
                 ("alone", f"{ranks_text(self.alone)} could not agree with the others, and had verdicts of their own")
             )
-        found.append(("tensors", f"torn on {ranks_text(self.torn)}" if self.torn else "intact wherever a call failed"))
+        if not self.raw:  # watch() has no hand in them
+            which = f"torn on {ranks_text(self.torn)}" if self.torn else "intact wherever a call failed"
+            found.append(("tensors", which))
         if self.went_on:
             text = f"yes, {ranks_text(self.went_on)} within {max(self.went_on.values()):.2f} s"
             found.append(("went on", f"{text}, as {ranks_text(self.participants)}"))
         else:
-            found.append(("went on", "no: no guarded call succeeded afterwards"))
+            no_more = "no collective was issued" if self.raw else "no guarded call succeeded"
+            found.append(("went on", f"no: {no_more} afterwards"))
         return found
 
 
@@ -132,8 +138,8 @@ def read_events(folder: Path) -> list[Event]:
     return sorted(events, key=lambda event: event.at)
 
 
-def judge(fault: str, rank: int, events: list[Event]) -> Verdict:
-    """Put the findings together. `rank` is the one to be struck by the fault named `fault`."""
+def judge(fault: str, rank: int, events: list[Event], raw: bool = False) -> Verdict:
+    """Put the findings together. `rank` is the one to be struck by the fault named `fault`; `raw`: in a job under `watch`."""
     begun = [event for event in events if event.kind == "started"]
     struck = next((event for event in events if event.kind == "struck"), None)
     after = [event for event in events if struck is not None and event.at >= struck.at]
@@ -174,4 +180,5 @@ def judge(fault: str, rank: int, events: list[Event]) -> Verdict:
         went_on={other: event.at - since for other, event in sorted(went_on.items())},
         participants=tuple(next(iter(went_on.values())).values["participants"]) if went_on else (),
         calls=max((event.values["calls"] for event in events if event.kind == "ended"), default=0),
+        raw=raw,
     )

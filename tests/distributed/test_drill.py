@@ -55,6 +55,7 @@ def test_without_permission_nothing_is_run(value: str, tmp_path: Path) -> None:
         (["--fault", "kill", "--rank", "9"], "--rank 9 is not one of the 4 ranks"),
         (["--fault", "kill", "--rank", "1", "--", "/no/such/program"], "cannot be run"),
         (["--fault", "kill", "--rank", "1", "--seconds", "3"], "kill takes no seconds"),
+        (["--fault", "skip", "--rank", "1", "--raw"], "skip changes a guarded call, so it cannot be raw; leave raw out"),
     ],
 )
 def test_a_drill_that_cannot_be_is_refused(arguments: list[str], told: str, tmp_path: Path) -> None:
@@ -112,3 +113,14 @@ def test_the_seed_chooses_the_same_again() -> None:
 
     assert fault(7) == fault(7)
     assert len({fault(seed) for seed in range(20)}) > 5
+
+
+@pytest.mark.parametrize(("fault", "cause"), [("late", "late"), ("oom", "failed")])
+def test_a_job_under_watch_is_struck_by_the_number_of_its_collectives(fault: str, cause: str, tmp_path: Path) -> None:
+    """DistributedDataParallel makes no guarded call; what the struck rank does in its main thread is asked of it from another."""
+    found = findings(tmp_path, "--fault", fault, "--rank", "2", "--raw", "--limit", "5")
+    assert (found["named"], found["cause"]) == ([2], cause), found["text"]
+    assert sorted(found["known_by"]) == ["0", "1", "3"]
+    assert sorted(found["went_on"]) == (["0", "1", "2", "3"] if fault == "late" else [])
+    if fault == "oom":
+        assert "rank 2 raised torch.OutOfMemoryError at ncclguard/faults/toy.py" in found["summary"]

@@ -29,6 +29,7 @@ def nothing_stays_armed() -> Iterator[None]:
         "exit@rank=1,op=7,code=3",
         "mismatch@rank=1,op=7,of=dtype",
         "reset@rank=1,op=7,after_bytes=65536,times=3",
+        "late@rank=1,op=12,seconds=5.0,raw=1",
     ],
 )
 def test_a_fault_and_its_text_are_the_same(text: str) -> None:
