@@ -173,7 +173,7 @@ def _toy(arguments: argparse.Namespace, fault: Fault, env: Mapping[str, str]) ->
     after = _STEPS_OF_PARTITION if fault.fault == "partition" else _STEPS
     values = [fault.op + after, arguments.limit, _NUMEL, arguments.seed]
     program = "ncclguard.faults.toy:train_watched" if fault.raw else "ncclguard.faults.toy:train"
-    result = run_ranks(program, arguments.ranks, args=values, env=env, timeout=arguments.timeout)
+    result = run_ranks(program, arguments.ranks, args=values, env=env, timeout=arguments.timeout, launcher="fork")
     for rank in result:
         sys.stderr.write(rank.output)
     ends: dict[str, list[str]] = {}

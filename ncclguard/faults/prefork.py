@@ -16,6 +16,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -57,6 +58,7 @@ def lead(lifeline: socket.socket, job: dict[str, Any]) -> bool:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
+    tempfile.tempdir = None  # which Python has remembered if an import asked for it
     lifeline.send(str(os.getpid()).encode())
     children: dict[int, str] = {}
     for own in job["ranks"]:

@@ -55,7 +55,10 @@ def test_without_permission_nothing_is_run(value: str, tmp_path: Path) -> None:
         (["--fault", "kill", "--rank", "9"], "--rank 9 is not one of the 4 ranks"),
         (["--fault", "kill", "--rank", "1", "--", "/no/such/program"], "cannot be run"),
         (["--fault", "kill", "--rank", "1", "--seconds", "3"], "kill takes no seconds"),
-        (["--fault", "skip", "--rank", "1", "--raw"], "skip changes a guarded call, so it cannot be raw; leave raw out"),
+        (
+            ["--fault", "skip", "--rank", "1", "--raw"],
+            "skip changes a guarded call, so it cannot be raw; leave raw out",
+        ),
     ],
 )
 def test_a_drill_that_cannot_be_is_refused(arguments: list[str], told: str, tmp_path: Path) -> None:

@@ -415,6 +415,7 @@ def wrapped() -> dict[str, list[dict[str, Any]]]:
     return faults.run_ranks(f"{CASES}:slimmed", 2, args=[names], timeout=115).check()[1].reports
 
 
+@pytest.mark.xdist_group("wrapped")  # one process runs all, as they share a job
 @pytest.mark.parametrize(
     "name", ["ddp", "ddp finding unused", "ddp static", "fsdp", "fsdp2", "zero 1", "zero 2", "zero 3"]
 )
