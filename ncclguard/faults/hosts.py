@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import json
 import os
 import shutil
 import socket
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -142,6 +144,21 @@ class Hosts:
         match = () if ports is None else ("--dport", f"{ports[0]}:{ports[1]}")
         rule = ("-o", self._port(host), "-p", "tcp", *match, "-j", "REJECT", "--reject-with", "tcp-reset")
         self._add_rule((host,), rule)
+
+    def until_settled(self, seconds: float = 20.0) -> None:
+        """Wait until the kernel has noted which links have a carrier, up to a second after they were set up; TimeoutError."""
+        expected = {"LOWER_UP": ("UP", "UNKNOWN"), "NO-CARRIER": ("DOWN", "LOWERLAYERDOWN")}
+        deadline = time.monotonic() + seconds
+        while odd := [
+            f"{link['ifname']} of {name}"
+            for name in self.names
+            for link in json.loads(run_tool(["ip", "-n", self.namespace(name), "-j", "link"]))
+            for flag, states in expected.items()
+            if flag in link["flags"] and link["operstate"] not in states
+        ]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{', '.join(odd)} did not settle within {seconds:g} s; look at `ip link` there")
+            time.sleep(0.02)
 
     def heal(self, host: str | None = None) -> None:
         """Undo ``partition``, ``drop_one_way`` and ``reject`` that name this host, or all of them."""

@@ -41,6 +41,8 @@ AGAIN: float = 5.0
 ALONE_AFTER: float = 2.5
 #: Seconds that an exception which ends the program waits for the verdict on who caused it.
 LAST_WORDS: float = 2.0
+#: The same, once nothing can be agreed any more: the others, who decide alone too, are to find this process alive.
+LINGER: float = 1.0
 
 
 @dataclass
@@ -131,6 +133,8 @@ class Watcher:
         end = time.monotonic() + 0.5
         while self._seat.verdicts and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.005)  # it is being delivered
+        if self._seat.unavailable:
+            time.sleep(LINGER)
         return text
 
     # ------------------------------------------------------------------ the thread

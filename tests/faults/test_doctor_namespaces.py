@@ -32,6 +32,7 @@ def examine(json_file: str, wait: float) -> None:
 def run(hosts: faults.Hosts, folder: Path, ranks: int, wait: float = 30.0) -> tuple[faults.JobResult, dict[str, Any]]:
     """The job, which ends by itself, and rank 0's checks by name."""
     file = folder / "doctor.json"
+    hosts.until_settled()
     result = faults.run_ranks(examine, ranks, args=[str(file), wait], hosts=hosts, timeout=180.0)
     assert not result.timed_out, str(result)
     checks = json.loads(file.read_text())

@@ -6,10 +6,8 @@ Where a guess could take another interface, the job is run with that one too, an
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -112,23 +110,8 @@ def run(
     without_ip: bool = False,
 ) -> faults.JobResult:
     """The job of two ranks, one a host; it ends after 60 s at the latest."""
-    until_links_are_settled(hosts)
+    hosts.until_settled()
     return faults.run_ranks(join, 2, args=[changes, by_hand, url, without_ip], hosts=hosts, timeout=60.0)
-
-
-def until_links_are_settled(hosts: faults.Hosts) -> None:
-    """The kernel notes up to a second later whether a link that was set up has a carrier."""
-    expected = {"LOWER_UP": ("UP", "UNKNOWN"), "NO-CARRIER": ("DOWN", "LOWERLAYERDOWN")}
-    deadline = time.monotonic() + 20
-    while any(
-        link["operstate"] not in states
-        for host in hosts.names
-        for link in json.loads(ip("-n", hosts.namespace(host), "-j", "link"))
-        for flag, states in expected.items()
-        if flag in link["flags"]
-    ):
-        assert time.monotonic() < deadline, [ip("-n", hosts.namespace(host), "link") for host in hosts.names]
-        time.sleep(0.05)
 
 
 def assert_works_over(result: faults.JobResult, *interfaces: str) -> None:
@@ -204,7 +187,7 @@ def test_a_host_name_that_leads_to_docker0_on_its_own_host_does_not_mislead_it()
     with faults.Hosts(2) as hosts:
         add_bridge(hosts, "docker0", "172.17.0.1/16")
         url = f"tcp://{hosts.address('host0')}:29600"
-        until_links_are_settled(hosts)
+        hosts.until_settled()
         result = faults.run_ranks(join_with_odd_name, 2, args=[url], hosts=hosts, timeout=60.0)
         assert_works_over(result, "eth0")
 
@@ -228,7 +211,7 @@ def test_a_tunnel_is_not_taken_while_another_way_to_the_master_exists() -> None:
         on_both(hosts, "address", "add", "10.99.0.1/24", "dev", "tun0")
         on_both(hosts, "link", "set", "tun0", "up")
         ip("-n", hosts.namespace("host1"), "route", "add", f"{_WIRE[0]}/32", "dev", "tun0")
-        until_links_are_settled(hosts)
+        hosts.until_settled()
         result = faults.run_ranks(choose_only, 2, args=[_WIRE[0]], hosts=hosts, timeout=60.0)
         result.check()
         assert result.values("interface") == {0: "wire0", 1: "wire0"}, result.values("evidence")
@@ -309,6 +292,6 @@ def test_a_loopback_that_is_down_is_reported_before_the_job_hangs() -> None:
     """A namespace that nobody finished: no process of the host reaches another one."""
     with faults.Hosts(1) as hosts:
         ip("-n", hosts.namespace("host0"), "link", "set", "lo", "down")
-        until_links_are_settled(hosts)
+        hosts.until_settled()
         result = faults.run_ranks(choose_only, 1, args=[hosts.address("host0")], hosts=hosts, timeout=60.0).check()
         assert "ip link set lo up" in str(result.values("errors"))
