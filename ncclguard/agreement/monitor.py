@@ -34,8 +34,6 @@ ATTENTION = 0.25
 ENTRY_PATIENCE = 10.0
 #: A rank that lost the race to revoke announces it itself when the winner has not after this many seconds.
 ANNOUNCE_AGAIN = 0.5
-
-
 #: Seconds for which the handshake of a new session is hurried: the ranks start together, or will take a while.
 EAGER = 5.0
 

@@ -8,6 +8,8 @@ import torch
 
 IMAGE, VIDEO, START, END, PAD = 90, 91, 92, 93, 0
 PATCH = 3 * 2 * 14 * 14  # channels x temporal patch x patch x patch
+#: The items of an output where the configuration says to return everything.
+FAT = ["loss", "logits", "past_key_values", "hidden_states"]
 
 
 def config(num_labels: int = 3, output_hidden_states: bool = False, attention: str = "", **settings: Any) -> Any:

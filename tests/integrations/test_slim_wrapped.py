@@ -1,0 +1,46 @@
+"""Slim outputs under every way to wrap a model on several ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent))
+import qwen_cases as cases
+
+from ncclguard import faults
+
+CASES = Path(__file__).with_name("wrapped_cases.py")
+pytestmark = pytest.mark.xdist_group("wrapped")  # one process runs all, as they share a job
+
+
+@pytest.fixture(scope="module")
+def wrapped() -> dict[str, list[dict[str, Any]]]:
+    """Every wrapping on two ranks: unpatched, patched through it, restored, and wrapped after it was patched."""
+    names = ["ddp", "ddp finding unused", "ddp static", "fsdp", "fsdp2"]
+    if importlib.util.find_spec("deepspeed"):
+        names += ["zero 1", "zero 2", "zero 3"]
+    return faults.run_ranks(f"{CASES}:slimmed", 2, args=[names], timeout=115).check()[1].reports
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp", "ddp finding unused", "ddp static", "fsdp", "fsdp2", "zero 1", "zero 2", "zero 3"]
+)
+def test_under_every_wrapping(wrapped: dict[str, Any], name: str) -> None:
+    if name not in wrapped:
+        pytest.skip("deepspeed is not installed")
+    before, after, restored, patched_first = wrapped[name]
+    for fat_one in (before, restored):
+        assert fat_one["training"]["items"] == cases.FAT
+    for slim_one in (after, patched_first):
+        for mode, expected in (("training", ["loss", "logits"]), ("evaluation", ["logits"])):
+            assert slim_one[mode]["items"] == expected
+            assert slim_one[mode]["length"] == 12
+            assert slim_one[mode]["logits"] == before[mode]["logits"]
+    assert after["asked"] == ["logits", "hidden_states"]
