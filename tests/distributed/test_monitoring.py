@@ -25,7 +25,6 @@ from ncclguard.metrics import control, hook
 from ncclguard.metrics.exchange import Exchange, config_of_seat, proposals
 from ncclguard.metrics.records import Change, Record, Snapshot
 
-pytestmark = pytest.mark.xdist_group("monitoring")  # one process runs all, as they share a job
 EVERY = 10
 LIMIT = 3.0
 SETTINGS = {

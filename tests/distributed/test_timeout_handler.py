@@ -18,9 +18,6 @@ CASES = Path(__file__).with_name("timeout_handler_cases.py")
 ENDED_BY = 15.0  # seconds: long before the groups' own timeout, long after any limit used here
 
 
-pytestmark = pytest.mark.xdist_group("timeout handler")  # one process runs all, as they share a job
-
-
 @pytest.fixture(scope="module")
 def unrecorded() -> faults.JobResult:
     variables = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_FR_BUFFER_SIZE": "0"}

@@ -16,9 +16,6 @@ from ncclguard import faults
 CASES = Path(__file__).with_name("wrapped_cases.py")
 
 
-pytestmark = pytest.mark.xdist_group("modes")  # one process runs all, as they share a job
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[list[bool]]]:
     """For each wrapping the modes found after ``eval()``, after set_eval_mode and after set_train_mode."""

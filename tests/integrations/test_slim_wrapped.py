@@ -17,7 +17,6 @@ import qwen_cases as cases
 from ncclguard import faults
 
 CASES = Path(__file__).with_name("wrapped_cases.py")
-pytestmark = pytest.mark.xdist_group("wrapped")  # one process runs all, as they share a job
 
 
 @pytest.fixture(scope="module")

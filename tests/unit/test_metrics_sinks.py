@@ -268,7 +268,6 @@ def test_wandb_logs_offline_with_its_own_client(tmp_path: Path, monkeypatch: pyt
     assert summary["ncclguard/hang"] == 1.0
     assert summary["ncclguard/0:cpu/all_reduce/train/count"] == 10
     assert "rank 2 late" in summary["ncclguard/last_failure"]
-    assert list(tmp_path.rglob("*.wandb")), "wandb wrote no run"
 
 
 def test_in_a_run_of_the_program_wandb_keeps_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
