@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from ncclguard.agreement.decision import Action, Departure, Phase, Report, Verdict
 from ncclguard.agreement.seat import Seat, Subject
 from ncclguard.incident.model import Incident, RankReport, State
+from ncclguard.incident.render import ranks_text
 from ncclguard.outcome import Cause
 
 _LOST = "See the launcher's and the kernel's log of its host (exit code, out-of-memory killer, Xid)."
@@ -264,10 +265,11 @@ def _summary(
         return f"{text} failed after {waited:.3g} s: the ranks called different operations, and no side is a majority."
     troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})
     detail = f" ({troubles[0]})" if troubles else ""
-    quiet = [str(rank) for rank in sorted(silent) if rank not in departed]
+    quiet = silent.keys() - departed.keys()
     if quiet:
-        who = f"rank {quiet[0]}" if len(quiet) == 1 else f"ranks {', '.join(quiet)}"
-        return f"{text} failed after {waited:.3g} s: {verdict.cause}; {who} did not answer in time{detail}."
+        return (
+            f"{text} failed after {waited:.3g} s: {verdict.cause}; {ranks_text(quiet)} did not answer in time{detail}."
+        )
     return f"{text} failed after {waited:.3g} s although every rank was in it: {verdict.cause}{detail}."
 
 

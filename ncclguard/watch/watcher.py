@@ -72,9 +72,8 @@ class Watcher:
         self._counters: dict[str, tuple[tuple[int, int], float]] = {}
         self._examined: dict[str, tuple[tuple[int, int], float]] = {}
         self._told: set[tuple[str, int]] = set()
-        self._last_told: tuple[str, int] | None = (
-            None  # what this rank had issued last when it heard of the last incident
-        )
+        # What this rank had issued last when it heard of the last incident.
+        self._last_told: tuple[str, int] | None = None
         self._over = False  # aborted, or a rank is gone: what breaks from now on is a consequence
         self._asked_at: float | None = None
         self._closing = False

@@ -44,9 +44,8 @@ def deepspeed_operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         return
     with pytest.MonkeyPatch.context() as patch:
         base = tmp_path_factory.getbasetemp()
-        folder = (
-            base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-        )  # all workers of a run: one waits for the other
+        # One folder for all workers of a run: one builds, the others wait for it.
+        folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "torch_extensions"))
         patch.setenv(
             "PATH", str(Path(sys.executable).parent), prepend=os.pathsep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,14 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run.log({"loss": 0.5}, step=9)  # W&B takes nothing for an earlier step after this
         run.log({"loss": 0.4})
         fail(run)
-        summary = dict(
-            run.summary
-        )  # its own process writes the file, on a busy machine long after `finish` has returned
+        summary = dict(run.summary)
         run.finish()
+        wandb.teardown()  # waits for the process that writes the file
     assert summary["eval/evaluation_failed"] == 1.0
     assert summary["eval/evaluation_attempts"] == 2.0
     assert summary["loss"] == 0.4
+    (file,) = tmp_path.rglob("*.wandb")
+    deadline = time.monotonic() + 60
+    while b"eval/evaluation_failed" not in file.read_bytes():
+        assert time.monotonic() < deadline, file.read_bytes()
+        time.sleep(0.1)

@@ -265,9 +265,14 @@ def test_wandb_logs_offline_with_its_own_client(tmp_path: Path, monkeypatch: pyt
         sink.write(snapshot(hang=True))
         summary = dict(run.summary)
         sink.close()
+        wandb.teardown()  # waits for the process that writes the file
     assert summary["ncclguard/hang"] == 1.0
     assert summary["ncclguard/0:cpu/all_reduce/train/count"] == 10
     assert "rank 2 late" in summary["ncclguard/last_failure"]
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.rglob("*.wandb")):
+        assert time.monotonic() < deadline, "wandb wrote no run"
+        time.sleep(0.1)
 
 
 def test_in_a_run_of_the_program_wandb_keeps_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
