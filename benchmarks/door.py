@@ -1,10 +1,11 @@
-"""What the guarded process group costs beside gloo, in turn in one run: single calls, and steps of DistributedDataParallel.
+"""What the guarded process group costs beside gloo, in turn in one run: single
+calls, and steps of DistributedDataParallel.
 
     python benchmarks/door.py [--ranks 2] [--cycles 40] [--parameters 4e6] [--json FILE]
 
-One element blocking, one element with `async_op=True` and a wait, and a whole step of DDP (forward, backward with its all-reduces
-issued from C++, optimizer). Each on groups of their own, order alternating; the sum of the parameters must be the same in the end.
-Ratios are medians over cycles with quartiles, by the same code as `ncclguard bench`.
+One element blocking, one element with `async_op=True` and a wait, and a whole step of DDP (forward, backward with its
+all-reduces issued from C++, optimizer). Each on groups of their own, order alternating; the sum of the parameters must
+be the same in the end. Ratios are medians over cycles with quartiles, by the same code as `ncclguard bench`.
 """
 
 from __future__ import annotations

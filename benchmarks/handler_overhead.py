@@ -2,9 +2,9 @@
 
     python benchmarks/handler_overhead.py [--ranks 2] [--rounds 200]
 
-Prints for each size the median time of a plain all-reduce, of one under the recipe's handler (SIGALRM alone, which bounds
-nothing, claimed to cost less than 1 %) and of one in a block of its own, with their ratios to the plain one, and the cost of an
-empty block.
+Prints for each size the median time of a plain all-reduce, of one under the recipe's handler (SIGALRM alone, which
+bounds nothing, claimed to cost less than 1 %) and of one in a block of its own, with their ratios to the plain one, and
+the cost of an empty block.
 """
 
 from __future__ import annotations

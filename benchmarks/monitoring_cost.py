@@ -2,9 +2,9 @@
 
     python benchmarks/monitoring_cost.py [--ranks 2] [--rounds 300]
 
-First the parts that need no other rank: least of many short runs, in one process. Then a job on gloo whose ranks all-reduce one
-element in two groups in turn, one without the exchange and one with it in every 100th operation, as is the default: there it also
-costs a vote with 472 bytes and a closing round. `--rounds 0` leaves the job out.
+First the parts that need no other rank: least of many short runs, in one process. Then a job on gloo whose ranks
+all-reduce one element in two groups in turn, one without the exchange and one with it in every 100th operation, as is
+the default: there it also costs a vote with 472 bytes and a closing round. `--rounds 0` leaves the job out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def least(function: Callable[[], object], number: int = 100, repeat: int = 2000)
 
 
 def in_turn(rounds: int) -> None:
-    """One rank: each round has as many operations as lie between two exchanges in either group, in an order that alternates."""
+    """One rank: each round has as many operations as lie between two exchanges in
+    either group, in an order that alternates.
+    """
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     groups = {}

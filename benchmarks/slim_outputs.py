@@ -1,16 +1,18 @@
-"""What slimming a model's outputs saves: peak memory, time and bytes communicated, beside what the first users' recipe claimed.
+"""What slimming a model's outputs saves: peak memory, time and bytes communicated,
+beside what the first users' recipe claimed.
 
     python benchmarks/slim_outputs.py [--ranks 2] [--lengths 128,256,512,1024] [--json FILE]
 
-A Qwen2.5-VL classifier of the installed transformers with random weights, shaped like the 7B model but small, runs text of growing
-length. Three variants run in turn in every cycle, in rotating order, on the same weights:
+A Qwen2.5-VL classifier of the installed transformers with random weights, shaped like the 7B model but small, runs text
+of growing length. Three variants run in turn in every cycle, in rotating order, on the same weights:
 
-    everything   hidden states and the key-value cache are returned (config.output_hidden_states, and use_cache, the default)
+    everything   hidden states and the key-value cache are returned
+                 (config.output_hidden_states, and use_cache, the default)
     default      what transformers does when nobody asks: the cache alone
     slim         after slim_outputs()
 
-Memory is the peak of the bytes in tensors above those before the step, from the profiler's allocation records (a pass of its own,
-not timed). Bytes are what the kernel counted as received on this rank's TCP connections during a step.
+Memory is the peak of the bytes in tensors above those before the step, from the profiler's allocation records (a pass
+of its own, not timed). Bytes are what the kernel counted as received on this rank's TCP connections during a step.
 """
 
 from __future__ import annotations
@@ -263,7 +265,9 @@ def size_of(batch: int, length: int, hidden: int, kv: int, layers: int, **_: int
 
 
 def saved(rows: list[dict[str, Any]], scene: str, what: str) -> str:
-    """By how many per cent slim is below everything, from the shortest to the longest sequence; ~ where the quartiles include 0."""
+    """By how many per cent slim is below everything, from the shortest to the longest
+    sequence; ~ where the quartiles include 0.
+    """
     found = []
     for row in rows:
         if row["scene"] == scene:

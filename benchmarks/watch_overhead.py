@@ -1,11 +1,14 @@
-"""What `ncclguard.watch()` costs a step of DDP on gloo: blocks of steps in turns, without it, with it, and with it in a hurry.
+"""What `ncclguard.watch()` costs a step of DDP on gloo: blocks of steps in turns,
+without it, with it, and with it in a hurry.
 
-    python benchmarks/watch_overhead.py [--ranks 2] [--seconds 180] [--block 0.6] [--width 512] [--batch 64] [--json FILE]
+    python benchmarks/watch_overhead.py [--ranks 2] [--seconds 180] [--block 0.6]
+                                        [--width 512] [--batch 64] [--json FILE]
 
-What the watcher does in a second is less than the noise of a step, so it is measured in two ways, in one run. Directly: the time
-of a block with `watch()` through that of the block without it of the same round. And enlarged: with a watcher that looks
-20 times as often, whose cost a look, times the looks that `watch()` takes in a second, is its share. Of each round's three blocks the
-order rotates. Printed: medians over the rounds, with 95 % intervals from resampling, and the processor time of the watcher's thread.
+What the watcher does in a second is less than the noise of a step, so it is measured in two ways, in one run. Directly:
+the time of a block with `watch()` through that of the block without it of the same round. And enlarged: with a watcher
+that looks 20 times as often, whose cost a look, times the looks that `watch()` takes in a second, is its share. Of each
+round's three blocks the order rotates. Printed: medians over the rounds, with 95 % intervals from resampling, and the
+processor time of the watcher's thread.
 """
 
 from __future__ import annotations

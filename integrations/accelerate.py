@@ -1,4 +1,5 @@
-"""Evaluation that survives, for programs around an `Accelerator`: its gathers and barriers end, and name who held them up.
+"""Evaluation that survives, for programs around an `Accelerator`: its gathers and
+barriers end, and name who held them up.
 
 Works on Accelerate's objects without importing the package. Run with Accelerate 1.15 on CPU (gloo).
 """
@@ -26,12 +27,13 @@ _PATCHED = ("gather_for_metrics", "wait_for_everyone")
 def patch_accelerator(
     accelerator: Any, *, timeout: float | timedelta = 1800, barrier_timeout: float | timedelta = 300
 ) -> None:
-    """Make `gather_for_metrics` and `wait_for_everyone` of this accelerator end within their limits, wherever they are called.
+    """Make `gather_for_metrics` and `wait_for_everyone` of this accelerator end within
+    their limits, wherever they are called.
 
-    `timeout`: of each collective of a gather, `barrier_timeout`: until all ranks have arrived; seconds or timedelta. When they
-    fail they raise CollectiveTimeout, PeerFailed or another CollectiveFailed on all ranks, which names the rank at fault;
-    the process groups of training are untouched, so the program may go on. Patching again replaces the limits.
-    Raises TypeError or ValueError for limits that cannot be.
+    `timeout`: of each collective of a gather, `barrier_timeout`: until all ranks have arrived; seconds or timedelta.
+    When they fail they raise CollectiveTimeout, PeerFailed or another CollectiveFailed on all ranks, which names the
+    rank at fault; the process groups of training are untouched, so the program may go on. Patching again replaces the
+    limits. Raises TypeError or ValueError for limits that cannot be.
 
     >>> class Alone:  # as an Accelerator in a single process
     ...     def gather_for_metrics(self, data, use_gather_object=False):
@@ -61,8 +63,8 @@ def unpatch_accelerator(accelerator: Any) -> None:
 def resilient_evaluate(accelerator: Any, **options: Any) -> Callable[[Callable[..., Any]], GuardedEvaluation]:
     """The decorator `ncclguard.resilient_evaluate` with `accelerator.log` as the place for metrics; the same options.
 
-    Every collective inside is guarded: `gather_for_metrics`, `wait_for_everyone`, `reduce`, those of the dataloaders. When an
-    evaluation ends in the middle, Accelerate is made to forget that its dataloader was being iterated.
+    Every collective inside is guarded: `gather_for_metrics`, `wait_for_everyone`, `reduce`, those of the dataloaders.
+    When an evaluation ends in the middle, Accelerate is made to forget that its dataloader was being iterated.
 
     >>> class Alone:
     ...     def log(self, values, step=None):

@@ -33,9 +33,10 @@ def patch_trainer(
 ) -> GuardedEvaluation:
     """Make `trainer.evaluate(step)` survive; returns it, with the switches `enabled`, `divisor` and `single_rank`.
 
-    `trainer` has the usual shape: `trainer.model` is the engine, `trainer.monitor.log_metrics(metrics, step)` takes metrics;
-    both may be absent. Options as for `ncclguard.resilient_evaluate`, times in seconds or as timedelta. Patching again
-    replaces the options. Raises AttributeError for a trainer without `evaluate`, else as `resilient_evaluate` does.
+    `trainer` has the usual shape: `trainer.model` is the engine, `trainer.monitor.log_metrics(metrics, step)` takes
+    metrics; both may be absent. Options as for `ncclguard.resilient_evaluate`, times in seconds or as timedelta.
+    Patching again replaces the options. Raises AttributeError for a trainer without `evaluate`, else as
+    `resilient_evaluate` does.
 
     >>> class Trainer:
     ...     def evaluate(self, step=None):
@@ -98,8 +99,8 @@ def _timers(engine: Any) -> Keeper:
 def _partitions(engine: Any) -> Keeper:
     """ZeRO-3: which parameters are gathered, and what the coordinator of the gathers knows of the module order.
 
-    A forward pass that ends in the middle leaves parameters gathered or in flight and the trace of modules half-way; ranks
-    that differ in it wait for each other in the next step. Gathers are ended before `restore` is called.
+    A forward pass that ends in the middle leaves parameters gathered or in flight and the trace of modules half-way;
+    ranks that differ in it wait for each other in the next step. Gathers are ended before `restore` is called.
     """
 
     def keeper() -> Restore:

@@ -9,16 +9,17 @@ from torch import nn
 
 Model = TypeVar("Model")
 
-#: Where a wrapper keeps what it wraps: DDP, FSDP 1 and DeepSpeed's engine; torch.compile; Accelerate's holder of an engine.
+#: Where a wrapper keeps what it wraps: DDP, FSDP 1 and DeepSpeed's engine;
+#: torch.compile; Accelerate's holder of an engine.
 _INNER = ("module", "_orig_mod", "engine")
 
 
 def set_eval_mode(model: Model) -> Model:
     """Put a model into evaluation mode, the wrapper as well as what it wraps, and return it.
 
-    ``model.eval()`` is not enough everywhere: DeepSpeed's engine (0.19) passes it on and leaves its own ``training`` True, and
-    an object that is no ``nn.Module`` may not pass it on at all. Each layer's own ``train()`` is called, so a model that
-    overrides it to keep a frozen part in evaluation mode keeps it there.
+    ``model.eval()`` is not enough everywhere: DeepSpeed's engine (0.19) passes it on and leaves its own ``training``
+    True, and an object that is no ``nn.Module`` may not pass it on at all. Each layer's own ``train()`` is called, so a
+    model that overrides it to keep a frozen part in evaluation mode keeps it there.
 
     Raises TypeError if neither ``model`` nor anything it wraps is an ``nn.Module``.
 
@@ -83,8 +84,8 @@ def _set_mode(model: Model, training: bool) -> Model:
         )
     for layer in layers:
         layer.train(training)
-    # From the inside out, each wrapper takes over the mode that its inner module really took. A wrapper that some other module
-    # holds as a part is among them.
+    # From the inside out, each wrapper takes over the mode that its inner module really
+    # took. A wrapper that some other module holds as a part is among them.
     for module in (*reversed([*layers[0].modules()]), *reversed([*_layers(model)])):
         inner = _inner(module)
         if inner is not None and hasattr(module, "training"):

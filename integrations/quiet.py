@@ -14,7 +14,9 @@ QUIETED = "_slim_handles"  # the attribute of a model that has the handles of it
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def quiet(model: nn.Module, flags: list[str], done: MutableSet[nn.Module]) -> None:
-    """Set these flags to False in all calls of the transformers models inside ``model`` that leave them open, and note it in ``done``."""
+    """Set these flags to False in all calls of the transformers models inside ``model``
+    that leave them open, and note it in ``done``.
+    """
     parts = [part for part in model.modules() if part is not model and passes_keywords_on(type(part))]
     inside = {id(deeper) for part in parts for deeper in part.modules() if deeper is not part}
     vars(model)[QUIETED] = [
@@ -46,7 +48,9 @@ def passes_keywords_on(kind: type) -> bool:
 
 
 class _Quiet:
-    """A hook before an inner model's forward: flags that its caller left open are False, in place of what the config says."""
+    """A hook before an inner model's forward: flags that its caller left open are
+    False, in place of what the config says.
+    """
 
     def __init__(self, part: nn.Module, flags: list[str]) -> None:
         positions, takes_any = parameters(type(part).forward)

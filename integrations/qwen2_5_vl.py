@@ -1,4 +1,5 @@
-"""Qwen2.5-VL for classification, with slim outputs and modes that agree: what the first users' classifier needed, in one place.
+"""Qwen2.5-VL for classification, with slim outputs and modes that agree: what the
+first users' classifier needed, in one place.
 
 transformers is imported when `Qwen2_5_VLForSequenceClassification` is first asked for, and not by the others.
 """

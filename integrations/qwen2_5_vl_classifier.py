@@ -16,11 +16,13 @@ _MODEL_PARAMETERS = frozenset(inspect.signature(Qwen2_5_VLModel.forward).paramet
 
 
 class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: ignore[misc]
-    """Qwen2.5-VL whose last token that is no padding goes through a linear layer: text, images and videos in, logits out.
+    """Qwen2.5-VL whose last token that is no padding goes through a linear layer: text,
+    images and videos in, logits out.
 
-    ``config.num_labels`` is the number of logits L; ``config.problem_type`` chooses the loss as everywhere in transformers
-    (``"regression"``, ``"single_label_classification"``, ``"multi_label_classification"``). Where it is None, one logit means
-    regression, labels of an integer type with one number an example single label, and other labels multi label.
+    ``config.num_labels`` is the number of logits L; ``config.problem_type`` chooses the loss as everywhere in
+    transformers (``"regression"``, ``"single_label_classification"``, ``"multi_label_classification"``). Where it is
+    None, one logit means regression, labels of an integer type with one number an example single label, and other
+    labels multi label.
 
     ``from_pretrained`` takes a checkpoint of this class, or of Qwen2.5-VL as published: then the head is new.
 
@@ -78,14 +80,15 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
     ) -> Any:
         """Logits of a batch, and its loss if there are labels.
 
-        Shapes: ``input_ids`` (batch, sequence) of token ids, padded left or right; ``attention_mask`` the same, 0 at padding (by
-        default padding is where the id is ``pad_token_id``); ``inputs_embeds`` (batch, sequence, hidden) in place of ids;
-        ``pixel_values`` (patches, channels x temporal patch x patch x patch) of all images, ``image_grid_thw`` (images, 3) in
-        patches, ``second_per_grid_ts`` in seconds, and the same for videos, as the processor gives them. ``labels``: (batch,) class
-        indices, -100 to leave one out; (batch, L) of 0 and 1; (batch,) or (batch, L) numbers.
+        Shapes: ``input_ids`` (batch, sequence) of token ids, padded left or right; ``attention_mask`` the same, 0 at
+        padding (by default padding is where the id is ``pad_token_id``); ``inputs_embeds`` (batch, sequence, hidden) in
+        place of ids; ``pixel_values`` (patches, channels x temporal patch x patch x patch) of all images,
+        ``image_grid_thw`` (images, 3) in patches, ``second_per_grid_ts`` in seconds, and the same for videos, as the
+        processor gives them. ``labels``: (batch,) class indices, -100 to leave one out; (batch, L) of 0 and 1; (batch,)
+        or (batch, L) numbers.
 
-        Returns ``SequenceClassifierOutputWithPast`` with ``logits`` (batch, L), or a tuple if ``return_dict`` is False. Raises
-        ValueError unless exactly one of ``input_ids`` and ``inputs_embeds`` is given.
+        Returns ``SequenceClassifierOutputWithPast`` with ``logits`` (batch, L), or a tuple if ``return_dict`` is False.
+        Raises ValueError unless exactly one of ``input_ids`` and ``inputs_embeds`` is given.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds has to be given")
@@ -163,7 +166,9 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
 
 
 def _know_published_names() -> None:
-    """Published checkpoints have older names of parameters: transformers 5 looks up by the class's name how they map."""
+    """Published checkpoints have older names of parameters: transformers 5 looks up by
+    the class's name how they map.
+    """
     try:
         from transformers.conversion_mapping import (
             get_checkpoint_conversion_mapping,

@@ -22,19 +22,23 @@ _DROP = tuple(_FLAGS)
 
 
 def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_sequence_length: bool = True) -> Target:
-    """Make a model's forward return its output without ``drop``, in training and in evaluation alike, and return the model.
+    """Make a model's forward return its output without ``drop``, in training and in
+    evaluation alike, and return the model.
 
-    The inner model is told not to collect what would be dropped, whatever its config says, so the memory is never taken. A caller
-    who asks in the call itself (``output_hidden_states=True``, ``output_attentions=True``, ``use_cache=True``, or with
-    ``past_key_values``) gets that. Decisions never look at ``training``, on which wrapper and inner module may disagree.
+    The inner model is told not to collect what would be dropped, whatever its config says, so the memory is never
+    taken. A caller who asks in the call itself (``output_hidden_states=True``, ``output_attentions=True``,
+    ``use_cache=True``, or with ``past_key_values``) gets that. Decisions never look at ``training``, on which wrapper
+    and inner module may disagree.
 
-    ``model_or_class`` is a class (its present and future instances), a model, or what DDP, FSDP, DeepSpeed or torch.compile
-    made of one: then the model inside is patched. ``drop`` has names of output fields. With ``keep_sequence_length`` an output
-    without a ``last_hidden_state`` gets one that has ``size()`` and ``shape``, in elements, and no data (`SequenceShape`): of the
-    dropped tensor if there was one, else of ``input_ids``, ``inputs_embeds`` or ``attention_mask``.
+    ``model_or_class`` is a class (its present and future instances), a model, or what DDP, FSDP, DeepSpeed or
+    torch.compile made of one: then the model inside is patched. ``drop`` has names of output fields. With
+    ``keep_sequence_length`` an output without a ``last_hidden_state`` gets one that has ``size()`` and ``shape``, in
+    elements, and no data (`SequenceShape`): of the dropped tensor if there was one, else of ``input_ids``,
+    ``inputs_embeds`` or ``attention_mask``.
 
-    A second call replaces the first. Output types of transformers, plain dicts and dataclasses are slimmed; a tuple is not.
-    Raises TypeError for what is neither a model nor a class of one, and ValueError for a ``drop`` with ``loss`` or ``logits``.
+    A second call replaces the first. Output types of transformers, plain dicts and dataclasses are slimmed; a tuple is
+    not. Raises TypeError for what is neither a model nor a class of one, and ValueError for a ``drop`` with ``loss`` or
+    ``logits``.
 
     >>> import torch
     >>> class Classifier(nn.Module):
@@ -69,9 +73,11 @@ def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_seque
 
 
 def unpatch(model_or_class: Target) -> Target:
-    """Give a class or model that `slim_outputs` patched its own forward back, and return it; harmless if it was not patched.
+    """Give a class or model that `slim_outputs` patched its own forward back, and
+    return it; harmless if it was not patched.
 
-    Takes what `slim_outputs` takes and raises the same TypeError. A model whose class was patched stays slim: unpatch the class.
+    Takes what `slim_outputs` takes and raises the same TypeError. A model whose class was patched stays slim: unpatch
+    the class.
     """
     target = _target(model_or_class)
     forward = vars(target).get("forward")

@@ -1,4 +1,6 @@
-"""What a slimmed forward returns: the model's own output type without the dropped fields, and a length in place of a tensor."""
+"""What a slimmed forward returns: the model's own output type without the dropped
+fields, and a length in place of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,9 @@ class SequenceShape:
 class _Slim:
     """What `_slim_type` mixes into an output type of transformers.
 
-    The stand-in is an attribute and a dataclass field, never an item: ``items()``, ``to_tuple()`` and with them all that gathers
-    or detaches outputs see tensors only, while copies made field by field (FSDP) and through pytrees (DDP) keep it.
+    The stand-in is an attribute and a dataclass field, never an item: ``items()``, ``to_tuple()`` and with them all
+    that gathers or detaches outputs see tensors only, while copies made field by field (FSDP) and through pytrees (DDP)
+    keep it.
     """
 
     _slim_base: Any
@@ -97,8 +100,8 @@ class _Slim:
 def slim_output(output: Any, drop: frozenset[str], shape: Iterable[int] | None) -> Any:
     """A copy of a model's output without the fields in ``drop``; ``shape`` is stood in for a missing last_hidden_state.
 
-    An output type of transformers becomes a subclass of itself; of a plain mapping the keys are left out; in another dataclass
-    that has these fields they are None. A tuple or anything else is returned as it is.
+    An output type of transformers becomes a subclass of itself; of a plain mapping the keys are left out; in another
+    dataclass that has these fields they are None. A tuple or anything else is returned as it is.
     """
     if isinstance(output, OrderedDict) and dataclasses.is_dataclass(output):
         kept = {name: value for name, value in output.items() if name not in drop}
@@ -115,7 +118,9 @@ def slim_output(output: Any, drop: frozenset[str], shape: Iterable[int] | None) 
 
 
 def dropped_shape(model: Any, given: Mapping[str, Any], output: Any) -> tuple[int, ...] | None:
-    """The shape of the last hidden state, from the output if it is there, else from the inputs; None if neither says it."""
+    """The shape of the last hidden state, from the output if it is there, else from the
+    inputs; None if neither says it.
+    """
     fields = output if isinstance(output, Mapping) else vars(output) if dataclasses.is_dataclass(output) else {}
     last = fields.get("last_hidden_state")
     states = fields.get("hidden_states")

@@ -1,4 +1,5 @@
-"""Evaluation that survives, for `transformers.Trainer`: a mixin for a class of your own, a callback for a trainer you have.
+"""Evaluation that survives, for `transformers.Trainer`: a mixin for a class of your
+own, a callback for a trainer you have.
 
 Works with and without DeepSpeed, best-model selection and early stopping. Run with transformers 5.23 on CPU (gloo).
 """
@@ -22,11 +23,12 @@ _GUARDS = "_ncclguard_guards"  # attribute of a trainer
 class ResilientEvaluation:
     """A mixin: `class MyTrainer(ResilientEvaluation, Trainer)` has `evaluate` and `predict` that survive.
 
-    `evaluation_options`: of `ncclguard.resilient_evaluate`, for the class or an instance. When the evaluation fails on any rank
-    it is tried again with half of `per_device_eval_batch_size`; when it is given up, `evaluate` returns
-    `{"eval_evaluation_failed": 1.0, ...}` with NaN for `metric_for_best_model`, on all ranks: no best model, no count against
-    the patience of early stopping. A dictionary of data sets that fails in the middle returns the metrics of those that are in.
-    All ranks get the metrics of the first, so that they decide alike. `predict` raises GuardError when it is given up.
+    `evaluation_options`: of `ncclguard.resilient_evaluate`, for the class or an instance. When the evaluation fails on
+    any rank it is tried again with half of `per_device_eval_batch_size`; when it is given up, `evaluate` returns
+    `{"eval_evaluation_failed": 1.0, ...}` with NaN for `metric_for_best_model`, on all ranks: no best model, no count
+    against the patience of early stopping. A dictionary of data sets that fails in the middle returns the metrics of
+    those that are in. All ranks get the metrics of the first, so that they decide alike. `predict` raises GuardError
+    when it is given up.
 
     >>> from ncclguard.integrations.transformers import ResilientEvaluation
     >>> class Trainer:  # stands for transformers.Trainer
@@ -48,7 +50,9 @@ class ResilientEvaluation:
 
 
 def patch_trainer(trainer: Any, **options: Any) -> None:
-    """Do the same to a trainer that exists, with these `options` of `ncclguard.resilient_evaluate`; again replaces them."""
+    """Do the same to a trainer that exists, with these `options` of
+    `ncclguard.resilient_evaluate`; again replaces them.
+    """
     unpatch_trainer(trainer)
     trainer.evaluation_options = options
     for name, around in (("evaluate", _evaluate), ("predict", _predict)):

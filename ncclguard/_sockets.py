@@ -1,8 +1,8 @@
 """Find and shut TCP connections of this process that a C++ library opened and keeps to itself.
 
-gloo and TCPStore give Python no handle on their sockets, yet shutting a connection down is the one thing that always ends
-a call blocked on it: it works while a peer is stopped or its host unreachable, and also while a forked child (a DataLoader
-worker) still holds a copy of the descriptor, where a plain ``close`` would not tell the peer anything.
+gloo and TCPStore give Python no handle on their sockets, yet shutting a connection down is the one thing that always
+ends a call blocked on it: it works while a peer is stopped or its host unreachable, and also while a forked child (a
+DataLoader worker) still holds a copy of the descriptor, where a plain ``close`` would not tell the peer anything.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 Address = tuple[str, int]  # (numeric host, port)
@@ -40,20 +40,28 @@ def connections(wanted: Callable[[Address, Address], bool]) -> tuple[Connection,
     ``/proc`` (not Linux).
     """
     found: list[Connection] = []
+    for fd, copy in tcp_sockets():
+        local, remote = _ends(copy)
+        if local is not None and remote is not None and wanted(local, remote):
+            found.append(Connection(fd, os.fstat(copy.fileno()).st_ino, local, remote))
+    return tuple(found)
+
+
+def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Every TCP socket of this process, listening ones too: its descriptor, and a socket object on a duplicate of that.
+
+    The object is closed when the next is asked for. None where there is no ``/proc``.
+    """
     try:
         names = os.listdir("/proc/self/fd")
     except OSError:
-        return ()
+        return
     for name in names:
-        fd = int(name)
-        copy = _duplicate(fd, None)
-        if copy is None:
-            continue
-        with copy:
-            local, remote = _ends(copy)
-            if local is not None and remote is not None and wanted(local, remote):
-                found.append(Connection(fd, os.fstat(copy.fileno()).st_ino, local, remote))
-    return tuple(found)
+        copy = _duplicate(int(name), None)
+        if copy is not None:
+            with copy:
+                if _is_tcp(copy):
+                    yield int(name), copy
 
 
 def shut(found: Iterable[Connection]) -> int:
@@ -67,8 +75,8 @@ def shut(found: Iterable[Connection]) -> int:
 def hold(found: Iterable[Connection]) -> list[socket.socket]:
     """A socket object of one's own for each connection that still exists; to be ended with `shut_held`.
 
-    Safe beside other threads: each descriptor is duplicated first and compared by inode, so one that was closed and given to
-    somebody else's socket meanwhile is left alone.
+    Safe beside other threads: each descriptor is duplicated first and compared by inode, so one that was closed and
+    given to somebody else's socket meanwhile is left alone.
     """
     return [copy for copy in (_duplicate(connection.fd, connection.inode) for connection in found) if copy is not None]
 
@@ -86,8 +94,8 @@ def shut_held(held: Iterable[socket.socket]) -> int:
 def gloo_address(published: bytes) -> Address | None:
     """The listening address in what a gloo rank publishes under its number in the store, or None if it is not readable.
 
-    Layout (gloo/transport/tcp/context.cc ``Rank::bytes``; the same in torch 2.6 and 2.13): host name length and text, address
-    length, ``sockaddr_storage``, sequence number.
+    Layout (gloo/transport/tcp/context.cc ``Rank::bytes``; the same in torch 2.6 and 2.13): host name length and text,
+    address length, ``sockaddr_storage``, sequence number.
     """
     try:
         (host_length,) = struct.unpack_from("=Q", published, 0)
@@ -106,7 +114,9 @@ def gloo_address(published: bytes) -> Address | None:
 
 
 def _duplicate(fd: int, inode: int | None) -> socket.socket | None:
-    """A socket object on a duplicate of ``fd``, or None if that is no socket, not open, or not the one with ``inode``."""
+    """A socket object on a duplicate of ``fd``, or None if that is no socket, not open,
+    or not the one with ``inode``.
+    """
     try:
         copy = os.dup(fd)
     except OSError:
@@ -114,8 +124,8 @@ def _duplicate(fd: int, inode: int | None) -> socket.socket | None:
     try:
         status = os.fstat(copy)
         if stat.S_ISSOCK(status.st_mode) and inode in (None, status.st_ino):
-            # With this type the socket object leaves the flags alone. A plain socket.socket(fileno=...) would switch the
-            # *shared* connection to non-blocking wherever the program called socket.setdefaulttimeout().
+            # With this type the socket object leaves the flags alone. A plain socket.socket(fileno=...) would
+            # switch the *shared* connection to non-blocking wherever the program called socket.setdefaulttimeout().
             return socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, copy)
     except OSError:
         pass  # a socket of a family that Python does not know: not TCP, closed below like all others
@@ -123,13 +133,18 @@ def _duplicate(fd: int, inode: int | None) -> socket.socket | None:
     return None
 
 
-def _ends(sock: socket.socket) -> tuple[Address | None, Address | None]:
-    """Both addresses of a connected TCP socket; (None, None) for any other."""
+def _is_tcp(sock: socket.socket) -> bool:
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
-        return None, None
+        return False
     try:
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) != socket.SOCK_STREAM:
-            return None, None
+        return sock.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM
+    except OSError:
+        return False
+
+
+def _ends(sock: socket.socket) -> tuple[Address | None, Address | None]:
+    """Both addresses of a TCP socket that is connected; (None, None) for any other."""
+    try:
         local, remote = sock.getsockname(), sock.getpeername()
     except OSError:  # listening, or not connected any more
         return None, None

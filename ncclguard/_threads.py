@@ -27,8 +27,8 @@ def name(thread: int) -> str:
         return ""
 
 
-def asleep(threads: frozenset[int]) -> bool:
-    """Whether all ``threads`` slept, without running once, through the next 10 ms (or have ended).
+def asleep(threads: frozenset[int], seconds: float = _INTERVAL) -> bool:
+    """Whether all ``threads`` slept, without running once, through the next 10 ms, or ``seconds`` (or have ended).
 
     False where it cannot be seen: no threads given, or a kernel without scheduler statistics.
     """
@@ -37,12 +37,14 @@ def asleep(threads: frozenset[int]) -> bool:
     before = [_sleeping(thread) for thread in threads]
     if None in before:
         return False
-    time.sleep(_INTERVAL)
+    time.sleep(seconds)
     return before == [_sleeping(thread) for thread in threads]
 
 
 def _sleeping(thread: int) -> str | None:
-    """How long a sleeping thread has run in all (nanoseconds, and how often), "" for one that has ended; None if it runs."""
+    """How long a sleeping thread has run in all (nanoseconds, and how often), "" for
+    one that has ended; None if it runs.
+    """
     try:
         with open(f"/proc/self/task/{thread}/stat") as file:
             state = file.read().rpartition(")")[2].split()[0]

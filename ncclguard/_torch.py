@@ -1,8 +1,9 @@
 """Every private name of torch that the library uses, one small function each.
 
-Nothing else in the package touches ``torch._C`` or an underscored name of ``torch.distributed``. Ran on torch 2.6.0,
-2.13.0 and 2.15.0 (CPU, gloo); the versions between are declared, not run. Where a version lacks something the function says what it
-does instead.
+Those of stores, operators and NCCL are in `_torch_stores`, `_torch_operators` and `_torch_nccl`; nothing else in the
+package touches ``torch._C`` or an underscored name of ``torch.distributed``. Ran on torch 2.6.0, 2.13.0 and 2.15.0
+(CPU, gloo); the versions between are declared, not run. Where a version lacks something the function says what it does
+instead.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import json
 import logging
 import operator
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -68,11 +68,6 @@ def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def default_device_type(group: dist.ProcessGroup) -> str:
-    """The device type that object collectives and barriers of the group use: "cpu" where the group takes CPU tensors."""
-    return str(c10d._get_object_coll_device(group))
-
-
 def gloo_backend(group: dist.ProcessGroup) -> ProcessGroupGloo | None:
     """The gloo process group that serves the group's CPU tensors, or None if another backend does.
 
@@ -87,8 +82,24 @@ def gloo_backend(group: dist.ProcessGroup) -> ProcessGroupGloo | None:
     return backend if isinstance(backend, ProcessGroupGloo) else None
 
 
+def under_detail() -> bool:
+    """Whether ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps the process groups."""
+    return bool(_c.get_debug_level() == _c.DebugLevel.DETAIL)
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Abort what the group's backends have in flight; the group is unusable then. May
+    hang: call it from a helper thread.
+    """
+    if hasattr(group, "abort"):
+        group.abort()
+    else:  # torch 2.6
+        c10d._abort_process_group(group)
+
+
 def reduce_op_name(op: Any) -> str:
-    """ "SUM", "AVG", "PREMUL_SUM", ... for either form that torch accepts (``ReduceOp.SUM`` and ``ReduceOp(ReduceOp.SUM)``).
+    """ "SUM", "AVG", "PREMUL_SUM", ... for either form that torch accepts
+    (``ReduceOp.SUM`` and ``ReduceOp(ReduceOp.SUM)``).
 
     Raises TypeError for anything else.
     """
@@ -120,14 +131,15 @@ version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 _on_init: list[Callable[[], None]] = []
 _on_destroy: list[Callable[[], None]] = []
+_on_destroy_group: list[Callable[[dist.ProcessGroup], None]] = []
 
 
 def on_init(callback: Callable[[], None]) -> None:
     """Call ``callback()`` after every successful ``init_process_group``.
 
-    torch's function is wrapped once, in ``torch.distributed`` and in ``torch.distributed.distributed_c10d``; a program that took it with
-    ``from torch.distributed import init_process_group`` before is not seen. Giving the same callback again does nothing. An
-    exception in a callback is logged and goes no further.
+    torch's function is wrapped once, in ``torch.distributed`` and in ``torch.distributed.distributed_c10d``; a program
+    that took it with ``from torch.distributed import init_process_group`` before is not seen. Giving the same callback
+    again does nothing. An exception in a callback is logged and goes no further.
     """
     if callback not in _on_init:
         _on_init.append(callback)
@@ -141,6 +153,15 @@ def on_destroy(callback: Callable[[], None]) -> None:
     _wrap("destroy_process_group", _before_destroy)
 
 
+def on_destroy_group(callback: Callable[[dist.ProcessGroup], None]) -> None:
+    """Call ``callback(group)`` before ``destroy_process_group`` takes any other group
+    down that this process is in; else as `on_init`.
+    """
+    if callback not in _on_destroy_group:
+        _on_destroy_group.append(callback)
+    _wrap("destroy_process_group", _before_destroy)
+
+
 def _after_init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = original(*args, **kwargs)
     _call_all(_on_init)
@@ -151,6 +172,8 @@ def _before_destroy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     group = kwargs.get("group", args[0] if args else None)
     if group is None or group is dist.group.WORLD:
         _call_all(_on_destroy)
+    elif is_member(group):
+        _call_all([functools.partial(callback, group) for callback in _on_destroy_group])
     return original(*args, **kwargs)
 
 
@@ -169,7 +192,7 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
             setattr(module, name, wrapped)
 
 
-def _call_all(callbacks: list[Callable[[], None]]) -> None:
+def _call_all(callbacks: Sequence[Callable[[], None]]) -> None:
     for callback in tuple(callbacks):
         try:
             callback()
@@ -185,8 +208,9 @@ _UNUSED_TAG = 0x7FFF_FF00  # of point-to-point messages: no program uses it
 def new_gloo_group(store: Store, index: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
     """A bare gloo process group: not registered with torch, and not wrapped under TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
-    ``GLOO_SOCKET_IFNAME`` is honoured. ``TORCH_GLOO_LAZY_INIT`` is overridden: all connections are made here, because one that is made
-    later would escape `stop`. Blocks, with the GIL released, until every peer is connected or ``timeout`` passed several times.
+    ``GLOO_SOCKET_IFNAME`` is honoured. ``TORCH_GLOO_LAZY_INIT`` is overridden: all connections are made here, because
+    one that is made later would escape `stop`. Blocks, with the GIL released, until every peer is connected or
+    ``timeout`` passed several times.
     """
     group_type: Any = ProcessGroupGloo
     lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("1", "t", "true", "y", "yes")
@@ -209,7 +233,9 @@ def gloo_contexts(group: ProcessGroupGloo) -> int:
 
 @functools.lru_cache(maxsize=1)
 def gloo_timeout_is_settable() -> bool:
-    """Whether `set_gloo_timeout` works in this torch: yes in 2.13. In 2.6 only the constructor's timeout counts (measured)."""
+    """Whether `set_gloo_timeout` works in this torch: yes in 2.13. In 2.6 only the
+    constructor's timeout counts (measured).
+    """
     group = new_gloo_group(_c.HashStore(), 0, 1, timedelta(seconds=1))
     return hasattr(group, "set_timeout") and set_gloo_timeout(group, timedelta(seconds=2))
 
@@ -224,11 +250,14 @@ def set_gloo_timeout(group: ProcessGroupGloo, timeout: timedelta) -> bool:
 
 
 def poison_gloo(group: ProcessGroupGloo) -> None:
-    """Close all connections of a gloo group on this rank, so that its operations fail and peers notice; the group is unusable then.
+    """Close all connections of a gloo group on this rank, so that its operations fail
+    and peers notice; the group is unusable then.
 
-    A receive that runs into its timeout makes gloo close every connection of its context (gloo/transport/tcp/unbound_buffer.cc,
-    ``waitRecv``). One is tried with each peer, because with a peer that is gone already it fails without touching the others.
-    Takes up to 10 ms for each peer (gloo/transport/tcp/loop.cc, ``unregisterDescriptor``), whatever state the peers are in.
+    A receive that runs into its timeout makes gloo close every connection of its context
+    (gloo/transport/tcp/unbound_buffer.cc, ``waitRecv``). One is tried with each peer, because with a peer that is gone
+    already it fails without touching the others. Takes up to 10 ms for each peer (gloo/transport/tcp/loop.cc,
+    ``unregisterDescriptor``), whatever state the peers are in. Not reached (seen on torch 2.13): ``recv`` from any
+    source.
     """
     handle: Any = group  # torch's stub has none of the operations
     index, size, millisecond = handle.rank(), handle.size(), timedelta(milliseconds=1)
@@ -267,6 +296,12 @@ def recorder_dump(backend: str, entries: bool) -> dict[str, Any] | None:
     return trace if trace.get("pg_config") else None  # empty while groups exist: the recorder is switched off
 
 
+def recorded_end(entry: dict[str, Any]) -> bool:
+    """Whether a collective in such a dump has ended."""
+    # gloo's entries stay "scheduled" for good, also after they ended; then they are marked as retired.
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
 def sequence_number(group: dist.ProcessGroup) -> int | None:
     """How many collectives this process has issued on the group, also in C++; None where the backend does not count."""
     handle: Any = group
@@ -276,59 +311,13 @@ def sequence_number(group: dist.ProcessGroup) -> int | None:
         return None
 
 
-# --- NCCL -----------------------------------------------------------------------------------------------------------
-
-_HARMLESS_NCCL = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # 1 and 3 end the process on an error that the guard handles
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the same, for errors that NCCL reports asynchronously
-    "TORCH_NCCL_BLOCKING_WAIT": "0",  # 1 makes wait() block the caller
-    "TORCH_NCCL_DESYNC_DEBUG": "0",  # turns error handling 0 into 3
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # ends the process when the watchdog is busy
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # makes the watchdog sleep for a minute
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-}
-_environment = threading.Lock()
-
-
-def new_nccl_group(store: Store, index: int, size: int, timeout: timedelta) -> Any:
-    """A bare NCCL process group that never ends the process: not registered with torch, its watchdog without teeth.
-
-    ProcessGroupNCCL reads its variables when it is constructed, so these are set for this moment only and the groups of the
-    program keep theirs. Non-blocking communicators where torch and NCCL have working ones (2.7 and 2.26), because only with
-    those does NCCL promise that an abort is safe. Raises RuntimeError where torch was built without NCCL.
-    """
-    group_type: Any = getattr(_c, "ProcessGroupNCCL", None)
-    if group_type is None:
-        raise RuntimeError(
-            "this torch was built without NCCL: install a CUDA build of torch, or move the tensor to the CPU"
-        )
-    options = group_type.Options()
-    options._timeout = timeout
-    if VERSION >= (2, 7) and torch.cuda.nccl.version() >= (2, 26):  # type: ignore[no-untyped-call]
-        options.config.blocking = False
-    with _environment:
-        before = {name: os.environ.get(name) for name in _HARMLESS_NCCL}
-        os.environ.update(_HARMLESS_NCCL)
-        try:
-            return group_type(store, index, size, options)
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-
-
-def shut_nccl_group(group: Any) -> None:
-    """Release a healthy NCCL group once its operations are done everywhere; blocks until then."""
-    (group.shutdown if hasattr(group, "shutdown") else group._shutdown)()
-
-
 # --- outputs --------------------------------------------------------------------------------------------------------
 
 
 def register_pytree_node(
     cls: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[Any, Any], Any]
 ) -> None:
-    """Tell torch (DDP, FSDP, torch.compile) how to take objects of this type apart and put them together; once for each type."""
+    """Tell torch (DDP, FSDP, torch.compile) how to take objects of this type apart and
+    put them together; once for each type.
+    """
     pytree.register_pytree_node(cls, flatten, unflatten)

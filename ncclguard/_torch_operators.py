@@ -1,8 +1,8 @@
 """torch's private names for the operators behind a process group's methods; the others are in `_torch`.
 
-Every method of `ProcessGroup` dispatches to an operator `c10d::...`, and C++ callers such as DDP's buffer broadcast, or functional
-collectives, arrive there too. Ran on torch 2.13.0 and 2.15.0. Where a version lacks something nothing is hooked: Python callers are met at
-the methods in any case.
+Every method of `ProcessGroup` dispatches to an operator `c10d::...`, and C++ callers such as DDP's buffer broadcast, or
+functional collectives, arrive there too. Ran on torch 2.13.0 and 2.15.0. Where a version lacks something nothing is
+hooked: Python callers are met at the methods in any case.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def reduce_op_of(boxed: Any) -> dist.ReduceOp:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What an operator of torch's own hands its arguments to. Raises RuntimeError for a device the group does not serve."""
+    """What an operator of torch's own hands its arguments to. Raises RuntimeError for a
+    device the group does not serve.
+    """
     return group._get_backend(device)
 
 

@@ -13,6 +13,7 @@ import weakref
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as _c
 from torch.distributed import distributed_c10d as c10d
 
@@ -22,14 +23,22 @@ _log = logging.getLogger("ncclguard")
 
 Store = _c.Store
 PrefixStore = _c.PrefixStore
+TCPStore = _c.TCPStore
 
 _cloning = threading.Lock()
+#: A store's port -> descriptor and inode of the connections that were there before the clone in progress.
+_known: dict[int, set[tuple[int, int]]] = {}
 _connections: weakref.WeakKeyDictionary[Store, tuple[_sockets.Connection, ...]] = weakref.WeakKeyDictionary()
 
 
 def default_store() -> Store:
     """The default group's store with its own chain of prefixes. Raises ValueError before ``init_process_group``."""
     return c10d._get_default_store()
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """The store that the group's ranks found each other through. Raises KeyError for a group that was destroyed."""
+    return c10d._world.pg_map[group][1]
 
 
 def base_store(store: Store) -> Store:
@@ -42,42 +51,61 @@ def base_store(store: Store) -> Store:
 def clone_store(store: Store) -> Store:
     """The same keys through a connection of its own, so that a call that blocks here blocks nobody else.
 
-    TCPStore: a new connection (about 1 ms). FileStore and HashStore have no connection; their object may be shared. torch 2.6
-    has no ``Store.clone``: there a new client is opened and wrapped in the same prefixes, as far as they are known (those of
-    ``init_process_group``; put your own prefix on the clone, not below it); for an unknown prefix the given store itself is
-    returned, with a warning. Blocks while the host of the store is stopped: call it from a helper thread.
+    TCPStore: a new connection (about 1 ms). FileStore and HashStore have no connection; their object may be shared.
+    torch 2.6 has no ``Store.clone``: there a new client is opened and wrapped in the same prefixes, as far as they are
+    known (those of ``init_process_group``; put your own prefix on the clone, not below it); for an unknown prefix the
+    given store itself is returned, with a warning. Blocks while the host of the store is stopped: call it from a helper
+    thread.
 
     Raises torch.distributed.DistNetworkError when the store cannot be reached.
     """
     base = base_store(store)
-    if not isinstance(base, _c.TCPStore):
+    if not isinstance(base, TCPStore):
         return store.clone() if hasattr(store, "clone") else store
     port = base.port
     with _cloning:  # two clones at a time could not tell whose connection is whose
-        before = {(c.fd, c.inode) for c in _sockets.connections(lambda _, remote: remote[1] == port)}
-        copy: Store = store.clone() if hasattr(store, "clone") else _reopen(store, base)
-        after = _sockets.connections(lambda _, remote: remote[1] == port)
-        _connections[copy] = tuple(c for c in after if (c.fd, c.inode) not in before)
+        _known[port] = {(c.fd, c.inode) for c in _sockets.connections(lambda _, remote: remote[1] == port)}
+        try:
+            copy: Store = store.clone() if hasattr(store, "clone") else _reopen(store, base)
+            _connections[copy] = _new_connections(port)
+        finally:
+            del _known[port]
     return copy
+
+
+def _new_connections(port: int) -> tuple[_sockets.Connection, ...]:
+    known = _known.get(port)
+    if known is None:
+        return ()
+    found = _sockets.connections(lambda _, remote: remote[1] == port)
+    return tuple(c for c in found if (c.fd, c.inode) not in known)
+
+
+def cut_clone(store: Store) -> bool:
+    """End a `clone_store` of this store that is blocked in another thread; it raises
+    DistNetworkError. False where there is none.
+    """
+    base = base_store(store)
+    return isinstance(base, TCPStore) and _sockets.shut(_new_connections(base.port)) > 0
 
 
 def disconnect(store: Store) -> bool:
     """End the calls that are blocked in a store made by `clone_store`: they raise DistNetworkError within milliseconds.
 
-    Any thread may call it; the store is unusable afterwards, others on the same host are not touched. False where the store
-    has no connection of its own.
+    Any thread may call it; the store is unusable afterwards, others on the same host are not touched. False where the
+    store has no connection of its own.
     """
     return _sockets.shut(_connections.get(store, ())) > 0
 
 
-def _reopen(store: Store, base: _c.TCPStore) -> Store:
+def _reopen(store: Store, base: TCPStore) -> Store:
     """What ``Store.clone`` does, for torch 2.6, where a PrefixStore does not tell its prefix: try the known ones."""
     depth = 0
     level = store
     while isinstance(level, PrefixStore):
         depth, level = depth + 1, level.underlying_store
     limit: timedelta = getattr(base, "timeout")  # noqa: B009 - torch's stub lacks it
-    client = _c.TCPStore(base.host, base.port, None, False, limit, wait_for_workers=False)
+    client = TCPStore(base.host, base.port, None, False, limit, wait_for_workers=False)
     probe = f"ncclguard/probe/{os.getpid()}/{id(store)}"
     store.set(probe, "1")
     store.get(probe)  # a set is not acknowledged; this comes back after it

@@ -1,4 +1,6 @@
-"""Builds, hands out and retires the communicators of one guarded group: one for each generation, first build and rebuild alike."""
+"""Builds, hands out and retires the communicators of one guarded group: one for
+each generation, first build and rebuild alike.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,19 @@ import time
 from collections.abc import Callable
 
 from ncclguard._torch import Store
+from ncclguard.agreement import codec
 from ncclguard.agreement.decision import TroubleKind
 from ncclguard.agreement.monitor import Monitor
 from ncclguard.agreement.seat import Seat
 from ncclguard.agreement.store import ROOT, AgreementStore, StoreUnavailable
+from ncclguard.agreement.timing import period
 from ncclguard.transport.base import Builder, Communicator, TransportError
+from ncclguard.transport.bounded import bounded
 
 log = logging.getLogger("ncclguard")
 
-#: Seconds between two looks at whether everybody is ready to build; doubled up to the longest.
+#: Seconds between two looks at whether everybody is ready to build; doubled up to the
+#: longest, which grows with the group.
 READY_POLL = (0.002, 0.05)
 
 
@@ -34,7 +40,9 @@ class OutOfTime(Exception):
 
 
 class Assembly:
-    """Constructed by a helper thread in bounded slices, on a store connection of its own, so that the caller stays revocable."""
+    """Constructed by a helper thread in bounded slices, on a store connection of its
+    own, so that the caller stays revocable.
+    """
 
     def __init__(
         self,
@@ -44,10 +52,10 @@ class Assembly:
         connect: Callable[[], Store],
         terms: dict[str, object],
         build_slice: float,
-        in_flight: int,
         backstop: float,
     ) -> None:
-        self.in_flight = in_flight
+        self.device = builder.device
+        self.in_flight = builder.max_in_flight
         self._seat = seat
         self._monitor = monitor
         self._builder = builder
@@ -98,13 +106,17 @@ class Assembly:
             return True
         return current.quiet(seconds)
 
-    def donated(self, sequence: int) -> str | None:
-        """The result another rank has left for a call that came late."""
+    def donated(self, sequence: int, seconds: float) -> str | None:
+        """The result another rank has left for a call that came late; None where there is none within `seconds`."""
+
+        def read() -> tuple[str | None]:
+            store = AgreementStore(self._connect(), f"{ROOT}/{self._monitor.nonce}")
+            return (store.read(f"{self._seat.key}/result/{sequence}"),)
+
         try:
-            return AgreementStore(self._connect(), f"{ROOT}/{self._monitor.nonce}").read(
-                f"{self._seat.key}/result/{sequence}"
-            )
-        except (StoreUnavailable, RuntimeError) as error:
+            # Not in this thread: the store's host may be stopped.
+            return bounded("reading a result", read, max(seconds, 0.0), lambda: None)[0]
+        except (StoreUnavailable, TransportError) as error:
             log.warning("ncclguard: the result of operation %d could not be read: %s", sequence, error)
             return None
 
@@ -165,14 +177,14 @@ class Assembly:
 
     def _everybody_ready(self, store: AgreementStore, generation: int, participants: tuple[int, ...]) -> bool:
         """Announce readiness and wait until all have; False when the build is not wanted any more."""
-        mine = json.dumps({**self._terms, "participants": list(participants)}, sort_keys=True)
+        mine = json.dumps({**self._terms, "participants": codec.ranges(participants)}, sort_keys=True)
         first = store.first("terms", mine)
         if first != mine:
             self._refuse(f"group-wide settings differ between ranks: {mine} here, {first} on the rank that came first")
             return False
         if store.count("ready", 1) == len(participants):
             store.first("go", "1")
-        pause, longest = READY_POLL
+        pause, longest = READY_POLL[0], max(READY_POLL[1], period(len(participants)))
         while store.read("go") is None:
             if self._abandoned(generation):
                 return False

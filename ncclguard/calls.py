@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
+import numbers
 import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ncclguard import _torch, runtime
+from ncclguard.agreement.decision import EVERYBODY, NOBODY
 from ncclguard.chunking import ChunkPlan, plan
 from ncclguard.config import GuardConfig, current_config
 from ncclguard.execution import Barrier, Execution
 from ncclguard.faults.fault import Alteration
 from ncclguard.faults.injection import before_operation
-from ncclguard.guard import Guard, Request
+from ncclguard.guard import Guard
 from ncclguard.metrics import exchange
 from ncclguard.metrics.settings import adjusted
-from ncclguard.outcome import Outcome
+from ncclguard.outcome import OF_THE_WHOLE, Outcome
 from ncclguard.phases import current_place, resolve_timeout
+from ncclguard.request import Request
 from ncclguard.transport.base import Kind
 
 Time = float | timedelta | None
@@ -33,6 +38,7 @@ OnLost = Literal["fail", "shrink"] | None
 Atomic = bool | Literal["require"] | None
 EMPTY, ONE = plan(0), plan(1)
 _NO_SHAPE = torch.Size()
+_CPU = torch.device("cpu")
 
 
 class Call:
@@ -63,13 +69,21 @@ class Call:
         self.ranks: tuple[int, ...] = (0,) if self._group is None else _torch.group_ranks(self._group)
         self.solo = len(self.ranks) == 1
 
-    def check(self, kind: Kind, tensor: torch.Tensor, op: Any = None) -> None:
-        """Raise for a dtype or reduce op that the backend cannot carry."""
+    def check(self, kind: Kind, tensor: torch.Tensor, op: Any = None, atomic: Atomic = None) -> None:
+        """Raise for a dtype or reduce op that the backend cannot carry, and for an `atomic` that `on_lost` excludes."""
+        if not _checked_atomic(atomic, self.config) and self._shrink:
+            raise ValueError(
+                'atomic=False and on_lost="shrink" contradict each other: the survivors start again from their inputs, which '
+                "atomic=False does not keep; change one of the two, argument or setting"
+            )
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "a guarded collective blocks the host and cannot be captured in a CUDA graph: call it outside"
             )
-        _check_supported(tensor.device.type, kind, tensor.dtype, op)
+        device = tensor.device
+        if self.solo and device.type != "cuda":  # nothing is carried, so any device will do
+            device = torch.device("cpu")
+        _check_supported(device, kind, tensor.dtype, op)
 
     def check_length(self, values: Sequence[Any], what: str) -> None:
         """Raise when a list has not one entry for each rank of the group."""
@@ -86,9 +100,10 @@ class Call:
             raise ValueError(f"src {rank} is not a global rank of the group, which has {list(self.ranks)[:16]}")
         return rank
 
-    def plan(self, numel: int, chunk_numel: int | None, element_size: int) -> ChunkPlan:
+    def plan(self, numel: int, chunk_numel: float | None, element_size: int) -> ChunkPlan:
         """How the tensor is cut: argument, else setting, else by size."""
-        return plan(numel, chunk_numel if chunk_numel is not None else self.config.chunk_numel, element_size)
+        chosen = self.config.chunk_numel if chunk_numel is None else _checked_chunk(chunk_numel)
+        return plan(numel, chosen, element_size)
 
     def alone(self, nbytes: int, numel: int) -> Outcome:
         """A successful no-op."""
@@ -105,8 +120,7 @@ class Call:
         key: tuple[object, ...],
         atomic: Atomic = None,
         *,
-        may_shrink: bool = True,
-        needs: int = -1,
+        needs: int = NOBODY,
         lane: str = "",
         ranks: tuple[int, ...] | None = None,
     ) -> Outcome:
@@ -114,25 +128,31 @@ class Call:
 
         `lane` and `ranks`: see `Runtime.guard`.
         """
-        shape, dtype, device, numel, nbytes = _NO_SHAPE, None, "cpu", 0, 0
+        shape, dtype, device, numel, nbytes = _NO_SHAPE, None, _CPU, 0, 0
         if tensor is not None:
-            shape, dtype, device = tensor.shape, tensor.dtype, tensor.device.type
-            # As nccl-tests count: the whole that is gathered or scattered, the tensor itself otherwise.
-            numel = tensor.numel() * (len(self.ranks) if self.op in ("all_gather", "reduce_scatter") else 1)
+            shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
+            numel = tensor.numel() * (len(self.ranks) if self.op in OF_THE_WHOLE else 1)
             nbytes = numel * tensor.element_size()
         assert self._group is not None
         request = _request(
-            self.op, detail, dtype, shape, key, (work.pieces, work.plan.longest), self._shrink, may_shrink,
+            self.op, detail, dtype, shape, key, (work.pieces, work.plan.longest), self._shrink,
             self._max_attempts, self._name, current_place(), _checked_atomic(atomic, self.config), numel, nbytes, needs,
         )  # fmt: skip
-        guard = runtime.current().guard(self._group, device, lane, ranks)
+        guard = runtime.current(self._deadline - time.monotonic()).guard(self._group, device, lane, ranks)
+        if guard.device != device:
+            raise ValueError(
+                f"the tensor is on {device}, the first operation of this group was on {guard.device}, and a group's communicator serves "
+                f"one device of a process: move the tensor there, or use another group (new_group) for {device}"
+            )
         alteration = before_operation(guard.rank, guard.calls)
         if alteration is not None:
             return self._drill(alteration, guard, work, request)
         return guard.run(work, request, self._deadline - time.monotonic())
 
     def _drill(self, alteration: Alteration, guard: Guard, work: Execution, request: Request) -> Outcome:
-        """An injected fault wants another call than the peers' here: one less, one more, or with another fingerprint."""
+        """An injected fault wants another call than the peers' here: one less, one more, or
+        with another fingerprint.
+        """
         if alteration is Alteration.SKIP:
             guard.calls += 1
             return self.alone(request.nbytes, request.numel)
@@ -146,7 +166,7 @@ class Call:
 
 
 @lru_cache(maxsize=256)
-def _check_supported(device: str, kind: Kind, dtype: torch.dtype, op: Any) -> None:
+def _check_supported(device: torch.device, kind: Kind, dtype: torch.dtype, op: Any) -> None:
     """Remembers what was found in order; what is refused raises each time."""
     runtime.builder(device).check_supported(kind, dtype, op)
 
@@ -160,7 +180,6 @@ def _request(
     key: tuple[object, ...],
     cut: tuple[int, int],
     shrink: bool,
-    may_shrink: bool,
     max_attempts: int,
     name: str | None,
     phase: str | None,
@@ -175,7 +194,7 @@ def _request(
         text=_text(op, detail, name, phase),
         fingerprint=_fingerprint(op, dtype, shape, key, cut, shrink, max_attempts, name, phase),
         max_attempts=max_attempts,
-        shrink=shrink and may_shrink,
+        shrink=shrink and needs != EVERYBODY,
         atomic=atomic,
         numel=numel,
         nbytes=nbytes,
@@ -230,26 +249,64 @@ def _checked_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return chosen
 
 
-def check_tensor(tensor: object, what: str) -> None:
+def check_tensor(tensor: object, what: str, written: bool = False) -> None:
+    """Raise for what is no dense tensor; if it is to be `written`, also for one whose elements share memory."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise ValueError(f"{what} is a nested tensor: guarded collectives take dense tensors only; pad it first")
     if tensor.layout is not torch.strided:
         raise ValueError(
             f"{what} is {tensor.layout}: guarded collectives take dense tensors only; call to_dense() first"
         )
     if tensor.is_meta:
         raise ValueError(f"{what} is a meta tensor without memory: materialise it first")
+    if written and _overlaps(tensor):
+        raise ValueError(
+            f"{what} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, so several of its elements share memory (expand, "
+            "unfold) and cannot hold a result each: pass a clone()"
+        )
 
 
-def check_list(tensors: object, like: torch.Tensor, what: str) -> None:
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements have the same address. Sees every overlap within two
+    dimensions, which is what expand and unfold make.
+    """
+    if tensor.is_contiguous():
+        return False
+    dimensions = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    if any(stride == 0 for stride, _ in dimensions):
+        return True
+    for (one, ones), (other, others) in itertools.combinations(dimensions, 2):
+        both = math.lcm(one, other)  # the first address that steps along either dimension meet at
+        if both // one < ones and both // other < others:
+            return True
+    return False
+
+
+def check_list(tensors: object, like: torch.Tensor, what: str, written: bool = False) -> None:
     if not isinstance(tensors, Sequence) or isinstance(tensors, torch.Tensor):
         raise TypeError(f"{what} must be a list of tensors, not {type(tensors).__name__}")
     for index, tensor in enumerate(tensors):
-        check_tensor(tensor, f"{what}[{index}]")
+        check_tensor(tensor, f"{what}[{index}]", written)
         if tensor.shape != like.shape or tensor.dtype != like.dtype or tensor.device != like.device:
             raise ValueError(
                 f"{what}[{index}] is {describe(tensor)} on {tensor.device}, but {describe(like)} on {like.device} is needed"
             )
+
+
+def check_objects(values: object) -> None:
+    if not isinstance(values, list):
+        raise TypeError(f"object_list must be a list, which is written into, not {type(values).__name__}")
+
+
+def _checked_chunk(value: object) -> int:
+    """People write 5e7 and 50_000_000."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"chunk_numel must be a number of elements, not {type(value).__name__}: give for example 5e7")
+    if not isinstance(value, numbers.Integral) and not float(value).is_integer():
+        raise ValueError(f"chunk_numel must be a whole number of elements, got {value}: give for example 5e7")
+    return int(cast("int", value))
 
 
 def _checked_attempts(value: int | None, config: GuardConfig) -> int:

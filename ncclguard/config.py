@@ -154,9 +154,6 @@ class GuardConfig(BaseSettings):
         ge=0,
         le=1 << 20,
     )
-    pieces_in_flight: Count = _setting(
-        2, "pieces", "1 to 8", "how many pieces of a large tensor move at a time", ge=1, le=8
-    )
     poll_idle: Seconds = _setting(
         0.5,
         "s",
@@ -272,7 +269,8 @@ class GuardConfig(BaseSettings):
     def exchange_every(self) -> int:
         """Every so many-th operation of a group carries the exchange of statistics; 0 for none.
 
-        What `statistics_every` comes to: where it is not set, it follows `rounds`, without which there can be no exchange.
+        What `statistics_every` comes to: where it is not set, it follows `rounds`, without which there can be no
+        exchange.
         """
         if self.statistics_every is not None:
             return self.statistics_every
@@ -299,8 +297,8 @@ def current_config() -> GuardConfig:
 def configure(**changes: Any) -> GuardConfig:
     """Replace settings for this process and return them; raises GuardConfigError and changes nothing if they cannot be.
 
-    Settings of the whole group (`rounds`, `closing_nbytes`, `statistics_every`, `adjust...`) must be the same on all ranks, and hold for guards made
-    afterwards.
+    Settings of the whole group (`rounds`, `closing_nbytes`, `statistics_every`, `adjust...`) must be the same on all
+    ranks, and hold for guards made afterwards.
 
     >>> from ncclguard import configure
     >>> configure(warn_after=10).warn_after

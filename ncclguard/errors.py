@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from ncclguard.incident.render import ranks_text
 from ncclguard.outcome import Cause
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _text(kind: str, outcome: Outcome) -> str:
     head = f"{kind} of {outcome.op} ({outcome.op_id}) after {outcome.seconds:.3g} s"
     if incident is not None:
         return f"{head}: {incident.summary} {incident.advice}"
-    by = f" by rank {', '.join(map(str, outcome.culprits))}" if outcome.culprits else ""
+    by = f" by {ranks_text(outcome.culprits)}" if outcome.culprits else ""
     return (
         f"{head}: {outcome.cause or Cause.UNKNOWN}{by}. See the logs of all ranks: no incident could be recorded here."
     )

@@ -8,26 +8,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ncclguard import outcomes
 from ncclguard.agreement.decision import Action, Operation, TroubleKind, Verdict
 from ncclguard.agreement.protocol import Entry, Resolution
 from ncclguard.agreement.seat import OpenCall, Seat
+from ncclguard.agreement.timing import GRACE
 from ncclguard.assembly import Assembly, BuildRefused, OutOfTime, Revoked
 from ncclguard.config import GuardConfig
 from ncclguard.deadlines import engine_section, remaining_limit
 from ncclguard.errors import CollectiveFailed
-from ncclguard.execution import Execution, encode
+from ncclguard.execution import Execution, InUse, encode
 from ncclguard.outcome import FailedOutcome, Outcome
+from ncclguard.request import Request
+from ncclguard.streams import drained
 from ncclguard.transport.base import Communicator, Pending, TransportError
 
 log = logging.getLogger("ncclguard")
 
 #: Seconds of one uninterrupted wait, so that signals, revokes and deadlines are noticed in between.
 SLICE = 0.1
-#: Seconds after its deadline at which a caller stops waiting for a verdict; with the cleaning up it has returned after 2.
-GRACE = 1.8
 #: Seconds a stopped transport may take until nothing of it can write any more.
 QUIET = 1.0
 #: Seconds after its deadline at which the backend itself ends an operation that could not be stopped.
@@ -35,32 +35,18 @@ BACKSTOP = GRACE + 1.0
 _MASK = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One kind of call, as the guard needs it."""
-
-    op: str
-    text: str
-    fingerprint: int
-    max_attempts: int
-    shrink: bool
-    atomic: bool | str
-    numel: int
-    nbytes: int
-    needs: int = -1
-
-
 class _Mismatch(Exception):
     """The opening round found that not all ranks are in the same operation."""
 
 
 class Guard:
-    """One guarded group on one kind of device. One operation at a time; a second thread queues within its own budget."""
+    """One guarded group on one device. One operation at a time; a second thread queues within its own budget."""
 
     def __init__(self, seat: Seat, assembly: Assembly, wake: Callable[[], None], config: GuardConfig) -> None:
         self._seat = seat
         self._member = seat.member
         self.rank = seat.member.rank
+        self.device = assembly.device
         self._assembly = assembly
         self._wake = wake
         self._rounds = config.rounds
@@ -69,6 +55,7 @@ class Guard:
         self.calls = 0  # made on this guard so far, for faults that are injected at one of them
         self._kept: list[bytes] = []
         self._ignored: FailedOutcome | None = None
+        self._owed: list[Operation] = []  # calls that another thread's kept from entering: their places in the sequence
         seat.stop_transport = assembly.stop
         seat.kept_result = lambda: encode(self._kept)
 
@@ -80,54 +67,91 @@ class Guard:
         limit = remaining_limit()
         budget = max(timeout if limit is None else min(timeout, limit), 0.001)
         deadline = started + budget
-        if not self._turn.acquire(timeout=budget):
-            return outcomes.busy(self._seat, request, started, budget)
-        try:
-            self.calls += 1
-            self._raise_ignored()
-            with engine_section():
-                outcome = self._run(work, request, started, deadline)
-        finally:
-            self._turn.release()
+        operation = request.operation(work.closing)
+        if self._turn.acquire(timeout=budget):
+            try:
+                self.calls += 1
+                with engine_section():
+                    outcome = self._run(work, request, operation, started, deadline)
+            finally:
+                self._end_turn()
+        else:
+            outcome = outcomes.busy(self._seat, request, started, budget)
+            self._owe(operation)
         if isinstance(outcome, FailedOutcome):  # reading a field of it would count as having looked
             if self._raise_failures:
                 outcome.raise_if_failed()
             self._ignored = outcome
         return outcome
 
-    def _run(self, work: Execution, request: Request, started: float, deadline: float) -> Outcome:
+    def _run(self, work: Execution, request: Request, operation: Operation, started: float, deadline: float) -> Outcome:
         call = OpenCall(request.text, started, deadline, threading.get_ident())
-        operation = Operation(
-            sequence=0,
-            fingerprint=request.fingerprint,
-            text=request.text,
-            closing=work.closing,
-            shrink=request.shrink,
-            needs=request.needs,
-            max_attempts=request.max_attempts,
-        )
-        entry, verdict = self._enter(operation, call, deadline)
-        sequence = call.sequence
-        if entry is Entry.SETTLED and verdict is not None and verdict.action is Action.COMMIT:
-            donated = self._assembly.donated(sequence)
-            if donated is None:
-                return outcomes.missed(self._seat, request, sequence, started)
-            call.participants = verdict.participants
-            return self._take_donated(work, request, call, verdict.attempt, donated)
-        if entry is not Entry.START:
-            return outcomes.not_started(entry, self._seat, request, sequence, started, verdict)
-        work.closing = work.closing or call.exchange
         try:
+            # Behind a kernel that is stuck nothing would move, and an abort would hang: this rank has not come yet.
+            if not drained(self.device, deadline, lambda: bool(self._seat.unavailable) or self._member.is_ended):
+                call.entered = time.monotonic()
+            entry, verdict = self._enter(operation, call, deadline)
+            self._raise_ignored()  # in the call's place in the sequence: the others are in this operation, or will be
+            if entry is not Entry.START:
+                return self._not_started(entry, verdict, work, request, operation, call)
+            work.closing = work.closing or call.exchange
             return self._until_verdict(work, request, call)
         except BaseException as interruption:
-            self._interrupted(work, interruption)
+            self._interrupted(work, operation, call, interruption)
             raise
         finally:
             with self._seat.condition:
-                self._seat.call = None
-                self._seat.last_text = request.text
-                self._seat.remember(call)
+                if self._seat.call is call:
+                    self._seat.call = None
+                    self._seat.last_text = request.text
+                    self._seat.remember(call)
             work.release()
+
+    def _not_started(
+        self,
+        entry: Entry,
+        verdict: Verdict | None,
+        work: Execution,
+        request: Request,
+        operation: Operation,
+        call: OpenCall,
+    ) -> Outcome:
+        """The others have ended this operation already, or none can be begun."""
+        if entry is Entry.SETTLED and verdict is not None and verdict.action is Action.COMMIT:
+            donated = self._assembly.donated(call.sequence, call.deadline - time.monotonic())
+            if donated is None:
+                return outcomes.missed(self._seat, request, call.sequence, call.entered)
+            call.participants = verdict.participants
+            return self._take_donated(work, request, call, verdict.attempt, donated)
+        missing = dict(self._member.missing(operation)) if entry is Entry.LOST else {}
+        return outcomes.not_started(entry, self._seat, request, call.sequence, call.entered, verdict, missing)
+
+    def _owe(self, operation: Operation) -> None:
+        """A call that got no turn takes its place all the same, or calls of two ranks would be paired wrongly."""
+        with self._seat.condition:
+            self._owed.append(operation)
+        if self._turn.acquire(blocking=False):  # else whoever has it does this
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        """Give the turn to the next thread, once the calls that got none have taken their places."""
+        while True:
+            try:
+                if self._owed:
+                    self._settle_owed()
+            finally:
+                self._turn.release()
+            if not self._owed or not self._turn.acquire(blocking=False):  # one may have come since
+                return
+
+    def _settle_owed(self) -> None:
+        with self._seat.condition:
+            owed, self._owed = self._owed, []
+            for operation in owed:
+                self._member.forgo(operation)
+            generation, unanswered = self._member.generation, bool(self._member.given_up)
+        if unanswered:
+            self._trouble(generation, TroubleKind.UNANSWERED, "another thread of its process kept it from entering")
 
     def _enter(self, operation: Operation, call: OpenCall, deadline: float) -> tuple[Entry, Verdict | None]:
         """Take the next place in the group's sequence, waiting for the verdict of a revoked generation first."""
@@ -157,19 +181,19 @@ class Guard:
         while True:
             generation = call.generation
             try:
-                if not reserved:
-                    _reserve(work, request, self._assembly.in_flight)
+                if not reserved and time.monotonic() < call.deadline:
+                    work.obtain(request.atomic, self._assembly.in_flight, request.text)
                     reserved = True
+                work.renew(from_piece)
                 if self._attempt(generation, work, from_piece, call):
                     return self._succeed(work, request, call, attempts)
-            except MemoryError as error:
-                self._trouble(generation, TroubleKind.RAISED, f"MemoryError: {error}")
+            except (MemoryError, InUse) as error:
+                self._trouble(generation, TroubleKind.RAISED, f"{type(error).__name__}: {error}")
             decided = self._await_verdict(call)
             self._assembly.stop(generation)
-            quiet = self._assembly.quiet(generation, QUIET)
-            work.busy = work.busy or not quiet
+            work.busy = not self._assembly.quiet(generation, QUIET) or work.busy
             if decided is None:
-                return self._conclude_alone(work, request, call, attempts, quiet)
+                return self._conclude_alone(work, request, call, attempts)
             resolution, verdict, donated = decided
             if resolution in (Resolution.RESUMED, Resolution.RESTARTED):
                 from_piece = verdict.from_piece if resolution is Resolution.RESUMED else 0
@@ -182,12 +206,13 @@ class Guard:
             if resolution is Resolution.DONATED and donated is not None:
                 return self._take_donated(work, request, call, attempts, donated)
             work.abandon()
-            torn = work.torn or not quiet
-            return outcomes.from_verdict(resolution, verdict, self._seat, request, call, torn)
+            return outcomes.from_verdict(resolution, verdict, self._seat, request, call, work.may_be_torn)
 
     def _attempt(self, generation: int, work: Execution, from_piece: int, call: OpenCall) -> bool:
         """One try on one generation; True when the operation is complete, False when the verdict decides."""
         try:
+            if time.monotonic() >= call.deadline:
+                raise OutOfTime("its limit passed before it could begin")
             communicator = self._assembly.communicator(generation, call.deadline, SLICE)
             mark = self._mark(call.sequence, from_piece)
             payload = work.payload(communicator.payload_nbytes)
@@ -219,15 +244,17 @@ class Guard:
                 return self._member.done(generation)
         except Revoked:
             return False
-        except OutOfTime:
+        except OutOfTime as error:
             waited = time.monotonic() - call.entered
-            self._trouble(generation, TroubleKind.DEADLINE, f"not complete after {waited:.3g} s")
+            self._trouble(generation, TroubleKind.DEADLINE, str(error) or f"not complete after {waited:.3g} s")
         except _Mismatch:
             self._trouble(generation, TroubleKind.MISMATCH, "not all ranks called the same operation")
         except BuildRefused as error:
             self._trouble(generation, TroubleKind.RAISED, str(error))
         except TransportError as error:
-            self._trouble(generation, TroubleKind.TRANSPORT, str(error))
+            peer = -1 if error.peer is None else error.peer
+            host = "" if error.address is None else error.address[0]
+            self._trouble(generation, TroubleKind.TRANSPORT, str(error), peer, host)
         return False
 
     def _mark(self, sequence: int, from_piece: int) -> int:
@@ -238,15 +265,15 @@ class Guard:
     def _move(
         self, communicator: Communicator, work: Execution, generation: int, from_piece: int, deadline: float
     ) -> None:
-        """Keep `max_in_flight` pieces moving; they complete in order."""
+        """Keep `Builder.max_in_flight` pieces moving; they complete in order."""
         flying: deque[Pending] = deque()
         complete = from_piece
         for piece in range(from_piece, work.pieces):
-            if len(flying) >= communicator.max_in_flight:
+            if len(flying) >= self._assembly.in_flight:
                 self._wait(flying.popleft(), generation, deadline)
                 complete += 1
             if work.pieces > 1:
-                # Before the submission, which overwrites the backup of an earlier piece: what was promised to be restorable must be.
+                # Before the submission overwrites the backup of an earlier piece: what was promised must be restorable.
                 with self._seat.condition:
                     if not self._member.progressed(generation, complete, work.restorable_after(piece)):
                         raise Revoked
@@ -272,8 +299,8 @@ class Guard:
 
     # ------------------------------------------------------------------ trouble and its end
 
-    def _trouble(self, generation: int, kind: TroubleKind, text: str) -> None:
-        self._seat.trouble(generation, kind, text)
+    def _trouble(self, generation: int, kind: TroubleKind, text: str, peer: int = -1, host: str = "") -> None:
+        self._seat.trouble(generation, kind, text, peer, host)
         self._wake()
         self._assembly.stop(generation)
 
@@ -291,40 +318,61 @@ class Guard:
 
     def _succeed(self, work: Execution, request: Request, call: OpenCall, attempts: int) -> Outcome:
         work.finish(call.participants)
+        # The copies are queued on the current stream; others, and callbacks, may use the memory after this.
+        if not drained(self.device, max(call.deadline, time.monotonic() + QUIET)):
+            log.warning("ncclguard: the result of %s will be there when the CUDA stream has come to it", request.text)
         return outcomes.success(self._seat, request, call, attempts, work.pieces, call.participants)
 
     def _take_donated(self, work: Execution, request: Request, call: OpenCall, attempts: int, donated: str) -> Outcome:
-        if not work.result():
-            work.reserve(False, 1)
         work.accept(donated)
         return self._succeed(work, request, call, attempts)
 
-    def _conclude_alone(self, work: Execution, request: Request, call: OpenCall, attempts: int, quiet: bool) -> Outcome:
+    def _conclude_alone(self, work: Execution, request: Request, call: OpenCall, attempts: int) -> Outcome:
         work.abandon()
-        return outcomes.local(self._seat, request, call, attempts, work.torn or not quiet, self._assembly.gone)
+        return outcomes.local(self._seat, request, call, attempts, work.may_be_torn, self._assembly.gone)
 
-    def _interrupted(self, work: Execution, interruption: BaseException) -> None:
-        """Ctrl-C or any other exception in this thread: the others are told, the input is restored, the exception goes on."""
-        with self._seat.condition:
-            generation, operation = self._member.generation, self._member.operation
-        if operation is not None:
-            text = (
-                f"{type(interruption).__name__}: {interruption}" if str(interruption) else type(interruption).__name__
-            )
+    def _interrupted(self, work: Execution, operation: Operation, call: OpenCall, interruption: BaseException) -> None:
+        """Ctrl-C or any other exception in this thread: tell the others and restore the input; it goes on."""
+        text = type(interruption).__name__ + "".join(f": {line}" for line in str(interruption).splitlines()[:1])
+        end, generations = time.monotonic() + GRACE, list[int]()
+        work.busy = True  # until it is known that nothing writes any more
+        while True:
+            try:
+                self._withdraw(operation, call, text, end, generations)
+                work.busy = not all(self._assembly.quiet(generation, QUIET) for generation in generations)
+                with contextlib.suppress(Exception):  # the interruption matters more than what restoring may raise
+                    work.abandon()
+                return
+            except BaseException:  # Ctrl-C again: no more waiting for the verdict, but the input is the caller's
+                log.debug("ncclguard: interrupted again while %s is restored", operation.text, exc_info=True)
+                end = 0.0
+
+    def _withdraw(self, operation: Operation, call: OpenCall, text: str, end: float, generations: list[int]) -> None:
+        """Have the operation failed for the others, waiting until `end`; `generations`: those it was stopped on."""
+        seat, member = self._seat, self._member
+        with seat.condition:
+            begun = member.operation is not None and not member.given_up
+            if not begun and not call.sequence:  # while it waited to enter
+                member.forgo(operation)
+                call.sequence = member.next_sequence - 1
+                generations += [member.generation] if member.given_up else []
+        for generation in generations:
             self._trouble(generation, TroubleKind.RAISED, text)
-            with self._seat.condition:
-                self._seat.condition.wait_for(lambda: self._seat.resolution is not None, timeout=GRACE)
-                self._seat.resolution = None
-                self._member.give_up()
-        work.busy = not self._assembly.quiet(generation, QUIET)
-        with contextlib.suppress(Exception):  # the interruption matters more than what restoring may raise
-            work.abandon()
+        while begun:
+            generations.append(member.generation)
+            self._trouble(member.generation, TroubleKind.RAISED, text)
+            with seat.condition:
+                seat.condition.wait_for(lambda: seat.resolution is not None, timeout=max(0.0, end - time.monotonic()))
+                decided, seat.resolution = seat.resolution, None
+                # The verdict on an earlier trouble: the others try again, and would wait for this rank.
+                begun = decided is not None and decided[0] in (Resolution.RESUMED, Resolution.RESTARTED)
+                if not begun:
+                    member.give_up()
 
     def _raise_ignored(self) -> None:
         """A failure that nobody looked at must not pass in silence, nor one that was only decided afterwards."""
-        ignored, self._ignored = self._ignored, None
-        if ignored is not None and not ignored.examined:
-            log.error("ncclguard: the failed outcome of %s was never looked at", ignored.op_id)
+        ignored = self._log_ignored()
+        if ignored is not None:
             ignored.raise_if_failed()
         with self._seat.condition:
             overruled, self._member.overruled = self._member.overruled, ()
@@ -338,18 +386,15 @@ class Guard:
         if operation is not None:
             self._trouble(generation, TroubleKind.RAISED, text)
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
         """Release the communicator; a call in progress in another thread ends without a verdict."""
-        self._seat.set_unavailable("this process has left the job")
+        self._seat.set_unavailable(why)
+        self._log_ignored()
         self._assembly.close()
 
-
-def _reserve(work: Execution, request: Request, in_flight: int) -> None:
-    """Get the memory for the copy; without it an atomic call goes on not atomic, unless that was required."""
-    try:
-        work.reserve(bool(request.atomic), in_flight)
-    except MemoryError:
-        if request.atomic == "require" or not request.atomic:
-            raise
-        log.warning("ncclguard: no memory to back up %s; a failure may leave it torn", request.text)
-        work.reserve(False, in_flight)
+    def _log_ignored(self) -> FailedOutcome | None:
+        ignored, self._ignored = self._ignored, None
+        if ignored is None or ignored.examined:
+            return None
+        log.error("ncclguard: the failed outcome of %s was never looked at", ignored.op_id)
+        return ignored

@@ -98,6 +98,11 @@ class FailedOutcome(Outcome):
         return self._looks[0]
 
 
+#: Operations whose bytes are those of the whole that is gathered or scattered, as
+#: nccl-tests count; of all others, one rank's tensor.
+OF_THE_WHOLE = frozenset({"all_gather", "all_gather_object", "reduce_scatter"})
+
+
 def bus_factor(op: str, ranks: int) -> float:
     """Return `busbw` / `algbw` of an operation on `ranks` ranks: how much of its bytes the busiest link has to carry.
 
@@ -112,6 +117,6 @@ def bus_factor(op: str, ranks: int) -> float:
     share = (ranks - 1) / ranks if ranks > 0 else 0.0
     if op == "all_reduce":
         return 2 * share
-    if op in ("all_gather", "all_gather_object", "reduce_scatter"):
+    if op in OF_THE_WHOLE:
         return share
     return 1.0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ncclguard.agreement.decision import PRECEDENCE, Verdict
+from ncclguard.agreement.decision import NOBODY, PRECEDENCE, Verdict
 from ncclguard.agreement.incidents import alone, from_json
 from ncclguard.agreement.protocol import Entry, Resolution
 from ncclguard.agreement.seat import OpenCall, Seat
@@ -15,7 +15,7 @@ from ncclguard.metrics import hook
 from ncclguard.outcome import Cause, FailedOutcome, Outcome, bus_factor
 
 if TYPE_CHECKING:
-    from ncclguard.guard import Request
+    from ncclguard.request import Request
 
 
 def success(
@@ -84,9 +84,17 @@ def missed(seat: Seat, request: Request, sequence: int, started: float) -> Outco
 
 
 def not_started(
-    entry: Entry, seat: Seat, request: Request, sequence: int, started: float, verdict: Verdict | None
+    entry: Entry,
+    seat: Seat,
+    request: Request,
+    sequence: int,
+    started: float,
+    verdict: Verdict | None,
+    missing: dict[int, Cause],
 ) -> Outcome:
-    """The call ended before it began: decided already, a member known to be gone, fenced, or no verdict on what was before."""
+    """The call ended before it began: decided already, a member known to be gone,
+    fenced, or no verdict on what was before.
+    """
     if entry is Entry.SETTLED and verdict is not None:
         return _failure(
             seat, request, sequence, started, verdict.cause, verdict.culprit_ranks, attempts=verdict.attempt,
@@ -95,7 +103,7 @@ def not_started(
     if entry is Entry.MISSED:
         return missed(seat, request, sequence, started)
     if entry is Entry.LOST:
-        return _lost(seat, request, sequence, started, dict(seat.member.lost))
+        return _lost(seat, request, sequence, started, missing)
     if entry is Entry.FENCED:
         rank = seat.member.rank
         note = f"rank {rank} was found gone by the others, who go on without it: end this process"
@@ -113,10 +121,9 @@ def not_started(
 def _lost(seat: Seat, request: Request, sequence: int, started: float, causes: dict[int, Cause]) -> Outcome:
     """Agreed before: members are gone, and this call does not go on without them."""
     cause = min(causes.values(), key=PRECEDENCE.index)
-    note = (
-        f"ranks {sorted(causes)} are gone since an earlier operation: restart them, "
-        'or go on without them with on_lost="shrink"'
-    )
+    note = "gone since an earlier operation: restart what is gone"
+    if request.needs == NOBODY:
+        note += ', or go on without with on_lost="shrink"'
     return _failure(
         seat, request, sequence, started, cause, tuple(sorted(causes)), participants=seat.member.participants,
         incident=alone(seat, request.op, request.text, sequence, cause, causes, note, agreed=True),

@@ -1,7 +1,7 @@
 """One runtime per process and life of the default process group: the monitor, the guards, and a clean departure.
 
-It starts by itself after `init_process_group` (so that a rank that is late for the very first guarded operation can still be
-asked where it is), or with the first guarded call when ncclguard was imported later than that.
+It starts by itself after `init_process_group` (so that a rank that is late for the very first guarded operation can
+still be asked where it is), or with the first guarded call when ncclguard was imported later than that.
 """
 
 from __future__ import annotations
@@ -14,44 +14,42 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from ncclguard import _torch, _torch_stores
 from ncclguard.agreement import incidents
-from ncclguard.agreement.decision import Action, Phase, Report
+from ncclguard.agreement.decision import Action
 from ncclguard.agreement.incidents import summarise
 from ncclguard.agreement.inquiry import Patience
 from ncclguard.agreement.liveness import Liveness
-from ncclguard.agreement.monitor import Monitor, MonitorSettings
+from ncclguard.agreement.monitor import Monitor
 from ncclguard.agreement.revocation import Revocation
 from ncclguard.agreement.seat import Seat
+from ncclguard.agreement.settings import MonitorSettings
 from ncclguard.agreement.store import AgreementStore
+from ncclguard.agreement.timing import Timing
 from ncclguard.assembly import Assembly
 from ncclguard.config import GuardConfig, current_config
+from ncclguard.description import Description, shortened
 from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.faults.injection import from_environment
 from ncclguard.guard import Guard
 from ncclguard.incident.dumps import offer
-from ncclguard.incident.history import snapshot
 from ncclguard.incident.model import Incident
 from ncclguard.incident.report.writer import Writer
-from ncclguard.incident.stacks import (
-    call_site_of,
-    describe_exception,
-    main_thread_stack,
-    other_threads,
-    traceback_frames,
-)
+from ncclguard.incident.stacks import describe_exception, main_thread_stack, traceback_frames
 from ncclguard.metrics import exchange
 from ncclguard.outcome import Cause
-from ncclguard.termination import Termination, dead_threads, watch_multiprocessing, watch_threads, watch_uncaught
-from ncclguard.transport.base import Builder
-from ncclguard.transport.gloo import GlooBuilder
-from ncclguard.transport.nccl import NcclBuilder
+from ncclguard.termination import Termination, watch_multiprocessing, watch_threads, watch_uncaught
+from ncclguard.transport.base import Builder, TransportError
+from ncclguard.transport.bounded import bounded
+from ncclguard.transport.gloo_builder import GlooBuilder
+from ncclguard.transport.nccl_builder import NcclBuilder
 from ncclguard.watch.seat import make_seat
 
 if TYPE_CHECKING:
@@ -59,6 +57,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ncclguard")
 
+#: Seconds in which the store has to take a connection, at most.
+CONNECT_WITHIN = 30.0
 #: Seconds that leaving may take: the announcement, and the end of the monitor.
 LEAVE_WITHIN = 1.0
 #: Seconds that a report in the making may hold the exit up.
@@ -67,26 +67,31 @@ REPORT_WITHIN = 2.0
 LINGER_AFTER = 0.5
 #: What a call gets that comes too late, from another thread.
 LEFT = "this process has left the job: its default process group is being destroyed, or its program has ended"
-#: Seconds of the transport's own limit where it cannot be set for each operation (torch 2.6): beyond any guard deadline.
+#: Seconds of the transport's own limit where it cannot be set for each operation
+#: (torch 2.6): beyond any guard deadline.
 BACKSTOP = 7 * 24 * 3600.0
 
 
 class Runtime:
     """The monitor and the guards of this process; made by `current`, ended by `leave`."""
 
-    def __init__(self, config: GuardConfig) -> None:
+    def __init__(self, config: GuardConfig, within: float) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._config = config
-        self._base = _torch_stores.default_store()
-        self._connection = _torch_stores.clone_store(self._base)
+        self._base = base = _torch_stores.default_store()
+        self._connection = bounded(
+            "connecting to the store",
+            lambda: _torch_stores.clone_store(base),
+            within,
+            lambda: _torch_stores.cut_clone(base),
+        )
         self._liveness = Liveness(self.rank)
         self._writer = Writer(config.report_dir, config.report_panel, self.rank, self.world_size)
         settings = MonitorSettings(
-            poll_idle=config.poll_idle,
-            poll_active=max(config.poll_active, self.world_size / 2000),  # at most 40,000 looks a second in all
+            timing=Timing.of(self.world_size, config.poll_active, config.poll_idle),
             patience=_patience,
-            describe=self._describe,
+            describe=lambda seat, report: self._description.describe(seat, report),
             summarise=summarise,
             publish=self._publish,
             publish_alone=self._publish_alone,
@@ -94,8 +99,10 @@ class Runtime:
         )
         self.monitor = Monitor(AgreementStore(self._connection), self.rank, self.world_size, self._liveness, settings)
         self.monitor.make_seat = make_seat
+        self._description = Description(self.monitor, self._liveness.identity.host)
         self.watcher: Watcher | None = None  # of watch(), when the program called it
         self._guards: dict[str, tuple[dist.ProcessGroup, Guard]] = {}
+        self._released: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._left = False
         self.termination = Termination(self._terminate)
@@ -104,37 +111,54 @@ class Runtime:
             self.termination.install()
 
     def guard(
-        self, group: dist.ProcessGroup, device_type: str, lane: str = "", ranks: tuple[int, ...] | None = None
+        self, group: dist.ProcessGroup, device: torch.device, lane: str = "", ranks: tuple[int, ...] | None = None
     ) -> Guard:
-        """Return the guard of a group for one kind of device, made with the first operation on it.
+        """Return the guard of a group for one kind of device, made with the first operation on it, on that `device`.
 
-        A `lane` is a guard beside that one, with a sequence of its own, for all of the group or for some `ranks` (global) of it.
+        A `lane` is a guard beside that one, with a sequence of its own, for all of the group or for some `ranks`
+        (global) of it.
         """
-        name = f"{_torch.group_name(group)}:{device_type}{lane}"
-        entry = self._guards.get(name)
+        name = _torch.group_name(group)
+        key = f"{name}:{device.type}{lane}"
+        entry = self._guards.get(key)
         if entry is not None and entry[0] is group:
             return entry[1]
         with self._lock:
             if self._left:
                 raise GuardError(LEFT)
-            entry = self._guards.get(name)
+            if group in self._released:
+                raise GuardError(f"process group {name} is being destroyed: create it again with new_group()")
+            entry = self._guards.get(key)
             if entry is None or entry[0] is not group:
-                entry = self._guards[name] = (group, self._make(name, ranks or _torch.group_ranks(group), device_type))
+                guard = self._make(key, _destroyed[name], ranks or _torch.group_ranks(group), device)
+                entry = self._guards[key] = (group, guard)
             return entry[1]
 
-    def _make(self, name: str, ranks: tuple[int, ...], device_type: str) -> Guard:
+    def release(self, group: dist.ProcessGroup) -> None:
+        """The group is about to be destroyed: give its connections and threads back.
+
+        Its seats stay: the others may still ask how its last operation ended here.
+        """
+        with self._lock:
+            self._released.add(group)
+            keys = [key for key, (owner, _) in self._guards.items() if owner is group]
+            guards = [self._guards.pop(key)[1] for key in keys]
+        for guard in guards:
+            guard.close("its process group was destroyed")
+
+    def _make(self, key: str, destroyed: int, ranks: tuple[int, ...], device: torch.device) -> Guard:
+        """`destroyed`: how many groups of the same name there were before, whose keys must not be met."""
         members = hashlib.blake2b(repr(ranks).encode(), digest_size=4).hexdigest()
-        seat = self.monitor.seat(f"{name}:{members}", ranks)
+        seat = self.monitor.seat(f"{key}:{members}" + (f".{destroyed}" if destroyed else ""), ranks)
         config = current_config()  # not the one of the start: configure() may have been called since
         exchange.start(seat, config)
         assembly = Assembly(
             seat,
             self.monitor,
-            builder(device_type),
+            builder(device),
             lambda: _torch_stores.clone_store(self._base),
             {"rounds": config.rounds, "closing_nbytes": config.closing_nbytes, **exchange.terms(config)},
             config.build_slice,
-            config.pieces_in_flight,
             BACKSTOP,
         )
         return Guard(seat, assembly, self.monitor.wake, config)
@@ -157,7 +181,7 @@ class Runtime:
                 _torch_stores.disconnect(self._connection)  # a store call that does not answer holds the thread: cut it
                 self.monitor.stop(LEAVE_WITHIN)
             for guard in guards:
-                guard.close()
+                guard.close("this process has left the job")
             exchange.forget()
             self._liveness.close()
             self._writer.wait(REPORT_WITHIN)
@@ -166,10 +190,13 @@ class Runtime:
 
     def announce(self, cause: Cause, text: str, stack: tuple[str, ...] = (), told: bool = False) -> None:
         """Tell the others at once that this process is about to end; `told` when others made it."""
-        self.monitor.depart(cause, text, LEAVE_WITHIN, {**self._identity(), "stack": list(stack)}, told=told)
+        details = shortened({**self._description.identity(), "stack": list(stack)}, self.world_size)
+        self.monitor.depart(cause, text, LEAVE_WITHIN, details, told=told)
 
     def _terminate(self) -> None:
-        """SIGTERM: finish the verdict in progress, which may be about the rank that this is a consequence of; then go."""
+        """SIGTERM: finish the verdict in progress, which may be about the rank that this is
+        a consequence of; then go.
+        """
         self.monitor.settle(LEAVE_WITHIN)
         self.announce(Cause.LOST, "was sent SIGTERM", main_thread_stack(), told=True)
         if self.rank == 0:  # usually hosts the store, which the others need for their verdict
@@ -183,34 +210,6 @@ class Runtime:
             if self.monitor.goodbyes() >= self.world_size:
                 return
             time.sleep(0.02)
-
-    def _describe(self, seat: Seat, report: Report) -> Report:
-        call = seat.call
-        details: dict[str, object] = {
-            **self._identity(),
-            "stack": list(main_thread_stack()),
-            "call_site": "" if call is None else call_site_of(call.thread),
-            "last": seat.last_text,
-            "call": "" if call is None else call.text,
-            "dead_threads": dead_threads(),
-        }
-        if report.phase is Phase.NONE:  # not in it: this may be the rank that is looked for
-            details["threads"] = other_threads()
-        details |= report.details
-        return replace(report, elsewhere=self.monitor.waiting_elsewhere(seat.key), details=details)
-
-    def _identity(self) -> dict[str, object]:
-        return {"host": self._liveness.identity.host, "pid": os.getpid(), "history": self._history()}
-
-    def _history(self) -> dict[str, object]:
-        """The last operations of this rank, in all groups."""
-        past = {}
-        open_calls: list[tuple[str, int, str, float]] = []
-        for seat in self.monitor.seats():
-            with seat.condition:
-                past[seat.key] = list(seat.past)
-            open_calls += seat.open_calls()
-        return snapshot(past, open_calls, time.monotonic())
 
     # ------------------------------------------------------------------ the report of an incident
 
@@ -228,7 +227,7 @@ class Runtime:
     def _publish_alone(self, incident: Incident) -> None:
         """No agreement: one rank of each host reports what it sees."""
         if self.monitor.first_here():
-            self._writer.submit(incident, self.monitor.nonce, {self.rank: self._history()})
+            self._writer.submit(incident, self.monitor.nonce, {self.rank: self._description.history()})
 
 
 def _patience(seat: Seat) -> Patience:
@@ -241,13 +240,15 @@ _runtime: Runtime | None = None
 _left: weakref.ref[object] | None = None
 _exiting = False
 _forked = False
+#: Groups of each name that were destroyed since the default group was made: torch gives some names again.
+_destroyed: Counter[str] = Counter()
 _starting = threading.Lock()
 
 
-def current() -> Runtime:
+def current(within: float = CONNECT_WITHIN) -> Runtime:
     """Return the runtime of the default process group that is initialised now, starting it if need be.
 
-    Raises GuardError when the store cannot be reached.
+    Raises GuardError when the store cannot be reached `within` so many seconds.
     """
     global _runtime
     runtime = _runtime
@@ -261,8 +262,8 @@ def current() -> Runtime:
                 raise GuardError(LEFT)
             from_environment()
             try:
-                _runtime = Runtime(current_config())
-            except (RuntimeError, ValueError, OSError) as error:
+                _runtime = Runtime(current_config(), max(0.001, min(within, CONNECT_WITHIN)))
+            except (TransportError, RuntimeError, ValueError, OSError) as error:
                 raise GuardError(
                     f"the store of the default process group cannot be reached: {error}. "
                     "Check that rank 0 (or the launcher's agent) is alive and that this host can connect to it."
@@ -271,14 +272,14 @@ def current() -> Runtime:
         return _runtime
 
 
-def builder(device_type: str) -> Builder:
-    """The builder of communicators for tensors of this kind. Raises GuardConfigError for a device without one."""
-    if device_type == "cpu":
+def builder(device: torch.device) -> Builder:
+    """The builder of communicators for tensors on this device. Raises GuardConfigError for a device without one."""
+    if device.type == "cpu":
         return GlooBuilder()
-    if device_type == "cuda":
-        return NcclBuilder()
+    if device.type == "cuda":
+        return NcclBuilder(device)
     raise GuardConfigError(
-        f"tensors on {device_type!r} cannot be guarded: ncclguard has gloo for CPU and NCCL for CUDA tensors. "
+        f"tensors on {device.type!r} cannot be guarded: ncclguard has gloo for CPU and NCCL for CUDA tensors. "
         "Move the tensor to one of these."
     )
 
@@ -295,8 +296,15 @@ def _before_destroy() -> None:
     _end(Cause.EXITED, "called destroy_process_group()")
 
 
+def _before_destroy_group(group: dist.ProcessGroup) -> None:
+    if _runtime is not None:
+        _runtime.release(group)
+    _destroyed[_torch.group_name(group)] += 1
+
+
 def _end(cause: Cause, text: str) -> None:
     global _runtime, _left
+    _destroyed.clear()
     with _starting:
         runtime, _runtime = _runtime, None
         _left = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
@@ -310,7 +318,9 @@ _on_end: list[Callable[[], None]] = []
 
 
 def on_end(callback: Callable[[], None]) -> None:
-    """Call `callback()` after this process has left the job: the default group is about to go, or the interpreter to exit."""
+    """Call `callback()` after this process has left the job: the default group is about
+    to go, or the interpreter to exit.
+    """
     _on_end.append(callback)
 
 
@@ -374,6 +384,7 @@ def install() -> None:
     register()
     _torch.on_init(_after_init)
     _torch.on_destroy(_before_destroy)
+    _torch.on_destroy_group(_before_destroy_group)
     watch_uncaught(_announce)
     watch_threads()
     atexit.register(_at_exit)

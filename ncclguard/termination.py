@@ -1,9 +1,11 @@
-"""SIGTERM, exceptions and dying threads: what this process can still say before it ends, without getting in the program's way.
+"""SIGTERM, exceptions and dying threads: what this process can still say before it
+ends, without getting in the program's way.
 
-A Python handler runs only between two bytecodes of the main thread, which may sit in a C call for minutes: without more, catching
-SIGTERM would keep a process alive that the signal used to end at once. So the signal is noticed by a thread of its own, through
-the descriptor that CPython's C handler writes to (`signal.set_wakeup_fd`), and that thread ends the process by SIGTERM's default
-action. A program that has a handler of its own keeps it, and nothing is announced then: such programs often go on for a while.
+A Python handler runs only between two bytecodes of the main thread, which may sit in a C call for minutes: without
+more, catching SIGTERM would keep a process alive that the signal used to end at once. So the signal is noticed by a
+thread of its own, through the descriptor that CPython's C handler writes to (`signal.set_wakeup_fd`), and that thread
+ends the process by SIGTERM's default action. A program that has a handler of its own keeps it, and nothing is announced
+then: such programs often go on for a while.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, 
 
 
 class Termination:
-    """Calls `tell` when SIGTERM is about to end this process, then lets it end. `install` in the main thread, else nothing.
+    """Calls `tell` when SIGTERM is about to end this process, then lets it end.
+    `install` in the main thread, else nothing.
 
     `tell` runs in a thread that is neither the main nor the monitor's; it must end by itself within a few seconds.
     """
@@ -45,7 +48,9 @@ class Termination:
         self._masks = threading.local()  # of the threads that are about to fork
 
     def install(self) -> bool:
-        """Take SIGTERM over where its action is the default; False where it is not, or in another thread than the main."""
+        """Take SIGTERM over where its action is the default; False where it is not, or in
+        another thread than the main.
+        """
         if threading.current_thread() is not threading.main_thread():
             return False
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -66,7 +71,9 @@ class Termination:
         self._close()
 
     def forget_in_child(self) -> None:
-        """A forked child, such as a data loader's worker, ends by SIGTERM as ever and must not wake the parent's thread."""
+        """A forked child, such as a data loader's worker, ends by SIGTERM as ever and must
+        not wake the parent's thread.
+        """
         if self._installed:
             self._installed = False
             if signal.getsignal(signal.SIGTERM) is self._ours:
@@ -112,8 +119,9 @@ class Termination:
                     self._end()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # In the main thread, which may hold any lock: the work is done by another one, started without Python's own locks.
-        # Called by a handler that was put over this one, it does what the default action would have done there: nothing.
+        # In the main thread, which may hold any lock: the work is done by another one, started without Python's own
+        # locks. Called by a handler that was put over this one, it does what the default action would have done there:
+        # nothing.
         if signal.getsignal(signal.SIGTERM) is self._ours:
             _thread.start_new_thread(self._end, ())
 
@@ -180,7 +188,9 @@ def watch_uncaught(announce: Callable[[BaseException], None]) -> None:
 
 
 def watch_multiprocessing(announce: Callable[[BaseException], None], leave: Callable[[], None]) -> None:
-    """Do the same, then `leave`, in a process that `multiprocessing` started: it ends without `sys.excepthook`, forked also without `atexit`."""
+    """Do the same, then `leave`, in a process that `multiprocessing` started: it ends
+    without `sys.excepthook`, forked also without `atexit`.
+    """
 
     def end() -> None:
         error = sys.exc_info()[1]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,11 +17,13 @@ import pytest
 from ncclguard import config
 from ncclguard.faults import launcher
 from ncclguard.faults.forkserver import PRELOAD_VARIABLE
+from tests.forked_python import ForkedPython
 
 hypothesis.settings.register_profile("ncclguard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ncclguard")
 launcher.DEFAULT = "fork"  # imports torch once for the ranks of all jobs
-os.environ[PRELOAD_VARIABLE] = "torch._dynamo"  # which the first step of DistributedDataParallel imports
+# Imported by the first step of DistributedDataParallel, by the files of the tests themselves, and by an incident's text.
+os.environ[PRELOAD_VARIABLE] = "torch._dynamo pytest rich.panel"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests and their ranks send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -33,6 +37,52 @@ def default_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     config.reset_config()
     yield
     config.reset_config()
+
+
+@pytest.fixture(scope="session")
+def forked_pythons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
+    """What gives the path of a stand-in for the interpreter that has the modules imported which PRELOAD_VARIABLE names."""
+    started: dict[str, ForkedPython] = {}
+
+    def path() -> str:
+        modules = os.environ[PRELOAD_VARIABLE]
+        if modules not in started:
+            started[modules] = ForkedPython(tmp_path_factory.mktemp("python"), modules.split())
+        return str(started[modules].path)
+
+    yield path
+    for server in started.values():
+        server.close()
+
+
+@pytest.fixture
+def forked_python(forked_pythons: Callable[[], str]) -> str:
+    """To be used like sys.executable, by tests that are not about processes: see tests/forked_python.py."""
+    return forked_pythons()
+
+
+@pytest.fixture
+def all_forked(forked_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test also what ncclguard starts in this process itself, as faults.run_ranks does with torchrun, is forked."""
+    monkeypatch.setattr(sys, "executable", forked_python)
+
+
+@pytest.fixture
+def many_open_files() -> Iterator[None]:
+    """Every descriptor below 1024 is taken, as loaders and memory maps do: `select` works with no other."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"this system allows a process {hard} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1200 if 0 <= soft < 1200 else soft, hard))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while taken[-1] < 1023:
+            taken.append(os.dup(taken[0]))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture

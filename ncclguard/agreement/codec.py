@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from ncclguard.agreement.decision import (
@@ -21,7 +23,37 @@ from ncclguard.outcome import Cause
 
 def dumps(value: Report | Verdict | Departure | Operation) -> str:
     """Serialise; details that are not plain data become strings."""
-    return json.dumps(dataclasses.asdict(value), separators=(",", ":"), default=str)
+    data = dataclasses.asdict(value)
+    if isinstance(value, Verdict):  # of thousands of ranks
+        data |= {
+            "culprits": _by_cause(value.culprits),
+            "departed": _by_cause(value.departed),
+            "participants": ranges(value.participants),
+            "sides": [[text, ranges(ranks)] for text, ranks in value.sides],
+        }
+    return json.dumps(data, separators=(",", ":"), default=str)
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Return ranks as a short text, in their order; `ranks_of` reads it.
+
+    >>> ranges([0, 1, 2, 5, 3]), ranks_of("0-2,5,3")
+    ('0-2,5,3', (0, 1, 2, 5, 3))
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+@functools.lru_cache(maxsize=64)
+def ranks_of(text: str) -> tuple[int, ...]:
+    """The ranks that `ranges` wrote; one object for all that read the same."""
+    runs = [part.partition("-") for part in text.split(",")] if text else []
+    return tuple(rank for first, _, last in runs for rank in range(int(first), int(last or first) + 1))
 
 
 def loads_report(text: str) -> Report:
@@ -29,7 +61,7 @@ def loads_report(text: str) -> Report:
     if data["operation"] is not None:
         data["operation"] = Operation(**data["operation"])
     if data["trouble"] is not None:
-        data["trouble"] = Trouble(TroubleKind(data["trouble"]["kind"]), data["trouble"]["text"])
+        data["trouble"] = Trouble(**{**data["trouble"], "kind": TroubleKind(data["trouble"]["kind"])})
     data["phase"] = Phase(data["phase"])
     return Report(**data)
 
@@ -40,9 +72,9 @@ def loads_verdict(text: str) -> Verdict:
     data["cause"] = None if data["cause"] is None else Cause(data["cause"])
     data["culprits"] = _causes(data["culprits"])
     data["departed"] = _causes(data["departed"])
-    data["participants"] = tuple(data["participants"])
+    data["participants"] = ranks_of(data["participants"])
     data["fingerprints"] = tuple(data["fingerprints"])
-    data["sides"] = tuple((text, tuple(ranks)) for text, ranks in data["sides"])
+    data["sides"] = tuple((text, ranks_of(ranks)) for text, ranks in data["sides"])
     return Verdict(**data)
 
 
@@ -61,9 +93,13 @@ def loads_departure(text: str) -> tuple[Departure, dict[str, int]]:
     )
 
 
-def dumps_departure(departure: Departure, done: dict[str, int]) -> str:
+def dumps_departure(departure: Departure, done: dict[str, int], by: int) -> str:
+    """Serialise, with the rank that writes it: what two witnesses write is never equal,
+    so each knows whose came first.
+    """
     return json.dumps(
         {
+            "by": by,
             "rank": departure.rank,
             "cause": departure.cause.value,
             "text": departure.text,
@@ -76,5 +112,14 @@ def dumps_departure(departure: Departure, done: dict[str, int]) -> str:
     )
 
 
-def _causes(pairs: list[list[Any]]) -> tuple[tuple[int, Cause], ...]:
-    return tuple((int(rank), Cause(cause)) for rank, cause in pairs)
+def _by_cause(pairs: Iterable[tuple[int, Cause]]) -> list[list[str]]:
+    runs: list[tuple[Cause, list[int]]] = []
+    for rank, cause in pairs:
+        if not runs or runs[-1][0] is not cause:
+            runs.append((cause, []))
+        runs[-1][1].append(rank)
+    return [[ranges(ranks), cause.value] for cause, ranks in runs]
+
+
+def _causes(runs: list[list[str]]) -> tuple[tuple[int, Cause], ...]:
+    return tuple((rank, Cause(cause)) for ranks, cause in runs for rank in ranks_of(ranks))

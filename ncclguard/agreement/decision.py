@@ -1,22 +1,27 @@
 """What the reports of a revoked generation add up to: commit, resume or fail, and who is to blame.
 
-`decide` is a pure function of what one coordinator has read. Two coordinators may read different things; only the verdict
-that is written first counts (the store's compare-and-set), so `decide` has to be *safe* for every subset of reports it may
-see, and *right* for the full one. Why each branch is safe is argued in docs/protocol.md.
+`decide` is a pure function of what one coordinator has read. Two coordinators may read different things; only the
+verdict that is written first counts (the store's compare-and-set), so `decide` has to be *safe* for every subset of
+reports it may see, and *right* for the full one. Why each branch is safe is argued in docs/protocol.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from statistics import median
 
 from ncclguard.outcome import Cause
 
+#: What ranks called, each with those that did.
+Sides = tuple[tuple[str, tuple[int, ...]], ...]
+
 
 class Phase(IntEnum):
-    """How far a rank is in one operation; DONE anywhere implies READY everywhere (or, without closing round, a donor)."""
+    """How far a rank is in one operation; DONE anywhere implies READY everywhere (or,
+    without closing round, a donor).
+    """
 
     NONE = 0  # not entered
     RUNNING = 1  # entered; the own result is not complete
@@ -48,10 +53,19 @@ class TroubleKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One rank's reason to revoke, with a text for people."""
+    """One rank's reason to revoke, with a text for people; of a broken connection also who was at its other end.
+
+    `peer` is a global rank, -1 where it could not be told, and `host` the numeric address: for the incident, never for
+    the decision.
+    """
 
     kind: TroubleKind
     text: str = ""
+    peer: int = -1
+    host: str = ""
+
+
+NOBODY, EVERYBODY = -1, -2  # of `Operation.needs`, where it is no rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +77,7 @@ class Operation:
     text: str = ""
     closing: bool = True  # has a closing round; else a rank that completed donates its result
     shrink: bool = False  # on_lost="shrink", and the operation can go on without a member
-    needs: int = -1  # a rank it cannot go on without: the source of a broadcast
+    needs: int = NOBODY  # a rank it cannot go on without, the source of a broadcast; or EVERYBODY
     max_attempts: int = 3
 
     def at(self, sequence: int) -> Operation:
@@ -128,7 +142,7 @@ class Verdict:
     from_piece: int = 0
     attempt: int = 1  # of the next try when resumed, of the last one otherwise
     fingerprints: tuple[int, ...] = ()  # of the calls that entered `sequence`
-    sides: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    sides: Sides = ()
     deadline_expired: bool = False
     coordinator: int = -1
     incident: str = ""  # JSON, opaque here
@@ -161,8 +175,9 @@ def decide(
 ) -> Verdict:
     """Return the verdict on a generation from the reports of its members.
 
-    `members` are the generation's global ranks; each is in `reports`, in `departed`, or in `silent` (with STUCK or UNKNOWN).
-    A member that reported *and* departed counts with both: its promise holds, and it will not take part again.
+    `members` are the generation's global ranks; each is in `reports`, in `departed`, or in `silent` (with STUCK or
+    UNKNOWN). A member that reported *and* departed counts with both: its promise holds, and it will not take part
+    again.
     """
     entered_any = [r.operation.sequence for r in reports.values() if r.operation is not None]
     latest_done = [r.done for r in reports.values()] + [d.done for d in departed.values()]
@@ -244,7 +259,7 @@ def _blame(
     silent: Mapping[int, Cause],
     entered: Mapping[int, Report],
     overdue: bool,
-) -> tuple[dict[int, Cause], tuple[tuple[str, tuple[int, ...]], ...]]:
+) -> tuple[dict[int, Cause], Sides]:
     """Name the ranks that kept the operation from completing, strongest evidence first; nobody where there is none."""
     raised = {
         rank: Cause.FAILED
@@ -275,7 +290,16 @@ def _blame(
     return _came_last(entered), ()
 
 
-def divergence(entered: Mapping[int, Report]) -> tuple[tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
+def largest_first(sides: Iterable[tuple[str, Sequence[int]]]) -> Sides:
+    """What ranks called, with the ranks in order, as it is shown: the side of most
+    first, of equal ones that of the first rank.
+    """
+    return tuple(
+        (text, tuple(ranks)) for text, ranks in sorted(sides, key=lambda side: (-len(side[1]), tuple(side[1])))
+    )
+
+
+def divergence(entered: Mapping[int, Report]) -> tuple[tuple[int, ...], Sides]:
     """Split the ranks by what they called; odd are those outside a strict majority, if there is one."""
     sides: dict[int, list[int]] = {}
     texts: dict[int, str] = {}
@@ -286,7 +310,7 @@ def divergence(entered: Mapping[int, Report]) -> tuple[tuple[int, ...], tuple[tu
         texts.setdefault(operation.fingerprint, operation.text)
     if len(sides) < 2:
         return (), ()
-    shown = tuple((texts[f], tuple(ranks)) for f, ranks in sorted(sides.items(), key=lambda s: (-len(s[1]), s[1])))
+    shown = largest_first((texts[fingerprint], ranks) for fingerprint, ranks in sides.items())
     largest = len(shown[0][1])
     odd = [rank for _, ranks in shown[1:] for rank in ranks] if 2 * largest > len(entered) else []
     return tuple(sorted(odd)), shown
@@ -294,8 +318,10 @@ def divergence(entered: Mapping[int, Report]) -> tuple[tuple[int, ...], tuple[tu
 
 def _finished(
     sequence: int, reports: Mapping[int, Report], entered: Mapping[int, Report]
-) -> tuple[tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Split the ranks that wait from those that have finished the section and will not come; odd is the smaller side."""
+) -> tuple[tuple[int, ...], Sides]:
+    """Split the ranks that wait from those that have finished the section and will not
+    come; odd is the smaller side.
+    """
     done = {
         rank: r.trouble.text
         for rank, r in sorted(reports.items())
@@ -304,15 +330,14 @@ def _finished(
     waiting = next((r.operation for r in entered.values() if r.operation is not None), None)
     if not done or waiting is None:
         return (), ()
-    sides = [(waiting.text, tuple(sorted(entered))), (f"nothing more: {next(iter(done.values()))}", tuple(done))]
-    sides.sort(key=lambda side: (-len(side[1]), side[1]))
+    sides = largest_first([(waiting.text, sorted(entered)), (f"nothing more: {next(iter(done.values()))}", [*done])])
     odd = sides[1][1] if len(sides[0][1]) > len(sides[1][1]) else ()
-    return odd, tuple(sides)
+    return odd, sides
 
 
 def _without_majority(
     missing: dict[int, Cause], entered: Mapping[int, Report], reports: Mapping[int, Report]
-) -> tuple[dict[int, Cause], tuple[tuple[str, tuple[int, ...]], ...]]:
+) -> tuple[dict[int, Cause], Sides]:
     """Two groups waiting for each other accuse nobody unless one side is the larger: show both sides."""
     elsewhere = {rank for rank, cause in missing.items() if cause is Cause.DIVERGED}
     if not elsewhere:
@@ -323,14 +348,16 @@ def _without_majority(
         text = operation.text if operation is not None else reports[rank].elsewhere
         if text:
             sides.setdefault(text, []).append(rank)
-    shown = tuple((text, tuple(ranks)) for text, ranks in sorted(sides.items(), key=lambda s: (-len(s[1]), s[1])))
+    shown = largest_first(sides.items())
     if 2 * len(entered) > len(entered) + len(elsewhere):
         return missing, shown
     return {rank: cause for rank, cause in missing.items() if rank not in elsewhere}, shown
 
 
 def _came_last(entered: Mapping[int, Report]) -> dict[int, Cause]:
-    """All have entered: those that came far behind the rest (under half the median age) held them up, else nobody is named."""
+    """All have entered: those that came far behind the rest (under half the median age)
+    held them up, else nobody is named.
+    """
     if len(entered) < 2:
         return {}
     middle = median(r.age for r in entered.values())
@@ -342,7 +369,7 @@ def _replace(
     base: Verdict,
     action: Action,
     culprits: Mapping[int, Cause],
-    sides: tuple[tuple[str, tuple[int, ...]], ...],
+    sides: Sides,
     *,
     participants: tuple[int, ...] | None = None,
     from_piece: int = 0,

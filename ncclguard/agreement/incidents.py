@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pydantic import ValidationError
 
 from ncclguard.agreement.decision import Action, Departure, Phase, Report, Verdict
 from ncclguard.agreement.seat import Seat, Subject
+from ncclguard.incident import bounds
 from ncclguard.incident.model import Incident, RankReport, State
 from ncclguard.incident.render import ranks_text
 from ncclguard.outcome import Cause
 
 _LOST = "See the launcher's and the kernel's log of its host (exit code, out-of-memory killer, Xid)."
+
+#: Broken connections that a summary names.
+SHOWN_ENDS = 4
 
 #: What a person should do next, by cause.
 ADVICE = {
@@ -68,15 +72,19 @@ def summarise(
         agreed=True,
         attempts=verdict.attempt,
         participants=verdict.participants,
-        ranks=tuple(
-            _rank(rank, verdict, reports, departed, silent, causes, seat.sightings.get(rank, {}))
-            for rank in sorted({*reports, *departed, *silent})
+        ranks=bounds.bounded(
+            (
+                _rank(rank, verdict, reports, departed, silent, causes, seat.sightings.get(rank, {}))
+                for rank in {*reports, *departed, *silent}
+            ),
+            causes,
         ),
         summary=_summary(text, verdict, causes, waited, reports, departed, silent),
         advice=("The others go on without it. " if resumed else "") + _advice(verdict.cause, seat),
-        sides=verdict.sides,
+        sides=bounds.sides(verdict.sides),
     )
-    return incident.to_json()
+    said = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
+    return json.dumps({"schema_version": incident.schema_version, **said}, separators=(",", ":"))
 
 
 def alone(
@@ -119,14 +127,26 @@ def _advice(cause: Cause, seat: Subject) -> str:
     return ADVICE[cause] if seat.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
 
 
-def histories(reports: Mapping[int, Report], departed: Mapping[int, Departure]) -> str:
-    """What each rank says of its last operations, as JSON: for the one rank that writes the report, not part of the verdict."""
-    said = {rank: details.get("history") for rank, details in _details(reports, departed).items()}
-    return json.dumps({rank: history for rank, history in said.items() if history}, separators=(",", ":"))
+def histories(reports: Mapping[int, Report], departed: Mapping[int, Departure], culprits: Collection[int] = ()) -> str:
+    """What each rank says of its last operations, as JSON: for the one rank that writes
+    the report, not part of the verdict.
+
+    Where that is more than a store takes, those of the `culprits` come before the others'.
+    """
+    details = _details(reports, departed)
+    found, left = {}, bounds.HISTORIES
+    for rank in sorted(details, key=lambda rank: (rank not in culprits, rank)):
+        history = details[rank].get("history")
+        size = len(json.dumps(history))
+        if history and size <= left:
+            found[rank], left = history, left - size
+    return json.dumps(found, separators=(",", ":"))
 
 
 def writer(incident: Incident) -> int:
-    """The one rank that writes the report: the lowest that answered, and rather one that is not to blame; -1 for none."""
+    """The one rank that writes the report: the lowest that answered, and rather one
+    that is not to blame; -1 for none.
+    """
     live = [report.rank for report in incident.ranks if report.state not in ("silent", "departed")]
     return min(sorted(set(live) - set(incident.culprits)) or live, default=-1)
 
@@ -167,7 +187,8 @@ def _rank(
             return _silent(rank, cause, silent.get(rank, Cause.UNKNOWN), sighting)
         return _left(left, cause)
     details = report.details
-    raised = report.trouble.text if report.trouble is not None and cause is Cause.FAILED else None
+    trouble = report.trouble
+    raised = trouble.text if trouble is not None and cause is Cause.FAILED else None
     # Where a rank was when it said that it leaves, such as the traceback, tells more than where it is while it ends.
     stack = (left.details.get("stack") if left is not None else None) or details.get("stack")
     notes = (
@@ -183,8 +204,9 @@ def _rank(
         state=_state(report.phase_at(verdict.sequence)),
         sequence=report.operation.sequence if report.operation is not None else report.done,
         operation=str(details.get("call") or details.get("last") or "") or None,
-        age=report.age if report.operation is not None else None,
+        age=round(report.age, 3) if report.operation is not None else None,
         call_site=str(details.get("call_site") or "") or None,
+        peer=trouble.peer if trouble is not None and trouble.peer >= 0 else None,
         exception=raised or (left.text if left is not None and left.cause is Cause.FAILED else None),
         stack=_frames(stack) if cause is not None else (),
         threads=_threads(details) if cause is not None else (),
@@ -264,7 +286,8 @@ def _summary(
     if verdict.cause is Cause.DIVERGED:
         return f"{text} failed after {waited:.3g} s: the ranks called different operations, and no side is a majority."
     troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})
-    detail = f" ({troubles[0]})" if troubles else ""
+    found = "; ".join(filter(None, [_broken(reports), *troubles[:1]]))
+    detail = f" ({found})" if found else ""
     quiet = silent.keys() - departed.keys()
     if quiet:
         return (
@@ -273,10 +296,37 @@ def _summary(
     return f"{text} failed after {waited:.3g} s although every rank was in it: {verdict.cause}{detail}."
 
 
+def _broken(reports: Mapping[int, Report]) -> str:
+    """Which connections broke, as each side saw it; those that both sides lost first,
+    for the others may be a consequence.
+    """
+    ends = {
+        rank: r.trouble
+        for rank, r in sorted(reports.items())
+        if r.trouble is not None and (r.trouble.peer >= 0 or r.trouble.host)
+    }
+
+    def at(rank: int) -> str:
+        host = str(reports[rank].details.get("host", "")) if rank in reports else ""
+        return f"rank {rank} ({host})" if host else f"rank {rank}"
+
+    both = [(rank, end.peer) for rank, end in ends.items() if end.peer in ends and ends[end.peer].peer == rank]
+    told = [f"{at(rank)} and {at(peer)} lost the connection between them" for rank, peer in both if rank < peer]
+    told += [
+        f"{at(rank)} lost its connection with {at(end.peer) if end.peer >= 0 else f'a rank at {end.host}'}"
+        for rank, end in ends.items()
+        if (rank, end.peer) not in both
+    ]
+    more = [f"{len(told) - SHOWN_ENDS} further: see to_json()"] if len(told) > SHOWN_ENDS else []
+    return ", ".join(told[:SHOWN_ENDS] + more)
+
+
 def _alone_to_blame(
     causes: Mapping[int, Cause], reports: Mapping[int, Report], departed: Mapping[int, Departure]
 ) -> str:
-    """One culprit in its own words: that it raised, and what and where, or that it was sent SIGTERM; empty for any other."""
+    """One culprit in its own words: that it raised, and what and where, or that it was
+    sent SIGTERM; empty for any other.
+    """
     if len(causes) != 1:
         return ""
     ((rank, cause),) = causes.items()
@@ -293,7 +343,7 @@ def _alone_to_blame(
 def _because(causes: Mapping[int, Cause]) -> str:
     parts = []
     for cause in Cause:
-        ranks = [str(rank) for rank, found in sorted(causes.items()) if found is cause]
+        ranks = [rank for rank, found in causes.items() if found is cause]
         if ranks:
-            parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} {cause.value}")
+            parts.append(f"{ranks_text(ranks)} {cause.value}")
     return "; ".join(parts)

@@ -1,23 +1,24 @@
 """Looking into calls that take long, without ending them: an early mismatch check, and who is awaited and where it is.
 
-Nothing here is a promise. The first rank that has waited a second in an operation publishes its fingerprint; the others compare
-theirs, so that a mismatch is known in seconds although a further rank has not come and the opening round cannot pass. That first
-rank also asks, when the warning is due, and is the only one to log what the answers say.
+Nothing here is a promise. The first rank that has waited a second in an operation publishes its fingerprint; the others
+compare theirs, so that a mismatch is known in seconds although a further rank has not come and the opening round cannot
+pass. That first rank also asks, when the warning is due, and is the only one to log what the answers say.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ncclguard.agreement import codec
 from ncclguard.agreement.decision import Operation, Phase, Report, TroubleKind
+from ncclguard.agreement.furthest import Furthest
 from ncclguard.agreement.liveness import Sight
 from ncclguard.agreement.seat import OpenCall, Seat
 from ncclguard.agreement.store import AgreementStore
+from ncclguard.incident.render import SHOWN_GROUPS, ranks_text
 from ncclguard.outcome import Cause
 
 log = logging.getLogger("ncclguard")
@@ -43,32 +44,59 @@ class Surroundings(Protocol):
     def seat(self, key: str, members: tuple[int, ...]) -> Seat: ...
     def describe(self, seat: Seat, report: Report) -> Report: ...
     def post(self, entry: dict[str, object]) -> None: ...
+    def seek(self, ranks: Sequence[int], since: float) -> None: ...
     def sight(self, rank: int) -> tuple[Sight, str]: ...
     def patience(self, seat: Seat) -> Patience: ...
 
 
 @dataclass(kw_only=True)
 class Question:
-    """What one rank wants to know of the members of a group, and what they have said so far."""
+    """What one rank wants to know of the members of a group, and what they have said so far.
 
-    identifier: str
+    The answers have one key for each asker and rank, which the asker empties when it has read it: with stacks in them,
+    those of all the questions of a long job would fill the store.
+    """
+
+    asker: str
+    number: int
     asked: float
+    before: int = 0  # answers to earlier questions
+    sought: bool = False  # the processes of those that did not answer are being looked for
     answers: dict[int, Report] = field(default_factory=dict)
 
-    def entry(self, seat: Seat, rank: int) -> dict[str, object]:
+    def entry(self, seat: Seat, rank: int, store: AgreementStore) -> dict[str, object]:
         """What to post for the others, by `rank`."""
+        self.before = store.count(f"answers/{self.asker}")
         members = list(seat.member.members)
-        return {"kind": "question", "id": self.identifier, "group": seat.key, "members": members, "by": rank}
+        return {
+            "kind": "question", "to": self.asker, "id": self.number, "group": seat.key, "members": members, "by": rank,
+        }  # fmt: skip
 
     def silent(self, ranks: Iterable[int], now: float, store: AgreementStore) -> list[int] | None:
         """Take in the answers that have come; those of `ranks` that gave none in time, None while there is time."""
         missing = [rank for rank in ranks if rank not in self.answers]
-        for rank in missing:
-            text = store.read(f"answer/{self.identifier}/{rank}")
-            if text is not None:
-                self.answers[rank] = codec.loads_report(text)
+        in_time = now - self.asked < ANSWER_WITHIN
+        if in_time and store.count(f"answers/{self.asker}") - self.before < len(missing):
+            return None
+        keys = {f"answer/{self.asker}/{rank}": rank for rank in missing}
+        for key, text in store.read_many(list(keys)).items():
+            number, _, report = text.partition(" ")
+            if number == str(self.number):
+                self.answers[keys[key]] = codec.loads_report(report)
         missing = [rank for rank in missing if rank not in self.answers]
-        return None if missing and now - self.asked < ANSWER_WITHIN else missing
+        if missing and in_time:
+            return None
+        for rank in self.answers:
+            store.put(f"answer/{self.asker}/{rank}", "")
+        return missing
+
+
+def answer(store: AgreementStore, entry: Mapping[str, object], rank: int, report: Report) -> None:
+    """Answer the question that was posted; the count is acknowledged, and what stands
+    before it on this connection with it.
+    """
+    store.put(f"answer/{entry['to']}/{rank}", f"{entry['id']} {codec.dumps(report)}")
+    store.count(f"answers/{entry['to']}", 1)
 
 
 @dataclass(kw_only=True)
@@ -86,6 +114,7 @@ class Inquiries:
         self._rank = rank
         self._around = surroundings
         self._published: dict[str, tuple[int, int, bool]] = {}  # seat -> generation, sequence, am I the one who asks
+        self._furthest = Furthest()
         self._question: _Inquiry | None = None
         self._asked = 0
 
@@ -101,15 +130,13 @@ class Inquiries:
             self._collect(self._question, now, store)
             return
         for seat in self._around.seats():
-            self._ask_if_due(seat, now)
+            self._ask_if_due(seat, now, store)
 
-    def answer(self, store: AgreementStore, entry: dict[str, object]) -> None:
+    def answer(self, store: AgreementStore, entry: dict[str, object], members: tuple[int, ...]) -> None:
         """Say where this rank is in the operation that is asked about."""
-        members = entry["members"]
-        assert isinstance(members, list)
-        seat = self._around.seat(str(entry["group"]), tuple(members))
+        seat = self._around.seat(str(entry["group"]), members)
         report = self._around.describe(seat, seat.glance())
-        store.first(f"answer/{entry['id']}/{self._rank}", codec.dumps(report))
+        answer(store, entry, self._rank, report)
 
     def _publish(self, seat: Seat, now: float, store: AgreementStore) -> None:
         with seat.condition:
@@ -118,14 +145,15 @@ class Inquiries:
                 return
         if self._published.get(seat.key, (-1, -1, False))[:2] == (generation, operation.sequence):
             return
-        mine = json.dumps([operation.fingerprint, self._rank, operation.text])
-        fingerprint, rank, text = json.loads(store.first(f"{seat.key}/{generation}/open/{operation.sequence}", mine))
-        self._published[seat.key] = (generation, operation.sequence, rank == self._rank)
-        if fingerprint != operation.fingerprint:
+        mine: list[int | str] = [operation.fingerprint, self._rank, operation.text]
+        first = self._furthest.enter(store, f"{seat.key}/open", (generation, operation.sequence), mine)
+        self._published[seat.key] = (generation, operation.sequence, first is not None and first[1] == self._rank)
+        if first is not None and first[0] != operation.fingerprint:
+            _, rank, text = first
             why = f"rank {rank} is in {text}, rank {self._rank} in {operation.text}"
             seat.trouble(generation, TroubleKind.MISMATCH, why)
 
-    def _ask_if_due(self, seat: Seat, now: float) -> None:
+    def _ask_if_due(self, seat: Seat, now: float, store: AgreementStore) -> None:
         with seat.condition:
             call, operation, generation = seat.call, seat.member.operation, seat.member.generation
             if call is None or operation is None or seat.member.frozen:
@@ -141,14 +169,15 @@ class Inquiries:
         call.warned = age
         self._asked += 1
         self._question = _Inquiry(
-            identifier=f"{self._rank}.{self._asked}",
+            asker=str(self._rank),
+            number=self._asked,
             asked=now,
             seat=seat,
             generation=generation,
             operation=operation,
             call=call,
         )
-        self._around.post(self._question.entry(seat, self._rank))
+        self._around.post(self._question.entry(seat, self._rank, store))
 
     def _collect(self, question: _Inquiry, now: float, store: AgreementStore) -> None:
         with question.seat.condition:
@@ -160,24 +189,22 @@ class Inquiries:
         silent = question.silent(participants, now, store)
         if silent is None:
             return
+        if silent and not question.sought:
+            question.sought = True
+            self._around.seek(silent, now)
+            return
         self._question = None
         self._conclude(question, silent, now)
 
     def _conclude(self, question: _Inquiry, silent: list[int], now: float) -> None:
         age, stuck_timeout = now - question.call.entered, self._around.patience(question.seat).stuck_timeout
-        lines: list[str] = []
-        stuck: list[int] = []
-        for rank, report in sorted(question.answers.items()):
-            if report.phase_at(question.operation.sequence) is Phase.NONE:
-                lines.append(f"rank {rank} has not come: {whereabouts(report)}")
-        for rank in silent:
-            sight, evidence = self._around.sight(rank)
-            cause = silent_cause(sight)
-            if cause is Cause.STUCK:
-                stuck.append(rank)
-            lines.append(f"rank {rank} does not answer: {cause.value} ({evidence})")
+        sequence = question.operation.sequence
+        absent = {rank: r for rank, r in question.answers.items() if r.phase_at(sequence) is Phase.NONE}
+        sights = {rank: self._around.sight(rank) for rank in silent}
+        stuck = [rank for rank, (sight, _) in sights.items() if silent_cause(sight) is Cause.STUCK]
+        lines = [*not_come(absent), *not_answering(sights)]
         if stuck and stuck_timeout is not None and age >= stuck_timeout:
-            why = f"ranks {stuck} did not answer for {age:.0f} s (stuck_timeout {stuck_timeout:g} s)"
+            why = f"{ranks_text(stuck)} did not answer for {age:.0f} s (stuck_timeout {stuck_timeout:g} s)"
             question.seat.trouble(question.generation, TroubleKind.STUCK, why)
         if not lines:
             lines.append("every rank has entered: the transfer itself is slow or stalled")
@@ -193,6 +220,34 @@ class Inquiries:
 def silent_cause(sight: Sight) -> Cause:
     """A silent rank whose process exists is stuck; where nobody can look, the truth is unknown."""
     return Cause.STUCK if sight in (Sight.RUNNING, Sight.STOPPED, Sight.PRESENT) else Cause.UNKNOWN
+
+
+def not_come(reports: Mapping[int, Report]) -> list[str]:
+    """Where the ranks are that are awaited, a line for each; where they are many, for each place."""
+    if len(reports) <= SHOWN_GROUPS:
+        return [f"rank {rank} has not come: {whereabouts(report)}" for rank, report in sorted(reports.items())]
+    places: dict[str, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        places.setdefault(whereabouts(report), []).append(rank)
+    lines = [f"{ranks_text(ranks)} not come, of each: {where}" for where, ranks in places.items()]
+    more = [f"and others at {len(lines) - SHOWN_GROUPS} further places"] if len(lines) > SHOWN_GROUPS else []
+    return lines[:SHOWN_GROUPS] + more
+
+
+def not_answering(sights: Mapping[int, tuple[Sight, str]]) -> list[str]:
+    """The silent ranks, with what can be seen of each, or of the first of each kind where they are many."""
+    if len(sights) <= SHOWN_GROUPS:
+        return [
+            f"rank {rank} does not answer: {silent_cause(sight).value} ({evidence})"
+            for rank, (sight, evidence) in sights.items()
+        ]
+    kinds: dict[Cause, list[int]] = {}
+    for rank, (sight, _) in sights.items():
+        kinds.setdefault(silent_cause(sight), []).append(rank)
+    return [
+        f"{ranks_text(ranks)} do not answer: {cause.value} (rank {ranks[0]}: {sights[ranks[0]][1]})"
+        for cause, ranks in kinds.items()
+    ]
 
 
 def whereabouts(report: Report) -> str:

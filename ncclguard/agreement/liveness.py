@@ -1,8 +1,8 @@
 """Evidence about other ranks' processes: on the same host from /proc, on another one from a listening socket, the door.
 
-Absence of evidence is UNKNOWN, never GONE. A process is GONE only when the kernel says so: its pid does not exist or belongs to
-a later process, it is a zombie, or its host refuses connections at a door that this process had reached before (a firewall
-that rejects looks the same, but then the door was not reached before).
+Absence of evidence is UNKNOWN, never GONE. A process is GONE only when the kernel says so: its pid does not exist or
+belongs to a later process, it is a zombie, or its host refuses connections at a door that this process had reached
+before (a firewall that rejects looks the same, but then the door was not reached before).
 
 A door costs no thread: the kernel completes connections in the queue of a listening socket also while its process is
 stopped or holds the GIL, which is what makes it a sign that the process exists. Connections that gloo keeps are no such
@@ -22,6 +22,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
@@ -31,6 +32,7 @@ PROBE_AGAIN = 1.0  # seconds between the end of a probe and the next one of the 
 PROBE_LIMIT = 1.0  # seconds after which a connection that nobody answers is given up
 WAIT = 0.02  # seconds that one `look` may wait for an answer, so that the first look at a near host already has one
 WAIT_AGAIN = 0.1  # seconds between two such waits: together the looks of a monitor's step stay far below 50 ms
+PROBES = 256  # connections to doors under way at a time: a process has a limit of open files
 QUEUE = 1024  # connections that a door holds while its process does not collect them; the kernel may allow fewer
 
 _UNROUTED = ("192.0.2.1", 9)  # TEST-NET-1, RFC 5737: only asks the kernel for the way out, nothing is sent
@@ -53,8 +55,9 @@ class Sight(str, Enum):
 class Identity:
     """Who a rank's process is, as it publishes it.
 
-    ``host_key`` is equal only where pids mean the same processes and addresses the same hosts. ``start_ticks`` is the start
-    time of the process in clock ticks since boot (/proc/<pid>/stat field 22, see proc(5)), so a reused pid is told apart.
+    ``host_key`` is equal only where pids mean the same processes and addresses the same hosts. ``start_ticks`` is the
+    start time of the process in clock ticks since boot (/proc/<pid>/stat field 22, see proc(5)), so a reused pid is
+    told apart.
     """
 
     rank: int
@@ -110,8 +113,8 @@ class _Probe:
 class Liveness:
     """Makes this process visible to its peers, and looks at theirs; safe to use from several threads.
 
-    ``advertise_address`` is the numeric address at which peers on other hosts reach this one; by default the local address
-    from which MASTER_ADDR is reached.
+    ``advertise_address`` is the numeric address at which peers on other hosts reach this one; by default the local
+    address from which MASTER_ADDR is reached.
 
     >>> liveness = Liveness(rank=0)
     >>> liveness.look(liveness.identity)[0] is Sight.RUNNING
@@ -122,6 +125,7 @@ class Liveness:
     def __init__(self, rank: int, advertise_address: str | None = None) -> None:
         self._lock = threading.Lock()
         self._probes: dict[Identity, _Probe] = {}
+        self._under_way: dict[Identity, _Probe] = {}  # those with a connection, and some that had one
         self._last_wait = -WAIT_AGAIN
         self._listener = _open_door(advertise_address or _discover_address())
         door: Door | None = None
@@ -142,10 +146,11 @@ class Liveness:
         _open.add(self)
 
     def look(self, peer: Identity) -> tuple[Sight, str]:
-        """What can be seen of a peer's process now, and the evidence in words; blocks for 20 ms at most, as a rule not at all.
+        """What can be seen of a peer's process now, and the evidence in words; blocks for
+        20 ms at most, as a rule not at all.
 
-        For a peer on another host this starts a connection to its door or collects the answer of one that is under way; the
-        last answer stands until the next one is there.
+        For a peer on another host this starts a connection to its door or collects the answer of one that is under way;
+        the last answer stands until the next one is there.
         """
         if peer.host_key == self.identity.host_key:
             return look_here(peer)
@@ -153,11 +158,36 @@ class Liveness:
             return self._look_there(peer)
 
     def befriend(self, peer: Identity) -> None:
-        """Reach a peer's door once, so that its being refused later is evidence; returns at once, ``look`` goes on with it."""
+        """Reach a peer's door once, so that its being refused later is evidence; returns at
+        once, ``look`` goes on with it.
+        """
         self.look(peer)
 
+    def seek(self, peers: Iterable[Identity], since: float) -> None:
+        """Reach for the doors of several peers at once, so that a `look` a moment later
+        finds their answers; never waits.
+
+        Each is probed once after ``since`` (time.monotonic()), PROBES at a time: call it again for those that had to
+        wait.
+        """
+        with self._lock:
+            self._tidy(0.0)
+            for peer in peers:
+                if len(self._under_way) >= PROBES:
+                    return
+                if peer.door is None or peer.host_key == self.identity.host_key:
+                    continue
+                probe = self._probes.setdefault(peer, _Probe())
+                if not probe.gone and probe.connection is None and probe.started < since:
+                    self._begin(probe, peer, peer.door)
+
     def drain(self) -> None:
-        """Accept and close what has queued at the own door; never blocks."""
+        """Accept and close what has queued at the own door, and end probes that nobody asks
+        about any more; never blocks.
+        """
+        if self._under_way:
+            with self._lock:
+                self._tidy(PROBE_LIMIT)
         while self._listener is not None:
             try:
                 self._listener.accept()[0].close()
@@ -194,10 +224,18 @@ class Liveness:
         if probe.connection is None and now - probe.ended >= PROBE_AGAIN:
             self._begin(probe, peer, peer.door)
         if probe.connection is not None:
-            self._collect(probe, peer)
+            self._collect(probe, peer, WAIT if now - self._last_wait >= WAIT_AGAIN else 0.0)
         if probe.answer is None:
             return Sight.UNKNOWN, f"{_named(peer)} has not answered for {time.monotonic() - probe.started:.1f} s"
         return probe.answer
+
+    def _tidy(self, age: float) -> None:
+        """Take the answers of the probes that were started so many seconds ago."""
+        for peer, probe in list(self._under_way.items()):
+            if probe.connection is not None and time.monotonic() - probe.started >= age:
+                self._collect(probe, peer, 0.0)
+            if probe.connection is None:
+                del self._under_way[peer]
 
     def _begin(self, probe: _Probe, peer: Identity, door: Door) -> None:
         """Start a connection to the peer's door."""
@@ -213,14 +251,14 @@ class Liveness:
             socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
         )  # leaves no TIME_WAIT behind
         probe.connection = connection
+        self._under_way[peer] = probe
         error_number = connection.connect_ex(door)
         if error_number != errno.EINPROGRESS:
             self._settle(probe, peer, error_number)
 
-    def _collect(self, probe: _Probe, peer: Identity) -> None:
-        """Take the answer of the connection under way, if there is one by now."""
+    def _collect(self, probe: _Probe, peer: Identity, wait: float) -> None:
+        """Take the answer of the connection under way, if there is one within so many seconds."""
         assert probe.connection is not None
-        wait = WAIT if time.monotonic() - self._last_wait >= WAIT_AGAIN else 0.0
         poller = select.poll()  # not select(): a training process may have more than 1024 files open
         poller.register(probe.connection, select.POLLOUT)
         ready = bool(poller.poll(wait * 1000))
@@ -285,9 +323,11 @@ def process_state(pid: int) -> tuple[str, int] | None:
 
 @functools.cache
 def host_key() -> str:
-    """Equal for two processes only if they share the host, its pids and its network; unlike all others if that is not known.
+    """Equal for two processes only if they share the host, its pids and its network;
+    unlike all others if that is not known.
 
-    Boot id, pid namespace and network namespace, and the hostname: machines restored from one snapshot share the others.
+    Boot id, pid namespace and network namespace, and the hostname: machines restored from one snapshot share the
+    others.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -304,7 +344,9 @@ def _named(peer: Identity) -> str:
 
 
 def _open_door(address: str) -> socket.socket | None:
-    """A listening socket at the address, or at all addresses where it is not one of this host's own; None if neither."""
+    """A listening socket at the address, or at all addresses where it is not one of
+    this host's own; None if neither.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for bound in (address, "::" if family == socket.AF_INET6 else "0.0.0.0"):
         try:

@@ -1,7 +1,8 @@
 """The one thread of a process that talks to the store, so that no caller ever waits for it.
 
-It revokes on behalf of callers in trouble, answers revokes and questions of other ranks, coordinates when it is its turn, and
-brings verdicts. Idle it looks at one counter twice a second; while a call is open for longer than a moment, 20 times a second.
+It revokes on behalf of callers in trouble, answers revokes and questions of other ranks, coordinates when it is its
+turn, and brings verdicts. Idle it looks at one counter twice a second; while a call is open for longer than a moment,
+20 times a second.
 """
 
 from __future__ import annotations
@@ -10,49 +11,32 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+from ncclguard.agreement import codec
 from ncclguard.agreement.decision import Departure, Phase, Report, TroubleKind
 from ncclguard.agreement.departures import Departures
+from ncclguard.agreement.entries import Entries
+from ncclguard.agreement.handshake import Handshake
 from ncclguard.agreement.inquiry import Inquiries, Patience
 from ncclguard.agreement.liveness import Identity, Liveness, Sight
 from ncclguard.agreement.neighbours import Neighbours
 from ncclguard.agreement.revocation import Revocation, leave_result, read_revoke, revoke
-from ncclguard.agreement.seat import Seat, Summarise
+from ncclguard.agreement.seat import Seat
 from ncclguard.agreement.sections import Sections
-from ncclguard.agreement.store import AgreementStore, Handshake, StoreUnavailable
-from ncclguard.incident.dumps import Offer
-from ncclguard.incident.model import Incident
+from ncclguard.agreement.settings import MonitorSettings
+from ncclguard.agreement.store import AgreementStore, StoreUnavailable
 from ncclguard.outcome import Cause
 
 log = logging.getLogger("ncclguard")
 
 #: Seconds a call may be open before the monitor looks at the store 20 times a second.
 ATTENTION = 0.25
-#: Seconds for which an entry that was counted but not yet written is looked for; its writer may have died in between.
-ENTRY_PATIENCE = 10.0
 #: A rank that lost the race to revoke announces it itself when the winner has not after this many seconds.
 ANNOUNCE_AGAIN = 0.5
 #: Seconds for which the handshake of a new session is hurried: the ranks start together, or will take a while.
 EAGER = 5.0
-
-
-@dataclass(frozen=True)
-class MonitorSettings:
-    """Periods in seconds; `describe` adds to a report what only this process knows, `summarise` writes the incident.
-
-    `patience` is asked anew for each look at a call, because it may change in a running job.
-    """
-
-    poll_idle: float
-    poll_active: float
-    patience: Callable[[Seat], Patience]
-    describe: Callable[[Seat, Report], Report]
-    summarise: Summarise
-    publish: Callable[[Revocation], None] = lambda revocation: None
-    publish_alone: Callable[[Incident], None] = lambda incident: None
-    offer_stacks: Callable[[int], Offer | None] = lambda thread: None  # given the monitor's own thread
 
 
 class Monitor:
@@ -70,7 +54,7 @@ class Monitor:
         self._store = store
         self._settings = settings
         self._handshake: Handshake | None = Handshake(store, rank, world_size)
-        self._neighbours = Neighbours(rank, world_size, liveness)
+        self._neighbours = Neighbours(rank, world_size, liveness, settings.timing.aside)
         self._inquiries = Inquiries(rank, self)
         self.sections = Sections(rank, self.wake)
         self._seats: dict[str, Seat] = {}
@@ -78,9 +62,10 @@ class Monitor:
         self._unchecked: set[str] = set()
         self._revocations: dict[str, Revocation] = {}
         self._announce_by: dict[tuple[str, int], float] = {}
-        self._bell = 0
-        self._gaps: dict[int, float] = {}
-        self._departures = Departures()
+        self._bell = Entries("bell", "entry")
+        self._departures = Departures(rank)
+        self._aside = True  # whether this step looks at what only matters later, too
+        self._next_aside = 0.0
         self.departures_begun = False  # as far as the job's log says
         self._leaving: Departure | None = None
         self._left = threading.Event()
@@ -185,14 +170,19 @@ class Monitor:
             self._wake.clear()
 
     def _interval(self) -> float:
+        timing = self._settings.timing
         if self._unavailable:
-            return self._settings.poll_idle
+            return timing.idle
         if self._handshake is not None and time.monotonic() < self._eager_until:
-            return min(0.01, self._settings.poll_active)
-        return self._settings.poll_active if self._attentive(time.monotonic()) else self._settings.poll_idle
+            return timing.handshake * (0.5 + self.rank * 0.618034 % 1)  # so that the ranks do not come all at once
+        return timing.period if self._attentive(time.monotonic()) else timing.idle
 
     def _attentive(self, now: float) -> bool:
-        if self._revocations or self._leaving is not None or self.sections.waiting:
+        return self._leaving is not None or self._pending(now)
+
+    def _pending(self, now: float) -> bool:
+        """Whether something is to be agreed, or may soon have to be."""
+        if self._revocations or self.sections.waiting:
             return True
         for seat in self.seats():
             if seat.member.trouble is not None:
@@ -214,14 +204,19 @@ class Monitor:
         if self._leaving is not None and not self._left.is_set():
             self._announce_departure(self._leaving)
         if self._leaving is not None:
-            self._goodbyes = self._store.count("departures")
-        attentive = self._attentive(now)
-        self._neighbours.step(now, attentive)
+            self._goodbyes = self._departures.count(self._store)
+        self._aside = self._settings.timing.aside <= self._settings.timing.period or now >= self._next_aside
+        if self._aside:
+            self._next_aside = now + self._settings.timing.aside
+        pending = self._pending(now)
+        self._neighbours.step(now, pending or self._leaving is not None)
         self._ring_for_callers(now)
-        self._hear_bell(now)
+        if self._aside or not self._revocations:  # who has answered a revoke waits for its verdict
+            self._hear_bell(now)
         self.sections.step(now, self.post, self.seats())
-        if attentive:
-            self._departures.read(self._store)
+        if pending:  # not by ranks that only leave: at the end of every job all do, and there are as many entries
+            self.read_departures()
+        if pending or self._leaving is not None:
             self._witness_departures()
             self._apply_departures()
             self._ring_for_callers(now)
@@ -239,6 +234,7 @@ class Monitor:
                 self._settings.summarise,
                 [peer.rank for peer in self._neighbours.here()],
                 self._neighbours.fetch_stacks,
+                self._neighbours.seek,
             ):
                 del self._revocations[key]
                 self._settings.publish(revocation)
@@ -289,7 +285,7 @@ class Monitor:
 
     def _begin_revocation(self, seat: Seat, generation: int, ringer: int, now: float) -> None:
         if self.rank in seat.member.participants:
-            self._revocations[seat.key] = Revocation(self._store, seat, generation, ringer, now)
+            self._revocations[seat.key] = Revocation(self._store, seat, generation, ringer, now, self._settings.timing)
 
     def _announce_revoke(self, seat: Seat, generation: int) -> None:
         self.post({"kind": "revoke", "group": seat.key, "generation": generation, "members": list(seat.member.members)})
@@ -305,34 +301,26 @@ class Monitor:
     # ------------------------------------------------------------------ the job's log: one counter, few entries
 
     def post(self, entry: dict[str, object]) -> None:
-        """Append an entry that every monitor of the job reads."""
-        number = self._store.count("bell", 1)
-        self._store.first(f"entry/{number}", json.dumps(entry))
+        """Append an entry that every monitor of the job reads; `members`, where it has them, are whom it concerns."""
+        members = entry.get("members")
+        short = {**entry, "members": codec.ranges(members)} if isinstance(members, (list, tuple)) else entry
+        self._bell.add(self._store, json.dumps(short))
 
     def _hear_bell(self, now: float) -> None:
-        bell = self._store.count("bell")
-        for number in range(self._bell + 1, bell + 1):
-            self._gaps[number] = now
-        self._bell = max(bell, self._bell)
-        for number in sorted(self._gaps):
-            text = self._store.read(f"entry/{number}")
-            if text is not None:
-                del self._gaps[number]
-                self._hear(json.loads(text), now)
-            elif now - self._gaps[number] > ENTRY_PATIENCE:
-                del self._gaps[number]
+        for text in self._bell.new(self._store):
+            self._hear(json.loads(text), now)
 
     def _hear(self, entry: dict[str, object], now: float) -> None:
         if entry["kind"] == "departed":
-            self.departures_begun = True
-        members = entry.get("members")
-        if not isinstance(members, list) or self.rank not in members:
+            self.departures_begun = self._aside = True  # read them in this step
+        members = codec.ranks_of(str(entry.get("members", "")))
+        if self.rank not in members:
             return
         if entry["kind"] == "revoke":
             self._announce_by.pop((str(entry["group"]), int(str(entry["generation"]))), None)
-            self._look_for_revoke(self.seat(str(entry["group"]), tuple(members)), now)
+            self._look_for_revoke(self.seat(str(entry["group"]), members), now)
         elif entry["kind"] == "question":
-            self._inquiries.answer(self._store, entry)
+            self._inquiries.answer(self._store, entry, members)
         elif entry["kind"] == "section":
             self.sections.hear(entry)
 
@@ -380,8 +368,9 @@ class Monitor:
         return ""
 
     def read_departures(self) -> dict[int, Departure]:
-        """Every departure that is known to the store by now; from the monitor's own thread only."""
-        self._departures.read(self._store)
+        """Every departure that is known to the store, or was a moment ago; from the monitor's own thread only."""
+        if self._aside or any(revocation.coordinates for revocation in self._revocations.values()):
+            self._departures.read(self._store)
         return self._departures.all()
 
     def witness(self, departure: Departure, done: dict[str, int] | None = None) -> None:
@@ -391,6 +380,9 @@ class Monitor:
 
     def describe(self, seat: Seat, report: Report) -> Report:
         return self._settings.describe(seat, report)
+
+    def seek(self, ranks: Sequence[int], since: float) -> None:
+        self._neighbours.seek(ranks, since)
 
     def sight(self, rank: int) -> tuple[Sight, str]:
         return self._neighbours.look(rank)

@@ -1,14 +1,16 @@
-"""Looking after ranks that do not answer a revoke: a live rank of the same host fetches their stacks for the verdict."""
+"""Looking after ranks that do not answer a revoke: a live rank of the same host
+fetches their stacks for the verdict.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from ncclguard.agreement.store import AgreementStore
+from ncclguard.agreement.store import BATCH, AgreementStore
 
 log = logging.getLogger("ncclguard")
 
@@ -16,8 +18,6 @@ log = logging.getLogger("ncclguard")
 #: later each further rank of the host does it, should those before it not.
 LOOK_AFTER: Final = 0.35
 NEXT_AFTER: Final = 0.15
-#: Seconds that the coordinator waits beyond its patience for stacks that somebody is fetching.
-WAIT_FOR_STACKS: Final = 0.25
 
 Details = dict[str, object]
 Fetch = Callable[[int], Details | None]
@@ -35,9 +35,9 @@ class Onlooker:
         self.closed = False
 
     def step(self, overdue: float, members: Iterable[int], here: Iterable[int], fetch: Fetch) -> None:
-        """Look at the members of this host that have not answered; `overdue`: seconds since they should have."""
-        if overdue < LOOK_AFTER:
-            return
+        """Look at the members of this host that have not answered; `overdue`, from
+        LOOK_AFTER on: seconds since they should have.
+        """
         neighbours = sorted({*here} & {*members})
         order = sorted({*neighbours, self._rank}).index(self._rank)
         for rank in neighbours:
@@ -46,17 +46,20 @@ class Onlooker:
                 mine = silent and self._store.first(f"looker/{rank}", str(self._rank)) == str(self._rank)
                 self._claimed[rank] = mine
                 if mine:
+                    self._store.count("lookers", 1)
                     threading.Thread(target=self._run, args=(rank, fetch), name="ncclguard-stacks", daemon=True).start()
         for rank, details in list(self._found.items()):
             if rank not in self._written:
                 self._written.add(rank)
                 self._store.first(f"stacks/{rank}", json.dumps(details, default=str))
 
-    def sightings(self, ranks: Iterable[int]) -> tuple[dict[int, Details], bool]:
-        """For the coordinator: what was fetched of these ranks, and whether some is still being fetched."""
+    def sightings(self, ranks: Sequence[int]) -> tuple[dict[int, Details], bool]:
+        """For the coordinator: what was fetched of these ranks, of the first where they are
+        many, and whether some is still fetched.
+        """
         found: dict[int, Details] = {}
         pending = False
-        for rank in ranks:
+        for rank in ranks[:BATCH] if self._store.count("lookers") else ():
             text = self._store.read(f"stacks/{rank}")
             if text is not None:
                 found[rank] = json.loads(text)

@@ -1,17 +1,18 @@
 """One rank's side of the agreement: a state machine without clock, threads or I/O.
 
 `Member` belongs to one group on one rank. The caller's thread moves an operation forward (`enter`, `opened`, `ready`,
-`done`), the monitor answers revokes (`freeze`) and brings verdicts (`adopt`). Both call it under one local lock that is never
-held across I/O, and every method is atomic under it: that, and the promise in `freeze`, are what the invariants in
-docs/protocol.md rest on. The same code runs under the real store and under the simulator in the tests.
+`done`), the monitor answers revokes (`freeze`) and brings verdicts (`adopt`). Both call it under one local lock that is
+never held across I/O, and every method is atomic under it: that, and the promise in `freeze`, are what the invariants
+in docs/protocol.md rest on. The same code runs under the real store and under the simulator in the tests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from ncclguard.agreement.decision import Action, Operation, Phase, Report, Trouble, TroubleKind, Verdict
+from ncclguard.agreement.decision import EVERYBODY, Action, Operation, Phase, Report, Trouble, TroubleKind, Verdict
 from ncclguard.outcome import Cause
 
 
@@ -65,6 +66,7 @@ class Member:
     overruled: tuple[Verdict, ...] = ()  # verdicts that failed what had been returned as a success here
     given_up: tuple[Operation, ...] = ()  # calls that returned without a verdict; the first of them is `operation`
     lost: tuple[tuple[int, Cause], ...] = ()  # participants that an agreed verdict found gone
+    left: tuple[tuple[int, Cause], ...] = ()  # members that do not take part any more, and why
     fenced: bool = False
 
     def __post_init__(self) -> None:
@@ -79,16 +81,9 @@ class Member:
         A call that comes late takes the stored verdict of the operation it belongs to, which it recognises by the
         fingerprint; an operation whose fingerprint differs was skipped on this rank, and the call goes on to the next.
         """
-        if self.fenced:
-            return Entry.FENCED, None
-        while self.settled and self.settled[0].sequence == self.next_sequence:
-            verdict, self.settled = self.settled[0], self.settled[1:]
-            self.next_sequence += 1
-            if operation.fingerprint in verdict.fingerprints:
-                return Entry.SETTLED, verdict
-        if self.next_sequence <= self.committed_through:
-            self.next_sequence += 1
-            return Entry.MISSED, None
+        ended = self._ended_already(operation)
+        if ended is not None:
+            return ended
         if self.frozen:
             return Entry.WAIT, None
         if not self._goes_on_without_lost(operation):
@@ -102,6 +97,19 @@ class Member:
         self.first_incomplete = self.restorable_from = 0
         self.attempt = 1
         return Entry.START, None
+
+    def missing(self, operation: Operation) -> tuple[tuple[int, Cause], ...]:
+        """Members that are gone, and why, and that this operation cannot go on without."""
+        if operation.needs == EVERYBODY:
+            return (*self.left, *self.lost)
+        lost = () if operation.shrink else self.lost
+        return (*lost, *(gone for gone in (*self.left, *self.lost) if gone[0] == operation.needs and gone not in lost))
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the others have been at the next place in the sequence before, and gone on."""
+        there = any(verdict.sequence == self.next_sequence for verdict in self.settled)
+        return self.fenced or there or self.next_sequence <= self.committed_through
 
     def opened(self, generation: int) -> bool:
         """The opening round has passed: everybody has entered, so nobody needs the previous result any more."""
@@ -164,7 +172,16 @@ class Member:
             self._drop()
 
     def forgo(self, operation: Operation) -> None:
-        """The caller returns a local verdict from WAIT: the call takes its place in the sequence, so that none shifts."""
+        """The caller returns a local verdict from WAIT, or got no turn: the call takes its
+        place in the sequence, so that none shifts.
+
+        Unless the others have ended the operation already, it is in `given_up` afterwards, and has to fail for them.
+        """
+        if self._ended_already(operation) is not None:
+            return
+        if not self.frozen and not self._goes_on_without_lost(operation):
+            self.next_sequence += 1
+            return
         operation = operation.at(self.next_sequence)
         self.next_sequence += 1
         self.given_up = (*self.given_up, operation)
@@ -181,7 +198,8 @@ class Member:
     def freeze(self) -> Report:
         """Answer a revoke of the current generation. The answer is a promise.
 
-        An operation reported NONE or RUNNING will never send its closing round, nor complete without one, in this generation.
+        An operation reported NONE or RUNNING will never send its closing round, nor complete without one, in this
+        generation.
         """
         self.frozen = True
         return self.report()
@@ -201,7 +219,9 @@ class Member:
         )
 
     def adopt(self, verdict: Verdict) -> Resolution | None:
-        """Take the verdict on the current generation and move to the next; returns what it means for the running call."""
+        """Take the verdict on the current generation and move to the next; returns what it
+        means for the running call.
+        """
         if verdict.generation != self.generation:
             raise ValueError(f"verdict of generation {verdict.generation} at generation {self.generation}")
         resolution = self._resolve(verdict)
@@ -210,6 +230,7 @@ class Member:
         self.trouble = None
         self.participants = verdict.participants
         self.lost = tuple(gone for gone in verdict.departed if gone[0] in verdict.participants)
+        self._leave_out(gone for gone in verdict.departed if gone[0] not in verdict.participants)
         known = self.settled[-1].sequence if self.settled else self.next_sequence - 1
         if verdict.action is not Action.RESUME and verdict.sequence > known:
             self.settled = (*self.settled, verdict)
@@ -225,18 +246,36 @@ class Member:
 
     # ------------------------------------------------------------------ inside
 
+    def _ended_already(self, operation: Operation) -> tuple[Entry, Verdict | None] | None:
+        """Use up the call's place where the others have been there before; None where this rank has to take part."""
+        if self.fenced:
+            return Entry.FENCED, None
+        while self.settled and self.settled[0].sequence == self.next_sequence:
+            verdict, self.settled = self.settled[0], self.settled[1:]
+            self.next_sequence += 1
+            if operation.fingerprint in verdict.fingerprints:
+                return Entry.SETTLED, verdict
+        if self.next_sequence <= self.committed_through:
+            self.next_sequence += 1
+            return Entry.MISSED, None
+        return None
+
     def _moves(self, generation: int) -> bool:
         return self.operation is not None and generation == self.generation and not self.frozen
 
     def _goes_on_without_lost(self, operation: Operation) -> bool:
         """Leave out the participants that are gone, if the operation may."""
-        if self.lost and not operation.shrink:
+        if self.missing(operation):
             return False
         if self.lost:
             gone = dict(self.lost)
             self.participants = tuple(rank for rank in self.participants if rank not in gone)
+            self._leave_out(self.lost)
             self.lost = ()
         return True
+
+    def _leave_out(self, gone: Iterable[tuple[int, Cause]]) -> None:
+        self.left = tuple(sorted({**dict(self.left), **dict(gone)}.items()))
 
     def _complete(self, sequence: int) -> None:
         self.completed = sequence
@@ -247,11 +286,13 @@ class Member:
         self.phase = Phase.NONE
 
     def _carry_over(self, verdict: Verdict) -> None:
-        """The others go on with what this rank has given up after that verdict: have it failed on the next generation."""
+        """The others go on with what this rank has given up after that verdict: have it
+        failed on the next generation.
+        """
         through = verdict.sequence - 1 if verdict.action is Action.RESUME else verdict.sequence
         self.given_up = tuple(operation for operation in self.given_up if operation.sequence > through)
         self._drop()
-        if self.given_up and self.lost and not self.given_up[0].shrink:
+        if self.given_up and self.missing(self.given_up[0]):
             self.given_up = ()  # the others do not go on with it either
         if self.given_up and not self.fenced:
             self.operation = self.given_up[0]

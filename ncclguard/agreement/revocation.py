@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ncclguard.agreement import codec
 from ncclguard.agreement.decision import Departure, Report, TroubleKind, Verdict
+from ncclguard.agreement.entries import Entries
 from ncclguard.agreement.incidents import histories
-from ncclguard.agreement.onlooker import WAIT_FOR_STACKS, Fetch, Onlooker
+from ncclguard.agreement.onlooker import LOOK_AFTER, Fetch, Onlooker
 from ncclguard.agreement.seat import Seat, Summarise
-from ncclguard.agreement.store import AgreementStore
+from ncclguard.agreement.store import BATCH, AgreementStore
+from ncclguard.agreement.timing import WAIT_FOR_STACKS, Timing
 from ncclguard.outcome import Cause
 
-#: Seconds after the revoke (or the deadline, if that is later) until members that have not answered are called silent.
-PATIENCE = 1.2
-#: Seconds without a moving pulse after which the next rank takes the coordination over, times its place in the group.
-TAKEOVER = 0.6
-
 Witness = Callable[[int], Cause]
+Seek = Callable[[Sequence[int], float], None]
 Describe = Callable[[Seat, Report], Report]
 
 
 class Revocation:
     """Answers once, coordinates when it is this rank's turn, and adopts the verdict whoever wrote it."""
 
-    def __init__(self, store: AgreementStore, seat: Seat, generation: int, ringer: int, now: float) -> None:
+    def __init__(
+        self, store: AgreementStore, seat: Seat, generation: int, ringer: int, now: float, timing: Timing | None = None
+    ) -> None:
         self.seat = seat
         self.generation = generation
         self._store = store.below(f"{seat.key}/{generation}")
@@ -34,14 +34,22 @@ class Revocation:
         self._rank = seat.member.rank
         self._ringer = ringer
         self._since = now
+        self._timing = timing or Timing()
         self._answered = False
         self._pulse = (-1, now)
+        self._next_pulse = now
+        self._arrivals = Entries("reports", "arrival")
         self._reports: dict[int, Report] = {}
-        self._report_count = -1
         self._last_pass = now
         self._deadline: float | None = None
+        self._sought = 0.0  # when the processes of those that had not answered were first looked for
         self._onlooker = Onlooker(self._store, self._rank)
         self.verdict: Verdict | None = None
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this rank is to decide."""
+        return self._ringer == self._rank
 
     def step(
         self,
@@ -52,6 +60,7 @@ class Revocation:
         summarise: Summarise,
         here: Iterable[int] = (),
         fetch: Fetch | None = None,
+        seek: Seek | None = None,
     ) -> bool:
         """Do what can be done without waiting; True once the verdict is adopted."""
         text = self._store.read("verdict")
@@ -60,29 +69,34 @@ class Revocation:
             return True
         if not self._answered:
             self._answer(describe)
-        if fetch is not None:
+        overdue = self._overdue(now)
+        if fetch is not None and overdue >= LOOK_AFTER:
             awaited = [rank for rank in self._members if rank not in departed and rank not in self._reports]
-            self._onlooker.step(self._overdue(now), awaited, here, fetch)
+            self._onlooker.step(overdue, awaited, here, fetch)
         if not self._my_turn(now):
             return False
-        self._store.count("pulse", 1)
         self._gather(now)
         missing = [r for r in self._members if r not in self._reports and r not in departed]
         silent: dict[int, Cause] = {}
         if missing:
+            if seek is not None and overdue >= self._timing.patience / 2:
+                self._sought = self._sought or now
+                seek(missing, self._sought)
             if not self._patience_over(now):
                 return False
-            self._gather(now, again=True)
+            self._read_reports(missing[:BATCH], now)  # of ranks that ended before they could say that theirs is there
             still = [rank for rank in missing if rank not in self._reports]
             sightings, fetching = self._onlooker.sightings(still)
-            if fetching and self._overdue(now) < PATIENCE + WAIT_FOR_STACKS:
+            if fetching and self._overdue(now) < self._timing.patience + WAIT_FOR_STACKS:
                 return False
             self.seat.sightings = sightings
             silent = {rank: witness(rank) for rank in still}
         gone = {rank: d for rank, d in departed.items() if rank in self._members}
         verdict = self.seat.judge(self.generation, self._members, self._reports, gone, silent, self._rank, summarise)
         if verdict.incident:
-            self._store.put("histories", histories(self._reports, gone))  # before the verdict, on the same connection
+            self._store.put(
+                "histories", histories(self._reports, gone, verdict.culprit_ranks)
+            )  # before the verdict, on the same connection
         self._adopt(codec.loads_verdict(self._store.first("verdict", codec.dumps(verdict))))
         return True
 
@@ -90,35 +104,40 @@ class Revocation:
         report = describe(self.seat, self.seat.answer())
         leave_result(self._results, self.seat)  # before the report, on the same connection
         self._store.first(f"report/{self._rank}", codec.dumps(report))
-        self._store.count("reports", 1)
+        self._arrivals.add(self._store, str(self._rank))
         self._reports[self._rank] = report
         self._answered = True
         self._note_deadline(report, self._since)
         self.seat.stop_transport(self.generation)
 
     def _my_turn(self, now: float) -> bool:
-        if self._ringer == self._rank:
+        if self.coordinates:
             return True
+        takeover = self._timing.takeover * (1 + self._members.index(self._rank))
+        if now < self._next_pulse:
+            return False
+        self._next_pulse = now + takeover / 4  # a late place has time: in a large job most never look twice
         pulse = self._store.count("pulse")
         if pulse != self._pulse[0]:
             self._pulse = (pulse, now)
-        if now - self._pulse[1] < TAKEOVER * (1 + self._members.index(self._rank)):
+        if now - self._pulse[1] < takeover:
             return False
         self._ringer = self._rank
         return True
 
-    def _gather(self, now: float, again: bool = False) -> None:
-        count = self._store.count("reports")
-        if count == self._report_count and not again:
-            return
-        self._report_count = count
-        for rank in self._members:
-            if rank in self._reports:
-                continue
-            text = self._store.read(f"report/{rank}")
-            if text is not None:
-                self._reports[rank] = codec.loads_report(text)
-                self._note_deadline(self._reports[rank], now)
+    def _gather(self, now: float) -> None:
+        """Read the reports that have come since; the pulse moves in between, because there may be thousands."""
+        self._store.count("pulse", 1)
+        self._read_reports([int(rank) for rank in self._arrivals.new(self._store)], now)
+
+    def _read_reports(self, ranks: list[int], now: float) -> None:
+        for start in range(0, len(ranks), BATCH):
+            some = {f"report/{rank}": rank for rank in ranks[start : start + BATCH] if rank not in self._reports}
+            for key, text in self._store.read_many(list(some)).items():
+                self._reports[some[key]] = codec.loads_report(text)
+                self._note_deadline(self._reports[some[key]], now)
+            if start:
+                self._store.count("pulse", 1)
 
     def _note_deadline(self, report: Report, now: float) -> None:
         if report.budget is not None:
@@ -127,8 +146,10 @@ class Revocation:
             self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def _patience_over(self, now: float) -> bool:
-        """Silence never ends an operation before its deadline; one whose caller has gone, or that nobody is in, has none left."""
-        return self._overdue(now) >= PATIENCE
+        """Silence never ends an operation before its deadline; one whose caller has gone,
+        or that nobody is in, has none left.
+        """
+        return self._overdue(now) >= self._timing.patience
 
     def _overdue(self, now: float) -> float:
         """Seconds since the members should have answered."""

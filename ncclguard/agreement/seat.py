@@ -1,7 +1,8 @@
-"""A rank's place in one group: the protocol's state under its lock, and what the caller and the monitor tell each other.
+"""A rank's place in one group: the protocol's state under its lock, and what the
+caller and the monitor tell each other.
 
-A seat exists from the moment anybody's revoke of the group is heard, even before this rank has made its first call there, so
-that a rank which is late for the very first operation can say so.
+A seat exists from the moment anybody's revoke of the group is heard, even before this rank has made its first call
+there, so that a rank which is late for the very first operation can say so.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ncclguard.agreement.decision import Departure, Phase, Report, Trouble, TroubleKind, Verdict, decide
 from ncclguard.agreement.protocol import Member, Resolution
+from ncclguard.incident import bounds
 from ncclguard.incident.history import KEPT, PastTuple
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
@@ -95,10 +97,10 @@ class Seat:
         """What others may want to know once this rank has left, for the details of its departure."""
         return {}
 
-    def trouble(self, generation: int, kind: TroubleKind, text: str) -> bool:
+    def trouble(self, generation: int, kind: TroubleKind, text: str, peer: int = -1, host: str = "") -> bool:
         """Stop moving in this generation and have it revoked; False when it has had its verdict already."""
         with self.condition:
-            return self.member.in_trouble(generation, Trouble(kind, text))
+            return self.member.in_trouble(generation, Trouble(kind, text, peer, host))
 
     def waited_for(self) -> tuple[OpenCall, int] | None:
         """The open call and its sequence, or None."""
@@ -140,7 +142,8 @@ class Seat:
     ) -> Verdict:
         """The coordinator's verdict on what the members report, with its incident."""
         verdict = decide(generation, members, reports, departed, silent, coordinator=coordinator)
-        return replace(verdict, incident=summarise(verdict, reports, departed, silent, self))
+        incident = summarise(verdict, reports, departed, silent, self)
+        return replace(verdict, sides=bounds.sides(verdict.sides), incident=incident)
 
     def adopt(self, verdict: Verdict, donated: str | None) -> None:
         """Hand the verdict to the caller who waits for it."""
@@ -188,7 +191,9 @@ def _no_trouble() -> Trouble | None:
 
 
 def _explains(standing: Trouble, report: Report) -> bool:
-    """Whether what this rank did in the section is why the others wait: it is in no call, or in one that is not theirs."""
+    """Whether what this rank did in the section is why the others wait: it is in no
+    call, or in one that is not theirs.
+    """
     if report.operation is None:
         return report.trouble is None
     mismatch = report.trouble is not None and report.trouble.kind is TroubleKind.MISMATCH

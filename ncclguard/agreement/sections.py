@@ -1,7 +1,9 @@
-"""Parts of the program that the ranks run together: one that raised or came to its end there tells those that wait for it.
+"""Parts of the program that the ranks run together: one that raised or came to its
+end there tells those that wait for it.
 
-A rank that leaves the job announces a departure. One that gives up only a *section*, such as an evaluation, goes on living,
-and the others may be waiting for it in any group: they are told over the job's log. Nothing is written while all is well.
+A rank that leaves the job announces a departure. One that gives up only a *section*, such as an evaluation, goes on
+living, and the others may be waiting for it in any group: they are told over the job's log. Nothing is written while
+all is well.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class News:
 
 
 class Sections:
-    """This process's place in sections; thread-safe. The monitor calls `hear` and `step`, its rank's program the rest."""
+    """This process's place in sections; thread-safe. The monitor calls `hear` and
+    `step`, its rank's program the rest.
+    """
 
     def __init__(self, rank: int, wake: Callable[[], None]) -> None:
         self._rank = rank
@@ -68,12 +72,6 @@ class Sections:
         """All ranks have left the section: nobody can be waiting there for this one."""
         with self._lock:
             self._standing = self._unsaid = None
-
-    @property
-    def called_off(self) -> News | None:
-        """What another rank raised in the section that this rank is in; None where nothing is known."""
-        with self._lock:
-            return next((n for n in self._news.get(self._name, {}).values() if n.kind is TroubleKind.RAISED), None)
 
     # ------------------------------------------------------------------ the monitor
 

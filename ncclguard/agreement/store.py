@@ -1,19 +1,25 @@
 """The few store operations the agreement needs, on a connection of its own, with keys that meet nothing old.
 
-A TCPStore `set` is not acknowledged: on another connection a later `check` missed it in 187 of 5,000 tries. So whatever a
-decision rests on is written with `compare_set` (acknowledged, first writer wins), and a plain `set` is only used in front of
-one on the same connection, whose requests the server handles in order.
+A TCPStore `set` is not acknowledged: on another connection a later `check` missed it in 187 of 5,000 tries. So whatever
+a decision rests on is written with `compare_set` (acknowledged, first writer wins), and a plain `set` is only used in
+front of one on the same connection, whose requests the server handles in order.
 """
 
 from __future__ import annotations
 
-import json
-import secrets
+import base64
+import zlib
+from collections.abc import Sequence
 
 from ncclguard._torch import Store
 
 #: Under the default group's own prefix chain; everything of one session lies below its nonce.
 ROOT = "ncclguard"
+#: Keys of one request: a server that answers a request for many cannot answer anybody else meanwhile.
+BATCH = 256
+#: Characters from which on a value is written compressed, and how such a value begins.
+LONG = 2048
+_COMPRESSED = "zlib:"
 
 
 class StoreUnavailable(Exception):
@@ -33,15 +39,21 @@ class AgreementStore:
 
     def first(self, key: str, value: str) -> str:
         """Write `value` if nobody has written `key`; return what is there now. Acknowledged."""
+        return self.replace(key, "", value)
+
+    def replace(self, key: str, expected: str, value: str) -> str:
+        """Write `value` if `expected` is there, or nothing where that is empty; return what
+        is there now. Acknowledged.
+        """
         try:
-            return self._store.compare_set(self._key(key), "", value).decode()
+            return _plain(self._store.compare_set(self._key(key), expected and _short(expected), _short(value)))
         except Exception as error:  # torch raises RuntimeError, DistNetworkError, DistStoreError and more, by version
             raise StoreUnavailable(f"compare_set {key}: {error}") from error
 
     def put(self, key: str, value: str) -> None:
         """Write `value` over whatever is there. Not acknowledged."""
         try:
-            self._store.set(self._key(key), value)
+            self._store.set(self._key(key), _short(value))
         except Exception as error:
             raise StoreUnavailable(f"set {key}: {error}") from error
 
@@ -50,9 +62,31 @@ class AgreementStore:
         try:
             if not self._store.check([self._key(key)]):
                 return None
-            return self._store.get(self._key(key)).decode()
+            return _plain(self._store.get(self._key(key)))
         except Exception as error:
             raise StoreUnavailable(f"get {key}: {error}") from error
+
+    def read_many(self, keys: Sequence[str]) -> dict[str, str]:
+        """Return the values of those keys that somebody has written; where all have been,
+        in two round trips for many keys.
+        """
+        found: dict[str, str] = {}
+        for start in range(0, len(keys), BATCH):
+            self._read_batch(keys[start : start + BATCH], found)
+        return found
+
+    def _read_batch(self, keys: Sequence[str], found: dict[str, str]) -> None:
+        full = [self._key(key) for key in keys]
+        try:
+            if self._store.check(full):
+                found.update(zip(keys, map(_plain, self._store.multi_get(full)), strict=True))
+                return
+        except Exception as error:
+            raise StoreUnavailable(f"multi_get {keys[0]} and {len(keys) - 1} more: {error}") from error
+        middle = len(keys) // 2
+        if middle:
+            self._read_batch(keys[:middle], found)
+            self._read_batch(keys[middle:], found)
 
     def count(self, key: str, amount: int = 0) -> int:
         """Add to a counter and return it. Acknowledged."""
@@ -65,57 +99,15 @@ class AgreementStore:
         return f"{self._prefix}/{key}"
 
 
-class Handshake:
-    """Agree on the session's nonce without a collective and without meeting the keys of an earlier life.
+def _short(value: str) -> str:
+    """What is written: a TCPStore's server closes the connection of whoever writes more than 8 MiB at once."""
+    if len(value) < LONG and not value.startswith(_COMPRESSED):
+        return value
+    return _COMPRESSED + base64.b64encode(zlib.compress(value.encode())).decode()
 
-    A store may outlive a job's process groups (torchrun's agent store, a store the user made), so that everything in it can be
-    stale. Rank 0 publishes a fresh nonce; each rank registers with a fresh token and the nonce it saw; rank 0 acknowledges
-    those that saw its own. A rank believes a nonce when its own token is acknowledged under it. Cost: a few operations per
-    rank, one reader that is linear in the number of ranks, once.
-    """
 
-    def __init__(self, store: AgreementStore, rank: int, world_size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._token = secrets.token_hex(8)
-        self._missing = set(range(1, world_size)) if rank == 0 else set()
-        self._hello: str | None = None
-        self._registrations = -1
-        self.nonce: str | None = None
-
-    def step(self) -> bool:
-        """Do what can be done without waiting; True when nothing is left to do (rank 0: everybody is acknowledged)."""
-        if self._rank == 0:
-            return self._acknowledge()
-        if self.nonce is None:
-            self._register()
-        return self.nonce is not None
-
-    def _register(self) -> None:
-        hello = self._store.read("hello")
-        if hello is None:
-            return
-        if hello != self._hello:
-            self._hello = hello
-            self._store.put(f"registration/{self._rank}", json.dumps([hello, self._token]))
-            self._store.count(f"registrations/{hello}", 1)
-        if self._store.read(f"acknowledged/{hello}/{self._token}") is not None:
-            self.nonce = hello
-
-    def _acknowledge(self) -> bool:
-        if self.nonce is None:
-            self.nonce = secrets.token_hex(6)
-            self._store.put("hello", self.nonce)
-        registrations = self._store.count(f"registrations/{self.nonce}")
-        if registrations == self._registrations:
-            return not self._missing
-        self._registrations = registrations
-        for rank in sorted(self._missing):
-            text = self._store.read(f"registration/{rank}")
-            if text is None:
-                continue
-            hello, token = json.loads(text)
-            if hello == self.nonce:
-                self._store.put(f"acknowledged/{hello}/{token}", "1")
-                self._missing.discard(rank)
-        return not self._missing
+def _plain(written: bytes) -> str:
+    text = written.decode()
+    if not text.startswith(_COMPRESSED):
+        return text
+    return zlib.decompress(base64.b64decode(text[len(_COMPRESSED) :])).decode()

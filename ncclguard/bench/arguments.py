@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 
 from ncclguard.bench.sizes import Size, parse_size, sweep
+from ncclguard.config import seconds
 from ncclguard.errors import GuardConfigError
 
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier")
@@ -100,6 +101,15 @@ def _positive(text: str) -> float:
     return value
 
 
+def _limit(text: str) -> float:
+    value = float(text)
+    try:
+        seconds(value, "it")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} s is not a positive time from 1 ms to 1e9 s") from None
+    return value
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser, with every option and its default in its help text."""
     parser = _Parser(
@@ -114,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--numel",
         type=_size,
         nargs="+",
+        action="extend",
         metavar="SIZE",
         help=f"one or more sizes (default: {', '.join(f'{n:_}' for n in DEFAULT_NUMELS)})",
     )
@@ -144,7 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--seconds", type=_positive, help="time for each size without --iters (default: 3; one size: 10)")
     what.add_argument(
-        "--timeout", type=_positive, help="limit for one call, in seconds (default: 300; --fault late, stop: 5)"
+        "--timeout", type=_limit, help="limit for one call, in seconds (default: 300; --fault late, stop: 5)"
     )
 
     where = parser.add_argument_group("where")
@@ -204,9 +215,13 @@ def parse_arguments(argv: Sequence[str]) -> Settings:
 def _check_fault(found: argparse.Namespace) -> None:
     if found.op != "all_reduce":
         raise BenchError(f"--fault rehearses an all_reduce, not {found.op}; leave --op away.")
-    for name in ("json", "plot", "iters", "warmup"):
+    for name in ("json", "plot", "iters", "warmup", "seconds"):
         if getattr(found, name) is not None:
             raise BenchError(f"--fault measures nothing, so --{name} does not go with it; leave one of them away.")
+    if found.atomic is False:
+        raise BenchError(
+            "--fault shows that the tensors stay as they were, which needs their copy; leave --no-atomic away."
+        )
     if (found.numel is not None and len(found.numel) > 1) or found.min is not None:
         raise BenchError("--fault runs at one size; give one --numel.")
 

@@ -97,7 +97,7 @@ def run_fault(settings: Settings, world: World) -> int:
     assert settings.fault is not None
     assert settings.fault_rank is not None
     heartbeat = Heartbeat()
-    ng.configure(rounds=settings.rounds)
+    ng.configure(rounds=settings.rounds, atomic=True, on_lost="fail")  # whatever is set outside
     device, _ = join(settings, world)
     objections: list[str | None] = [None] * world.size
     ng.safe_all_gather_object(objections, objection(settings, world, device), timeout=_HEALTHY_LIMIT).raise_if_failed()

@@ -23,6 +23,10 @@ from ncclguard.bench.report import Screen, header
 from ncclguard.bench.results import BenchResult, SizeResult, judge, summarize
 from ncclguard.bench.world import World, choose_backend, device_of, ranks_sharing, rendezvous_variables
 
+#: Seconds at least for joining and for the bench's own group, where ranks start at
+#: different times: --timeout is about the calls.
+JOIN_LIMIT = 60.0
+
 
 def run_rank(settings: Settings, world: World, argv: Sequence[str]) -> int:
     """Run this rank's part and return its exit code.
@@ -30,9 +34,11 @@ def run_rank(settings: Settings, world: World, argv: Sequence[str]) -> int:
     Raises:
         BenchError: some rank objects to the start; nothing was allocated.
     """
-    ng.configure(rounds=settings.rounds)  # first: it is a property of a group, compared when the group is built
+    # First: rounds are a property of a group, compared when it is built. A lost rank ends
+    # the bench, whatever is set outside.
+    ng.configure(rounds=settings.rounds, on_lost="fail")
     device, backend = join(settings, world)
-    control = Control(settings.timeout)
+    control = Control(max(settings.timeout, JOIN_LIMIT))
     control.agree_to_start(objection(settings, world, device))
     environment = describe(world, backend, device, control.gather(hostname()))
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -60,9 +66,9 @@ def run_rank(settings: Settings, world: World, argv: Sequence[str]) -> int:
             ok=ok,
             verdict=verdict,
         )
-        if world.rank == 0:
-            _write_files(settings, result)
         screen.line(f"# {verdict}")
+        if world.rank == 0:
+            ok = _write_files(settings, result) and ok
     if failure is None:
         dist.destroy_process_group()
     return 130 if interrupted else 0 if ok else 1
@@ -75,7 +81,7 @@ def join(settings: Settings, world: World) -> tuple[torch.device, str]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     os.environ.update(rendezvous_variables(world, os.environ))
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=settings.timeout))
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=max(settings.timeout, JOIN_LIMIT)))
     return device, backend
 
 
@@ -131,8 +137,16 @@ def _sweep(
     return False, None
 
 
-def _write_files(settings: Settings, result: BenchResult) -> None:
-    if settings.json_path is not None:
-        write_json(result, settings.json_path)
-    if settings.plot_path is not None and result.sizes:
-        write_plot(result, settings.plot_path)
+def _write_files(settings: Settings, result: BenchResult) -> bool:
+    """Whether all that were asked for are written; what was measured has been printed,
+    and is not lost where they cannot be.
+    """
+    try:
+        if settings.json_path is not None:
+            write_json(result, settings.json_path)
+        if settings.plot_path is not None and result.sizes:
+            write_plot(result, settings.plot_path)
+    except OSError as error:
+        print(f"ncclguard bench: a file could not be written: {error}", file=sys.stderr, flush=True)
+        return False
+    return True

@@ -14,12 +14,12 @@ def check_outputs(settings: Settings) -> None:
     """See before any work that the files can be written.
 
     Raises:
-        BenchError: one exists, its folder is missing or closed, or matplotlib is needed and absent.
+        BenchError: one exists, its folder is missing or closed, both are the same, or matplotlib is needed and absent.
     """
     for option, path in (("--json", settings.json_path), ("--plot", settings.plot_path)):
         if path is None:
             continue
-        if path.exists():
+        if os.path.lexists(path):  # also a symbolic link that leads nowhere
             raise BenchError(f"{option}: {path} exists and is never overwritten; choose another name or move it away.")
         folder = path.absolute().parent
         if not folder.is_dir():
@@ -28,6 +28,8 @@ def check_outputs(settings: Settings) -> None:
             raise BenchError(f"{option}: the folder {folder} is not writable; choose another.")
     if settings.plot_path is None:
         return
+    if settings.json_path is not None and settings.json_path.resolve() == settings.plot_path.resolve():
+        raise BenchError(f"--json and --plot both name {settings.plot_path}; choose another name for one of them.")
     if settings.plot_path.suffix.lower() != ".png":
         raise BenchError(f"--plot writes PNG; name the file {settings.plot_path.with_suffix('.png').name}.")
     if importlib.util.find_spec("matplotlib") is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 _LARGEST = 2**62  # bytes; above it torch's own 64-bit sizes end
+_MOST = 1000  # sizes of a sweep: each takes seconds
 _NUMBER = re.compile(r"^\s*(?P<number>[0-9][0-9_]*(?:\.[0-9_]+)?(?:[eE][+]?[0-9]{1,3})?)\s*(?P<unit>[A-Za-z]*)\s*$")
 _UNITS = {
     "b": 1,
@@ -75,7 +76,7 @@ def sweep(first: int, last: int, factor: float) -> tuple[int, ...]:
     """Numbers of elements from `first` up to `last`, each `factor` times the one before.
 
     Raises:
-        ValueError: `last` below `first`, or a factor that does not grow.
+        ValueError: `last` below `first`, a factor that does not grow, or one that gives more than 1,000 sizes.
 
     Example:
         >>> sweep(1, 1000, 10)
@@ -86,6 +87,10 @@ def sweep(first: int, last: int, factor: float) -> tuple[int, ...]:
     if not 1 < factor < float("inf"):
         raise ValueError(f"--factor must be above 1, it is {factor:g}; take for instance 2 or 10.")
     sizes = [first]
-    while (following := max(sizes[-1] + 1, int(sizes[-1] * factor))) <= last:
+    while (following := max(sizes[-1] + 1, int(min(sizes[-1] * factor, last + 1)))) <= last:
+        if len(sizes) == _MOST:
+            raise ValueError(
+                f"--factor {factor:.10g} makes more than {_MOST:,} sizes of {first} to {last}; take a larger one."
+            )
         sizes.append(following)
     return tuple(sizes)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Final, Protocol
 
-try:  # CPython's own functions beneath those of `signal`, whose search for an enum member is two thirds of a block's cost
+# CPython's own functions beneath those of `signal`, whose search for an enum member is two thirds of a block's cost
+try:
     import _signal as quick  # type: ignore[import-not-found,unused-ignore]
 except ImportError:
     quick = signal
@@ -60,7 +61,9 @@ class Alarm:
         self.own_code: set[CodeType] = set()
 
     def enter(self, block: Alarmed) -> bool:
-        """Deliver ticks to ``block``; False where that cannot be (another thread, a handler that Python did not set)."""
+        """Deliver ticks to ``block``; False where that cannot be (another thread, a handler
+        that Python did not set).
+        """
         if threading.get_ident() != threading.main_thread().ident:
             return False
         current = quick.getsignal(SIGALRM)
@@ -104,7 +107,8 @@ class Alarm:
         if quick.getsignal(SIGALRM) is not self._handler:
             return  # the code inside installed a handler of its own, and keeps it
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        # signal.signal first runs a pending alarm under the handler that is still installed, i.e. ours, which ignores it.
+        # signal.signal first runs a pending alarm under the handler that is still installed,
+        # i.e. ours, which ignores it.
         quick.signal(SIGALRM, found.handler)
         if found.due is not None:
             signal.setitimer(signal.ITIMER_REAL, max(found.due - time.monotonic(), EARLY), found.interval)

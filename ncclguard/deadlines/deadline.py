@@ -57,7 +57,8 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float | timedelta) -> Deadline:
-        """Return the deadline ``seconds`` from now; zero or less is one that has expired, ``math.inf`` one that never will.
+        """Return the deadline ``seconds`` from now; zero or less is one that has expired,
+        ``math.inf`` one that never will.
 
         Raises ``TypeError`` for anything but a number or ``timedelta``, ``ValueError`` for NaN.
         """

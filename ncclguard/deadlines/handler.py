@@ -17,24 +17,24 @@ def nccl_timeout_handler(seconds: float | timedelta = 1800, group: dist.ProcessG
     ``seconds`` is a number of seconds, fractions included, or a ``timedelta``. When they have passed and the block is
     still inside, then
 
-    - Python code of the main thread (a loop, ``time.sleep``) is interrupted with ``CollectiveTimeout``, through SIGALRM.
-      The groups are left alone, except one that has a collective in flight, or may have (flight recorder off);
+    - Python code of the main thread (a loop, ``time.sleep``) is interrupted with ``CollectiveTimeout``, through
+      SIGALRM. The groups are left alone, except one that has a collective in flight, or may have (flight recorder off);
     - a call that waits in C++ is ended by stopping ``group`` on this rank (gloo: its connections are closed; NCCL: its
-      communicators are aborted), and the error with which it returns is raised as ``CollectiveTimeout``. Without ``group``
-      those with a collective in flight are stopped, or else the default group, and if the block still does not end,
-      every other group. A stopped group is unusable from then on, on all ranks; the error says which that is.
+      communicators are aborted), and the error with which it returns is raised as ``CollectiveTimeout``. Without
+      ``group`` those with a collective in flight are stopped, or else the default group, and if the block still does
+      not end, every other group. A stopped group is unusable from then on, on all ranks; the error says which that is.
 
     What has ended when the block is left is not reported, also if it ended late; another exception passes unchanged.
-    Blocks nest: the sooner limit holds. Around ``safe_*`` a block shortens their budget and never interrupts them; prefer
-    those, they keep the process group. A SIGALRM timer that the program had set still reaches its own handler on time.
-    In an asyncio task the block bounds blocking calls of that task; it does not interrupt an ``await``.
+    Blocks nest: the sooner limit holds. Around ``safe_*`` a block shortens their budget and never interrupts them;
+    prefer those, they keep the process group. A SIGALRM timer that the program had set still reaches its own handler on
+    time. In an asyncio task the block bounds blocking calls of that task; it does not interrupt an ``await``.
 
-    Not bounded: a collective that was only queued (on NCCL, synchronise inside the block); building a group, which waits
-    in the store; ``recv`` from any source on gloo, which ends with the group's own timeout. A native call of another kind
-    that goes on for a second past the limit is taken for a collective.
+    Not bounded: a collective that was only queued (on NCCL, synchronise inside the block); building a group, which
+    waits in the store; ``recv`` from any source on gloo, which ends with the group's own timeout. A native call of
+    another kind that goes on for a second past the limit is taken for a collective.
 
-    Raises ``TypeError`` or ``ValueError`` for a bad limit, and ``ValueError`` for a group that was destroyed or that this
-    rank is not a member of.
+    Raises ``TypeError`` or ``ValueError`` for a bad limit, and ``ValueError`` for a group that was destroyed or that
+    this rank is not a member of.
 
     >>> with nccl_timeout_handler(30) as deadline:
     ...     print(deadline.remaining() <= 30)
@@ -60,7 +60,8 @@ def remaining_limit() -> float | None:
 
 
 class engine_section:
-    """Mark the code inside as a guarded operation, which ends by itself: no limit interrupts it or stops a group for it.
+    """Mark the code inside as a guarded operation, which ends by itself: no limit
+    interrupts it or stops a group for it.
 
     The enclosing limit is not lifted by that, see ``remaining_limit``. Code that goes on in a block whose limit passed
     inside such a section is not interrupted either, because the guarded operation has told of the failure; a raw call

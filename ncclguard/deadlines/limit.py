@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Final
@@ -15,6 +16,7 @@ from typing import Final
 import torch.distributed as dist
 
 from ncclguard import _torch
+from ncclguard._threads import asleep
 from ncclguard.deadlines.alarm import TICK, Alarm
 from ncclguard.deadlines.deadline import Deadline
 from ncclguard.deadlines.stopping import Stop, in_c10d_call, in_flight
@@ -26,8 +28,9 @@ from ncclguard.outcome import Cause, Outcome
 logger = logging.getLogger(__name__)
 
 GRACE: Final = 0.05  # seconds after the deadline in which the main thread can show that it runs Python code
-PATIENCE: Final = 1.0  # for a native call that nothing shows to be a collective: a matmul, a save, a bare Work.wait()
 RECHECK: Final = 0.1
+LOOKS: Final = 10  # at a native call that nothing shows to be a collective: a matmul, a save, a bare Work.wait()
+ASLEEP: Final = 6  # of these looks that find its thread asleep, as a wait is; each tick of the alarm wakes it
 
 FAILED_CALL: Final = "a call inside it failed by itself, or because a peer gave up"
 RECREATE: Final = (
@@ -95,6 +98,8 @@ class TimeLimit:
             self.deadline, self.binding, self.silent = parent.deadline, parent.binding, parent.silent
         self.look_at = self.deadline + GRACE
         self.thread = threading.get_ident()
+        self._native = frozenset({threading.get_native_id()})
+        self._asleep: deque[bool] = deque(maxlen=LOOKS)
         self._inner: TimeLimit | None = None
         self._process = os.getpid()
         self._noticed: float | None = None  # when the main thread first ran Python code past the deadline
@@ -162,13 +167,16 @@ class TimeLimit:
             self._heard = now  # an inner block, due at the same time or before, looks after this one's groups too
         heard = self._heard
         if now - heard < GRACE:
+            self._asleep.clear()
             return heard + GRACE
         groups = self._bounded()
         if not groups:
-            return now + PATIENCE
+            return now + LOOKS * RECHECK
         busy = in_flight(groups).busy
-        if not busy and not in_c10d_call(self.thread) and now - heard < PATIENCE:
-            return now + RECHECK
+        if not busy and not in_c10d_call(self.thread):
+            self._asleep.append(asleep(self._native))
+            if len(self._asleep) < LOOKS or sum(self._asleep) < ASLEEP:  # computing, or not for long
+                return now + RECHECK
         with _watchdog.lock:
             if not _watchdog.guards(self) or self._heard != heard or self.thread in _engine_depth:
                 return now + GRACE
@@ -183,7 +191,9 @@ class TimeLimit:
         return self._heard + GRACE
 
     def _bounded(self) -> tuple[dist.ProcessGroup, ...]:
-        """Groups whose operations must not go on, the default group first: this block's, and of enclosing ones past theirs."""
+        """Groups whose operations must not go on, the default group first: this block's,
+        and of enclosing ones past theirs.
+        """
         now = time.monotonic()
         named = set()
         limit: TimeLimit | None = self
@@ -283,8 +293,8 @@ class TimeLimit:
 def _from_transport(error: BaseException, *, stopped: bool) -> bool:
     """Whether ``error`` is how a call of torch.distributed fails: C++ raises plain RuntimeError, or a DistError.
 
-    A RuntimeError that a ``raise`` statement made is somebody else's. Where no group was stopped, one out of C++ must have
-    come through torch.distributed too.
+    A RuntimeError that a ``raise`` statement made is somebody else's. Where no group was stopped, one out of C++ must
+    have come through torch.distributed too.
     """
     if isinstance(error, dist.DistError):
         return True

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import logging
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
-import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
-from ncclguard import _sockets, _torch
+from ncclguard import _sockets, _torch, _torch_stores
 
 logger = logging.getLogger(__name__)
 
 STOP_BOUND: Final = 10.0  # seconds; an abort of NCCL that has not returned by then is reported and left behind
-POISON_TAG: Final = 0x7FFF_FF00  # no collective and no sane program uses it
-
-# Which dump has the collectives of which backend; gloo since torch 2.8, NCCL since 2.6.
-_RECORDERS: Final = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +58,14 @@ def in_flight(groups: Iterable[dist.ProcessGroup]) -> InFlight:
 
 def _unfinished(backend: str) -> set[str] | None:
     """Names of the groups with an unfinished collective on ``backend``; None where nothing is recorded."""
-    dump = getattr(_distributed_c10d, _RECORDERS.get(backend, ""), None)
-    if dump is None:
+    trace = _torch.recorder_dump(backend, entries=True)
+    if trace is None:
         return None
     try:
-        trace: dict[str, Any] = json.loads(dump(True, True))
-        if not trace.get("pg_config"):  # empty while groups exist: the recorder is switched off
-            return None
-        # gloo's entries stay "scheduled" for good, also after they ended; then they are marked as retired.
-        return {entry["process_group"][0] for entry in trace.get("entries", ()) if not entry.get("retired")}
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
+        return {entry["process_group"][0] for entry in trace.get("entries", ()) if not _torch.recorded_end(entry)}
+    except (LookupError, TypeError, AttributeError):
         logger.warning("torch's flight recorder of %s could not be read: taken as unknown", backend, exc_info=True)
         return None
-
-
-def under_detail() -> bool:
-    """Whether ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps the process groups."""
-    return bool(_distributed_c10d.get_debug_level() == _distributed_c10d.DebugLevel.DETAIL)
 
 
 def in_c10d_call(thread: int) -> bool:
@@ -96,24 +78,10 @@ def in_c10d_call(thread: int) -> bool:
     return False
 
 
-def poison(backend: _torch.ProcessGroupGloo) -> None:
-    """Make every operation in flight on this rank's side of a gloo group fail within milliseconds, for good.
-
-    A receive that runs into its timeout makes gloo close all connections of its context (gloo/transport/tcp/unbound_buffer.cc,
-    ``signalException``); this starts ones that do so after a millisecond, with each peer, because one whose connection is
-    closed already fails without touching the others. Peers notice by the closed connections. Not reached (seen on torch
-    2.13): ``recv`` from any source.
-    """
-    group: Any = backend  # torch's stub has none of the operations
-    for context in range(_torch.gloo_contexts(backend)):  # gloo picks the context by the tag
-        for peer in range(group.size()):
-            if peer != group.rank():
-                with contextlib.suppress(RuntimeError):  # always: that is its purpose
-                    group.recv([torch.empty(1)], peer, POISON_TAG + context).wait(timedelta(milliseconds=1))
-
-
 class Stop:
-    """Ends what is in flight on some process groups, each from a thread of its own because an abort of NCCL may hang."""
+    """Ends what is in flight on some process groups, each from a thread of its own
+    because an abort of NCCL may hang.
+    """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         self.groups = tuple(groups)
@@ -140,10 +108,10 @@ class Stop:
         try:
             gloo = _torch.gloo_backend(group)
             if gloo is not None:
-                poison(gloo)
+                _torch.poison_gloo(gloo)
             if backends(group) - {"gloo"}:
-                _abort(group)
-            if under_detail():
+                _torch.abort_group(group)
+            if _torch.under_detail():
                 _cut_checker(group)
         except Exception as error:
             logger.exception("%s could not be stopped", name)
@@ -152,23 +120,19 @@ class Stop:
             done.set()
 
 
-def _abort(group: dist.ProcessGroup) -> None:
-    if hasattr(group, "abort"):
-        group.abort()
-    else:  # torch 2.6
-        dist.distributed_c10d._abort_process_group(group)
-
-
 def _cut_checker(group: dist.ProcessGroup) -> None:
     """End a wait in the check that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` makes before each collective.
 
-    It runs on a gloo group of its own that Python has no handle on (distributed_c10d.py, ``_create_process_group_wrapper``), but
-    the addresses that its ranks listen at are in the store, and so its connections can be found and shut.
+    It runs on a gloo group of its own that Python has no handle on (distributed_c10d.py,
+    ``_create_process_group_wrapper``), but the addresses that its ranks listen at are in the store, and so its
+    connections can be found and shut.
     """
-    store = dist.distributed_c10d._world.pg_map[group][1]
+    store = _torch_stores.store_of(group)
     listening = set()
     for device in ("cpu", "cuda"):
-        keys = _torch.PrefixStore(f"pg_wrapper:{group.group_name}", _torch.PrefixStore(f"{device}/", store))
+        keys = _torch_stores.PrefixStore(
+            f"pg_wrapper:{group.group_name}", _torch_stores.PrefixStore(f"{device}/", store)
+        )
         for rank in range(group.size()):
             for context in itertools.count():  # one for each interface in GLOO_SOCKET_IFNAME
                 if not keys.check([f"{context}/{rank}"]):

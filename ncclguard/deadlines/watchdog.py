@@ -80,7 +80,9 @@ class Watchdog:
             thread.join(EXIT_BOUND)
 
     def abandon(self) -> None:
-        """In a forked child, where the thread does not exist and the lock may be held for good: leave nothing to do at exit."""
+        """In a forked child, where the thread does not exist and the lock may be held for
+        good: leave nothing to do at exit.
+        """
         atexit.unregister(self.close)
 
     def _start(self) -> None:

@@ -178,6 +178,13 @@ def check_harm(environ: Mapping[str, str], ports: Sequence[Port]) -> list[Findin
         found.append(
             _finding(name, "warning", f"{name}=1 switches watchdog, monitor and automatic dump off", "remove it")
         )
+    if on("TORCH_NCCL_EXTRA_DUMP_ON_EXEC"):
+        name = "TORCH_NCCL_EXTRA_DUMP_ON_EXEC"
+        detail = (
+            f"{name}=1: when the guard aborts its own NCCL communicator to end a collective, torch tells all ranks to write a dump and "
+            "end their process"
+        )
+        found.append(_finding(name, "warning", detail, "remove it: torch writes dumps at a timeout without it"))
     active = [port.name for port in ports if port.active and port.layer in ("InfiniBand", "Ethernet")]
     if environ.get("NCCL_IB_DISABLE") == "1" and active:
         found.append(

@@ -49,8 +49,9 @@ def answers(address: str, port: int, device: str, seconds: float = 1.0) -> bool:
             return False
         error = sock.connect_ex((address, port))
         if error == errno.EINPROGRESS:
-            _, writable, _ = select.select([], [sock], [], seconds)
-            if not writable:
+            waiting = select.poll()  # select() takes no descriptor above 1023
+            waiting.register(sock, select.POLLOUT)
+            if not waiting.poll(1000 * seconds):
                 return False
             error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         return error in _ANSWERED

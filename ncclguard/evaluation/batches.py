@@ -1,4 +1,6 @@
-"""Smaller batches for the next try: said by a callable, by the name of an attribute, or by a parameter of `evaluate`."""
+"""Smaller batches for the next try: said by a callable, by the name of an
+attribute, or by a parameter of `evaluate`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How far training is, as all ranks count it: so that a rank that skipped an evaluation is not taken for one that is late."""
+"""How far training is, as all ranks count it: so that a rank that skipped an
+evaluation is not taken for one that is late.
+"""
 
 from __future__ import annotations
 

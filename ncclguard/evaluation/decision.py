@@ -1,4 +1,6 @@
-"""What all ranks do next, as pure functions of what they exchanged or of the agreed verdict: equal input, equal decision."""
+"""What all ranks do next, as pure functions of what they exchanged or of the agreed
+verdict: equal input, equal decision.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from ncclguard.outcome import Cause
 
 
 def at_opening(meeting: Meeting, attempt: int, ranks: Sequence[int]) -> Decision:
-    """Whether to run a try at all, from the `Terms` of all ranks; one that switches off, or is missing, decides for all."""
+    """Whether to run a try at all, from the `Terms` of all ranks; one that switches
+    off, or is missing, decides for all.
+    """
     if isinstance(meeting, NotMet):
         return Decision(_unmet(meeting, Action.GIVE_UP), _failure_to_meet(meeting, attempt))
     terms: Sequence[Terms] = meeting.values
@@ -25,7 +29,9 @@ def at_opening(meeting: Meeting, attempt: int, ranks: Sequence[int]) -> Decision
 
 
 def at_end(meeting: Meeting, attempt: int, max_attempts: int) -> Decision:
-    """What to do after a try, from the `RankResult` of all ranks; a partial result is the caller's to weigh on GIVE_UP."""
+    """What to do after a try, from the `RankResult` of all ranks; a partial result is
+    the caller's to weigh on GIVE_UP.
+    """
     again = Action.RETRY if attempt < max_attempts else Action.GIVE_UP
     if isinstance(meeting, NotMet):
         return Decision(_unmet(meeting, again), _failure_to_meet(meeting, attempt))
@@ -59,7 +65,8 @@ def failure_of(results: Sequence[RankResult], attempt: int) -> Failure:
             any(result.kind is Kind.OUT_OF_MEMORY for result in own),
         )
     told = [result for result in results if result.cause is not None]
-    # Nobody has an exception of its own, so "rank 3 failed" says that rank 3 gave up the try after a verdict that it was told.
+    # Nobody has an exception of its own, so "rank 3 failed" says that rank 3 gave up the
+    # try after a verdict that it was told.
     first = [result for result in told if result.cause is not Cause.FAILED]
     told = first or told
     cause = min((result.cause for result in told if result.cause is not None), key=PRECEDENCE.index, default=None)

@@ -40,11 +40,12 @@ def _framework_keepers(models: Sequence[nn.Module]) -> list[state.Keeper]:
 
 
 class GuardedEvaluation:
-    """A function that evaluates, or a method as `evaluate(self, step=None)`, made to survive; made by `resilient_evaluate`.
+    """A function that evaluates, or a method as `evaluate(self, step=None)`, made to
+    survive; made by `resilient_evaluate`.
 
     Attributes that may be changed at any time, on any rank; what one rank says holds for all: `enabled` (False returns
-    the fallback), `divisor` (of the batch size, from the first try on), `single_rank` (evaluate on this global rank only).
-    `report` is the last `EvaluationReport`, None before the first evaluation.
+    the fallback), `divisor` (of the batch size, from the first try on), `single_rank` (evaluate on this global rank
+    only). `report` is the last `EvaluationReport`, None before the first evaluation.
     """
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
@@ -151,18 +152,19 @@ def resilient_evaluate(function: Callable[..., Any], /, **options: Any) -> Guard
 @overload
 def resilient_evaluate(**options: Any) -> Callable[[Callable[..., Any]], GuardedEvaluation]: ...
 def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Make `evaluate(self, step=None)`, or any function that evaluates on all ranks, end with one result that all agree on.
+    """Make `evaluate(self, step=None)`, or any function that evaluates on all ranks,
+    end with one result that all agree on.
 
-    `timeout`, `barrier_timeout`: seconds or timedelta, for each collective inside, and for all ranks to arrive (1800, 300).
-    `max_attempts`: tries, each with half the batch size of the one before (3). `batch_size`: where it is, a dotted attribute
-    of the owner (a number or a DataLoader), or a callable that gets the divisor; a `batch_size` parameter is found by itself.
-    `fallback`: returned when all tries failed ((0.0, 0.0)). `monitor`: where metrics go, else `self.monitor`;
-    `metric_prefix` ("eval/"). `accept_partial`, `combine(parts)`: see `record_partial`. `same_result`: all ranks return what
-    the first one found. `on_lost`: "fail" raises when a
-    process is gone; "checkpoint" calls `save()` on the survivors before. `group`: who evaluates together (default: all).
-    `models`, `loaders`, `keepers`: whose state is kept, besides what the owner and the arguments hold.
-    Raises GuardConfigError, TypeError or ValueError for options that cannot be; a call raises PeerLost, or another
-    CollectiveFailed, when the job cannot go on, and otherwise nothing of what happened inside.
+    `timeout`, `barrier_timeout`: seconds or timedelta, for each collective inside, and for all ranks to arrive (1800,
+    300). `max_attempts`: tries, each with half the batch size of the one before (3). `batch_size`: where it is, a
+    dotted attribute of the owner (a number or a DataLoader), or a callable that gets the divisor; a `batch_size`
+    parameter is found by itself. `fallback`: returned when all tries failed ((0.0, 0.0)). `monitor`: where metrics go,
+    else `self.monitor`; `metric_prefix` ("eval/"). `accept_partial`, `combine(parts)`: see `record_partial`.
+    `same_result`: all ranks return what the first one found. `on_lost`: "fail" raises when a process is gone;
+    "checkpoint" calls `save()` on the survivors before. `group`: who evaluates together (default: all). `models`,
+    `loaders`, `keepers`: whose state is kept, besides what the owner and the arguments hold. Raises GuardConfigError,
+    TypeError or ValueError for options that cannot be; a call raises PeerLost, or another CollectiveFailed, when the
+    job cannot go on, and otherwise nothing of what happened inside.
 
     >>> import ncclguard as ng
     >>> @ng.resilient_evaluate(fallback=(0.0, 0.0), max_attempts=2)

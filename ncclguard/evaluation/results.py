@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from ncclguard.agreement.incidents import ADVICE
 from ncclguard.incident.render import ranks_text
 from ncclguard.outcome import Cause
 
@@ -40,8 +41,9 @@ class RankResult:
     culprits: tuple[int, ...] = ()
     done: tuple[int, ...] = ()  # the counts at which a partial result was recorded
     total: int = 0  # what `done` would be in the end, 0 where it is not known
-    part: Any = None  # the latest partial result, where parts of ranks are combined
-    result: Any = None  # the first rank's, where all ranks return that
+    part: Any = None  # the latest partial result, pickled, where parts of ranks are combined
+    unsent: str = ""  # why it could not be pickled
+    result: Any = None  # the first rank's, pickled, where all ranks return that
 
     @property
     def fine(self) -> bool:
@@ -118,8 +120,9 @@ class EvaluationReport:
     """What became of one evaluation; the same on all ranks that could agree.
 
     Attributes: `label` (which evaluation); `action` (the last one taken: ACCEPT, PARTIAL, GIVE_UP, SKIP or STOP);
-    `failures` (one for each try that failed, in order); `attempts` (tries that were begun); `done`, `total` (what the
-    partial result covers); `cause`, `culprits` (of the last failure). `str()` is for people.
+    `failures` (of each try that failed, and of combining partial results, in order); `attempts` (tries that were
+    begun); `done`, `total` (what the partial result covers); `cause`, `culprits` (of the last failure). `str()` is for
+    people.
     """
 
     label: str
@@ -172,12 +175,4 @@ class EvaluationReport:
             return (
                 "Evaluate with smaller batches, or say with `batch_size` where their size is, so that it can be halved."
             )
-        return _ADVICE.get(last.cause, "See the report above and the logs of the ranks it names.")
-
-
-_ADVICE = {
-    Cause.FAILED: "Fix the exception of that rank first: the others only waited for it.",
-    Cause.LATE: "See what that rank did instead. Raise the time limit only if it is meant to take so long.",
-    Cause.DIVERGED: "Compare what the ranks call: the same number of batches and of collectives is needed on each.",
-    Cause.NETWORK: "Check the network between the hosts (`ncclguard doctor`).",
-}
+        return ADVICE[last.cause]

@@ -1,4 +1,6 @@
-"""The inside of one try: limits of an evaluation, collectives redirected, and the others told when this rank gives up."""
+"""The inside of one try: limits of an evaluation, collectives redirected, and the
+others told when this rank gives up.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Try:
 def one_try(name: str, members: tuple[int, ...], timeout: float) -> Iterator[Try]:
     """Inside, every collective has `timeout` seconds and runs on guarded groups; an exception is known to all at once.
 
-    `name` is the same on all ranks and unlike that of any other try. Afterwards call `settle()`, once all ranks have met.
+    `name` is the same on all ranks and unlike that of any other try. Afterwards call `settle()`, once all ranks have
+    met.
     """
     inside = Try()
     if len(members) == 1:

@@ -1,4 +1,6 @@
-"""Evaluation on one rank: it believes to be alone in the world, while the others wait for its result and see a countdown."""
+"""Evaluation on one rank: it believes to be alone in the world, while the others
+wait for its result and see a countdown.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ EVERY = 10.0
 def alone_in_the_world(models: Iterable[nn.Module]) -> Iterator[None]:
     """Within it torch.distributed has one rank, this one, so that collectives return at once; DDP sends no buffers.
 
-    Raises ValueError for a model whose parameters are spread over ranks (ZeRO-3): it cannot be evaluated on one of them.
+    Raises ValueError for a model whose parameters are spread over ranks (ZeRO-3): it cannot be evaluated on one of
+    them.
     """
     models = tuple(models)
     if any(hasattr(parameter, "ds_id") for model in models for parameter in model.parameters()):

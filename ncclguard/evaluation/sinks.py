@@ -1,4 +1,6 @@
-"""Logging metrics to whatever the program has: `log_metrics(metrics, step)`, a W&B run, a TensorBoard writer, a callable."""
+"""Logging metrics to whatever the program has: `log_metrics(metrics, step)`, a W&B
+run, a TensorBoard writer, a callable.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,13 @@ def metrics_of(report: EvaluationReport, prefix: str) -> dict[str, float]:
 
     >>> from ncclguard.evaluation.results import Failure
     >>> from ncclguard.outcome import Cause
-    >>> metrics_of(EvaluationReport("evaluation", Action.GIVE_UP, (Failure(1, Cause.LATE, (2,)),), 1), "eval/")
-    {'eval/evaluation_failed': 1.0, 'eval/evaluation_attempts': 1.0, 'eval/evaluation_cause_late': 1.0, 'eval/evaluation_culprit': 2.0}
+    >>> report = EvaluationReport("evaluation", Action.GIVE_UP, (Failure(1, Cause.LATE, (2,)),), 1)
+    >>> for name, value in metrics_of(report, "eval/").items():
+    ...     print(name, value)
+    eval/evaluation_failed 1.0
+    eval/evaluation_attempts 1.0
+    eval/evaluation_cause_late 1.0
+    eval/evaluation_culprit 2.0
     """
     metrics = {f"{prefix}evaluation_failed": 1.0, f"{prefix}evaluation_attempts": float(report.attempts)}
     if report.cause is not None:

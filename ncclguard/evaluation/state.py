@@ -27,12 +27,24 @@ class Keeper(Protocol):
 
 
 def keep(keepers: Iterable[Keeper]) -> Restore:
-    """Remember the state now; the returned function restores it, as often as it is called, last kept first."""
-    restores = [keeper() for keeper in keepers]
+    """Remember the state now; the returned function restores it, as often as it is called, last kept first.
+
+    Never raises: one keeper that does is logged, and the others do their part. The other ranks may be waiting for this
+    one.
+    """
+    restores: list[Restore] = []
+    for keeper in keepers:
+        try:
+            restores.append(keeper())
+        except Exception:
+            log.exception("ncclguard: a part of the state cannot be kept; an evaluation that fails may change it")
 
     def restore() -> None:
         for step in reversed(restores):
-            step()
+            try:
+                step()
+            except Exception:
+                log.exception("ncclguard: a part of the state was not restored after an evaluation that failed")
 
     return restore
 
@@ -163,7 +175,9 @@ def _position(part: Any) -> Restore:
 
 
 def _move_back(part: Any, position: Any) -> None:
-    """Only where it has moved: a loader in the middle of an epoch, as training's is, starts a new one when it is told where to be."""
+    """Only where it has moved: a loader in the middle of an epoch, as training's is,
+    starts a new one when it is told where to be.
+    """
     if pickle.dumps(part.state_dict()) != pickle.dumps(position):
         part.load_state_dict(position)
 

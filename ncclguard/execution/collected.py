@@ -7,15 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import ReduceOp
 
+from ncclguard._inference import writable
 from ncclguard.buffers import Arena, aligned
 from ncclguard.chunking import ChunkPlan
 from ncclguard.execution.base import Execution
-from ncclguard.execution.memory import copied, put, writable
+from ncclguard.execution.memory import copied, in_a_row, plain, put, tensor_of
+from ncclguard.transport import dtypes
 from ncclguard.transport.base import Agreement, Communicator, Pending
 
 
 class _Collected(Execution):
-    """A result that is put together in staging memory and copied to the caller after the verdict (or directly, not atomic)."""
+    """A result that is put together in staging memory and copied to the caller after
+    the verdict (or directly, not atomic).
+    """
 
     def __init__(self, outputs: Sequence[torch.Tensor], plan: ChunkPlan, closing: bool) -> None:
         super().__init__(plan)
@@ -27,7 +31,7 @@ class _Collected(Execution):
     def reserve(self, atomic: bool, in_flight: int) -> None:
         first = self._outputs[0]
         # CUDA results are always staged: a communicator that does not abort must not hold the caller's memory.
-        if not atomic and not first.is_cuda and all(output.is_contiguous() for output in self._outputs):
+        if not atomic and not first.is_cuda and all(plain(output) for output in self._outputs):
             self._parts = [output.detach().view(-1) for output in self._outputs]
             return
         sizes = [output.numel() for output in self._outputs]
@@ -45,6 +49,19 @@ class _Collected(Execution):
         self.torn = self._arena is None and self.submitted > 0
         self.submitted = 0
 
+    @property
+    def exposed(self) -> bool:
+        return self._arena is None
+
+    def _replace(self, from_piece: int) -> None:
+        old, complete = self._arena, [part[: self._length_before(from_piece)] for part in self._parts]
+        self.reserve(True, 0)
+        for part, done in zip(self._parts, complete, strict=True):
+            with writable(self._outputs[0]):
+                part[: done.numel()].copy_(done)
+        if old is not None:
+            old.release(reusable=False)
+
     def result(self) -> list[torch.Tensor]:
         return self._parts
 
@@ -53,6 +70,15 @@ class _Collected(Execution):
         if self._arena is not None:
             with writable(output):
                 output.detach().copy_(self._parts[index].view(output.shape))
+
+    def _put(self, index: int, data: bytes) -> None:
+        """The same from bytes, which need no staging."""
+        output = self._outputs[index]
+        if plain(output) and not output.is_cuda:
+            put(data, output)
+        else:
+            with writable(output):
+                output.detach().copy_(tensor_of(data, output.dtype).view(output.shape))
 
     def release(self) -> None:
         self._parts = []
@@ -73,13 +99,13 @@ class AllGather(_Collected):
         closing: bool,
     ) -> None:
         super().__init__(outputs, plan, closing)
-        self._input = tensor.detach().contiguous().view(-1)
+        self._input = in_a_row(tensor)
         self._ranks = tuple(ranks)
 
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         start, stop = self.plan.pieces[piece]
         self.submitted = max(self.submitted, piece + 1)
-        parts = [self._parts[self._ranks.index(rank)][start:stop] for rank in communicator.ranks]
+        parts = [self._parts[place][start:stop] for place in self._places(communicator.ranks)]
         with writable(self._outputs[0]):
             return communicator.all_gather(parts, self._input[start:stop])
 
@@ -87,15 +113,25 @@ class AllGather(_Collected):
         return self._input if self._fits(self._input, limit) else None
 
     def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
-        rows = opening.rows(torch.uint8, self._input.numel() * self._input.element_size())
-        self.collected = [copied(rows[ranks.index(rank)]) if rank in ranks else b"" for rank in self._ranks]
+        size = self._input.numel() * self._input.element_size()
+        rows = copied(opening.rows(torch.uint8, size))
+        self.collected = [b""] * len(self._ranks)
+        for row, place in enumerate(self._places(ranks)):
+            self.collected[place] = rows[row * size : (row + 1) * size]
 
     def finish(self, participants: Sequence[int]) -> None:
-        for index, rank in enumerate(self._ranks):
-            if self.collected is not None:
-                put(self.collected[index], self._parts[index])
-            if rank in participants:
-                self._copy_out(index)
+        for place in self._places(participants):
+            if self.collected is None:
+                self._copy_out(place)
+            else:
+                self._put(place, self.collected[place])
+
+    def _places(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Where the slots of `ranks` are among those of the whole group."""
+        if len(ranks) == len(self._ranks):  # in the same order, as the participants always are
+            return range(len(ranks))
+        places = {rank: place for place, rank in enumerate(self._ranks)}
+        return [places[rank] for rank in ranks]
 
 
 class ReduceScatter(_Collected):
@@ -105,19 +141,17 @@ class ReduceScatter(_Collected):
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp.RedOpType, plan: ChunkPlan
     ) -> None:
         super().__init__([output], plan, closing=True)
-        self._inputs = [tensor.detach().contiguous().view(-1) for tensor in inputs]
-        self._average = op == ReduceOp.AVG
-        self._op = ReduceOp.SUM if self._average else op
+        self._inputs = [in_a_row(tensor) for tensor in inputs]
+        self._reduction = dtypes.reduction(op, output.device.type)
 
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         start, stop = self.plan.pieces[piece]
         self.submitted = max(self.submitted, piece + 1)
         inputs = [tensor[start:stop] for tensor in self._inputs]
         with writable(self._outputs[0]):
-            return communicator.reduce_scatter(self._parts[0][start:stop], inputs, self._op)
+            return communicator.reduce_scatter(self._parts[0][start:stop], inputs, self._reduction.wire)
 
     def finish(self, participants: Sequence[int]) -> None:
-        if self._average:
-            with writable(self._outputs[0]):
-                self._parts[0].div_(len(participants))
+        with writable(self._outputs[0]):
+            self._reduction.finish(self._parts[0], len(participants))
         self._copy_out(0)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import ReduceOp
 
+from ncclguard._inference import writable
 from ncclguard.buffers import Arena, aligned
 from ncclguard.chunking import ChunkPlan
 from ncclguard.execution.base import Execution
-from ncclguard.execution.memory import NOTHING, copied, plain, put, writable
+from ncclguard.execution.memory import NOTHING, copied, in_a_row, plain, put, tensor_of
 from ncclguard.transport import dtypes
 from ncclguard.transport.base import Agreement, Communicator, Pending
-from ncclguard.transport.exchange import reduced
 
 
 class _InPlace(Execution):
@@ -29,6 +29,7 @@ class _InPlace(Execution):
         self._saved = b""  # instead of a backup in the arena, for small tensors
         self._window = 0
         self._writes = True
+        self._unfinished = False  # whether something is left to do with what was moved
         self._flat = torch.empty(0) if self._staged else tensor.detach().view(-1)
 
     def reserve(self, atomic: bool, in_flight: int) -> None:
@@ -68,7 +69,7 @@ class _InPlace(Execution):
     def payload(self, limit: int) -> torch.Tensor | None:
         if not self._fits(self._tensor, limit):
             return None
-        return self._tensor.detach().contiguous().view(-1) if self._staged else self._flat
+        return in_a_row(self._tensor) if self._staged else self._flat
 
     def _source_part(self, start: int, stop: int) -> torch.Tensor:
         return self._tensor.detach().reshape(-1)[start:stop]
@@ -87,9 +88,10 @@ class _InPlace(Execution):
 
     def restore(self, from_piece: int) -> None:
         self.collected = None
-        if self._saved and self.submitted > 0:
-            put(self._saved, self._flat)
-            from_piece = 0
+        if self._saved:
+            if from_piece < self.submitted:  # the pieces before hold their result, and are not moved again
+                start = self.plan.pieces[from_piece][0]
+                put(self._saved[start * self._flat.element_size() :], self._flat[start:])
         elif not self._staged and self._backup is not None:
             with writable(self._tensor):
                 for piece in range(from_piece, self.submitted):
@@ -103,15 +105,31 @@ class _InPlace(Execution):
     def finish(self, participants: Sequence[int]) -> None:
         if not self._writes:
             return
-        if self.collected is not None:
-            put(self.collected[0], self._flat)
-        self._complete(len(participants))
-        if self._staged:
-            with writable(self._tensor):
-                self._tensor.detach().copy_(self._flat.view(self._tensor.shape))
+        if self.collected is not None and not (self._staged or self._unfinished):
+            put(self.collected[0], self._flat)  # all that most small operations need
+            return
+        with writable(self._tensor):
+            # What came as bytes is completed apart, so that the caller's memory never holds a sum
+            # that is not divided yet.
+            result = self._flat if self.collected is None else tensor_of(self.collected[0], self._tensor.dtype)
+            self._complete(result, len(participants))
+            if result is not self._flat or self._staged:
+                self._tensor.detach().copy_(result.view(self._tensor.shape))
 
-    def _complete(self, participants: int) -> None:
-        """What is left to do with the result, in place, once for all pieces."""
+    def _complete(self, result: torch.Tensor, participants: int) -> None:
+        """What is left to do with the result where `_unfinished` says so, in place, once for all pieces."""
+
+    @property
+    def exposed(self) -> bool:
+        return self._writes and not self._staged
+
+    def _replace(self, from_piece: int) -> None:
+        if self._arena is None:
+            return  # the caller's own memory, which was only read
+        old, complete = self._arena, self._flat[: self._length_before(from_piece)]
+        self.reserve(True, 0)
+        self._flat[: complete.numel()].copy_(complete)
+        old.release(reusable=False)
 
     def release(self) -> None:
         self._flat = torch.empty(0)
@@ -122,18 +140,18 @@ class _InPlace(Execution):
 
 
 class AllReduce(_InPlace):
-    """Reduce `tensor` in place; AVG is summed and divided by the participants once, after the verdict."""
+    """Reduce `tensor` in place; AVG over gloo is summed and divided by the participants once, after the verdict."""
 
     def __init__(
         self, tensor: torch.Tensor, op: ReduceOp.RedOpType, plan: ChunkPlan, closing: bool, staged: bool
     ) -> None:
         super().__init__(tensor, plan, closing, staged)
-        self._average = op == ReduceOp.AVG
-        self._op = ReduceOp.SUM if self._average else op
+        self._reduction = dtypes.reduction(op, tensor.device.type)
+        self._unfinished = self._reduction.average
 
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         with writable(self._tensor):
-            return communicator.all_reduce(self._prepare(piece), self._op)
+            return communicator.all_reduce(self._prepare(piece), self._reduction.wire)
 
     def payload(self, limit: int) -> torch.Tensor | None:
         flat = super().payload(limit)
@@ -143,12 +161,11 @@ class AllReduce(_InPlace):
         dtype, numel = self._tensor.dtype, self._tensor.numel()
         if dtype.is_complex:
             dtype, numel = dtype.to_real(), 2 * numel
-        self.collected = [copied(reduced(opening.rows(dtype, numel), dtypes.GLOO.wire_op(self._op, dtype)))]
+        op = dtypes.GLOO.wire_op(self._reduction.wire, dtype)
+        self.collected = [copied(opening.reduced(dtype, numel, op))]
 
-    def _complete(self, participants: int) -> None:
-        if self._average:
-            with writable(self._tensor):
-                self._flat.div_(participants)
+    def _complete(self, result: torch.Tensor, participants: int) -> None:
+        self._reduction.finish(result, participants)
 
 
 class Broadcast(_InPlace):

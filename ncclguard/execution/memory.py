@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -20,15 +18,26 @@ def put(data: bytes, flat: torch.Tensor) -> None:
     ctypes.memmove(flat.data_ptr(), data, len(data))
 
 
-def writable(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Where a detached view of `tensor` may be written in place: inference tensors only in inference mode."""
-    return torch.inference_mode() if tensor.is_inference() else _ANYWHERE
+def tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """What `copied` has returned, as a one-dimensional tensor with memory of its own."""
+    if not data:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
 
 
-_ANYWHERE = contextlib.nullcontext()
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def plain(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor is its elements, one after the other."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements one after the other, without dimensions: a view where the memory is that already, else a copy.
+
+    `contiguous()` is not enough: it leaves a conjugation or a negation pending, and what reads the memory would miss
+    it.
+    """
+    tensor = tensor.detach()
+    return (tensor if plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()).view(-1)

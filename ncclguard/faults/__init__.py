@@ -6,7 +6,7 @@ from ncclguard.faults.connections import reset_connections
 from ncclguard.faults.effects import InjectedFault, reset_own_connections
 from ncclguard.faults.fault import Alteration, Fault
 from ncclguard.faults.hosts import Hosts, namespaces_available
-from ncclguard.faults.injection import armed, at, before_operation, disarm, from_environment, perform
+from ncclguard.faults.injection import armed, at, before_operation, disarm, from_environment
 from ncclguard.faults.job import Job
 from ncclguard.faults.launcher import run_ranks, start_ranks
 from ncclguard.faults.rank import report, wait_until_told
@@ -27,7 +27,6 @@ __all__ = [
     "disarm",
     "from_environment",
     "namespaces_available",
-    "perform",
     "report",
     "reset_connections",
     "reset_own_connections",

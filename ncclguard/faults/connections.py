@@ -30,8 +30,8 @@ def run_tool(argv: Sequence[str]) -> str:
 def reset_connections(pid: int, keep_ports: Iterable[int] = ()) -> int:
     """Reset the established TCP connections of a process with ``ss -K``; returns how many were reset.
 
-    Connections with a local or remote port in ``keep_ports`` (the store's, as a rule) stay. Needs root and a kernel with
-    CONFIG_INET_DIAG_DESTROY; RuntimeError says what is missing. Works across network namespaces.
+    Connections with a local or remote port in ``keep_ports`` (the store's, as a rule) stay. Needs root and a kernel
+    with CONFIG_INET_DIAG_DESTROY; RuntimeError says what is missing. Works across network namespaces.
     """
     keep = set(keep_ports)
     enter = ("nsenter", f"--net=/proc/{pid}/ns/net")

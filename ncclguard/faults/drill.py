@@ -1,4 +1,6 @@
-"""`ncclguard drill --fault KIND --rank R -- COMMAND ...`: inject a fault into a real run and see what the job makes of it."""
+"""`ncclguard drill --fault KIND --rank R -- COMMAND ...`: inject a fault into a
+real run and see what the job makes of it.
+"""
 
 from __future__ import annotations
 

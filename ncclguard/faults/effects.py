@@ -96,7 +96,9 @@ def reset_own_connections(keep_ports: Iterable[int] | None = None) -> int:
 
 
 def bytes_carried(keep_ports: Iterable[int] | None = None) -> dict[int, int]:
-    """Bytes that each of this process's connections has received, or sent and had acknowledged; by the socket's inode."""
+    """Bytes that each of this process's connections has received, or sent and had
+    acknowledged; by the socket's inode.
+    """
     carried: dict[int, int] = {}
     for connection in _data_connections(keep_ports):
         copy = _open(connection)
@@ -136,8 +138,9 @@ def _open(connection: Connection) -> socket.socket | None:
 def _disconnect(connection: socket.socket) -> bool:
     """Reset a connection, so that both sides find it reset.
 
-    On Linux ``connect`` to AF_UNSPEC sends RST at once (tcp_disconnect in net/ipv4/tcp.c). The own side is then not readable
-    yet, and gloo would not look; ``shutdown`` makes it so, though it says "not connected" (inet_shutdown in af_inet.c).
+    On Linux ``connect`` to AF_UNSPEC sends RST at once (tcp_disconnect in net/ipv4/tcp.c). The own side is then not
+    readable yet, and gloo would not look; ``shutdown`` makes it so, though it says "not connected" (inet_shutdown in
+    af_inet.c).
     """
     unspecified = ctypes.create_string_buffer(16)  # struct sockaddr with sa_family AF_UNSPEC = 0
     if ctypes.CDLL(None).connect(connection.fileno(), unspecified, 16) != 0:

@@ -50,10 +50,10 @@ class Fault:
 
     ``seconds``: how long it lasts; for ``stop`` until the process is continued, None for never. ``after`` and
     ``after_bytes``: strike that many seconds later, and then when this process's connections have carried that many
-    bytes since, in both directions, so in mid-operation. ``raw``: ``op`` counts the collectives of the default process group,
-    whoever issues them, and the fault strikes from outside when so many have been issued. ``children``: forked children that outlive the kill with all
-    sockets open. ``times``: how often connections are reset, so that a rebuild is hit too. Raises GuardConfigError for a
-    combination that cannot be.
+    bytes since, in both directions, so in mid-operation. ``raw``: ``op`` counts the collectives of the default process
+    group, whoever issues them, and the fault strikes from outside when so many have been issued. ``children``: forked
+    children that outlive the kill with all sockets open. ``times``: how often connections are reset, so that a rebuild
+    is hit too. Raises GuardConfigError for a combination that cannot be.
     """
 
     fault: str

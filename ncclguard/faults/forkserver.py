@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -25,12 +26,16 @@ PRELOAD_VARIABLE = "_NCCLGUARD_PRELOAD"
 _PRELOADED = ("torch.distributed", "ncclguard")
 # Read while torch is imported, or before Python starts: a fork cannot be given them.
 _READ_EARLY = ("TORCH_", "OMP_", "MKL_", "LD_", "PYTHON")
+# But these when a process group or a recorder is made; prefork.py has the debug level read again.
+_READ_LATE = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_", "TORCH_NCCL_", "TORCH_GLOO_")
 _KEPT = 3  # servers that wait for another job
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The ranks of one job: the folder of its files, all ranks' environment, each rank's own, what they run, and in which hosts."""
+    """The ranks of one job: the folder of its files, all ranks' environment, each
+    rank's own, what they run, and in which hosts.
+    """
 
     directory: Path
     env: Mapping[str, str]
@@ -79,6 +84,11 @@ class Leader:
             self._lifeline.recv(1)
             self._lifeline.close()
         return 0
+
+    def pause(self, seconds: float) -> None:
+        """Sleep for so long, or until it has ended."""
+        if self._lifeline.fileno() >= 0:
+            select.select([self._lifeline], [], [], seconds)
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""
@@ -149,7 +159,9 @@ _lock = threading.Lock()
 def _server_for(env: Mapping[str, str]) -> ForkServer:
     """The server with what a job with these variables wants imported; started if need be."""
     modules = (*_PRELOADED, *env.get(PRELOAD_VARIABLE, "").split())
-    early = sorted((name, value) for name, value in env.items() if name.startswith(_READ_EARLY))
+    early = sorted(
+        (name, value) for name, value in env.items() if name.startswith(_READ_EARLY) and not name.startswith(_READ_LATE)
+    )
     key = (os.getpid(), *modules, *early)
     server = _servers.pop(key, None)
     if server is None or not server.running:

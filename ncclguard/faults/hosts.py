@@ -55,10 +55,10 @@ def namespaces_available() -> str | None:
 class Hosts:
     """A context manager for hosts that ``run_ranks(..., hosts=...)`` can use and whose network can be broken.
 
-    ``hosts`` is a number or the hosts' names. Each host ``i`` has the address 10.77.<i>.2 on its interface ``eth0`` and a
-    router at 10.77.<i>.1; faults are made in the router, so the hosts see lost or refused packets and no local error.
-    Namespaces carry a random id; they are removed on leaving the block, and by a janitor process when this process dies.
-    Raises RuntimeError where namespaces cannot be made: ask ``namespaces_available()`` first.
+    ``hosts`` is a number or the hosts' names. Each host ``i`` has the address 10.77.<i>.2 on its interface ``eth0`` and
+    a router at 10.77.<i>.1; faults are made in the router, so the hosts see lost or refused packets and no local error.
+    Namespaces carry a random id; they are removed on leaving the block, and by a janitor process when this process
+    dies. Raises RuntimeError where namespaces cannot be made: ask ``namespaces_available()`` first.
 
     >>> with Hosts(2) as hosts:  # doctest: +SKIP
     ...     job = start_ranks("train.py", 4, hosts=hosts)
@@ -140,13 +140,17 @@ class Hosts:
             self._add_rule((source, destination), (*way, *match, "-j", "DROP"))
 
     def reject(self, host: str, ports: Ports | None = None) -> None:
-        """Answer TCP towards a host with a reset, as a firewall does that rejects: to others it looks like a closed port."""
+        """Answer TCP towards a host with a reset, as a firewall does that rejects: to
+        others it looks like a closed port.
+        """
         match = () if ports is None else ("--dport", f"{ports[0]}:{ports[1]}")
         rule = ("-o", self._port(host), "-p", "tcp", *match, "-j", "REJECT", "--reject-with", "tcp-reset")
         self._add_rule((host,), rule)
 
     def until_settled(self, seconds: float = 20.0) -> None:
-        """Wait until the kernel has noted which links have a carrier, up to a second after they were set up; TimeoutError."""
+        """Wait until the kernel has noted which links have a carrier, up to a second after
+        they were set up; TimeoutError.
+        """
         expected = {"LOWER_UP": ("UP", "UNKNOWN"), "NO-CARRIER": ("DOWN", "LOWERLAYERDOWN")}
         deadline = time.monotonic() + seconds
         while odd := [

@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from ncclguard.errors import GuardConfigError
 from ncclguard.faults import effects, record
@@ -16,8 +16,6 @@ from ncclguard.faults.fault import PERMISSION, VARIABLE, Alteration, Fault, pars
 from ncclguard.faults.isolation import cut_off
 
 log = logging.getLogger("ncclguard")
-
-T = TypeVar("T")
 
 _lock = threading.Lock()
 _armed: tuple[Fault, ...] | None = None  # None, and not an empty tuple, so that a look costs one comparison
@@ -36,10 +34,12 @@ def at(*, rank: int, op: int, fault: str, **how: Any) -> Fault:
     - ``exit`` (code): ends the program normally, early
     - ``mismatch`` (of="shape" or "dtype"), ``skip``, ``extra``: another call than the peers', none, or one more
     - ``reset`` (times, after, after_bytes): resets the process's connections, but those to the store
-    - ``partition`` (seconds, after, after_bytes): drops all that its connections send and receive, the store's too, in silence
+    - ``partition`` (seconds, after, after_bytes): drops all that its connections send and receive, the store's too, in
+      silence
 
-    ``raw=True``: ``op`` counts the collectives of the default process group instead, whoever issues them (DDP, FSDP, DeepSpeed).
-    The fault then strikes from outside, so not in the call: all but ``mismatch``, ``skip`` and ``extra`` can.
+    ``raw=True``: ``op`` counts the collectives of the default process group instead, whoever issues them (DDP, FSDP,
+    DeepSpeed). The fault then strikes from outside, so not in the call: all but ``mismatch``, ``skip`` and ``extra``
+    can.
 
     Raises GuardConfigError for a fault or a combination that cannot be.
 
@@ -94,32 +94,11 @@ def armed() -> tuple[Fault, ...]:
 def before_operation(rank: int, sequence: int) -> Alteration | None:
     """Let the faults strike that are armed for this rank and operation; called on entering each guarded operation.
 
-    Costs one comparison when none is armed. Returns what the caller must do to its call itself, see ``perform``.
+    Costs one comparison when none is armed. Returns what the caller must do to its call itself.
     """
     if _armed is None:
         return None
     return _strike_all(rank, sequence)
-
-
-def perform(alteration: Alteration | None, call: Callable[[Any], T], tensor: Any) -> T | None:
-    """Make a call the way ``before_operation`` said: with the tensor, another one, twice, or (returning None) not at all.
-
-    >>> perform(Alteration.SKIP, print, "a tensor")
-    >>> perform(Alteration.EXTRA, print, "a tensor")
-    a tensor
-    a tensor
-    """
-    if alteration is Alteration.SKIP:
-        return None
-    if alteration is Alteration.EXTRA:
-        call(tensor.clone() if hasattr(tensor, "clone") else tensor)
-    elif alteration is Alteration.OTHER_SHAPE:
-        return call(tensor.new_zeros(tensor.numel() + 1))
-    elif alteration is Alteration.OTHER_DTYPE:
-        import torch
-
-        return call(tensor.to(torch.int32 if tensor.is_floating_point() else torch.float32))
-    return call(tensor)
 
 
 def _arm(faults: tuple[Fault, ...]) -> None:

@@ -1,8 +1,8 @@
 """Cuts this process off from the network without root and without a reset, the way a switch that drops everything does.
 
-Every TCP socket gets a key for signatures (RFC 2385, TCP_MD5SIG in tcp(7)) that its peers do not have. From then on each side drops
-what it receives from the other before TCP sees it, and neither is told. When the key is taken away TCP sends again what was lost, so
-the connections live on, as after a link that came back.
+Every TCP socket gets a key for signatures (RFC 2385, TCP_MD5SIG in tcp(7)) that its peers do not have. From then on
+each side drops what it receives from the other before TCP sees it, and neither is told. When the key is taken away TCP
+sends again what was lost, so the connections live on, as after a link that came back.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from typing import Final
+
+from ncclguard import _sockets
 
 # linux/tcp.h; Python's socket module has no names for them.
 _TCP_MD5SIG_EXT: Final = 32
@@ -29,8 +29,8 @@ _PAUSE: Final = 0.005  # seconds between two looks for connections that are new
 def cut_off(seconds: float) -> threading.Thread:
     """Drop what this process's TCP sockets send and receive, the store's and new ones too; heals after `seconds`.
 
-    Returns at once, with the thread that heals. TCP finds back within about as long again as it was cut off. Raises RuntimeError where
-    the kernel has no TCP_MD5SIG.
+    Returns at once, with the thread that heals. TCP finds back within about as long again as it was cut off. Raises
+    RuntimeError where the kernel has no TCP_MD5SIG.
     """
     key = os.urandom(16)
     cut: set[int] = set()
@@ -47,15 +47,16 @@ def _keep_cut(seconds: float, cut: set[int], key: bytes) -> None:
     while time.monotonic() < end:
         _cut_all(cut, key)
         time.sleep(_PAUSE)
-    for inode, found in _tcp_sockets():
-        if inode in cut:
+    for _, found in _sockets.tcp_sockets():
+        if os.fstat(found.fileno()).st_ino in cut:
             _set_key(found, b"")
 
 
 def _cut_all(cut: set[int], key: bytes) -> list[OSError]:
     """Cut the sockets off that are not yet; returns what the kernel said where it could not."""
     failures = []
-    for inode, found in _tcp_sockets():
+    for _, found in _sockets.tcp_sockets():
+        inode = os.fstat(found.fileno()).st_ino
         if inode not in cut:
             try:
                 _set_key(found, key)
@@ -73,19 +74,3 @@ def _set_key(found: socket.socket, key: bytes) -> None:
         value = address + struct.pack("=BBHi80s", _PREFIX, 0, len(key), 0, key)
         with contextlib.suppress(OSError) if number or not key else contextlib.nullcontext():
             found.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, value)
-
-
-def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Every TCP socket of this process, listening ones too, as (inode, a socket object on a duplicate of its descriptor)."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            copy = os.dup(int(name))
-            status = os.fstat(copy)
-            if not stat.S_ISSOCK(status.st_mode):
-                os.close(copy)
-                continue
-            # With this type the socket object leaves the shared flags of the connection alone; see ncclguard/_sockets.py.
-            with socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, copy) as found:
-                internet = found.family in (socket.AF_INET, socket.AF_INET6)
-                if internet and found.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM:
-                    yield status.st_ino, found

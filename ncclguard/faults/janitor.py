@@ -1,8 +1,8 @@
 """Ends processes and removes network namespaces that a job left behind, also when the job's owner was killed.
 
-Standard library only: besides being imported, this file is run by its path as a small process of its own, which acts when
-the pipe from its owner closes. A ``finally`` in the owner is not enough: a test runner that hits its own limit leaves
-through ``os._exit``, and a forked child that started its own session is in no process group the owner knows.
+Standard library only: besides being imported, this file is run by its path as a small process of its own, which acts
+when the pipe from its owner closes. A ``finally`` in the owner is not enough: a test runner that hits its own limit
+leaves through ``os._exit``, and a forked child that started its own session is in no process group the owner knows.
 """
 
 from __future__ import annotations

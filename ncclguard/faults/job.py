@@ -138,15 +138,16 @@ class Job:
     def wait(self, timeout: float | None = None) -> JobResult:
         """Wait until every rank has ended, or end them all at the timeout; returns the same result when called again.
 
-        ``timeout`` is in seconds from now; by default the job's own, which counts from its start. At the timeout each rank that still runs gets SIGABRT, which makes it write its stacks, a stopped one SIGCONT too;
-        then everything that belongs to the job is killed.
+        ``timeout`` is in seconds from now; by default the job's own, which counts from its start. At the timeout each
+        rank that still runs gets SIGABRT, which makes it write its stacks, a stopped one SIGCONT too; then everything
+        that belongs to the job is killed.
         """
         if self._result is not None:
             return self._result
         if timeout is not None:
             self.timeout = time.monotonic() - self._started + timeout
-        while not self._all_ended() and time.monotonic() - self._started < self.timeout:
-            time.sleep(POLL)
+        while not self._all_ended() and (rest := self._started + self.timeout - time.monotonic()) > 0:
+            self._pause(rest)
         timed_out = not self._all_ended()
         running = tuple(rank for rank in range(self.world_size) if timed_out and rank not in self._ended)
         if timed_out:
@@ -192,6 +193,13 @@ class Job:
                 elif code is not None:
                     self._ended[rank] = (code, time.monotonic()) if command.is_rank else (None, None)
         return not running
+
+    def _pause(self, seconds: float) -> None:
+        """Wait until something may have ended, for `seconds` at most."""
+        if len(self._processes) == 1 and isinstance(leader := self._processes[0][1], Leader):
+            leader.pause(min(seconds, 60))  # it ends with its last rank, and has noted when each ended
+        else:
+            time.sleep(POLL)
 
     def _dump_stacks(self, ranks: Sequence[int]) -> None:
         for command, process in self._processes:

@@ -47,10 +47,11 @@ def run_ranks(
 
     ``program`` is a script's path, ``"module:function"``, ``"file.py:function"`` or a module-level function; a function
     gets ``args`` (JSON-able), a script gets them as its arguments. Each rank has RANK, WORLD_SIZE, LOCAL_RANK,
-    MASTER_ADDR and MASTER_PORT, so ``init_process_group`` needs nothing more. With ``hosts`` the ranks are spread over its
-    network namespaces in blocks. ``launcher``: "processes" (the default) starts each by itself; "fork" imports torch and ncclguard once, in a process
-    that is kept for later jobs, and forks the ranks of functions; "torchrun". At ``timeout`` (seconds) whoever still runs writes its stacks and is killed; forked
-    children and stopped processes too. Raises ValueError for a program or a world size that cannot be started.
+    MASTER_ADDR and MASTER_PORT, so ``init_process_group`` needs nothing more. With ``hosts`` the ranks are spread over
+    its network namespaces in blocks. ``launcher``: "processes" (the default) starts each by itself; "fork" imports
+    torch and ncclguard once, in a process that is kept for later jobs, and forks the ranks of functions; "torchrun". At
+    ``timeout`` (seconds) whoever still runs writes its stacks and is killed; forked children and stopped processes too.
+    Raises ValueError for a program or a world size that cannot be started.
 
     >>> from ncclguard import faults
     >>> result = faults.run_ranks("math:factorial", 2, args=[5])
@@ -257,8 +258,8 @@ def environment_of(env: Mapping[str, str] | None, hosts: Hosts | None) -> dict[s
 def reserve_port() -> socket.socket:
     """A socket bound to a free port that nobody else is given while it stays open; its owner never listens.
 
-    Linux hands a port with a bound socket to no ``bind(0)`` and no ``connect``, but lets a listener that asks for exactly
-    this port with SO_REUSEADDR have it, as TCPStore does.
+    Linux hands a port with a bound socket to no ``bind(0)`` and no ``connect``, but lets a listener that asks for
+    exactly this port with SO_REUSEADDR have it, as TCPStore does.
     """
     reserved = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET, socket.SOCK_STREAM)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

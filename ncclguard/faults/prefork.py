@@ -1,8 +1,9 @@
 """Forks the ranks of one job after another from a process that has imported torch, which takes seconds, once for all.
 
-Run by its path: ``python prefork.py DESCRIPTOR VARIABLE MODULE...``: a socket on which its owner names a file for each job and hands
-over another socket, the job's own; the variable that names a job; and what to import. It ends with its owner. The job's ranks are children of a leader, which says its pid on that
-socket and holds it open as long as one of them runs. Keeps the same files as supervise.py.
+Run by its path: ``python prefork.py DESCRIPTOR VARIABLE MODULE...``: a socket on which its owner names a file for each
+job and hands over another socket, the job's own; the variable that names a job; and what to import. It ends with its
+owner. The job's ranks are children of a leader, which says its pid on that socket and holds it open as long as one of
+them runs. Keeps the same files as supervise.py.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ def lead(lifeline: socket.socket, job: dict[str, Any]) -> bool:
             os.setsid()
             redirect(f"{base}.output")
             os.environ.update(own)
+            if "torch.distributed" in sys.modules:
+                sys.modules["torch.distributed"].set_debug_level_from_env()  # which it did when it was imported
             if job["entrances"]:
                 importlib.import_module("ncclguard.faults.hosts").enter(*job["entrances"][int(own["RANK"])])
             sys.argv = ["ncclguard.faults", *job["function"]]

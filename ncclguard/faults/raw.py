@@ -1,7 +1,7 @@
 """Strikes a rank by the number of collectives that torch has counted in the default group, whoever issues them.
 
-For jobs under `watch`: nothing of ours is in the way of such a collective, so a thread looks at the group's sequence number and
-strikes from outside. What only the main thread can do, it is made to do between two of its bytecodes.
+For jobs under `watch`: nothing of ours is in the way of such a collective, so a thread looks at the group's sequence
+number and strikes from outside. What only the main thread can do, it is made to do between two of its bytecodes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def in_main_thread(action: Callable[[], object]) -> None:
 
 
 def raise_in_main_thread(error: BaseException) -> None:
-    """Raise this in the main thread; an asynchronous exception is given as a class, so one is made that needs no arguments."""
+    """Raise this in the main thread; an asynchronous exception is given as a class, so
+    one is made that needs no arguments.
+    """
     kind = type(error)
     members = {
         "__init__": lambda self: kind.__init__(self, *error.args),

@@ -1,8 +1,9 @@
-"""What a drilled rank writes down for `ncclguard drill`: when the fault struck, what each call came to, how the program ended.
+"""What a drilled rank writes down for `ncclguard drill`: when the fault struck,
+what each call came to, how the program ended.
 
-One file a rank, one JSON object a line, moments by CLOCK_MONOTONIC, which all processes of one host share. Nothing of this is in the
-path of a job that is not drilled: the recorder puts itself around `Guard.run`, and around what `watch` does with an incident, when
-NCCLGUARD_FAULT was armed, and only then.
+One file a rank, one JSON object a line, moments by CLOCK_MONOTONIC, which all processes of one host share. Nothing of
+this is in the path of a job that is not drilled: the recorder puts itself around `Guard.run`, and around what `watch`
+does with an incident, when NCCLGUARD_FAULT was armed, and only then.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from ncclguard.agreement.decision import Verdict
     from ncclguard.execution import Execution
-    from ncclguard.guard import Guard, Request
+    from ncclguard.guard import Guard
     from ncclguard.incident.model import Incident
     from ncclguard.outcome import Outcome
+    from ncclguard.request import Request
 
 #: The folder for the files; set by `ncclguard drill` and read by nobody else.
 VARIABLE: Final = "_NCCLGUARD_DRILL_DIR"
@@ -98,7 +100,9 @@ def _fields(incident: Incident) -> dict[str, object]:
 
 
 def _note(outcome: Outcome) -> None:
-    """Write failures down, and the first success after one or with other participants; by that nobody has looked at the outcome."""
+    """Write failures down, and the first success after one or with other participants;
+    by that nobody has looked at the outcome.
+    """
     global _state
     read = functools.partial(object.__getattribute__, outcome)
     before, _state = _state, (read("ok"), tuple(read("participants")))

@@ -1,4 +1,6 @@
-"""The jobs that `ncclguard drill` runs when it is given no command: guarded all-reduces, or with `--raw` a training under `watch`."""
+"""The jobs that `ncclguard drill` runs when it is given no command: guarded
+all-reduces, or with `--raw` a training under `watch`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def train(steps: int, timeout: float, numel: int, seed: int) -> None:
 
 
 def train_watched(steps: int, timeout: float, numel: int, seed: int) -> None:
-    """Run `steps` steps of DistributedDataParallel on this rank, with about `numel` parameters, each limited by `watch` only."""
+    """Run `steps` steps of DistributedDataParallel on this rank, with about `numel`
+    parameters, each limited by `watch` only.
+    """
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

@@ -1,4 +1,6 @@
-"""What a drill came to, out of the events its ranks wrote: who was struck, who knew when, who was named, who went on."""
+"""What a drill came to, out of the events its ranks wrote: who was struck, who knew
+when, who was named, who went on.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """Whether the struck rank, and nobody else, was named, by a fitting cause; with a broken transfer nobody may be."""
+        """Whether the struck rank, and nobody else, was named, by a fitting cause; with a
+        broken transfer nobody may be.
+        """
         nobody = self.fault in ("reset", "partition") and not self.named and self.cause in ("network", "unknown")
         return (self.named == (self.rank,) and self.cause in (*EXPECTED[self.fault], GONE)) or nobody
 
@@ -139,7 +143,9 @@ def read_events(folder: Path) -> list[Event]:
 
 
 def judge(fault: str, rank: int, events: list[Event], raw: bool = False) -> Verdict:
-    """Put the findings together. `rank` is the one to be struck by the fault named `fault`; `raw`: in a job under `watch`."""
+    """Put the findings together. `rank` is the one to be struck by the fault named
+    `fault`; `raw`: in a job under `watch`.
+    """
     begun = [event for event in events if event.kind == "started"]
     struck = next((event for event in events if event.kind == "struck"), None)
     after = [event for event in events if struck is not None and event.at >= struck.at]

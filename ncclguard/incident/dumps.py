@@ -1,9 +1,9 @@
 """Stacks of a process whose interpreter does not run, fetched by a rank of the same host.
 
-Every rank offers a signal whose C-level handler (`faulthandler.register`) writes the stacks of all threads into a file in
-memory, without the GIL. A peer sends the signal to a thread of this library, so that no system call of the program is
-interrupted, and reads the file through ``/proc/<pid>/fd``: for processes of one user that needs no right to trace. A process
-that is stopped runs no handler: then /proc says so, and py-spy is tried where it is installed and allowed.
+Every rank offers a signal whose C-level handler (`faulthandler.register`) writes the stacks of all threads into a file
+in memory, without the GIL. A peer sends the signal to a thread of this library, so that no system call of the program
+is interrupted, and reads the file through ``/proc/<pid>/fd``: for processes of one user that needs no right to trace. A
+process that is stopped runs no handler: then /proc says so, and py-spy is tried where it is installed and allowed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _STATES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """How to have a process write its stacks: the signal, the thread to send it to, the file, and which thread is the main."""
+    """How to have a process write its stacks: the signal, the thread to send it to, the
+    file, and which thread is the main.
+    """
 
     signal: int
     thread: int  # native id, of a thread that belongs to this library
@@ -58,7 +60,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What was learnt: the main thread's frames, outermost first, those of the others by name, and how in a sentence."""
+    """What was learnt: the main thread's frames, outermost first, those of the others
+    by name, and how in a sentence.
+    """
 
     stack: tuple[str, ...] = ()
     threads: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -70,10 +74,11 @@ _signal = 0
 
 
 def offer(setting: str, thread: int) -> Offer | None:
-    """Install the handler once in this process, and say how to reach it; None where no signal is free or none is wanted.
+    """Install the handler once in this process, and say how to reach it; None where no
+    signal is free or none is wanted.
 
-    ``setting`` is "auto", "none" or a signal's name such as "SIGUSR2"; ``thread`` the native id of a thread of this library.
-    A signal for which anybody has a handler, or which is ignored, is left alone.
+    ``setting`` is "auto", "none" or a signal's name such as "SIGUSR2"; ``thread`` the native id of a thread of this
+    library. A signal for which anybody has a handler, or which is ignored, is left alone.
     """
     global _file, _signal
     if setting == "none":
@@ -122,7 +127,8 @@ def fetch(pid: int, given: Offer | None) -> Fetched:
 
 
 def parse(text: str, main: int) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-    """Split faulthandler's output into the main thread's frames and those of the other threads; leaves out this library's.
+    """Split faulthandler's output into the main thread's frames and those of the other
+    threads; leaves out this library's.
 
     >>> parse('Current thread 0x01 (most recent call first):\\n  File "/x/train.py", line 3 in step\\n', 1)
     (('x/train.py:3 in step',), ())

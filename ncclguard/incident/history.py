@@ -1,7 +1,7 @@
 """The last few operations of this process, kept for the case that one of the next fails.
 
-On the path of every call it is one append to a ring; it is turned into plain data only when a report is asked for. Moments are
-seconds *before the report*, on this process's own monotonic clock: no clock of two hosts is ever compared.
+On the path of every call it is one append to a ring; it is turned into plain data only when a report is asked for.
+Moments are seconds *before the report*, on this process's own monotonic clock: no clock of two hosts is ever compared.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def snapshot(
 ) -> dict[str, Any]:
     """Return the latest operations as small plain data: tables of groups and texts, and rows that point into them.
 
-    `past` by group; `open_calls` are (group, sequence, text, begin). A row is [group, sequence, text, seconds ago begun,
-    seconds ago ended or None, success].
+    `past` by group; `open_calls` are (group, sequence, text, begin). A row is [group, sequence, text, seconds ago
+    begun, seconds ago ended or None, success].
 
     >>> snapshot({"0": [Past(1, "barrier()", 10.0, 10.5, True)]}, [("0", 2, "barrier()", 11.0)], now=12.0)
     {'groups': ['0'], 'texts': ['barrier()'], 'rows': [[0, 1, 0, 2.0, 1.5, 1], [0, 2, 0, 1.0, None, 0]]}

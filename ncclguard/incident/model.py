@@ -27,9 +27,10 @@ class RankReport(BaseModel):
     """One rank at the moment the operation was given up.
 
     `operation`: what it is in, or last was in; `age`: seconds in it; `call_site`: where the program called it;
-    `stack`: the main thread's frames, outermost first; `threads`: name and frames of the others, for culprits. None and ""
-    where it is not known. `state` is how far the rank got in the operation: none (not entered), running, ready (own data
-    complete), done; or silent (no answer), departed (gone, or left).
+    `peer`: the rank at the other end of the connection that broke here; `stack`: the main thread's frames, outermost
+    first; `threads`: name and frames of the others, for culprits. None and "" where it is not known. `state` is how far
+    the rank got in the operation: none (not entered), running, ready (own data complete), done; or silent (no answer),
+    departed (gone, or left).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,6 +45,7 @@ class RankReport(BaseModel):
     age: float | None = None
     call_site: Text | None = None
     exception: Text | None = None
+    peer: int | None = None
     stack: tuple[Text, ...] = ()
     threads: tuple[tuple[Text, tuple[Text, ...]], ...] = ()
     note: Text | None = None

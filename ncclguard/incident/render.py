@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 SHOWN_FRAMES = 8
 #: Culprits, sides and groups of waiting ranks that are shown one by one.
 SHOWN_GROUPS = 8
+#: How the note of one of many culprits that are at the same place begins; the number
+#: of the rank that has the stack follows.
+SAME_STACK = "its stack is that of rank "
 
 #: What each cause means, in words.
 MEANING = {
@@ -35,10 +38,16 @@ def as_text(incident: Incident) -> str:
     culprits = [report for report in incident.ranks if report.rank in incident.culprits]
     lines = [f"ncclguard incident {incident.id}: {incident.summary}"]
     lines.append(f"  cause: {incident.cause}, {MEANING[incident.cause]}")
+    if len(culprits) > SHOWN_GROUPS:
+        culprits.sort(key=lambda report: not (report.stack or report.exception))
     for report in culprits[:SHOWN_GROUPS]:
         lines += _culprit(report)
-    if len(culprits) > SHOWN_GROUPS:
-        lines.append(f"  and {ranks_text(report.rank for report in culprits[SHOWN_GROUPS:])}: see to_json()")
+    rest = culprits[SHOWN_GROUPS:]
+    alike = [report.rank for report in rest if SAME_STACK in (report.note or "")]
+    if alike:
+        lines.append(f"  and {ranks_text(alike)}, each at the same place as a rank above: see to_json()")
+    if len(rest) > len(alike):
+        lines.append(f"  and {ranks_text({report.rank for report in rest} - {*alike})}: see to_json()")
     unreported = sorted(set(incident.culprits) - {report.rank for report in culprits})
     if unreported:
         lines.append(f"  {ranks_text(unreported)}: nothing more is known")
@@ -96,7 +105,7 @@ def _culprit(report: RankReport) -> list[str]:
         lines += [f"      {_indented(frame)}" for frame in report.stack[-SHOWN_FRAMES:]]
         if report.threads:
             lines.append(f"    and {len(report.threads)} other thread{'s' * (len(report.threads) > 1)}: see to_json()")
-    elif cause in (Cause.LATE, Cause.DIVERGED):
+    elif cause in (Cause.LATE, Cause.DIVERGED) and SAME_STACK not in (report.note or ""):
         lines.append("    stack: unknown, the rank sent none")
     return lines
 

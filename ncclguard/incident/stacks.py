@@ -33,9 +33,9 @@ _own_files: dict[str, bool] = {}
 def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
     """Return the main thread's frames, outermost first, each as ``file:line in function: source``.
 
-    May be called from any thread; the main thread may sit in a native call, as long as that has released the GIL. Runs of
-    frames inside this library are folded into one line, and of more than ``limit`` lines the innermost are kept, under
-    a first line that counts the others. Source lines are read from disk when they were not before.
+    May be called from any thread; the main thread may sit in a native call, as long as that has released the GIL. Runs
+    of frames inside this library are folded into one line, and of more than ``limit`` lines the innermost are kept,
+    under a first line that counts the others. Source lines are read from disk when they were not before.
 
     >>> "main_thread_stack" in main_thread_stack()[-1]
     True
@@ -61,7 +61,9 @@ def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
 
 
 def other_threads(limit: int = 16) -> list[list[object]]:
-    """Return the frames of the other threads by name, each as `main_thread_stack` has them; not those of this library."""
+    """Return the frames of the other threads by name, each as `main_thread_stack` has
+    them; not those of this library.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found: list[list[object]] = []
@@ -76,25 +78,23 @@ def other_threads(limit: int = 16) -> list[list[object]]:
     return found[:limit]
 
 
-def call_site(skip: int = 1) -> str:
-    """Return where the library was called from, such as ``train.py:211 in step``.
-
-    ``skip`` is the number of frames to leave out unseen, counted from the caller of this function; from there on frames inside
-    this library are left out too. About 1 µs: it is taken on every guarded call.
-    """
-    return _users_place(sys._getframe(skip))
-
-
 def call_site_of(thread: int) -> str:
-    """Return where another thread, by its ident, called the library from; empty when it has ended."""
+    """Return where a thread, by its ident, called the library from, such as ``train.py:211 in step``.
+
+    Empty when it has ended.
+    """
     frame = sys._current_frames().get(thread)
     while frame is not None and not is_own_file(frame.f_code.co_filename):
         frame = frame.f_back  # what the library itself is waiting in
-    return "" if frame is None else _users_place(frame)
+    while frame is not None and frame.f_back is not None and is_own_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else _place(frame)
 
 
 def program_place(thread: int = 0) -> str:
-    """Return where the program's own code is on a thread, by its ident, or on the main thread; empty when it has ended."""
+    """Return where the program's own code is on a thread, by its ident, or on the main
+    thread; empty when it has ended.
+    """
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     while frame is not None and not _is_programs(frame.f_code.co_filename):
         frame = frame.f_back
@@ -103,15 +103,6 @@ def program_place(thread: int = 0) -> str:
 
 def _is_programs(filename: str) -> bool:
     return not filename.startswith(("<frozen", *_INSTALLED)) and not is_own_file(filename)
-
-
-def _users_place(frame: FrameType) -> str:
-    while _own_files.get(frame.f_code.co_filename) or is_own_file(frame.f_code.co_filename):
-        outer = frame.f_back
-        if outer is None:
-            break
-        frame = outer
-    return _place(frame)
 
 
 def describe_exception(error: BaseException) -> str:
@@ -182,7 +173,8 @@ def _line(frame: FrameType) -> str:
 @functools.lru_cache(maxsize=4096)
 def _short_path(filename: str) -> str:
     """The file as an import would name it; its last two parts where it lies under no entry of sys.path."""
-    roots = [os.path.join(os.path.abspath(entry), "") for entry in sys.path]
+    above = os.path.dirname(_PACKAGE.rstrip(os.sep))  # an editable installation is under no entry
+    roots = [os.path.join(os.path.abspath(entry), "") for entry in (above, *sys.path)]
     inside = [root for root in roots if filename.startswith(root)]
     if inside:
         return filename[len(max(inside, key=len)) :]

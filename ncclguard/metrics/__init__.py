@@ -1,1 +1,3 @@
-"""What guarded operations cost and how they end: counters, sinks, the straggler table, and settings that change in a running job."""
+"""What guarded operations cost and how they end: counters, sinks, the straggler
+table, and settings that change in a running job.
+"""

@@ -1,11 +1,13 @@
-"""What a group's settings become at an exchange: a pure function of what all ranks have gathered, so the same on all of them.
+"""What a group's settings become at an exchange: a pure function of what all ranks
+have gathered, so the same on all of them.
 
 First a proposal that somebody made (`ncclguard set`), then, if `adjust` is on, what the measurements suggest:
 
-- A limit of a phase in which a deadline passed while everybody was alive, or which an operation has used up by half, is doubled.
+- A limit of a phase in which a deadline passed while everybody was alive, or which an operation has used up by half, is
+  doubled.
 - A limit is lowered, by half at most, to 20 times the longest operation seen, once enough were seen.
-- Pieces become half as long when tries were repeated (less is done again). Else their length is doubled as long as that makes large
-  operations faster, then halved likewise, then left alone.
+- Pieces become half as long when tries were repeated (less is done again). Else their length is doubled as long as that
+  makes large operations faster, then halved likewise, then left alone.
 
 All stay within the configured bounds, and nothing is changed by less than a factor of 1.25.
 """
@@ -68,7 +70,8 @@ class SettingChange:
 def decide(gathered: Combined, bounds: Bounds) -> tuple[Settings, tuple[SettingChange, ...]]:
     """The settings of the group from now on, and what changes with them.
 
-    The first rank's settings are where it starts from, so that a rank which missed an exchange is in step again after the next.
+    The first rank's settings are where it starts from, so that a rank which missed an exchange is in step again after
+    the next.
     """
     settings = gathered.first.settings
     settings, changes = _proposed(settings, gathered, bounds.names)

@@ -17,10 +17,10 @@ from ncclguard.metrics.statistics import HOST_BYTES, NUMBERS, PHASES, UNSET, Ran
 class Combined:
     """All that follows from an exchange follows from this; equal on all ranks, because the bytes are.
 
-    `first`: the first rank's statistics; `newest`: those with the newest proposal. By phase: `limits`, the highest, None where they go by
-    size on some rank; `longest`; `expired`, the most. `operations`: the fewest; `retries`: the most; `piece`: the longest; `rate`: of the
-    rank whose large operations moved slowest, bytes/s, 0 where one moved none. `waits`: ranks x operations, seconds, negative where
-    nothing was measured. `processes`: host and pid by rank.
+    `first`: the first rank's statistics; `newest`: those with the newest proposal. By phase: `limits`, the highest,
+    None where they go by size on some rank; `longest`; `expired`, the most. `operations`: the fewest; `retries`: the
+    most; `piece`: the longest; `rate`: of the rank whose large operations moved slowest, bytes/s, 0 where one moved
+    none. `waits`: ranks x operations, seconds, negative where nothing was measured. `processes`: host and pid by rank.
     """
 
     first: RankStatistics
@@ -37,7 +37,9 @@ class Combined:
 
 
 def combine(parts: Sequence[bytes]) -> Combined:
-    """Combine what `statistics.encode` made on each rank, in the order of the ranks. Raises ValueError for other bytes."""
+    """Combine what `statistics.encode` made on each rank, in the order of the ranks.
+    Raises ValueError for other bytes.
+    """
     if len({len(part) for part in parts}) != 1:
         raise ValueError(
             "the ranks have sent statistics of different lengths: all must run the same version of ncclguard"

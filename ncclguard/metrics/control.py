@@ -1,7 +1,7 @@
 """How commands on the same host reach a rank: a Unix socket in a folder that only its user may enter.
 
-One line of JSON asks, one answers; a connection is for one question. Nothing here can stop the job: it is served by one small thread, in
-bounded time, and what a question may do is show the snapshot and propose settings.
+One line of JSON asks, one answers; a connection is for one question. Nothing here can stop the job: it is served by one
+small thread, in bounded time, and what a question may do is show the snapshot and propose settings.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ class ControlSocket:
         self._listener = listener
         self._path = path
         self._answer = answer
+        self._closed = False
         self._stop, self._wake = socket.socketpair()
         self._thread = threading.Thread(target=self._serve, name="ncclguard-control", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop answering and remove the socket; returns within a few seconds."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
         self._thread.join(2 * PATIENCE)
@@ -63,9 +65,12 @@ class ControlSocket:
             self._path.unlink()
 
     def _serve(self) -> None:
-        while True:
-            ready, _, _ = select.select([self._listener, self._stop], [], [])
-            if self._stop in ready:
+        waiting = select.poll()  # select() takes no descriptor above 1023, which loaders that keep files open go beyond
+        for each in (self._listener, self._stop):
+            waiting.register(each, select.POLLIN)
+        while not self._closed:
+            waiting.poll()
+            if self._closed:
                 return
             try:
                 connection, _ = self._listener.accept()
@@ -104,7 +109,9 @@ def open_control(job: str, rank: int, snapshot: Callable[[], Snapshot]) -> Contr
 
 
 def answer(question: dict[str, Any], snapshot: Callable[[], Snapshot]) -> dict[str, Any]:
-    """What a rank says to a question: {"command": "status"}, or {"command": "set", "values": {name: number or null}}."""
+    """What a rank says to a question: {"command": "status"}, or {"command": "set",
+    "values": {name: number or null}}.
+    """
     command = question.get("command")
     if command == "status":
         config = current_config()

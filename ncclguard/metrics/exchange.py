@@ -1,8 +1,9 @@
 """The exchange of statistics in one guarded group: every so many-th operation carries it, on all ranks alike.
 
-It rides in the operation itself, between the opening round (all ranks are in the same operation) and the closing round, which such an
-operation always has: whoever completes it has everybody's numbers. What follows from them is a pure function, so that all ranks change
-at the same operation. The number of an operation is agreed by the protocol, so nothing else needs to be.
+It rides in the operation itself, between the opening round (all ranks are in the same operation) and the closing round,
+which such an operation always has: whoever completes it has everybody's numbers. What follows from them is a pure
+function, so that all ranks change at the same operation. The number of an operation is agreed by the protocol, so
+nothing else needs to be.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from ncclguard.transport.base import Pending
 if TYPE_CHECKING:
     from ncclguard.agreement.protocol import Member
     from ncclguard.agreement.seat import OpenCall, Seat
-    from ncclguard.guard import Request
     from ncclguard.incident.model import Incident
+    from ncclguard.request import Request
     from ncclguard.transport.base import Agreement, Communicator
 
 log = logging.getLogger("ncclguard")
@@ -44,7 +45,9 @@ _PHASES = {name: index for index, name in enumerate(PHASES)}
 
 
 class Proposals:
-    """The newest proposal this process has heard of, from outside or from other ranks; each contains those before it."""
+    """The newest proposal this process has heard of, from outside or from other ranks;
+    each contains those before it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -90,9 +93,11 @@ def terms(config: GuardConfig) -> dict[str, object]:
 
 
 class Gathering(Pending):
-    """Everybody's bytes, in the order of the group's `ranks`: with a vote where they fit into one, else as a collective.
+    """Everybody's bytes, in the order of the group's `ranks`: with a vote where they
+    fit into one, else as a collective.
 
-    Over the host's network, also in a group on GPUs: a copy to the device would wait, without a bound, for all that is queued there.
+    Over the host's network, also in a group on GPUs: a copy to the device would wait, without a bound, for all that is
+    queued there.
     """
 
     def __init__(self, communicator: Communicator, mine: bytes, sequence: int) -> None:
@@ -123,7 +128,9 @@ class Gathering(Pending):
 
 
 class Exchange:
-    """One group's exchange on this rank. The caller's thread does everything; `table` and `settings` may be read by any thread."""
+    """One group's exchange on this rank. The caller's thread does everything; `table`
+    and `settings` may be read by any thread.
+    """
 
     def __init__(self, key: str, config: GuardConfig, names: tuple[str, ...] = SETTINGS) -> None:
         self.every = config.exchange_every
@@ -152,7 +159,9 @@ class Exchange:
     # ------------------------------------------------------------------ called by the guard, on every operation
 
     def entered(self, member: Member, call: OpenCall) -> None:
-        """The call has its number, under the seat's lock: if it is one that carries the exchange, it has a closing round."""
+        """The call has its number, under the seat's lock: if it is one that carries the
+        exchange, it has a closing round.
+        """
         operation = member.operation
         if operation is not None and operation.sequence % self.every == 0:
             call.exchange = True
@@ -271,10 +280,11 @@ def start(seat: Seat, config: GuardConfig) -> None:
 
 
 def _names(key: str) -> tuple[str, ...]:
-    """The settings that a guard's exchange may change, by its key: `group:device[:lane]:members`; none for a lane of two ranks.
+    """The settings that a guard's exchange may change, by its key:
+    `group:device[:lane]:members`; none for a lane of two ranks.
 
-    A lane runs calls that were made before the calls ahead of them have ended. A length of pieces would change for some ranks' next
-    call and for others' next but one, which a limit may.
+    A lane runs calls that were made before the calls ahead of them have ended. A length of pieces would change for some
+    ranks' next call and for others' next but one, which a limit may.
     """
     device, *lane = key.split(":")[1:-1] or [""]
     if device not in ("cpu", "cuda") or len(lane) > 1:

@@ -1,4 +1,6 @@
-"""Histograms with fixed buckets, each twice as wide as the one before: constant memory, and a bit operation to find the bucket."""
+"""Histograms with fixed buckets, each twice as wide as the one before: constant
+memory, and a bit operation to find the bucket.
+"""
 
 from __future__ import annotations
 

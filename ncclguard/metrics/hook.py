@@ -62,7 +62,9 @@ def guarded() -> list[tuple[Seat, Exchange | None]]:
 
 
 def after_fork() -> None:
-    """In a forked child nothing is observed, and a lock held by another thread of the parent would never be released."""
+    """In a forked child nothing is observed, and a lock held by another thread of the
+    parent would never be released.
+    """
     global observer, _lock
     observer = None
     _lock = threading.Lock()

@@ -41,7 +41,8 @@ def initialised() -> bool:
 def job_name(given: str | None = None) -> str:
     """A name that all ranks of the job on a host find by themselves: given, the scheduler's, else by the master's port.
 
-    Only letters, digits, `.`, `_` and `-`, because it is part of a file name. Raises ValueError for a given name with others.
+    Only letters, digits, `.`, `_` and `-`, because it is part of a file name. Raises ValueError for a given name with
+    others.
     """
     if given is not None:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,47}", given):

@@ -63,7 +63,9 @@ class Monitoring:
         return self._observer.snapshot({sink.name: sink.dropped for sink in self._sinks if sink.dropped})
 
     def close(self) -> None:
-        """Stop counting, hand a last snapshot to the sinks and wait up to 5 s for them; again is a no-op. Raises nothing."""
+        """Stop counting, hand a last snapshot to the sinks and wait up to 5 s for them;
+        again is a no-op. Raises nothing.
+        """
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
@@ -138,12 +140,13 @@ def setup_nccl_monitoring(
 ) -> Monitoring:
     """Count every guarded operation of this process from now on, and hand records to the sinks.
 
-    `sinks`: "log", "jsonl:PATH", "prometheus" or "prometheus:PORT", "wandb", "tensorboard:FOLDER" (`{rank}` in a path stands for the
-    rank), an object with `write(record)` and `close()`, or any function of a record; none means "log". Each has a thread of its own;
-    one that fails or is slow is logged once and never holds the job up. `interval`: seconds or timedelta between two snapshots; failures
-    are handed over at once. `job`: the name that `ncclguard top` and `ncclguard set` find it by; `serve=False` keeps them out.
-    May be called on some ranks only; again replaces what was set up before. Raises TypeError or ValueError for a wrong call; a sink
-    whose package is missing is logged and left out.
+    `sinks`: "log", "jsonl:PATH", "prometheus" or "prometheus:PORT", "wandb", "tensorboard:FOLDER" (`{rank}` in a path
+    stands for the rank), an object with `write(record)` and `close()`, or any function of a record; none means "log".
+    Each has a thread of its own; one that fails or is slow is logged once and never holds the job up. `interval`:
+    seconds or timedelta between two snapshots; failures are handed over at once. `job`: the name that `ncclguard top`
+    and `ncclguard set` find it by; `serve=False` keeps them out. May be called on some ranks only; again replaces what
+    was set up before. Raises TypeError or ValueError for a wrong call; a sink whose package is missing is logged and
+    left out.
 
     >>> import ncclguard as ng
     >>> monitoring = ng.setup_nccl_monitoring("log", interval=60, serve=False)

@@ -65,8 +65,8 @@ class OpenOperation:
 class StragglerRow:
     """How one rank arrived at the last operations of its group, from every rank's own waiting time.
 
-    `last`: how often it came last; `behind`, `behind_longest`: mean and longest time after the first rank; `held_up`: seconds in all
-    for which only this rank was missing; `waited`: its own mean wait.
+    `last`: how often it came last; `behind`, `behind_longest`: mean and longest time after the first rank; `held_up`:
+    seconds in all for which only this rank was missing; `waited`: its own mean wait.
     """
 
     rank: int
@@ -117,9 +117,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot(Record):
-    """Everything since the start, written every interval; `uptime` in seconds, `settings` those that were changed by group.
+    """Everything since the start, written every interval; `uptime` in seconds,
+    `settings` those that were changed by group.
 
-    `hang`: a call has been open for longer than `warn_after`. `dropped`: records that a sink was too slow for, by its name.
+    `hang`: a call has been open for longer than `warn_after`. `dropped`: records that a sink was too slow for, by its
+    name.
     """
 
     kind: ClassVar[str] = "snapshot"

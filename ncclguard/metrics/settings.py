@@ -9,9 +9,10 @@ from ncclguard.config import GuardConfig
 
 #: The settings that can change in a running job, in the order of the exchange. All hold from the next call on.
 #:
-#: Each decides when or how an operation ends, never what its end means: what a failure leaves behind (`atomic`), whether a result may
-#: be without a rank (`on_lost`), and what raises (`on_failure`) are relied on by the program. A setting is in only if ranks that all
-#: change it after the same operation decide alike afterwards. An exchange has two numbers for each, see `statistics.LAYOUT`.
+#: Each decides when or how an operation ends, never what its end means: what a failure leaves behind (`atomic`),
+#: whether a result may be without a rank (`on_lost`), and what raises (`on_failure`) are relied on by the program. A
+#: setting is in only if ranks that all change it after the same operation decide alike afterwards. An exchange has two
+#: numbers for each, see `statistics.LAYOUT`.
 SETTINGS = (
     "timeout", "timeout_train", "timeout_eval", "timeout_small", "chunk_numel", "max_attempts", "stuck_timeout", "warn_after",
 )  # fmt: skip
@@ -25,8 +26,8 @@ LIMITS = tuple(name for name in SETTINGS if name not in COUNTS)
 class Settings:
     """What is in force in one group instead of the configuration, equal on all its ranks; None means not set.
 
-    `proposal`: number of the newest proposal adopted. `rate` (bytes/s) and `direction` (1 longer, -1 shorter, 0 settled) are the memory of
-    the search for the best length of a piece, see `ncclguard.metrics.adjust`.
+    `proposal`: number of the newest proposal adopted. `rate` (bytes/s) and `direction` (1 longer, -1 shorter, 0
+    settled) are the memory of the search for the best length of a piece, see `ncclguard.metrics.adjust`.
     """
 
     values: tuple[tuple[str, float | None], ...] = ()
@@ -60,7 +61,9 @@ class AdjustedConfig:
         self._made: tuple[GuardConfig, GuardConfig] | None = None
 
     def over(self, config: GuardConfig) -> GuardConfig:
-        """`config` with the changes; made once as long as it is the same. Not validated again: all ranks must take it."""
+        """`config` with the changes; made once as long as it is the same. Not validated
+        again: all ranks must take it.
+        """
         made = self._made
         if made is None or made[0] is not config:
             made = self._made = (config, config.model_copy(update=self._changes))

@@ -14,8 +14,9 @@ from ncclguard.metrics.settings import SETTINGS, UNCHANGED, Settings
 MAX_WAITS = 32
 #: Phases in the order of the numbers by phase; "none" is a call outside `with phase(...)`.
 PHASES = ("none", "train", "eval", "small")
-#: Raised with every change of the layout; ranks with another one refuse to build a group together. With `MAX_WAITS` waits it has 472
-#: bytes, and must not exceed the 496 that a vote carries in groups of up to 64 ranks: else each exchange there is a collective.
+#: Raised with every change of the layout; ranks with another one refuse to build a group together. With `MAX_WAITS`
+#: waits it has 472 bytes, and must not exceed the 496 that a vote carries in groups of up to 64 ranks: else each
+#: exchange there is a collective.
 LAYOUT = 2
 HOST_BYTES = 32
 #: Numbers before the waits, and where the first of each kind is.
@@ -37,12 +38,13 @@ UNSET = -1.0  # a setting that is not set; NaN: nothing is said about it
 
 @dataclass(frozen=True, slots=True)
 class RankStatistics:
-    """One rank's numbers since the last exchange. Times in seconds; `waits` oldest first, negative where nothing was measured.
+    """One rank's numbers since the last exchange. Times in seconds; `waits` oldest
+    first, negative where nothing was measured.
 
-    `limits`: this rank's budgets by phase, None where they go by size. `longest`: the longest success by phase. `expired`: failures by
-    phase in which a deadline passed and everybody was alive. `moved_bytes`, `moved_seconds`: large operations without their waiting.
-    `piece`: elements of the longest piece moved, 0 for none. `proposal` is the newest that this rank knows, 0 for none, and
-    `proposed` its settings; `settings` are those in force here.
+    `limits`: this rank's budgets by phase, None where they go by size. `longest`: the longest success by phase.
+    `expired`: failures by phase in which a deadline passed and everybody was alive. `moved_bytes`, `moved_seconds`:
+    large operations without their waiting. `piece`: elements of the longest piece moved, 0 for none. `proposal` is the
+    newest that this rank knows, 0 for none, and `proposed` its settings; `settings` are those in force here.
     """
 
     pid: int

@@ -1,7 +1,7 @@
 """Who comes last, and by how much, from each rank's own waiting times: clocks of two hosts are never compared.
 
-All ranks leave an opening round together (to within the time of a message), so whoever waited least in it came last, and the difference
-of two waits is the difference of two arrivals.
+All ranks leave an opening round together (to within the time of a message), so whoever waited least in it came last,
+and the difference of two waits is the difference of two arrivals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The door for frameworks: a process group over the engine, its backend name, and the redirection of other groups to it."""
+"""The door for frameworks: a process group over the engine, its backend name, and
+the redirection of other groups to it.
+"""
 
 from __future__ import annotations
 

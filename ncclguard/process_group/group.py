@@ -32,12 +32,13 @@ Tensors = Sequence[torch.Tensor]
 
 
 class GuardedProcessGroup(dist.ProcessGroup):
-    """A `torch.distributed.ProcessGroup` over the engine: every collective is bounded, and names who held it up when it fails.
+    """A `torch.distributed.ProcessGroup` over the engine: every collective is bounded,
+    and names who held it up when it fails.
 
-    Made by `init_process_group("ncclguard")` or `new_group(backend="ncclguard")`; carries CPU tensors over gloo and CUDA tensors
-    over NCCL. `timeout`: seconds of one collective; an enclosing `phase` goes before it. Blocking calls raise the typed errors
-    of `ncclguard.errors`; asynchronous ones run in issue order in a thread of the group and raise at their `wait`. After a
-    failure the next collective works again on the same object, unless a rank is gone.
+    Made by `init_process_group("ncclguard")` or `new_group(backend="ncclguard")`; carries CPU tensors over gloo and
+    CUDA tensors over NCCL. `timeout`: seconds of one collective; an enclosing `phase` goes before it. Blocking calls
+    raise the typed errors of `ncclguard.errors`; asynchronous ones run in issue order in a thread of the group and
+    raise at their `wait`. After a failure the next collective works again on the same object, unless a rank is gone.
 
     >>> import ncclguard
     >>> torch.distributed.is_backend_available("ncclguard")
@@ -288,7 +289,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
             name, ranks = f":door:{source}>{target}", tuple(sorted((source, target)))
 
         def run(work: Execution, like: torch.Tensor | None, text: str, key: tuple[object, ...]) -> None:
-            device = "cpu" if like is None else like.device.type
+            device = torch.device("cpu") if like is None else like.device
             lane.running(runtime.current().guard(self._identity, device, name, ranks))
             try:
                 call.run(work, like, text, key, lane=name, ranks=ranks).raise_if_failed()
@@ -344,7 +345,9 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._observers.append(observer)
 
     def finish(self, raised: str = "") -> None:
-        """Return when nothing is pending; what `raised` tells drops what has not started and fails what runs, for all ranks."""
+        """Return when nothing is pending; what `raised` tells drops what has not started
+        and fails what runs, for all ranks.
+        """
         for lane in self.lanes():
             if raised:
                 lane.drop(raised)

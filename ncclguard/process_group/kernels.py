@@ -1,4 +1,6 @@
-"""Collectives that C++ code calls: they arrive at torch's operators, which hand them to the guarded group where there is one."""
+"""Collectives that C++ code calls: they arrive at torch's operators, which hand
+them to the guarded group where there is one.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ Route = Callable[[dist.ProcessGroup], Any]
 
 
 class Kernels:
-    """One kernel for each operator. `route(group)`: the guarded group for it, or None: then it goes on to the group's own backend.
+    """One kernel for each operator. `route(group)`: the guarded group for it, or None:
+    then it goes on to the group's own backend.
 
-    Two operators, the coalesced forms into one tensor, are left alone: their backend's side cannot be reached from Python.
+    Two operators, the coalesced forms into one tensor, are left alone: their backend's side cannot be reached from
+    Python.
     """
 
     def __init__(self, route: Route) -> None:
@@ -180,7 +184,9 @@ WITHOUT_TRAMPOLINE = (
 
 
 def serve_cpp_callers() -> None:
-    """Have C++ callers reach guarded groups also with the collectives that torch's trampolines lack, until the job is left."""
+    """Have C++ callers reach guarded groups also with the collectives that torch's
+    trampolines lack, until the job is left.
+    """
     _for_guarded.install(*WITHOUT_TRAMPOLINE)
 
 

@@ -1,7 +1,8 @@
 """Runs the collectives of one group in the order in which they were issued.
 
-A blocking call runs in the caller's own thread, where signals arrive and its stack shows what it does, unless something is
-pending; then, and when it is asynchronous, a thread of the lane runs it. The thread is started with the first such call.
+A blocking call runs in the caller's own thread, where signals arrive and its stack shows what it does, unless something
+is pending; then, and when it is asynchronous, a thread of the lane runs it. The thread is started with the first such
+call.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from ncclguard.errors import CollectiveFailed, GuardError
 from ncclguard.guard import Guard
 from ncclguard.outcome import Outcome
 from ncclguard.process_group.work import GuardedWork
+from ncclguard.streams import drained
 
 log = logging.getLogger("ncclguard")
 
 #: Seconds that leaving the job waits for the threads of all lanes; what they run has been ended before.
 JOIN_WITHIN = 3.0
+#: Seconds that the last copies of a result may take on the GPU.
+COPIED_WITHIN = 5.0
 #: Seconds between two looks at what is to be called off.
 CALL_OFF_EVERY = 0.05
 
@@ -42,6 +46,13 @@ class Task:
     work: GuardedWork
     stream: torch.cuda.Stream | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
+
+    def run(self) -> None:
+        self.perform()
+        if (
+            self.stream is not None
+        ):  # where it may have queued more copies of its result, which callbacks must find done
+            drained(self.stream.device, time.monotonic() + COPIED_WITHIN)
 
 
 class Lane:
@@ -62,7 +73,9 @@ class Lane:
     # ------------------------------------------------------------------ issuing
 
     def issue(self, task: Task, blocking: bool) -> GuardedWork:
-        """Have `task` run after all that were issued before; a blocking one has ended on return, or raises its error."""
+        """Have `task` run after all that were issued before; a blocking one has ended on
+        return, or raises its error.
+        """
         if threading.current_thread() is self._thread:  # a callback of a future: nobody else would run it
             self._drain()
             self._perform(task)
@@ -81,7 +94,7 @@ class Lane:
                 self._state.notify_all()
         if inline:
             try:
-                task.perform()
+                task.run()
             except BaseException as error:
                 self._record(error)
                 task.work.end(error)
@@ -142,7 +155,7 @@ class Lane:
         error: BaseException | None = None
         try:
             with self._turn, _on(task.stream):
-                task.context.run(task.perform)
+                task.context.run(task.run)
         except BaseException as raised:  # noqa: BLE001 - handed to whoever waits for it
             error = raised
             self._record(raised)
@@ -156,7 +169,9 @@ class Lane:
     # ------------------------------------------------------------------ ending
 
     def drain(self, why: str = "") -> None:
-        """Wait until nothing is pending in the thread; what is ends by its own deadline, or is called off as `why` says."""
+        """Wait until nothing is pending in the thread; what is ends by its own deadline, or
+        is called off as `why` says.
+        """
         while True:
             with self._state:
                 if self._state.wait_for(lambda: self._unfinished == 0, timeout=CALL_OFF_EVERY):
@@ -206,7 +221,9 @@ _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """After leaving the job, when the engine has ended what was running: no thread may come back into a dying interpreter."""
+    """After leaving the job, when the engine has ended what was running: no thread may
+    come back into a dying interpreter.
+    """
     end = time.monotonic() + JOIN_WITHIN
     lanes = list(_lanes)
     for lane in lanes:

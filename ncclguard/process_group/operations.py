@@ -1,8 +1,8 @@
 """How each collective of torch is carried out by the engine: what is checked before, what runs, what the caller gets.
 
-Every function checks the arguments in the caller's thread, raising TypeError or ValueError, and returns what the lane then runs; that
-raises the typed error of a failed outcome. Tensors are written through `.data`, so that autograd does not count a collective as
-a change, as it does not with torch's own backends.
+Every function checks the arguments in the caller's thread, raising TypeError or ValueError, and returns what the lane
+then runs; that raises the typed error of a failed outcome. Tensors are written through `.data`, so that autograd does
+not count a collective as a change, as it does not with torch's own backends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Run = Callable[[Execution, "torch.Tensor | None", str, tuple[object, ...]], None
 
 
 class Operation:
-    """One collective on one group: the checked call, and the way to the engine. `index`: this rank's place in the group."""
+    """One collective on one group: the checked call, and the way to the engine.
+    `index`: this rank's place in the group.
+    """
 
     def __init__(self, call: Call, index: int, run: Run) -> None:
         self.call = call
@@ -38,7 +40,7 @@ class Operation:
     def all_reduce(self, tensor: torch.Tensor, op: object) -> Perform:
         if tensor.is_sparse:
             return self._sparse(tensor, op)
-        check_tensor(tensor, "tensor")
+        check_tensor(tensor, "tensor", written=True)
         kind = self._reduction("all_reduce", tensor, op)
         closing = nbytes_of(tensor) > self.call.config.closing_nbytes
         pieces = self.call.plan(tensor.numel(), None, tensor.element_size())
@@ -63,7 +65,7 @@ class Operation:
     def all_reduce_many(self, tensors: Sequence[torch.Tensor], op: object) -> Perform:
         """As one tensor for each dtype; the callers' are written when all of them have succeeded."""
         for tensor in tensors:
-            check_tensor(tensor, "tensor")
+            check_tensor(tensor, "tensor", written=True)
         kinds = [self._reduction("all_reduce", tensor, op) for tensor in tensors]
 
         def perform() -> None:
@@ -78,7 +80,7 @@ class Operation:
         return self._unless_alone(perform)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: object) -> Perform:
-        check_tensor(tensor, "tensor")
+        check_tensor(tensor, "tensor", written=True)
         kind = self._reduction("all_reduce", tensor, op)
         self._check_root(root)
         text = f"{describe(tensor)}, {kind}, dst={self.call.ranks[root]}"
@@ -87,7 +89,7 @@ class Operation:
         )
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: object) -> Perform:
-        check_tensor(output, "output")
+        check_tensor(output, "output", written=True)
         self._check_length(inputs, "inputs")
         kind = self._reduction("reduce_scatter", output, op)
         shapes = tuple(tuple(tensor.shape) for tensor in inputs)
@@ -143,7 +145,7 @@ class Operation:
     # ------------------------------------------------------------------ moving data
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Perform:
-        check_tensor(tensor, "tensor")
+        check_tensor(tensor, "tensor", written=True)
         self.call.check("broadcast", tensor)
         self._check_root(root)
         source = self.call.ranks[root]
@@ -160,6 +162,8 @@ class Operation:
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Perform:
         check_tensor(tensor, "tensor")
         self._check_length(outputs, "outputs")
+        for output in outputs:
+            check_tensor(output, "output", written=True)
         self.call.check("all_gather", tensor)
         sizes = tuple(output.numel() for output in outputs)
         if sizes[self.index] != tensor.numel() or any(output.dtype != tensor.dtype for output in outputs):
@@ -217,6 +221,8 @@ class Operation:
         self._check_root(root)
         if self.index == root:
             self._check_length(outputs, "outputs")
+            for output in outputs:
+                check_tensor(output, "output", written=True)
             if any(output.numel() != tensor.numel() or output.dtype != tensor.dtype for output in outputs):
                 raise ValueError(f"every output must be like the input, which is {describe(tensor)}")
         if self.size == 1:
@@ -226,7 +232,7 @@ class Operation:
         return lambda: self.run(Gather(tensor, own, root), tensor.detach().reshape(-1), text, (root,))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Perform:
-        check_tensor(output, "output")
+        check_tensor(output, "output", written=True)
         self.call.check("broadcast", output)
         self._check_root(root)
         if self.index == root:
@@ -240,10 +246,14 @@ class Operation:
         return lambda: self.run(Scatter(output, own, root), output.detach().reshape(-1), text, (root,))
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Perform:
-        """`outputs[i]` is what the i-th rank has for this one; sizes may differ and are compared first, because others end a process."""
+        """`outputs[i]` is what the i-th rank has for this one; sizes may differ and are
+        compared first, because others end a process.
+        """
         self._check_length(outputs, "outputs")
         self._check_length(inputs, "inputs")
         first = inputs[0]
+        for output in outputs:
+            check_tensor(output, "output", written=True)
         for tensor in (*outputs, *inputs):
             check_tensor(tensor, "tensor")
             if tensor.dtype != first.dtype or tensor.device != first.device:
@@ -264,7 +274,9 @@ class Operation:
         return perform
 
     def _sizes(self, sent: list[int], expected: list[int]) -> list[tuple[list[int], list[int]]]:
-        """What every rank sends and expects. All ranks find the same, so where it does not agree all of them raise ValueError."""
+        """What every rank sends and expects. All ranks find the same, so where it does not
+        agree all of them raise ValueError.
+        """
         own = torch.tensor([sent, expected], dtype=torch.int64)
         tables = [torch.empty_like(own) for _ in range(self.size)]
         self.run(AllGather(tables, own, self.call.ranks, plan(own.numel()), closing=False), own, "sizes", ("sizes",))

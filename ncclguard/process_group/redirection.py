@@ -1,9 +1,9 @@
 """Run all collectives of other process groups on guarded groups with the same ranks, for a while.
 
-A group that had to be stopped cannot be used again. Where the collectives of a part of the program may fail, such as those of an
-evaluation, they are therefore kept away from the groups that training needs: in the scope every call on one of these arrives at
-a guarded group instead, whoever makes it. Python callers are met at the methods of `ProcessGroup`, C++ callers at the operators
-that these dispatch to (see `kernels`). Outside of all scopes both are torch's own again.
+A group that had to be stopped cannot be used again. Where the collectives of a part of the program may fail, such as
+those of an evaluation, they are therefore kept away from the groups that training needs: in the scope every call on one
+of these arrives at a guarded group instead, whoever makes it. Python callers are met at the methods of `ProcessGroup`,
+C++ callers at the operators that these dispatch to (see `kernels`). Outside of all scopes both are torch's own again.
 """
 
 from __future__ import annotations
@@ -46,18 +46,20 @@ _originals: dict[str, Any] = {}
 
 
 class redirected:
-    """Inside, every collective on `groups` runs on guarded groups with the same ranks; afterwards on the groups themselves again.
+    """Inside, every collective on `groups` runs on guarded groups with the same ranks;
+    afterwards on the groups themselves again.
 
-    `groups`: all that this process is a member of by default. `timeout`: seconds or timedelta of one collective; by default the
-    limit of the enclosing `phase`, else 30 minutes. All ranks of a group enter and leave at the same place in their sequence of
-    collectives; entering and leaving do not communicate. Scopes nest, and hold for all threads of the process.
+    `groups`: all that this process is a member of by default. `timeout`: seconds or timedelta of one collective; by
+    default the limit of the enclosing `phase`, else 30 minutes. All ranks of a group enter and leave at the same place
+    in their sequence of collectives; entering and leaving do not communicate. Scopes nest, and hold for all threads of
+    the process.
 
-    Leaving waits for what was issued and not waited for. An exception drops what has not started and fails what runs, for all
-    ranks: nothing is in flight afterwards, but ranks that wait for a collective which this one never reached learn of it only at
-    their deadline, or from an enclosing section.
+    Leaving waits for what was issued and not waited for. An exception drops what has not started and fails what runs,
+    for all ranks: nothing is in flight afterwards, but ranks that wait for a collective which this one never reached
+    learn of it only at their deadline, or from an enclosing section.
 
-    `failures`: the failed outcomes of the collectives in the scope, in their order. Raises ValueError for a group that was
-    destroyed or a `timeout` that cannot be, TypeError for what is no group.
+    `failures`: the failed outcomes of the collectives in the scope, in their order. Raises ValueError for a group that
+    was destroyed or a `timeout` that cannot be, TypeError for what is no group.
 
     >>> from ncclguard.process_group import redirected
     >>> with redirected(timeout=600) as scope:
@@ -112,7 +114,9 @@ class redirected:
 
 
 class _Detour(NamedTuple):
-    """One group of one scope: where its collectives go, and where they went before if it was not to the group itself."""
+    """One group of one scope: where its collectives go, and where they went before if
+    it was not to the group itself.
+    """
 
     group: dist.ProcessGroup
     target: GuardedProcessGroup
@@ -183,4 +187,14 @@ def _forget() -> None:
         _update()
 
 
+def _before_destroy(group: dist.ProcessGroup) -> None:
+    """Shut down what torch 2.6 does not, a group that is written in Python, and the stand-in of any other."""
+    with _lock:
+        stand_in = _stand_ins.pop(group, None)
+    for gone in (group, stand_in):
+        if isinstance(gone, GuardedProcessGroup):
+            gone.shutdown()
+
+
 runtime.on_end(_forget)
+_torch.on_destroy_group(_before_destroy)

@@ -1,7 +1,8 @@
-"""Collectives that the engine's communicator has no call of its own for: the backend's, on memory that the caller never sees.
+"""Collectives that the engine's communicator has no call of its own for: the
+backend's, on memory that the caller never sees.
 
-What is sent is only read, what arrives goes to staging memory and reaches the caller after the verdict: there is nothing to
-restore. Every one has a closing round, because no rank could donate what another one misses.
+What is sent is only read, what arrives goes to staging memory and reaches the caller after the verdict: there is
+nothing to restore. Every one has a closing round, because no rank could donate what another one misses.
 """
 
 from __future__ import annotations
@@ -68,6 +69,12 @@ class Staged(Execution):
     def restore(self, from_piece: int) -> None:
         self.submitted = 0
 
+    def _replace(self, from_piece: int) -> None:
+        old = self._arena
+        self.reserve(True, 0)
+        if old is not None:
+            old.release(reusable=False)
+
     def result(self) -> list[torch.Tensor]:
         return []
 
@@ -122,7 +129,9 @@ class Scatter(Staged):
 
 
 class AllToAll(Staged):
-    """`inputs[i]` to the i-th rank of the group, `outputs[i]` from it; what is sent and what is expected must be known to agree."""
+    """`inputs[i]` to the i-th rank of the group, `outputs[i]` from it; what is sent and
+    what is expected must be known to agree.
+    """
 
     def __init__(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], nothing: bool) -> None:
         self._sent_sizes = [tensor.numel() * tensor.element_size() for tensor in inputs]
@@ -152,15 +161,14 @@ class Reduce(Staged):
         nbytes = tensor.numel() * tensor.element_size()
         super().__init__(tensor.device, [nbytes], nothing=nbytes == 0)
         self._tensor = tensor
-        self._average = op == ReduceOp.AVG
-        self._op = ReduceOp.SUM if self._average else op
+        self._reduction = dtypes.reduction(op, tensor.device.type)
         self._root = root
         self._index = index
 
     def start(self, communicator: Communicator) -> Pending:
         options = dist.ReduceOptions()
         support = dtypes.NCCL if self._tensor.is_cuda else dtypes.GLOO
-        options.reduceOp = support.wire_op(self._op, self._tensor.dtype)  # type: ignore[assignment]
+        options.reduceOp = support.wire_op(self._reduction.wire, self._tensor.dtype)  # type: ignore[assignment]
         options.rootRank = self._root
         staging = self.parts[0].view(self._tensor.dtype)
         staging.copy_(self._tensor.detach().reshape(-1))
@@ -170,9 +178,7 @@ class Reduce(Staged):
     def finish(self, participants: Sequence[int]) -> None:
         if self._index != self._root:
             return
-        if self._average:
-            result = self.parts[0].view(self._tensor.dtype)
-            (torch.view_as_real(result) if result.is_complex() else result).div_(len(participants))
+        self._reduction.finish(self.parts[0].view(self._tensor.dtype), len(participants))
         overwrite(self._tensor, self.parts[0])
 
 

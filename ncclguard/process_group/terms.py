@@ -12,7 +12,9 @@ from torch.distributed import ReduceOp
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`root` counts within the group; `timeout` in seconds, None for the group's; `blocking`: ended when the method returns."""
+    """`root` counts within the group; `timeout` in seconds, None for the group's;
+    `blocking`: ended when the method returns.
+    """
 
     op: Any = ReduceOp.SUM
     root: int = 0

@@ -16,8 +16,8 @@ from ncclguard.deadlines import engine_section
 class GuardedWork(dist.Work):
     """A collective that was started; its deadline is the operation's own, so that every wait ends.
 
-    `results`: the tensors that the future holds. Python callers get the typed error of `ncclguard.errors` from `wait`; C++ callers
-    and futures, which know no Python types, a RuntimeError with the same text.
+    `results`: the tensors that the future holds. Python callers get the typed error of `ncclguard.errors` from `wait`;
+    C++ callers and futures, which know no Python types, a RuntimeError with the same text.
     """
 
     def __init__(self, text: str, results: Any, device: torch.device | None) -> None:

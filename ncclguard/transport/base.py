@@ -1,8 +1,8 @@
 """What the engine needs of a communicator: start an operation, wait for it in slices, stop it from any thread.
 
-A communicator is one generation of one group. It is never repaired: after an error, or after `Communicator.stop`, the next
-generation is built beside it on a fresh prefix of the store. It belongs to the guard alone, so stopping it touches none of
-the caller's process groups.
+A communicator is one generation of one group. It is never repaired: after an error, or after `Communicator.stop`, the
+next generation is built beside it on a fresh prefix of the store. It belongs to the guard alone, so stopping it touches
+none of the caller's process groups.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Kind = Literal["all_reduce", "reduce_scatter", "broadcast", "all_gather"]
 class TransportError(Exception):
     """The communicator broke, was stopped, or could not be built.
 
-    ``detail`` is the text of the backend. ``address`` is the (host, port) at the other end of the connection that broke and ``peer``
-    the global rank it belongs to, each where the backend names it and None where it does not. The rank at the other end of
-    a broken connection is often itself a victim: this is evidence, not a verdict.
+    ``detail`` is the text of the backend. ``address`` is the (host, port) at the other end of the connection that broke
+    and ``peer`` the global rank it belongs to, each where the backend names it and None where it does not. The rank at
+    the other end of a broken connection is often itself a victim: this is evidence, not a verdict.
     """
 
     def __init__(self, detail: str, address: tuple[str, int] | None = None, peer: int | None = None) -> None:
@@ -44,7 +44,8 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` (0 looks once): True when complete, False when not yet; may be called again either way.
+        """Wait up to ``seconds`` (0 looks once): True when complete, False when not yet;
+        may be called again either way.
 
         Signal handlers run only between two calls, so callers wait in slices of at most 100 ms. Raises TransportError
         when the communicator broke or was stopped before the operation was complete.
@@ -62,32 +63,44 @@ class Agreement(Pending):
         """Whether every rank gave the same value. Raises RuntimeError before `wait` returned True."""
 
     @abstractmethod
-    def rows(self, dtype: torch.dtype, numel: int) -> Sequence[torch.Tensor]:
-        """The payload of every rank, in the order of the group; to be read after `wait` returned True and before the next vote."""
+    def rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The payload of every rank, ``[size, numel]`` in the order of the group.
+
+        To be asked for after `wait` returned True and before the next vote; overwritten by the next `rows` or
+        `reduced`.
+        """
+
+    @abstractmethod
+    def reduced(self, dtype: torch.dtype, numel: int, op: ReduceOp.RedOpType) -> torch.Tensor:
+        """The payloads of all ranks combined, ``[numel]``, with the same bits on every rank; to be read as `rows`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How a backend carries out a reduce op: send with ``wire``, then divide the finished result once by ``divisor``."""
+    """How a reduce op is carried out: sent as ``wire``, and where it is an ``average``,
+    divided once by the participants.
+    """
 
     wire: ReduceOp.RedOpType
-    divisor: int | None = None
+    average: bool = False
 
-    def finish(self, result: torch.Tensor) -> None:
-        """Turn the reduced tensor into the result, in place: to be called once per tensor, after all of its pieces."""
-        if self.divisor is not None:
+    def finish(self, result: torch.Tensor, participants: int) -> None:
+        """Turn what ``participants`` ranks have reduced into the result, in place: once per
+        tensor, after all of its pieces.
+        """
+        if self.average:
             # By parts, because torch divides complex32 in no other way.
-            (torch.view_as_real(result) if result.is_complex() else result).div_(self.divisor)
+            (torch.view_as_real(result) if result.is_complex() else result).div_(participants)
 
 
 class Communicator(ABC):
     """One generation of one group's own connections.
 
-    Tensors must be contiguous and on ``device_type``. Operations are started in the same order on all ranks; any thread may
-    call `stop`, `quiet` and `close` at any time, also from a signal handler.
+    Tensors must be contiguous and on ``device_type``. Operations are started in the same order on all ranks; any thread
+    may call `stop`, `quiet` and `close` at any time, also from a signal handler.
 
-    ``ranks``: global ranks in the order of the group. ``index``: position of this process in it. ``max_in_flight``: more operations at
-    a time than this bring nothing. ``payload_nbytes``: what each rank may send along with a vote, the same on all ranks.
+    ``ranks``: global ranks in the order of the group. ``index``: position of this process in it. ``payload_nbytes``:
+    what each rank may send along with a vote, the same on all ranks.
     """
 
     ranks: tuple[int, ...]
@@ -95,20 +108,21 @@ class Communicator(ABC):
     size: int
     generation: int
     device_type: str
-    max_in_flight: int
     payload_nbytes: int
 
     @property
     @abstractmethod
     def host(self) -> Communicator:
-        """The communicator of the same ranks for CPU tensors; this one, if that is what it carries. Stopped and closed with it."""
+        """The communicator of the same ranks for CPU tensors; this one, if that is what it
+        carries. Stopped and closed with it.
+        """
 
     @abstractmethod
     def agree(self, value: int, payload: torch.Tensor | None = None) -> Agreement:
         """Start a vote on ``value`` (0 <= value < 2**63): agreed when all ranks give the same.
 
-        The memory of ``payload``, contiguous on the CPU and of up to `payload_nbytes`, reaches all ranks with it. One vote at a
-        time; the one before must be complete.
+        The memory of ``payload``, contiguous on the CPU and of up to `payload_nbytes`, reaches all ranks with it. One
+        vote at a time; the one before must be complete.
         """
 
     @abstractmethod
@@ -127,7 +141,8 @@ class Communicator(ABC):
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> Pending:
         """Reduce ``inputs[i]`` of all ranks into ``output`` of the rank at index i. ``inputs`` are left unchanged.
 
-        ``output`` is written by the `Pending.wait` that returns True, and by nothing else.
+        ``output`` is written by the `Pending.wait` that returns True, and by nothing else. Raises MemoryError where the
+        backend needs a copy of ``inputs`` and there is no memory for it.
         """
 
     @abstractmethod
@@ -138,12 +153,10 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def reduction(self, op: ReduceOp.RedOpType) -> Reduction:
-        """How this communicator carries out ``op``, with this generation's number of ranks."""
-
-    @abstractmethod
     def set_backstop(self, seconds: float) -> None:
-        """Limit of the operations started from now on, enforced by the backend itself: a last resort if `stop` fails."""
+        """Limit of the operations started from now on, enforced by the backend itself: a
+        last resort if `stop` fails.
+        """
 
     @abstractmethod
     def stop(self) -> None:
@@ -159,9 +172,14 @@ class Communicator(ABC):
 
 
 class Builder(Protocol):
-    """Builds the communicators of one backend."""
+    """Builds the communicators of one backend, for tensors on ``device``.
 
-    device_type: str
+    ``max_in_flight``: more operations at a time than this bring nothing; the same on all ranks, because what a rank
+    keeps restorable rests on how far ahead of it another may be.
+    """
+
+    device: torch.device
+    max_in_flight: int
 
     def build(
         self,
@@ -175,9 +193,9 @@ class Builder(Protocol):
     ) -> Communicator:
         """Connect to the other ``ranks``, which must do the same within ``seconds``; else raises TransportError.
 
-        ``store`` is a connection of its own, made by `ncclguard._torch_stores.clone_store`: when the time is over it is cut, and is unusable
-        then. ``prefix`` must never have been used before, neither by an attempt that failed: keys of two attempts do not mix.
-        ``backstop`` is the first value of `Communicator.set_backstop`, in seconds.
+        ``store`` is a connection of its own, made by `ncclguard._torch_stores.clone_store`: when the time is over it is
+        cut, and is unusable then. ``prefix`` must never have been used before, neither by an attempt that failed: keys
+        of two attempts do not mix. ``backstop`` is the first value of `Communicator.set_backstop`, in seconds.
         """
 
     def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:

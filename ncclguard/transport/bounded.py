@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from .base import TransportError
 
@@ -17,7 +18,7 @@ _EXIT_GRACE = 2.0  # seconds that interpreter exit waits, in all, for calls that
 _RELEASE_GRACE = 0.25  # seconds for a call to end after it was released
 
 _running: set[_Call[Any]] = set()
-_lock = threading.Lock()
+_lock = threading.RLock()  # reentrant, because a signal handler may stop a communicator
 
 
 class _Call(threading.Thread, Generic[T]):
@@ -54,13 +55,22 @@ class _Call(threading.Thread, Generic[T]):
             self.release()
 
 
+class Background(Protocol):
+    """A call that `in_background` has begun."""
+
+    error: BaseException | None
+
+    def ended(self, seconds: float) -> bool:
+        """Wait up to ``seconds``; whether the call has come back."""
+
+
 def bounded(what: str, call: Callable[[], T], seconds: float, release: Callable[[], object]) -> T:
     """The result of ``call()``, run in a helper thread, within ``seconds`` plus at most a quarter of a second.
 
     When the time is over ``release()`` is called, which should make the call end (shut the socket it waits on); then
-    TransportError is raised, whether it ended or not. A call that did not is left to its thread and its late result dropped. At
-    interpreter exit such calls are released again and waited for, two seconds in all: a thread that comes back from C++ into
-    an interpreter that is being torn down would end the process with SIGABRT.
+    TransportError is raised, whether it ended or not. A call that did not is left to its thread and its late result
+    dropped. At interpreter exit such calls are released again and waited for, two seconds in all: a thread that comes
+    back from C++ into an interpreter that is being torn down would end the process with SIGABRT.
 
     RuntimeError of the call (torch's errors of store and network) is raised as TransportError, anything else as it is.
     """
@@ -92,6 +102,26 @@ def bounded(what: str, call: Callable[[], T], seconds: float, release: Callable[
     return result
 
 
+def in_background(
+    what: str, call: Callable[[], object], release: Callable[[], object] = lambda: None
+) -> Background | None:
+    """Run ``call()`` in a thread that nobody need wait for but interpreter exit, as
+    with `bounded`; None if there are no threads any more.
+
+    What it raises is kept in ``error`` and goes no further.
+    """
+    thread = _Call(what, call, release)
+    with _lock:
+        _running.add(thread)
+    try:
+        thread.start()
+    except RuntimeError:  # the program has ended: Python 3.12 starts no threads any more
+        with _lock:
+            _running.discard(thread)
+        return None
+    return thread
+
+
 def _end_all() -> None:
     end = time.monotonic() + _EXIT_GRACE
     with _lock:
@@ -102,4 +132,12 @@ def _end_all() -> None:
         thread.ended(end - time.monotonic())
 
 
+def _forget_in_child() -> None:
+    """A forked child has none of the threads."""
+    global _lock
+    _lock = threading.RLock()
+    _running.clear()
+
+
 atexit.register(_end_all)
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,24 +1,25 @@
 """Which dtypes and reduce ops the backends carry, and in which form.
 
-gloo: measured with ``torch.distributed`` on 2 ranks, torch 2.6.0 and 2.13.0 (reduce_scatter and AVG over gloo exist only in the later
-one; the guard brings its own in both). "no" is refused before anything is sent.
+gloo: measured with ``torch.distributed`` on 2 ranks, torch 2.6.0 and 2.13.0 (reduce_scatter and AVG over gloo exist
+only in the later one; the guard brings its own in both). "no" is refused before anything is sent.
 
-==============================================  ======================  ===============  ==============  =====================
-dtype on gloo                                   SUM PRODUCT MIN MAX     BAND BOR BXOR    AVG             broadcast, all_gather
-==============================================  ======================  ===============  ==============  =====================
-float16 bfloat16 float32 float64                yes                     no               SUM and divide  yes
-int8 uint8 int32 int64                          yes                     yes              no              yes
-bool                                            SUM any, PRODUCT all    yes              no              yes
-complex32 complex64 complex128                  SUM only, as real       no               SUM and divide  yes
-int16 uint16 uint32 uint64 float8_*             no                      no               no              as bytes (torch: no)
-quantized                                       no                      no               no              no
-==============================================  ======================  ===============  ==============  =====================
+======================================  ======================  ===============  ==============  =====================
+dtype on gloo                           SUM PRODUCT MIN MAX     BAND BOR BXOR    AVG             broadcast, all_gather
+======================================  ======================  ===============  ==============  =====================
+float16 bfloat16 float32 float64        yes                     no               SUM and divide  yes
+int8 uint8 int32 int64                  yes                     yes              no              yes
+bool                                    SUM any, PRODUCT all    yes              no              yes
+complex32 complex64 complex128          SUM only, as real       no               SUM and divide  yes
+int16 uint16 uint32 uint64 float8_*     no                      no               no              as bytes (torch: no)
+quantized                               no                      no               no              no
+======================================  ======================  ===============  ==============  =====================
 
-NCCL (from the sources of ProcessGroupNCCL, not yet run on a GPU): the same without BAND, BOR and BXOR. PREMUL_SUM is refused on both: a
-scaled tensor and SUM do the same.
+NCCL (from the sources of ProcessGroupNCCL, not yet run on a GPU): the same without BAND, BOR and BXOR, and AVG is
+NCCL's own, which divides before it adds: the sum of two float16 of 40,000 is infinite, their average is not. PREMUL_SUM
+is refused on both: a scaled tensor and SUM do the same.
 
-A bool is summed with MAX here: gloo's SUM counts in the byte, so that torch leaves 2 in a bool tensor of two ranks, and with
-256 ranks 0, which is False.
+A bool is summed with MAX here: gloo's SUM counts in the byte, so that torch leaves 2 in a bool tensor of two ranks, and
+with 256 ranks 0, which is False.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ class Support:
     """What one backend can reduce. ``wire_ops``: the reduce ops that it is told to carry out itself."""
 
     backend: str
+    device_type: str
     wire_ops: tuple[ReduceOp.RedOpType, ...]
 
     def check(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:
         """Raise TypeError for a dtype and ValueError for a reduce op that cannot be carried, saying what can.
 
-        ``op`` is looked at for ``all_reduce`` and ``reduce_scatter`` only. Raises TypeError if it is no reduce op at all.
+        ``op`` is looked at for ``all_reduce`` and ``reduce_scatter`` only. Raises TypeError if it is no reduce op at
+        all.
 
         >>> import torch
         >>> from torch.distributed import ReduceOp
@@ -62,8 +65,10 @@ class Support:
             if dtype in _QUANTIZED:
                 raise TypeError(f"{kind} does not take quantized tensors ({dtype}): send int_repr() and the scale")
             return
-        self.reduction(op, 1)
+        wire = reduction(op, self.device_type).wire
         name = _torch.reduce_op_name(op)
+        if wire not in self.wire_ops:
+            raise ValueError(f"{self.backend} does not have {name}: move the tensor to the CPU for it, where gloo does")
         if dtype not in _NATIVE and dtype not in _COMPLEX:
             raise TypeError(
                 f"{self.backend} cannot reduce {dtype}: convert it, for example to torch.int32 or torch.float32"
@@ -79,42 +84,46 @@ class Support:
                 f"AVG of {dtype} is not a whole number: use SUM and divide, or convert to torch.float32 first"
             )
 
-    def reduction(self, op: object, participants: int) -> Reduction:
-        """How ``op`` is carried out among ``participants`` ranks: AVG as SUM, divided once at the end; the others as they are.
-
-        Raises ValueError for an op that the backend does not have, TypeError if it is no reduce op.
-        """
-        name = _torch.reduce_op_name(op)
-        if name == "AVG":
-            return Reduction(ReduceOp.SUM, participants)
-        if name == "PREMUL_SUM":
-            raise ValueError("PREMUL_SUM is not supported by the guard: scale the tensor and use SUM")
-        wire = cast("ReduceOp.RedOpType", getattr(ReduceOp, name))
-        if wire not in self.wire_ops:
-            raise ValueError(f"{self.backend} does not have {name}: move the tensor to the CPU for it, where gloo does")
-        return Reduction(wire)
-
     def wire_op(self, op: ReduceOp.RedOpType, dtype: torch.dtype) -> ReduceOp.RedOpType:
-        """What the backend is told to do for ``op``, one of ``wire_ops``, on this dtype. Raises ValueError for any other op."""
+        """What the backend is told to do for ``op``, one of ``wire_ops``, on this dtype.
+        Raises ValueError for any other op.
+        """
         if op not in self.wire_ops:
             name = _torch.reduce_op_name(op)
-            raise ValueError(f"{name} is not sent by {self.backend} as it is: use reduction(op).wire")
+            raise ValueError(f"{name} is not sent by {self.backend} as it is: use the wire of reduction()")
         return _OF_BOOL.get(op, op) if dtype is torch.bool else op
 
 
+def reduction(op: object, device_type: str = "cpu") -> Reduction:
+    """How ``op`` is carried out: on the CPU AVG as SUM, divided once at the end; the others as they are.
+
+    Raises ValueError for PREMUL_SUM, which no backend is asked for, TypeError if ``op`` is no reduce op.
+    """
+    name = _torch.reduce_op_name(op)
+    if name == "AVG" and device_type == "cpu":
+        return Reduction(ReduceOp.SUM, average=True)
+    if name == "PREMUL_SUM":
+        raise ValueError("PREMUL_SUM is not supported by the guard: scale the tensor and use SUM")
+    return Reduction(cast("ReduceOp.RedOpType", getattr(ReduceOp, name)))
+
+
 _ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
-GLOO = Support("gloo", (*_ARITHMETIC, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
-NCCL = Support("NCCL", _ARITHMETIC)
+GLOO = Support("gloo", "cpu", (*_ARITHMETIC, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
+NCCL = Support("NCCL", "cuda", (*_ARITHMETIC, ReduceOp.AVG))
 
 
 def reducible_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    """The same memory in the form that is reduced: complex numbers as pairs of real ones. Raises ValueError if not possible."""
+    """The same memory in the form that is reduced: complex numbers as pairs of real
+    ones. Raises ValueError if not possible.
+    """
     _check_memory(tensor, device_type)
     return tensor if tensor.dtype in _NATIVE else torch.view_as_real(tensor)
 
 
 def movable_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    """The same memory in a form that is copied: bytes, for what there is no type of. Raises ValueError if not possible."""
+    """The same memory in a form that is copied: bytes, for what there is no type of.
+    Raises ValueError if not possible.
+    """
     _check_memory(tensor, device_type)
     return tensor if tensor.dtype in _NATIVE else tensor.reshape(-1).view(torch.uint8)
 

@@ -1,17 +1,17 @@
 """A few bytes of every rank to every rank, over TCP streams of the guard's own: votes, and small operations as a whole.
 
-Each rank's slot reaches all ranks in ceil(log2 n) hops (the dissemination all-gather of Bruck et al., IEEE TPDS 8(11), 1997): in hop
-k a rank sends the 2**k slots it has to the rank 2**k before it, and receives as many from the one 2**k behind. The caller's own
-thread does it, in slices that signals interrupt, on sockets that any thread may shut. gloo needs two thread hand-overs for
-each operation and 2(n - 1) messages one after the other in its ring; measured on 2 cores, 2 ranks: 25 us for an exchange, 210 us for
-an all-reduce of one float, 1,100 us for one of 16 (benchmarks/results).
+Each rank's slot reaches all ranks in ceil(log2 n) hops (the dissemination all-gather of Bruck et al., IEEE TPDS 8(11),
+1997): in hop k a rank sends the 2**k slots it has to the rank 2**k before it, and receives as many from the one 2**k
+behind. The caller's own thread does it, in slices that signals interrupt, on sockets that any thread may shut. gloo
+needs two thread hand-overs for each operation and 2(n - 1) messages one after the other in its ring; measured on 2
+cores, 2 ranks: 25 us for an exchange, 210 us for an all-reduce of one float, 1,100 us for one of 16
+(benchmarks/results).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import json
 import math
 import os
@@ -46,7 +46,9 @@ class Stream:
 
 
 def slot_nbytes(size: int) -> int:
-    """Bytes of a slot in a group of ``size`` ranks: 512 up to 64 ranks, less beyond, so that no message exceeds 16 KiB until 2,048."""
+    """Bytes of a slot in a group of ``size`` ranks: 512 up to 64 ranks, less beyond, so
+    that no message exceeds 16 KiB until 2,048.
+    """
     return max(HEADER, min(512, 32768 // size // HEADER * HEADER))
 
 
@@ -79,7 +81,7 @@ class Exchange(Agreement):
         self._sockets = [stream.socket for stream in (*sends, *receives)]
         for each in self._sockets:
             each.setblocking(False)
-        self._rows: dict[tuple[torch.dtype, int], tuple[torch.Tensor, ...]] = {}
+        self._payloads: dict[tuple[torch.dtype, int], _Payloads] = {}
         self._using = threading.Lock()
         self._stopped = False
         self._hop = len(self._hops)  # none is under way
@@ -153,17 +155,20 @@ class Exchange(Agreement):
         votes = self._votes
         return bool((votes == votes[0]).all())
 
-    def rows(self, dtype: torch.dtype, numel: int) -> tuple[torch.Tensor, ...]:
-        """The payload of every rank, in the order of the group: views that the next exchange overwrites."""
-        rows = self._rows.get((dtype, numel))
-        if rows is None:
-            if len(self._rows) >= 64:
-                self._rows.clear()
-            size = len(self._ranks)
-            slots = [(rank - self._index) % size for rank in range(size)]
-            end = HEADER + numel * dtype.itemsize
-            rows = self._rows[dtype, numel] = tuple(self._memory[slot, HEADER:end].view(dtype) for slot in slots)
-        return rows
+    def rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return self._payload(dtype, numel).rows()
+
+    def reduced(self, dtype: torch.dtype, numel: int, op: ReduceOp.RedOpType) -> torch.Tensor:
+        return self._payload(dtype, numel).reduced(op)
+
+    def _payload(self, dtype: torch.dtype, numel: int) -> _Payloads:
+        found = self._payloads.get((dtype, numel))
+        if found is None:
+            if len(self._payloads) >= 64:
+                self._payloads.clear()
+            slots = self._memory[:, HEADER : HEADER + numel * dtype.itemsize].view(dtype)
+            found = self._payloads[dtype, numel] = _Payloads(slots, -self._index % len(self._ranks))
+        return found
 
     def stop(self) -> None:
         """End the exchange under way, and refuse others; from any thread, at once."""
@@ -173,7 +178,9 @@ class Exchange(Agreement):
                 each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the sockets back, once nobody waits on them; `stop` has ended that. In a forked child it leaves the parent's alone."""
+        """Give the sockets back, once nobody waits on them; `stop` has ended that. In a
+        forked child it leaves the parent's alone.
+        """
         if self._using.acquire(timeout=_CLOSE_WAIT):
             try:
                 for each in self._sockets:
@@ -199,9 +206,11 @@ def _await(stream: socket.socket, event: int, until: float) -> bool:
 
 
 def connect(keys: Store, host: str, ranks: Sequence[int], index: int, end: float) -> Exchange:
-    """Connect with the peers of all hops through ``keys``, until ``end`` (time.monotonic()); ``host`` is where this rank listens.
+    """Connect with the peers of all hops through ``keys``, until ``end``
+    (time.monotonic()); ``host`` is where this rank listens.
 
-    Whoever connects shows the token that the listener has published, so that a port scanner is no peer. Raises TransportError.
+    Whoever connects shows the token that the listener has published, so that a port scanner is no peer. Raises
+    TransportError.
     """
     size = len(ranks)
     hops = distances(size)
@@ -289,8 +298,33 @@ COMBINE: dict[ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
 """Reduce op -> the function of two tensors that it repeats."""
 
 
-def reduced(rows: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> torch.Tensor:
-    """Combine the payloads of all ranks in the order of the group, so with the same bits on every rank."""
-    combine = COMBINE[op]
-    result = combine(rows[0], rows[1]) if len(rows) > 1 else rows[0].clone()
-    return functools.reduce(lambda done, row: combine(done, row, out=done), rows[2:], result)
+class _Payloads:
+    """The payloads of one dtype and length: ``slots`` as they lie, that of the first rank of the group at ``first``.
+
+    All views are made once. They are combined by halves, the first half of the ranks each with one of the second:
+    ceil(log2 n) calls of torch instead of n - 1 (measured: 16 instead of 1,300 us for 1,000 ranks, 4 instead of 3 for
+    2). Element by element, and in an order that only n decides, so with the same bits on every rank; a sum over a
+    dimension would depend on each CPU's vectors.
+    """
+
+    __slots__ = ("_folds", "_parts", "_rows")
+
+    def __init__(self, slots: torch.Tensor, first: int) -> None:
+        self._parts = (slots[first:], slots[:first])
+        with torch.inference_mode(False):  # else later calls outside of that mode could not write into it
+            self._rows = rows = torch.empty(slots.shape, dtype=slots.dtype, device="cpu")
+        self._folds: list[tuple[torch.Tensor, torch.Tensor]] = []
+        left = len(rows)
+        while left > 1:
+            half = (left + 1) // 2
+            self._folds.append((rows[: left - half], rows[half:left]))
+            left = half
+
+    def rows(self) -> torch.Tensor:
+        return torch.cat(self._parts, out=self._rows)
+
+    def reduced(self, op: ReduceOp.RedOpType) -> torch.Tensor:
+        combine, rows = COMBINE[op], self.rows()
+        for low, high in self._folds:
+            combine(low, high, out=low)
+        return rows[0]

@@ -1,13 +1,14 @@
 """A gloo communicator for CPU tensors that can be stopped from any thread.
 
-gloo offers no abort (``ProcessGroupGloo.abort`` does nothing), and its timeout counts per step, not per operation. What does end an
-operation at once is a receive that nobody will answer, timed out after a millisecond: gloo then closes every connection of
-the group (gloo/transport/tcp/unbound_buffer.cc, ``waitRecv``). `GlooCommunicator.stop` does that first and shuts the connections down
-after it, so that peers notice although a forked child holds a copy of the descriptors. The order matters: gloo does not
-tell a message that is under way about the end of its connection (gloo/transport/tcp/pair.cc, ``signalException``, leaves out
-the unbound buffers in ``tx_`` and ``rx_``), and then waits for it until its own timeout. Measured, 2 ranks stopping
-in the middle of traffic: shutting down first left an operation waiting in 28 of 320 cases, this order in 1 of 720. Such an
-operation cannot write any more all the same; see `GlooCommunicator.quiet`.
+gloo offers no abort (``ProcessGroupGloo.abort`` does nothing), and its timeout counts per step, not per operation. What
+does end an operation at once is a receive that nobody will answer, timed out after a millisecond: gloo then closes
+every connection of the group (gloo/transport/tcp/unbound_buffer.cc, ``waitRecv``). `GlooCommunicator.stop` does that
+first and shuts the connections down after it, so that peers notice although a forked child holds a copy of the
+descriptors. The order matters: gloo does not tell a message that is under way about the end of its connection
+(gloo/transport/tcp/pair.cc, ``signalException``, leaves out the unbound buffers in ``tx_`` and ``rx_``), and then waits
+for it until its own timeout. Measured, 2 ranks stopping in the middle of traffic: shutting down first left an operation
+waiting in 28 of 320 cases, this order in 1 of 720. Such an operation cannot write any more all the same; see
+`GlooCommunicator.quiet`.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ReduceOp
 
-from .. import _sockets, _threads, _torch, _torch_stores
+from .. import _sockets, _threads, _torch
 from . import dtypes, exchange
-from .base import Agreement, Communicator, Kind, Pending, Reduction, TransportError
-from .bounded import bounded
+from .base import Agreement, Communicator, Pending, TransportError
 from .gloo_pending import Copied, GlooPending
 
 _log = logging.getLogger("ncclguard")
 
 _STOP_WAIT = 0.08  # seconds that stop() itself waits: its contract is 100 ms
 _PARKED_AFTER = 0.1  # seconds: an operation ends at most 15 ms after its connections are closed, if it ends
+_ROUNDS = 0.1  # seconds: ten times what a thread that moves data sleeps at most
 _CLOSE_WAIT = 1.0  # seconds that close() waits, for operations to end and for the group's destructor
 _GLOO_ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:(\d+)")
 
@@ -49,7 +50,6 @@ class GlooCommunicator(Communicator):
     """See `Communicator`. Made by `GlooBuilder.build`."""
 
     device_type = "cpu"
-    max_in_flight = 2  # gloo runs two worker threads: more pieces in flight brought nothing (measured)
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class GlooCommunicator(Communicator):
         connections: Sequence[_sockets.Connection],
         listening: Mapping[_sockets.Address, int],
         workers: frozenset[int],
+        movers: frozenset[int],
         votes: exchange.Exchange,
     ) -> None:
         self.ranks = ranks
@@ -70,6 +71,7 @@ class GlooCommunicator(Communicator):
         self._connections = tuple(connections)
         self._listening = listening  # address that a rank accepts connections at -> global rank
         self._workers = workers
+        self._movers = movers
         self._exchange = votes
         self.payload_nbytes = votes.payload_nbytes
         self._pid = os.getpid()
@@ -120,11 +122,15 @@ class GlooCommunicator(Communicator):
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> Pending:
         """See `Communicator.reduce_scatter`: one all-reduce of a copy of all inputs.
 
-        torch's own (an all-reduce for each rank; not there at all in 2.6) returns a work whose wait ignores its timeout. gloo's
-        reduce to each rank in turn moves less, and takes several times as long.
+        torch's own (an all-reduce for each rank; not there at all in 2.6) returns a work whose wait ignores its
+        timeout. gloo's reduce to each rank in turn moves less, and takes several times as long.
         """
-        copy = torch.cat([tensor.reshape(-1) for tensor in inputs])
         numel = output.numel()
+        try:
+            copy = output.new_empty(numel * len(inputs))
+        except RuntimeError as error:
+            raise MemoryError(f"no memory for a copy of {numel * len(inputs)} elements: {error}") from error
+        torch.cat([tensor.reshape(-1) for tensor in inputs], out=copy)
         own = copy[self.index * numel : (self.index + 1) * numel].view(output.shape)
         return Copied(self.all_reduce(copy, op), own, output)
 
@@ -133,9 +139,6 @@ class GlooCommunicator(Communicator):
             work = call(self._open())
             self._works.append(work)
         return GlooPending(self, work)
-
-    def reduction(self, op: ReduceOp.RedOpType) -> Reduction:
-        return dtypes.GLOO.reduction(op, self.size)
 
     def set_backstop(self, seconds: float) -> None:
         """See `Communicator.set_backstop`. Without effect in torch 2.6, where the limit given to `build` stays."""
@@ -158,14 +161,24 @@ class GlooCommunicator(Communicator):
         match = _GLOO_ADDRESS.search(str(error))
         if match is None:
             return TransportError(str(error))
-        # gloo prints the port without ntohs (gloo/transport/tcp/address.cc, Address::str), so its bytes are swapped on little-endian
-        # machines. It is taken as it would be right, unless only the printed number is one of our connections.
+        # gloo prints the port without ntohs (gloo/transport/tcp/address.cc, Address::str), so its bytes are swapped on
+        # little-endian machines. It is taken as it would be right, unless only the printed number is one of our
+        # connections.
         host, printed = match[1], int(match[2])
         known = {connection.remote for connection in self._connections}
         port = printed if (host, printed) in known else socket.ntohs(printed & 0xFFFF)
-        peers = {rank for (at, _), rank in self._listening.items() if at == host}
-        peer = self._listening.get((host, port), peers.pop() if len(peers) == 1 else None)
-        return TransportError(str(error), (host, port), peer)
+        return TransportError(str(error), (host, port), self._peer_at(host, port))
+
+    def _peer_at(self, host: str, port: int) -> int | None:
+        """The rank at the other end: by where it listens if this rank has connected to it,
+        else if only one on its host can it be.
+        """
+        if (host, port) in self._listening:
+            return self._listening[host, port]
+        reached = {self._listening.get(connection.remote) for connection in self._connections}
+        there = {rank for (at, _), rank in self._listening.items() if at == host}
+        candidates = there - reached if len(there) > 1 else there
+        return candidates.pop() if len(candidates) == 1 else None
 
     # --- ending ---------------------------------------------------------------------------------------------------
 
@@ -202,9 +215,10 @@ class GlooCommunicator(Communicator):
         """See `Communicator.quiet`.
 
         gloo marks an operation complete after its buffers are gone, and they wait for whoever is writing into them
-        (gloo/common/memory.h, ``ShareableNonOwningPtr``). An operation that stays incomplete after `stop` is quiet when all
-        connections are closed and the group's workers sleep: nothing can arrive, and all that can wake them is their timeout,
-        which only raises.
+        (gloo/common/memory.h, ``ShareableNonOwningPtr``). An operation that stays incomplete after `stop` is quiet when
+        all connections are closed and the group's workers sleep: nothing can arrive, and all that can wake them is
+        their timeout, which only raises. So it is when the threads that move the data do not wake either: see
+        `_deadlocked`.
         """
         end = time.monotonic() + seconds
         with self._lock:
@@ -214,9 +228,23 @@ class GlooCommunicator(Communicator):
                 if self._ended_at is not None and _threads.asleep(self._workers):
                     return True
                 left = end - time.monotonic()
-                if left <= 0:
-                    return False
+                if left <= 0 or self._deadlocked(left):
+                    return left > 0
                 time.sleep(min(0.001, left))
+        return True
+
+    def _deadlocked(self, left: float) -> bool:
+        """Whether gloo waits for itself for ever, so that nothing of this group moves any more.
+
+        Seen in 1 of 10 resets of all connections at once: a worker whose write fails holds the context's lock and waits
+        for the thread that moves the data to come round (gloo/transport/tcp/loop.cc, ``unregisterDescriptor``), and
+        that one waits for the lock. A healthy one sleeps for 10 ms at most.
+        """
+        if self._ended_at is not None or self._stopper is None or not self._stopper.is_alive() or left < _ROUNDS:
+            return False
+        if not self._movers or not _threads.asleep(self._movers | self._workers, _ROUNDS):
+            return False
+        _sockets.shut(self._connections)  # which the stopper does not come to
         return True
 
     def close(self) -> None:
@@ -249,102 +277,10 @@ class GlooCommunicator(Communicator):
             closer.join(_CLOSE_WAIT)
 
 
-class GlooBuilder:
-    """Builds `GlooCommunicator`, see `Builder`.
-
-    ``GLOO_SOCKET_IFNAME`` is honoured, ``TORCH_GLOO_LAZY_INIT`` overridden. Three ranks on one host: 4 to 5 ms.
-    """
-
-    device_type = "cpu"
-
-    def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:
-        dtypes.GLOO.check(kind, dtype, op)
-
-    def build(
-        self,
-        store: _torch.Store,
-        prefix: str,
-        ranks: tuple[int, ...],
-        index: int,
-        generation: int,
-        backstop: float,
-        seconds: float,
-    ) -> GlooCommunicator:
-        end = time.monotonic() + seconds
-
-        def connect() -> GlooCommunicator:
-            store.set_timeout(timedelta(seconds=seconds))
-            keys = _torch.PrefixStore(prefix, store)
-            _await_peers(keys, index, len(ranks), end - seconds / 5)
-            # gloo waits five times its timeout for a peer to connect (gloo/transport/tcp/pair.h, waitUntil).
-            limit = timedelta(seconds=max(1.0, (end - time.monotonic()) / 5))
-            if not _torch.gloo_timeout_is_settable():
-                limit = timedelta(seconds=backstop)
-            before = _threads.native_threads()
-            group = _torch.new_gloo_group(keys, index, len(ranks), limit)
-            workers = _workers(_threads.native_threads() - before, _torch.gloo_contexts(group))
-            _torch.set_gloo_timeout(group, timedelta(seconds=backstop))
-            listening, mine = _listening(keys, ranks, index, _torch.gloo_contexts(group))
-            found = _sockets.connections(lambda local, remote: local in mine or remote in listening)
-            votes = exchange.connect(keys, _host(mine), ranks, index, end)
-            return GlooCommunicator(group, ranks, index, generation, found, listening, workers, votes)
-
-        what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers over gloo"
-        return bounded(what, connect, seconds, lambda: _torch_stores.disconnect(store))
-
-
-def _await_peers(keys: _torch.Store, index: int, size: int, end: float) -> None:
-    """Wait until every rank is about to connect, so that gloo's constructor, which cannot be interrupted, has little to wait for."""
-    keys.set(f"ready/{index}", "1")
-    wanted = [f"ready/{peer}" for peer in range(size)]
-    pause = 0.0005
-    while not keys.check(wanted):
-        if time.monotonic() >= end:
-            missing = [peer for peer, key in enumerate(wanted) if not keys.check([key])]
-            raise TransportError(f"the ranks at {missing} of the group did not come to connect")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.02)
-
-
-def _listening(
-    keys: _torch.Store, ranks: tuple[int, ...], index: int, contexts: int
-) -> tuple[dict[_sockets.Address, int], set[_sockets.Address]]:
-    """Where each peer accepts connections, with its global rank, and where this rank does."""
-    theirs: dict[_sockets.Address, int] = {}
-    mine: set[_sockets.Address] = set()
-    for context in range(contexts):
-        for peer, rank in enumerate(ranks):
-            address = _sockets.gloo_address(keys.get(f"{context}/{peer}"))
-            if address is not None and peer == index:
-                mine.add(address)
-            elif address is not None:
-                theirs[address] = rank
-    return theirs, mine
-
-
-def _host(mine: set[_sockets.Address]) -> str:
-    """The address that gloo chose for itself: the interface that GLOO_SOCKET_IFNAME names, or the host name's."""
-    if not mine:
-        raise TransportError(
-            "gloo's address could not be read from the store: this version of torch may publish it otherwise"
-        )
-    return min(host for host, _ in mine)
-
-
 def _allreduce_options(op: ReduceOp.RedOpType) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
     return options
-
-
-def _workers(started: frozenset[int], contexts: int) -> frozenset[int]:
-    """The threads that run operations, of those that were started with the group.
-
-    The others, one for each set of connections, move the data and never sleep longer than 10 ms. They are started first and
-    have a name in torch 2.13. Should other threads have been started at the same time, there are too many here, never too few.
-    """
-    movers = {thread for thread in started if _threads.name(thread) == "gloo_tcp_loop"}
-    return started - (movers or set(sorted(started)[:contexts]))
 
 
 def keep_for_ever(group: object) -> None:
@@ -353,10 +289,11 @@ def keep_for_ever(group: object) -> None:
 
 
 def _close_all() -> None:
-    """Before the interpreter is torn down: a worker of gloo that drops the last reference to a tensor then ends the process.
+    """Before the interpreter is torn down: a worker of gloo that drops the last
+    reference to a tensor then ends the process.
 
-    It asks for the GIL, is told to exit instead, and the C++ it is in cannot be unwound: SIGABRT (seen in 1 of 30 exits right
-    after a collective, torch 2.13). Closing joins the workers.
+    It asks for the GIL, is told to exit instead, and the C++ it is in cannot be unwound: SIGABRT (seen in 1 of 30 exits
+    right after a collective, torch 2.13). Closing joins the workers.
     """
     for communicator in tuple(_live):
         communicator.close()

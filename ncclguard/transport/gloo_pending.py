@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import distributed as dist
 
+from .._inference import writable
 from .base import Pending, TransportError
 
 
@@ -44,8 +45,8 @@ class GlooPending(Pending):
             else:
                 work.wait()
         except RuntimeError:
-            # The end of the slice raises too ("Operation timed out!"). Whether the operation failed is not decided by texts:
-            # once it is complete, asking again answers at once, with its true result.
+            # The end of the slice raises too ("Operation timed out!"). Whether the operation failed is not
+            # decided by texts: once it is complete, asking again answers at once, with its true result.
             if not work.is_completed():
                 self._owner.check_parked()
                 return False
@@ -58,7 +59,9 @@ class GlooPending(Pending):
 
 
 class Copied(Pending):
-    """An operation on memory of its own; once it is complete, ``source`` is copied into ``target`` in the caller's thread."""
+    """An operation on memory of its own; once it is complete, ``source`` is copied into
+    ``target`` in the caller's thread.
+    """
 
     __slots__ = ("_done", "_operation", "_source", "_target")
 
@@ -70,6 +73,7 @@ class Copied(Pending):
 
     def wait(self, seconds: float) -> bool:
         if not self._done and self._operation.wait(seconds):
-            self._target.copy_(self._source)
+            with writable(self._target):
+                self._target.copy_(self._source)
             self._done = True
         return self._done

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -10,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ncclguard.agreement.decision import Departure, TroubleKind
-from ncclguard.agreement.inquiry import Question, silent_cause, whereabouts
+from ncclguard.agreement.furthest import Furthest
+from ncclguard.agreement.inquiry import Question, not_answering, not_come, silent_cause
 from ncclguard.agreement.monitor import Monitor
 from ncclguard.agreement.store import AgreementStore
+from ncclguard.incident.render import SHOWN_GROUPS, ranks_text
 from ncclguard.outcome import Cause
 from ncclguard.watch.judge import ISSUED, analyse, has_issued, is_consequence
 from ncclguard.watch.recorder import Pending
@@ -28,6 +29,8 @@ ISSUED_GRACE = 5.0
 LOST_GRACE = 0.7
 #: Collectives before the one it waits in that a rank compares with what the others called.
 COMPARED = 2
+#: Collectives of a group whose callers are kept in the store, each in a key of its own until a later one needs it.
+KEPT_OPEN = 4
 #: Seconds after which a process that ended is spoken of although the monitor has not come to it: the store blocks.
 SPEAK_AFTER = 0.3
 
@@ -40,7 +43,8 @@ class _Question(Question):
 class Conference:
     """`step` is called by the monitor; `process_ended`, `overdue` and `waiting` belong to the watcher's thread.
 
-    Once some rank of the job has left or died, `hurried` is set and `hurry` called: from then on a stop is soon suspect.
+    Once some rank of the job has left or died, `hurried` is set and `hurry` called: from then on a stop is soon
+    suspect.
     """
 
     def __init__(
@@ -65,8 +69,9 @@ class Conference:
         self._known: dict[int, float] = {}  # departed rank -> when this rank heard of it
         self._handled: set[int] = set()
         self._looked = 0.0
-        self._published: set[tuple[str, int, int]] = set()
-        self._warned: dict[tuple[str, int], float] = {}
+        self._furthest = Furthest()
+        self._published: dict[str, tuple[int, int]] = {}  # key -> generation and number of what was written there last
+        self._warned: dict[str, tuple[int, float]] = {}  # channel -> number of the collective last warned of, its age
         self._question: _Question | None = None
         self._asked = 0
 
@@ -79,7 +84,9 @@ class Conference:
         self._monitor.wake()
 
     def overdue(self, now: float) -> None:
-        """Speak of an ended process by oneself, when the monitor does not come to it because the store does not answer."""
+        """Speak of an ended process by oneself, when the monitor does not come to it
+        because the store does not answer.
+        """
         with self._lock:
             left = {
                 r: e for r, (e, seen) in self._ended.items() if self._monitor.unavailable or now - seen > SPEAK_AFTER
@@ -166,14 +173,15 @@ class Conference:
             if any(p.channel == ended.channel and 0 < p.sequence - ended.sequence <= COMPARED for p in self.waiting)
         ]
         for pending in (*self.waiting, *before):
-            key = (pending.channel, pending.sequence, generation)
-            if not pending.fingerprint or key in self._published:
+            key = f"{KEY}/open/{pending.channel}/{pending.sequence % KEPT_OPEN}"
+            place = (generation, pending.sequence)
+            if not pending.fingerprint or self._published.get(key) == place:
                 continue
-            self._published.add(key)
-            mine = json.dumps([pending.fingerprint, self._rank, pending.text])
-            text = store.first(f"{KEY}/{generation}/open/{pending.channel}/{pending.sequence}", mine)
-            fingerprint, rank, other = json.loads(text)
-            if fingerprint != pending.fingerprint:
+            self._published[key] = place
+            mine: list[int | str] = [pending.fingerprint, self._rank, pending.text]
+            first = self._furthest.enter(store, key, place, mine)
+            if first is not None and first[0] != pending.fingerprint:
+                _, rank, other = first
                 why = f"rank {rank} is in {other}, rank {self._rank} in {pending.text}"
                 self._ask(TroubleKind.MISMATCH, why)
 
@@ -184,25 +192,28 @@ class Conference:
         pending = max(self.waiting, key=self._seat.age, default=None)
         if pending is None or self._seat.member.frozen:
             return
-        key = (pending.channel, pending.sequence)
-        age, last = self._seat.age(pending), self._warned.get(key)
-        if age < (self._warn_after if last is None else 2 * last):
+        number, last = self._warned.get(pending.channel, (-1, 0.0))
+        age = self._seat.age(pending)
+        if age < (2 * last if number == pending.sequence else self._warn_after):
             return
-        self._warned[key] = max(age, self._warn_after)
+        self._warned[pending.channel] = (pending.sequence, max(age, self._warn_after))
         if now - self._seat.asked < self._warn_after / 2:
             return  # somebody else has just asked, maybe because of another group
         level = len([1 for double in range(30) if age >= self._warn_after * 2**double])
-        generation = self._seat.member.generation
-        name = f"{KEY}/{generation}/ask/{pending.channel}/{pending.sequence}/{level}"
-        if store.first(name, str(self._rank)) != str(self._rank):
+        place = (self._seat.member.generation, pending.sequence, level)
+        if self._furthest.enter(store, f"{KEY}/ask/{pending.channel}", place, [self._rank]) != [self._rank]:
             return
         self._asked += 1
-        self._question = _Question(identifier=f"{KEY}{self._rank}.{self._asked}", asked=now, pending=pending)
-        self._monitor.post(self._question.entry(self._seat, self._rank))
+        self._question = _Question(asker=f"{KEY}{self._rank}", number=self._asked, asked=now, pending=pending)
+        self._monitor.post(self._question.entry(self._seat, self._rank, store))
 
     def _collect(self, question: _Question, now: float, store: AgreementStore) -> None:
         silent = question.silent(self._seat.member.participants, now, store)
         if silent is None:
+            return
+        if silent and not question.sought:
+            question.sought = True
+            self._monitor.seek(silent, now)
             return
         self._question = None
         if any((p.channel, p.sequence) == (question.pending.channel, question.pending.sequence) for p in self.waiting):
@@ -212,13 +223,9 @@ class Conference:
         sights = {rank: self._monitor.sight(rank) for rank in silent}
         causes = {rank: silent_cause(sight) for rank, (sight, _) in sights.items()}
         finding = analyse(question.answers, {}, causes, overdue=True)
-        lines = [
-            f"rank {rank} does not answer: {causes[rank].value} ({sights[rank][1]})"
-            if rank in sights
-            else f"rank {rank} has not come: {whereabouts(question.answers[rank])}"
-            for rank in sorted({*finding.causes, *silent})
-        ]
-        lines += [f"ranks {list(ranks)} are in {text}" for text, ranks in finding.sides]
+        lines = not_come({rank: question.answers[rank] for rank in finding.causes if rank not in sights})
+        lines += not_answering(sights)
+        lines += [f"{ranks_text(ranks)} in {text}" for text, ranks in finding.sides[:SHOWN_GROUPS]]
         log.warning(
             "ncclguard: %s has made no progress for %.0f s on rank %d: %s",
             question.pending.text,

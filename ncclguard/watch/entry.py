@@ -81,17 +81,18 @@ def watch(
     on_hang: Literal["report", "abort"] = "report",
     on_incident: Callable[[Incident], None] | None = None,
 ) -> Watch:
-    """Observe every collective of this process, also those of DDP, FSDP, DeepSpeed and Accelerate, until one does not progress.
+    """Observe every collective of this process, also those of DDP, FSDP, DeepSpeed and
+    Accelerate, until one does not progress.
 
-    When a collective has not progressed for `timeout` (seconds or timedelta; None: phase, then ``NCCLGUARD_TIMEOUT``, then by its
-    size), or at once when a rank it needs died, raised or left, or called another collective, the ranks agree on who is to
-    blame and the incident is reported as for a guarded call, and given to `on_incident` on every rank, in a thread of the
-    library. ``on_hang="abort"`` then also ends the job's collectives with an error, for good, so that a launcher can restart
-    it. `group`: escalate only what is pending on this group; None: on all of them.
+    When a collective has not progressed for `timeout` (seconds or timedelta; None: phase, then ``NCCLGUARD_TIMEOUT``,
+    then by its size), or at once when a rank it needs died, raised or left, or called another collective, the ranks
+    agree on who is to blame and the incident is reported as for a guarded call, and given to `on_incident` on every
+    rank, in a thread of the library. ``on_hang="abort"`` then also ends the job's collectives with an error, for good,
+    so that a launcher can restart it. `group`: escalate only what is pending on this group; None: on all of them.
 
-    Call it on every rank, before or after ``init_process_group``; a second call replaces the first. With one rank it does nothing.
-    A rank that did not call it, but imported ncclguard, still answers. Raises ValueError for a time or `on_hang` that cannot
-    be, TypeError for a time that is none.
+    Call it on every rank, before or after ``init_process_group``; a second call replaces the first. With one rank it
+    does nothing. A rank that did not call it, but imported ncclguard, still answers. Raises ValueError for a time or
+    `on_hang` that cannot be, TypeError for a time that is none.
 
     >>> import ncclguard as ng
     >>> ng.watch(timeout=120, on_hang="abort").incidents

@@ -1,8 +1,8 @@
 """Who holds up the collectives that the guard does not carry: a pure function of what the ranks report.
 
 The counterpart of `agreement.decision.decide` for one seat that covers all groups of the job. A raw collective has no
-closing round and may end on one rank before another has entered it, so nothing is ever committed or resumed here: what is
-decided is who is to blame, and only that.
+closing round and may end on one rank before another has entered it, so nothing is ever committed or resumed here: what
+is decided is who is to blame, and only that.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ncclguard.agreement import codec
 from ncclguard.agreement.decision import (
     PRECEDENCE,
     Action,
@@ -19,9 +20,11 @@ from ncclguard.agreement.decision import (
     Operation,
     Phase,
     Report,
+    Sides,
     TroubleKind,
     Verdict,
     divergence,
+    largest_first,
 )
 from ncclguard.outcome import Cause
 
@@ -65,7 +68,7 @@ class Finding:
     sequence: int
     causes: dict[int, Cause]
     cause: Cause
-    sides: tuple[tuple[str, tuple[int, ...]], ...]
+    sides: Sides
     reports: dict[int, Report]  # as seen from that channel
 
 
@@ -159,7 +162,9 @@ def _issued(waits: tuple[Wait, ...], said: object, channel: str, sequence: int) 
 
 def _wait(item: Sequence[Any]) -> Wait:
     channel, members, sequence, fingerprint, text, age, broken = item
-    return Wait(str(channel), tuple(members), int(sequence), int(fingerprint), str(text), float(age), bool(broken))
+    return Wait(
+        str(channel), codec.ranks_of(members), int(sequence), int(fingerprint), str(text), float(age), bool(broken)
+    )
 
 
 def _done(report: Report, channel: str) -> int | None:
@@ -208,8 +213,8 @@ def _gone(
 ) -> dict[int, Cause]:
     """Ranks that left or died while somebody waited for them.
 
-    One that ended because its collective broke is a consequence, and so is one that left beside one that died. One that left
-    after it had issued all that is waited for counts with `spent` only: rather somebody else is to blame.
+    One that ended because its collective broke is a consequence, and so is one that left beside one that died. One that
+    left after it had issued all that is waited for counts with `spent` only: rather somebody else is to blame.
     """
     broken = (TroubleKind.DEPARTED, TroubleKind.TRANSPORT)
     told = any(r.trouble is not None and r.trouble.kind in broken for r in reports.values())
@@ -236,11 +241,13 @@ def _mismatch(
     reports: Mapping[int, Report],
     departed: Mapping[int, Departure],
     waits: Mapping[int, tuple[Wait, ...]],
-) -> tuple[str, tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...]] | None:
-    """A channel whose members issued different collectives under the number that is waited for, who is odd, and the sides.
+) -> tuple[str, tuple[int, ...], Sides] | None:
+    """A channel whose members issued different collectives under the number that is
+    waited for, who is odd, and the sides.
 
-    Also of those for whom it has ended, with an error or with rubbish, and who may wait in a later one. Of who is gone or silent it
-    is mostly not known: they may have been on any side, so the majority must be one with all of them against it.
+    Also of those for whom it has ended, with an error or with rubbish, and who may wait in a later one. Of who is gone
+    or silent it is mostly not known: they may have been on any side, so the majority must be one with all of them
+    against it.
     """
     for channel, (sequence, members) in sorted(stalled.items()):
         called = {}
@@ -268,7 +275,7 @@ def _missing(
     reports: Mapping[int, Report],
     silent: Mapping[int, Cause],
     waits: Mapping[int, tuple[Wait, ...]],
-) -> tuple[str, dict[int, Cause], tuple[tuple[str, tuple[int, ...]], ...]] | None:
+) -> tuple[str, dict[int, Cause], Sides] | None:
     """Members that have not entered what the others wait in; one that waits elsewhere only passes the delay on."""
     passing_on: dict[int, str] = {}
     best: tuple[str, dict[int, Cause]] | None = None
@@ -294,14 +301,16 @@ def _cycle(
     stalled: Mapping[str, tuple[int, tuple[int, ...]]],
     passing_on: Mapping[int, str],
     waits: Mapping[int, tuple[Wait, ...]],
-) -> tuple[str, dict[int, Cause], tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Ranks that wait for each other in different collectives: all sides are shown, a strict majority accuses the rest."""
+) -> tuple[str, dict[int, Cause], Sides]:
+    """Ranks that wait for each other in different collectives: all sides are shown, a
+    strict majority accuses the rest.
+    """
     sides: dict[str, list[int]] = {}
     for rank, items in sorted(waits.items()):
         text = passing_on.get(rank) or next((wait.text for wait in items), "")
         if text:
             sides.setdefault(text, []).append(rank)
-    shown = tuple((text, tuple(ranks)) for text, ranks in sorted(sides.items(), key=lambda s: (-len(s[1]), s[1])))
+    shown = largest_first(sides.items())
     total = sum(len(ranks) for _, ranks in shown)
     odd = [r for _, ranks in shown[1:] for r in ranks] if shown and 2 * len(shown[0][1]) > total else []
     return _oldest(stalled, waits), dict.fromkeys(sorted(odd), Cause.DIVERGED), shown
@@ -321,7 +330,7 @@ def _finding(
     channel: str,
     stalled: Mapping[str, tuple[int, tuple[int, ...]]],
     causes: dict[int, Cause],
-    sides: tuple[tuple[str, tuple[int, ...]], ...],
+    sides: Sides,
     reports: Mapping[int, Report],
     waits: Mapping[int, tuple[Wait, ...]],
     cause: Cause = Cause.UNKNOWN,
@@ -336,7 +345,9 @@ def _project(
     channel: str,
     sequence: int,
 ) -> dict[int, Report]:
-    """The reports with the collective of this channel as their operation, for the code that reads reports of one group."""
+    """The reports with the collective of this channel as their operation, for the code
+    that reads reports of one group.
+    """
     found = {}
     for rank, report in reports.items():
         wait = next((wait for wait in waits[rank] if wait.channel == channel), None)

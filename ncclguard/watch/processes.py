@@ -41,7 +41,9 @@ class Processes:
             self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> list[tuple[int, str]]:
-        """Return ranks whose process has ended, with the evidence; earlier than `seconds` when one does, or after `wake`."""
+        """Return ranks whose process has ended, with the evidence; earlier than `seconds`
+        when one does, or after `wake`.
+        """
         events = self._poll.poll(max(seconds, 0.0) * 1000)
         found = []
         for descriptor, _ in events:

@@ -1,4 +1,6 @@
-"""Which collectives of this process are pending, from torch's flight recorder, or from sequence numbers where it is off."""
+"""Which collectives of this process are pending, from torch's flight recorder, or
+from sequence numbers where it is off.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from ncclguard.deadlines.stopping import backends
 
 #: Operations whose sizes must be equal on all ranks; of the others only the name is compared.
 _EQUAL_SIZES: Final = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
-#: Collectives of which a rank says what they were after they have ended: a mismatch may end on some ranks, with rubbish.
+#: Collectives of which a rank says what they were after they have ended: a mismatch
+#: may end on some ranks, with rubbish.
 RECENT: Final = 8
 #: Frames in which a thread waits for a collective, for the fallback.
 _WAITING: Final = ("torch.distributed.distributed_c10d", "torch.autograd.graph", "torch.autograd")
@@ -39,7 +42,9 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Per channel: the oldest pending collective, the number of the last one issued, and that up to which all have ended."""
+    """Per channel: the oldest pending collective, the number of the last one issued,
+    and that up to which all have ended.
+    """
 
     pending: tuple[Pending, ...] = ()
     issued: dict[str, int] = field(default_factory=dict)
@@ -50,10 +55,6 @@ class Observation:
     def latest(self) -> Pending | None:
         """The last collective issued in any group, ended or not."""
         return self.recent[-1] if self.recent else None
-
-    def of(self, channel: str) -> Pending | None:
-        """What is pending on a channel."""
-        return next((pending for pending in self.pending if pending.channel == channel), None)
 
 
 class Recorder:
@@ -102,7 +103,7 @@ class Recorder:
                 if own != backend or channel in self._blind:
                     continue
                 entries = found.get(channel, [])
-                waiting = [entry for entry in entries if not _ended(entry)]
+                waiting = [entry for entry in entries if not _torch.recorded_end(entry)]
                 issued[channel] = done[channel] = _issued(group, entries, len(_backends(group)) == 1)
                 last = entries[-RECENT:]
                 recent += [(int(e.get("time_created_ns", 0)), (channel, ranks, e, backend)) for e in last]
@@ -157,11 +158,6 @@ def _by_channel(backend: str, entries: Iterable[dict[str, Any]]) -> dict[str, li
         if not entry.get("is_p2p"):
             found.setdefault(f"{entry['process_group'][0]}:{backend}", []).append(entry)
     return found
-
-
-def _ended(entry: dict[str, Any]) -> bool:
-    # gloo's entries stay "scheduled" for good, also after they ended; then they are marked as retired.
-    return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
 def _issued(group: dist.ProcessGroup, entries: list[dict[str, Any]], alone: bool) -> int:

@@ -1,4 +1,5 @@
-"""A rank's place in the agreement about the collectives that the guard does not carry: one seat for all groups of the job.
+"""A rank's place in the agreement about the collectives that the guard does not
+carry: one seat for all groups of the job.
 
 One for all, because a rank that hangs in one group makes others wait in every group they share: only together do the
 reports tell the rank that holds everybody up from those that pass the delay on.
@@ -13,8 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from ncclguard.agreement import codec
 from ncclguard.agreement.decision import Departure, Phase, Report, TroubleKind, Verdict
 from ncclguard.agreement.seat import OpenCall, Seat, Summarise
+from ncclguard.incident import bounds
 from ncclguard.incident.stacks import program_place
 from ncclguard.outcome import Cause
 from ncclguard.watch.judge import DETAIL, ISSUED, RECENT, analyse, expired, verdict_of
@@ -26,7 +29,9 @@ FRESH: Final = 0.05
 
 
 class WatchSeat(Seat):
-    """Reports what torch's flight recorder says; never settles anything. Works also on ranks that did not call `watch`."""
+    """Reports what torch's flight recorder says; never settles anything. Works also on
+    ranks that did not call `watch`.
+    """
 
     guarded = False
 
@@ -108,7 +113,7 @@ class WatchSeat(Seat):
             return verdict
         named = _Named(finding.channel or "job", self.session, self.sightings)
         incident = summarise(verdict, finding.reports, departed, silent, named)
-        return replace(verdict, incident=incident)
+        return replace(verdict, sides=bounds.sides(verdict.sides), incident=incident)
 
     def adopt(self, verdict: Verdict, donated: str | None) -> None:
         with self.condition:
@@ -159,7 +164,7 @@ def _knows_who(report: Report) -> bool:
 
 def _item(pending: Pending, age: float, broken: bool = False) -> list[Any]:
     """As `judge` reads it."""
-    ranks = list(pending.ranks)
+    ranks = codec.ranges(pending.ranks)
     return [pending.channel, ranks, pending.sequence, pending.fingerprint, pending.text, round(age, 3), broken]
 
 

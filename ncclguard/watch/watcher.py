@@ -1,4 +1,5 @@
-"""The thread behind `watch`: sees that a collective stands still or a peer is gone, has it agreed on, and delivers the verdict.
+"""The thread behind `watch`: sees that a collective stands still or a peer is gone,
+has it agreed on, and delivers the verdict.
 
 It never talks to the store: that is the monitor's part (`Conference`), so a store that does not answer cannot blind it.
 """
@@ -18,7 +19,7 @@ from ncclguard.agreement import incidents
 from ncclguard.agreement.decision import TroubleKind, Verdict
 from ncclguard.agreement.monitor import Monitor
 from ncclguard.config import current_config
-from ncclguard.deadlines.stopping import Stop, under_detail
+from ncclguard.deadlines.stopping import Stop
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
 from ncclguard.phases import resolve_timeout
@@ -38,7 +39,7 @@ HURRIED_LOOK: float = 0.1
 #: Seconds between two readings of the recorder while it does.
 AGAIN: float = 5.0
 #: Seconds after a reason to ask at which a rank goes by what it sees alone, when no verdict can come.
-ALONE_AFTER: float = 2.5
+ALONE_AFTER: float = 4.0
 #: Seconds that an exception which ends the program waits for the verdict on who caused it.
 LAST_WORDS: float = 2.0
 #: The same, once nothing can be agreed any more: the others, who decide alone too, are to find this process alive.
@@ -71,7 +72,7 @@ class Watcher:
         self._conference = Conference(monitor, seat, rank, self._config.warn_after, self._ask, self._wakes)
         self._counters: dict[str, tuple[tuple[int, int], float]] = {}
         self._examined: dict[str, tuple[tuple[int, int], float]] = {}
-        self._told: set[tuple[str, int]] = set()
+        self._told: dict[str, int] = {}  # channel -> number of the collective that the last incident was about
         # What this rank had issued last when it heard of the last incident.
         self._last_told: tuple[str, int] | None = None
         self._over = False  # aborted, or a rank is gone: what breaks from now on is a consequence
@@ -89,7 +90,7 @@ class Watcher:
         self._seat.limit = self._limit
         self._seat.on_verdict = self._wakes
         self._monitor.also = self._conference.step
-        if under_detail():
+        if _torch.under_detail():
             log.warning(
                 "ncclguard: under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's flight recorder does not say which group a collective "
                 "belongs to, so watch() reports processes that end and exceptions only; use INFO to have hangs reported"
@@ -184,7 +185,7 @@ class Watcher:
             for p in self._seat.observation.pending
             # What was read before the counter moved says nothing any more.
             if p.key in still and self._examined.get(p.key, ((-1, -1), 0.0))[0] == counters[p.key]
-            if (p.channel, p.sequence) not in self._told and self._concerns(p)
+            if self._told.get(p.channel) != p.sequence and self._concerns(p)
         ]
         oldest = max(waiting, key=self._seat.age, default=None)
         with self._seat.condition:
@@ -199,10 +200,13 @@ class Watcher:
                 break
 
     def _due(self, key: str, value: tuple[int, int], all_still: bool, now: float) -> bool:
-        """Whether the recorder is to be read because of a counter that stands still: it takes long, so not for nothing."""
+        """Whether the recorder is to be read because of a counter that stands still: it
+        takes long, so not for nothing.
+        """
         seen = self._examined.get(key)
         if seen is None or seen[0] != value:
-            # A group where everything issued has ended is idle; gloo may end them out of order, so look when all is still.
+            # A group where everything issued has ended is idle; gloo may end them out of order,
+            # so look when all is still.
             return value[0] != value[1] or all_still
         return now - seen[1] >= AGAIN and any(p.key == key for p in self._seat.observation.pending)
 
@@ -239,7 +243,7 @@ class Watcher:
 
     def _conclude(self, incident: Incident, verdict: Verdict | None) -> None:
         observation = self._seat.observation
-        self._told |= {(p.channel, p.sequence) for p in observation.pending}
+        self._told |= {p.channel: p.sequence for p in observation.pending}
         self._last_told = _number(observation.latest)
         if any(_same(incident, known) for known in self._settings.incidents):
             log.warning("ncclguard: incident %s has gone on: %s", incident.id, incident.summary)
@@ -313,7 +317,9 @@ def _number(pending: Pending | None) -> tuple[str, int] | None:
 
 
 def _same(one: Incident, other: Incident) -> bool:
-    """Whether two incidents are about one collective and say the same: it breaks later than it was known to be stuck."""
+    """Whether two incidents are about one collective and say the same: it breaks later
+    than it was known to be stuck.
+    """
     return (one.op_id, one.cause, one.culprits) == (other.op_id, other.cause, other.culprits)
 
 

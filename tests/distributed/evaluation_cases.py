@@ -208,3 +208,76 @@ def unguarded(name: str) -> None:
         with contextlib.suppress(Exception):  # as the usual advice has it
             trainer.evaluate(step=1)
     faults.report(loss=trainer.train())
+
+
+class Unreadable:
+    """Pickled on any rank, it cannot be read on rank 1."""
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return read, ()
+
+
+def read() -> str:
+    if dist.get_rank() == 1:
+        raise LookupError("not here")
+    return "read"
+
+
+def own_code(names: list[str]) -> None:
+    """What the program hands over cannot be sent, read or combined on one rank alone, or its keeper raises there."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def result(step: int | None = None) -> Any:
+        return (lambda: None) if rank == 0 else step
+
+    def unreadable(step: int | None = None) -> Any:
+        return Unreadable()
+
+    def single(step: int | None = None) -> Any:
+        return lambda: None
+
+    def part(step: int | None = None) -> Any:
+        record_partial((lambda: None) if rank == 1 else 1.0, done=1, total=2)
+        if step is None and rank == 2:
+            raise KeyError("f1")
+        return step
+
+    def combined(step: int | None = None) -> Any:
+        record_partial(rank, done=1, total=2)
+        if rank == 2:
+            raise KeyError("f1")
+
+    def total(parts: list[int]) -> float:
+        if rank == 1:
+            raise ZeroDivisionError("no samples here")
+        return float(sum(parts))
+
+    def keeper() -> Any:
+        if rank == 1:
+            raise OSError("the loader has no state")
+        return lambda: None
+
+    options: dict[str, Any] = {"max_attempts": 1, "fallback": "fallback", "timeout": 20, "barrier_timeout": 20}
+    cases: dict[str, tuple[Any, Any]] = {
+        "result": (ng.resilient_evaluate(result, same_result=True, **options), None),
+        "unreadable": (ng.resilient_evaluate(unreadable, same_result=True, **options), None),
+        "single": (ng.resilient_evaluate(single, **options), None),
+        "part": (ng.resilient_evaluate(part, combine=sum, **options), None),
+        "part not needed": (ng.resilient_evaluate(part, combine=sum, **options), 7),
+        "combine": (ng.resilient_evaluate(combined, combine=total, **options), None),
+        "combined": (ng.resilient_evaluate(combined, combine=sum, **options), None),
+        "keeper": (ng.resilient_evaluate(lambda step: step, keepers=[keeper], **options), 7),
+    }
+    cases["single"][0].single_rank = 1
+    for name in names:
+        evaluate, step = cases[name]
+        found = evaluate(step)
+        report = evaluate.report
+        accused = [[list(failure.culprits), failure.errors[0][1]] for failure in report.failures]
+        faults.report(**{name: {"result": found, "action": report.action.value, "accused": accused}})
+    sum_of = torch.ones(1)
+    dist.all_reduce(sum_of)
+    faults.report(after=float(sum_of))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -17,7 +17,8 @@ from torch.distributed import ReduceOp
 
 from ncclguard import _torch, _torch_stores, faults
 from ncclguard.transport.base import Communicator, Pending, TransportError
-from ncclguard.transport.gloo import GlooBuilder, GlooCommunicator
+from ncclguard.transport.gloo import GlooCommunicator
+from ncclguard.transport.gloo_builder import GlooBuilder
 
 
 def join() -> int:

@@ -30,9 +30,9 @@ LIMIT = 100.0  # seconds after which a run here has hung
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     """Run to the end."""
-    argv = [sys.executable, "-m", "ncclguard.bench", *arguments]
+    argv = [python, "-m", "ncclguard.bench", *arguments]
     return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, check=False)
 
 
@@ -69,7 +69,7 @@ class Running:
 
 
 def test_the_main_job_prints_its_table_and_writes_its_files(tmp_path: Path) -> None:
-    """Two gloo ranks, two sizes: a row per variant, no wrong element, exit code 0, JSON and PNG."""
+    """Two gloo ranks, two sizes: a row per variant, no wrong element, exit code 0, JSON and PNG. Started as users start it."""
     result = bench(
         "--numel", "7", "1MiB", "--seconds", "0.5",
         "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png"),
@@ -170,6 +170,37 @@ def test_what_is_wrong_is_the_verdict_and_the_exit_code(how: str, says: str) -> 
         assert verdict.startswith("# WRONG: 40,010 elements in 3 rows, first in plain at 1,000 elements")
 
 
+def test_a_limit_too_short_for_a_guarded_call_is_no_reason_not_to_start() -> None:
+    """1 ms: the plain calls and the bench's own are not bound by it, the guarded one fails, with a verdict and without a traceback."""
+    result = bench("--numel", "1000", "--iters", "1", "--timeout", "0.001")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "# FAILED: a guarded all_reduce of 1,000 elements failed" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def a_file_in_the_way(path: str) -> None:
+    """Somebody creates the file while the bench measures."""
+    real = ng.safe_all_reduce
+
+    def guarded(tensor: torch.Tensor, **keywords: Any) -> ng.Outcome:
+        Path(path).touch()
+        return real(tensor, **keywords)
+
+    operations.ng.safe_all_reduce = guarded
+    faults.report(code=main(["--numel", "1000", "--iters", "2", "--warmup", "0", "--json", path]))
+
+
+def test_the_verdict_comes_before_the_files(tmp_path: Path) -> None:
+    """A file that came in the meantime stays; the measurement has been printed and is not lost."""
+    file = tmp_path / "r.json"
+    result = faults.run_ranks(a_file_in_the_way, 2, args=[str(file)], timeout=LIMIT)
+    assert result.values("code") == {0: 1, 1: 0}, result
+    lines = result[0].output.splitlines()
+    assert any(line.startswith("# OK: ") for line in lines)
+    assert any("could not be written" in line and "r.json" in line for line in lines)
+    assert file.read_bytes() == b""
+
+
 def test_ctrl_c_prints_what_there_is_and_ends_all_ranks() -> None:
     """SIGINT in the second of two sizes, which would take minutes: a verdict line, exit code 130, no process left."""
     running = Running("--numel", "10", "3e7", "--iters", "400", "--warmup", "0")
@@ -213,9 +244,9 @@ def test_ranks_that_do_not_move_any_more_are_killed() -> None:
     assert "no rank moved for 15 s; killed: ranks 0, 1." in output
 
 
-def test_under_torchrun_its_world_is_used(tmp_path: Path) -> None:
+def test_under_torchrun_its_world_is_used(tmp_path: Path, forked_python: str) -> None:
     """torchrun's three ranks are measured; --ranks with another number is refused by all of them."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m"]
+    launcher = [forked_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m"]
     file = tmp_path / "r.json"
     argv = [*launcher, "ncclguard.bench", "--numel", "10", "--iters", "5", "--json", str(file)]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, check=False)
@@ -225,11 +256,11 @@ def test_under_torchrun_its_world_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["late", "kill", "stop", "mismatch", "reset"])
-def test_a_rehearsed_fault_is_named_and_the_next_call_succeeds(fault: str) -> None:
+def test_a_rehearsed_fault_is_named_and_the_next_call_succeeds(fault: str, forked_python: str) -> None:
     """Rank 1 of three misbehaves: every live rank says who and why, the next call is good, exit code 0."""
     limit = ["--timeout", "3"] if fault in ("late", "stop") else []
     numel = "5e7" if fault == "reset" else "1e5"
-    result = bench("--fault", fault, "--rank", "1", "--ranks", "3", "--numel", numel, *limit)
+    result = bench("--fault", fault, "--rank", "1", "--ranks", "3", "--numel", numel, *limit, python=forked_python)
     assert result.returncode == 0, result.stdout + result.stderr
     live = [0, 2] if fault == "kill" else [0, 1, 2]
     for rank in live:

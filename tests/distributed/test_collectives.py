@@ -110,7 +110,11 @@ def other_collectives() -> None:
         right[f"reduce_scatter {numel}"] = scattered.ok and bool((output == size * rank + sum(range(size))).all())
         right[f"reduce_scatter inputs {numel}"] = all(bool((t == r + rank).all()) for r, t in enumerate(inputs))
     objects: list[Any] = [None] * size
-    right["all_gather_object"] = ng.safe_all_gather_object(objects, {"rank": rank, "text": "x" * 50_000 * rank}).ok
+    together = ng.safe_all_gather_object(objects, {"rank": rank, "text": "x" * 50_000 * rank})
+    right["all_gather_object"] = together.ok
+    # Of the whole, as busbw's factor (n - 1) / n wants it; each rank's object is padded to the longest.
+    right["bytes of objects"] = 3 * 100_000 < together.nbytes < 3 * 101_000 and together.nbytes == together.numel
+    right["busbw of objects"] = abs(together.busbw / together.algbw - 2 / 3) < 1e-9
     right["objects"] = [o["rank"] for o in objects] == list(range(size)) and len(objects[2]["text"]) == 100_000
     values: list[Any] = ["a", {"b": 1}] if rank == 2 else [None, None]
     right["broadcast_object_list"] = ng.safe_broadcast_object_list(values, 2).ok and values == ["a", {"b": 1}]

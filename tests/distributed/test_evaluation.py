@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ncclguard import faults
-from tests.distributed.evaluation_cases import CULPRIT, TIMEOUT, guarded, lost, switches, unguarded
+from tests.distributed.evaluation_cases import CULPRIT, TIMEOUT, guarded, lost, own_code, switches, unguarded
 
 WHOLE = [16.0, 1.0]
 #: fault -> (result, action, cause, culprits, tries, seconds within which it must be over; generous)
@@ -85,3 +85,30 @@ def test_evaluation_can_be_switched_off_made_smaller_or_left_to_one_rank() -> No
         assert rank.reports["alone"] == ([8] if rank.rank == 1 else [])
         assert rank.reports["loss"] == job[0].reports["loss"]
     assert "waiting for the evaluation evaluate() at step 3 on rank 1" in job[0].output
+
+
+#: What goes wrong -> (result, action, (rank at fault, its exception) of each failure, in order)
+OWN_CODE = {
+    "result": ("fallback", "give up", [([0], "cannot be pickled")]),
+    "unreadable": ("fallback", "give up", [([1], "LookupError")]),
+    "single": ("fallback", "give up", [([1], "cannot be pickled")]),
+    "part": ("fallback", "give up", [([1], "cannot be pickled"), ([2], "KeyError")]),
+    "part not needed": (7, "accept", []),
+    "combine": ("fallback", "give up", [([2], "KeyError"), ([1], "ZeroDivisionError")]),
+    "combined": (3, "accept a partial result", [([2], "KeyError")]),
+    "keeper": (7, "accept", []),
+}
+
+
+def test_what_the_program_hands_over_and_one_rank_cannot_use_ends_alike_on_all() -> None:
+    """A result or a part that cannot be pickled or read, `combine` or a keeper that raises: never an exception, never a wait."""
+    job = faults.run_ranks(own_code, 3, args=[list(OWN_CODE)], timeout=60)
+    assert all(rank.exit_code == 0 for rank in job), str(job)
+    for name, (result, action, accused) in OWN_CODE.items():
+        assert sorted(job.values(name)) == [0, 1, 2], (name, str(job))
+        for rank, found in job.values(name).items():
+            assert (found["result"], found["action"]) == (result, action), (name, rank, found)
+            assert [culprits for culprits, _ in found["accused"]] == [culprits for culprits, _ in accused], (name, rank)
+            for (_, text), (_, error) in zip(found["accused"], accused, strict=True):
+                assert error in text, (name, rank, text)
+    assert job.values("after") == dict.fromkeys(range(3), 3.0)

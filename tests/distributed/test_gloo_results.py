@@ -14,7 +14,9 @@ from torch.distributed import ReduceOp
 
 from ncclguard import _torch_stores, faults
 from ncclguard.transport.base import Pending, TransportError
-from ncclguard.transport.gloo import GlooBuilder, GlooCommunicator
+from ncclguard.transport.dtypes import reduction
+from ncclguard.transport.gloo import GlooCommunicator
+from ncclguard.transport.gloo_builder import GlooBuilder
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -152,12 +154,12 @@ def like_torch() -> None:
             reduced: list[torch.Tensor] | None = None
             scattered: list[torch.Tensor] | None = None
             if supported("all_reduce", dtype, op):
-                how = communicator.reduction(op)
+                how = reduction(op)
                 reduced, scattered = [mine.clone()], [torch.zeros_like(mine)]
                 finish(communicator.all_reduce(reduced[0], how.wire))
-                how.finish(reduced[0])
+                how.finish(reduced[0], size)
                 finish(communicator.reduce_scatter(scattered[0], inputs, how.wire))
-                how.finish(scattered[0])
+                how.finish(scattered[0], size)
             # torch 2.6 has neither AVG nor reduce_scatter on gloo, so there only the others can be compared.
             compare(f"all_reduce {name}", reduced, plain_all_reduce(mine, op))
             output = plain_reduce_scatter(mine, inputs, op)

@@ -49,7 +49,7 @@ def compare() -> None:
 
 
 def _calls(group: Any) -> int:
-    return runtime.current().guard(group, "cpu", ":door").calls
+    return runtime.current().guard(group, torch.device("cpu"), ":door").calls
 
 
 def test_every_collective_gives_what_gloo_gives() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -162,8 +164,55 @@ def test_a_job_over_a_file_store_agrees_as_well(tmp_path: object) -> None:
     assert result.values("worked") == dict.fromkeys(range(3), True), result
 
 
+@pytest.mark.usefixtures("all_forked")
 def test_under_torchrun_with_its_agent_store() -> None:
     """Unchanged under torchrun: a late rank is named on all, and the next barrier passes."""
     result = faults.run_ranks(over, 3, args=["env://"], timeout=90, launcher="torchrun")
     assert result.values("failed") == {rank: [False, "late", [1]] for rank in range(3)}, result
     assert result.values("worked") == dict.fromkeys(range(3), True), result
+
+
+def first_call_without_a_store(port: int) -> None:
+    """The guard is not started with the process group, and when the first guarded call comes the store's host is stopped."""
+    ng.configure(autostart=False)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    dist.barrier()
+    faults.report(ready=True)
+    faults.wait_until_told("stopped")
+    started = time.monotonic()
+    try:
+        ng.safe_all_reduce(torch.ones(4), timeout=2)
+    except ng.GuardError as error:
+        faults.report(error=str(error), seconds=time.monotonic() - started)
+    faults.wait_until_told("resumed")
+    faults.report(works=ng.safe_barrier(timeout=30).ok)
+
+
+def test_the_first_call_ends_too_when_the_store_does_not_answer() -> None:
+    """A typed error within the call's budget, and the next call works once the store does."""
+    program = (
+        "import time, torch.distributed as d\n"
+        "store = d.TCPStore('127.0.0.1', 0, None, True, wait_for_workers=False)\n"
+        "print(store.port, flush=True)\ntime.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        try:
+            port = int(host.stdout.readline())
+            with faults.start_ranks(first_call_without_a_store, 2, args=[port], timeout=60) as job:
+                job.wait_for("ready")
+                host.send_signal(signal.SIGSTOP)
+                job.tell("stopped")
+                job.wait_for("error", seconds=30)
+                host.send_signal(signal.SIGCONT)
+                job.tell("resumed")
+                result = job.wait()
+        finally:
+            host.kill()
+    for reports in (result[0].reports, result[1].reports):
+        assert "cannot be reached" in reports["error"], result
+        assert reports["seconds"] < 2 + 2, result
+        assert reports["works"], result
+    assert all(rank.ok for rank in result), result

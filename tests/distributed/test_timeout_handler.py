@@ -108,6 +108,12 @@ def test_group_without_operation_in_flight_survives_an_interrupted_sleep(said: d
     ), case
 
 
+def test_computation_after_a_collective_that_completed_costs_no_group(said: dict[str, Any]) -> None:
+    case = said["computing"]
+    assert case["computed"][0] > 2.0, case
+    assert (case["ended"], case["works"]) == ("returned", said["recorded"]), case
+
+
 def test_group_that_hangs_is_found_and_the_others_live(said: dict[str, Any]) -> None:
     assert said["no_group_named"]["default_lives"] == said["recorded"], said["no_group_named"]
 

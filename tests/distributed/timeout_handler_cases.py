@@ -186,6 +186,25 @@ def after_an_engine_section(group: dist.ProcessGroup, rank: int) -> dict[str, An
     return {**bounded(call, 0.2, group), "slept": slept}
 
 
+def computing(pair: dist.ProcessGroup, rank: int) -> dict[str, Any]:
+    """The collective has completed at once; then one native call computes for longer than the limit, and than any patience."""
+    assert works(pair)
+    numbers = torch.rand(10, 400, 400)
+    torch.linalg.svdvals(numbers)  # the first call loads what it needs
+    rounds: list[float] = []
+    started = time.monotonic()
+    torch.linalg.svdvals(numbers)
+    many = numbers.repeat(int(4 / (time.monotonic() - started)) + 1, 1, 1)
+
+    def call() -> None:
+        reduce_one(pair)
+        began = time.monotonic()
+        torch.linalg.svdvals(many)
+        rounds.append(time.monotonic() - began)
+
+    return {**bounded(call, 0.3, pair), "computed": rounds, "works": works(pair)}
+
+
 def engine_section_alone(pair: dist.ProcessGroup, rank: int) -> dict[str, Any]:
     """A guarded operation waits 0.8 s for its peer under a limit of 0.2 s: its group is left alone."""
 
@@ -242,9 +261,14 @@ def no_group_named_and_no_record(group: dist.ProcessGroup, rank: int) -> dict[st
 CASES: tuple[Case, ...] = (
     plain_alarm, all_reduce, timedelta_of_a_large_tensor, recv, monitored_barrier, wait_of_a_work, another_thread,
     two_threads, nested, in_time, polling, polling_unguarded, after_an_engine_section, own_exception, sleeping,
-    engine_section_alone, forked_child, no_group_named, no_group_named_and_no_record,
+    computing, engine_section_alone, forked_child, no_group_named, no_group_named_and_no_record,
 )  # fmt: skip
-PAIRED: tuple[Case, ...] = (sleeping, engine_section_alone, forked_child)  # cases of ranks 0 and 1 among themselves
+PAIRED: tuple[Case, ...] = (
+    sleeping,
+    computing,
+    engine_section_alone,
+    forked_child,
+)  # cases of ranks 0 and 1 among themselves
 RECORDED = _torch.VERSION >= (2, 8)  # the flight recorder knows gloo's collectives
 
 

@@ -275,6 +275,7 @@ def test_a_prefix_does_not_pick_up_a_longer_name() -> None:
         assert_works_over(run(hosts, {}), "eth0")
 
 
+@pytest.mark.usefixtures("all_forked")
 def test_a_job_on_one_host_uses_the_loopback() -> None:
     """Both ranks on one host, as torchrun starts them."""
     result = faults.run_ranks(join, 2, args=[{}, None, None, False], launcher="torchrun", timeout=90.0)

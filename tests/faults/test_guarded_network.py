@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceOp
 
 import ncclguard as ng
 from ncclguard import faults
@@ -15,6 +16,8 @@ REASON = faults.namespaces_available()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"network namespaces are not available: {REASON}")
 
 LARGE = 100_000_000
+#: gloo throws where its own thread answers a peer on a connection that has just been reset, and nothing catches it there.
+ENDED_BY_GLOO = "terminate called after throwing an instance of 'gloo::IoException'"
 
 
 def reset_in_the_middle(numel: int, chunk_numel: int) -> None:
@@ -41,10 +44,49 @@ def test_connections_reset_in_mid_transfer_are_survived_with_the_exact_sum() -> 
         time.sleep(0.2)
         assert hosts.reset_connections("host1", keep_ports=[29500]) > 0
         result = job.wait()
+    if any(rank.end == "SIGABRT" and ENDED_BY_GLOO in rank.output for rank in result):
+        # Seen in 3 of 40 resets on a busy machine. The process is gone; what the others do then is tested elsewhere.
+        pytest.xfail("gloo ended the process itself: an exception in its own thread that no program can catch")
     assert result.values("ok") == {0: True, 1: True}, result
     assert result.values("wrong") == {0: 0, 1: 0}
     attempts = result.values("attempts")
     assert attempts[0] == attempts[1] > 1, result
+
+
+def loses_a_connection() -> None:
+    """One try each, again and again: the reset is met in mid-transfer or by the next operation, by all at the same one."""
+    dist.init_process_group("gloo")
+    ng.safe_barrier().raise_if_failed()
+    faults.report(started=True)
+    tensor = torch.ones(1_000_000)
+    end = time.monotonic() + 60
+    while outcome := ng.safe_all_reduce(tensor, ReduceOp.MAX, timeout=30, max_attempts=1, chunk_numel=100_000):
+        assert time.monotonic() < end
+    faults.report(
+        verdict=[outcome.ok, outcome.agreed, str(outcome.cause), list(outcome.culprits)],
+        incident=outcome.incident.to_json() if outcome.incident else "",
+        after=ng.safe_barrier(timeout=20).ok,
+    )
+    dist.destroy_process_group()
+
+
+def test_an_incident_of_the_network_names_the_two_hosts_that_lost_their_connection() -> None:
+    """Of 3 ranks on as many hosts two lose theirs: nobody is to blame, and all, the third too, say which two it was."""
+    with faults.Hosts(3) as hosts, faults.start_ranks(loses_a_connection, 3, hosts=hosts, timeout=120) as job:
+        job.wait_for("started", seconds=60)
+        assert hosts.reset_connections("host1", between="host2", keep_ports=[29500]) > 0
+        result = job.wait()
+    assert result.values("verdict") == {rank: [False, True, "network", []] for rank in range(3)}, result
+    texts = set(result.values("incident").values())
+    assert len(texts) == 1, result
+    incident = ng.Incident.from_json(texts.pop())
+    lost = {(report.rank, report.peer) for report in incident.ranks if report.peer is not None}
+    assert lost & {(1, 2), (2, 1)}, incident
+    ends = {report.rank: f"rank {report.rank} ({report.host})" for report in incident.ranks}
+    both = f"{ends[1]} and {ends[2]} lost the connection between them"
+    one = [f"{ends[one]} lost its connection with {ends[other]}" for one, other in ((1, 2), (2, 1))]
+    assert any(words in incident.summary for words in (both, *one)), incident
+    assert result.values("after") == dict.fromkeys(range(3), True), result
 
 
 def partitioned(timeout: float) -> None:

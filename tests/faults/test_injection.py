@@ -23,6 +23,18 @@ def start(seconds: float = 60.0) -> int:
     return dist.get_rank()
 
 
+def all_reduce_as(alteration: faults.Alteration | None, tensor: torch.Tensor) -> None:
+    """One less, one more, or with another tensor than the peers', as an injected fault wants it."""
+    if alteration is faults.Alteration.EXTRA:
+        dist.all_reduce(tensor.clone())
+    if alteration is faults.Alteration.OTHER_SHAPE:
+        dist.all_reduce(tensor.new_zeros(tensor.numel() + 1))
+    elif alteration is faults.Alteration.OTHER_DTYPE:
+        dist.all_reduce(tensor.to(torch.int32))
+    elif alteration is not faults.Alteration.SKIP:
+        dist.all_reduce(tensor)
+
+
 def operations(count: int, numel: int = 1) -> None:
     """``count`` all-reduces, each with the fault that is armed for it; their sums and durations are reported."""
     rank = dist.get_rank()
@@ -31,7 +43,7 @@ def operations(count: int, numel: int = 1) -> None:
     for sequence in range(count):
         before = time.monotonic()
         tensor = torch.full((numel,), float(rank + 1))
-        faults.perform(faults.before_operation(rank, sequence), dist.all_reduce, tensor)
+        all_reduce_as(faults.before_operation(rank, sequence), tensor)
         sums.append(tensor[0].item())
         took.append(time.monotonic() - before)
         faults.report(sums=sums, took=took)

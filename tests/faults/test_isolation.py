@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+
+from ncclguard.faults import isolation
 
 PROGRAM = """
 import socket, sys
@@ -58,3 +62,17 @@ def test_a_process_that_is_cut_off_is_silent_in_both_directions_and_comes_back(a
             connection.recv(100)
         connection.settimeout(20)
         assert connection.recv(100) == b"while it is cut off\n"  # the connection lives on, and nothing is lost
+
+
+def test_looking_for_connections_leaves_no_descriptor_behind(tmp_path: Path) -> None:
+    """It looks every 5 ms, and a descriptor may be one that Python cannot make a socket object of."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        path = os.open(tmp_path / "socket", os.O_PATH)  # a socket to fstat(), and to nothing else
+        try:
+            before = os.listdir("/proc/self/fd")
+            known = {os.fstat(int(name)).st_ino for name in before if os.path.exists(f"/proc/self/fd/{name}")}
+            assert isolation._cut_all(known, b"") == []  # all are said to be cut off: none is touched
+            assert len(os.listdir("/proc/self/fd")) == len(before)
+        finally:
+            os.close(path)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ncclguard import faults
 from ncclguard.faults.forkserver import PRELOAD_VARIABLE
@@ -149,8 +150,9 @@ with faults.start_ranks("time:sleep", 2, args=[600], timeout=600, launcher={laun
     print(job.pid(0), job.pid(1), job._directory, flush=True)
     job.wait()
 """
+    env = os.environ | {PRELOAD_VARIABLE: ""}  # it has to import itself what it forks ranks with
     parent = subprocess.Popen(
-        [sys.executable, "-c", launching], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", launching], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         assert parent.stdout is not None
@@ -217,6 +219,19 @@ def test_a_job_can_name_further_modules_to_import_once_for_all_ranks() -> None:
             has_imported, 2, args=["colorsys"], env={PRELOAD_VARIABLE: modules}, timeout=60, launcher="fork"
         )
         assert result.values("returned") == {0: there, 1: there}, result
+
+
+def debug_level() -> str:
+    return str(dist.get_debug_level().name)
+
+
+def test_forked_ranks_have_the_debug_level_of_their_job() -> None:
+    """torch reads it when it is imported, which for all jobs was long ago."""
+    for level in ("DETAIL", "OFF"):
+        result = faults.run_ranks(
+            debug_level, 1, env={"TORCH_DISTRIBUTED_DEBUG": level}, timeout=LIMIT, launcher="fork"
+        )
+        assert result.values("returned") == {0: level}
 
 
 def test_beneath_torchrun_each_ranks_own_end_is_known_and_the_agents_store_is_used(tmp_path: Path) -> None:

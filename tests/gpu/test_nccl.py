@@ -2,74 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import gc
 import signal
+import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ncclguard import _torch_stores, faults
-from ncclguard.transport.base import Pending, TransportError
-from ncclguard.transport.nccl import NcclBuilder, NcclCommunicator
+from ncclguard import faults
+from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, build, build_again, error_of, finish, join
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() and dist.is_nccl_available()), reason="needs an NVIDIA GPU and torch with NCCL"
-    ),
-]
-
-# Several ranks on one GPU look like as many hosts to NCCL (init.cc compares host hash and bus id), and use its sockets.
-SHARED_GPU = {
-    "NCCLGUARD_AUTOSTART": "0",
-    "NCCL_NET": "Socket",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-}
-
-
-# --- helpers that run in the ranks ----------------------------------------------------------------------------------
-
-
-def join() -> int:
-    os.environ["NCCL_HOSTID"] = f"ncclguard-{os.environ['RANK']}"
-    torch.cuda.set_device(0)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    return dist.get_rank()
-
-
-def build(generation: int, seconds: float = 60.0) -> NcclCommunicator:
-    store = _torch_stores.clone_store(_torch_stores.default_store())
-    ranks = tuple(range(dist.get_world_size()))
-    prefix = f"transport/{generation}"
-    return NcclBuilder().build(store, prefix, ranks, dist.get_rank(), generation, 600.0, seconds)
-
-
-def finish(pending: Pending, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not pending.wait(0.1):
-        if time.monotonic() > end:
-            raise AssertionError(f"not complete after {seconds} s")
-
-
-def error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except TransportError as error:
-        return str(error)
-    return ""
-
-
-# --- tests ----------------------------------------------------------------------------------------------------------
+pytestmark = NEEDS_GPU
 
 
 def results() -> None:
@@ -143,11 +88,7 @@ def stop_and_rebuild() -> None:
         first.stop()
         faults.report(error=error_of(lambda: first.all_reduce(tensor, ReduceOp.SUM)), quiet=first.quiet(15.0))
     first.close()
-    second = build(2)
-    again = torch.ones(1, device="cuda")
-    finish(second.all_reduce(again, ReduceOp.SUM))
-    faults.report(again=float(again))
-    second.close()
+    build_again()
 
 
 def test_stop_ends_a_kernel_that_waits_for_a_missing_rank_and_the_next_generation_works() -> None:
@@ -180,3 +121,99 @@ def test_a_killed_peer_does_not_take_the_process_down() -> None:
         result = job.wait()
     assert result[0].ok, str(result)
     assert result[0].reports["quiet"]
+
+
+def alone() -> None:
+    join()
+    communicator = build(1)
+    tensor, gathered, scattered = (torch.full((3,), 2.0, device="cuda") for _ in range(3))
+    finish(communicator.all_reduce(tensor, ReduceOp.SUM))
+    finish(communicator.broadcast(tensor, 0))
+    finish(communicator.all_gather([gathered], tensor))
+    finish(communicator.reduce_scatter(scattered, [tensor], ReduceOp.AVG))
+    faults.report(found=[float(part.sum()) for part in (tensor, gathered, scattered)])
+    communicator.close()
+
+
+def test_a_group_of_one() -> None:
+    assert faults.run_ranks(alone, 1, env=SHARED_GPU, timeout=200).check()[0].reports["found"] == [6.0, 6.0, 6.0]
+
+
+def reduce_beside_an_allocating_thread() -> None:
+    """The thread uses the same stream, and fills what the allocator gives it."""
+    rank = join()
+    size = dist.get_world_size()
+    communicator = build(1)
+    ended = threading.Event()
+
+    def allocate() -> None:
+        while not ended.is_set():
+            for numel in (1_000_000, 1_000_000 * size):
+                torch.empty(numel, device="cuda").fill_(float("nan"))
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    wrong = 0
+    for step in range(100):
+        inputs = [torch.full((1_000_000,), float(step + peer), device="cuda") for peer in range(size)]
+        output, gathered = torch.zeros_like(inputs[0]), [torch.zeros_like(inputs[0]) for _ in range(size)]
+        scattering = communicator.reduce_scatter(output, inputs, ReduceOp.SUM)
+        gathering = communicator.all_gather(gathered, inputs[rank])
+        finish(scattering)
+        finish(gathering)
+        wrong += int((output != size * (step + rank)).sum())
+        wrong += sum(int((part != step + peer).sum()) for peer, part in enumerate(gathered))
+    ended.set()
+    thread.join()
+    faults.report(wrong=wrong)
+    communicator.close()
+
+
+def test_collectives_of_lists_keep_their_memory_beside_a_thread_that_allocates() -> None:
+    result = faults.run_ranks(reduce_beside_an_allocating_thread, 2, env=SHARED_GPU, timeout=250).check()
+    assert result.values("wrong") == {0: 0, 1: 0}
+
+
+def memory_in_use() -> None:
+    rank = join()
+    communicator = build(1)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        mine = torch.full((1_000_000,), float(rank), device="cuda")
+        gathered = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+        pending = [
+            communicator.all_reduce(mine, ReduceOp.SUM),
+            communicator.all_gather(gathered, mine),
+            communicator.reduce_scatter(mine, gathered, ReduceOp.SUM),
+        ]
+        for one in pending:
+            finish(one)
+    del mine, gathered, pending, one
+    gc.collect()
+    faults.report(kept=torch.cuda.memory_allocated() - before)
+    communicator.close()
+
+
+def test_memory_is_given_back_when_operations_are_complete() -> None:
+    result = faults.run_ranks(memory_in_use, 2, env=SHARED_GPU, timeout=200).check()
+    assert result.values("kept") == {0: 0, 1: 0}
+
+
+def capture_after_a_collective() -> None:
+    join()
+    communicator = build(1)
+    tensor = torch.ones(3, device="cuda")
+    finish(communicator.all_reduce(tensor, ReduceOp.SUM))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # torch 2.6 waits here until a watchdog has seen the end of every collective
+        tensor.mul_(3)
+    graph.replay()
+    torch.cuda.synchronize()
+    faults.report(found=float(tensor[0]))
+    communicator.close()
+
+
+def test_the_program_can_capture_a_graph_afterwards() -> None:
+    result = faults.run_ranks(capture_after_a_collective, 2, env=SHARED_GPU, timeout=200).check()
+    assert result.values("found") == {0: 6.0, 1: 6.0}

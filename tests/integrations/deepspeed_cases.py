@@ -30,9 +30,6 @@ from tests.integrations.evaluation_parts import (
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-# Only inference uses it. It would be compiled at the first start, and a job that is killed meanwhile leaves a lock behind,
-# for which all later jobs wait.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class Monitor:

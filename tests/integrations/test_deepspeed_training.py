@@ -93,7 +93,7 @@ def train_and_evaluate() -> None:
         ng.safe_barrier(timeout=30).raise_if_failed()
     losses += [step(engine, generator) for _ in range(2)]
     # DeepSpeed gathers on a group of its own making.
-    calls = sum(runtime.current().guard(group, "cpu", ":door").calls for group in _torch.known_groups())
+    calls = sum(runtime.current().guard(group, torch.device("cpu"), ":door").calls for group in _torch.known_groups())
     faults.report(zero3=losses, results=results, gathers=calls - 2)
     dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
 GIVEN_UP = "failed after 3 tries; the fallback is returned and training goes on"
 
 
@@ -42,10 +42,19 @@ def run(*command: str) -> str:
         ("train_trainer.py", "transformers", "metric", GIVEN_UP),
     ],
 )
-def test_training_survives_an_evaluation(script: str, needs: str, fault: str, said: str) -> None:
+def test_training_survives_an_evaluation(script: str, needs: str, fault: str, said: str, forked_python: str) -> None:
+    """The one without frameworks is started as users start it, with the real interpreter."""
     if importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")
-    output = run(*TORCHRUN, str(EXAMPLES / script), "--fault", fault, "--timeout", "4")
+    output = run(
+        sys.executable if needs == "torch" else forked_python,
+        *TORCHRUN,
+        str(EXAMPLES / script),
+        "--fault",
+        fault,
+        "--timeout",
+        "4",
+    )
     assert "evaluation evaluate() at step 20" in output
     assert said in output
     assert "common.py" in output or fault == "late"
@@ -53,11 +62,11 @@ def test_training_survives_an_evaluation(script: str, needs: str, fault: str, sa
 
 
 @pytest.mark.slow
-def test_the_deepspeed_launcher_starts_it_too() -> None:
+def test_the_deepspeed_launcher_starts_it_too(forked_python: str) -> None:
     launcher = shutil.which("deepspeed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if launcher is None:
         pytest.skip("DeepSpeed is not installed")
     script = str(EXAMPLES / "train_deepspeed.py")
-    output = run(sys.executable, launcher, "--num_accelerators", "2", script, "--fault", "metric", "--timeout", "4")
+    output = run(forked_python, launcher, "--num_accelerators", "2", script, "--fault", "metric", "--timeout", "4")
     assert GIVEN_UP in output
     assert "step 30:" in output

@@ -132,7 +132,6 @@ def zero(stage: int) -> Step:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference, and compiled when first asked for
     deepspeed.init_distributed("gloo", verbose=False)
     engine = zero_engine(stage)
 

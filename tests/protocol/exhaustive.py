@@ -85,14 +85,18 @@ def job(
     ranks: int, faults: int, program: str, *, shrink: bool = False, odd: str = "", kinds: tuple[str, ...] = FAULTS
 ) -> Job:
     """A job of `ranks` with the same program, but for the last one where `odd` says how it differs."""
-    calls = PROGRAMS[program]
+    return job_of(ranks, faults - bool(odd), PROGRAMS[program], shrink, odd, kinds)
+
+
+def job_of(
+    ranks: int, faults: int, calls: tuple[Call, ...], shrink: bool, odd: str, kinds: tuple[str, ...] = FAULTS
+) -> Job:
+    """The same for any calls, where the last rank's difference is no fault of the budget."""
     if shrink:  # restarts from piece 0, so it keeps all inputs
         calls = tuple(replace(call, shrink=True, window=0) for call in calls)
-    programs = [calls] * ranks
     other = replace(calls[0], fingerprint=OTHER)
-    if odd:
-        programs[-1] = {ODD[1]: calls[1:], ODD[2]: (other, *calls[1:]), ODD[3]: (other, *calls)}[odd]
-    return Job(tuple(programs), faults - bool(odd), kinds, odd=1 << ranks - 1 if odd else 0)
+    last = {ODD[0]: calls, ODD[1]: calls[1:], ODD[2]: (other, *calls[1:]), ODD[3]: (other, *calls)}[odd]
+    return Job((*[calls] * (ranks - 1), last), faults, kinds, odd=1 << ranks - 1 if odd else 0)
 
 
 def jobs(ranks: int, faults: int) -> Iterator[tuple[str, Job]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ncclguard.agreement.decision import Action, Departure, Phase, Report, TroubleKind, Verdict, decide
+from ncclguard.agreement.decision import Action, Departure, Operation, Phase, Report, TroubleKind, Verdict, decide
 from ncclguard.outcome import Cause
 from tests.protocol.process import IN_CALL, Broken, Call, Driver, Label, Process, Step, mask
 from tests.protocol.shared import Shared, decided, put, returned
@@ -22,6 +22,8 @@ Decide = Callable[..., Verdict]
 
 #: A rank that stops again and again, each time before it answers, is followed for so many generations.
 GENERATIONS = 6
+#: After so many, all ended by the transport, an operation fails.
+ATTEMPTS = Operation(0, 0).max_attempts
 #: Faults that cost one of the budget each.
 FAULTS = ("crash", "stop", "reset", "deadline", "raise", "exit", "give up")
 
@@ -290,6 +292,9 @@ class Fabric:
                     steps.append((("give up", rank), self._own(state, rank, "give_up", shared=gave_up)))
                 elif info.at == "idle" and not info.over and self._own(state, rank, "enter") == state:
                     steps.append((("forgo", rank), self._own(state, rank, "forgo", shared=gave_up)))
+            elif "give up" in kinds and info.at == "idle" and not (info.over or info.frozen or shared.gave_up & bit):
+                gave_up = unlucky._replace(gave_up=shared.gave_up | bit)
+                steps.append((("forgo", rank), self._own(state, rank, "no_turn", shared=gave_up)))
 
     # ------------------------------------------------------------------ verdicts
 
@@ -374,7 +379,7 @@ class Fabric:
             done = [rank for rank, info in enumerate(infos) if info.alive and info.completed >= verdict.sequence]
             if any(closing or covered >> rank & 1 for rank in done):
                 raise Broken(f"ranks {done} have completed operation {verdict.sequence}: {verdict}")
-        if verdict.action is Action.FAIL and not (shared.unlucky or self.job.odd):
+        if verdict.action is Action.FAIL and verdict.attempt < ATTEMPTS and not (shared.unlucky or self.job.odd):
             raise Broken(f"only the transport broke: {verdict}")
         shared = decided(shared, verdict, covered, self.everybody & ~covered, closing)
         shared = shared._replace(

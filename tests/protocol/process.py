@@ -221,6 +221,17 @@ class Driver:
         draft.member.forgo(Operation(0, call.fingerprint, closing=call.closing, shrink=call.shrink))
         return self._return(draft, draft.member.next_sequence - 1, False, None, (), agreed=False)
 
+    def no_turn(self, process: Process) -> Step:
+        """Give up a call that another thread's kept from entering; it has to fail for the others."""
+        draft = Draft(process)
+        call = self.program[process.call]
+        draft.member.forgo(Operation(0, call.fingerprint, closing=call.closing, shrink=call.shrink))
+        revoke = bool(draft.member.given_up)
+        if revoke:
+            draft.member.in_trouble(draft.member.generation, Trouble(TroubleKind.UNANSWERED))
+        sequence = draft.member.next_sequence - 1
+        return self._return(draft, sequence, False, None, (), agreed=False)._replace(revoke=revoke)
+
     def _begin(self, draft: Draft, piece: int) -> None:
         operation = draft.member.operation
         assert operation is not None

@@ -108,6 +108,7 @@ class Symmetry:
                 participants=_ranks(process.member.participants, naming),
                 settled=tuple(_verdict(verdict, naming) for verdict in process.member.settled),
                 lost=_causes(process.member.lost, naming),
+                left=_causes(process.member.left, naming),
             )
             renamed = process._replace(
                 snapshot=Snapshot.of(member),

@@ -23,6 +23,7 @@ def test_without_arguments_there_are_good_defaults() -> None:
 def test_sizes_in_bytes_follow_the_element_type() -> None:
     """--numel in bytes and a sweep in bytes are counted in elements of --dtype."""
     assert parse_arguments(["--numel", "1MiB", "5", "--dtype", "bfloat16"]).numels == (524288, 5)
+    assert parse_arguments(["--numel", "5e8", "--numel", "6", "7"]).numels == (500_000_000, 6, 7)
     assert parse_arguments(["--min", "8B", "--max", "800B", "--dtype", "float64"]).numels == (1, 10, 100)
     assert parse_arguments(["--min", "1", "--max", "8", "--factor", "2"]).numels == (1, 2, 4, 8)
 
@@ -71,11 +72,18 @@ def test_a_rehearsal_has_its_own_defaults() -> None:
         (["--ranks", "0"], "the least is 1"),
         (["--timeout", "0"], "positive"),
         (["--timeout", "inf"], "positive"),
+        (["--timeout", "1e-9"], "from 1 ms to 1e9 s"),
+        (["--timeout", "1e10"], "from 1 ms to 1e9 s"),
+        (["--timeout", "1e300"], "from 1 ms to 1e9 s"),
+        (["--min", "1", "--max", "1e9", "--factor", "1.0000001"], "more than 1,000 sizes"),
         (["--seconds", "-1"], "positive"),
         (["--rank", "1"], "needs --fault"),
         (["--fault", "late", "--op", "broadcast"], "leave --op away"),
         (["--fault", "late", "--json", "x"], "measures nothing"),
         (["--fault", "late", "--numel", "1", "2"], "one size"),
+        (["--fault", "late", "--numel", "1", "--numel", "2"], "one size"),
+        (["--fault", "late", "--seconds", "3"], "measures nothing"),
+        (["--fault", "late", "--no-atomic"], "leave --no-atomic away"),
         (["--fault", "explode"], "invalid choice"),
         (["--frobnicate"], "unrecognized"),
     ],

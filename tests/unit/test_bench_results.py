@@ -156,6 +156,7 @@ def test_the_plot_is_a_png_and_is_never_overwritten(tmp_path: Path) -> None:
     [
         ("--json", "there", "never overwritten"),
         ("--plot", "there", "never overwritten"),
+        ("--json", "link", "never overwritten"),
         ("--json", "no/such/r.json", "does not exist"),
         ("--plot", "r.jpg", "name the file r.png"),
     ],
@@ -163,8 +164,17 @@ def test_the_plot_is_a_png_and_is_never_overwritten(tmp_path: Path) -> None:
 def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, option: str, name: str, says: str) -> None:
     """BenchError before any work."""
     (tmp_path / "there").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(BenchError, match=says):
         check_outputs(parse_arguments([option, str(tmp_path / name)]))
+
+
+def test_one_name_for_both_files_is_refused_first(tmp_path: Path) -> None:
+    """Also where it is written in two ways."""
+    there, other = tmp_path / "r.png", tmp_path / "folder" / ".." / "r.png"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(BenchError, match="both name"):
+        check_outputs(parse_arguments(["--json", str(there), "--plot", str(other)]))
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

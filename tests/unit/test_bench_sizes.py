@@ -71,6 +71,10 @@ def test_a_sweep_multiplies_and_stays_within_its_bounds() -> None:
     assert sweep(3, 50, 4) == (3, 12, 48)
     assert sweep(1, 4, 1.1) == (1, 2, 3, 4)
     assert sweep(5, 5, 2) == (5,)
+    assert sweep(1000, 10**18, 1e308) == (1000,)
+    assert len(sweep(1, 1000, 1.0000001)) == 1000
+    with pytest.raises(ValueError, match=r"more than 1,000 sizes of 1 to 1001"):
+        sweep(1, 1001, 1.0000001)
 
 
 @pytest.mark.parametrize(("last", "factor"), [(1, 2), (100, 1), (100, 0.5), (100, float("nan")), (100, float("inf"))])

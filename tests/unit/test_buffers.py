@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from ncclguard.buffers import ALIGNMENT, Arena, aligned, drop_idle
+from ncclguard import buffers
+from ncclguard.buffers import ALIGNMENT, Arena, aligned
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _empty_pool() -> None:
-    drop_idle()
+    buffers._idle.clear()
 
 
 def test_the_largest_buffer_is_used_again() -> None:
@@ -51,3 +54,69 @@ def test_parts_are_aligned_and_do_not_overlap() -> None:
 def test_more_memory_than_there_is_raises_memory_error() -> None:
     with pytest.raises(MemoryError, match="bytes on cpu"):
         Arena(1 << 60, CPU)
+
+
+class Gpu:
+    """Streams and a buffer that write down what is asked of them; the stream that is current can be set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = torch.device("cuda", 0)
+        self.log: list[str] = []
+        self.current = ""
+        self.broken = False
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(self, self.current))
+        monkeypatch.setattr(torch, "empty", lambda numel, **_: Buffer(self, numel))
+
+
+class Stream:
+    def __init__(self, gpu: Gpu, name: str) -> None:
+        self.gpu, self.name = gpu, name
+
+    def record_event(self) -> str:
+        if self.gpu.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return f"end of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.gpu.log.append(f"{self.name} waits for the {event}")
+
+
+class Buffer:
+    is_cuda = True
+
+    def __init__(self, gpu: Gpu, numel: int) -> None:
+        self.gpu, self.size, self.device = gpu, numel, gpu.device
+        gpu.log.append(f"allocated on {gpu.current}")
+
+    def numel(self) -> int:
+        return self.size
+
+    def record_stream(self, stream: Any) -> None:
+        self.gpu.log.append(f"used on {stream.name}")
+
+
+def test_on_a_gpu_the_next_user_waits_for_what_the_last_one_still_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are copied out asynchronously: the buffer is handed over at once, to a guard on another stream as well."""
+    gpu = Gpu(monkeypatch)
+    gpu.current = "training"
+    Arena(4096, gpu.device).release()
+    gpu.current = "evaluation"
+    Arena(2048, gpu.device).release()
+    Arena(8192, gpu.device).release()  # the smaller one is freed, which its allocator must not do under the copies
+    assert gpu.log == [
+        "allocated on training",
+        "used on training",
+        "evaluation waits for the end of training",
+        "used on evaluation",
+        "allocated on evaluation",
+        "used on evaluation",
+    ]
+
+
+def test_giving_memory_back_raises_nothing_where_cuda_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is part of the cleaning up after the error that the caller is to see."""
+    gpu = Gpu(monkeypatch)
+    arena = Arena(4096, gpu.device)
+    gpu.broken = True
+    arena.release()
+    assert not buffers._idle

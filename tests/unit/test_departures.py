@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore
 
 from ncclguard.agreement import codec, incidents
-from ncclguard.agreement.decision import Action, Departure, Operation, Phase, Report, Verdict, decide
+from ncclguard.agreement.decision import (
+    Action,
+    Departure,
+    Operation,
+    Phase,
+    Report,
+    Trouble,
+    TroubleKind,
+    Verdict,
+    decide,
+)
 from ncclguard.agreement.departures import Departures
 from ncclguard.agreement.seat import Seat
 from ncclguard.agreement.store import AgreementStore
@@ -72,7 +83,7 @@ def test_one_culprit_is_told_of_in_its_own_words(left: Departure, summary: str) 
 
 def test_a_departure_travels_with_its_stack_and_history() -> None:
     left = told(2)
-    (back, done) = codec.loads_departure(codec.dumps_departure(left, {"0:cpu": 6}))
+    (back, done) = codec.loads_departure(codec.dumps_departure(left, {"0:cpu": 6}, by=1))
     assert (back.rank, back.cause, back.text, back.told, dict(back.details)) == (
         2, Cause.LOST, "was sent SIGTERM", True, dict(left.details),
     )  # fmt: skip
@@ -112,9 +123,18 @@ def test_the_id_of_an_incident_is_a_file_name_and_no_other_jobs() -> None:
     assert "/" not in found.id
 
 
+def test_two_witnesses_with_the_same_words_count_as_one_goodbye() -> None:
+    """Else rank 0 counts more goodbyes than there are, and takes the store away before the others are done with it."""
+    store, witnesses = AgreementStore(HashStore()), [Departures(rank) for rank in range(2)]
+    seen = Departure(2, Cause.LOST, "its pid does not exist any more")
+    assert [witness.post(store, seen, {}) for witness in witnesses] == [True, False]
+    assert witnesses[0].count(store) == 1
+    assert 2 in witnesses[1]  # without reading the list: it has just been told
+
+
 def test_all_are_told_of_the_first_the_second_and_the_fourth_that_leaves() -> None:
     """So that who waits looks at once, and a job of a thousand ranks ends without a million messages."""
-    store, departures = AgreementStore(HashStore()), Departures()
+    store, departures = AgreementStore(HashStore()), Departures(0)
     news = [departures.post(store, Departure(rank, Cause.EXITED, "ended its program"), {}) for rank in range(9)]
     assert [rank for rank, told_of in enumerate(news) if told_of] == [0, 1, 3, 7]
     assert not departures.post(store, Departure(0, Cause.LOST, "seen by a witness"), {})  # it is known already
@@ -122,3 +142,19 @@ def test_all_are_told_of_the_first_the_second_and_the_fourth_that_leaves() -> No
     assert {rank: departure.cause for rank, departure in departures.all().items()} == dict.fromkeys(
         range(9), Cause.EXITED
     )
+
+
+def test_many_ranks_are_named_by_their_runs_in_a_summary_and_in_what_one_rank_says_alone() -> None:
+    """It is a line of the log of every rank."""
+    members = tuple(range(1000))
+    asked = Trouble(TroubleKind.DEADLINE)
+    reports = {rank: Report(rank=rank, generation=0, done=6) for rank in members[1:]}
+    reports[0] = replace(waiting(0), trouble=asked)
+    decided = decide(0, members, reports, {}, {})
+    assert decided.culprit_ranks == members[1:]
+    seat = Seat("0:cpu", 0, members)
+    found = Incident.from_json(incidents.summarise(decided, reports, {}, {}, seat))
+    assert found.summary == "barrier() failed after 1 s: ranks 1-999 late."
+    causes = dict.fromkeys(members[1:], Cause.LOST)
+    alone = incidents.alone(seat, "barrier", "barrier()", 7, Cause.LOST, causes, "the store is gone")
+    assert alone.summary == "barrier() failed: ranks 1-999 lost; the store is gone."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,59 @@ def test_parts_of_ranks_are_combined_where_that_is_asked_for() -> None:
         raise ValueError
 
     assert evaluate() == 1.5
+
+
+def test_where_parts_are_combined_only_the_latest_is_kept() -> None:
+    """Predictions that grow with each batch would else take memory that grows with the square of the batches."""
+
+    class Part:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    alive: list[weakref.ref[Part]] = []
+
+    @ng.resilient_evaluate(max_attempts=1, combine=lambda parts: [part.number for part in parts])
+    def evaluate() -> Any:
+        for number in (1, 2, 4, 3):
+            part = Part(number)
+            alive.append(weakref.ref(part))
+            record_partial(part, done=number, total=9)
+        del part
+        assert [number for number, ref in zip((1, 2, 4, 3), alive, strict=True) if ref() is not None] == [4]
+        raise ValueError
+
+    assert evaluate() == [4]
+    assert evaluate.report is not None
+    assert "AssertionError" not in str(evaluate.report)
+
+
+def test_parts_that_cannot_be_combined_give_the_fallback() -> None:
+    @ng.resilient_evaluate(max_attempts=1, combine=lambda parts: parts[0] / 0)
+    def evaluate() -> Any:
+        record_partial(1.0, done=1)
+        raise ValueError("the second data set is broken")
+
+    assert evaluate() == (0.0, 0.0)
+    assert "the second data set is broken" in str(evaluate.report)
+    assert "ZeroDivisionError" in str(evaluate.report)
+
+
+def test_a_keeper_that_raises_keeps_the_others_from_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    restored: list[int] = []
+
+    def unable() -> Any:
+        raise OSError("no state here")
+
+    def broken() -> Any:
+        def restore() -> None:
+            raise OSError("cannot go back")
+
+        return restore
+
+    state.keep([lambda: lambda: restored.append(1), unable, broken, lambda: lambda: restored.append(2)])()
+    assert restored == [2, 1]
+    assert "no state here" in caplog.text
+    assert "cannot go back" in caplog.text
 
 
 def test_the_switches() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ncclguard.agreement.incidents import ADVICE
 from ncclguard.evaluation import decision
 from ncclguard.evaluation.results import (
     Action,
@@ -123,7 +124,7 @@ def test_the_report_says_what_happened_and_what_to_do() -> None:
     assert "at step 7: failed after 2 tries; the fallback is returned and training goes on" in text
     assert "try 1: failed, out of memory, rank 2" in text
     assert "the incident" in text
-    assert "what to do: See what that rank did instead" in text
+    assert f"what to do: {ADVICE[Cause.LATE]}" in text
     assert "from 2 of 5" in str(EvaluationReport("e", Action.PARTIAL, failures[:1], 1, 2, 5))
     assert "smaller batches" in str(EvaluationReport("e", Action.GIVE_UP, failures[:1], 1))
     assert "not all ranks arrived" in str(EvaluationReport("e", Action.GIVE_UP, failures[1:], 0))

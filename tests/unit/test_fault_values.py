@@ -131,28 +131,15 @@ def test_oom_raises_what_torch_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "calls"),
+    ("how", "alteration"),
     [
-        ({"fault": "skip"}, []),
-        ({"fault": "extra"}, [((2, 3), "float32"), ((2, 3), "float32")]),
-        ({"fault": "mismatch"}, [((7,), "float32")]),
-        ({"fault": "mismatch", "of": "dtype"}, [((2, 3), "int32")]),
+        ({"fault": "skip"}, faults.Alteration.SKIP),
+        ({"fault": "extra"}, faults.Alteration.EXTRA),
+        ({"fault": "mismatch"}, faults.Alteration.OTHER_SHAPE),
+        ({"fault": "mismatch", "of": "dtype"}, faults.Alteration.OTHER_DTYPE),
     ],
 )
-def test_an_altered_call_is_made_as_the_fault_says(
-    how: dict[str, str], calls: list[tuple[tuple[int, ...], str]]
-) -> None:
-    import torch
-
-    made: list[tuple[tuple[int, ...], str]] = []
-
-    def call(tensor: torch.Tensor) -> None:
-        made.append((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
-
+def test_what_only_the_caller_can_alter_is_told_to_it_once(how: dict[str, str], alteration: faults.Alteration) -> None:
     faults.at(rank=0, op=0, **how)  # type: ignore[arg-type]
-    faults.perform(faults.before_operation(0, 0), call, torch.ones(2, 3))
-    assert made == calls
-
-
-def test_an_unaltered_call_is_made_with_the_tensor_and_its_value_returned() -> None:
-    assert faults.perform(faults.before_operation(0, 0), lambda value: value + 1, 41) == 42
+    assert faults.before_operation(0, 0) is alteration
+    assert faults.before_operation(0, 0) is None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch.distributed import HashStore
 
-from ncclguard.agreement.store import AgreementStore, Handshake
+from ncclguard.agreement.handshake import Handshake
+from ncclguard.agreement.store import AgreementStore
 
 
 def agree(store: HashStore, ranks: range, order: list[int]) -> dict[int, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -17,6 +19,8 @@ import pytest
 from ncclguard.agreement import liveness as liveness_module
 from ncclguard.agreement.liveness import (
     PROBE_AGAIN,
+    PROBE_LIMIT,
+    PROBES,
     Identity,
     Liveness,
     Sight,
@@ -197,6 +201,46 @@ def test_a_silent_door_is_unknown_and_no_look_blocks(me: Liveness) -> None:
             one.close()
     assert "did not answer within" in evidence
     assert longest < PROBE_AGAIN / 2  # far above the 20 ms it may wait, far below the probe's own limit
+
+
+def test_many_doors_are_reached_for_at_once_but_not_all_and_no_connection_is_left(
+    me: Liveness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks about them again: `drain`, which every step of the monitor calls, ends what has had its time."""
+    ahead = 0.0
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + ahead)
+    monkeypatch.setattr(liveness_module, "time", clock)
+    with socket.socket() as full, contextlib.ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            queued = stack.enter_context(socket.socket())
+            queued.setblocking(False)
+            queued.connect_ex(full.getsockname())
+        door = full.getsockname()
+        peers = [dataclasses.replace(elsewhere(me.identity), rank=rank, door=door) for rank in range(1, PROBES + 45)]
+        since = clock.monotonic()
+        me.seek(peers, since)
+        me.seek(peers, since)
+        assert len(me._under_way) == PROBES
+        ahead += PROBE_LIMIT
+        me.drain()
+        assert not me._under_way
+        me.seek(peers, since)
+        assert len(me._under_way) == 44  # those that had to wait, and none twice
+        ahead += PROBE_LIMIT
+        me.drain()
+    assert all(probe.connection is None for probe in me._probes.values())
+    assert {probe.answer[0] for probe in me._probes.values() if probe.answer} == {Sight.UNKNOWN}
+
+
+def test_doors_that_were_reached_for_have_answered_when_they_are_looked_at(me: Liveness) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        peers = [
+            dataclasses.replace(elsewhere(me.identity), rank=rank, door=server.getsockname()) for rank in range(1, 40)
+        ]
+        me.seek(peers, time.monotonic())
+        assert {me.look(peer)[0] for peer in peers} == {Sight.PRESENT}
 
 
 def test_a_peer_without_a_door_is_unknown(me: Liveness) -> None:

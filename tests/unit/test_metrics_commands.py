@@ -82,6 +82,13 @@ def test_closing_removes_the_socket_and_ends_the_thread(serve: Serve, folder: Pa
     assert not [thread for thread in threading.enumerate() if thread.name == "ncclguard-control"]
 
 
+@pytest.mark.usefixtures("many_open_files")
+def test_it_answers_in_a_process_with_more_than_1024_open_files(serve: Serve, folder: Path) -> None:
+    serve()
+    for _ in range(2):
+        assert control.ask(folder / "job1.0.sock", {"command": "status"})["snapshot"]["job"] == "job1"
+
+
 @pytest.mark.parametrize("sent", [b"no json\n", b"[1]\n", b"x" * 70_000 + b"\n", b"{}", b""])
 def test_nonsense_does_not_stop_it(serve: Serve, folder: Path, sent: bytes) -> None:
     serve()

@@ -103,6 +103,8 @@ def test_the_text_has_what_happened_and_what_to_do() -> None:
 
 def test_the_text_without_an_incident_names_the_ranks() -> None:
     assert "lost by rank 2. See the logs" in str(Outcome(**fields(Cause.LOST)).error)
+    many = {**fields(Cause.LOST), "culprits": tuple(range(2, 1000))}
+    assert "lost by ranks 2-999. See the logs" in str(Outcome(**many).error)
     assert "unknown. See the logs" in str(Outcome(**{**fields(Cause.UNKNOWN), "culprits": ()}).error)
 
 

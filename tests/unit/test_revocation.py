@@ -9,12 +9,14 @@ from torch.distributed import HashStore
 
 from ncclguard.agreement.decision import Action, Operation, TroubleKind
 from ncclguard.agreement.protocol import Entry
-from ncclguard.agreement.revocation import PATIENCE, Revocation
+from ncclguard.agreement.revocation import Revocation
 from ncclguard.agreement.seat import OpenCall, Seat
 from ncclguard.agreement.store import AgreementStore
+from ncclguard.agreement.timing import Timing
 from ncclguard.outcome import Cause
 
 REVOKED = 100.0
+PATIENCE = Timing().patience
 
 
 def seat_of_rank_0() -> Seat:
@@ -24,6 +26,33 @@ def seat_of_rank_0() -> Seat:
 def step(revocation: Revocation, now: float) -> bool:
     """Work on it as rank 0's monitor; ranks 1 and 2 never answer and nothing is known of them."""
     return revocation.step(now, {}, lambda seat, report: report, lambda rank: Cause.UNKNOWN, lambda *known: "")
+
+
+def test_the_processes_of_silent_ranks_are_looked_for_before_they_are_judged() -> None:
+    """A far process needs a moment to answer, and one after the other they would not have it."""
+    seat = seat_of_rank_0()
+    sought: list[tuple[list[int], float, float]] = []
+    revocation = Revocation(AgreementStore(HashStore()), seat, 0, 0, REVOKED)
+
+    def work(now: float) -> bool:
+        return revocation.step(
+            now,
+            {},
+            lambda seat, report: report,
+            lambda rank: Cause.STUCK if sought else Cause.UNKNOWN,
+            lambda *known: "",
+            seek=lambda ranks, since: sought.append((list(ranks), since, now)),
+        )
+
+    enter(seat, 0.0)
+    seat.trouble(0, TroubleKind.DEADLINE, "not complete")
+    assert not work(REVOKED) and not sought  # they may only be a little slow to answer
+    assert not work(REVOKED + PATIENCE / 2 + 0.01)
+    assert not work(REVOKED + PATIENCE - 0.1)
+    assert work(REVOKED + PATIENCE)
+    assert [(ranks, since) for ranks, since, _ in sought] == 3 * [([1, 2], REVOKED + PATIENCE / 2 + 0.01)]
+    assert revocation.verdict is not None
+    assert dict(revocation.verdict.culprits) == {1: Cause.STUCK, 2: Cause.STUCK}
 
 
 def enter(seat: Seat, budget: float) -> None:

@@ -67,7 +67,6 @@ def test_a_rank_that_finished_says_so_only_when_nobody_follows() -> None:
 def test_who_waits_for_a_rank_that_raised_stops_at_once() -> None:
     sections, seat = inside(0), waiting_seat()
     sections.hear(news(2, TroubleKind.RAISED))
-    assert sections.called_off is not None
     sections.step(time.monotonic(), lambda entry: None, [seat])
     assert seat.member.trouble == Trouble(TroubleKind.TOLD, "rank 2: KeyError: 'f1'")
 

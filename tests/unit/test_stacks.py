@@ -97,9 +97,10 @@ def test_long_source_lines_are_shortened() -> None:
 def test_call_site_is_the_first_frame_outside_the_library() -> None:
     library = load_as_library(
         """
-        from ncclguard.incident.stacks import call_site
+        from threading import get_ident
+        from ncclguard.incident.stacks import call_site_of
         def safe_thing(): return engine()
-        def engine(): return call_site()
+        def engine(): return call_site_of(get_ident())
         """,
         "collectives.py",
     )
@@ -113,14 +114,24 @@ def test_call_site_is_the_first_frame_outside_the_library() -> None:
 
 def test_call_site_of_the_bench_is_the_bench() -> None:
     bench = load_as_library(
-        "from ncclguard.incident.stacks import call_site\ndef run(): return call_site()", "bench/job.py"
+        """
+        from threading import get_ident
+        from ncclguard.incident.stacks import call_site_of
+        def run(): return call_site_of(get_ident())
+        """,
+        "bench/job.py",
     )
-    assert bench["run"]() == "ncclguard/bench/job.py:2 in run"  # type: ignore[operator]
+    assert bench["run"]() == "ncclguard/bench/job.py:4 in run"  # type: ignore[operator]
 
 
 def test_call_site_in_a_thread_that_runs_only_the_library_ends_at_the_thread() -> None:
     library = load_as_library(
-        "from ncclguard.incident.stacks import call_site\ndef go(out): out.append(call_site())", "collectives.py"
+        """
+        from threading import get_ident
+        from ncclguard.incident.stacks import call_site_of
+        def go(out): out.append(call_site_of(get_ident()))
+        """,
+        "collectives.py",
     )
     out: list[str] = []
     thread = threading.Thread(target=library["go"], args=(out,))  # type: ignore[arg-type]

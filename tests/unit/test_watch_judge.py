@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ncclguard.agreement import codec
 from ncclguard.agreement.decision import Departure, Report, Trouble, TroubleKind
 from ncclguard.outcome import Cause
 from ncclguard.watch.judge import (
@@ -29,7 +30,7 @@ def said(
 ) -> Report:
     """A rank's report: channel, members, number and text of what it waits in; `done` up to where it has ended."""
     items = [
-        [c, list(members), s, hash(text) | 1, f"{text}(group {c}, number {s})", 5.0, False]
+        [c, codec.ranges(members), s, hash(text) | 1, f"{text}(group {c}, number {s})", 5.0, False]
         for c, members, s, text in waits
     ]
     numbers = {c: s - 1 for c, _, s, _ in waits} | dict(done or {})

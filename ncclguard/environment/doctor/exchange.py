@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-
+from ncclguard._torch_stores import PrefixStore, TCPStore
 from ncclguard.environment.doctor.context import Context
 
 T = TypeVar("T")

@@ -29,7 +29,8 @@ def main(argv: list[str]) -> int:
     """The process: one rank of a gloo group whose store rank 0 hosts."""
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import TCPStore
+
+    from ncclguard._torch_stores import TCPStore
 
     rank, world_size, address, port = int(argv[0]), int(argv[1]), argv[2], int(argv[3])
     limit = timedelta(seconds=_SECONDS)

@@ -26,7 +26,9 @@ td:last-child{white-space:normal;min-width:16rem}
 
 
 def render_html(document: Document) -> str:
-    """Return the page of a report; everything that came from a program is escaped, and nothing is loaded from elsewhere."""
+    """Return the page of a report; everything that came from a program is escaped, and
+    nothing is loaded from elsewhere.
+    """
     incident = document.incident
     body = "".join(
         (

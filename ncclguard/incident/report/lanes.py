@@ -66,7 +66,9 @@ border:1px solid var(--wait)}
 
 
 def lanes(incident: Incident, timeline: Timeline) -> str:
-    """Return the lanes and their legend; culprits come first. Above 80 ranks the others share lanes by what they were in."""
+    """Return the lanes and their legend; culprits come first. Above 80 ranks the others
+    share lanes by what they were in.
+    """
     scale = Scale(timeline)
     reports = {report.rank: report for report in incident.ranks}
     everyone = sorted({*incident.participants, *reports, *(lane.rank for lane in timeline.lanes)})

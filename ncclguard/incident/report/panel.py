@@ -16,7 +16,8 @@ WIDEST: Final = 140
 
 
 def show(incident: Incident, stream: TextIO | None = None) -> None:
-    """Print the incident to `stream`, stderr by default; plain text where rich is missing or its frame cannot be encoded.
+    """Print the incident to `stream`, stderr by default; plain text where rich is
+    missing or its frame cannot be encoded.
 
     Raises OSError when the stream does not take it.
     """

@@ -19,7 +19,9 @@ _LONG: Final = 6.0
 
 
 class Scale:
-    """Piecewise linear and increasing. `cuts`: (begin, end, seconds) of what is drawn shorter than it was, in parts of the width."""
+    """Piecewise linear and increasing. `cuts`: (begin, end, seconds) of what is drawn
+    shorter than it was, in parts of the width.
+    """
 
     def __init__(self, timeline: Timeline) -> None:
         knots = _knots(timeline)

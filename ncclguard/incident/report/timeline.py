@@ -1,9 +1,9 @@
 """One lane per rank on one axis, made of what each rank remembers on its own clock.
 
-An operation that completed ended on all its ranks at nearly the same moment, because none can leave before the last has come.
-So a rank's clock is laid over the reference rank's by the ends of the operations both completed: the median of the differences.
-Clocks of two hosts are never compared. Where two ranks have no operation in common, their answers to the revoke are laid on each
-other, which is as exact as the monitors' period.
+An operation that completed ended on all its ranks at nearly the same moment, because none can leave before the last has
+come. So a rank's clock is laid over the reference rank's by the ends of the operations both completed: the median of
+the differences. Clocks of two hosts are never compared. Where two ranks have no operation in common, their answers to
+the revoke are laid on each other, which is as exact as the monitors' period.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Writes the reports: in a thread of its own, so that neither a call nor the agreement ever waits for a disk or a terminal."""
+"""Writes the reports: in a thread of its own, so that neither a call nor the
+agreement ever waits for a disk or a terminal.
+"""
 
 from __future__ import annotations
 

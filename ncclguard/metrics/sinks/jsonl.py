@@ -14,8 +14,8 @@ from ncclguard.metrics.records import Record
 class JsonlSink:
     """Appends to `path`, in which `{rank}` stands for the rank; `path.1` is the newest of `backups` older files.
 
-    A file is rotated before it would exceed `max_bytes`. Raises ValueError for limits that cannot be kept, OSError when the
-    folder cannot be made.
+    A file is rotated before it would exceed `max_bytes`. Raises ValueError for limits that cannot be kept, OSError when
+    the folder cannot be made.
     """
 
     name = "jsonl"

@@ -23,7 +23,9 @@ PACKAGES = {
 
 
 def make_sinks(wanted: Iterable[SinkLike], rank: int) -> list[Sink]:
-    """The sinks that can be had; one that cannot is logged. Raises TypeError or ValueError for what is no sink at all."""
+    """The sinks that can be had; one that cannot is logged. Raises TypeError or
+    ValueError for what is no sink at all.
+    """
     made: list[Sink] = []
     for one in wanted:
         if not isinstance(one, str):

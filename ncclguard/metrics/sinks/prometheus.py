@@ -14,10 +14,12 @@ MAX_STRAGGLERS = 16
 
 
 class PrometheusSink:
-    """Shows the newest snapshot on a registry, and serves it over HTTP when a `port` is given (0: a free one, see `port`).
+    """Shows the newest snapshot on a registry, and serves it over HTTP when a `port` is
+    given (0: a free one, see `port`).
 
-    Every label is bounded: at most 128 series of group, op and phase, 8 causes, 64 culprits. The gauge `ncclguard_hang` is 1 while
-    a call has been open for longer than `warn_after`. Raises ImportError without prometheus_client, OSError for a port that is taken.
+    Every label is bounded: at most 128 series of group, op and phase, 8 causes, 64 culprits. The gauge `ncclguard_hang`
+    is 1 while a call has been open for longer than `warn_after`. Raises ImportError without prometheus_client, OSError
+    for a port that is taken.
     """
 
     name = "prometheus"

@@ -11,7 +11,8 @@ from ncclguard.metrics.sinks.text import line
 
 
 class TensorBoardSink:
-    """Writes event files into `folder`, in which `{rank}` stands for the rank; a writer of the program's may be given instead.
+    """Writes event files into `folder`, in which `{rank}` stands for the rank; a writer
+    of the program's may be given instead.
 
     The step is the number of seconds since monitoring began. Raises ImportError without tensorboard.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from ncclguard.incident.render import ranks_text
 from ncclguard.metrics.records import Change, Failure, Record, Snapshot
 from ncclguard.metrics.settings import shown
 
@@ -33,7 +34,7 @@ def line(record: Record) -> str:
     if isinstance(record, Snapshot):
         return snapshot_line(record)
     if isinstance(record, Failure):
-        return record.summary or f"{record.op} {record.op_id} failed: {record.cause}, ranks {list(record.culprits)}"
+        return record.summary or f"{record.op} {record.op_id} failed: {record.cause}, {ranks_text(record.culprits)}"
     if isinstance(record, Change):
         return f"{record.name} of group {record.group} is {shown(record.new)}, was {shown(record.old)}: {record.reason}"
     return str(record.to_dict())

@@ -10,9 +10,11 @@ from ncclguard.metrics.sinks.text import line
 
 
 class WandbSink:
-    """Logs to the run given, else to the program's current run, else to one of its own made with `init` (keywords of wandb.init).
+    """Logs to the run given, else to the program's current run, else to one of its own
+    made with `init` (keywords of wandb.init).
 
-    In a run of the program's the values join its next `log` call, so its steps stay its own. Raises ImportError without wandb.
+    In a run of the program's the values join its next `log` call, so its steps stay its own. Raises ImportError without
+    wandb.
     """
 
     name = "wandb"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from ncclguard.environment.interface import choose_interface
 from ncclguard.environment.job import Job, read_job
 from ncclguard.environment.links import Link, kind_by_name, link_from_json, links_from_psutil, read_links
+from ncclguard.environment.reach import answers
 from ncclguard.environment.routes import IpRoutes, ProcRoutes, Route, read_routes, routes_from_json
 
 LO = Link("lo", "loopback", True, True, ("127.0.0.1", "::1"))
@@ -276,3 +278,9 @@ def test_tables_of_proc(tmp_path: Path) -> None:
     over_ipv6 = routes.to("fd00::7")
     assert over_ipv6 is not None and over_ipv6.device == "eth0"
     assert routes.to("fe00::7") is None
+
+
+@pytest.mark.usefixtures("many_open_files")
+def test_a_host_is_reached_from_a_process_with_more_than_1024_open_files() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert answers("127.0.0.1", server.getsockname()[1], "lo", seconds=10)

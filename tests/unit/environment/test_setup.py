@@ -135,6 +135,7 @@ def test_a_deprecated_name_beside_the_new_one_with_another_value_is_said() -> No
         ("TORCH_NCCL_BLOCKING_WAIT", "maybe", "takes 1/0"),
         ("TORCH_NCCL_BLOCKING_WAIT", "1", "switches watchdog"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "never ended"),
+        ("TORCH_NCCL_EXTRA_DUMP_ON_EXEC", "1", "tells all ranks to write a dump and end their process"),
         ("NCCL_P2P_DISABLE", "1", "through its memory"),
         ("NCCL_IB_TIMEOUT", "40", "at most 31"),
         ("NCCL_SOCKT_IFNAME", "lo", "did you mean NCCL_SOCKET_IFNAME"),

@@ -72,3 +72,21 @@ def test_a_call_for_which_no_thread_can_be_started_fails_and_is_not_waited_for(m
     with pytest.raises(TransportError, match="was not begun: can't create new thread"):
         bounded("connecting", lambda: 1, 5.0, lambda: None)
     assert not bounded_module._running
+
+
+def test_a_signal_handler_may_begin_a_call_while_its_thread_begins_another() -> None:
+    """As when a communicator is stopped by the handler of an alarm."""
+    with bounded_module._lock:
+        call = bounded_module.in_background("aborting", lambda: None)
+    assert call is not None
+    assert call.ended(30)
+
+
+def test_what_a_call_in_the_background_raises_is_kept() -> None:
+    def fail() -> None:
+        raise RuntimeError("no route")
+
+    call = bounded_module.in_background("aborting", fail)
+    assert call is not None
+    assert call.ended(30)
+    assert str(call.error) == "no route"

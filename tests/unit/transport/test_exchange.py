@@ -16,7 +16,7 @@ import torch
 from torch.distributed import HashStore, ReduceOp, Store
 
 from ncclguard.transport.base import TransportError
-from ncclguard.transport.exchange import HEADER, Exchange, connect, reduced, slot_nbytes
+from ncclguard.transport.exchange import HEADER, Exchange, connect, slot_nbytes
 
 
 @contextmanager
@@ -190,7 +190,44 @@ def test_payloads_are_combined_and_left_as_they_are(
     op: ReduceOp.RedOpType, dtype: torch.dtype, expected: list[int]
 ) -> None:
     rows = [torch.tensor(values, dtype=dtype) for values in ([1, 2], [3, 4], [5, 6])]
-    copies = [row.clone() for row in rows]
-    assert reduced(rows, op).tolist() == expected
-    assert all(torch.equal(row, copy) for row, copy in zip(rows, copies, strict=True))
-    assert reduced(rows[:1], op).tolist() == copies[0].tolist()
+
+    def run(index: int, exchange: Exchange) -> object:
+        exchange.start(1, rows[index])
+        finish(exchange)
+        combined = exchange.reduced(dtype, 2, op).tolist()
+        return combined, exchange.rows(dtype, 2).tolist(), exchange.reduced(dtype, 2, op).tolist()
+
+    with ranks(3) as exchanges:
+        assert on_all(exchanges, run) == [(expected, [row.tolist() for row in rows], expected)] * 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
+def test_payloads_are_combined_with_the_same_bits_on_every_rank(size: int) -> None:
+    """Where the order matters: sums that round, NaN of other bits, zeros of both signs."""
+    generator = torch.Generator().manual_seed(size)
+    values = torch.randn(size, 4, generator=generator) * 10.0 ** torch.arange(-4, 4, 2)
+    values[::2, 3] *= 0.0  # with both signs
+    values[size // 2 :, 2] = torch.tensor([0x7FC00001 + size], dtype=torch.int32).view(torch.float32)
+
+    def run(index: int, exchange: Exchange) -> object:
+        found = []
+        for op in (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+            exchange.start(1, values[index])
+            finish(exchange)
+            found.append(exchange.reduced(torch.float32, 4, op).view(torch.int32).tolist())
+        return found
+
+    with ranks(size) as exchanges:
+        results = on_all(exchanges, run)
+        assert results == [results[0]] * size
+        exact = values.double().sum(0)[:2]
+        summed = torch.tensor(results[0][0], dtype=torch.int32).view(torch.float32).double()[:2]  # type: ignore[index]
+        torch.testing.assert_close(summed, exact, rtol=1e-4, atol=1e-8)
+
+
+def test_payloads_are_read_inside_and_outside_of_inference_mode() -> None:
+    with ranks(1) as (exchange,):
+        for inference in (True, False, True):
+            with torch.inference_mode(inference):
+                exchange.start(1, torch.tensor([1.0, 2.0]))
+                assert exchange.reduced(torch.float32, 2, ReduceOp.SUM).tolist() == [1.0, 2.0]

@@ -109,4 +109,24 @@ def test_a_running_thread_is_not_asleep_and_a_sleeping_one_is() -> None:
         stop.set()
         for thread in threads:
             thread.join()
-    assert _threads.asleep(frozenset({ids["asleep"]}))  # has ended: sleeps for good
+    end = time.monotonic() + 20
+    while not _threads.asleep(frozenset({ids["asleep"]})):  # has ended: sleeps for good, soon after join() returns,
+        assert time.monotonic() < end  # which waits for the last Python of the thread, not for the kernel's
+
+
+def test_threads_that_wake_up_every_ten_milliseconds_are_not_asleep_for_a_tenth_of_a_second() -> None:
+    """What tells gloo's threads, which never sleep longer, from those that wait for each other for ever."""
+    over = threading.Event()
+    ticking = threading.Thread(target=lambda: [None for _ in iter(lambda: over.wait(0.01), True)])
+    stuck = threading.Thread(target=over.wait)
+    for thread in (ticking, stuck):
+        thread.start()
+    try:
+        ids = [frozenset({thread.native_id or 0}) for thread in (ticking, stuck)]
+        while not _threads.asleep(ids[1], 0.1):  # it may still be starting
+            pass
+        assert not _threads.asleep(ids[0] | ids[1], 0.1)
+    finally:
+        over.set()
+        for thread in (ticking, stuck):
+            thread.join()

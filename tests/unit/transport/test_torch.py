@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import threading
 import time
@@ -35,12 +36,40 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Proc
         dist.destroy_process_group()
 
 
+def test_private_names_of_torch_are_in_the_modules_for_them_only() -> None:
+    """So that another version of torch is met in three files."""
+    package = Path(_torch.__file__).parent
+    files = [*package.rglob("*.py"), *(package.parent / "integrations").rglob("*.py")]
+    found = [
+        f"{file.relative_to(package.parent)}:{node.lineno}"
+        for file in files
+        if not file.name.startswith("_torch")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if any(_private(name) for name in _names(node))
+    ]
+    assert len(files) > 200
+    assert found == []
+
+
+def _names(node: ast.AST) -> list[str]:
+    """Dotted names that a node imports or looks up."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+
+
+def _private(name: str) -> bool:
+    first, *rest = name.split(".")
+    return first in ("torch", "dist", "c10d") and any(part.startswith("_") and part[1:2] != "_" for part in rest)
+
+
 def test_groups_are_described_while_they_live(world: dist.ProcessGroup) -> None:
     other = dist.new_group([0])
     assert _torch.known_groups() == (world, other)
     assert _torch.group_ranks(world) == (0,)
     assert _torch.group_name(world) != _torch.group_name(other)
-    assert _torch.default_device_type(world) == "cpu"
     assert isinstance(_torch.gloo_backend(world), dist.ProcessGroupGloo)  # type: ignore[attr-defined]
     assert _torch.is_member(other)
     dist.destroy_process_group(other)

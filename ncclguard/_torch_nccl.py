@@ -1,0 +1,127 @@
+"""torch's private names for NCCL process groups; the others are in `_torch`.
+
+Written from the sources of torch 2.6, 2.9 and a later main branch; the bindings were looked at in CUDA builds of 2.6.0
+and 2.15.0. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as _c
+
+from ncclguard import _torch
+
+# With blocking wait ProcessGroupNCCL starts neither watchdog nor monitor (ProcessGroupNCCL.cpp: "NO watchdog thread is
+# created"). From 2.8 on a watchdog that sees an error reports it to the whole job, whatever its error handling
+# (Watchdog::runLoop, broadcastDumpSignal): `exception_dump` in the default store makes the monitor of every rank end
+# its process. The other effect of blocking wait, on wait(), is avoided by synchronize(). Without a watchdog nobody
+# retires the flight recorder's entries, which point at the events; those of the cache are never freed.
+_WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_CUDA_EVENT_CACHE": "1"}
+
+# Before, only the watchdog takes an operation back out of the count that a capture waits for, without a limit
+# (CUDAGraph.cpp, num_pending_event_queries): without it the program's next CUDA graph would hang. Its report can be
+# switched off there.
+_WATCHDOG_WITHOUT_TEETH = {
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # 1 and 3 end the process on an error that the guard handles
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the same, for errors that NCCL reports asynchronously
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # turns error handling 0 into 3
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # ends the process when the watchdog is busy
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # the report, and a minute's sleep
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+
+# How long torch waits for NCCL in abort(). A watchdog would log a timeout of operations that take longer, so it gets
+# the backstop.
+_ABORT_LIMIT = timedelta(seconds=60)
+
+# Seconds that torch spins for a call of a non-blocking communicator that does not come back; 1800 by default, and an
+# abort does not end it (NCCLUtils.hpp, C10D_NCCL_CHECK_TIMEOUT). Read once, at the process's first communicator.
+_SPINS_FOR = ("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60")
+
+_environment = threading.Lock()
+
+
+def new_nccl_group(store: _torch.Store, name: str, ranks: tuple[int, ...], index: int, backstop: timedelta) -> Any:
+    """A bare NCCL process group that never ends the process: unknown to torch, its watchdog absent or harmless.
+
+    ``name``: what the flight recorder calls it. The variables that ProcessGroupNCCL reads are set while it is
+    constructed only, so that the groups of the program keep theirs. Its operations must be waited for by
+    ``Work.synchronize``, never by ``wait``, which would block. Non-blocking communicators where torch and NCCL have
+    working ones (2.10 and 2.26; hangs before: pytorch #153960, #154055, #169484), because only with those does NCCL
+    promise that an abort is safe. Raises RuntimeError where torch was built without NCCL.
+    """
+    group_type: Any = getattr(_c, "ProcessGroupNCCL", None)
+    if group_type is None:
+        raise RuntimeError(
+            "this torch was built without NCCL: install a CUDA build of torch, or move the tensor to the CPU"
+        )
+    needs_watchdog = graphs_count_operations()
+    options = group_type.Options()
+    options._timeout = backstop if needs_watchdog else _ABORT_LIMIT
+    options.group_name = name
+    options.global_ranks_in_group = list(ranks)
+    non_blocking = _torch.VERSION >= (2, 10) and torch.cuda.nccl.version() >= (2, 26)  # type: ignore[no-untyped-call]
+    if non_blocking:
+        options.config.blocking = False
+    with _environment:
+        if non_blocking and "TORCH_NCCL_USE_COMM_NONBLOCKING" not in os.environ:  # else the limit is the program's too
+            os.environ.setdefault(*_SPINS_FOR)
+        if not needs_watchdog:
+            with _variables(_WITHOUT_WATCHDOG):
+                return group_type(store, index, len(ranks), options)
+        with _variables(_WATCHDOG_WITHOUT_TEETH), _no_debugging():
+            return group_type(store, index, len(ranks), options)
+
+
+@functools.lru_cache(maxsize=1)
+def graphs_count_operations() -> bool:
+    """Whether a capture into a CUDA graph waits until a watchdog has seen every operation end: torch 2.6, not 2.15."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    try:
+        library = ctypes.CDLL(str(path))  # which is loaded already
+    except OSError:
+        return _torch.VERSION < (2, 8)
+    return hasattr(library, "_ZN2at4cuda9CUDAGraph25inc_pending_event_queriesEv")
+
+
+def shut_nccl_group(group: Any) -> None:
+    """Release a healthy NCCL group once its operations are done everywhere; blocks until then."""
+    (group.shutdown if hasattr(group, "shutdown") else group._shutdown)()
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _no_debugging() -> Iterator[None]:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL gives a watchdog its teeth back."""
+    before = _c.get_debug_level()
+    if before == _c.DebugLevel.DETAIL:
+        _c.set_debug_level(_c.DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        _c.set_debug_level(before)

@@ -1,0 +1,77 @@
+"""What the ranks of the NCCL tests share. Several of them use one GPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from ncclguard import _torch_stores, faults
+from ncclguard.transport.base import Pending, TransportError
+from ncclguard.transport.nccl import NcclCommunicator
+from ncclguard.transport.nccl_builder import NcclBuilder
+
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and dist.is_nccl_available()), reason="needs an NVIDIA GPU and torch with NCCL"
+    ),
+]
+
+# Several ranks on one GPU look like as many hosts to NCCL (init.cc compares host hash and bus id), and use its sockets.
+SHARED_GPU = {
+    "NCCLGUARD_AUTOSTART": "0",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+}
+
+DEVICE = torch.device("cuda", 0)
+
+
+def join(backend: str = "gloo") -> int:
+    os.environ["NCCL_HOSTID"] = f"ncclguard-{os.environ['RANK']}"
+    torch.cuda.set_device(0)
+    dist.init_process_group(backend, timeout=timedelta(seconds=120))
+    return dist.get_rank()
+
+
+def build(generation: int, seconds: float = 60.0) -> NcclCommunicator:
+    store = _torch_stores.clone_store(_torch_stores.default_store())
+    ranks = tuple(range(dist.get_world_size()))
+    prefix = f"transport/{generation}"
+    return NcclBuilder(DEVICE).build(store, prefix, ranks, dist.get_rank(), generation, 600.0, seconds)
+
+
+def finish(pending: Pending, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not pending.wait(0.1):
+        if time.monotonic() > end:
+            raise AssertionError(f"not complete after {seconds} s")
+
+
+def build_again(seconds: float = 60.0) -> None:
+    """The next generation works: reports the sum of one over all ranks as ``again``."""
+    communicator = build(2, seconds)
+    tensor = torch.ones(1, device="cuda")
+    finish(communicator.all_reduce(tensor, ReduceOp.SUM))
+    faults.report(again=float(tensor))
+    communicator.close()
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except TransportError as error:
+        return str(error)
+    return ""

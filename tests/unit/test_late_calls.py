@@ -1,0 +1,67 @@
+"""A call that comes after the others have completed its operation takes the result they left, without a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from ncclguard import buffers
+from ncclguard.agreement.decision import Action, Verdict
+from ncclguard.agreement.seat import Seat
+from ncclguard.chunking import plan
+from ncclguard.config import GuardConfig
+from ncclguard.execution import AllGather, AllReduce, encode
+from ncclguard.execution.memory import copied
+from ncclguard.guard import Guard, Request
+
+RANKS = (0, 1, 2, 3)
+RESULT = torch.arange(8.0)
+
+
+class Left:
+    """What of an `Assembly` a late call needs."""
+
+    device = torch.device("cpu")
+    in_flight = 2
+
+    def __init__(self, donated: str) -> None:
+        self.donated = lambda sequence, seconds: donated
+        self.stop = lambda generation: None
+
+
+def late_guard(donated: str) -> Guard:
+    """Of rank 2, for which the first operation of the group is over."""
+    seat = Seat("0:cpu", 2, RANKS)
+    seat.adopt(Verdict(0, 1, Action.COMMIT, participants=RANKS, fingerprints=(7,)), None)
+    assembly: Any = Left(donated)
+    return Guard(seat, assembly, lambda: None, GuardConfig())
+
+
+def request(op: str) -> Request:
+    return Request(op, f"{op}(...)", 7, 3, False, True, 8, 32)
+
+
+@pytest.mark.parametrize("layout", [torch.clone, lambda tensor: torch.stack([tensor, tensor], 1)[:, 0]])
+def test_it_is_written_where_no_memory_can_be_had(
+    layout: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No staging memory: it would be reserved outside of what gives it back, and its lack raised to the caller."""
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(buffers.Arena, "__init__", no_memory)
+    tensor = layout(torch.ones(8))
+    work = AllReduce(tensor, ReduceOp.AVG, plan(8), False, staged=False)
+    assert late_guard(encode([copied(4 * RESULT)])).run(work, request("all_reduce"), 5.0).ok
+    assert torch.equal(tensor, RESULT)
+
+    slots = [layout(torch.zeros(8)) for _ in RANKS]
+    gather = AllGather(slots, torch.ones(8), RANKS, plan(8), False)
+    text = encode([copied(rank + RESULT) for rank in RANKS])
+    assert late_guard(text).run(gather, request("all_gather"), 5.0).ok
+    assert all(torch.equal(slot, rank + RESULT) for rank, slot in enumerate(slots))
