@@ -17,6 +17,7 @@ import pytest
 from ncclguard import config
 from ncclguard.faults import launcher
 from ncclguard.faults.forkserver import PRELOAD_VARIABLE
+from ncclguard.faults.prefork import QUICK_END_VARIABLE
 from tests.forked_python import ForkedPython
 
 hypothesis.settings.register_profile("ncclguard", deadline=None, derandomize=True)
@@ -24,6 +25,7 @@ hypothesis.settings.load_profile("ncclguard")
 launcher.DEFAULT = "fork"  # imports torch once for the ranks of all jobs
 # Imported by the first step of DistributedDataParallel, by the files of the tests themselves, and by an incident's text.
 os.environ[PRELOAD_VARIABLE] = "torch._dynamo pytest rich.panel"
+os.environ[QUICK_END_VARIABLE] = "1"  # but in tests with `whole_end`
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests and their ranks send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -59,6 +61,14 @@ def forked_pythons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
 def forked_python(forked_pythons: Callable[[], str]) -> str:
     """To be used like sys.executable, by tests that are not about processes: see tests/forked_python.py."""
     return forked_pythons()
+
+
+@pytest.fixture(scope="module")
+def whole_end() -> Iterator[None]:
+    """The ranks of this file's tests end like any program, with the destructors of torch's static objects: 0.3 s of a core each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(QUICK_END_VARIABLE)
+        yield
 
 
 @pytest.fixture

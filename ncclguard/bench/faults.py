@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ncclguard as ng
-from ncclguard import _sockets, faults
+from ncclguard import faults
 from ncclguard.bench.arguments import BenchError, Settings
 from ncclguard.bench.control import raise_first
 from ncclguard.bench.inputs import count_wrong
@@ -178,15 +178,10 @@ class _Rehearsal:
         return tensor
 
     def _reset(self, delay: float) -> None:
-        """Break every connection of this process but those to the store: with `ss -K`, or without it from inside."""
+        """Reset every connection of this process but those to the store."""
         time.sleep(delay)
-        store = int(os.environ["MASTER_PORT"])
-        try:
-            count, how = faults.reset_connections(os.getpid(), keep_ports=[store]), "ss -K"
-        except RuntimeError:  # not root, or no ss: the peers notice the same from connections shut down here
-            found = _sockets.connections(lambda local, remote: store not in (local[1], remote[1]))
-            count, how = _sockets.shut(found), "shutdown(2); ss -K is not possible here"
-        self._say(f"broke {count} connections after {delay:.2f} s ({how})")
+        count = faults.reset_own_connections(keep_ports=[int(os.environ["MASTER_PORT"])])
+        self._say(f"reset {count} connections after {delay:.2f} s")
 
     def _unchanged(self, salt: int) -> bool:
         return count_wrong(self.workload.data, self.workload.blocks.contribution(self.world.rank, salt)) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -13,6 +12,7 @@ import time
 from collections.abc import Iterable
 
 from ncclguard._sockets import Connection, connections
+from ncclguard.faults.connections import disconnect
 
 _CHILD_LIVES = 60.0  # seconds that a forked child keeps the sockets open, unless the launcher ends it before
 _PAUSE = 0.001  # seconds between two looks at the bytes that connections have carried
@@ -84,14 +84,15 @@ def store_ports() -> set[int]:
 def reset_own_connections(keep_ports: Iterable[int] | None = None) -> int:
     """Reset this process's TCP connections, but those with a local or remote port in ``keep_ports``; returns how many.
 
-    Needs no root. ``keep_ports`` is the job's store by default. Both sides see "connection reset by peer".
+    Needs no root. ``keep_ports`` is the job's store by default. Each side finds it reset, as after an RST
+    segment: the first call there says so, later ones find the connection closed.
     """
     count = 0
     for connection in _data_connections(keep_ports):
         copy = _open(connection)
         if copy is not None:
             with copy:
-                count += _disconnect(copy)
+                count += disconnect(copy)
     return count
 
 
@@ -133,18 +134,3 @@ def _open(connection: Connection) -> socket.socket | None:
         os.close(copy)
         return None
     return socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, copy)
-
-
-def _disconnect(connection: socket.socket) -> bool:
-    """Reset a connection, so that both sides find it reset.
-
-    On Linux ``connect`` to AF_UNSPEC sends RST at once (tcp_disconnect in net/ipv4/tcp.c). The own side is then not
-    readable yet, and gloo would not look; ``shutdown`` makes it so, though it says "not connected" (inet_shutdown in
-    af_inet.c).
-    """
-    unspecified = ctypes.create_string_buffer(16)  # struct sockaddr with sa_family AF_UNSPEC = 0
-    if ctypes.CDLL(None).connect(connection.fileno(), unspecified, 16) != 0:
-        return False
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    return True

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ncclguard.faults.connections import kill_sockets, run_tool, tool
+from ncclguard.faults.connections import reset_where, run_tool, tool
 from ncclguard.faults.janitor import Janitor, remove_namespace
 
 if TYPE_CHECKING:
@@ -195,10 +195,8 @@ class Hosts:
 
         Connections with a local or remote port in ``keep_ports`` (the store's, as a rule) stay.
         """
-        words = ["dst", "10.77.0.0/16" if between is None else self.address(between)]
-        for port in keep_ports:
-            words += ["and", "sport", "!=", f":{port}", "and", "dport", "!=", f":{port}"]
-        return kill_sockets(("ip", "netns", "exec", self.namespace(host)), words)
+        others = "10.77.0.0/16" if between is None else self.address(between)
+        return reset_where(("ip", "netns", "exec", self.namespace(host)), ("dst", others), keep_ports)
 
     def close(self) -> None:
         """Kill what runs in the hosts and remove them; safe to call twice."""

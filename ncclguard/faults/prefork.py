@@ -21,6 +21,8 @@ import tempfile
 import time
 from typing import Any
 
+#: In a job's environment: its ranks end after Python's own shutdown, without the destructors of C++'s static objects.
+QUICK_END_VARIABLE = "_NCCLGUARD_QUICK_END"
 #: In its own environment: room for what marks a job's processes, which the leader overwrites in place.
 ROOM = "0" * 32
 
@@ -70,6 +72,8 @@ def lead(lifeline: socket.socket, job: dict[str, Any]) -> bool:
             os.setsid()
             redirect(f"{base}.output")
             os.environ.update(own)
+            if os.environ.get(QUICK_END_VARIABLE):
+                skip_destructors()
             if "torch.distributed" in sys.modules:
                 sys.modules["torch.distributed"].set_debug_level_from_env()  # which it did when it was imported
             if job["entrances"]:
@@ -94,6 +98,15 @@ def address_of(variable: str) -> int:
     if found is None or ctypes.string_at(found) != ROOM.encode():
         raise RuntimeError(f"{variable} is to be {ROOM!r} when this process is started")
     return found
+
+
+def skip_destructors() -> None:
+    """End after Python's own shutdown: the destructors of torch's static objects take twice as long as all before, and
+    copy much of the memory.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+    libc.__cxa_atexit(libc.fflush, None, None)  # the last that is registered is the first that is called
 
 
 def redirect(output: str) -> None:

@@ -20,6 +20,8 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 
+pytestmark = pytest.mark.usefixtures("whole_end")
+
 CULPRIT = 2
 TIMEOUT = 3.0
 #: fault -> (cause, whether rank 2 is gone afterwards, seconds within which all must know; design figures plus room for two cores)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 
+pytestmark = pytest.mark.usefixtures("whole_end")
+
 ROUNDS = 6
 
 

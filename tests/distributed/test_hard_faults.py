@@ -9,11 +9,14 @@ import time
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
+
+pytestmark = pytest.mark.usefixtures("whole_end")
 
 
 def verdict(outcome: ng.Outcome) -> list[Any]:

@@ -14,6 +14,8 @@ import torch.multiprocessing
 import ncclguard as ng
 from ncclguard import faults
 
+pytestmark = pytest.mark.usefixtures("whole_end")
+
 END = {
     "return": ("exited", "ended its program"),
     "exit": ("exited", "ended its program"),

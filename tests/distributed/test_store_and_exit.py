@@ -16,6 +16,8 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults, runtime
 
+pytestmark = pytest.mark.usefixtures("whole_end")
+
 
 def store_host_fails(how: str) -> None:
     """Rank 0 hosts the store; it is killed or stopped, with an operation of the others waiting for it."""

@@ -14,6 +14,8 @@ import pytest
 
 from ncclguard import faults
 
+pytestmark = pytest.mark.usefixtures("whole_end")
+
 CASES = Path(__file__).with_name("timeout_handler_cases.py")
 ENDED_BY = 15.0  # seconds: long before the groups' own timeout, long after any limit used here
 

@@ -16,8 +16,6 @@ REASON = faults.namespaces_available()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"network namespaces are not available: {REASON}")
 
 LARGE = 100_000_000
-#: gloo throws where its own thread answers a peer on a connection that has just been reset, and nothing catches it there.
-ENDED_BY_GLOO = "terminate called after throwing an instance of 'gloo::IoException'"
 
 
 def reset_in_the_middle(numel: int, chunk_numel: int) -> None:
@@ -44,9 +42,6 @@ def test_connections_reset_in_mid_transfer_are_survived_with_the_exact_sum() -> 
         time.sleep(0.2)
         assert hosts.reset_connections("host1", keep_ports=[29500]) > 0
         result = job.wait()
-    if any(rank.end == "SIGABRT" and ENDED_BY_GLOO in rank.output for rank in result):
-        # Seen in 3 of 40 resets on a busy machine. The process is gone; what the others do then is tested elsewhere.
-        pytest.xfail("gloo ended the process itself: an exception in its own thread that no program can catch")
     assert result.values("ok") == {0: True, 1: True}, result
     assert result.values("wrong") == {0: 0, 1: 0}
     attempts = result.values("attempts")

@@ -322,7 +322,7 @@ def test_a_raw_all_reduce_across_a_partition_hangs_until_its_timeout_and_names_n
 
 @pytest.mark.parametrize("way", ["by host", "by pid"])
 def test_connections_reset_from_outside_break_a_raw_all_reduce(hosts: Hosts, way: str) -> None:
-    """``ss -K`` on the connections between the ranks; those to the store stay."""
+    """Both ends find what a network sends, a reset (ss -K alone would leave ECONNABORTED at one); the store's connections stay."""
     with faults.start_ranks(one_large_after_the_word, 2, hosts=hosts, timeout=TIMEOUT) as job:
         job.wait_for("ready", seconds=LIMIT)
         master = job.reports(0)["master"]
@@ -336,4 +336,7 @@ def test_connections_reset_from_outside_break_a_raw_all_reduce(hosts: Hosts, way
         job.wait()
     assert count >= 1
     assert all(errors.values()), errors
-    assert any("Connection reset by peer" in text or "onnection abort" in text for text in errors.values()), errors
+    # gloo's words for an end of file: where its thread was the second to look at a connection that had been reset.
+    assert all("onnection reset by peer" in text or "onnection closed by peer" in text for text in errors.values()), (
+        errors
+    )

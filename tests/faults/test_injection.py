@@ -192,7 +192,8 @@ def connections_are_reset() -> None:
 
 def test_connections_reset_in_mid_transfer_break_the_group_and_leave_the_store_alone() -> None:
     result = faults.run_ranks(connections_are_reset, WORLD, timeout=TIMEOUT).check()
-    assert "Connection reset by peer" in result[1].reports["error"], "on its own side too"
+    own = result[1].reports["error"]  # "closed" where gloo was about to write when it was reset, and only then read
+    assert "Connection reset by peer" in own or "Connection closed by peer" in own, "on its own side too"
     assert all(result.values("error").values()), "the others: at once, or at their timeout"
     assert result.values("store_works") == dict.fromkeys(range(WORLD), True)
     assert "2 connections reset" in result[1].output, "one to each peer"

@@ -14,7 +14,10 @@ import ncclguard as ng
 from ncclguard import _torch, faults, runtime
 from ncclguard.process_group import GuardedProcessGroup, redirected
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+    pytest.mark.usefixtures("whole_end"),
+]
 
 STEPS = 4
 LIMIT = 3.0

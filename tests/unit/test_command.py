@@ -61,9 +61,9 @@ def test_the_rest_of_the_line_goes_to_the_command_and_its_code_comes_back(monkey
 
 
 @pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.available])
-def test_every_command_that_is_listed_has_help(name: str) -> None:
+def test_every_command_that_is_listed_has_help(name: str, forked_python: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ncclguard", name, "--help"], capture_output=True, text=True, timeout=100, check=False
+        [forked_python, "-m", "ncclguard", name, "--help"], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout

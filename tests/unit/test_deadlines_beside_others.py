@@ -106,7 +106,7 @@ def test_handler_that_the_block_installed_itself_is_kept() -> None:
         signal.signal(signal.SIGALRM, old)
 
 
-def test_alarm_without_a_handler_still_ends_the_process() -> None:
+def test_alarm_without_a_handler_still_ends_the_process(forked_python: str) -> None:
     code = """
         import signal, time
         from ncclguard.deadlines import nccl_timeout_handler
@@ -114,7 +114,7 @@ def test_alarm_without_a_handler_still_ends_the_process() -> None:
         with nccl_timeout_handler(50):
             time.sleep(50)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=LONG, check=False)
+    done = subprocess.run([forked_python, "-c", textwrap.dedent(code)], timeout=LONG, check=False)
     assert done.returncode == -signal.SIGALRM
 
 

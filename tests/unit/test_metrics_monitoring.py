@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -165,17 +164,19 @@ time.sleep(0.05)
     ],
     ids=["healthy", "fails", "exit code", "hangs"],
 )
-def test_the_process_ends_with_its_own_exit_code(write: str, end: str, code: int, closed: bool, tmp_path: Path) -> None:
+def test_the_process_ends_with_its_own_exit_code(
+    write: str, end: str, code: int, closed: bool, tmp_path: Path, forked_python: str
+) -> None:
     """The last records are written at exit; a sink that hangs is left behind after 5 s."""
     program = PROGRAM.format(write=write, end=end, folder=f"jsonl:{tmp_path}/x.jsonl")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([forked_python, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == code, done.stderr
     assert ("closed" in done.stdout) == closed
     assert '"count": 1' in (tmp_path / "x.jsonl").read_text().splitlines()[-1]
     assert ("not done within 5 s" in done.stderr) == (not closed)
 
 
-def test_a_forked_child_observes_nothing_and_ends() -> None:
+def test_a_forked_child_observes_nothing_and_ends(forked_python: str) -> None:
     """DataLoader workers are forked: they have none of the threads, and closing there must not wait for them."""
     program = """
 import os, sys, ncclguard as ng
@@ -189,5 +190,5 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 print(os.waitstatus_to_exitcode(status), hook.observer is not None)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([forked_python, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "5 True"), done.stderr

@@ -287,7 +287,7 @@ def test_the_process_ends_in_bounded_time_and_well_with_the_thread_idle_and_with
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 
-def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
+def test_a_forked_child_waits_for_no_thread_of_its_parent(forked_python: str) -> None:
     """At its exit, which a child of os.fork runs in full."""
     program = EXIT.format(
         more="""
@@ -300,7 +300,7 @@ assert len(bounded._running) == 1
 assert os.waitpid(pid, 0)[1] == 0
 """
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([forked_python, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 
