@@ -9,8 +9,6 @@ import contextlib
 import importlib
 import sys
 
-from tests.forked_python import skip_destructors
-
 MODULES = (
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -32,5 +30,3 @@ if "deepspeed" in sys.modules:
     # compile in deepspeed.init_distributed, in a minute and more, for inference only; a job that is killed meanwhile leaves a lock
     # behind, for which all later jobs wait.
     sys.modules["deepspeed"].ops.__compatible_ops__ = {}
-
-skip_destructors()  # how ranks end altogether is what tests/distributed is about
