@@ -65,7 +65,7 @@ def forked_python(forked_pythons: Callable[[], str]) -> str:
 
 @pytest.fixture(scope="module")
 def whole_end() -> Iterator[None]:
-    """The ranks of this file's tests end like any program, with the destructors of torch's static objects: 0.3 s of a core each."""
+    """The ranks of this file's tests end like any program: see `end_quickly` in prefork.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(QUICK_END_VARIABLE)
         yield

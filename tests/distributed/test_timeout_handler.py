@@ -84,7 +84,8 @@ def test_call_that_waits_for_a_missing_rank_is_ended_at_the_limit(
 
 
 def test_the_group_is_unusable_afterwards_as_the_error_says(said: dict[str, Any]) -> None:
-    assert "clos" in said["all_reduce"]["again"]
+    again = said["all_reduce"]["again"]  # "reset" where a peer had sent into a connection that was already closed here
+    assert "clos" in again or "Connection reset" in again
 
 
 def test_limit_in_another_thread_ends_that_threads_call_alone(said: dict[str, Any]) -> None:

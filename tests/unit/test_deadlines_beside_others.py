@@ -163,8 +163,8 @@ def test_other_threads_have_their_own_limits_and_no_signal() -> None:
 def test_an_asyncio_task_is_not_interrupted_for_the_limit_of_another() -> None:
     async def bounded() -> str:
         with nccl_timeout_handler(0.1):
-            await asyncio.sleep(0.4)
             try:
+                await asyncio.sleep(0.4)
                 time.sleep(LONG)  # noqa: ASYNC251 - a blocking call of the task itself is
             except CollectiveTimeout:
                 return "interrupted"

@@ -28,6 +28,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in CATALOGUE:  # monkeypatch takes back what setup_env() adds, as these were known to be absent
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)  # for which one more variable would be set too late
     monkeypatch.setattr(setup, "_written", {})  # another test's values are not ours
     monkeypatch.setattr(nccl_conf, "SYSTEM_FILE", Path("/nonexistent/nccl.conf"))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
