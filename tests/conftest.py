@@ -30,6 +30,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start ranks, which mostly wait, by turns with those that compute: they are handed out in this order."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    computing = [name for name in files if name.startswith(("tests/unit/", "tests/protocol/"))]
+    waiting = [name for name in files if name not in computing]
+    place = {name: index / len(kind) for kind in (waiting, computing) for index, name in enumerate(kind)}
+    items[:] = [item for name in sorted(files, key=place.__getitem__) for item in files[name]]
+
+
 @pytest.fixture(autouse=True)
 def default_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test starts from the defaults, whatever the shell exports, and leaves them behind."""

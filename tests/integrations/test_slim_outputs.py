@@ -334,7 +334,7 @@ def test_compiled_as_one_graph(first: str) -> None:
     torch._dynamo.reset()
     model = fat()
     model(**cases.text_batch())  # transformers itself cannot install its hooks for hidden states inside a graph
-    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         if first == "compiled":
             assert list(compiled(**cases.text_batch())) == cases.FAT[1:]
