@@ -6,6 +6,7 @@ Nothing of the guard runs here. Where a test fails with a new torch, docs/protoc
 from __future__ import annotations
 
 import http.client
+import re
 import signal
 import time
 from datetime import timedelta
@@ -105,7 +106,9 @@ def test_a_killed_peer_is_an_error_for_the_survivors_which_names_an_address_and_
         result = job.wait()
     assert result[0].ok and result[1].ok, str(result)
     reports = [result[rank].reports for rank in (0, 1)]
-    assert all("Connection closed by peer [127.0.0.1]" in one["error"] for one in reports)
+    # A process that ends with data unread sends a reset.
+    broken = re.compile(r"(Connection closed by peer \[127\.0\.0\.1\]|\[127\.0\.0\.1\]:\d+: Connection reset by peer)")
+    assert all(broken.search(one["error"]) for one in reports), reports
     assert not any("rank 2" in one["error"] for one in reports)
     assert any(0 < one["changed"] < 3_000_000 for one in reports)  # some elements are partial sums
     assert all(one["complete"] < 3_000_000 for one in reports)
