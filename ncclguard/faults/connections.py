@@ -16,7 +16,6 @@ from ncclguard.faults.janitor import SEARCH
 
 _OWNER: Final = re.compile(r"pid=(\d+),fd=(\d+)")
 _PIDFD_GETFD: Final = 438  # the system call's number, the same on every architecture (Linux 5.6)
-_KILL: Final = ("ss", "-K", "-H", "-n", "-t", "state", "established")
 
 
 def tool(name: str) -> str:
@@ -52,8 +51,8 @@ def reset_where(
 ) -> int:
     """Reset what ``ss`` lists behind a prefix that enters a network namespace; of one process only where given."""
     keep, count = set(keep_ports), 0
-    words = (*prefix, tool("ss"), "-H", "-n", "-t", "-p", "state", "established", *filter_words)
-    for line in run_tool(words).splitlines():
+    ss, established = (*prefix, tool("ss")), ("-H", "-n", "-t", "state", "established")
+    for line in run_tool((*ss, "-p", *established, *filter_words)).splitlines():
         _, _, local, remote, *users = line.split()
         ports = (int(local.rpartition(":")[2]), int(remote.rpartition(":")[2]))
         owners = [(int(owner), int(fd)) for owner, fd in _OWNER.findall("".join(users))]
@@ -61,7 +60,7 @@ def reset_where(
             if any(_reset(*owner, ports) for owner in owners):
                 count += 1
             else:  # no owner left, or a kernel that does not hand out the descriptors of others
-                count += len(run_tool((*prefix, *_KILL, "src", local, "dst", remote)).splitlines())
+                count += len(run_tool((*ss, "-K", *established, "src", local, "dst", remote)).splitlines())
     return count
 
 
@@ -82,9 +81,8 @@ def _reset(pid: int, fd: int, ports: tuple[int, int]) -> bool:
     if copy < 0:
         return False
     try:
-        connection = socket.socket(
-            -1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, copy
-        )  # its flags stay as they are
+        # A type that says "non-blocking" keeps Python from changing the flags, which belong to the owner.
+        connection = socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, copy)
     except OSError:  # no socket any more
         os.close(copy)
         return False
