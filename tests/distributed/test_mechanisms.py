@@ -100,8 +100,7 @@ def test_a_per_operation_timeout_really_ends_the_operation_on_its_rank_and_on_wh
 
 def test_a_killed_peer_is_an_error_for_the_survivors_which_names_an_address_and_leaves_a_torn_tensor() -> None:
     with faults.start_ranks(f"{CASES}:lose_a_peer", 3, env=UNGUARDED, timeout=60) as job:
-        job.wait_for("ready")
-        time.sleep(0.5)
+        job.wait_for("moved", [0, 1])
         job.send_signal(2, signal.SIGKILL)
         result = job.wait()
     assert result[0].ok and result[1].ok, str(result)

@@ -86,7 +86,7 @@ def test_late_stopped_and_gil_holding_ranks_make_all_wait_and_then_the_sums_are_
 
 def one_is_killed_in_mid_transfer(children: int, seconds: float) -> None:
     rank = start(seconds)
-    faults.at(rank=1, op=0, fault="kill", children=children, after_bytes=1_000_000)
+    faults.at(rank=1, op=0, fault="kill", children=children, after_bytes=40_000_000)
     tensor = torch.ones(LARGE)
     faults.before_operation(rank, 0)
     error = error_of(lambda: dist.all_reduce(tensor))
