@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable
 
-from ncclguard._sockets import Connection, connections
+from ncclguard._sockets import Connection, connections, hold
 from ncclguard.faults.connections import disconnect
 
 _CHILD_LIVES = 60.0  # seconds that a forked child keeps the sockets open, unless the launcher ends it before
@@ -88,11 +88,9 @@ def reset_own_connections(keep_ports: Iterable[int] | None = None) -> int:
     segment: the first call there says so, later ones find the connection closed.
     """
     count = 0
-    for connection in _data_connections(keep_ports):
-        copy = _open(connection)
-        if copy is not None:
-            with copy:
-                count += disconnect(copy)
+    for copy in hold(_data_connections(keep_ports)):
+        with copy:
+            count += disconnect(copy)
     return count
 
 
@@ -102,8 +100,7 @@ def bytes_carried(keep_ports: Iterable[int] | None = None) -> dict[int, int]:
     """
     carried: dict[int, int] = {}
     for connection in _data_connections(keep_ports):
-        copy = _open(connection)
-        if copy is not None:
+        for copy in hold([connection]):
             with copy:
                 information = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             counters = (information[at : at + 8] for at in (_BYTES_ACKED, _BYTES_RECEIVED))
@@ -122,15 +119,3 @@ def wait_for_traffic(nbytes: int) -> None:
 def _data_connections(keep_ports: Iterable[int] | None) -> tuple[Connection, ...]:
     keep = store_ports() if keep_ports is None else set(keep_ports)
     return connections(lambda local, remote: not {local[1], remote[1]} & keep)
-
-
-def _open(connection: Connection) -> socket.socket | None:
-    """A socket object on a duplicate of the descriptor; None if that is by now closed, or somebody else's."""
-    try:
-        copy = os.dup(connection.fd)
-    except OSError:
-        return None
-    if os.fstat(copy).st_ino != connection.inode:
-        os.close(copy)
-        return None
-    return socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, copy)
