@@ -121,6 +121,11 @@ def _duplicate(fd: int, inode: int | None) -> socket.socket | None:
         copy = os.dup(fd)
     except OSError:
         return None
+    return adopt(copy, inode)
+
+
+def adopt(copy: int, inode: int | None = None) -> socket.socket | None:
+    """A socket object that owns the descriptor ``copy``; None, with it closed, if that is no socket or another one."""
     try:
         status = os.fstat(copy)
         if stat.S_ISSOCK(status.st_mode) and inode in (None, status.st_ino):

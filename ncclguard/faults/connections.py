@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from ncclguard._sockets import adopt
 from ncclguard.faults.janitor import SEARCH
 
 _OWNER: Final = re.compile(r"pid=(\d+),fd=(\d+)")
@@ -80,11 +81,8 @@ def _reset(pid: int, fd: int, ports: tuple[int, int]) -> bool:
         os.close(process)
     if copy < 0:
         return False
-    try:
-        # A type that says "non-blocking" keeps Python from changing the flags, which belong to the owner.
-        connection = socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, copy)
-    except OSError:  # no socket any more
-        os.close(copy)
+    connection = adopt(copy)
+    if connection is None:
         return False
     with connection, contextlib.suppress(OSError):  # not connected any more
         if (connection.getsockname()[1], connection.getpeername()[1]) == ports:
