@@ -7,7 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,18 +16,23 @@ import pytest
 
 from ncclguard import config
 from ncclguard.faults import launcher
-from ncclguard.faults.forkserver import PRELOAD_VARIABLE
+from ncclguard.faults.forkserver import PYTHON_VARIABLE
 from ncclguard.faults.prefork import QUICK_END_VARIABLE
-from tests.forked_python import ForkedPython
+from tests import stand_ins
 
 hypothesis.settings.register_profile("ncclguard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ncclguard")
 launcher.DEFAULT = "fork"  # imports torch once for the ranks of all jobs
-# Imported by the first step of DistributedDataParallel, by the files of the tests themselves, and by an incident's text.
-os.environ[PRELOAD_VARIABLE] = "torch._dynamo pytest rich.panel"
 os.environ[QUICK_END_VARIABLE] = "1"  # but in tests with `whole_end`
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests and their ranks send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Imports once for all tests, and for all processes of pytest-xdist, which this one starts after this."""
+    if not hasattr(config, "workerinput"):
+        config.add_cleanup(stand_ins.start())
+    os.environ.update(stand_ins.PLAIN.variables())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,26 +57,10 @@ def default_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     config.reset_config()
 
 
-@pytest.fixture(scope="session")
-def forked_pythons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
-    """What gives the path of a stand-in for the interpreter that has the modules imported which PRELOAD_VARIABLE names."""
-    started: dict[str, ForkedPython] = {}
-
-    def path() -> str:
-        modules = os.environ[PRELOAD_VARIABLE]
-        if modules not in started:
-            started[modules] = ForkedPython(tmp_path_factory.mktemp("python"), modules.split())
-        return str(started[modules].path)
-
-    yield path
-    for server in started.values():
-        server.close()
-
-
 @pytest.fixture
-def forked_python(forked_pythons: Callable[[], str]) -> str:
+def forked_python() -> str:
     """To be used like sys.executable, by tests that are not about processes: see tests/forked_python.py."""
-    return forked_pythons()
+    return os.environ[PYTHON_VARIABLE]
 
 
 @pytest.fixture(scope="module")

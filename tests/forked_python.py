@@ -7,8 +7,8 @@ with these the stand-in becomes the real interpreter.
 
 What differs from a real one: the program's process is not the one that was started (SIGKILL ends both, SIGSTOP stops the stand-in
 only); hashes of strings are the same in all; modules are imported that it never asked for; there is one OpenMP thread unless
-OMP_NUM_THREADS says more; destructors of static objects of C++ do not run. Tests that are about such things take the real one,
-and so does one test at least of each kind of program.
+OMP_NUM_THREADS says more; destructors of static objects of C++ do not run if QUICK_END_VARIABLE is set. Tests that are about such
+things take the real one, and so does one test at least of each kind of program.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import marshal
 import os
 import resource
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -96,15 +97,16 @@ _MOST = 253  # descriptors that one message can carry
 
 
 class ForkedPython:
-    """A server with `modules` imported, and the executable that has programs forked by it; it ends with its owner."""
+    """A server and the executable that has programs forked by it; with the first it imports `modules`. Ends with its owner."""
 
-    def __init__(self, folder: Path, modules: Sequence[str]) -> None:
+    def __init__(self, folder: Path, modules: Sequence[str], env: Mapping[str, str]) -> None:
         from ncclguard.faults.janitor import JOB_VARIABLE
         from ncclguard.faults.prefork import ROOM
 
+        folder.mkdir()
         self.path = folder / "python"
         address, log = str(folder / "socket"), folder / "output"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", JOB_VARIABLE: ROOM}
+        env = {**env, "OMP_NUM_THREADS": "1", JOB_VARIABLE: ROOM}
         values = {name: value for name, value in env.items() if name.startswith(EARLY) and not name.startswith(LATE)}
         self.path.write_text(
             STAND_IN.format(
@@ -120,7 +122,7 @@ class ForkedPython:
         self.path.chmod(0o700)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, log.open("wb") as output:
             listener.bind(address)
-            listener.listen(64)  # from now on: a program that is started meanwhile waits for the imports
+            listener.listen(64)  # from now on: programs wait for the imports
             command = [sys.executable, __file__, str(listener.fileno()), JOB_VARIABLE, str(self.path), *modules]
             self._process = subprocess.Popen(
                 command,
@@ -129,6 +131,7 @@ class ForkedPython:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[listener.fileno()],
+                cwd=Path(__file__).parents[1],
                 start_new_session=True,
             )
 
@@ -339,6 +342,9 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.excepthook = without_frames_of_this_file  # before ncclguard, which puts its own over it, is imported
     sys.path[0] = ""
+    listener = socket.socket(fileno=int(descriptor))
+    if 0 in select.select([listener, 0], [], [])[0]:
+        sys.exit()  # nobody has needed it
     for module in (*MODULES, *modules):
         importlib.import_module(module)
     prefork = sys.modules["ncclguard.faults.prefork"]
@@ -347,9 +353,10 @@ if __name__ == "__main__":
     library = [entry for entry in sys.path[1:] if entry not in own]
     gc.collect()
     gc.freeze()
-    request = serve(socket.socket(fileno=int(descriptor)))
+    request = serve(listener)
     replace_environment(request.env, mark, room)
     become(request, library)
     sys.executable = executable
-    skip_destructors()
+    if prefork.QUICK_END_VARIABLE in request.env:
+        skip_destructors()
     run(request.options)

@@ -23,6 +23,8 @@ from ncclguard.faults.result import RanksFailed
 PATIENCE = 120.0  # seconds for the imports
 #: In a job's environment: further modules, separated by blanks, for ranks that all import something slow.
 PRELOAD_VARIABLE = "_NCCLGUARD_PRELOAD"
+#: Likewise: the interpreter that the process which forks them is started with, where it is not this one.
+PYTHON_VARIABLE = "_NCCLGUARD_PYTHON"
 _PRELOADED = ("torch.distributed", "ncclguard")
 # Read while torch is imported, or before Python starts: a fork cannot be given them.
 _READ_EARLY = ("TORCH_", "OMP_", "MKL_", "LD_", "PYTHON")
@@ -49,6 +51,7 @@ class Request:
         fields = {
             "directory": str(self.directory),
             "cwd": os.getcwd(),
+            "python": sys.executable,
             "env": dict(self.env),
             "function": self.function,
         }
@@ -101,15 +104,17 @@ class Leader:
 
 
 class ForkServer:
-    """A process with `modules` imported, started with `env`; it ends with its owner."""
+    """A process of the interpreter `python` with `modules` imported, started with `env`; it ends with its owner."""
 
-    def __init__(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
+    def __init__(self, python: str, env: Mapping[str, str], modules: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+        started_with = {**env, JOB_VARIABLE: prefork.ROOM}
+        started_with.pop(prefork.QUICK_END_VARIABLE, None)  # each job says so for its ranks
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, prefork.__file__, str(theirs.fileno()), JOB_VARIABLE, *modules],
-                env={**env, JOB_VARIABLE: prefork.ROOM},
+                [python, prefork.__file__, str(theirs.fileno()), JOB_VARIABLE, *modules],
+                env=started_with,
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
                 stderr=subprocess.STDOUT,
@@ -162,10 +167,11 @@ def _server_for(env: Mapping[str, str]) -> ForkServer:
     early = sorted(
         (name, value) for name, value in env.items() if name.startswith(_READ_EARLY) and not name.startswith(_READ_LATE)
     )
-    key = (os.getpid(), *modules, *early)
+    python = env.get(PYTHON_VARIABLE, sys.executable)
+    key = (os.getpid(), python, *modules, *early)
     server = _servers.pop(key, None)
     if server is None or not server.running:
-        server = ForkServer(env, modules)
+        server = ForkServer(python, env, modules)
     _servers[key] = server  # the last now
     while len(_servers) > _KEPT:
         _close(next(iter(_servers)))

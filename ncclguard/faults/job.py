@@ -197,7 +197,9 @@ class Job:
     def _pause(self, seconds: float) -> None:
         """Wait until something may have ended, for `seconds` at most."""
         if len(self._processes) == 1 and isinstance(leader := self._processes[0][1], Leader):
-            leader.pause(min(seconds, 60))  # it ends with its last rank, and has noted when each ended
+            # It ends with its last rank, and has noted when each ended. Not longer: what came just before, Ctrl-C for
+            # one, does not interrupt it.
+            leader.pause(min(seconds, 0.5))
         else:
             time.sleep(POLL)
 

@@ -64,6 +64,7 @@ def lead(lifeline: socket.socket, job: dict[str, Any]) -> bool:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
+    sys.executable = job["python"]  # the owner's, whatever this one was started with
     tempfile.tempdir = None  # which Python has remembered if an import asked for it
     lifeline.send(str(os.getpid()).encode())
     children: dict[int, str] = {}

@@ -170,9 +170,9 @@ def test_what_is_wrong_is_the_verdict_and_the_exit_code(how: str, says: str) -> 
         assert verdict.startswith("# WRONG: 40,010 elements in 3 rows, first in plain at 1,000 elements")
 
 
-def test_a_limit_too_short_for_a_guarded_call_is_no_reason_not_to_start() -> None:
+def test_a_limit_too_short_for_a_guarded_call_is_no_reason_not_to_start(forked_python: str) -> None:
     """1 ms: the plain calls and the bench's own are not bound by it, the guarded one fails, with a verdict and without a traceback."""
-    result = bench("--numel", "1000", "--iters", "1", "--timeout", "0.001")
+    result = bench("--numel", "1000", "--iters", "1", "--timeout", "0.001", python=forked_python)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "# FAILED: a guarded all_reduce of 1,000 elements failed" in result.stdout
     assert "Traceback" not in result.stdout + result.stderr

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -96,7 +95,7 @@ JOB = textwrap.dedent(
 
 
 def run_job(
-    folder: Path, fault: str, detail: bool = False, arguments: tuple[str, ...] = (), python: str = sys.executable
+    folder: Path, fault: str, detail: bool = False, arguments: tuple[str, ...] = (), *, python: str
 ) -> tuple[Path, Path]:
     """Run the job under torchrun to its end; return the log folder and the launcher's own output."""
     script, logs, output = folder / "job.py", folder / "logs", folder / "launcher.txt"
@@ -163,11 +162,10 @@ def test_rank_that_left_early_is_the_only_one_that_may_be_named(tmp_path: Path, 
     assert report.cause in (Cause.EXITED, Cause.UNKNOWN)
 
 
-def test_flight_recorder_dumps_of_a_real_gloo_job_name_the_late_rank(tmp_path: Path) -> None:
-    """Started as users start it: no process of it is forked from one that has torch imported."""
+def test_flight_recorder_dumps_of_a_real_gloo_job_name_the_late_rank(tmp_path: Path, forked_python: str) -> None:
     dumps = tmp_path / "dumps"
     dumps.mkdir()
-    run_job(tmp_path, "recorder", arguments=(str(dumps),))
+    run_job(tmp_path, "recorder", arguments=(str(dumps),), python=forked_python)
     assert len(list(dumps.iterdir())) == WORLD
     report: Report = explain([str(dumps)])
     assert report.culprits == (1,)

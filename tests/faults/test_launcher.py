@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from ncclguard import faults
-from ncclguard.faults.forkserver import PRELOAD_VARIABLE
+from ncclguard.faults.forkserver import PRELOAD_VARIABLE, PYTHON_VARIABLE
 from ncclguard.faults.janitor import process_state
 from ncclguard.faults.launcher import reserve_port
 
@@ -150,7 +150,7 @@ with faults.start_ranks("time:sleep", 2, args=[600], timeout=600, launcher={laun
     print(job.pid(0), job.pid(1), job._directory, flush=True)
     job.wait()
 """
-    env = os.environ | {PRELOAD_VARIABLE: ""}  # it has to import itself what it forks ranks with
+    env = os.environ | {PRELOAD_VARIABLE: "", PYTHON_VARIABLE: sys.executable}  # it has to import itself what it forks
     parent = subprocess.Popen(
         [sys.executable, "-c", launching], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -213,11 +213,10 @@ def has_imported(module: str) -> bool:
 
 
 def test_a_job_can_name_further_modules_to_import_once_for_all_ranks() -> None:
-    """The time of a slow import, once instead of once a rank."""
+    """The time of a slow import, once instead of once a rank; here by the interpreter itself, as outside of these tests."""
     for modules, there in (("wave colorsys", True), ("", False)):
-        result = faults.run_ranks(
-            has_imported, 2, args=["colorsys"], env={PRELOAD_VARIABLE: modules}, timeout=60, launcher="fork"
-        )
+        env = {PRELOAD_VARIABLE: modules, PYTHON_VARIABLE: sys.executable}
+        result = faults.run_ranks(has_imported, 2, args=["colorsys"], env=env, timeout=60, launcher="fork")
         assert result.values("returned") == {0: there, 1: there}, result
 
 

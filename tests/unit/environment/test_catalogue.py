@@ -18,6 +18,8 @@ from ncclguard.environment.versions import Versions, detect_versions, parse_vers
 
 _DATA = Path(__file__).parent / "data"
 _TORCH = Path(torch.__file__).parent
+_PREFIXES = ("TORCH_", "GLOO_", "NCCL_")
+_REST = re.compile(rb'[A-Z0-9_]+(?:\0|")')
 _NEWEST = Versions(torch="2.13.0", nccl="2.29.7", nccl_source="test")
 _OF_TORCH = [v for v in CATALOGUE.values() if v.reader in (Reader.TORCH, Reader.GLOO, Reader.TORCH_NCCL)]
 
@@ -28,17 +30,29 @@ def recorded(name: str) -> frozenset[str]:
 
 
 @functools.cache
+def texts() -> frozenset[bytes]:
+    """What the libraries of the installed torch hold from such a prefix to the end of the string, and the byte before it."""
+    found = set()
+    for library in (_TORCH / "lib").glob("*.so"):
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            for prefix in map(str.encode, _PREFIXES):
+                place = content.find(prefix)
+                while place >= 0:
+                    if rest := _REST.match(content, place):
+                        found.add(content[place - 1 : rest.end()])
+                    place = content.find(prefix, place + 1)
+    return frozenset(found)
+
+
 def installed(name: str, *, whole: bool = False) -> bool:
     """Whether the installed torch holds the name: in a library or in a header that comes with it.
 
     Linkers store a string that ends another one in that (NCCL_X in TORCH_NCCL_X), so only `whole` looks at what precedes.
     """
-    needle = (b"\0" if whole else b"") + name.encode()
-    for library in (_TORCH / "lib").glob("*.so"):
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content.find(needle + b"\0") >= 0 or content.find(f'"{name}"'.encode()) >= 0:
-                return True
-    return in_header(name)
+    assert name.startswith(_PREFIXES)
+    needle = name.encode()
+    string = (b"\0" if whole else b"") + needle + b"\0"
+    return any(text.endswith(string) or text == b'"%b"' % needle for text in texts()) or in_header(name)
 
 
 def in_header(name: str) -> bool:
