@@ -80,16 +80,18 @@ if code < 0:
 os._exit(code)
 """
 EARLY = ("TORCH", "LOGLEVEL", "MKL_", "KMP_", "LD_", "GLIBC_", "MALLOC_", "DS_ACCELERATOR", "ACCELERATE_", "PYTHON")
-#: Of these: read when a process group is made, or by the program itself, or imitated here.
+#: Of these: read when a process group is made, or by the program itself, or imitated here, or without a meaning to programs.
 LATE = (
     "TORCH_DISTRIBUTED_DEBUG",
     "TORCH_FR_",
     "TORCH_NCCL_",
     "TORCH_GLOO_",
     "TORCHELASTIC_",
+    "TORCHINDUCTOR_CACHE_DIR",  # set by torch._inductor when something imports that
     "PYTHONPATH",
     "PYTHONUNBUFFERED",
     "PYTHONFAULTHANDLER",
+    "PYTHONDONTWRITEBYTECODE",
 )
 NAMESPACES = ("net", "uts", "mnt")
 MODULES = ("torch.distributed.run", "ncclguard.faults.prefork", "ncclguard.bench.job", "ncclguard.explain")

@@ -102,11 +102,11 @@ def test_a_blocked_port_range_is_named(tmp_path: Path, forked_python: str) -> No
     assert "refused" in checks["connections"]["detail"]
 
 
-def test_a_blocked_master_port_is_said_on_both_sides(tmp_path: Path) -> None:
+def test_a_blocked_master_port_is_said_on_both_sides(tmp_path: Path, forked_python: str) -> None:
     """host1 cannot reach the store: it says so itself, and rank 0 says that rank 1 did not come."""
     with faults.Hosts(2) as hosts:
         block(hosts, "host0", "-p", "tcp", "--dport", "29500:29599", "-s", hosts.address("host1"), "-j", "DROP")
-        result, checks = run(hosts, tmp_path, 2, wait=10.0)
+        result, checks = run(hosts, tmp_path, 2, forked_python, wait=10.0)
     assert codes(result) == [2, 2], str(result)
     assert checks["ranks"]["status"] == "error" and "ranks 1 did not reach the store" in checks["ranks"]["detail"]
     assert "cannot use the store at 10.77.0.2:29500" in " ".join(result[1].output.split())
