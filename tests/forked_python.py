@@ -7,8 +7,8 @@ with these the stand-in becomes the real interpreter.
 
 What differs from a real one: the program's process is not the one that was started (SIGKILL ends both, SIGSTOP stops the stand-in
 only); hashes of strings are the same in all; modules are imported that it never asked for; there is one OpenMP thread unless
-OMP_NUM_THREADS says more; destructors of static objects of C++ do not run if QUICK_END_VARIABLE is set. Tests that are about such
-things take the real one, and so does one test at least of each kind of program.
+OMP_NUM_THREADS says more; if QUICK_END_VARIABLE is set, modules and static objects of C++ are not taken down at the end. Tests that
+are about such things take the real one, and so does one test at least of each kind of program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import socket
 import subprocess
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -286,13 +286,6 @@ def replace_environment(env: Mapping[str, str], mark: str, room: int) -> None:
             os.environ[name] = value
 
 
-def skip_destructors() -> None:
-    """End after Python's own shutdown: those of torch's static objects take twice as long as all before, and copy much of the memory."""
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)
-    libc.__cxa_atexit(libc.fflush, None, None)  # the last that is registered is the first that is called
-
-
 def place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
     """Give descriptors the numbers that they have in the stand-in."""
     free = max((*descriptors, *numbers)) + 1
@@ -329,6 +322,22 @@ def run(options: Sequence[str]) -> None:
     exec(compile(source, name, "exec", dont_inherit=True), program.__dict__)  # noqa: S102 - the program itself
 
 
+def run_and_end_quickly(options: Sequence[str], end: Callable[[int], None]) -> None:
+    """Leave by `end`; returns, by an exception, only where Python is to end the program by a signal."""
+    code: object = 0
+    try:
+        run(options)
+    except SystemExit as leaving:
+        code = leaving.code
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+            code = 1
+    except Exception:  # noqa: BLE001 - the program's, to be shown as Python does
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    end((code or 0) & 0xFF)
+
+
 def without_frames_of_this_file(
     kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
 ) -> None:
@@ -360,5 +369,6 @@ if __name__ == "__main__":
     become(request, library)
     sys.executable = executable
     if prefork.QUICK_END_VARIABLE in request.env:
-        skip_destructors()
+        prefork.forget_finalizers()
+        run_and_end_quickly(request.options, prefork.end_quickly)
     run(request.options)

@@ -1,4 +1,4 @@
-"""Outputs without what nobody reads: on a class, a model, under wrappers, compiled; and nothing of it collected inside."""
+"""Outputs without what nobody reads: on a class, a model, under wrappers; and nothing of it collected inside."""
 
 from __future__ import annotations
 
@@ -327,25 +327,6 @@ def test_wrong_calls_are_refused() -> None:
     for function in (slim_outputs, unpatch):
         with pytest.raises(TypeError, match="neither"):
             function(3)
-
-
-@pytest.mark.parametrize("first", ["compiled", "patched"])
-def test_compiled_as_one_graph(first: str) -> None:
-    torch._dynamo.reset()
-    model = fat()
-    model(**cases.text_batch())  # transformers itself cannot install its hooks for hidden states inside a graph
-    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        if first == "compiled":
-            assert list(compiled(**cases.text_batch())) == cases.FAT[1:]
-        slim_outputs(compiled if first == "compiled" else model)
-        for length in (9, 12):
-            output = compiled(**cases.text_batch(length=length))
-            assert list(output) == ["logits"]
-            assert output.last_hidden_state.size(1) == length
-        torch.testing.assert_close(output.logits, model(**cases.text_batch(length=12)).logits)
-        if first == "patched":
-            assert list(compiled(**cases.text_batch(), output_hidden_states=True)) == ["logits", "hidden_states"]
 
 
 def test_gradient_checkpointing_and_no_word_about_the_cache(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Slim outputs under every way to wrap a model on several ranks."""
+"""Slim outputs under every way to wrap a model on several ranks, and compiled."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 sys.path.insert(0, str(Path(__file__).parent))
 import qwen_cases as cases
+from ncclguard.integrations.qwen2_5_vl import slim_outputs
 
 from ncclguard import faults
 
@@ -43,3 +45,22 @@ def test_under_every_wrapping(wrapped: dict[str, Any], name: str) -> None:
             assert slim_one[mode]["length"] == 12
             assert slim_one[mode]["logits"] == before[mode]["logits"]
     assert after["asked"] == ["logits", "hidden_states"]
+
+
+@pytest.mark.parametrize("first", ["compiled", "patched"])
+def test_compiled_as_one_graph(first: str) -> None:
+    torch._dynamo.reset()
+    model = cases.classifier(output_hidden_states=True)
+    model(**cases.text_batch())  # transformers itself cannot install its hooks for hidden states inside a graph
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        if first == "compiled":
+            assert list(compiled(**cases.text_batch())) == cases.FAT[1:]
+        slim_outputs(compiled if first == "compiled" else model)
+        for length in (9, 12):
+            output = compiled(**cases.text_batch(length=length))
+            assert list(output) == ["logits"]
+            assert output.last_hidden_state.size(1) == length
+        torch.testing.assert_close(output.logits, model(**cases.text_batch(length=12)).logits)
+        if first == "patched":
+            assert list(compiled(**cases.text_batch(), output_hidden_states=True)) == ["logits", "hidden_states"]

@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tests.protocol.fabric import FAULTS, Fabric, Job, Name, State
+from tests.protocol.fabric import Fabric, Name
 from tests.protocol.process import Broken, Call
+from tests.protocol.steps import FAULTS, Job, State
 from tests.protocol.symmetry import Symmetry
 
 SMALL = Call(1, closing=False)

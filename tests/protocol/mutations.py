@@ -9,9 +9,10 @@ from ncclguard.agreement import decision
 from ncclguard.agreement.decision import Action, Departure, Operation, Phase, Report, Verdict
 from ncclguard.agreement.protocol import Entry, Member
 from ncclguard.outcome import Cause
-from tests.protocol.fabric import Fabric, Info, Name, State
+from tests.protocol.fabric import Fabric, Name
 from tests.protocol.process import Call, Draft, Driver, Process, Step
 from tests.protocol.shared import Shared, put
+from tests.protocol.steps import Info, State
 
 MUTATIONS: dict[str, type[Fabric]] = {}
 _OVERWRITTEN = 1_000_000  # where the second verdict of a generation is kept

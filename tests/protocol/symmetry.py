@@ -15,7 +15,8 @@ from ncclguard.outcome import Cause
 from tests.protocol.process import Snapshot, mask
 
 if TYPE_CHECKING:
-    from tests.protocol.fabric import Fabric, State
+    from tests.protocol.fabric import Fabric
+    from tests.protocol.steps import State
 
 Naming = tuple[int, ...]  # old rank -> new rank
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests.protocol.exhaustive import explore, job, jobs
-from tests.protocol.fabric import Fabric, Job
+from tests.protocol.fabric import Fabric
+from tests.protocol.steps import Job
 
 FULL = os.environ.get("PROTOCOL_BOUND") == "full"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.protocol.exhaustive import ODD, explore, job
-from tests.protocol.fabric import Job
 from tests.protocol.mutations import MUTATIONS
+from tests.protocol.steps import Job
 
 #: Where a mutation shows; the others show in the first.
 WHERE: dict[str, Job] = {

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tests.protocol.exhaustive import BARRIER, LARGE, ODD, SMALL, WINDOWED, job_of
-from tests.protocol.fabric import FAULTS, Fabric, Job, Name, State
+from tests.protocol.fabric import Fabric, Name
 from tests.protocol.process import Broken
+from tests.protocol.steps import FAULTS, Job, State
 
 CALLS = (SMALL, LARGE, BARRIER, WINDOWED)
 RARELY = 0.07  # how often a fault is taken where another step is possible too

@@ -1,0 +1,120 @@
+"""One rank's side of the agreement once members are gone, or calls have returned before there was a verdict."""
+
+from __future__ import annotations
+
+import pytest
+
+from ncclguard.agreement.decision import Action, Operation, Phase, Trouble, TroubleKind
+from ncclguard.agreement.protocol import Entry, Member, Resolution
+from ncclguard.outcome import Cause
+from tests.unit.members import ALL, LARGE, SMALL, in_operation, verdict
+
+GONE = ((2, Cause.LOST),)
+
+
+def test_a_lost_member_fails_the_next_calls_at_once_and_each_uses_up_its_number() -> None:
+    member = in_operation()
+    member.adopt(verdict(Action.FAIL, departed=GONE))
+    for next_sequence in (3, 4):
+        assert member.enter(LARGE) == (Entry.LOST, None)
+        assert member.next_sequence == next_sequence
+    assert member.lost == GONE
+
+
+def test_a_call_that_may_shrink_leaves_the_lost_member_out() -> None:
+    member = in_operation()
+    member.adopt(verdict(Action.FAIL, departed=GONE))
+    assert member.enter(Operation(0, 7, shrink=True)) == (Entry.START, None)
+    assert (member.participants, member.lost) == ((0, 1), ())
+
+
+def test_a_shrunk_generation_has_lost_nobody() -> None:
+    member = in_operation()
+    assert member.adopt(verdict(Action.RESUME, participants=(0, 1), departed=GONE)) is Resolution.RESUMED
+    assert (member.participants, member.lost, member.fenced) == ((0, 1), (), False)
+
+
+@pytest.mark.parametrize(("shrink", "expected"), [(False, Resolution.LOST), (True, Resolution.RESTARTED)])
+def test_the_running_call_is_lost_or_shrinks_when_the_verdict_on_an_earlier_one_finds_a_member_gone(
+    shrink: bool, expected: Resolution
+) -> None:
+    member = in_operation(SMALL)
+    assert member.done(0)
+    member.enter(Operation(0, 7, shrink=shrink))
+    assert member.adopt(verdict(Action.COMMIT, departed=GONE)) is expected
+    assert member.participants == ((0, 1) if shrink else ALL)
+    assert (member.operation is None) is not shrink
+
+
+def test_a_rank_that_was_left_out_is_fenced_for_good() -> None:
+    member = in_operation()
+    assert member.adopt(verdict(Action.RESUME, participants=(1, 2), departed=((0, Cause.LOST),))) is Resolution.FENCED
+    assert member.operation is None
+    for _ in range(2):
+        assert member.enter(LARGE) == (Entry.FENCED, None)
+
+
+def test_a_rank_that_was_left_out_while_it_was_elsewhere_is_fenced_at_its_next_call() -> None:
+    member = Member(0, ALL)
+    assert member.adopt(verdict(Action.RESUME, participants=(1, 2), departed=((0, Cause.LOST),))) is None
+    assert member.enter(LARGE) == (Entry.FENCED, None)
+
+
+# ---------------------------------------------------------------------- calls that returned without a verdict
+
+
+def test_giving_up_keeps_what_was_promised_until_the_verdict() -> None:
+    """The closing round may have been sent: a report of NONE would let the others fail what one of them has completed."""
+    member = in_operation(LARGE, ready=True)
+    member.in_trouble(0, Trouble(TroubleKind.DEADLINE))
+    member.give_up()
+    assert member.freeze().phase is Phase.READY
+    assert member.adopt(verdict(Action.COMMIT)) is None
+    assert (member.operation, member.given_up, member.frozen) == (None, (), False)
+
+
+def test_a_call_that_is_forgone_keeps_its_number_and_is_failed_for_the_others() -> None:
+    member = in_operation()
+    member.in_trouble(0, Trouble(TroubleKind.DEADLINE))
+    member.give_up()
+    assert member.enter(SMALL) == (Entry.WAIT, None)
+    member.forgo(SMALL)
+    assert member.next_sequence == 3
+    member.adopt(verdict(Action.FAIL))
+    report = member.freeze()
+    assert report.operation == SMALL.at(2)
+    assert report.trouble is not None
+    assert report.trouble.kind is TroubleKind.UNANSWERED
+    assert member.adopt(verdict(Action.FAIL, sequence=2, generation=1)) is None
+    assert member.enter(LARGE) == (Entry.START, None)
+    assert member.operation is not None
+    assert member.operation.sequence == 3
+
+
+def test_what_was_given_up_is_not_resumed() -> None:
+    member = in_operation()
+    member.in_trouble(0, Trouble(TroubleKind.TRANSPORT))
+    member.give_up()
+    assert member.adopt(verdict(Action.RESUME)) is None
+    assert member.frozen
+    assert member.trouble is not None
+    assert member.trouble.kind is TroubleKind.UNANSWERED
+    assert member.enter(LARGE) == (Entry.WAIT, None)
+
+
+def test_what_was_given_up_is_dropped_when_a_lost_member_ends_it_for_the_others_too() -> None:
+    member = in_operation()
+    member.in_trouble(0, Trouble(TroubleKind.DEADLINE))
+    member.give_up()
+    member.forgo(LARGE)
+    member.adopt(verdict(Action.FAIL, departed=GONE))
+    assert (member.given_up, member.operation, member.frozen) == ((), None, False)
+    assert member.enter(LARGE) == (Entry.LOST, None)
+
+
+def test_a_rank_that_gave_up_and_was_left_out_is_fenced() -> None:
+    member = in_operation()
+    member.in_trouble(0, Trouble(TroubleKind.DEADLINE))
+    member.give_up()
+    member.adopt(verdict(Action.RESUME, participants=(1, 2), departed=((0, Cause.LOST),)))
+    assert member.enter(LARGE) == (Entry.FENCED, None)
