@@ -25,8 +25,8 @@ JOB = textwrap.dedent(
     import torch.distributed as dist
 
     fault = sys.argv[1]
-    # The limit holds for connecting too; where torch compares the calls nobody waits for it.
-    limit = 60 if fault in ("operation", "shape") else 4
+    # The limit holds for connecting too; where torch compares the calls, or a rank raises, nobody waits for it.
+    limit = 60 if fault in ("operation", "shape", "raise", "kill", "exit", "unused") else 4
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=limit))
     rank = dist.get_rank()
     tensor = torch.ones(4)
@@ -120,6 +120,11 @@ def run_job(
     return logs, output
 
 
+def everything(logs: Path) -> str:
+    """What the ranks have said."""
+    return "\n".join(f"--- {file}\n{file.read_text()}" for file in sorted(logs.rglob("*.log")))
+
+
 @pytest.mark.parametrize(
     ("fault", "detail", "culprits", "cause", "with_launcher"),
     [
@@ -150,7 +155,7 @@ def test_culprit_of_a_real_job_is_named(
     alone = explain([str(logs)], world_size=WORLD)
     assert set(alone.culprits) <= set(culprits), alone.summary
     report = explain([str(logs), str(output)] if with_launcher else [str(logs)])
-    assert report.culprits == culprits, (report.summary, output.read_text())
+    assert report.culprits == culprits, f"{report.summary}\n{output.read_text()}\n{everything(logs)}"
     assert report.cause is cause
 
 

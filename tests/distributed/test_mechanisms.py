@@ -107,7 +107,7 @@ def test_a_killed_peer_is_an_error_for_the_survivors_which_names_an_address_and_
     reports = [result[rank].reports for rank in (0, 1)]
     # A process that ends with data unread sends a reset.
     broken = re.compile(r"(Connection closed by peer \[127\.0\.0\.1\]|\[127\.0\.0\.1\]:\d+: Connection reset by peer)")
-    assert all(broken.search(one["error"]) for one in reports), reports
+    assert all(broken.search(one["error"]) for one in reports), "\n".join(map(str, reports))
     assert not any("rank 2" in one["error"] for one in reports)
     assert any(0 < one["changed"] < 3_000_000 for one in reports)  # some elements are partial sums
     assert all(one["complete"] < 3_000_000 for one in reports)
