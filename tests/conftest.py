@@ -23,6 +23,9 @@ from tests import stand_ins
 hypothesis.settings.register_profile("ncclguard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ncclguard")
 launcher.DEFAULT = "fork"  # imports torch once for the ranks of all jobs
+os.environ.setdefault(
+    "RES_OPTIONS", "timeout:1 attempts:1"
+)  # also of torchrun and others that tests start: see launcher.py
 os.environ[QUICK_END_VARIABLE] = "1"  # but in tests with `whole_end`
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests and their ranks send it
     signal.signal(signal.SIGINT, signal.default_int_handler)

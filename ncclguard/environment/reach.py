@@ -1,4 +1,4 @@
-"""Bounded questions to the network: does a name resolve, does a host answer through a given interface."""
+"""Bounded questions to the network: does a name resolve, is an address's name known, does a host answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import select
 import socket
 import threading
+import time
 
 from ncclguard.environment.links import family_of
 
@@ -34,6 +35,31 @@ def resolve(name: str, seconds: float = 5.0) -> tuple[str, ...]:
     thread.start()
     thread.join(seconds)
     return tuple(dict.fromkeys(found))
+
+
+def name_seconds(address: str, seconds: float = 5.0) -> float:
+    """How long the system's resolver takes for the name of an address, which may have none; ``seconds`` at most.
+
+    Asked for as torch's TCPStore does it when somebody connects: an IPv4 address as one of IPv6 (``::ffff:10.0.0.1``).
+
+    >>> 0.0 < name_seconds("127.0.0.1") <= 5.0
+    True
+    """
+    mapped = address if ":" in address else f"::ffff:{address}"
+    took = [seconds]
+
+    def ask() -> None:
+        started = time.monotonic()
+        try:
+            socket.getnameinfo((mapped.partition("%")[0], 1, 0, 0), socket.NI_NUMERICSERV)
+        except OSError:  # the resolver says that it does not know: an answer too
+            pass
+        took[0] = min(time.monotonic() - started, seconds)
+
+    thread = threading.Thread(target=ask, name="ncclguard-resolve", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return took[0]
 
 
 def answers(address: str, port: int, device: str, seconds: float = 1.0) -> bool:

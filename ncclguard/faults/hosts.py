@@ -85,8 +85,11 @@ class Hosts:
             raise
 
     def _create(self) -> None:
-        lines = [f"{self.address(name)} {name}" for name in self.names]
-        (self._directory / "hosts").write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *lines, ""]))
+        known = [("127.0.0.1", "localhost"), ("::1", "localhost"), *((self.address(name), name) for name in self.names)]
+        # TCPStore asks for the names of these when somebody connects, and waits: no name server can be reached. The
+        # names are others, so that a host's own name has no such address.
+        known += [(f"::ffff:{address}", f"{name}.mapped") for address, name in known if ":" not in address]
+        (self._directory / "hosts").write_text("".join(f"{address} {name}\n" for address, name in known))
         for namespace in (self._router, *map(self.namespace, self.names)):
             self._janitor.watch("namespace", namespace)  # before it exists, so that no moment is uncovered
             run_tool(["ip", "netns", "add", namespace])

@@ -248,6 +248,9 @@ def environment_of(env: Mapping[str, str] | None, hosts: Hosts | None) -> dict[s
     inherited["PYTHONFAULTHANDLER"] = "1"
     inherited["PYTHONUNBUFFERED"] = "1"
     inherited.setdefault("OMP_NUM_THREADS", "1")
+    # TCPStore looks up the name of whoever connects (torch/csrc/distributed/c10d/socket.cpp) and serves nobody
+    # meanwhile: by default 5 s and more for each answer of a name server that is lost.
+    inherited.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     inherited.setdefault("NCCLGUARD_REPORT_DIR", "none")  # faults made on purpose leave no files unless asked for
     interface = "lo" if hosts is None else hosts.interface
     if hosts is not None or "GLOO_SOCKET_IFNAME" not in inherited:

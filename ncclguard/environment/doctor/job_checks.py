@@ -1,4 +1,4 @@
-"""Checks of what this process would do: interface, master, variables, limits, port, GPUs, versions."""
+"""Checks of what this process would do: interface, master, names, variables, limits, port, GPUs, versions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from ncclguard.environment.job import is_loopback_name
 from ncclguard.environment.nccl_conf import read_conf
 
 _SECONDS = 10.0
+#: Looked up so many times, until one takes longer: that many seconds in which the store serves nobody.
+NAME_LOOKUPS, SLOW_LOOKUP = 20, 0.2
 
 
 def check_interface(context: Context) -> Check:
@@ -63,6 +65,24 @@ def check_master(context: Context) -> Check:
                 "master", f"{detail}: loopback here", "remove the host's own name from the 127.* lines of /etc/hosts"
             )
     return ok("master", detail)
+
+
+def check_name_lookup(context: Context) -> Check:
+    """The resolver is quick with the names of addresses: TCPStore asks for one at each connection, and waits."""
+    address = context.choice.address
+    if address is None:
+        return skipped("name lookup", "no interface was chosen")
+    slowest = 0.0
+    for _ in range(NAME_LOOKUPS):
+        slowest = max(slowest, reach.name_seconds(address))
+        if slowest > SLOW_LOOKUP:
+            return warning(
+                "name lookup",
+                f"the resolver took {slowest:.1f} s for the name of {address}; when a rank connects, the store of rank "
+                "0's host asks it likewise and serves nobody meanwhile",
+                "correct /etc/resolv.conf there, or export RES_OPTIONS='timeout:1 attempts:1'",
+            )
+    return ok("name lookup", f"the name of {address} is looked up in {1000 * slowest:.1f} ms at most")
 
 
 def check_variables(context: Context) -> Check:
@@ -195,6 +215,7 @@ def check_gpu_links(context: Context) -> Check:
 JOB_CHECKS = (
     check_interface,
     check_master,
+    check_name_lookup,
     check_variables,
     check_limits,
     check_master_port,

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,26 @@ def assert_says(check: Check, status: Status, text: str) -> None:
     assert check.status == status, check
     assert text in check.detail + check.advice, check
     assert bool(check.advice) == (status in ("warning", "error"))
+
+
+@pytest.mark.parametrize(("pauses", "status"), [((0.0,), "ok"), ((0.0, 0.4), "warning"), ((60.0,), "warning")])
+def test_name_lookup(monkeypatch: pytest.MonkeyPatch, pauses: tuple[float, ...], status: Status) -> None:
+    """A name server that loses one question of two, or answers none, holds the store up; asked for as the store does."""
+    asked: list[str] = []
+    done = threading.Event()
+
+    def looked_up(address: tuple[str, int, int, int], flags: int) -> tuple[str, str]:
+        asked.append(address[0])
+        done.wait(pauses[(len(asked) - 1) % len(pauses)])
+        return address[0], "1"
+
+    monkeypatch.setattr(socket, "getnameinfo", looked_up)
+    monkeypatch.setattr(job_checks.reach.name_seconds, "__defaults__", (0.5,))
+    check = job_checks.check_name_lookup(make_context())
+    done.set()
+    assert_says(check, status, "at most" if status == "ok" else f"took {max(pauses) if max(pauses) < 1 else 0.5:.1f} s")
+    assert all(address == f"::ffff:{make_context().choice.address}" for address in asked)
+    assert len(asked) == (job_checks.NAME_LOOKUPS if status == "ok" else len(pauses))
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
