@@ -23,9 +23,8 @@ from tests import stand_ins
 hypothesis.settings.register_profile("ncclguard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ncclguard")
 launcher.DEFAULT = "fork"  # imports torch once for the ranks of all jobs
-os.environ.setdefault(
-    "RES_OPTIONS", "timeout:1 attempts:1"
-)  # also of torchrun and others that tests start: see launcher.py
+# For torchrun and other programs that tests start: faults/launcher.py says why.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ[QUICK_END_VARIABLE] = "1"  # but in tests with `whole_end`
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests and their ranks send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,13 +50,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def default_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test starts from the defaults, whatever the shell exports, and leaves them behind."""
+    """Every test starts from the defaults, whatever the shell exports, and leaves them and the environment behind."""
     settings = {config.PREFIX + name.upper() for name in config.GuardConfig.model_fields}
     for name in settings & set(os.environ):
         monkeypatch.delenv(name)
     config.reset_config()
+    environment = dict(os.environ)
     yield
     config.reset_config()
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 @pytest.fixture
