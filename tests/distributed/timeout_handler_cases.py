@@ -269,6 +269,9 @@ PAIRED: tuple[Case, ...] = (
     engine_section_alone,
     forked_child,
 )  # cases of ranks 0 and 1 among themselves
+# Ranks 0 and 1 wait for rank 2 each in a group of its own with it: in a common one the limit that passes first, by a
+# moment, ends the other one's call too.
+APART: tuple[Case, ...] = (all_reduce, timedelta_of_a_large_tensor, wait_of_a_work, nested, own_exception)
 RECORDED = _torch.VERSION >= (2, 8)  # the flight recorder knows gloo's collectives
 
 
@@ -297,7 +300,9 @@ def rank_program() -> None:
     store = _torch_stores.default_store()
     for case in CASES:
         name, limit = case.__name__, PLAIN_TIMEOUT if case is plain_alarm else GROUP_TIMEOUT
-        group = dist.new_group([0, 1] if case in PAIRED else None, timeout=timedelta(seconds=limit))
+        members = ([0, 2], [1, 2]) if case in APART else ([0, 1] if case in PAIRED else None,)
+        groups = [dist.new_group(each, timeout=timedelta(seconds=limit)) for each in members]
+        group = groups[rank if case in APART and rank < 2 else 0]
         if rank < 2:
             faults.report(**{name: case(group, rank)})
             faults.report(timer=signal.getitimer(signal.ITIMER_REAL), handler=str(signal.getsignal(signal.SIGALRM)))
