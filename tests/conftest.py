@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 
 from ncclguard import config
+from ncclguard.environment import reach
 from ncclguard.faults import launcher
 from ncclguard.faults.forkserver import PYTHON_VARIABLE
 from ncclguard.faults.prefork import QUICK_END_VARIABLE
@@ -24,7 +25,7 @@ hypothesis.settings.register_profile("ncclguard", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("ncclguard")
 launcher.DEFAULT = "fork"  # imports torch once for the ranks of all jobs
 # For torchrun and other programs that tests start: faults/launcher.py says why.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+os.environ.setdefault("RES_OPTIONS", reach.RES_OPTIONS)
 os.environ[QUICK_END_VARIABLE] = "1"  # but in tests with `whole_end`
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests and their ranks send it
     signal.signal(signal.SIGINT, signal.default_int_handler)

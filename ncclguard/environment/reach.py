@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from ncclguard.environment.links import family_of
 
+#: For the variable of this name, which the C library's resolver reads: a lost answer costs 1 s, not 5 and more.
+RES_OPTIONS = "timeout:1 attempts:1"
 # What a host that can be reached says of a port on which nobody listens.
 _ANSWERED = frozenset({0, errno.ECONNREFUSED})
 
 
 def resolve(name: str, seconds: float = 5.0) -> tuple[str, ...]:
     """The addresses of a host name, in the resolver's order; none when it has none or does not answer in time.
-
-    The system's resolver takes no time limit, so it runs in a thread that is left behind when it is too slow.
 
     >>> resolve("127.0.0.1")
     ('127.0.0.1',)
@@ -31,9 +33,7 @@ def resolve(name: str, seconds: float = 5.0) -> tuple[str, ...]:
             return
         found.extend(str(answer[4][0]).partition("%")[0] for answer in answers)
 
-    thread = threading.Thread(target=ask, name="ncclguard-resolve", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    _wait_for(ask, seconds)
     return tuple(dict.fromkeys(found))
 
 
@@ -46,20 +46,21 @@ def name_seconds(address: str, seconds: float = 5.0) -> float:
     True
     """
     mapped = address if ":" in address else f"::ffff:{address}"
-    took = [seconds]
 
     def ask() -> None:
-        started = time.monotonic()
-        try:
+        with contextlib.suppress(OSError):  # the resolver says that it does not know: an answer too
             socket.getnameinfo((mapped.partition("%")[0], 1, 0, 0), socket.NI_NUMERICSERV)
-        except OSError:  # the resolver says that it does not know: an answer too
-            pass
-        took[0] = min(time.monotonic() - started, seconds)
 
+    started = time.monotonic()
+    _wait_for(ask, seconds)
+    return min(time.monotonic() - started, seconds)
+
+
+def _wait_for(ask: Callable[[], None], seconds: float) -> None:
+    """The system's resolver takes no time limit, so it runs in a thread that is left behind when it is too slow."""
     thread = threading.Thread(target=ask, name="ncclguard-resolve", daemon=True)
     thread.start()
     thread.join(seconds)
-    return took[0]
 
 
 def answers(address: str, port: int, device: str, seconds: float = 1.0) -> bool:

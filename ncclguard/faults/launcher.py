@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ncclguard.environment.reach import RES_OPTIONS
 from ncclguard.faults import supervise
 from ncclguard.faults.forkserver import Request
 from ncclguard.faults.hosts import Hosts
@@ -250,7 +251,7 @@ def environment_of(env: Mapping[str, str] | None, hosts: Hosts | None) -> dict[s
     inherited.setdefault("OMP_NUM_THREADS", "1")
     # TCPStore looks up the name of whoever connects (torch/csrc/distributed/c10d/socket.cpp) and serves nobody
     # meanwhile: by default 5 s and more for each answer of a name server that is lost.
-    inherited.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    inherited.setdefault("RES_OPTIONS", RES_OPTIONS)
     inherited.setdefault("NCCLGUARD_REPORT_DIR", "none")  # faults made on purpose leave no files unless asked for
     interface = "lo" if hosts is None else hosts.interface
     if hosts is not None or "GLOO_SOCKET_IFNAME" not in inherited:

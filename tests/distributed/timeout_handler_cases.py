@@ -306,7 +306,7 @@ def rank_program() -> None:
         name, limit = case.__name__, PLAIN_TIMEOUT if case is plain_alarm else GROUP_TIMEOUT
         members = ([0, 2], [1, 2]) if case in APART else ([0, 1] if case in PAIRED else None,)
         groups = [dist.new_group(each, timeout=timedelta(seconds=limit)) for each in members]
-        group = groups[rank if case in APART and rank < 2 else 0]
+        group = groups[min(rank, len(groups) - 1)]
         if rank < 2:
             faults.report(**{name: case(group, rank)})
             faults.report(timer=signal.getitimer(signal.ITIMER_REAL), handler=str(signal.getsignal(signal.SIGALRM)))

@@ -80,7 +80,7 @@ def check_name_lookup(context: Context) -> Check:
                 "name lookup",
                 f"the resolver took {slowest:.1f} s for the name of {address}; when a rank connects, the store of rank "
                 "0's host asks it likewise and serves nobody meanwhile",
-                "correct /etc/resolv.conf there, or export RES_OPTIONS='timeout:1 attempts:1'",
+                f"correct /etc/resolv.conf there, or export RES_OPTIONS='{reach.RES_OPTIONS}'",
             )
     return ok("name lookup", f"the name of {address} is looked up in {1000 * slowest:.1f} ms at most")
 
