@@ -52,7 +52,6 @@ class Assembly:
         connect: Callable[[], Store],
         terms: dict[str, object],
         build_slice: float,
-        backstop: float,
     ) -> None:
         self.device = builder.device
         self.in_flight = builder.max_in_flight
@@ -62,7 +61,6 @@ class Assembly:
         self._connect = connect
         self._terms = terms
         self._build_slice = build_slice
-        self._backstop = backstop
         self._communicator: Communicator | None = None
         self._building: set[int] = set()
         self._refused = ""
@@ -162,7 +160,6 @@ class Assembly:
                 participants,
                 participants.index(seat.member.rank),
                 generation,
-                self._backstop,
                 self._build_slice,
             )
         except Exception as error:  # whatever it is: a caller waits for this thread

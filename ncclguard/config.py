@@ -170,6 +170,12 @@ class GuardConfig(BaseSettings):
         "auto, none, or a signal's name such as SIGUSR2",
         "how ranks of one host get the stacks of one whose interpreter does not run; auto: a free real-time signal",
     )
+    cross_memory: bool = _setting(
+        True,
+        "",
+        _SWITCH,
+        "ranks of one host read large parts of CPU tensors from each other's memory, where the kernel permits it",
+    )
     build_slice: Seconds = _setting(5.0, "s", "1 s to 60 s", "bound of one try to connect a communicator", ge=1, le=60)
     exit_linger: float = _setting(
         2.0, "s", "0 s to 60 s", "how long the host of the store waits at exit for the others' goodbyes", ge=0, le=60

@@ -22,7 +22,7 @@ from ncclguard.execution import Execution, InUse, encode
 from ncclguard.outcome import FailedOutcome, Outcome
 from ncclguard.request import Request
 from ncclguard.streams import drained
-from ncclguard.transport.base import Communicator, Pending, TransportError
+from ncclguard.transport.base import Communicator, Disagreement, Pending, TransportError
 
 log = logging.getLogger("ncclguard")
 
@@ -30,8 +30,6 @@ log = logging.getLogger("ncclguard")
 SLICE = 0.1
 #: Seconds a stopped transport may take until nothing of it can write any more.
 QUIET = 1.0
-#: Seconds after its deadline at which the backend itself ends an operation that could not be stopped.
-BACKSTOP = GRACE + 1.0
 _MASK = (1 << 63) - 1
 
 
@@ -214,7 +212,7 @@ class Guard:
             if time.monotonic() >= call.deadline:
                 raise OutOfTime("its limit passed before it could begin")
             communicator = self._assembly.communicator(generation, call.deadline, SLICE)
-            mark = self._mark(call.sequence, from_piece)
+            communicator.mark = mark = self._mark(call.sequence, from_piece)
             payload = work.payload(communicator.payload_nbytes)
             if self._rounds or payload is not None:
                 opening = communicator.agree(mark, payload)
@@ -230,7 +228,6 @@ class Guard:
             if call.exchange and self._seat.exchange is not None:
                 self._wait(self._seat.exchange.gather(communicator, call), generation, call.deadline)
             if payload is None:
-                communicator.set_backstop(call.deadline - time.monotonic() + BACKSTOP)
                 self._move(communicator, work, generation, from_piece, call.deadline)
             if work.closing:
                 with self._seat.condition:
@@ -247,7 +244,7 @@ class Guard:
         except OutOfTime as error:
             waited = time.monotonic() - call.entered
             self._trouble(generation, TroubleKind.DEADLINE, str(error) or f"not complete after {waited:.3g} s")
-        except _Mismatch:
+        except (_Mismatch, Disagreement):
             self._trouble(generation, TroubleKind.MISMATCH, "not all ranks called the same operation")
         except BuildRefused as error:
             self._trouble(generation, TroubleKind.RAISED, str(error))

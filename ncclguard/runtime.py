@@ -48,8 +48,8 @@ from ncclguard.outcome import Cause
 from ncclguard.termination import Termination, watch_multiprocessing, watch_threads, watch_uncaught
 from ncclguard.transport.base import Builder, TransportError
 from ncclguard.transport.bounded import bounded
-from ncclguard.transport.gloo_builder import GlooBuilder
 from ncclguard.transport.nccl_builder import NcclBuilder
+from ncclguard.transport.streams import StreamBuilder
 from ncclguard.watch.seat import make_seat
 
 if TYPE_CHECKING:
@@ -67,9 +67,6 @@ REPORT_WITHIN = 2.0
 LINGER_AFTER = 0.5
 #: What a call gets that comes too late, from another thread.
 LEFT = "this process has left the job: its default process group is being destroyed, or its program has ended"
-#: Seconds of the transport's own limit where it cannot be set for each operation
-#: (torch 2.6): beyond any guard deadline.
-BACKSTOP = 7 * 24 * 3600.0
 
 
 class Runtime:
@@ -159,7 +156,6 @@ class Runtime:
             lambda: _torch_stores.clone_store(self._base),
             {"rounds": config.rounds, "closing_nbytes": config.closing_nbytes, **exchange.terms(config)},
             config.build_slice,
-            BACKSTOP,
         )
         return Guard(seat, assembly, self.monitor.wake, config)
 
@@ -275,11 +271,11 @@ def current(within: float = CONNECT_WITHIN) -> Runtime:
 def builder(device: torch.device) -> Builder:
     """The builder of communicators for tensors on this device. Raises GuardConfigError for a device without one."""
     if device.type == "cpu":
-        return GlooBuilder()
+        return StreamBuilder()
     if device.type == "cuda":
         return NcclBuilder(device)
     raise GuardConfigError(
-        f"tensors on {device.type!r} cannot be guarded: ncclguard has gloo for CPU and NCCL for CUDA tensors. "
+        f"tensors on {device.type!r} cannot be guarded: ncclguard carries CPU tensors itself and CUDA tensors over NCCL. "
         "Move the tensor to one of these."
     )
 

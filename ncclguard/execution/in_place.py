@@ -11,9 +11,10 @@ from ncclguard._inference import writable
 from ncclguard.buffers import Arena, aligned
 from ncclguard.chunking import ChunkPlan
 from ncclguard.execution.base import Execution
-from ncclguard.execution.memory import NOTHING, copied, in_a_row, plain, put, tensor_of
+from ncclguard.execution.memory import copied, in_a_row, plain, put, tensor_of
 from ncclguard.transport import dtypes
-from ncclguard.transport.base import Agreement, Communicator, Pending
+from ncclguard.transport.base import Agreement, Communicator, Pending, Save
+from ncclguard.transport.memory import copy_bytes
 
 
 class _InPlace(Execution):
@@ -28,6 +29,7 @@ class _InPlace(Execution):
         self._backup: torch.Tensor | None = None
         self._saved = b""  # instead of a backup in the arena, for small tensors
         self._window = 0
+        self._overwritten: dict[int, list[tuple[int, int]]] = {}  # piece -> bytes of it that its slot has a copy of
         self._writes = True
         self._unfinished = False  # whether something is left to do with what was moved
         self._flat = torch.empty(0) if self._staged else tensor.detach().view(-1)
@@ -57,11 +59,26 @@ class _InPlace(Execution):
             if self._writes_input(piece):
                 part.copy_(self._source_part(start, stop))
         elif self._backup is not None:
-            self._slot(piece).copy_(part)
+            self._overwritten[piece] = []
+            self._overwritten.pop(piece - self._window, None)
         elif self._writes and not self._saved:
             self._saved = copied(self._flat)
         self.submitted = max(self.submitted, piece + 1)
         return part
+
+    def _save(self, piece: int) -> Save | None:
+        """Copies into the piece's slot what the transport is about to overwrite, while it is in the core's cache."""
+        if self._backup is None:
+            return None
+        overwritten = self._overwritten[piece]
+        start, stop = self.plan.pieces[piece]
+        source, target = self._flat[start:stop].data_ptr(), self._slot(piece).data_ptr()
+
+        def save(first: int, last: int) -> None:
+            copy_bytes(target + first, source + first, last - first)
+            overwritten.append((first, last))
+
+        return save
 
     def _writes_input(self, piece: int) -> bool:
         return True
@@ -93,10 +110,11 @@ class _InPlace(Execution):
                 start = self.plan.pieces[from_piece][0]
                 put(self._saved[start * self._flat.element_size() :], self._flat[start:])
         elif not self._staged and self._backup is not None:
-            with writable(self._tensor):
-                for piece in range(from_piece, self.submitted):
-                    start, stop = self.plan.pieces[piece]
-                    self._flat[start:stop].copy_(self._slot(piece))
+            for piece in range(from_piece, self.submitted):
+                start, stop = self.plan.pieces[piece]
+                source, target = self._slot(piece).data_ptr(), self._flat[start:stop].data_ptr()
+                for first, last in self._overwritten.pop(piece, ()):
+                    copy_bytes(target + first, source + first, last - first)
         self.submitted = min(self.submitted, from_piece)
 
     def result(self) -> list[torch.Tensor]:
@@ -151,7 +169,7 @@ class AllReduce(_InPlace):
 
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         with writable(self._tensor):
-            return communicator.all_reduce(self._prepare(piece), self._reduction.wire)
+            return communicator.all_reduce(self._prepare(piece), self._reduction.wire, self._save(piece))
 
     def payload(self, limit: int) -> torch.Tensor | None:
         flat = super().payload(limit)
@@ -161,7 +179,7 @@ class AllReduce(_InPlace):
         dtype, numel = self._tensor.dtype, self._tensor.numel()
         if dtype.is_complex:
             dtype, numel = dtype.to_real(), 2 * numel
-        op = dtypes.GLOO.wire_op(self._reduction.wire, dtype)
+        op = dtypes.CPU.wire_op(self._reduction.wire, dtype)
         self.collected = [copied(opening.reduced(dtype, numel, op))]
 
     def _complete(self, result: torch.Tensor, participants: int) -> None:
@@ -183,7 +201,7 @@ class Broadcast(_InPlace):
 
     def payload(self, limit: int) -> torch.Tensor | None:
         flat = super().payload(limit)
-        return flat if flat is None or not self._writes else NOTHING
+        return flat  # of the same length on all ranks; only the source's is looked at
 
     def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
         nbytes = self._tensor.numel() * self._tensor.element_size()
@@ -191,4 +209,5 @@ class Broadcast(_InPlace):
 
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         with writable(self._tensor):
-            return communicator.broadcast(self._prepare(piece), communicator.ranks.index(self._source))
+            part, source = self._prepare(piece), communicator.ranks.index(self._source)
+            return communicator.broadcast(part, source, self._save(piece))

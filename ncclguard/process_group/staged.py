@@ -1,5 +1,4 @@
-"""Collectives that the engine's communicator has no call of its own for: the
-backend's, on memory that the caller never sees.
+"""Collectives that only the process group has, on memory that the caller never sees.
 
 What is sent is only read, what arrives goes to staging memory and reaches the caller after the verdict: there is
 nothing to restore. Every one has a closing round, because no rank could donate what another one misses.
@@ -7,12 +6,12 @@ nothing to restore. Every one has a closing round, because no rank could donate 
 
 from __future__ import annotations
 
+import math
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from ncclguard.buffers import Arena, aligned
@@ -40,7 +39,7 @@ def overwrite(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 class Staged(Execution):
-    """One piece, carried by the backend. `received`: bytes of each part that arrives here."""
+    """One piece. `received`: bytes of each part that arrives here."""
 
     closing = True
 
@@ -95,12 +94,7 @@ class Gather(Staged):
         self._root = root
 
     def start(self, communicator: Communicator) -> Pending:
-        options = dist.GatherOptions()
-        options.rootRank = self._root
-        outputs = [self.parts] if self._outputs else []
-        return communicator.native(
-            (self._sent, *self.parts), lambda group: group.gather(outputs, [self._sent], options)
-        )
+        return communicator.gather(self._sent, self.parts, self._root)
 
     def finish(self, participants: Sequence[int]) -> None:
         for output, part in zip(self._outputs, self.parts, strict=True):
@@ -117,12 +111,7 @@ class Scatter(Staged):
         self._root = root
 
     def start(self, communicator: Communicator) -> Pending:
-        options = dist.ScatterOptions()
-        options.rootRank = self._root
-        inputs = [self._sent] if self._sent else []
-        return communicator.native(
-            (*self.parts, *self._sent), lambda group: group.scatter([self.parts[0]], inputs, options)
-        )
+        return communicator.scatter(self.parts[0], self._sent, self._root)
 
     def finish(self, participants: Sequence[int]) -> None:
         overwrite(self._output, self.parts[0])
@@ -134,23 +123,16 @@ class AllToAll(Staged):
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], nothing: bool) -> None:
-        self._sent_sizes = [tensor.numel() * tensor.element_size() for tensor in inputs]
-        self._sizes = [tensor.numel() * tensor.element_size() for tensor in outputs]
-        super().__init__(outputs[0].device, [sum(self._sizes)], nothing=nothing)
+        sizes = [tensor.numel() * tensor.element_size() for tensor in outputs]
+        super().__init__(outputs[0].device, sizes, nothing=nothing)
         self._outputs = outputs
         self._inputs = inputs
-        self._sent = torch.empty(0)
 
     def start(self, communicator: Communicator) -> Pending:
-        self._sent = torch.cat([as_bytes(tensor) for tensor in self._inputs])
-        received = self.parts[0]
-        return communicator.native(
-            (received, self._sent),
-            lambda group: group.alltoall_base(received, self._sent, self._sizes, self._sent_sizes),
-        )
+        return communicator.all_to_all(self.parts, [as_bytes(tensor) for tensor in self._inputs])
 
     def finish(self, participants: Sequence[int]) -> None:
-        for output, part in zip(self._outputs, divided(self.parts[0], self._sizes), strict=True):
+        for output, part in zip(self._outputs, self.parts, strict=True):
             overwrite(output, part)
 
 
@@ -166,14 +148,9 @@ class Reduce(Staged):
         self._index = index
 
     def start(self, communicator: Communicator) -> Pending:
-        options = dist.ReduceOptions()
-        support = dtypes.NCCL if self._tensor.is_cuda else dtypes.GLOO
-        options.reduceOp = support.wire_op(self._reduction.wire, self._tensor.dtype)  # type: ignore[assignment]
-        options.rootRank = self._root
         staging = self.parts[0].view(self._tensor.dtype)
         staging.copy_(self._tensor.detach().reshape(-1))
-        wire = dtypes.reducible_view(staging, self._tensor.device.type)
-        return communicator.native((wire,), lambda group: group.reduce([wire], options))
+        return communicator.reduce(staging, self._root, self._reduction.wire)
 
     def finish(self, participants: Sequence[int]) -> None:
         if self._index != self._root:
@@ -189,15 +166,52 @@ class SparseReduce(Staged):
         super().__init__(tensor.device, [])
         self._tensor = tensor
         self._average = average
-        self._sum = tensor
+        self._gathering: _Elements | None = None
 
     def start(self, communicator: Communicator) -> Pending:
-        self._sum = self._tensor.detach().clone().coalesce()
-        options: Any = dist.AllreduceOptions()
-        return communicator.native((), lambda group: group.allreduce([self._sum], options))
+        self._gathering = _Elements(communicator.host, self._tensor.detach().coalesce())
+        return self._gathering
 
     def finish(self, participants: Sequence[int]) -> None:
+        assert self._gathering is not None
+        total = self._gathering.total()
         if self._average:
-            self._sum = self._sum / len(participants)
+            total = total / len(participants)
         with torch.no_grad():  # not by a detached view: that has indices of its own
-            self._tensor.copy_(self._sum)
+            self._tensor.copy_(total)
+
+
+class _Elements(Pending):
+    """How many elements each rank has, then all of them: places and values."""
+
+    __slots__ = ("_communicator", "_counts", "_like", "_parts", "_pending", "_stage")
+
+    def __init__(self, communicator: Communicator, tensor: torch.Tensor) -> None:
+        self._communicator = communicator
+        self._like = tensor
+        count = torch.tensor([tensor._nnz()], dtype=torch.int64)
+        self._counts = [torch.zeros_like(count) for _ in communicator.ranks]
+        self._pending = communicator.all_gather(self._counts, count)
+        self._parts: list[list[torch.Tensor]] = []
+        self._stage = 0
+
+    def wait(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while self._pending.wait(max(0.0, end - time.monotonic())):
+            if self._stage == 2:
+                return True
+            own = (self._like.indices(), self._like.values())[self._stage]
+            each = self._like.sparse_dim() if self._stage == 0 else math.prod(own.shape[1:])
+            sizes = [int(count) * each * own.element_size() for count in self._counts]
+            self._pending, parts = self._communicator.all_gather_uneven(sizes, as_bytes(own))
+            self._parts.append(parts)
+            self._stage += 1
+        return False
+
+    def total(self) -> torch.Tensor:
+        """The sum, in the order of the ranks and so with the same bits on all."""
+        like, indices, values = self._like, [], []
+        for places, numbers in zip(*self._parts, strict=True):
+            indices.append(places.view(torch.int64).view(like.sparse_dim(), -1))
+            values.append(numbers.view(like.values().dtype).view(-1, *like.values().shape[1:]))
+        return torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), like.shape).coalesce()

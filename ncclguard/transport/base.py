@@ -37,10 +37,24 @@ class TransportError(Exception):
         self.peer = peer
 
 
+class Disagreement(TransportError):
+    """A peer is in another operation than this rank, which was found before any of its bytes was taken."""
+
+
+Save = Callable[[int, int], None]
+"""Called with the bounds, in bytes, of what an operation is about to overwrite in the caller's tensor."""
+
+
 class Pending(ABC):
-    """An operation that was started."""
+    """An operation that was started.
+
+    ``met``: when it was known that all ranks are in it (time.monotonic()); 0.0 before, and where the backend does not
+    tell.
+    """
 
     __slots__ = ()
+
+    met: float = 0.0
 
     @abstractmethod
     def wait(self, seconds: float) -> bool:
@@ -100,7 +114,9 @@ class Communicator(ABC):
     may call `stop`, `quiet` and `close` at any time, also from a signal handler.
 
     ``ranks``: global ranks in the order of the group. ``index``: position of this process in it. ``payload_nbytes``:
-    what each rank may send along with a vote, the same on all ranks.
+    what each rank may send along with a vote, the same on all ranks. ``mark``: to be set before an operation is started,
+    to a number below 2**63 that is equal on all ranks which are in the same; a backend that can compare it does, and
+    raises `Disagreement` before it takes a byte.
     """
 
     ranks: tuple[int, ...]
@@ -109,6 +125,7 @@ class Communicator(ABC):
     generation: int
     device_type: str
     payload_nbytes: int
+    mark: int = 0
 
     @property
     @abstractmethod
@@ -126,12 +143,16 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Pending:
-        """Reduce ``tensor`` over all ranks, in place. ``op`` is the ``wire`` of a `Reduction`."""
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, save: Save | None = None) -> Pending:
+        """Reduce ``tensor`` over all ranks, in place. ``op`` is the ``wire`` of a `Reduction`.
+
+        ``save`` is called before a part of ``tensor`` is written for the first time, once for each byte. On a GPU it
+        must be None.
+        """
 
     @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, source_index: int) -> Pending:
-        """Copy the tensor of the rank at ``source_index`` into ``tensor`` on all ranks."""
+    def broadcast(self, tensor: torch.Tensor, source_index: int, save: Save | None = None) -> Pending:
+        """Copy the tensor of the rank at ``source_index`` into ``tensor`` on all ranks; ``save`` as for `all_reduce`."""
 
     @abstractmethod
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Pending:
@@ -141,22 +162,31 @@ class Communicator(ABC):
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> Pending:
         """Reduce ``inputs[i]`` of all ranks into ``output`` of the rank at index i. ``inputs`` are left unchanged.
 
-        ``output`` is written by the `Pending.wait` that returns True, and by nothing else. Raises MemoryError where the
-        backend needs a copy of ``inputs`` and there is no memory for it.
+        ``output`` must not share memory with ``inputs`` but for the one of this rank.
         """
 
     @abstractmethod
-    def native(self, tensors: tuple[torch.Tensor, ...], call: Callable[[Any], dist.Work]) -> Pending:
-        """Start another operation of the backend: ``call(group)`` on its own process group, where ranks count from 0.
+    def reduce(self, tensor: torch.Tensor, root_index: int, op: ReduceOp.RedOpType) -> Pending:
+        """Reduce ``tensor`` over all ranks into that of the rank at ``root_index``; the others' are used up."""
 
-        ``tensors``: all that the operation reads or writes. Their sizes must be known to agree, as for the others.
+    @abstractmethod
+    def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root_index: int) -> Pending:
+        """Gather the bytes of ``tensor`` of every rank into ``outputs`` of the one at ``root_index``; empty elsewhere."""
+
+    @abstractmethod
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root_index: int) -> Pending:
+        """Copy ``inputs[i]``, bytes of the rank at ``root_index``, into ``output`` of the rank at index i."""
+
+    @abstractmethod
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
+        """Copy the bytes ``inputs[i]`` of the rank at index j into ``outputs[j]`` of the rank at index i.
+
+        The lengths must be known to agree. Outputs are consecutive parts of one tensor, and so are inputs.
         """
 
     @abstractmethod
-    def set_backstop(self, seconds: float) -> None:
-        """Limit of the operations started from now on, enforced by the backend itself: a
-        last resort if `stop` fails.
-        """
+    def all_gather_uneven(self, sizes: Sequence[int], data: torch.Tensor) -> tuple[Pending, list[torch.Tensor]]:
+        """Gather bytes of which each rank has another number, ``sizes``, on the CPU; returned with where they come."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -188,14 +218,13 @@ class Builder(Protocol):
         ranks: tuple[int, ...],
         index: int,
         generation: int,
-        backstop: float,
         seconds: float,
     ) -> Communicator:
         """Connect to the other ``ranks``, which must do the same within ``seconds``; else raises TransportError.
 
         ``store`` is a connection of its own, made by `ncclguard._torch_stores.clone_store`: when the time is over it is
         cut, and is unusable then. ``prefix`` must never have been used before, neither by an attempt that failed: keys
-        of two attempts do not mix. ``backstop`` is the first value of `Communicator.set_backstop`, in seconds.
+        of two attempts do not mix.
         """
 
     def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:

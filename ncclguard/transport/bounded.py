@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import threading
 import time
@@ -120,6 +121,11 @@ def in_background(
             _running.discard(thread)
         return None
     return thread
+
+
+def keep_for_ever(value: object) -> None:
+    """Never run the destructor, which may block, not even at interpreter exit."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def _end_all() -> None:

@@ -1,25 +1,24 @@
 """Which dtypes and reduce ops the backends carry, and in which form.
 
-gloo: measured with ``torch.distributed`` on 2 ranks, torch 2.6.0 and 2.13.0 (reduce_scatter and AVG over gloo exist
-only in the later one; the guard brings its own in both). "no" is refused before anything is sent.
+CPU tensors: the guard's own transport, torch does the arithmetic. "no" is refused before anything is sent.
 
 ======================================  ======================  ===============  ==============  =====================
-dtype on gloo                           SUM PRODUCT MIN MAX     BAND BOR BXOR    AVG             broadcast, all_gather
+dtype on the CPU                        SUM PRODUCT MIN MAX     BAND BOR BXOR    AVG             broadcast, all_gather
 ======================================  ======================  ===============  ==============  =====================
 float16 bfloat16 float32 float64        yes                     no               SUM and divide  yes
-int8 uint8 int32 int64                  yes                     yes              no              yes
+int8 uint8 int16 int32 int64            yes                     yes              no              yes
 bool                                    SUM any, PRODUCT all    yes              no              yes
 complex32 complex64 complex128          SUM only, as real       no               SUM and divide  yes
-int16 uint16 uint32 uint64 float8_*     no                      no               no              as bytes (torch: no)
+uint16 uint32 uint64 float8_*           no (torch adds none)    no               no              as bytes
 quantized                               no                      no               no              no
 ======================================  ======================  ===============  ==============  =====================
 
-NCCL (from the sources of ProcessGroupNCCL, not yet run on a GPU): the same without BAND, BOR and BXOR, and AVG is
+NCCL (from the sources of ProcessGroupNCCL, not yet run on a GPU): the same without int16, BAND, BOR and BXOR, and AVG is
 NCCL's own, which divides before it adds: the sum of two float16 of 40,000 is infinite, their average is not. PREMUL_SUM
 is refused on both: a scaled tensor and SUM do the same.
 
-A bool is summed with MAX here: gloo's SUM counts in the byte, so that torch leaves 2 in a bool tensor of two ranks, and
-with 256 ranks 0, which is False.
+A bool is summed with MAX: True where any rank has it. gloo's SUM counts in the byte, so that torch leaves 2 in a bool
+tensor of two ranks, and with 256 ranks 0, which is False.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool})
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _NATIVE = _FLOATS | _INTEGERS
+_CPU_INTEGERS = _INTEGERS | {torch.int16}
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
@@ -45,11 +45,14 @@ _BITWISE = ("BAND", "BOR", "BXOR")
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What one backend can reduce. ``wire_ops``: the reduce ops that it is told to carry out itself."""
+    """What one backend can reduce. ``wire_ops``: the reduce ops that it is told to carry out itself; ``dtypes``: on
+    what, besides complex numbers.
+    """
 
     backend: str
     device_type: str
     wire_ops: tuple[ReduceOp.RedOpType, ...]
+    dtypes: frozenset[torch.dtype]
 
     def check(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:
         """Raise TypeError for a dtype and ValueError for a reduce op that cannot be carried, saying what can.
@@ -59,7 +62,7 @@ class Support:
 
         >>> import torch
         >>> from torch.distributed import ReduceOp
-        >>> GLOO.check("all_reduce", torch.float32, ReduceOp.AVG)
+        >>> CPU.check("all_reduce", torch.float32, ReduceOp.AVG)
         """
         if kind in ("broadcast", "all_gather"):
             if dtype in _QUANTIZED:
@@ -68,8 +71,8 @@ class Support:
         wire = reduction(op, self.device_type).wire
         name = _torch.reduce_op_name(op)
         if wire not in self.wire_ops:
-            raise ValueError(f"{self.backend} does not have {name}: move the tensor to the CPU for it, where gloo does")
-        if dtype not in _NATIVE and dtype not in _COMPLEX:
+            raise ValueError(f"{self.backend} does not have {name}: move the tensor to the CPU for it")
+        if dtype not in self.dtypes and dtype not in _COMPLEX:
             raise TypeError(
                 f"{self.backend} cannot reduce {dtype}: convert it, for example to torch.int32 or torch.float32"
             )
@@ -77,9 +80,9 @@ class Support:
             raise ValueError(
                 f"{name} has no meaning for complex numbers ({dtype}): use SUM or AVG, or view_as_real(tensor)"
             )
-        if name in _BITWISE and dtype not in _INTEGERS:
+        if name in _BITWISE and dtype not in _CPU_INTEGERS:
             raise ValueError(f"{name} needs an integer or bool tensor, not {dtype}")
-        if name == "AVG" and dtype in _INTEGERS:
+        if name == "AVG" and dtype in _CPU_INTEGERS:
             raise ValueError(
                 f"AVG of {dtype} is not a whole number: use SUM and divide, or convert to torch.float32 first"
             )
@@ -108,8 +111,10 @@ def reduction(op: object, device_type: str = "cpu") -> Reduction:
 
 
 _ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
-GLOO = Support("gloo", "cpu", (*_ARITHMETIC, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
-NCCL = Support("NCCL", "cuda", (*_ARITHMETIC, ReduceOp.AVG))
+CPU = Support(
+    "the CPU transport", "cpu", (*_ARITHMETIC, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR), _FLOATS | _CPU_INTEGERS
+)
+NCCL = Support("NCCL", "cuda", (*_ARITHMETIC, ReduceOp.AVG), _NATIVE)
 
 
 def reducible_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
@@ -117,7 +122,7 @@ def reducible_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
     ones. Raises ValueError if not possible.
     """
     _check_memory(tensor, device_type)
-    return tensor if tensor.dtype in _NATIVE else torch.view_as_real(tensor)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def movable_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:

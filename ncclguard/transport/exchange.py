@@ -1,60 +1,46 @@
-"""A few bytes of every rank to every rank, over TCP streams of the guard's own: votes, and small operations as a whole.
+"""A few kilobytes of every rank to every rank in one exchange: votes, and small operations as a whole.
 
 Each rank's slot reaches all ranks in ceil(log2 n) hops (the dissemination all-gather of Bruck et al., IEEE TPDS 8(11),
 1997): in hop k a rank sends the 2**k slots it has to the rank 2**k before it, and receives as many from the one 2**k
-behind. The caller's own thread does it, in slices that signals interrupt, on sockets that any thread may shut. gloo
-needs two thread hand-overs for each operation and 2(n - 1) messages one after the other in its ring; measured on 2
-cores, 2 ranks: 25 us for an exchange, 210 us for an all-reduce of one float, 1,100 us for one of 16
-(benchmarks/results).
+behind. The caller's own thread does it, in slices that signals interrupt, on sockets that any thread may shut.
+
+A slot begins with the vote of its rank and the length of what comes with it. Both are looked at in the first bytes of
+every message, before any other is taken for more than noise: two ranks in different operations find out at once, and
+do not need to expect the same number of bytes for it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import json
-import math
 import os
-import secrets
 import select
-import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch.distributed import ReduceOp
 
-from .._torch import Store
 from .base import Agreement, TransportError
+from .links import Link, Links, await_events, distances
+from .memory import COMBINE
 
-HEADER = 16  # bytes before the payload in a slot: the vote, and padding so that every dtype is aligned
-_VOTE = struct.Struct("=q")
-_SPIN = 1e-4  # seconds: about what waking a sleeping thread costs
-_HELLO = struct.Struct("=16sII")  # token, hop, index of the sender
-_CLOSE_WAIT = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """One direction to, or from, the rank at ``peer`` in the group."""
-
-    socket: socket.socket
-    peer: int
+HEADER = 16  # bytes before the payload in a slot: vote and length
+_HEADER = struct.Struct("=qq")
+#: Bytes of all slots together. An exchange sends each rank's slot n - 1 times, a ring twice at most, but in 2(n - 1)
+#: steps that wait for each other: measured on 2 cores, 2 to 8 ranks, the ring is ahead above about this.
+_ALL_SLOTS = 256 << 10
+_LARGEST_SLOT = 64 << 10
+_SPIN = 1e-4  # seconds that this thread gives the core away, again and again, before it sleeps: what waking it costs
+_YIELD_TOOK = 5e-4  # seconds after which giving the core away means that somebody else computes on it
+_SLEEPS = 64  # waits in which this thread sleeps at once after that
+_CACHED = 64  # layouts, and forms of payloads, that are kept: programs make the same few calls over and over
 
 
 def slot_nbytes(size: int) -> int:
-    """Bytes of a slot in a group of ``size`` ranks: 512 up to 64 ranks, less beyond, so
-    that no message exceeds 16 KiB until 2,048.
-    """
-    return max(HEADER, min(512, 32768 // size // HEADER * HEADER))
-
-
-def distances(size: int) -> list[int]:
-    """How far away the peer of each hop is."""
-    return [1 << hop for hop in range((size - 1).bit_length())]
+    """The longest slot in a group of ``size`` ranks, header included."""
+    return max(HEADER, min(_LARGEST_SLOT, _ALL_SLOTS // size // HEADER * HEADER))
 
 
 class Exchange(Agreement):
@@ -64,40 +50,39 @@ class Exchange(Agreement):
     communicator ends with it.
     """
 
-    def __init__(self, ranks: Sequence[int], index: int, sends: Sequence[Stream], receives: Sequence[Stream]) -> None:
+    def __init__(self, ranks: Sequence[int], links: Links, using: threading.Lock) -> None:
         self.payload_nbytes = slot_nbytes(len(ranks)) - HEADER
         self._ranks = tuple(ranks)
-        self._index = index
-        self._slot = slot = slot_nbytes(len(ranks))
-        self._memory = torch.zeros(len(ranks), slot, dtype=torch.uint8, device="cpu")
+        self._index = links.index
+        self._links = links
+        self._using = using
+        with torch.inference_mode(False):  # else later calls outside of that mode could not write into it
+            self._memory = torch.zeros(len(ranks) * slot_nbytes(len(ranks)), dtype=torch.uint8, device="cpu")
         self._address = self._memory.data_ptr()
-        whole = self._memory.numpy().data.cast("B")
-        self._own_vote = whole[: _VOTE.size]
-        self._votes = self._memory.numpy()[:, : _VOTE.size].view("=i8")[:, 0]
-        self._hops = []
-        for out, into, distance in zip(sends, receives, distances(len(ranks)), strict=True):
-            count = min(distance, len(ranks) - distance)
-            self._hops.append((out, into, whole[: count * slot], whole[distance * slot : (distance + count) * slot]))
-        self._sockets = [stream.socket for stream in (*sends, *receives)]
-        for each in self._sockets:
-            each.setblocking(False)
+        self._whole = self._memory.numpy().data.cast("B")
+        self._layouts: dict[int, list[tuple[Link, Link, memoryview, memoryview]]] = {}
+        self._layout = self._laid_out(0)
         self._payloads: dict[tuple[torch.dtype, int], _Payloads] = {}
-        self._using = threading.Lock()
-        self._stopped = False
-        self._hop = len(self._hops)  # none is under way
+        self._own = b""  # the header that all ranks have to send
+        self._hop = len(self._layout)  # none is under way
         self._sent = self._received = 0
+        self._agreed = True
+        self._asleep = 0  # waits left in which giving the core away is not tried
 
     def start(self, vote: int, payload: torch.Tensor | None) -> Exchange:
         """Send this rank's vote, and the memory of a contiguous CPU tensor of up to `payload_nbytes`.
 
         Raises TransportError when the exchange before this one was not complete, or was stopped.
         """
-        if self._stopped or not self._complete:
-            why = "was stopped" if self._stopped else "has an exchange that did not complete"
+        if self._links.stopped or not self._complete or not self._agreed:
+            why = "was stopped" if self._links.stopped else "has an exchange that did not complete"
             raise TransportError(f"the communicator {why}: build the next one")
-        _VOTE.pack_into(self._own_vote, 0, vote)
-        if payload is not None and payload.numel():
-            ctypes.memmove(self._address + HEADER, payload.data_ptr(), payload.numel() * payload.element_size())
+        nbytes = 0 if payload is None else payload.numel() * payload.element_size()
+        self._layout = self._laid_out(nbytes)
+        self._own = _HEADER.pack(vote, nbytes)
+        self._whole[:HEADER] = self._own
+        if payload is not None and nbytes:
+            ctypes.memmove(self._address + HEADER, payload.data_ptr(), nbytes)
         self._hop = self._sent = self._received = 0
         return self
 
@@ -107,53 +92,89 @@ class Exchange(Agreement):
         if not self._using.acquire(timeout=seconds):
             return False
         try:
-            return self._move(seconds)
+            return self._move(time.monotonic() + seconds)
         finally:
             self._using.release()
 
-    def _move(self, seconds: float) -> bool:
-        began = time.monotonic()
-        hops = self._hops
-        while self._hop < len(hops):
-            out, into, outgoing, incoming = hops[self._hop]
-            stream = out
-            try:
-                while self._sent < len(outgoing):
-                    try:
-                        self._sent += out.socket.send(outgoing[self._sent :] if self._sent else outgoing)
-                    except BlockingIOError:
-                        if not _await(out.socket, select.POLLOUT, began + seconds):
-                            return False
-                stream = into
-                while self._received < len(incoming):
-                    try:
-                        count = into.socket.recv_into(incoming[self._received :] if self._received else incoming)
-                    except BlockingIOError:
-                        now = time.monotonic()
-                        if now < began + _SPIN and seconds > 0:
-                            os.sched_yield()
-                        elif not _await(into.socket, select.POLLIN, began + seconds):
-                            return False
-                        continue
-                    if not count:
-                        raise ConnectionResetError("closed by the peer")
-                    self._received += count
-            except OSError as error:
-                raise self._broken(stream, error) from None
+    def _move(self, end: float) -> bool:
+        while self._hop < len(self._layout):
+            out, into, outgoing, incoming = self._layout[self._hop]
+            waiting_since = 0.0
+            while self._received < len(incoming) or self._sent < len(outgoing):
+                sent = self._sent < len(outgoing) and self._send(out, outgoing)
+                received = self._received < len(incoming) and self._receive(into, incoming)
+                if not self._agreed:
+                    self._hop = len(self._layout)
+                    return True
+                if sent or received:
+                    waiting_since = 0.0
+                    continue
+                now = time.monotonic()
+                waiting_since = waiting_since or now
+                if now >= end or not self._await(out, into, outgoing, incoming, waiting_since, now, end):
+                    return False
             self._hop += 1
             self._sent = self._received = 0
         return True
 
+    def _send(self, out: Link, outgoing: memoryview) -> bool:
+        try:
+            self._sent += out.socket.send(outgoing[self._sent :] if self._sent else outgoing)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._broken(out, error) from None
+        return True
+
+    def _receive(self, into: Link, incoming: memoryview) -> bool:
+        before = self._received
+        try:
+            count = into.socket.recv_into(incoming[before:] if before else incoming)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._broken(into, error) from None
+        if not count:
+            raise self._broken(into, ConnectionResetError("closed by the peer"))
+        self._received = before + count
+        # What a rank passes on, it has compared before: who agrees with all that it hears from, agrees with all.
+        if before < HEADER <= self._received and incoming[:HEADER] != self._own:
+            self._agreed = False
+        return True
+
+    def _await(
+        self, out: Link, into: Link, outgoing: memoryview, incoming: memoryview, since: float, now: float, end: float
+    ) -> bool:
+        """Whether there may be something to do before `end`.
+
+        Giving the core away is the fastest way to wait for a peer that is about to answer. Where other programs
+        compute on all cores it costs this thread its turn, for milliseconds; a thread that sleeps gets it back at once.
+        """
+        if self._asleep:
+            self._asleep -= 1
+        elif now < since + _SPIN and self._sent == len(outgoing):
+            os.sched_yield()
+            if time.monotonic() > now + _YIELD_TOOK:
+                self._asleep = _SLEEPS
+            return True
+        wants = []
+        if self._received < len(incoming):
+            wants.append((into.socket.fileno(), select.POLLIN))
+        if self._sent < len(outgoing):
+            wants.append((out.socket.fileno(), select.POLLOUT))
+        if len(wants) == 2 and out is into:
+            wants = [(out.socket.fileno(), select.POLLIN | select.POLLOUT)]
+        return await_events(tuple(wants), end)
+
     @property
     def _complete(self) -> bool:
-        return self._hop == len(self._hops)
+        return self._hop == len(self._layout)
 
     @property
     def agreed(self) -> bool:
         if not self._complete:
             raise RuntimeError("the vote is not over: call wait() until it returns True")
-        votes = self._votes
-        return bool((votes == votes[0]).all())
+        return self._agreed
 
     def rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return self._payload(dtype, numel).rows()
@@ -161,141 +182,41 @@ class Exchange(Agreement):
     def reduced(self, dtype: torch.dtype, numel: int, op: ReduceOp.RedOpType) -> torch.Tensor:
         return self._payload(dtype, numel).reduced(op)
 
+    def _laid_out(self, nbytes: int) -> list[tuple[Link, Link, memoryview, memoryview]]:
+        """What each hop sends and receives, for a payload of so many bytes."""
+        slot = HEADER + -(-nbytes // HEADER) * HEADER  # so that every dtype is aligned
+        found = self._layouts.get(slot)
+        if found is None:
+            size, index = len(self._ranks), self._index
+            found = []
+            for distance in distances(size):
+                count = min(distance, size - distance)
+                outgoing = self._whole[: count * slot]
+                incoming = self._whole[distance * slot : (distance + count) * slot]
+                found.append(
+                    (self._links[(index - distance) % size], self._links[(index + distance) % size], outgoing, incoming)
+                )
+            if len(self._layouts) >= _CACHED:
+                self._layouts.clear()
+            self._layouts[slot] = found
+        return found
+
     def _payload(self, dtype: torch.dtype, numel: int) -> _Payloads:
         found = self._payloads.get((dtype, numel))
         if found is None:
-            if len(self._payloads) >= 64:
+            if len(self._payloads) >= _CACHED:
                 self._payloads.clear()
-            slots = self._memory[:, HEADER : HEADER + numel * dtype.itemsize].view(dtype)
-            found = self._payloads[dtype, numel] = _Payloads(slots, -self._index % len(self._ranks))
+            size, nbytes = len(self._ranks), numel * dtype.itemsize
+            slot = HEADER + -(-nbytes // HEADER) * HEADER
+            slots = self._memory[: size * slot].view(size, slot)[:, HEADER : HEADER + nbytes].view(dtype)
+            found = self._payloads[dtype, numel] = _Payloads(slots, -self._index % size)
         return found
 
-    def stop(self) -> None:
-        """End the exchange under way, and refuse others; from any thread, at once."""
-        self._stopped = True
-        for each in self._sockets:
-            with contextlib.suppress(OSError):  # not connected any more: the peer was faster
-                each.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Give the sockets back, once nobody waits on them; `stop` has ended that. In a
-        forked child it leaves the parent's alone.
-        """
-        if self._using.acquire(timeout=_CLOSE_WAIT):
-            try:
-                for each in self._sockets:
-                    each.close()
-            finally:
-                self._using.release()
-
-    def _broken(self, stream: Stream, error: OSError) -> TransportError:
-        rank = self._ranks[stream.peer]
-        if self._stopped:
+    def _broken(self, link: Link, error: OSError) -> TransportError:
+        rank = self._ranks[link.peer]
+        if self._links.stopped:
             return TransportError(f"stopped on this rank: {error}")
         return TransportError(f"the connection with rank {rank} broke: {error}", peer=rank)
-
-
-def _await(stream: socket.socket, event: int, until: float) -> bool:
-    """Whether the stream got ready, or broke, before `until` (time.monotonic())."""
-    left = until - time.monotonic()
-    if left <= 0:
-        return False
-    poll = select.poll()
-    poll.register(stream, event)
-    return bool(poll.poll(math.ceil(left * 1000)))
-
-
-def connect(keys: Store, host: str, ranks: Sequence[int], index: int, end: float) -> Exchange:
-    """Connect with the peers of all hops through ``keys``, until ``end``
-    (time.monotonic()); ``host`` is where this rank listens.
-
-    Whoever connects shows the token that the listener has published, so that a port scanner is no peer. Raises
-    TransportError.
-    """
-    size = len(ranks)
-    hops = distances(size)
-    sends: list[Stream] = []
-    accepted: dict[int, Stream] = {}
-    token = secrets.token_bytes(16)
-    try:
-        with _listen(host, len(hops)) as listener:
-            published = {"host": host, "port": listener.getsockname()[1], "token": token.hex()}
-            keys.set(f"exchange/{index}", json.dumps(published))
-            for hop, distance in enumerate(hops):
-                peer = (index - distance) % size
-                sends.append(Stream(_reach(keys, peer, hop, index, end), peer))
-            while len(accepted) < len(hops):
-                _accept(listener, token, hops, accepted, size, index, end)
-    except (OSError, ValueError, RuntimeError) as error:
-        for stream in (*sends, *accepted.values()):
-            stream.socket.close()
-        raise TransportError(f"the streams for votes could not be connected: {error}") from error
-    return Exchange(ranks, index, sends, [accepted[hop] for hop in range(len(hops))])
-
-
-def _listen(host: str, backlog: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((host, 0))
-        listener.listen(backlog + 8)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _reach(keys: Store, peer: int, hop: int, index: int, end: float) -> socket.socket:
-    at = json.loads(keys.get(f"exchange/{peer}"))
-    stream = socket.create_connection((at["host"], at["port"]), timeout=_left(end))
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    stream.sendall(_HELLO.pack(bytes.fromhex(at["token"]), hop, index))
-    return stream
-
-
-def _accept(
-    listener: socket.socket,
-    token: bytes,
-    hops: Sequence[int],
-    accepted: dict[int, Stream],
-    size: int,
-    index: int,
-    end: float,
-) -> None:
-    """Take one connection; a stranger's is closed."""
-    listener.settimeout(_left(end))
-    stream, _ = listener.accept()
-    stream.settimeout(min(1.0, _left(end)))
-    try:
-        hello = stream.recv(_HELLO.size, socket.MSG_WAITALL)
-        shown, hop, sender = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0, 0)
-    except OSError:
-        shown, hop, sender = b"", 0, 0
-    known = secrets.compare_digest(shown, token) and hop < len(hops) and hop not in accepted
-    if not known or sender != (index + hops[hop]) % size:
-        stream.close()
-        return
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    accepted[hop] = Stream(stream, sender)
-
-
-def _left(end: float) -> float:
-    left = end - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("not all peers came in time")
-    return left
-
-
-COMBINE: dict[ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
-"""Reduce op -> the function of two tensors that it repeats."""
 
 
 class _Payloads:

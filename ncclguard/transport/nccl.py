@@ -1,6 +1,6 @@
 """An NCCL communicator for CUDA tensors. Written from the sources of torch and NCCL, not yet run on a GPU.
 
-Four things differ from gloo.
+Four things differ from the transport of CPU tensors.
 
 - An abort may hang, so it runs in a thread of its own with a limit, and a communicator whose abort hangs is left behind
   for good, together with the memory it was given: callers hand over staging memory, never the user's, and must not
@@ -10,7 +10,7 @@ Four things differ from gloo.
 - A launch may block on a peer as well: NCCL connects ranks when an algorithm is first used (NCCL_RUNTIME_CONNECT), and
   torch then spins in C++ where no abort reaches it. So another thread launches, and an operation that is not launched
   yet is one that is not complete yet.
-- A rank that comes late would leave kernels of all others spinning on their GPUs, so votes go over gloo: an NCCL kernel
+- A rank that comes late would leave kernels of all others spinning on their GPUs, so votes go over the host's network: an NCCL kernel
   starts only when every rank has passed the opening round.
 
 Collectives of lists are done on one flat tensor: torch's own keep a hidden one, which goes back to the allocator as
@@ -42,11 +42,11 @@ from torch.distributed import ReduceOp
 
 from .. import _torch_nccl
 from . import dtypes
-from .base import Agreement, Communicator, Pending, TransportError
-from .bounded import Background, in_background
-from .gloo import GlooCommunicator, keep_for_ever
+from .base import Agreement, Communicator, Pending, Save, TransportError
+from .bounded import Background, in_background, keep_for_ever
 from .launching import Launch, Launcher
 from .nccl_pending import Launched, NcclPending, failure
+from .streams import StreamCommunicator
 
 _log = logging.getLogger("ncclguard")
 
@@ -66,7 +66,7 @@ class NcclCommunicator(Communicator):
     device_type = "cuda"
     payload_nbytes = 0  # the data is on the GPU
 
-    def __init__(self, group: Any, votes: GlooCommunicator, device: torch.device) -> None:
+    def __init__(self, group: Any, votes: StreamCommunicator, device: torch.device) -> None:
         self.ranks = votes.ranks
         self.index = votes.index
         self.size = votes.size
@@ -93,7 +93,7 @@ class NcclCommunicator(Communicator):
     # --- operations -----------------------------------------------------------------------------------------------
 
     @property
-    def host(self) -> GlooCommunicator:
+    def host(self) -> StreamCommunicator:
         return self._votes
 
     def agree(self, value: int, payload: torch.Tensor | None = None) -> Agreement:
@@ -101,13 +101,13 @@ class NcclCommunicator(Communicator):
         self.check()
         return self._votes.agree(value)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> NcclPending:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, save: Save | None = None) -> NcclPending:
         options = dist.AllreduceOptions()
         options.reduceOp = dtypes.NCCL.wire_op(op, tensor.dtype)  # type: ignore[assignment]
         wire = dtypes.reducible_view(tensor, self.device.type)
         return self._start((wire,), lambda group: group.allreduce([wire], options))
 
-    def broadcast(self, tensor: torch.Tensor, source_index: int) -> NcclPending:
+    def broadcast(self, tensor: torch.Tensor, source_index: int, save: Save | None = None) -> NcclPending:
         options = dist.BroadcastOptions()
         options.rootRank = source_index
         options.rootTensor = 0
@@ -137,12 +137,43 @@ class NcclCommunicator(Communicator):
             flat = torch.cat([dtypes.reducible_view(tensor, self.device.type).reshape(-1) for tensor in inputs])
         return self._start((wire, flat), lambda group: group._reduce_scatter_base(wire, flat, options))
 
-    def native(self, tensors: tuple[torch.Tensor, ...], call: Callable[[Any], dist.Work]) -> NcclPending:
-        return self._start(tensors, call)
+    def reduce(self, tensor: torch.Tensor, root_index: int, op: ReduceOp.RedOpType) -> NcclPending:
+        options = dist.ReduceOptions()
+        options.reduceOp = dtypes.NCCL.wire_op(op, tensor.dtype)  # type: ignore[assignment]
+        options.rootRank = root_index
+        wire = dtypes.reducible_view(tensor, self.device.type)
+        return self._start((wire,), lambda group: group.reduce([wire], options))
 
-    def set_backstop(self, seconds: float) -> None:
-        """See `Communicator.set_backstop`: of the votes. An NCCL operation has none."""
-        self._votes.set_backstop(seconds)
+    def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root_index: int) -> NcclPending:
+        options = dist.GatherOptions()
+        options.rootRank = root_index
+        gathered = [list(outputs)] if outputs else []
+        return self._start((tensor, *outputs), lambda group: group.gather(gathered, [tensor], options))
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root_index: int) -> NcclPending:
+        options = dist.ScatterOptions()
+        options.rootRank = root_index
+        sent = [list(inputs)] if inputs else []
+        return self._start((output, *inputs), lambda group: group.scatter([output], sent, options))
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> NcclPending:
+        with _errors_of_torch():
+            sent = torch.cat(list(inputs))
+            received = sent.new_empty(sum(part.numel() for part in outputs))
+        sizes, sent_sizes = [part.numel() for part in outputs], [part.numel() for part in inputs]
+
+        def distribute() -> None:
+            for part, output in zip(torch.split(received, sizes), outputs, strict=True):
+                output.copy_(part)
+
+        return self._start(
+            (received, sent, *outputs),
+            lambda group: group.alltoall_base(received, sent, sizes, sent_sizes),
+            distribute,
+        )
+
+    def all_gather_uneven(self, sizes: Sequence[int], data: torch.Tensor) -> tuple[Pending, list[torch.Tensor]]:
+        return self._votes.all_gather_uneven(sizes, data)
 
     def _start(
         self,

@@ -1,4 +1,4 @@
-"""Builds NCCL communicators, the votes' gloo communicator first. Written from the sources, not yet run on a GPU."""
+"""Builds NCCL communicators, the one for votes first. Written from the sources, not yet run on a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch.distributed import ReduceOp
 from .. import _torch, _torch_nccl, _torch_stores
 from . import dtypes
 from .base import Kind, TransportError
-from .bounded import bounded, in_background
-from .gloo import GlooCommunicator, keep_for_ever
-from .gloo_builder import GlooBuilder
+from .bounded import bounded, in_background, keep_for_ever
 from .nccl import NcclCommunicator, abort_group
+from .streams import StreamBuilder, StreamCommunicator
 
 _log = logging.getLogger("ncclguard")
 
+#: Of torch's own watchdog, where it cannot be done without: beyond any deadline of the guard.
+_WATCHDOG_AFTER = timedelta(days=7)
 #: That torch waits for NCCL in abort(); nothing else is bounded by the group's own timeout.
 _ABORT_LIMIT = timedelta(seconds=60)
 
@@ -46,15 +47,14 @@ class NcclBuilder:
         ranks: tuple[int, ...],
         index: int,
         generation: int,
-        backstop: float,
         seconds: float,
     ) -> NcclCommunicator:
         end = time.monotonic() + seconds
-        # Gloo first: it shows in bounded time whether everybody is there, and NCCL's start cannot be ended as surely.
-        votes = GlooBuilder(disconnects=False).build(
-            store, f"{prefix}/votes", ranks, index, generation, backstop, seconds
+        # The votes first: they show in bounded time whether everybody is there, and NCCL's start cannot be ended as surely.
+        votes = StreamBuilder(disconnects=False).build(
+            store, f"{prefix}/votes", ranks, index, generation, seconds
         )
-        attempt = _Attempt(self.device, votes, end, timedelta(seconds=backstop))
+        attempt = _Attempt(self.device, votes, end)
         what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers over NCCL"
 
         def give_up() -> None:
@@ -76,11 +76,10 @@ class NcclBuilder:
 class _Attempt:
     """One try to connect. It clears up after itself in the thread that it runs in, however late that comes back."""
 
-    def __init__(self, device: torch.device, votes: GlooCommunicator, end: float, backstop: timedelta) -> None:
+    def __init__(self, device: torch.device, votes: StreamCommunicator, end: float) -> None:
         self._device = device
         self._votes = votes
         self._end = end
-        self._backstop = backstop
         self._lock = threading.Lock()
         self._given_up = self._left_behind = False
         self._group: Any = None  # while it is connecting
@@ -89,7 +88,7 @@ class _Attempt:
     def connect(self, store: _torch.Store, prefix: str) -> NcclCommunicator:
         torch.cuda.set_device(self._device)
         keys = _torch.PrefixStore(prefix, store)
-        group = _torch_nccl.new_nccl_group(keys, prefix, self._votes.ranks, self._votes.index, self._backstop)
+        group = _torch_nccl.new_nccl_group(keys, prefix, self._votes.ranks, self._votes.index, _WATCHDOG_AFTER)
         with self._lock:
             self._group = group
         try:

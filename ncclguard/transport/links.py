@@ -1,0 +1,496 @@
+"""Connections of one generation of one group: one for each pair of ranks that needs it, made when first needed.
+
+Every rank listens on the job's interface. Of a pair, the rank with the lower place in the group connects. It shows the
+key that the listener has published in the job's store, before anything else is read from it, so that a stranger (a
+port scanner, a rank of another job, one of an earlier generation) costs a socket and no time. Then both say where a
+random number lies in their memory: whoever can read the other's number there (same host, same user, permitted by the
+kernel) reads large parts from the other's memory instead of a socket, with one copy instead of two. The number proves
+that it is the right process, whatever the namespaces of the two.
+
+Everything here runs in the thread of the caller, as a generator that yields what it waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from .._torch import Store
+from .base import TransportError
+from .memory import read_process
+
+Wants = tuple[tuple[int, int], ...]
+"""What a step waits for: descriptors with the events of `select.poll`. Empty: nothing, it only lets the clock be read."""
+
+Steps = Generator[Wants, None, None]
+"""Something that moves without ever blocking."""
+
+_KEY = 16
+_CARD = struct.Struct("=IIQ16s")  # place in the group, pid, where the random number lies, the random number
+_FLAG = 1
+_STRANGERS = 64  # connections at a time that have not shown the key yet; the oldest gives way
+_ADDRESS = struct.Struct("=16sH64s")  # key, port, host: what ranks tell each other of where they listen
+
+
+class LinkError(Exception):
+    """The connection with the rank at ``peer`` of the group broke."""
+
+    def __init__(self, peer: int, error: OSError) -> None:
+        super().__init__(str(error))
+        self.peer = peer
+        self.error = error
+
+
+@dataclass(slots=True)
+class Link:
+    """A connection with the rank at ``peer`` of the group, for both directions.
+
+    ``reads``: this process can read the peer's memory, the peer being process ``pid``; ``is_read``: and the reverse.
+    """
+
+    socket: socket.socket
+    peer: int
+    pid: int
+    reads: bool
+    is_read: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a rank listens, and the key it wants to be shown."""
+
+    host: str
+    port: int
+    key: bytes
+
+    def to_json(self) -> str:
+        return json.dumps({"host": self.host, "port": self.port, "key": self.key.hex()})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Address:
+        """Raises ValueError for what is none."""
+        try:
+            values = json.loads(text)
+            return cls(str(values["host"]), int(values["port"]), bytes.fromhex(values["key"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not an address: {text!r}") from error
+
+    def pack(self) -> bytes:
+        """In `Address.SIZE` bytes."""
+        return _ADDRESS.pack(self.key, self.port, self.host.encode())
+
+    @classmethod
+    def unpack(cls, record: bytes) -> Address:
+        key, port, host = _ADDRESS.unpack(record)
+        return cls(host.rstrip(b"\0").decode(), port, key)
+
+    SIZE = _ADDRESS.size
+
+
+class Links:
+    """All connections of one rank in one generation, and its listening socket.
+
+    ``addresses`` may be extended at any time; `meet` needs those of higher places only. Any thread may call `stop`.
+    """
+
+    def __init__(self, host: str, size: int, index: int, direct: bool) -> None:
+        self.size = size
+        self.index = index
+        self.addresses: dict[int, Address] = {}
+        self._links: dict[int, Link] = {}
+        self._greetings: list[_Greeting] = []
+        self._direct = direct
+        self._number = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
+        self._key = secrets.token_bytes(_KEY)
+        self._pid = os.getpid()
+        self._listener = _listen(host, backlog=max(128, size))
+        self.stopped = False
+        name = self._listener.getsockname()
+        self.own = Address(host, name[1], self._key)
+
+    def __getitem__(self, peer: int) -> Link:
+        return self._links[peer]
+
+    def __contains__(self, peer: int) -> bool:
+        return peer in self._links
+
+    @property
+    def peers(self) -> Mapping[int, Link]:
+        """The connections that there are."""
+        return self._links
+
+    # --- connecting -------------------------------------------------------------------------------------------------
+
+    def meet(self, peers: Iterable[int]) -> Steps:
+        """Connect with these ranks, each of which has to do the same; at once where that is done already."""
+        missing = {peer for peer in peers if peer != self.index and peer not in self._links}
+        for peer in sorted(missing):
+            if peer > self.index and all(greeting.peer != peer for greeting in self._greetings):
+                self._greetings.append(self._reach(peer))
+        while missing := {peer for peer in missing if peer not in self._links}:
+            if self.stopped:
+                raise LinkError(min(missing), OSError(errno.ESHUTDOWN, "stopped"))
+            moved = self._accept()
+            for greeting in tuple(self._greetings):
+                moved |= self._hear(greeting)
+            if not moved:
+                yield ((self._listener.fileno(), select.POLLIN), *(greeting.wants for greeting in self._greetings))
+            else:
+                yield ()
+
+    def _reach(self, peer: int) -> _Greeting:
+        address = self.addresses[peer]
+        stream = socket.socket(_family(address.host), socket.SOCK_STREAM)
+        stream.setblocking(False)
+        try:
+            code = stream.connect_ex(_sockaddr(address.host, address.port))
+            if code not in (0, errno.EINPROGRESS):
+                raise LinkError(peer, OSError(code, os.strerror(code)))
+        except BaseException:
+            stream.close()
+            raise
+        return _Greeting(stream, peer)
+
+    def _accept(self) -> bool:
+        """Take all connections that wait; whether there was one."""
+        taken = False
+        while True:
+            try:
+                stream, _ = self._listener.accept()
+            except BlockingIOError:
+                return taken
+            except OSError as error:
+                if self.stopped or error.errno in (errno.EBADF, errno.EINVAL):
+                    raise LinkError(self.index, error) from None
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    raise LinkError(self.index, error) from None
+                continue  # it was gone before it was taken
+            stream.setblocking(False)
+            taken = True
+            strangers = [greeting for greeting in self._greetings if greeting.peer is None]
+            if len(strangers) >= _STRANGERS:
+                self._drop(strangers[0])
+            self._greetings.append(_Greeting(stream, None))
+
+    def _hear(self, greeting: _Greeting) -> bool:
+        """Go on with one connection that is being made; whether something has happened."""
+        try:
+            return self._hear_out(greeting)
+        except BlockingIOError:
+            return False
+        except (OSError, ValueError) as error:
+            reached = greeting.reached
+            self._drop(greeting)
+            if reached is not None:
+                broken = error if isinstance(error, OSError) else OSError(errno.EPROTO, str(error))
+                raise LinkError(reached, broken) from None
+            return True
+
+    def _hear_out(self, greeting: _Greeting) -> bool:
+        if greeting.reached is not None and not greeting.sent:
+            if not _is_writable(greeting.stream):
+                return False
+            code = greeting.stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))
+            greeting.send(self.addresses[greeting.reached].key + self._card())
+            greeting.sent = True
+            greeting.expect(_CARD.size + _FLAG)
+        if not greeting.receive():
+            return False
+        got = bytes(greeting.got)
+        if greeting.reached is not None:
+            place, pid, where, number = _CARD.unpack(got[: _CARD.size])
+            if place != greeting.reached:
+                raise ValueError(f"the rank at {place} answers for the one at {greeting.reached}")
+            reads = self._can_read(pid, where, number)
+            greeting.send(bytes([reads]))
+            self._keep(greeting, place, pid, reads, bool(got[_CARD.size]))
+        elif not greeting.known:
+            if not secrets.compare_digest(got, self._key):
+                raise ValueError("a stranger")
+            greeting.known = True
+            greeting.expect(_CARD.size)
+        elif greeting.peer is None:
+            place, pid, where, number = _CARD.unpack(got)
+            if not 0 <= place < self.index or place in self._links:
+                raise ValueError(f"the rank at {place} has no reason to connect")
+            greeting.reads = self._can_read(pid, where, number)
+            greeting.peer, greeting.pid = place, pid
+            greeting.send(self._card() + bytes([greeting.reads]))
+            greeting.expect(_FLAG)
+        else:
+            self._keep(greeting, greeting.peer, greeting.pid, greeting.reads, bool(got[0]))
+        return True
+
+    def _keep(self, greeting: _Greeting, peer: int, pid: int, reads: bool, is_read: bool) -> None:
+        self._greetings.remove(greeting)
+        stream = greeting.stream
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._links[peer] = Link(stream, peer, pid, reads and self._direct, is_read and self._direct)
+        if self.stopped:  # meanwhile, from another thread, which has not seen it
+            _shut(stream)
+
+    def _drop(self, greeting: _Greeting) -> None:
+        self._greetings.remove(greeting)
+        greeting.stream.close()
+
+    def _card(self) -> bytes:
+        where = ctypes.addressof(self._number) if self._direct else 0
+        return _CARD.pack(self.index, self._pid, where, self._number.raw if self._direct else b"")
+
+    def _can_read(self, pid: int, where: int, number: bytes) -> bool:
+        """Whether the process ``pid`` of this host is the peer, and its memory may be read."""
+        if not self._direct or not where:
+            return False
+        found = bytearray(16)
+        try:
+            read_process(pid, where, memoryview(found))
+        except OSError:
+            return False
+        return secrets.compare_digest(bytes(found), number)
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End everything that is under way, also for the peers; from any thread, at once."""
+        self.stopped = True
+        if self._pid != os.getpid():
+            return  # the connections are the parent's
+        for stream in (*(link.socket for link in tuple(self._links.values())), self._listener):
+            _shut(stream)
+        for greeting in tuple(self._greetings):
+            _shut(greeting.stream)
+
+    def close(self) -> None:
+        """Give the descriptors back; nobody may be waiting on them. In a forked child the parent's stay open."""
+        self.stopped = True
+        for stream in (
+            *(link.socket for link in self._links.values()),
+            *(greeting.stream for greeting in self._greetings),
+            self._listener,
+        ):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+class _Greeting:
+    """A connection that is being made. ``reached``: the place that was connected to; None for one that has come."""
+
+    __slots__ = ("got", "known", "peer", "pid", "reached", "reads", "sent", "stream", "want")
+
+    def __init__(self, stream: socket.socket, reached: int | None) -> None:
+        self.stream = stream
+        self.reached = reached
+        self.peer = reached
+        self.sent = self.known = self.reads = False
+        self.pid = 0
+        self.want = _KEY
+        self.got = bytearray()
+
+    @property
+    def wants(self) -> tuple[int, int]:
+        connecting = self.reached is not None and not self.sent
+        return self.stream.fileno(), select.POLLOUT if connecting else select.POLLIN
+
+    def expect(self, count: int) -> None:
+        self.want = count
+        self.got.clear()
+
+    def receive(self) -> bool:
+        """Whether all that is expected has come; not a byte more is read."""
+        while len(self.got) < self.want:
+            more = self.stream.recv(self.want - len(self.got))
+            if not more:
+                raise ConnectionResetError(errno.ECONNRESET, "closed by the peer")
+            self.got += more
+        return True
+
+    def send(self, message: bytes) -> None:
+        """A few bytes into an empty buffer, which takes them whole."""
+        if self.stream.send(message) != len(message):
+            raise OSError(errno.ENOBUFS, "the connection did not take a greeting")
+
+
+def neighbours(size: int, index: int) -> list[int]:
+    """The ranks that votes and rings need: those at distance 1, 2, 4, ... to both sides."""
+    found = {(index + sign * distance) % size for distance in distances(size) for sign in (1, -1)}
+    return sorted(found - {index})
+
+
+def distances(size: int) -> list[int]:
+    """How far away the peer of each hop of a vote is."""
+    return [1 << hop for hop in range((size - 1).bit_length())]
+
+
+def connect(keys: Store, host: str, size: int, index: int, end: float, direct: bool) -> Links:
+    """Connect with all `neighbours` through ``keys``, until ``end`` (time.monotonic()). Raises TransportError.
+
+    ``host`` is the address to listen on. ``direct``: read large parts from the memory of peers where that is possible.
+    """
+    links: Links | None = None
+    at = index
+    try:
+        links = Links(host, size, index, direct)
+        keys.set(f"streams/{index}", links.own.to_json())
+        for at in neighbours(size, index):
+            if at > index:
+                links.addresses[at] = Address.from_json(keys.get(f"streams/{at}"))
+        if not advance(links.meet(neighbours(size, index)), end):
+            missing = [peer for peer in neighbours(size, index) if peer not in links]
+            raise TransportError(f"the ranks at {missing} of the group did not come to connect")
+        return links
+    except (OSError, ValueError, RuntimeError) as error:
+        failure: Exception = TransportError(f"waiting for the rank at {at} of the group: {error}")
+    except LinkError as error:
+        failure = TransportError(f"connecting with the rank at {error.peer} of the group: {error}")
+    except BaseException:
+        if links is not None:
+            links.close()
+        raise
+    if links is not None:
+        links.close()
+    raise failure
+
+
+# ---------------------------------------------------------------------- waiting
+
+
+def advance(steps: Steps, end: float) -> bool:
+    """Move until all is done (True), or until ``end`` (time.monotonic()) while it waits for peers (False)."""
+    for wants in steps:
+        if wants:
+            if not await_events(wants, end):
+                return False
+        elif time.monotonic() >= end:
+            return False
+    return True
+
+
+def await_events(wants: Wants, end: float) -> bool:
+    """Whether one of the events came, or its connection broke, before ``end`` (time.monotonic())."""
+    left = end - time.monotonic()
+    poll = select.poll()
+    for descriptor, events in wants:
+        if descriptor < 0:
+            return True  # closed meanwhile: whoever uses it finds out
+        poll.register(descriptor, events)
+    return bool(poll.poll(max(0, int(left * 1000 + 0.999))))
+
+
+# ---------------------------------------------------------------------- sockets and addresses
+
+
+def _listen(host: str, backlog: int) -> socket.socket:
+    listener = socket.socket(_family(host), socket.SOCK_STREAM)
+    try:
+        listener.bind(_sockaddr(host, 0))
+        listener.listen(backlog)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _is_writable(stream: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(stream, select.POLLOUT)
+    return bool(poll.poll(0))
+
+
+def _shut(stream: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # not connected any more: the peer was faster
+        stream.shutdown(socket.SHUT_RDWR)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _sockaddr(host: str, port: int) -> tuple[object, ...]:
+    """With the interface of a link-local IPv6 address, which the address itself does not tell."""
+    if "%" in host:
+        plain, _, interface = host.partition("%")
+        return plain, port, 0, socket.if_nametoindex(interface)
+    return host, port
+
+
+def job_address(master: str = "") -> str:
+    """The address of this host that peers are given, without a scan of anything and without asking a name server twice.
+
+    The first usable interface of ``GLOO_SOCKET_IFNAME`` (as `ncclguard.setup_env` sets it); else what the host's own
+    name stands for, as with gloo; where that is a loopback address only, the source of the route to the job's
+    ``master``; else 127.0.0.1. Raises TransportError where the variable names no interface that has an address.
+    """
+    names = [name.strip() for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
+    if names:
+        found = _interface_address(names)
+        if found is None:
+            raise TransportError(
+                f"GLOO_SOCKET_IFNAME={','.join(names)} names no interface of this host that is up and has an address: "
+                "set it to one that `ip address` shows, or unset it"
+            )
+        return found
+    return _by_name(socket.gethostname(), master or os.environ.get("MASTER_ADDR", ""))
+
+
+def _interface_address(names: Sequence[str]) -> str | None:
+    known = psutil.net_if_addrs()
+    for name in names:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            hosts = [entry.address for entry in known.get(name, ()) if entry.family == family]
+            hosts.sort(key=lambda host: host.startswith("fe80:"))
+            if hosts:
+                return hosts[0]
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def _by_name(name: str, master: str) -> str:
+    own = [host for host in _resolve(name) if _can_listen(host)]
+    outside = [host for host in own if not _is_loopback(host)]
+    if outside:
+        return outside[0]
+    for host in _resolve(master) if master else []:
+        with contextlib.suppress(OSError), socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+            probe.connect(_sockaddr(host, 9))  # sends nothing: the kernel only looks for the route
+            source: str = probe.getsockname()[0]
+            if not _is_loopback(source):
+                return source
+    return own[0] if own else "127.0.0.1" if _can_listen("127.0.0.1") else "::1"
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _can_listen(host: str) -> bool:
+    try:
+        with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+            probe.bind(_sockaddr(host, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host == "::1"
+

@@ -1,0 +1,255 @@
+"""A communicator for CPU tensors over TCP connections of the guard's own, which the caller's own thread drives.
+
+No other thread reads or writes the memory it is given, nothing is under way between two calls of `Pending.wait`, and
+stopping it is closing its sockets: an operation that was given up cannot touch memory any more, and no error can arise
+where nobody catches it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import ReduceOp
+
+from .. import _torch, _torch_stores
+from ..config import current_config
+from . import dtypes
+from .base import Agreement, Communicator, Disagreement, Kind, Pending, Save, TransportError
+from .bounded import bounded
+from .exchange import Exchange
+from .links import LinkError, Links, Steps, advance, connect, job_address
+from .memory import Arithmetic, copy_bytes, view_of
+from .ring import Mismatch, Ring
+
+_CLOSE_WAIT = 0.5  # seconds that close() waits for a thread that is still in an operation
+_STORE_SHARE = 0.9  # of the time for a build, after which a store call has to come back
+
+_live: weakref.WeakSet[StreamCommunicator] = weakref.WeakSet()
+
+
+class StreamCommunicator(Communicator):
+    """See `Communicator`. Made by `StreamBuilder.build`."""
+
+    device_type = "cpu"
+
+    def __init__(self, links: Links, ranks: tuple[int, ...], generation: int) -> None:
+        self.ranks = ranks
+        self.index = links.index
+        self.size = len(ranks)
+        self.generation = generation
+        self._links = links
+        self._using = threading.Lock()  # held by the one thread that moves bytes
+        self._exchange = Exchange(ranks, links, self._using)
+        self._ring = Ring(links)
+        self._begun = 0
+        self._pid = os.getpid()
+        self.payload_nbytes = self._exchange.payload_nbytes
+        _live.add(self)
+
+    @property
+    def host(self) -> StreamCommunicator:
+        return self
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def agree(self, value: int, payload: torch.Tensor | None = None) -> Agreement:
+        self._check()
+        return self._exchange.start(value, payload)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, save: Save | None = None) -> Pending:
+        wire = dtypes.reducible_view(tensor, "cpu")
+        arithmetic = Arithmetic(dtypes.CPU.wire_op(op, wire.dtype), wire.dtype)
+        return self._start(
+            self._ring.all_reduce(view_of(wire), wire.element_size(), arithmetic, save or _nothing), tensor
+        )
+
+    def broadcast(self, tensor: torch.Tensor, source_index: int, save: Save | None = None) -> Pending:
+        wire = dtypes.movable_view(tensor, "cpu")
+        return self._start(self._ring.broadcast(view_of(wire), source_index, save or _nothing), tensor)
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Pending:
+        own = dtypes.movable_view(tensor, "cpu")
+        parts = [view_of(dtypes.movable_view(output, "cpu")) for output in outputs]
+
+        def steps() -> Steps:
+            target = dtypes.movable_view(outputs[self.index], "cpu")
+            if own.data_ptr() != target.data_ptr() and own.numel():
+                copy_bytes(target.data_ptr(), own.data_ptr(), own.numel() * own.element_size())
+            yield from self._ring.all_gather(parts)
+
+        return self._start(steps(), tensor, *outputs)
+
+    def all_gather_uneven(self, sizes: Sequence[int], data: torch.Tensor) -> tuple[Pending, list[torch.Tensor]]:
+        parts = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in sizes]
+        return self.all_gather(parts, data), parts
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> Pending:
+        wire = dtypes.reducible_view(output, "cpu")
+        views = [view_of(dtypes.reducible_view(tensor, "cpu")) for tensor in inputs]
+        arithmetic = Arithmetic(dtypes.CPU.wire_op(op, wire.dtype), wire.dtype)
+        if self.size == 1:
+            return self._start(self._copied(output, inputs[0]), output, *inputs)
+        steps = self._ring.reduce_scatter(view_of(wire), views, wire.element_size(), arithmetic)
+        return self._start(steps, output, *inputs)
+
+    def reduce(self, tensor: torch.Tensor, root_index: int, op: ReduceOp.RedOpType) -> Pending:
+        wire = dtypes.reducible_view(tensor, "cpu")
+        arithmetic = Arithmetic(dtypes.CPU.wire_op(op, wire.dtype), wire.dtype)
+        return self._start(self._ring.reduce(view_of(wire), wire.element_size(), arithmetic, root_index), tensor)
+
+    def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root_index: int) -> Pending:
+        views = [view_of(output) for output in outputs]
+        return self._start(self._ring.gather(view_of(tensor), views, root_index), tensor, *outputs)
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root_index: int) -> Pending:
+        views = [view_of(tensor) for tensor in inputs]
+        return self._start(self._ring.scatter(view_of(output), views, root_index), output, *inputs)
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
+        steps = self._ring.all_to_all([view_of(part) for part in outputs], [view_of(part) for part in inputs])
+        return self._start(steps, *outputs, *inputs)
+
+    def _copied(self, output: torch.Tensor, source: torch.Tensor) -> Steps:
+        copy_bytes(output.data_ptr(), source.data_ptr(), output.numel() * output.element_size())
+        yield ()
+
+    def _start(self, steps: Steps, *tensors: torch.Tensor) -> Moving:
+        self._check()
+        self._begun += 1
+        return Moving(self, steps, (self.mark + self._begun) & _MARKS, tensors)
+
+    def _check(self) -> None:
+        if self._links.stopped:
+            raise TransportError(f"the communicator (generation {self.generation}) was stopped: build the next one")
+
+    # --- what operations ask ----------------------------------------------------------------------------------------
+
+    def move(self, steps: Steps, mark: int, seconds: float) -> tuple[bool, float]:
+        """Go on with an operation for up to ``seconds``: whether it is complete, and `Pending.met`."""
+        end = time.monotonic() + seconds
+        if not self._using.acquire(timeout=max(0.0, seconds)):
+            return False, 0.0
+        ring = self._ring
+        try:
+            ring.mark, ring.met = mark, 0.0
+            return advance(steps, end), ring.met
+        except Mismatch as mismatch:
+            raise Disagreement(f"rank {self.ranks[mismatch.peer]} is in another operation") from None
+        except LinkError as error:
+            raise self._broken(error) from None
+        finally:
+            self._using.release()
+
+    def _broken(self, error: LinkError) -> TransportError:
+        if self._links.stopped:
+            return TransportError(f"stopped on this rank (generation {self.generation}): {error}")
+        rank = self.ranks[error.peer]
+        if error.error.errno == errno.EFAULT:
+            # Its call has ended, and with it the memory: the others have failed this operation.
+            return TransportError(f"rank {rank} has left the operation: {error}", peer=rank)
+        return TransportError(f"the connection with rank {rank} broke: {error}", peer=rank)
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        self._links.stop()
+
+    def quiet(self, seconds: float) -> bool:
+        """See `Communicator.quiet`: whether no thread is moving bytes any more, which `stop` makes it notice."""
+        if self._using.acquire(timeout=max(0.0, seconds)):
+            self._using.release()
+            return True
+        return False
+
+    def close(self) -> None:
+        self.stop()
+        self.quiet(_CLOSE_WAIT)
+        self._links.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the connections are the parent's, and must end when the parent does."""
+        self._using = threading.Lock()
+        self._links.close()
+
+
+_MARKS = (1 << 63) - 1
+
+
+class Moving(Pending):
+    """One operation, which moves while it is waited for. It keeps its tensors."""
+
+    __slots__ = ("_communicator", "_done", "_mark", "_steps", "_tensors", "met")
+
+    def __init__(
+        self, communicator: StreamCommunicator, steps: Steps, mark: int, tensors: tuple[torch.Tensor, ...]
+    ) -> None:
+        self._communicator = communicator
+        self._steps = steps
+        self._mark = mark
+        self._tensors = tensors
+        self._done = False
+        self.met = 0.0
+
+    def wait(self, seconds: float) -> bool:
+        if not self._done:
+            self._done, met = self._communicator.move(self._steps, self._mark, seconds)
+            self.met = self.met or met
+            if self._done:
+                self._tensors = ()
+        return self._done
+
+
+def _nothing(start: int, stop: int) -> None:
+    """Nothing is kept of what is overwritten."""
+
+
+class StreamBuilder:
+    """Builds `StreamCommunicator`, see `Builder`. ``disconnects``: whether the store is disconnected afterwards."""
+
+    max_in_flight = 1  # the caller's thread is the only one that moves bytes, and keeps both directions busy
+
+    def __init__(self, disconnects: bool = True) -> None:
+        self.device = torch.device("cpu")
+        self._disconnects = disconnects
+
+    def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:
+        dtypes.CPU.check(kind, dtype, op)
+
+    def build(
+        self, store: _torch.Store, prefix: str, ranks: tuple[int, ...], index: int, generation: int, seconds: float
+    ) -> StreamCommunicator:
+        end = time.monotonic() + seconds
+        direct = current_config().cross_memory
+
+        def build() -> StreamCommunicator:
+            store.set_timeout(timedelta(seconds=max(0.001, seconds * _STORE_SHARE)))
+            keys = _torch.PrefixStore(prefix, store)
+            links = connect(keys, job_address(), len(ranks), index, end, direct)
+            if self._disconnects:
+                _torch_stores.disconnect(store)  # its host has one descriptor less to keep
+            return StreamCommunicator(links, ranks, generation)
+
+        what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers"
+        return bounded(what, build, seconds, lambda: _torch_stores.disconnect(store))
+
+
+def _close_all() -> None:
+    for communicator in tuple(_live):
+        communicator.close()
+
+
+def _leave_to_parent() -> None:
+    for communicator in tuple(_live):
+        communicator.leave_to_parent()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_leave_to_parent)
