@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ncclguard.agreement.decision import NOBODY, Operation
 
@@ -23,4 +24,10 @@ class Request:
 
     def operation(self, closing: bool) -> Operation:
         """The agreement's view of it; its sequence number is assigned when it enters."""
-        return Operation(0, self.fingerprint, self.text, closing, self.shrink, self.needs, self.max_attempts)
+        return _operation(self.fingerprint, self.text, closing, self.shrink, self.needs, self.max_attempts)
+
+
+@lru_cache(maxsize=4096)
+def _operation(fingerprint: int, text: str, closing: bool, shrink: bool, needs: int, max_attempts: int) -> Operation:
+    """Programs make the same few calls over and over."""
+    return Operation(0, fingerprint, text, closing, shrink, needs, max_attempts)

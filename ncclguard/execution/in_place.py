@@ -16,6 +16,8 @@ from ncclguard.transport import dtypes
 from ncclguard.transport.base import Agreement, Communicator, Pending, Save
 from ncclguard.transport.memory import copy_bytes
 
+_NO_ELEMENTS = torch.empty(0, device="cpu")
+
 
 class _InPlace(Execution):
     """A tensor that is reduced or overwritten where it lies, or in a contiguous staging copy of it."""
@@ -32,7 +34,7 @@ class _InPlace(Execution):
         self._overwritten: dict[int, list[tuple[int, int]]] = {}  # piece -> bytes of it that its slot has a copy of
         self._writes = True
         self._unfinished = False  # whether something is left to do with what was moved
-        self._flat = torch.empty(0) if self._staged else tensor.detach().view(-1)
+        self._flat = _NO_ELEMENTS if self._staged else in_a_row(tensor)
 
     def reserve(self, atomic: bool, in_flight: int) -> None:
         tensor, numel, dtype = self._tensor, self._tensor.numel(), self._tensor.dtype
@@ -150,7 +152,7 @@ class _InPlace(Execution):
         old.release(reusable=False)
 
     def release(self) -> None:
-        self._flat = torch.empty(0)
+        self._flat = _NO_ELEMENTS
         self._backup = None
         if self._arena is not None:
             self._arena.release(reusable=not self.busy)

@@ -9,7 +9,7 @@ import torch
 
 def copied(flat: torch.Tensor) -> bytes:
     """The memory of a contiguous tensor; on every small call's path, where a `clone` costs ten times as much."""
-    host = flat.cpu()
+    host = flat.cpu() if flat.is_cuda else flat
     return ctypes.string_at(host.data_ptr(), host.numel() * host.element_size()) if host.numel() else b""
 
 
@@ -39,5 +39,7 @@ def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
     `contiguous()` is not enough: it leaves a conjugation or a negation pending, and what reads the memory would miss
     it.
     """
+    if tensor.dim() == 1 and not tensor.requires_grad and plain(tensor):
+        return tensor
     tensor = tensor.detach()
     return (tensor if plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()).view(-1)

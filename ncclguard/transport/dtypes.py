@@ -24,6 +24,7 @@ tensor of two ranks, and with 256 ranks 0, which is False.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -97,6 +98,7 @@ class Support:
         return _OF_BOOL.get(op, op) if dtype is torch.bool else op
 
 
+@lru_cache(maxsize=64)
 def reduction(op: object, device_type: str = "cpu") -> Reduction:
     """How ``op`` is carried out: on the CPU AVG as SUM, divided once at the end; the others as they are.
 

@@ -493,4 +493,3 @@ def _can_listen(host: str) -> bool:
 
 def _is_loopback(host: str) -> bool:
     return host.startswith("127.") or host == "::1"
-
