@@ -129,7 +129,8 @@ class Assembly:
             current, self._communicator = self._communicator, None
             threads, self._threads = self._threads, []
         if current is not None:
-            current.stop()
+            if self._seat.call is not None:  # of another thread
+                current.stop()
             current.close()
         for thread in threads:
             thread.join(self._build_slice + 1.0)

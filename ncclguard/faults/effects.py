@@ -109,10 +109,18 @@ def bytes_carried(keep_ports: Iterable[int] | None = None) -> dict[int, int]:
 
 
 def wait_for_traffic(nbytes: int) -> None:
-    """Block until this process's connections together have carried ``nbytes`` more bytes than now."""
+    """Block until this process's connections together have carried ``nbytes`` more bytes than now.
+
+    What it has read from the memory of other ranks counts as well: it would have come over a connection else.
+    """
+    from ncclguard.transport.memory import bytes_read  # needs torch
+
     ports = store_ports()
-    before = bytes_carried(ports)
-    while sum(max(0, now - before.get(inode, 0)) for inode, now in bytes_carried(ports).items()) < nbytes:
+    before, read = bytes_carried(ports), bytes_read()
+    while True:
+        carried = sum(max(0, now - before.get(inode, 0)) for inode, now in bytes_carried(ports).items())
+        if carried + bytes_read() - read >= nbytes:
+            return
         time.sleep(_PAUSE)
 
 

@@ -113,9 +113,9 @@ class Communicator(ABC):
     may call `stop`, `quiet` and `close` at any time, also from a signal handler.
 
     ``ranks``: global ranks in the order of the group. ``index``: position of this process in it. ``payload_nbytes``:
-    what each rank may send along with a vote, the same on all ranks. ``mark``: to be set before an operation is started,
-    to a number below 2**63 that is equal on all ranks which are in the same; a backend that can compare it does, and
-    raises `Disagreement` before it takes a byte.
+    what each rank may send along with a vote, the same on all ranks. ``mark``: to be set before an operation is
+    started, to a number below 2**63 that is equal on all ranks which are in the same; a backend that can compare it
+    does, and raises `Disagreement` before it takes a byte.
     """
 
     ranks: tuple[int, ...]
@@ -151,7 +151,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source_index: int, save: Save | None = None) -> Pending:
-        """Copy the tensor of the rank at ``source_index`` into ``tensor`` on all ranks; ``save`` as for `all_reduce`."""
+        """Copy the tensor of the rank at ``source_index`` into ``tensor`` of all; ``save`` as for `all_reduce`."""
 
     @abstractmethod
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Pending:
@@ -170,7 +170,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root_index: int) -> Pending:
-        """Gather the bytes of ``tensor`` of every rank into ``outputs`` of the one at ``root_index``; empty elsewhere."""
+        """Gather the bytes of all ranks' ``tensor`` into ``outputs`` of the one at ``root_index``; empty elsewhere."""
 
     @abstractmethod
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root_index: int) -> Pending:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import socket
 import struct
 import threading
 import time
@@ -65,6 +66,7 @@ class Exchange(Agreement):
         self._layouts: dict[int, list[tuple[Link, Link, memoryview, memoryview]]] = {}
         self._layout = self._laid_out(0)
         self._payloads: dict[tuple[torch.dtype, int], _Payloads] = {}
+        self._into = list({id(hop[1]): hop[1] for hop in self._layout}.values())
         self._own = b""  # the header that all ranks have to send
         self._hop = len(self._layout)  # none is under way
         self._sent = self._received = 0
@@ -117,7 +119,24 @@ class Exchange(Agreement):
                     return False
             self._hop += 1
             self._sent = self._received = 0
+        for link in self._into:
+            self._check_open(link)
         return True
+
+    def _check_open(self, link: Link) -> None:
+        """Raise TransportError if the peer has stopped since it sent its part.
+
+        A rank that comes late finds the parts of all others, who may have failed the operation long ago. One that has
+        ended in peace says so before it closes (`Links.close`).
+        """
+        try:
+            if link.socket.recv(1, socket.MSG_PEEK):
+                return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise self._broken(link, error) from None
+        raise self._broken(link, ConnectionResetError("closed by the peer"))
 
     def _send(self, out: Link, outgoing: memoryview) -> bool:
         try:

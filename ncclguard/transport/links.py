@@ -33,7 +33,7 @@ from .base import TransportError
 from .memory import read_process
 
 Wants = tuple[tuple[int, int], ...]
-"""What a step waits for: descriptors with the events of `select.poll`. Empty: nothing, it only lets the clock be read."""
+"""What a step waits for: descriptors with the events of `select.poll`. Empty: nothing, but the clock may be read."""
 
 Steps = Generator[Wants, None, None]
 """Something that moves without ever blocking."""
@@ -41,6 +41,7 @@ Steps = Generator[Wants, None, None]
 _KEY = 16
 _CARD = struct.Struct("=IIQ16s")  # place in the group, pid, where the random number lies, the random number
 _FLAG = 1
+_FAREWELL = b"\xff"
 _STRANGERS = 64  # connections at a time that have not shown the key yet; the oldest gives way
 _ADDRESS = struct.Struct("=16sH64s")  # key, port, host: what ranks tell each other of where they listen
 
@@ -276,7 +277,14 @@ class Links:
             _shut(greeting.stream)
 
     def close(self) -> None:
-        """Give the descriptors back; nobody may be waiting on them. In a forked child the parent's stay open."""
+        """Give the descriptors back; nobody may be waiting on them. In a forked child the parent's stay open.
+
+        One byte before the end says that nothing was broken off, unless `stop` was called.
+        """
+        if not self.stopped and self._pid == os.getpid():
+            for link in self._links.values():
+                with contextlib.suppress(OSError):
+                    link.socket.send(_FAREWELL)
         self.stopped = True
         for stream in (
             *(link.socket for link in self._links.values()),

@@ -107,14 +107,21 @@ def _find_reader() -> Any:
 
 
 _reader = _find_reader()
+_read = 0  # bytes that this process has read from others
+
+
+def bytes_read() -> int:
+    """How much this process has read from the memory of others, in bytes: traffic that no socket shows."""
+    return _read
 
 
 def read_process(pid: int, address: int, view: memoryview) -> None:
     """Fill a writable, non-empty view from ``address`` on of another process of this host (Linux, process_vm_readv).
 
-    Raises OSError: the kernel or a container does not permit it (EPERM), there is no such process (ESRCH), or nothing is
-    mapped there any more (EFAULT).
+    Raises OSError: the kernel or a container does not permit it (EPERM), there is no such process (ESRCH), or nothing
+    is mapped there any more (EFAULT).
     """
+    global _read
     if _reader is None:
         raise OSError("this system cannot read the memory of another process")
     target, length, done = address_of(view), len(view), 0
@@ -125,3 +132,4 @@ def read_process(pid: int, address: int, view: memoryview) -> None:
             error = ctypes.get_errno()
             raise OSError(error, f"reading {length} bytes of process {pid}: {os.strerror(error)}")
         done += count
+    _read += length

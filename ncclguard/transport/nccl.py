@@ -10,8 +10,8 @@ Four things differ from the transport of CPU tensors.
 - A launch may block on a peer as well: NCCL connects ranks when an algorithm is first used (NCCL_RUNTIME_CONNECT), and
   torch then spins in C++ where no abort reaches it. So another thread launches, and an operation that is not launched
   yet is one that is not complete yet.
-- A rank that comes late would leave kernels of all others spinning on their GPUs, so votes go over the host's network: an NCCL kernel
-  starts only when every rank has passed the opening round.
+- A rank that comes late would leave kernels of all others spinning on their GPUs, so votes go over the host's
+  network: an NCCL kernel starts only when every rank has passed the opening round.
 
 Collectives of lists are done on one flat tensor: torch's own keep a hidden one, which goes back to the allocator as
 soon as any stream waits for the operation (torch 2.8 on, ``synchronizeStream``), while the kernel may still use it.

@@ -50,7 +50,7 @@ class NcclBuilder:
         seconds: float,
     ) -> NcclCommunicator:
         end = time.monotonic() + seconds
-        # The votes first: they show in bounded time whether everybody is there, and NCCL's start cannot be ended as surely.
+        # The votes first: they show in bounded time who is there, and NCCL's start cannot be ended as surely.
         votes = StreamBuilder(disconnects=False).build(store, f"{prefix}/votes", ranks, index, generation, seconds)
         attempt = _Attempt(self.device, votes, end)
         what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers over NCCL"

@@ -249,7 +249,7 @@ class Ring:
             to, by = (self._index + distance) % self._size, (self._index - distance) % self._size
             yield from self._flow(self._links[to], _whole(sent[to]), self._links[by], _whole(received[by]))
 
-    # --- connections that votes and rings do not need ------------------------------------------------------------------
+    # --- connections that votes and rings do not need -----------------------------------------------------------------
 
     def _meet(self, peers: Iterable[int]) -> Steps:
         """Connect with further ranks. All ranks of the group have to be in the same operation."""
@@ -264,7 +264,7 @@ class Ring:
             self._announced = True
         yield from self._links.meet(peers)
 
-    # --- one stream out, one in -----------------------------------------------------------------------------------------
+    # --- one stream out, one in ---------------------------------------------------------------------------------------
 
     def _flow(
         self,

@@ -50,6 +50,7 @@ class StreamCommunicator(Communicator):
         self._exchange = Exchange(ranks, links, self._using)
         self._ring = Ring(links)
         self._begun = 0
+        self._broken_off = ""  # why nothing more can be carried
         self._pid = os.getpid()
         self.payload_nbytes = self._exchange.payload_nbytes
         _live.add(self)
@@ -139,12 +140,19 @@ class StreamCommunicator(Communicator):
             return False, 0.0
         ring = self._ring
         try:
+            if self._broken_off:
+                raise TransportError(f"an operation before it has failed: {self._broken_off}")
             ring.mark, ring.met = mark, 0.0
             return advance(steps, end), ring.met
         except Mismatch as mismatch:
+            self._broken_off = "the ranks were in different ones"
             raise Disagreement(f"rank {self.ranks[mismatch.peer]} is in another operation") from None
         except LinkError as error:
+            self._broken_off = str(error)
             raise self._broken(error) from None
+        except BaseException as error:  # a signal handler's: the streams are in the middle of something
+            self._broken_off = self._broken_off or f"{type(error).__name__} has interrupted it"
+            raise
         finally:
             self._using.release()
 
@@ -170,8 +178,9 @@ class StreamCommunicator(Communicator):
         return False
 
     def close(self) -> None:
-        self.stop()
-        self.quiet(_CLOSE_WAIT)
+        if not self.quiet(0.0):
+            self.stop()
+            self.quiet(_CLOSE_WAIT)
         self._links.close()
 
     def leave_to_parent(self) -> None:

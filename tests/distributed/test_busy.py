@@ -1,4 +1,4 @@
-"""A communicator that does not become quiet after it was stopped: on NCCL an abort that hangs, here played by gloo."""
+"""A communicator that does not become quiet after it was stopped: on NCCL an abort that hangs, here played by the CPU transport."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.distributed import ReduceOp
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.transport.base import TransportError
-from ncclguard.transport.gloo import GlooCommunicator
+from ncclguard.transport.streams import StreamCommunicator
 
 
 def never_quiet() -> None:
     """Rank 0's first communicator breaks at the third piece, is never quiet, and writes once more while the next one works."""
-    all_reduce, quiet = GlooCommunicator.all_reduce, GlooCommunicator.quiet
+    all_reduce, quiet = StreamCommunicator.all_reduce, StreamCommunicator.quiet
     given: list[torch.Tensor] = []
     broken: list[int] = []
 
-    def reduce(self: GlooCommunicator, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Any:
+    def reduce(self: StreamCommunicator, tensor: torch.Tensor, op: ReduceOp.RedOpType, save: Any = None) -> Any:
         if tensor.numel() != 1000:
-            return all_reduce(self, tensor, op)
+            return all_reduce(self, tensor, op, save)
         if not broken and len(given) == 2:
             broken.append(self.generation)
             raise TransportError("made up")
@@ -32,10 +32,10 @@ def never_quiet() -> None:
             given.clear()
         elif not broken:
             given.append(tensor)
-        return all_reduce(self, tensor, op)
+        return all_reduce(self, tensor, op, save)
 
-    GlooCommunicator.all_reduce = reduce  # type: ignore[method-assign]
-    GlooCommunicator.quiet = (  # type: ignore[method-assign]
+    StreamCommunicator.all_reduce = reduce  # type: ignore[method-assign]
+    StreamCommunicator.quiet = (  # type: ignore[method-assign]
         lambda self, seconds: self.generation not in broken and quiet(self, seconds)
     )
 

@@ -93,23 +93,21 @@ def no_memory_on_rank_1() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     ng.safe_barrier(timeout=30).raise_if_failed()
     inputs, output = [torch.ones(1000) for _ in range(size)], torch.full((1000,), 7.0)
-    new_empty, cat = torch.Tensor.new_empty, torch.cat
+    empty = torch.empty
 
     def refuse(*arguments: Any, **options: Any) -> torch.Tensor:
-        if options.get("out") is not None:
-            return cat(*arguments, **options)
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
 
     if rank == 1:
-        torch.Tensor.new_empty = torch.cat = refuse  # type: ignore[method-assign,assignment]
-    failed = ng.safe_reduce_scatter(output, inputs, timeout=30)
-    torch.Tensor.new_empty, torch.cat = new_empty, cat  # type: ignore[method-assign]
+        torch.empty = refuse
+    failed = ng.safe_reduce_scatter(output, inputs, timeout=30, atomic="require")
+    torch.empty = empty
     faults.report(cause=str(failed.cause), culprits=failed.culprits, output=output.unique().tolist())
-    faults.report(next=ng.safe_reduce_scatter(output, inputs, timeout=30).ok)
+    faults.report(next=ng.safe_reduce_scatter(output, inputs, timeout=30, atomic="require").ok)
     dist.destroy_process_group()
 
 
-def test_a_rank_without_memory_for_the_copy_of_a_reduce_scatter_is_named() -> None:
+def test_a_rank_without_memory_for_the_result_of_a_reduce_scatter_is_named() -> None:
     """An outcome on all ranks, not an exception on one."""
     result = faults.run_ranks(no_memory_on_rank_1, 2, timeout=90).check()
     for rank in result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 import ncclguard as ng
-from ncclguard import _sockets, faults
+from ncclguard import faults
 from ncclguard.execution import AllReduce, Broadcast, Execution
 from ncclguard.transport.base import Pending
 
@@ -33,7 +34,8 @@ class Resets:
             self.submitted += 1
             if dist.get_rank() == 1 and self.at[:1] == [piece]:
                 del self.at[0]
-                _sockets.shut(communicator._connections)
+                for link in communicator._links.peers.values():
+                    link.socket.shutdown(socket.SHUT_RDWR)
             return submit(work, communicator, piece)
 
         return wrapped

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
-from torch.distributed import HashStore
 
-from ncclguard._sockets import Connection
 from ncclguard.agreement import incidents
 from ncclguard.agreement.decision import Operation, Phase, Report, Trouble, TroubleKind, decide
 from ncclguard.agreement.seat import Seat
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
-from ncclguard.transport.gloo_builder import GlooBuilder
 
 TEXT = "all_reduce(float32[1000], SUM)"
 BOTH = (
@@ -58,22 +53,3 @@ def test_the_summary_says_what_each_side_lost(ends: dict[int, tuple[int, str] | 
     assert {report.rank: report.peer for report in incident.ranks} == {
         rank: end[0] if end is not None and end[0] >= 0 else None for rank, end in ends.items()
     }
-
-
-def test_the_peer_is_told_by_its_port_or_because_no_other_can_be_meant() -> None:
-    """Ranks 1 and 2 share a host with this one, 3 has its own. This rank has connected to 1; 2 and 3 have connected to this one."""
-    communicator = GlooBuilder().build(HashStore(), "one", (0,), 0, 1, 30.0, 5.0)
-    here, there = "10.0.0.1", "10.0.0.3"
-    communicator._listening = {(here, 4001): 1, (here, 4002): 2, (there, 4003): 3}
-    ends = ((here, 4001), (here, 50_002), (there, 50_003))
-    communicator._connections = tuple(Connection(0, 0, (here, 6000), end) for end in ends)
-
-    def peer(host: str, port: int) -> int | None:
-        error = communicator.broken(RuntimeError(f"Read error [{host}]:{socket.htons(port)}: Connection reset by peer"))
-        assert error.address == (host, port)
-        return error.peer
-
-    assert [peer(*end) for end in ends] == [1, 2, 3]
-    communicator._listening[here, 4004] = 4  # has connected to this rank as well, so 50002 may be either's
-    assert [peer(*end) for end in ends] == [1, None, 3]
-    communicator.close()

@@ -25,10 +25,10 @@ class Communicator:
     def __init__(self) -> None:
         self.given: list[torch.Tensor] = []
 
-    def all_reduce(self, tensor: torch.Tensor, op: object) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: object, save: object = None) -> None:
         self.given.append(tensor.mul_(2))
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int, save: object = None) -> None:
         self.given.append(tensor.fill_(7))
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
@@ -37,8 +37,14 @@ class Communicator:
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: object) -> None:
         self.given.append(output.copy_(inputs[0]).mul_(2))
 
-    def native(self, tensors: tuple[torch.Tensor, ...], call: Callable[[Any], Any]) -> None:
-        self.given += tensors
+    def reduce(self, tensor: torch.Tensor, root: int, op: object) -> None:
+        self.given.append(tensor)
+
+    def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root: int) -> None:
+        self.given += outputs
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        self.given += outputs
 
     def write(self) -> None:
         for tensor in self.given:

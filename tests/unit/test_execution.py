@@ -11,6 +11,7 @@ from torch.distributed import ReduceOp
 
 from ncclguard.chunking import plan
 from ncclguard.execution import AllGather, AllReduce, Broadcast, Execution, ReduceScatter, encode
+from ncclguard.transport.base import Save
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -46,8 +47,10 @@ class Alike:
         self.ranks = tuple(ranks)
         self.sent = torch.empty(0)
 
-    def all_reduce(self, tensor: torch.Tensor, op: object) -> Alike:
+    def all_reduce(self, tensor: torch.Tensor, op: object, save: Save | None = None) -> Alike:
         assert op == ReduceOp.SUM
+        if save is not None:
+            save(0, tensor.numel() * tensor.element_size())
         real(tensor).mul_(len(self.ranks))
         return self
 
@@ -61,7 +64,9 @@ class Alike:
             output.copy_(tensor)
         return self
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Alike:
+    def broadcast(self, tensor: torch.Tensor, source: int, save: Save | None = None) -> Alike:
+        if save is not None:
+            save(0, tensor.numel() * tensor.element_size())
         return self
 
     def rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:

@@ -99,15 +99,13 @@ class FakeGroup:
 
 
 class FakeVotes:
-    """The gloo communicator of the votes, of one rank."""
+    """The communicator of the votes, of one rank."""
 
     ranks, index, size, generation = (0,), 0, 1, 7
 
     def stop(self) -> None: ...
 
     def close(self) -> None: ...
-
-    def set_backstop(self, seconds: float) -> None: ...
 
     def quiet(self, seconds: float) -> bool:
         return True

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from ncclguard.transport.dtypes import GLOO, NCCL, movable_view, reducible_view, reduction
+from ncclguard.transport.dtypes import CPU, NCCL, movable_view, reducible_view, reduction
 
 REFUSED = [
-    (GLOO, "all_reduce", torch.float32, ReduceOp.BAND, ValueError, "integer or bool"),
-    (GLOO, "all_reduce", torch.int64, ReduceOp.AVG, ValueError, "not a whole number"),
-    (GLOO, "all_reduce", torch.complex64, ReduceOp.MAX, ValueError, "complex"),
-    (GLOO, "reduce_scatter", torch.int16, ReduceOp.SUM, TypeError, "convert it"),
-    (GLOO, "all_reduce", torch.float32, ReduceOp.PREMUL_SUM, ValueError, "scale the tensor"),
-    (GLOO, "all_reduce", torch.float32, "SUM", TypeError, "ReduceOp"),
-    (GLOO, "broadcast", torch.qint8, None, TypeError, "quantized"),
-    (NCCL, "all_reduce", torch.int32, ReduceOp.BOR, ValueError, "gloo does"),
+    (CPU, "all_reduce", torch.float32, ReduceOp.BAND, ValueError, "integer or bool"),
+    (CPU, "all_reduce", torch.int64, ReduceOp.AVG, ValueError, "not a whole number"),
+    (CPU, "all_reduce", torch.complex64, ReduceOp.MAX, ValueError, "complex"),
+    (CPU, "reduce_scatter", torch.uint16, ReduceOp.SUM, TypeError, "convert it"),
+    (CPU, "all_reduce", torch.float32, ReduceOp.PREMUL_SUM, ValueError, "scale the tensor"),
+    (CPU, "all_reduce", torch.float32, "SUM", TypeError, "ReduceOp"),
+    (CPU, "broadcast", torch.qint8, None, TypeError, "quantized"),
+    (NCCL, "all_reduce", torch.int32, ReduceOp.BOR, ValueError, "move the tensor to the CPU"),
 ]
 
 
@@ -32,7 +32,7 @@ def test_what_cannot_be_carried_is_refused_with_a_sentence(
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp(ReduceOp.SUM)])
 def test_both_forms_of_a_reduce_op_are_taken(op: Any) -> None:
-    GLOO.check("all_reduce", torch.bfloat16, op)
+    CPU.check("all_reduce", torch.bfloat16, op)
     assert reduction(op).wire == ReduceOp.SUM
 
 
@@ -50,11 +50,11 @@ def test_avg_is_a_sum_that_is_divided_once_at_the_end() -> None:
 
 
 def test_bools_are_never_counted() -> None:
-    assert GLOO.wire_op(ReduceOp.SUM, torch.bool) == ReduceOp.MAX
-    assert GLOO.wire_op(ReduceOp.PRODUCT, torch.bool) == ReduceOp.MIN
-    assert GLOO.wire_op(ReduceOp.SUM, torch.uint8) == ReduceOp.SUM
+    assert CPU.wire_op(ReduceOp.SUM, torch.bool) == ReduceOp.MAX
+    assert CPU.wire_op(ReduceOp.PRODUCT, torch.bool) == ReduceOp.MIN
+    assert CPU.wire_op(ReduceOp.SUM, torch.uint8) == ReduceOp.SUM
     with pytest.raises(ValueError, match="reduction"):
-        GLOO.wire_op(ReduceOp.AVG, torch.float32)
+        CPU.wire_op(ReduceOp.AVG, torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])

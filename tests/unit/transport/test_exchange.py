@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 import torch
-from torch.distributed import HashStore, ReduceOp, Store
+from torch.distributed import ReduceOp
 
 from ncclguard.transport.base import TransportError
-from ncclguard.transport.exchange import HEADER, Exchange, connect, slot_nbytes
+from ncclguard.transport.exchange import HEADER, Exchange, slot_nbytes
 
-
-@contextmanager
-def ranks(size: int, store: Store | None = None) -> Iterator[list[Exchange]]:
-    """An exchange for each of `size` ranks; global ranks are 10, 11, ..."""
-    keys = HashStore() if store is None else store
-    end = time.monotonic() + 20
-    numbers = range(10, 10 + size)
-    with ThreadPoolExecutor(size) as pool:
-        exchanges = list(pool.map(lambda index: connect(keys, "127.0.0.1", numbers, index, end), range(size)))
-    try:
-        yield exchanges
-    finally:
-        for exchange in exchanges:
-            exchange.stop()
-            exchange.close()
-
-
-def on_all(exchanges: list[Exchange], run: Callable[[int, Exchange], object]) -> list[object]:
-    with ThreadPoolExecutor(len(exchanges)) as pool:
-        return list(pool.map(run, range(len(exchanges)), exchanges))
-
-
-def finish(exchange: Exchange, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not exchange.wait(0.05):
-        assert time.monotonic() < end
+from .stream_ranks import exchanges, finish, on_all
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 13])
@@ -55,46 +24,79 @@ def test_every_rank_sees_every_vote_and_every_payload_in_the_order_of_the_group(
             finish(exchange)
             rows = exchange.rows(torch.float32, 2)
             seen.append([exchange.agreed, [row.tolist() for row in rows]])
-        exchange.start(7 if index == size - 1 else 8, None)
-        finish(exchange)
-        seen.append(exchange.agreed)
         return seen
 
-    with ranks(size) as exchanges:
+    with exchanges(size) as all_ranks:
         expected = [[True, [[float(peer), turn] for peer in range(size)]] for turn in range(5)]
-        assert on_all(exchanges, run) == [[*expected, size == 1]] * size
+        assert on_all(all_ranks, run) == [expected] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("what", ["vote", "length"])
+def test_a_rank_that_differs_is_found_out_by_those_that_hear_from_it_and_nobody_agrees(size: int, what: str) -> None:
+    """The rank that finds out stops, as the guard does; the others learn of it by that, and none completes."""
+
+    def run(index: int, exchange: Exchange) -> str:
+        odd = index == size - 1
+        vote = 8 if odd and what == "vote" else 7
+        payload = torch.ones(3 if odd and what == "length" else 5_000 // size)
+        exchange.start(vote, payload)
+        try:
+            finish(exchange)
+        except TransportError:
+            found = "broken"
+        else:
+            found = "agreed" if exchange.agreed else "differs"
+        if found != "agreed":
+            exchange._links.stop()
+        return found
+
+    with exchanges(size) as all_ranks:
+        found = on_all(all_ranks, run)
+    assert "agreed" not in found
+    assert "differs" in found
+
+
+def test_after_ranks_have_differed_there_is_no_further_exchange() -> None:
+    with exchanges(2) as (one, other):
+        one.start(1, None)
+        other.start(2, None)
+        other.wait(0.0)  # sends
+        finish(one)
+        assert not one.agreed
+        with pytest.raises(TransportError, match="did not complete"):
+            one.start(3, None)
 
 
 def test_a_slot_that_many_ranks_share_gets_smaller_and_stays_aligned() -> None:
     sizes = [1, 2, 64, 65, 1000, 2048, 10_000]
     slots = [slot_nbytes(size) for size in sizes]
-    assert slots[:3] == [512, 512, 512]
     assert slots == sorted(slots, reverse=True)
     assert all(slot >= HEADER and slot % HEADER == 0 for slot in slots)
-    assert slot_nbytes(2048) * 1024 <= 16384
+    assert all(slot * size <= 256 << 10 for slot, size in zip(slots, sizes, strict=True) if slot > HEADER)
 
 
 def test_a_message_larger_than_the_sockets_hold_arrives_in_parts() -> None:
     """The buffers are made tiny, so that neither side can send all of a hop at once."""
+    length = 8192
 
     def run(index: int, exchange: Exchange) -> object:
-        for each in exchange._sockets:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        for link in exchange._links.peers.values():
+            link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+            link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         results = []
-        for turn in range(20):
-            exchange.start(turn, torch.full((exchange.payload_nbytes,), index, dtype=torch.uint8))
+        for turn in range(3):
+            exchange.start(turn, torch.full((length,), index, dtype=torch.uint8))
             finish(exchange)
-            results.append([int(row.sum()) for row in exchange.rows(torch.uint8, exchange.payload_nbytes)])
+            results.append([int(row.sum()) for row in exchange.rows(torch.uint8, length)])
         return results
 
-    with ranks(16) as exchanges:
-        wanted = [peer * exchanges[0].payload_nbytes for peer in range(16)]
-        assert on_all(exchanges, run) == [[wanted] * 20] * 16
+    with exchanges(5) as all_ranks:
+        assert on_all(all_ranks, run) == [[[peer * length for peer in range(5)]] * 3] * 5
 
 
 def test_waiting_for_a_late_rank_ends_with_the_slice_and_can_go_on() -> None:
-    with ranks(2) as (early, late):
+    with exchanges(2) as (early, late):
         early.start(1, None)
         assert not early.wait(0.0)
         assert not early.wait(0.05)
@@ -108,7 +110,7 @@ def test_waiting_for_a_late_rank_ends_with_the_slice_and_can_go_on() -> None:
 
 
 def test_stop_ends_a_wait_at_once_and_the_peer_fails_naming_the_rank() -> None:
-    with ranks(2) as (stopped, peer):
+    with exchanges(2) as (stopped, peer):
         caught: list[TransportError] = []
         stopped.start(1, None)
 
@@ -120,7 +122,7 @@ def test_stop_ends_a_wait_at_once_and_the_peer_fails_naming_the_rank() -> None:
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        stopped.stop()
+        stopped._links.stop()
         waiting.join(10)
         assert not waiting.is_alive()
         assert "stopped on this rank" in str(caught[0])
@@ -138,39 +140,10 @@ def test_stop_ends_a_wait_at_once_and_the_peer_fails_naming_the_rank() -> None:
 
 
 def test_an_exchange_that_was_not_waited_for_cannot_be_followed_by_another() -> None:
-    with ranks(2) as (one, _):
+    with exchanges(2) as (one, _):
         one.start(1, None)
         with pytest.raises(TransportError, match="did not complete"):
             one.start(2, None)
-
-
-def test_strangers_at_the_port_are_sent_away() -> None:
-    """They come first: one says nothing that makes sense, one leaves at once, one has the wrong token."""
-
-    class Watched(HashStore):
-        def get(self, key: str) -> bytes:
-            at = json.loads(super().get(key))
-            for words in (b"GET / HTTP/1.1\r\n\r\n" * 3, b"", os.urandom(24)):
-                with socket.create_connection((at["host"], at["port"]), timeout=5) as stranger:
-                    stranger.sendall(words)
-            return json.dumps(at).encode()
-
-    def run(index: int, exchange: Exchange) -> object:
-        exchange.start(5, torch.tensor([index], dtype=torch.int64))
-        finish(exchange)
-        return [int(row) for row in exchange.rows(torch.int64, 1)]
-
-    with ranks(2, Watched()) as exchanges:
-        assert on_all(exchanges, run) == [[0, 1]] * 2
-
-
-def test_a_peer_that_does_not_come_is_an_error_in_time() -> None:
-    keys = HashStore()
-    keys.set("exchange/1", json.dumps({"host": "127.0.0.1", "port": 1, "token": "00" * 16}))
-    start = time.monotonic()
-    with pytest.raises(TransportError, match="could not be connected"):
-        connect(keys, "127.0.0.1", (0, 1), 0, time.monotonic() + 0.5)
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(
@@ -197,8 +170,8 @@ def test_payloads_are_combined_and_left_as_they_are(
         combined = exchange.reduced(dtype, 2, op).tolist()
         return combined, exchange.rows(dtype, 2).tolist(), exchange.reduced(dtype, 2, op).tolist()
 
-    with ranks(3) as exchanges:
-        assert on_all(exchanges, run) == [(expected, [row.tolist() for row in rows], expected)] * 3
+    with exchanges(3) as all_ranks:
+        assert on_all(all_ranks, run) == [(expected, [row.tolist() for row in rows], expected)] * 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
@@ -217,8 +190,8 @@ def test_payloads_are_combined_with_the_same_bits_on_every_rank(size: int) -> No
             found.append(exchange.reduced(torch.float32, 4, op).view(torch.int32).tolist())
         return found
 
-    with ranks(size) as exchanges:
-        results = on_all(exchanges, run)
+    with exchanges(size) as all_ranks:
+        results = on_all(all_ranks, run)
         assert results == [results[0]] * size
         exact = values.double().sum(0)[:2]
         summed = torch.tensor(results[0][0], dtype=torch.int32).view(torch.float32).double()[:2]  # type: ignore[index]
@@ -226,7 +199,7 @@ def test_payloads_are_combined_with_the_same_bits_on_every_rank(size: int) -> No
 
 
 def test_payloads_are_read_inside_and_outside_of_inference_mode() -> None:
-    with ranks(1) as (exchange,):
+    with exchanges(1) as (exchange,):
         for inference in (True, False, True):
             with torch.inference_mode(inference):
                 exchange.start(1, torch.tensor([1.0, 2.0]))

@@ -125,7 +125,7 @@ class Attempt:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.group = FakeGroup()
         self.kept: list[object] = []
-        monkeypatch.setattr(nccl_builder, "GlooBuilder", lambda disconnects: SimpleNamespace(build=self.vote))
+        monkeypatch.setattr(nccl_builder, "StreamBuilder", lambda disconnects: SimpleNamespace(build=self.vote))
         monkeypatch.setattr(_torch_nccl, "new_nccl_group", lambda *_: self.group)
         monkeypatch.setattr(nccl_builder, "keep_for_ever", self.kept.append)
 
@@ -134,7 +134,7 @@ class Attempt:
 
     def build(self, seconds: float) -> Any:
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
-        return NcclBuilder(CPU).build(store, "prefix", (0,), 0, 7, 60.0, seconds)
+        return NcclBuilder(CPU).build(store, "prefix", (0,), 0, 7, seconds)
 
 
 def until(condition: Any) -> None:
@@ -208,7 +208,7 @@ def test_the_votes_leave_the_store_connected_for_nccl_and_it_is_disconnected_in_
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store: Any = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=30), wait_for_workers=False)  # type: ignore[attr-defined]
     connection = _torch_stores.clone_store(store)
-    communicator = NcclBuilder(CPU).build(connection, "prefix", (0,), 0, 7, 60.0, 30.0)
+    communicator = NcclBuilder(CPU).build(connection, "prefix", (0,), 0, 7, 30.0)
     assert seen == [b"x"]
     with pytest.raises(RuntimeError):
         connection.get("prefix/nccl/id")

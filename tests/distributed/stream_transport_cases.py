@@ -1,4 +1,4 @@
-"""Programs of the ranks in test_gloo_transport.py."""
+"""Programs of the ranks in test_stream_transport.py."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.distributed import ReduceOp
 
 from ncclguard import _torch, _torch_stores, faults
 from ncclguard.transport.base import Communicator, Pending, TransportError
-from ncclguard.transport.gloo import GlooCommunicator
-from ncclguard.transport.gloo_builder import GlooBuilder
+from ncclguard.transport.links import Links
+from ncclguard.transport.streams import StreamBuilder, StreamCommunicator
 
 
 def join() -> int:
@@ -27,11 +27,11 @@ def join() -> int:
     return dist.get_rank()
 
 
-def build(generation: int, seconds: float = 10.0, backstop: float = 60.0) -> GlooCommunicator:
+def build(generation: int, seconds: float = 10.0) -> StreamCommunicator:
     store = _torch_stores.clone_store(_torch_stores.default_store())
     ranks = tuple(range(dist.get_world_size()))
     prefix = f"transport/{generation}"
-    return GlooBuilder().build(store, prefix, ranks, dist.get_rank(), generation, backstop, seconds)
+    return StreamBuilder().build(store, prefix, ranks, dist.get_rank(), generation, seconds)
 
 
 def finish(pending: Pending, seconds: float = 20.0) -> None:
@@ -77,7 +77,7 @@ def stop_while_blocked() -> None:
         communicator.close()
         return
     vote = communicator.agree(1)
-    pending = [communicator.all_reduce(tensor, ReduceOp.SUM) for tensor in tensors]  # the last is still in gloo's queue
+    pending = [communicator.all_reduce(tensor, ReduceOp.SUM) for tensor in tensors]
     stopped: list[float] = []
 
     def stop() -> None:
@@ -139,7 +139,7 @@ def stop_in_every_way() -> None:
     faults.report(**counts)
 
 
-def submit_until_refused(communicator: GlooCommunicator) -> list[object]:
+def submit_until_refused(communicator: StreamCommunicator) -> list[object]:
     completed, tensor, end = 0, torch.ones(100), time.monotonic() + 20
     while time.monotonic() < end:
         try:
@@ -205,7 +205,7 @@ def stop_beside_a_forked_child() -> None:
                 communicator.close()
                 time.sleep(1.0)
             finally:
-                sys.exit(0)
+                os._exit(0)  # as workers end; torch's own gloo group would wait for ever in its destructor here
         time.sleep(0.5)
         tensor = torch.ones(1)
         finish(communicator.all_reduce(tensor, ReduceOp.SUM))  # the child's stop() was not the parent's
@@ -232,22 +232,6 @@ def survive_a_kill() -> None:
     communicator.close()
 
 
-def reach_the_backstop() -> None:
-    rank = join()
-    first = build(1, backstop=1.0)
-    second = build(2, backstop=600.0)
-    second.set_backstop(1.0)
-    if rank == 0:
-        for communicator in (first, second):
-            start = time.monotonic()
-            error = error_of(communicator.all_reduce(torch.ones(4), ReduceOp.SUM))
-            faults.report(**{f"generation{communicator.generation}": [str(error), took(start)]})
-    else:
-        time.sleep(4.0)
-    first.close()
-    second.close()
-
-
 def close_early() -> None:
     rank = join()
     sums = []
@@ -257,7 +241,7 @@ def close_early() -> None:
         if rank == 1:
             time.sleep(0.02)
         finish(communicator.all_reduce(tensor, ReduceOp.SUM))
-        communicator.close()  # while the others may still be receiving
+        communicator.close()  # while the others may still be reading what this rank has sent
         sums.append(float(tensor.sum()))
     faults.report(sums=sums)
 
@@ -270,25 +254,6 @@ def leave_without_closing() -> None:
         globals()["communicator"] = communicator
     else:
         faults.wait_until_told("leave")
-
-
-def stop_under_settings() -> None:
-    rank = join()
-    communicator = build(1)
-    vote = communicator.agree(1)
-    finish(vote)
-    addresses = sorted({connection.local[0] for connection in communicator._connections})
-    faults.report(addresses=addresses, connections=len(communicator._connections))
-    if rank == 0:
-        # Two operations in flight, so that with two interfaces each set of connections has one.
-        pending = [communicator.all_reduce(torch.ones(4), ReduceOp.SUM) for _ in range(2)]
-        time.sleep(0.2)
-        communicator.stop()
-        faults.report(errors=[str(error_of(one)) for one in pending], quiet=communicator.quiet(2.0))
-    else:
-        time.sleep(1.5)
-        faults.report(errors=[str(error_of(communicator.all_reduce(torch.ones(4), ReduceOp.SUM)))])
-    communicator.close()
 
 
 def build_without_a_peer() -> None:
@@ -308,7 +273,9 @@ def build_with_a_peer_that_ends() -> None:
     """Rank 2 says that it is about to connect, and is killed or stopped instead."""
     rank = join()
     if rank == 2:
-        _torch.PrefixStore("transport/1", _torch_stores.default_store()).set("ready/2", "1")
+        links = Links("127.0.0.1", 3, 2, direct=False)
+        keys = _torch.PrefixStore("transport/1", _torch_stores.default_store())
+        keys.set("streams/2", links.own.to_json())
         faults.report(ready=1)
         faults.wait_until_told("never", 60.0)
     start = time.monotonic()
@@ -329,7 +296,7 @@ def build_on_a_stopped_store() -> None:
     faults.wait_until_told("build")
     start = time.monotonic()
     try:
-        GlooBuilder().build(store, "transport/1", (0, 1, 2), rank, 1, 30.0, 1.0)
+        StreamBuilder().build(store, "transport/1", (0, 1, 2), rank, 1, 1.0)
     except TransportError as error:
         faults.report(error=str(error), after=took(start))
     time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The gloo communicator on real ranks: its end from any thread, and construction in bounded time."""
+"""The CPU communicator on real ranks: its end from any thread, and construction in bounded time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ncclguard import _torch, faults
+from ncclguard import faults
 
 pytestmark = pytest.mark.timeout(180)
 
 ALONE = {"NCCLGUARD_AUTOSTART": "0"}  # the transport alone: no monitor thread beside it
-CASES = Path(__file__).with_name("gloo_transport_cases.py")
+CASES = Path(__file__).with_name("stream_transport_cases.py")
 
 
 def test_stop_ends_blocked_and_queued_operations_and_a_late_peer_changes_nothing_afterwards() -> None:
@@ -27,11 +27,13 @@ def test_stop_ends_blocked_and_queued_operations_and_a_late_peer_changes_nothing
     for rank in (0, 1):
         reports = result[rank].reports
         # Whoever is first ends the others too.
-        assert all("stopped on this rank" in text or "closed by peer" in text for text in reports["texts"])
+        assert "stopped on this rank" in reports["texts"][0] or "broke" in reports["texts"][0]
+        assert len(reports["texts"]) == 4  # those that were started behind it have failed as well
         assert reports["quiet"] and reports["unchanged"]
         assert "was stopped" in reports["refused"]
         assert reports["stop_took"] < 2.0
-    assert "Connection closed by peer" in result[2].reports["late"]
+    assert "broke" in result[2].reports["late"]
+    assert result[2].reports["late_peer"] in (0, 1)
     assert result[2].reports["late_after"] < 5.0
 
 
@@ -76,23 +78,13 @@ def test_stop_is_noticed_by_the_peer_although_a_forked_child_holds_the_connectio
     assert result[1].reports["released"] < 5.0
 
 
-def test_a_killed_peer_is_an_error_that_names_its_rank_where_gloo_names_an_address() -> None:
+def test_a_killed_peer_is_an_error_that_names_its_rank() -> None:
     with faults.start_ranks(f"{CASES}:survive_a_kill", 2, env=ALONE, timeout=60) as job:
         job.wait_for("ready")
         job.send_signal(1, signal.SIGKILL)
         result = job.wait()
     assert result[0].ok, str(result)
-    reports = result[0].reports
-    assert reports["peer"] == 1
-    assert reports["address"][0] == "127.0.0.1"
-    assert 1024 <= reports["address"][1] < 65536
-
-
-def test_the_backstop_ends_an_operation_that_nobody_stopped() -> None:
-    result = faults.run_ranks(f"{CASES}:reach_the_backstop", 2, env=ALONE, timeout=60).check()
-    assert "Timed out waiting 1000ms" in result[0].reports["generation1"][0]
-    if _torch.gloo_timeout_is_settable():
-        assert "Timed out waiting 1000ms" in result[0].reports["generation2"][0]
+    assert result[0].reports["peer"] == 1
 
 
 def test_closing_as_soon_as_the_own_part_is_complete_harms_no_peer() -> None:
@@ -114,31 +106,13 @@ def test_interpreter_exit_with_an_operation_in_flight_is_clean() -> None:
     assert ended_alone  # and not only once rank 1 had left
 
 
-@pytest.mark.parametrize(
-    ("settings", "connections"),
-    [
-        ({"GLOO_SOCKET_IFNAME": "lo"}, 1),
-        ({"GLOO_SOCKET_IFNAME": "lo,lo"}, 2),
-        ({"TORCH_GLOO_LAZY_INIT": "1"}, 1),
-        ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, 1),
-    ],
-    ids=["one interface", "two interfaces", "lazy connections", "debug wrapper"],
-)
-def test_stop_works_under_settings_that_change_how_gloo_connects(settings: dict[str, str], connections: int) -> None:
-    result = faults.run_ranks(f"{CASES}:stop_under_settings", 2, env={**ALONE, **settings}, timeout=60).check()
-    for rank in range(2):
-        assert result[rank].reports["addresses"] == ["127.0.0.1"]
-        assert result[rank].reports["connections"] == connections
-    assert result[0].reports["quiet"]
-
-
 def test_build_gives_up_in_time_when_a_peer_does_not_come() -> None:
     with faults.start_ranks(f"{CASES}:build_without_a_peer", 3, env=ALONE, timeout=60) as job:
         job.wait_for("error", [0, 1])
         job.tell("leave")
         result = job.wait().check()
     for rank in (0, 1):
-        assert "the ranks at [2]" in result[rank].reports["error"]
+        assert "the rank at 2 of the group" in result[rank].reports["error"]
         assert result[rank].reports["after"] < 5.0
 
 
@@ -167,6 +141,7 @@ def test_build_gives_up_in_time_when_the_store_host_is_stopped_and_leaves_no_thr
         result = job.wait()
     for rank in (1, 2):
         assert result[rank].ok, str(result)
-        assert "given up" in result[rank].reports["error"]
+        # Rank 1 asks the store where rank 2 listens; rank 2, the last, only waits for the others.
+        assert ("given up" if rank == 1 else "did not come") in result[rank].reports["error"]
         assert result[rank].reports["after"] < 5.0
         assert result[rank].reports["left"] == []

@@ -1,0 +1,220 @@
+"""Connections between ranks: who is let in, what strangers cost, and what two processes of one host find out of each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from torch.distributed import HashStore
+
+from ncclguard.transport import links as module
+from ncclguard.transport.base import TransportError
+from ncclguard.transport.links import Address, Links, advance, connect, distances, job_address, neighbours
+
+from .stream_ranks import links, on_all
+
+
+class Visited(HashStore):
+    """Strangers come to whoever's address is asked for, before the one who asks does."""
+
+    def __init__(self, words: list[bytes], stay: bool) -> None:
+        super().__init__()
+        self.words = words
+        self.stay = stay
+        self.open: list[socket.socket] = []
+
+    def get(self, key: str) -> bytes:
+        address = Address.from_json(super().get(key))
+        for words in self.words:
+            stranger = socket.create_connection((address.host, address.port), timeout=5)
+            stranger.sendall(words)
+            if self.stay:
+                self.open.append(stranger)
+            else:
+                stranger.close()
+        return address.to_json().encode()
+
+
+@pytest.mark.parametrize("stay", [True, False])
+@pytest.mark.parametrize(
+    "words",
+    [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(16), os.urandom(4096), b"\0" * 16],
+    ids=["silent", "http", "wrong key", "noise", "zeros"],
+)
+@pytest.mark.timeout(60)
+def test_strangers_cost_a_socket_and_no_time(words: bytes, stay: bool) -> None:
+    keys = Visited([words] * 5, stay)
+    start = time.monotonic()
+    with links(3, keys) as made:
+        assert all(sorted(one.peers) == neighbours(3, index) for index, one in enumerate(made))
+        assert time.monotonic() - start < 1.0  # none of them was waited for
+    for stranger in keys.open:
+        stranger.close()
+
+
+@pytest.mark.timeout(60)
+def test_more_silent_strangers_than_are_kept_do_not_shut_a_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STRANGERS", 4)
+    keys = Visited([b""] * 40, stay=True)
+    with links(2, keys) as made:
+        assert 0 in made[1].peers and 1 in made[0].peers
+    for stranger in keys.open:
+        stranger.close()
+
+
+def test_the_right_key_from_a_place_that_has_no_reason_to_connect_is_refused() -> None:
+    """A rank that is already connected, itself, one above, and one that does not exist."""
+    with links(3) as made:
+        listening = made[2]
+        for place in (0, 2, 7):
+            with socket.create_connection((listening.own.host, listening.own.port), timeout=5) as stranger:
+                stranger.sendall(listening.own.key + module._CARD.pack(place, os.getpid(), 0, b""))
+                end = time.monotonic() + 5
+                meeting = listening.meet([])
+                while listening._accept() or listening._greetings:
+                    for greeting in tuple(listening._greetings):
+                        listening._hear(greeting)
+                    assert time.monotonic() < end
+                stranger.settimeout(5)
+                assert stranger.recv(1) == b""
+                meeting.close()
+        assert sorted(listening.peers) == [0, 1]
+
+
+@pytest.mark.timeout(60)
+def test_a_peer_that_does_not_come_is_an_error_in_time_that_names_its_place() -> None:
+    start = time.monotonic()
+    with pytest.raises(TransportError, match=r"the ranks at \[0\] of the group did not come"):
+        connect(HashStore(), "127.0.0.1", 2, 1, time.monotonic() + 0.5, True)
+    keys = HashStore()
+    keys.set("streams/1", Address("127.0.0.1", 1, b"k" * 16).to_json())
+    with pytest.raises(TransportError, match="connecting with the rank at 1 of the group: .*refused"):
+        connect(keys, "127.0.0.1", 2, 0, time.monotonic() + 0.5, True)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"host": "h", "port": "x", "key": "zz"}), "null"])
+def test_what_is_no_address_in_the_store_is_an_error(text: str) -> None:
+    keys = HashStore()
+    keys.set("streams/1", text)
+    with pytest.raises(TransportError):
+        connect(keys, "127.0.0.1", 2, 0, time.monotonic() + 0.5, True)
+
+
+def test_nothing_is_left_open_after_a_connection_that_failed() -> None:
+    before = psutil.Process().num_fds()
+    for _ in range(5):
+        with pytest.raises(TransportError):
+            connect(HashStore(), "127.0.0.1", 2, 1, time.monotonic() + 0.05, True)
+    assert psutil.Process().num_fds() <= before
+
+
+def test_listening_is_on_one_address_only() -> None:
+    with links(2, host="127.0.0.1") as made:
+        assert made[1]._listener.getsockname()[0] == "127.0.0.1"
+        with pytest.raises(OSError):  # another address of the same host
+            socket.create_connection(("127.0.0.2", made[1].own.port), timeout=5).close()
+
+
+def test_ipv6() -> None:
+    if not module._can_listen("::1"):
+        pytest.skip("this host has no IPv6")
+    with links(3, host="::1") as made:
+        assert all(one.socket.family == socket.AF_INET6 for links_ in made for one in links_.peers.values())
+        assert Address.unpack(made[0].own.pack()) == made[0].own
+
+
+def test_processes_that_may_read_each_other_find_it_out_and_others_do_not() -> None:
+    with links(2) as made:
+        assert [(link.reads, link.is_read) for one in made for link in one.peers.values()] == [(True, True)] * 2
+    with links(2, direct=False) as made:
+        assert [(link.reads, link.is_read) for one in made for link in one.peers.values()] == [(False, False)] * 2
+
+
+@pytest.mark.parametrize("error", [PermissionError("not permitted"), ProcessLookupError("no such process")])
+def test_where_the_kernel_refuses_one_direction_only_that_one_uses_the_socket(
+    monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    def refused(self: Links, pid: int, where: int, number: bytes) -> bool:
+        return self.index != 0 and original(self, pid, where, number)
+
+    original = Links._can_read
+    monkeypatch.setattr(Links, "_can_read", refused)
+    with links(2) as (low, high):
+        assert (low[1].reads, low[1].is_read) == (False, True)
+        assert (high[0].reads, high[0].is_read) == (True, False)
+
+
+def test_a_process_with_the_same_number_elsewhere_is_not_taken_for_the_peer() -> None:
+    """Another number lies where the peer's should: this is another process, such as one of another container."""
+    with links(2) as (low, _):
+        card = bytes(low._number)
+        where = module.ctypes.addressof(low._number)
+        assert low._can_read(os.getpid(), where, card)
+        assert not low._can_read(os.getpid(), where, bytes(16))
+        assert not low._can_read(os.getpid(), 8, card)  # nothing is mapped there
+        assert not low._can_read(2**22 + 1, where, card)  # no process has this number
+
+
+@contextmanager
+def interfaces(monkeypatch: pytest.MonkeyPatch, names: dict[str, list[str]]) -> Iterator[None]:
+    family = {True: socket.AF_INET6, False: socket.AF_INET}
+    made: Any = {
+        name: [SimpleNamespace(family=family[":" in host], address=host) for host in hosts]
+        for name, hosts in names.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: made)
+    module._by_name.cache_clear()
+    yield
+    module._by_name.cache_clear()
+
+
+def test_the_address_of_the_job_is_that_of_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"eth0": ["10.1.2.3"], "ib0": ["fe80::1%ib0", "fd00::7"], "down": []}
+    with interfaces(monkeypatch, names):
+        for value, expected in {"eth0": "10.1.2.3", "down, eth0": "10.1.2.3", "ib0": "fd00::7"}.items():
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", value)
+            assert job_address() == expected
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothere")
+        with pytest.raises(TransportError, match="GLOO_SOCKET_IFNAME=nothere names no interface"):
+            job_address()
+
+
+def test_without_a_name_it_is_what_the_hosts_name_stands_for_or_the_way_to_the_master(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    found = {"here": ["127.0.1.1"], "master": ["127.0.0.1"]}
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(module, "_resolve", lambda name: found.get(name, []))
+    with interfaces(monkeypatch, {}):
+        assert job_address("master") == "127.0.1.1"  # both on this host
+    found["here"] = []
+    with interfaces(monkeypatch, {}):
+        assert job_address("") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 13, 64, 1000])
+def test_a_rank_has_no_more_connections_than_two_for_each_hop(size: int) -> None:
+    for index in (0, size // 2, size - 1):
+        peers = neighbours(size, index)
+        assert len(peers) <= 2 * len(distances(size))
+        assert index not in peers
+        assert all(index in neighbours(size, peer) for peer in peers)
+
+
+def test_further_connections_are_made_when_all_are_in_the_same_operation() -> None:
+    with links(6) as made:
+        assert 3 not in made[0].peers
+        for one in made:
+            one.addresses.update({peer: other.own for peer, other in enumerate(made)})
+        on_all(made, lambda _, one: advance(one.meet(range(6)), time.monotonic() + 20))
+        assert all(sorted(one.peers) == [peer for peer in range(6) if peer != one.index] for one in made)
