@@ -306,7 +306,8 @@ class GuardedProcessGroup(dist.ProcessGroup):
         work = GuardedWork(text, results, device)
         stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
         together = self._coalescing
-        lane.issue(Task(text, perform, work, stream), blocking and together is None)
+        nbytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
+        lane.issue(Task(text, perform, work, stream, nbytes), blocking and together is None)
         if together is not None:
             together.append(work)
         return work

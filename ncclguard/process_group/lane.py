@@ -1,8 +1,9 @@
 """Runs the collectives of one group in the order in which they were issued.
 
 A blocking call runs in the caller's own thread, where signals arrive and its stack shows what it does, unless something
-is pending; then, and when it is asynchronous, a thread of the lane runs it. The thread is started with the first such
-call.
+is pending. What is asynchronous is run by whoever comes first: a thread that waits for it, or the lane's own thread.
+Waking that thread costs more than a small collective takes, so it is not woken where the last one was run by a thread
+that waited: it looks by itself then, for as long as collectives keep coming. It is started with the first such call.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ log = logging.getLogger("ncclguard")
 JOIN_WITHIN = 3.0
 #: Seconds that the last copies of a result may take on the GPU.
 COPIED_WITHIN = 5.0
+#: Seconds between two looks of the lane's thread while it expects others to run what is issued, and how long it looks.
+LOOK_EVERY, LOOK_FOR = 0.005, 1.0
+#: Bytes from which a collective is begun at once by the lane's thread: it takes longer than waking that.
+LARGE = 64 << 10
 #: Seconds between two looks at what is to be called off.
 CALL_OFF_EVERY = 0.05
 
@@ -45,6 +50,7 @@ class Task:
     perform: Callable[[], None]
     work: GuardedWork
     stream: torch.cuda.Stream | None = None
+    nbytes: int = 0
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
     def run(self) -> None:
@@ -61,13 +67,21 @@ class Lane:
     def __init__(self, name: str, failed: Callable[[Outcome], None]) -> None:
         self._name = name
         self._failed = failed
-        self._state = threading.Condition()
+        lock = threading.RLock()
+        self._state = threading.Condition(lock)
+        self._drained = threading.Condition(lock)  # apart, so that the lane's thread sleeps on
         self._turn = threading.Lock()  # held while a collective runs
         self._queue: deque[Task] = deque()
         self._unfinished = 0  # tasks that were given to the thread
         self._running: Guard | None = None
         self._thread: threading.Thread | None = None
         self._closed = ""
+        self._callbacks: deque[Callable[[], None]] = deque()
+        self._calling_back = False  # a thread runs them
+        self._caller: threading.Thread | None = None
+        self._by_waiters = False  # the last asynchronous collective was run by a thread that waited for it
+        self._issued = 0.0  # when the last one was
+        self._idle = True  # the thread sleeps until it is told that there is something
         _lanes.add(self)
 
     # ------------------------------------------------------------------ issuing
@@ -90,8 +104,13 @@ class Lane:
                 task.work.run_now = self._help
                 self._unfinished += 1
                 self._queue.append(task)
+                self._issued = time.monotonic()
                 self._start()
-                self._state.notify_all()
+                if task.nbytes >= LARGE:
+                    self._by_waiters = False
+                if self._idle or not self._by_waiters:  # else the thread looks by itself
+                    self._idle = False
+                    self._state.notify_all()
         if inline:
             try:
                 task.run()
@@ -129,38 +148,106 @@ class Lane:
     def _run(self) -> None:
         while True:
             with self._state:
-                while not self._queue and not self._closed:
-                    self._state.wait()
+                while not self._closed and (not self._queue or self._left_to_others()):
+                    self._idle = not self._left_to_others()
+                    self._state.wait(LOOK_EVERY if not self._idle else None)
+                self._idle = False
                 if not self._queue:
                     return
+                self._by_waiters = False
             self._drain()
 
-    def _help(self) -> None:
-        """A wait in the lane's own thread, from a callback of a future: nobody else would run what is waited for."""
+    def _left_to_others(self) -> bool:
+        """Whether what was issued last is to be left to threads that wait for it, for now."""
+        age = time.monotonic() - self._issued
+        return self._by_waiters and age < (LOOK_EVERY if self._queue else LOOK_FOR)
+
+    def _help(self, work: GuardedWork, limited: bool) -> None:
+        """A wait for `work`: run what is next in this thread until it has ended, unless another thread does.
+
+        In the lane's own thread, from a callback of a future, nobody else would. A `limited` wait could not be ended.
+        """
         if threading.current_thread() is self._thread:
             self._drain()
+            return
+        while not limited and not work.is_completed() and self._turn.acquire(blocking=False):
+            self._by_waiters = True
+            if not self._run_next():
+                return
 
     def _drain(self) -> None:
-        while True:
+        while self._turn.acquire() and self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run the first collective of the queue and give the turn, which this thread has, back; False for none."""
+        try:
             with self._state:
                 if not self._queue:
-                    return
+                    return False
                 task = self._queue.popleft()
-            self._perform(task)
+            error = self._error_of(task)
+        finally:
+            self._turn.release()
+        callbacks = task.work.mark_ended(error)
+        if callbacks is None:
+            self._finished()
+        else:
+            self._call_back(callbacks)
+        if isinstance(error, BaseException) and not isinstance(error, Exception):
+            raise error  # of this thread: Ctrl-C while it carried out what it waited for
+        return True
+
+    def _finished(self) -> None:
+        with self._state:
+            self._unfinished -= 1
+            self._drained.notify_all()
+
+    def _call_back(self, callbacks: Callable[[], None]) -> None:
+        """Run callbacks of a future, in the order of the collectives and not in the way of the next one."""
+        with self._state:
+            self._callbacks.append(callbacks)
+            if self._calling_back:
+                return
+            self._calling_back = True
+            elsewhere = bool(self._queue) and not self._closed
+        if elsewhere:
+            self._caller = threading.Thread(
+                target=self._run_callbacks, name=f"ncclguard-{self._name}-callbacks", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):  # the program has ended: there are no threads any more
+                self._caller.start()
+                return
+        self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
+        while True:
             with self._state:
-                self._unfinished -= 1
-                self._state.notify_all()
+                if not self._callbacks:
+                    self._calling_back = False
+                    return
+                callbacks = self._callbacks.popleft()
+            try:
+                callbacks()
+            except Exception:
+                log.exception("ncclguard: a callback of a collective on %s failed", self._name)
+            self._finished()
 
     def _perform(self, task: Task) -> None:
-        error: BaseException | None = None
+        with self._turn:
+            error = self._error_of(task)
+        task.work.end(error)
+
+    def _error_of(self, task: Task) -> BaseException | None:
+        """Run a collective; what it raises is for whoever waits for it."""
         try:
-            with self._turn, _on(task.stream):
+            with _on(task.stream):
                 task.context.run(task.run)
-        except BaseException as raised:  # noqa: BLE001 - handed to whoever waits for it
-            error = raised
+        except BaseException as raised:  # noqa: BLE001
             self._record(raised)
             log.error("ncclguard: %s failed: %s", task.text, raised)
-        task.work.end(error)
+            return raised
+        return None
 
     def _record(self, error: BaseException) -> None:
         if isinstance(error, CollectiveFailed):
@@ -174,7 +261,7 @@ class Lane:
         """
         while True:
             with self._state:
-                if self._state.wait_for(lambda: self._unfinished == 0, timeout=CALL_OFF_EVERY):
+                if self._drained.wait_for(lambda: self._unfinished == 0, timeout=CALL_OFF_EVERY):
                     return
             if why:  # again and again, because it may have been about to start
                 self.call_off(why)
@@ -186,6 +273,7 @@ class Lane:
             self._queue.clear()
             self._unfinished -= len(dropped)
             self._state.notify_all()
+            self._drained.notify_all()
         for task in dropped:
             task.work.end(GuardError(f"{task.text} was not started: {why}"))
         self.call_off(why)
@@ -204,13 +292,15 @@ class Lane:
             self._queue.clear()
             self._unfinished -= len(dropped)
             self._state.notify_all()
+            self._drained.notify_all()
         for task in dropped:
             task.work.end(GuardError(f"{task.text} was not started: {why}"))
 
     def join(self, seconds: float) -> None:
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(max(0.0, seconds))
+        end = time.monotonic() + seconds
+        for thread in (self._thread, self._caller):
+            if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+                thread.join(max(0.0, end - time.monotonic()))
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:

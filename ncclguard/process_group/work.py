@@ -31,8 +31,8 @@ class GuardedWork(dist.Work):
         self._lock = threading.Lock()
         self._promise: Any = None
         self._future: Any = None
-        #: Called by a wait in the thread that is to do the work, which would otherwise wait for itself.
-        self.run_now: Callable[[], None] | None = None
+        #: Called by a wait, with whether that has a limit of its own: may carry the collective out in the same thread.
+        self.run_now: Callable[[GuardedWork, bool], None] | None = None
 
     # ------------------------------------------------------------------ the caller
 
@@ -40,7 +40,7 @@ class GuardedWork(dist.Work):
         """Wait until the collective has ended; raises its typed error, and TimeoutError when `timeout` passes first."""
         limit = None if timeout is None else timeout.total_seconds()
         if self.run_now is not None and not self._ended.is_set():
-            self.run_now()
+            self.run_now(self, bool(limit))
         with engine_section():
             ended = self._ended.wait(limit if limit else None)  # torch's zero means: no limit but the operation's own
         if not ended:
@@ -113,9 +113,14 @@ class GuardedWork(dist.Work):
 
     def end(self, error: BaseException | None = None) -> None:
         """The collective has ended; callbacks of the future run in this thread."""
+        callbacks = self.mark_ended(error)
+        if callbacks is not None:
+            callbacks()
+
+    def mark_ended(self, error: BaseException | None) -> Callable[[], None] | None:
+        """The collective has ended; returns what runs its future's callbacks, None without one."""
         with self._lock:
             self._error = error
             self._ended.set()
             promise, self._promise = self._promise, None
-        if promise is not None:
-            promise.set_result(None)
+        return None if promise is None else lambda: promise.set_result(None)

@@ -1,1 +1,1 @@
-"""Communicators that can be bounded, stopped and rebuilt: `base` says what one does, `streams` (CPU) and `nccl` do it."""
+"""Communicators that can be bounded, stopped and rebuilt: `base` says what one does; `streams` (CPU), `nccl` (CUDA)."""

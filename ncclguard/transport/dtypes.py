@@ -14,8 +14,8 @@ quantized                               no                      no              
 ======================================  ======================  ===============  ==============  =====================
 
 NCCL (from the sources of ProcessGroupNCCL, not yet run on a GPU): the same without int16, BAND, BOR and BXOR, and AVG
-is NCCL's own, which divides before it adds: the sum of two float16 of 40,000 is infinite, their average is not. PREMUL_SUM
-is refused on both: a scaled tensor and SUM do the same.
+is NCCL's own, which divides before it adds: the sum of two float16 of 40,000 is infinite, their average is not.
+PREMUL_SUM is refused on both: a scaled tensor and SUM do the same.
 
 A bool is summed with MAX: True where any rank has it. gloo's SUM counts in the byte, so that torch leaves 2 in a bool
 tensor of two ranks, and with 256 ranks 0, which is False.
