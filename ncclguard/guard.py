@@ -31,6 +31,7 @@ SLICE = 0.1
 #: Seconds a stopped transport may take until nothing of it can write any more.
 QUIET = 1.0
 _MASK = (1 << 63) - 1
+_CLOSING = 1 << 62  # tells the vote at the end of an operation from the one at its beginning
 
 
 class _Mismatch(Exception):
@@ -214,7 +215,11 @@ class Guard:
             communicator = self._assembly.communicator(generation, call.deadline, SLICE)
             communicator.mark = mark = self._mark(call.sequence, from_piece)
             payload = work.payload(communicator.payload_nbytes)
-            if self._rounds or payload is not None:
+            # Then the data themselves are the opening round: each stream of them begins with the mark.
+            opens = payload is None and work.meets and communicator.compares_marks
+            if opens:
+                call.opened = self._move(communicator, work, generation, from_piece, call.deadline)
+            elif self._rounds or payload is not None:
                 opening = communicator.agree(mark, payload)
                 self._wait(opening, generation, call.deadline)
                 if not opening.agreed:
@@ -227,14 +232,17 @@ class Guard:
                 work.collect(opening, communicator.ranks)
             if call.exchange and self._seat.exchange is not None:
                 self._wait(self._seat.exchange.gather(communicator, call), generation, call.deadline)
-            if payload is None:
+            if payload is None and not opens:
                 self._move(communicator, work, generation, from_piece, call.deadline)
             if work.closing:
                 with self._seat.condition:
                     if not self._member.ready(generation):
                         return False
                 if self._rounds:
-                    self._wait(communicator.agree(mark), generation, call.deadline)
+                    closing = communicator.agree(mark ^ _CLOSING)
+                    self._wait(closing, generation, call.deadline)
+                    if not closing.agreed:
+                        raise _Mismatch
             else:
                 self._kept = work.keep()
             with self._seat.condition:
@@ -261,13 +269,13 @@ class Guard:
 
     def _move(
         self, communicator: Communicator, work: Execution, generation: int, from_piece: int, deadline: float
-    ) -> None:
-        """Keep `Builder.max_in_flight` pieces moving; they complete in order."""
+    ) -> float:
+        """Keep `Builder.max_in_flight` pieces moving; they complete in order. Returns `Pending.met` of the first."""
         flying: deque[Pending] = deque()
-        complete = from_piece
+        complete, met = from_piece, 0.0
         for piece in range(from_piece, work.pieces):
             if len(flying) >= self._assembly.in_flight:
-                self._wait(flying.popleft(), generation, deadline)
+                met = self._complete(flying.popleft(), generation, deadline, met)
                 complete += 1
             if work.pieces > 1:
                 # Before the submission overwrites the backup of an earlier piece: what was promised must be restorable.
@@ -276,12 +284,17 @@ class Guard:
                         raise Revoked
             flying.append(work.submit(communicator, piece))
         while flying:
-            self._wait(flying.popleft(), generation, deadline)
+            met = self._complete(flying.popleft(), generation, deadline, met)
             complete += 1
         if work.pieces > 1:
             with self._seat.condition:
                 if not self._member.progressed(generation, complete, work.restorable_from):
                     raise Revoked
+        return met
+
+    def _complete(self, pending: Pending, generation: int, deadline: float, met: float) -> float:
+        self._wait(pending, generation, deadline)
+        return met or pending.met
 
     def _wait(self, pending: Pending, generation: int, deadline: float) -> None:
         member = self._member

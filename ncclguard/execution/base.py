@@ -26,6 +26,8 @@ class Execution(ABC):
     """One call's data. `ranks` are the group's global ranks in order; `participants` those that take part."""
 
     closing = True
+    #: Whether no rank can complete a piece before all have entered the operation, because something of each is in it.
+    meets = False
 
     def __init__(self, plan: ChunkPlan) -> None:
         self.plan = plan

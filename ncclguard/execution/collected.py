@@ -21,6 +21,8 @@ class _Collected(Execution):
     the verdict (or directly, not atomic).
     """
 
+    meets = True
+
     def __init__(self, outputs: Sequence[torch.Tensor], plan: ChunkPlan, closing: bool) -> None:
         super().__init__(plan)
         self.closing = closing

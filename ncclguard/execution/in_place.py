@@ -160,7 +160,9 @@ class _InPlace(Execution):
 
 
 class AllReduce(_InPlace):
-    """Reduce `tensor` in place; AVG over gloo is summed and divided by the participants once, after the verdict."""
+    """Reduce `tensor` in place; AVG is summed and divided by the participants once, after the verdict."""
+
+    meets = True
 
     def __init__(
         self, tensor: torch.Tensor, op: ReduceOp.RedOpType, plan: ChunkPlan, closing: bool, staged: bool

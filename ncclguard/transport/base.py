@@ -114,8 +114,8 @@ class Communicator(ABC):
 
     ``ranks``: global ranks in the order of the group. ``index``: position of this process in it. ``payload_nbytes``:
     what each rank may send along with a vote, the same on all ranks. ``mark``: to be set before an operation is
-    started, to a number below 2**63 that is equal on all ranks which are in the same; a backend that can compare it
-    does, and raises `Disagreement` before it takes a byte.
+    started, to a number below 2**63 that is equal on all ranks which are in the same. ``compares_marks``: whether the
+    backend compares it, and raises `Disagreement` before it takes a byte of a rank that has another.
     """
 
     ranks: tuple[int, ...]
@@ -125,6 +125,7 @@ class Communicator(ABC):
     device_type: str
     payload_nbytes: int
     mark: int = 0
+    compares_marks: bool = False
 
     @property
     @abstractmethod

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from .base import Agreement, TransportError
-from .links import Link, Links, await_events, distances
+from .links import BLOCKS_FOR, NOW, Link, Links, await_events, distances
 from .memory import COMBINE, Arithmetic, view_of
 
 HEADER = 16  # bytes before the payload in a slot: vote and length
@@ -35,7 +35,7 @@ _HEADER = struct.Struct("=qq")
 _ALL_SLOTS = 256 << 10
 _LARGEST_SLOT = 64 << 10
 _SPIN = 1e-4  # seconds that this thread gives the core away, again and again, before it sleeps: what waking it costs
-_YIELD_TOOK = 5e-4  # seconds after which giving the core away means that somebody else computes on it
+_YIELD_TOOK = 2e-4  # seconds after which giving the core away means that somebody else computes on it
 _SLEEPS = 64  # waits in which this thread sleeps at once after that
 _FEW = 8  # ranks, up to which adding up their rows one by one costs less than copying them into one tensor first
 _CACHED = 64  # layouts, and forms of payloads, that are kept: programs make the same few calls over and over
@@ -71,6 +71,7 @@ class Exchange(Agreement):
         self._hop = len(self._layout)  # none is under way
         self._sent = self._received = 0
         self._agreed = True
+        self._waited = False
         self._asleep = 0  # waits left in which giving the core away is not tried
 
     def start(self, vote: int, payload: torch.Tensor | None) -> Exchange:
@@ -88,6 +89,7 @@ class Exchange(Agreement):
         if payload is not None and nbytes:
             ctypes.memmove(self._address + HEADER, payload.data_ptr(), nbytes)
         self._hop = self._sent = self._received = 0
+        self._waited = False
         return self
 
     def wait(self, seconds: float) -> bool:
@@ -103,34 +105,50 @@ class Exchange(Agreement):
     def _move(self, end: float) -> bool:
         while self._hop < len(self._layout):
             out, into, outgoing, incoming = self._layout[self._hop]
+            if self._asleep and not (self._sent or self._received) and end - time.monotonic() >= BLOCKS_FOR:
+                self._hop_asleep(out, into, outgoing, incoming)
             waiting_since = 0.0
-            while self._received < len(incoming) or self._sent < len(outgoing):
+            while self._agreed and (self._received < len(incoming) or self._sent < len(outgoing)):
                 sent = self._sent < len(outgoing) and self._send(out, outgoing)
                 received = self._received < len(incoming) and self._receive(into, incoming)
-                if not self._agreed:
-                    self._hop = len(self._layout)
-                    return True
                 if sent or received:
                     waiting_since = 0.0
                     continue
                 now = time.monotonic()
                 waiting_since = waiting_since or now
+                self._waited = True
                 if now >= end or not self._await(out, into, outgoing, incoming, waiting_since, now, end):
                     return False
+            if not self._agreed:
+                self._hop = len(self._layout)
+                return True
             self._hop += 1
             self._sent = self._received = 0
-        for link in self._into:
-            self._check_open(link)
+        if not self._waited:
+            for link in self._into:
+                self._check_open(link)
         return True
+
+    def _hop_asleep(self, out: Link, into: Link, outgoing: memoryview, incoming: memoryview) -> None:
+        """A whole hop, as a rule, in two system calls; what is left of it, errors too, is for the caller's loop."""
+        self._asleep -= 1
+        try:
+            self._sent = out.socket.send(outgoing, NOW)
+            if self._sent == len(outgoing) and self._waited:
+                self._received = into.socket.recv_into(incoming)
+        except OSError:
+            return
+        if self._received >= HEADER and incoming[:HEADER] != self._own:
+            self._agreed = False
 
     def _check_open(self, link: Link) -> None:
         """Raise TransportError if the peer has stopped since it sent its part.
 
-        A rank that comes late finds the parts of all others, who may have failed the operation long ago. One that has
-        ended in peace says so before it closes (`Links.close`).
+        A rank that comes late finds the parts of all others, without waiting for one, and they may have failed the
+        operation long ago. One that has ended in peace says so before it closes (`Links.close`).
         """
         try:
-            if link.socket.recv(1, socket.MSG_PEEK):
+            if link.socket.recv(1, socket.MSG_PEEK | NOW):
                 return
         except BlockingIOError:
             return
@@ -140,17 +158,17 @@ class Exchange(Agreement):
 
     def _send(self, out: Link, outgoing: memoryview) -> bool:
         try:
-            self._sent += out.socket.send(outgoing[self._sent :] if self._sent else outgoing)
+            self._sent += out.socket.send(outgoing[self._sent :] if self._sent else outgoing, NOW)
         except BlockingIOError:
             return False
         except OSError as error:
             raise self._broken(out, error) from None
         return True
 
-    def _receive(self, into: Link, incoming: memoryview) -> bool:
+    def _receive(self, into: Link, incoming: memoryview, flags: int = NOW) -> bool:
         before = self._received
         try:
-            count = into.socket.recv_into(incoming[before:] if before else incoming)
+            count = into.socket.recv_into(incoming[before:] if before else incoming, 0, flags)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -177,6 +195,9 @@ class Exchange(Agreement):
             os.sched_yield()
             if time.monotonic() > now + _YIELD_TOOK:
                 self._asleep = _SLEEPS
+            return True
+        if self._sent == len(outgoing) and end - now >= BLOCKS_FOR:
+            self._receive(into, incoming, 0)
             return True
         wants = []
         if self._received < len(incoming):

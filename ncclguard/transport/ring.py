@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from .base import Save
-from .links import Address, Link, LinkError, Links, Steps
+from .links import NOW, Address, Link, LinkError, Links, Steps
 from .memory import Arithmetic, address_of, copy_bytes, read_process
 
 #: Bytes of one segment: long enough that handling it costs little beside moving it, short enough that it is still in
@@ -339,7 +339,7 @@ class _Outgoing:
                     self.shown = True
                 self._view, self._sent = view, 0
             try:
-                self._sent += link.socket.send(view[self._sent :] if self._sent else view)
+                self._sent += link.socket.send(view[self._sent :] if self._sent else view, NOW)
             except BlockingIOError:
                 return moved
             except OSError as error:
@@ -372,7 +372,7 @@ class _Incoming:
         while True:
             view = self._view
             try:
-                count = link.socket.recv_into(view[self._got :] if self._got else view)
+                count = link.socket.recv_into(view[self._got :] if self._got else view, 0, NOW)
             except BlockingIOError:
                 return moved
             except OSError as error:
@@ -428,7 +428,7 @@ def _confirm(link: Link | None) -> Steps:
     """Tell the rank before this one that its memory was read."""
     while link is not None:
         try:
-            link.socket.send(b"\1")
+            link.socket.send(b"\1", NOW)
             return
         except BlockingIOError:
             yield ((link.socket.fileno(), select.POLLOUT),)
@@ -440,7 +440,7 @@ def _confirmed(link: Link | None) -> Steps:
     """Wait until the rank after this one says so."""
     while link is not None:
         try:
-            if link.socket.recv(1):
+            if link.socket.recv(1, NOW):
                 return
             raise LinkError(link.peer, ConnectionResetError(errno.ECONNRESET, "closed by the peer"))
         except BlockingIOError:

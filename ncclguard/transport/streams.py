@@ -39,6 +39,7 @@ class StreamCommunicator(Communicator):
     """See `Communicator`. Made by `StreamBuilder.build`."""
 
     device_type = "cpu"
+    compares_marks = True
 
     def __init__(self, links: Links, ranks: tuple[int, ...], generation: int) -> None:
         self.ranks = ranks
