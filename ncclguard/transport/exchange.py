@@ -12,7 +12,6 @@ do not need to expect the same number of bytes for it.
 from __future__ import annotations
 
 import ctypes
-import os
 import select
 import socket
 import struct
@@ -34,9 +33,6 @@ _HEADER = struct.Struct("=qq")
 #: steps that wait for each other: measured on 2 cores, 2 to 8 ranks, the ring is ahead above about this.
 _ALL_SLOTS = 256 << 10
 _LARGEST_SLOT = 64 << 10
-_SPIN = 1e-4  # seconds that this thread gives the core away, again and again, before it sleeps: what waking it costs
-_YIELD_TOOK = 2e-4  # seconds after which giving the core away means that somebody else computes on it
-_SLEEPS = 64  # waits in which this thread sleeps at once after that
 _FEW = 8  # ranks, up to which adding up their rows one by one costs less than copying them into one tensor first
 _CACHED = 64  # layouts, and forms of payloads, that are kept: programs make the same few calls over and over
 
@@ -72,7 +68,7 @@ class Exchange(Agreement):
         self._sent = self._received = 0
         self._agreed = True
         self._waited = False
-        self._asleep = 0  # waits left in which giving the core away is not tried
+        self._turns = links.turns
 
     def start(self, vote: int, payload: torch.Tensor | None) -> Exchange:
         """Send this rank's vote, and the memory of a contiguous CPU tensor of up to `payload_nbytes`.
@@ -105,19 +101,17 @@ class Exchange(Agreement):
     def _move(self, end: float) -> bool:
         while self._hop < len(self._layout):
             out, into, outgoing, incoming = self._layout[self._hop]
-            if self._asleep and not (self._sent or self._received) and end - time.monotonic() >= BLOCKS_FOR:
+            if self._turns.busy and not (self._sent or self._received) and end - time.monotonic() >= BLOCKS_FOR:
                 self._hop_asleep(out, into, outgoing, incoming)
-            waiting_since = 0.0
+            self._turns.moved()
             while self._agreed and (self._received < len(incoming) or self._sent < len(outgoing)):
                 sent = self._sent < len(outgoing) and self._send(out, outgoing)
                 received = self._received < len(incoming) and self._receive(into, incoming)
                 if sent or received:
-                    waiting_since = 0.0
+                    self._turns.moved()
                     continue
-                now = time.monotonic()
-                waiting_since = waiting_since or now
                 self._waited = True
-                if now >= end or not self._await(out, into, outgoing, incoming, waiting_since, now, end):
+                if time.monotonic() >= end or not self._await(out, into, outgoing, incoming, end):
                     return False
             if not self._agreed:
                 self._hop = len(self._layout)
@@ -131,7 +125,7 @@ class Exchange(Agreement):
 
     def _hop_asleep(self, out: Link, into: Link, outgoing: memoryview, incoming: memoryview) -> None:
         """A whole hop, as a rule, in two system calls; what is left of it, errors too, is for the caller's loop."""
-        self._asleep -= 1
+        self._turns.slept()
         try:
             self._sent = out.socket.send(outgoing, NOW)
             if self._sent == len(outgoing) and self._waited:
@@ -181,24 +175,14 @@ class Exchange(Agreement):
             self._agreed = False
         return True
 
-    def _await(
-        self, out: Link, into: Link, outgoing: memoryview, incoming: memoryview, since: float, now: float, end: float
-    ) -> bool:
-        """Whether there may be something to do before `end`.
-
-        Giving the core away is the fastest way to wait for a peer that is about to answer. Where other programs
-        compute on all cores it costs this thread its turn, for milliseconds; a thread that sleeps gets it back at once.
-        """
-        if self._asleep:
-            self._asleep -= 1
-        elif now < since + _SPIN and self._sent == len(outgoing):
-            os.sched_yield()
-            if time.monotonic() > now + _YIELD_TOOK:
-                self._asleep = _SLEEPS
-            return True
-        if self._sent == len(outgoing) and end - now >= BLOCKS_FOR:
-            self._receive(into, incoming, 0)
-            return True
+    def _await(self, out: Link, into: Link, outgoing: memoryview, incoming: memoryview, end: float) -> bool:
+        """Whether there may be something to do before `end`."""
+        if self._sent == len(outgoing):
+            if self._turns.give_way():
+                return True
+            if end - time.monotonic() >= BLOCKS_FOR:
+                self._receive(into, incoming, 0)
+                return True
         wants = []
         if self._received < len(incoming):
             wants.append((into.socket.fileno(), select.POLLIN))

@@ -144,7 +144,7 @@ class StreamCommunicator(Communicator):
             if self._broken_off:
                 raise TransportError(f"an operation before it has failed: {self._broken_off}")
             ring.mark, ring.met = mark, 0.0
-            return advance(steps, end), ring.met
+            return advance(steps, end, self._links.turns), ring.met
         except Mismatch as mismatch:
             self._broken_off = "the ranks were in different ones"
             raise Disagreement(f"rank {self.ranks[mismatch.peer]} is in another operation") from None

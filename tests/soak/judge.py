@@ -150,11 +150,19 @@ def times(plan: Plan, call: Call, rank: int, one: Mapping[str, Any], worst: floa
 
 
 def recovery(plan: Plan, found: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
-    """The next operation works: at once, unless a stopped rank has first to learn what the others have decided."""
-    total = float(sum(2**rank for rank in found))
+    """The next operation works: at once, unless a stopped rank has first to learn what the others have decided.
+
+    Whom a kill in mid-round has met after that operation, has taken part.
+    """
+    parts = (
+        [sorted(found), sorted({*found, plan.victim})] if plan.fault == "kill" and plan.delay >= 0 else [sorted(found)]
+    )
     for rank, one in found.items():
         tries, last = len(one["after"]), one["after"][-1]
-        if not last["ok"] or last["total"] != total or last["participants"] != sorted(found):
+        took_part = last.get("participants")
+        if not last["ok"] or took_part not in parts or last["total"] != sum(2**other for other in took_part):
             yield f"rank {rank} afterwards: {one['after']}"
+        elif took_part != next(iter(found.values()))["after"][-1]["participants"]:
+            yield f"rank {rank} has seen {took_part} take part afterwards, others have not"
         elif tries > 1 and plan.fault != "stop":
             yield f"rank {rank} needed {tries} calls afterwards: {one['after']}"

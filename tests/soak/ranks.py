@@ -165,19 +165,11 @@ def tell(run: Callable[[], ng.Outcome], one: Prepared | None = None) -> dict[str
 
 def ends() -> dict[str, Any]:
     """The guard's own connections by the ports of both ends, and the ports of all others, which no fault is to touch."""
-    own = [
-        (*link.socket.getsockname()[:2], *link.socket.getpeername()[:2])
-        for communicator in tuple(streams._live)
-        for link in communicator._links.peers.values()
-        if link.socket.fileno() >= 0 and not communicator._links.stopped and is_connected(link.socket)
-    ]
+    own = []
+    for communicator in tuple(streams._live):
+        for link in communicator._links.peers.values():
+            with contextlib.suppress(OSError):  # broken already, or closed
+                own.append((*link.socket.getsockname()[:2], *link.socket.getpeername()[:2]))
     ports = {(end[1], end[3]) for end in own}
     rest = connections(lambda local, remote: (local[1], remote[1]) not in ports)
     return {"own": own, "keep": sorted({port for one in rest for port in (one.local[1], one.remote[1])})}
-
-
-def is_connected(stream: Any) -> bool:
-    try:
-        return bool(stream.getpeername())
-    except OSError:
-        return False
