@@ -46,8 +46,8 @@ def safe_all_reduce(
     """Reduce `tensor` over the group in place, in pieces when it is large, and return the agreed outcome.
 
     `tensor`: any shape, dense, the same shape and dtype on all ranks. `timeout`: seconds or timedelta for the whole
-    call, retries included. On failure the tensor is bit-equal to its input (`atomic=True`, the default). A NaN on any
-    rank is the MAX and MIN of up to 496 bytes; of larger tensors gloo may give a number instead. Raises TypeError or
+    call, retries included. On failure the tensor is bit-equal to its input (`atomic=True`, the default). On the CPU
+    the sum has the same bits on all ranks, and a NaN on any rank is the MAX and MIN. Raises TypeError or
     ValueError for a wrong call, before anything is sent; never for a failed communication.
 
     >>> import torch

@@ -35,7 +35,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
     """A `torch.distributed.ProcessGroup` over the engine: every collective is bounded,
     and names who held it up when it fails.
 
-    Made by `init_process_group("ncclguard")` or `new_group(backend="ncclguard")`; carries CPU tensors over gloo and
+    Made by `init_process_group("ncclguard")` or `new_group(backend="ncclguard")`; carries CPU tensors itself and
     CUDA tensors over NCCL. `timeout`: seconds of one collective; an enclosing `phase` goes before it. Blocking calls
     raise the typed errors of `ncclguard.errors`; asynchronous ones run in issue order in a thread of the group and
     raise at their `wait`. After a failure the next collective works again on the same object, unless a rank is gone.

@@ -100,7 +100,6 @@ def test_what_contradicts_itself_is_refused_with_the_way_out(argv: list[str], sa
     [
         (["--fault", "late", "--ranks", "2"], "at least 3 ranks"),
         (["--fault", "late", "--ranks", "3", "--rank", "3"], "only ranks 0 to 2"),
-        (["--fault", "mismatch", "--no-rounds"], "without rounds"),
         (["--numel", "1e15"], "GiB are free"),
         (["--dtype", "bfloat16", "--ranks", "100000", "--numel", "1"], "use --dtype float32"),
     ],
