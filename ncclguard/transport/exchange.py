@@ -25,7 +25,7 @@ from torch.distributed import ReduceOp
 
 from .base import Agreement, TransportError
 from .links import BLOCKS_FOR, NOW, Link, Links, await_events, distances
-from .memory import COMBINE, Arithmetic, view_of
+from .memory import Arithmetic, view_of
 
 HEADER = 16  # bytes before the payload in a slot: vote and length
 _HEADER = struct.Struct("=qq")
@@ -254,7 +254,7 @@ class _Payloads:
     depend on each CPU's vectors.
     """
 
-    __slots__ = ("_arithmetic", "_folds", "_parts", "_rows", "_slots")
+    __slots__ = ("_arithmetic", "_array_folds", "_arrays", "_folds", "_parts", "_rows", "_slots")
 
     def __init__(self, slots: torch.Tensor, first: int) -> None:
         self._parts = (slots[first:], slots[:first])
@@ -263,6 +263,8 @@ class _Payloads:
         # Few rows are combined where they lie: copying them into one tensor first costs more than the calls.
         self._slots = (*slots[first:], *slots[:first]) if 1 < len(slots) <= _FEW else ()
         self._arithmetic: dict[ReduceOp.RedOpType, tuple[Arithmetic, list[Any], list[Any]]] = {}
+        self._arrays: list[tuple[Any, Any]] = []
+        self._array_folds: list[tuple[Any, Any]] = []
         self._folds: list[tuple[torch.Tensor, torch.Tensor]] = []
         left = len(rows)
         while left > 1:
@@ -276,10 +278,26 @@ class _Payloads:
     def reduced(self, op: ReduceOp.RedOpType) -> torch.Tensor:
         if self._slots and len(self._rows[0]):
             return self._reduced_by_rows(op)
-        combine, rows = COMBINE[op], self.rows()
-        for low, high in self._folds:
-            combine(low, high, out=low)
-        return rows[0]
+        arithmetic = Arithmetic(op, self._rows.dtype)
+        if arithmetic.by_numpy:
+            for part, rows in self._as_arrays():
+                rows[...] = part
+            folds = self._array_folds
+        else:
+            self.rows()
+            folds = self._folds
+        for low, high in folds:
+            arithmetic.combine(low, high, low)
+        return self._rows[0]
+
+    def _as_arrays(self) -> list[tuple[Any, Any]]:
+        """The slots with the rows that they are copied into; and the folds, made with the first call."""
+        if not self._arrays:
+            first = len(self._parts[0])
+            halves = (self._rows[:first], self._rows[first:])
+            self._arrays = [(part.numpy(), rows.numpy()) for part, rows in zip(self._parts, halves, strict=True)]
+            self._array_folds = [(low.numpy(), high.numpy()) for low, high in self._folds]
+        return self._arrays
 
     def _reduced_by_rows(self, op: ReduceOp.RedOpType) -> torch.Tensor:
         prepared = self._arithmetic.get(op)

@@ -75,6 +75,11 @@ class Arithmetic:
         if dtype not in _BY_NUMPY:
             self._numpy = None
 
+    @property
+    def by_numpy(self) -> bool:
+        """Whether operands may be arrays of numpy."""
+        return self._numpy is not None
+
     def array(self, view: memoryview) -> Any:
         """An operand over the memory of a non-empty view; may be sliced by elements."""
         if self._numpy is not None:
