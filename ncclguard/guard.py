@@ -214,6 +214,7 @@ class Guard:
                 raise OutOfTime("its limit passed before it could begin")
             communicator = self._assembly.communicator(generation, call.deadline, SLICE)
             communicator.mark = mark = self._mark(call.sequence, from_piece)
+            communicator.closes = work.closing and self._rounds
             payload = work.payload(communicator.payload_nbytes)
             # Then the data themselves are the opening round: each stream of them begins with the mark.
             opens = payload is None and work.meets and communicator.compares_marks

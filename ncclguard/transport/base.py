@@ -115,7 +115,10 @@ class Communicator(ABC):
     ``ranks``: global ranks in the order of the group. ``index``: position of this process in it. ``payload_nbytes``:
     what each rank may send along with a vote, the same on all ranks. ``mark``: to be set before an operation is
     started, to a number below 2**63 that is equal on all ranks which are in the same. ``compares_marks``: whether the
-    backend compares it, and raises `Disagreement` before it takes a byte of a rank that has another.
+    backend compares it, and raises `Disagreement` before it takes a byte of a rank that has another. ``closes``: to be
+    set likewise; whether all ranks meet once more before one of them calls the operation complete. Else what a rank
+    sends must have left its memory when it returns: it may fail, and its caller overwrite the tensor, before a peer
+    that was stopped goes on.
     """
 
     ranks: tuple[int, ...]
@@ -126,6 +129,7 @@ class Communicator(ABC):
     payload_nbytes: int
     mark: int = 0
     compares_marks: bool = False
+    closes: bool = False
 
     @property
     @abstractmethod

@@ -5,9 +5,10 @@ arithmetic in between, while what has just come is still in the core's cache. Al
 send in the same order, so nothing on the wire says what comes next but the mark at the beginning of each stream: the
 fingerprint of the operation, which the receiver compares before it lets a byte into the caller's memory.
 
-Where a link allows it (`Link.is_read`), the stream holds addresses instead of the bytes, and the receiver copies them
-from this process's memory. What is sent in this form stays as it is until the receiver says that it has read all, with
-one byte at the end of the operation.
+Where a link allows it (`Link.is_read`), and the operation has a closing round, the stream holds addresses instead of
+the bytes, and the receiver copies them from this process's memory. What is sent in this form stays as it is until the
+receiver says that it has read all, with one byte at the end of the operation. A rank that has failed meanwhile, and
+whose memory is somebody else's by then, does not come to the closing round: what was read there is never a result.
 
 The ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
 Distrib. Comput. 69 (2009). Each element is summed along one path, from one rank to the next, and its sum is handed on
@@ -46,11 +47,13 @@ class Ring:
     """The operations of one rank in one generation, one at a time, see `Communicator` for what each one does.
 
     ``mark`` is what each stream of the operation under way begins with. ``met`` is when it was known that all ranks are
-    in it (time.monotonic()), 0.0 before; ``mark`` and ``met`` are set by whoever moves it.
+    in it (time.monotonic()), 0.0 before. ``direct``: whether memory may be read where a link allows it, see
+    `Communicator.closes`. All three are set by whoever moves it.
     """
 
     def __init__(self, links: Links) -> None:
         self.mark = 0
+        self.direct = False
         self.met = 0.0
         self._links = links
         self._size = links.size
@@ -279,7 +282,8 @@ class Ring:
         With each view: whether its memory stays as it is until the end of the operation. In a ``chain`` a rank says
         that it has read all when those after it have said so.
         """
-        outgoing, incoming = _Outgoing(out, sends, self.mark), _Incoming(into, receives, self.mark)
+        outgoing = _Outgoing(out, sends, self.mark, self.direct)
+        incoming = _Incoming(into, receives, self.mark, self.direct)
         looks = _LOOKS
         while True:
             moved = incoming.move() if not incoming.over else False
@@ -307,8 +311,11 @@ class _Outgoing:
 
     __slots__ = ("_direct", "_link", "_sends", "_sent", "_view", "over", "shown")
 
-    def __init__(self, link: Link | None, sends: Iterable[tuple[memoryview, bool] | None], mark: int) -> None:
+    def __init__(
+        self, link: Link | None, sends: Iterable[tuple[memoryview, bool] | None], mark: int, direct: bool
+    ) -> None:
         self._link = link
+        self._direct = direct and link is not None and link.is_read
         self._sends = iter(sends)
         self._view: memoryview | None = memoryview(_MARK.pack(mark)) if link is not None else None
         self._sent = 0
@@ -334,7 +341,7 @@ class _Outgoing:
                     self.over = True
                     return True
                 view, stays = found
-                if stays and link.is_read and len(view) >= DIRECT_FROM:
+                if stays and self._direct and len(view) >= DIRECT_FROM:
                     view = memoryview(_POINTER.pack(address_of(view)))
                     self.shown = True
                 self._view, self._sent = view, 0
@@ -354,8 +361,9 @@ class _Incoming:
 
     __slots__ = ("_direct", "_got", "_link", "_mark", "_pointer", "_receives", "_target", "_view", "over", "read")
 
-    def __init__(self, link: Link | None, receives: Iterable[tuple[memoryview, bool]], mark: int) -> None:
+    def __init__(self, link: Link | None, receives: Iterable[tuple[memoryview, bool]], mark: int, direct: bool) -> None:
         self._link = link
+        self._direct = direct and link is not None and link.reads
         self._receives = iter(receives)
         self._mark = _MARK.pack(mark)
         self._pointer = memoryview(bytearray(8))
@@ -402,7 +410,7 @@ class _Incoming:
             self.over = True
             return
         view, stays = found
-        direct = stays and link.reads and len(view) >= DIRECT_FROM
+        direct = stays and self._direct and len(view) >= DIRECT_FROM
         self._view, self._target, self._got = (self._pointer, view, 0) if direct else (view, None, 0)
 
 

@@ -126,7 +126,7 @@ class StreamCommunicator(Communicator):
     def _start(self, steps: Steps, *tensors: torch.Tensor) -> Moving:
         self._check()
         self._begun += 1
-        return Moving(self, steps, (self.mark + self._begun) & _MARKS, tensors)
+        return Moving(self, steps, (self.mark + self._begun) & _MARKS, self.closes, tensors)
 
     def _check(self) -> None:
         if self._links.stopped:
@@ -134,7 +134,7 @@ class StreamCommunicator(Communicator):
 
     # --- what operations ask ----------------------------------------------------------------------------------------
 
-    def move(self, steps: Steps, mark: int, seconds: float) -> tuple[bool, float]:
+    def move(self, steps: Steps, mark: int, closes: bool, seconds: float) -> tuple[bool, float]:
         """Go on with an operation for up to ``seconds``: whether it is complete, and `Pending.met`."""
         end = time.monotonic() + seconds
         if not self._using.acquire(timeout=max(0.0, seconds)):
@@ -143,7 +143,7 @@ class StreamCommunicator(Communicator):
         try:
             if self._broken_off:
                 raise TransportError(f"an operation before it has failed: {self._broken_off}")
-            ring.mark, ring.met = mark, 0.0
+            ring.mark, ring.direct, ring.met = mark, closes, 0.0
             return advance(steps, end, self._links.turns), ring.met
         except Mismatch as mismatch:
             self._broken_off = "the ranks were in different ones"
@@ -196,21 +196,22 @@ _MARKS = (1 << 63) - 1
 class Moving(Pending):
     """One operation, which moves while it is waited for. It keeps its tensors."""
 
-    __slots__ = ("_communicator", "_done", "_mark", "_steps", "_tensors", "met")
+    __slots__ = ("_closes", "_communicator", "_done", "_mark", "_steps", "_tensors", "met")
 
     def __init__(
-        self, communicator: StreamCommunicator, steps: Steps, mark: int, tensors: tuple[torch.Tensor, ...]
+        self, communicator: StreamCommunicator, steps: Steps, mark: int, closes: bool, tensors: tuple[torch.Tensor, ...]
     ) -> None:
         self._communicator = communicator
         self._steps = steps
         self._mark = mark
+        self._closes = closes
         self._tensors = tensors
         self._done = False
         self.met = 0.0
 
     def wait(self, seconds: float) -> bool:
         if not self._done:
-            self._done, met = self._communicator.move(self._steps, self._mark, seconds)
+            self._done, met = self._communicator.move(self._steps, self._mark, self._closes, seconds)
             self.met = self.met or met
             if self._done:
                 self._tensors = ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections import deque
 from typing import Any
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
+from ncclguard.transport import ring
 from tests.soak.ranks import ends
 
 pytestmark = [pytest.mark.usefixtures("whole_end"), pytest.mark.slow]
@@ -202,3 +205,52 @@ def test_connections_that_break_at_one_end_80_times_under_load_end_no_process() 
         assert calls[0][:4] in ([True, True, "None", []], [False, True, "network", []]), calls
     # One call may meet several of the resets, but not all of them at once.
     assert sum(count > 1 for count in tries) >= HITS // 2, tries
+
+
+def stopped_before_it_reads(numel: int, broadcast: bool) -> None:
+    """Rank 1 is stopped when it is about to read rank 0's memory, which is used again when it goes on."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    if rank == 1:
+        real, sent = ring.read_process, ring._Incoming._take
+
+        def stop_first(*arguments: Any) -> None:
+            ring.read_process, ring._Incoming._take = real, sent  # type: ignore[method-assign]
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        def reads(pid: int, address: int, view: memoryview) -> None:
+            stop_first()
+            real(pid, address, view)
+
+        def takes(incoming: Any, link: Any) -> None:
+            if not incoming._mark and incoming._target is None:  # the bytes have come by the socket
+                stop_first()
+            sent(incoming, link)
+
+        ring.read_process, ring._Incoming._take = reads, takes  # type: ignore[method-assign]
+    tensor = torch.full((numel,), float(rank + 1))
+    outcome = ng.safe_broadcast(tensor, 0, timeout=1) if broadcast else ng.safe_all_reduce(tensor, timeout=1)
+    ok = outcome.ok
+    if rank == 0:
+        tensor.fill_(-7.0)
+    faults.report(ok=ok, first=tensor[0].item(), text=str(outcome.incident))
+    time.sleep(1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rounds", ["1", "0"])
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("numel", [16_384, 100_000])
+def test_a_rank_that_was_stopped_before_it_read_never_returns_what_is_in_that_memory_later(
+    numel: int, broadcast: bool, rounds: str
+) -> None:
+    """Its peer's call has failed meanwhile, and the memory is the caller's again."""
+    env = {"NCCLGUARD_CROSS_MEMORY": "1", "NCCLGUARD_ROUNDS": rounds}
+    with faults.start_ranks(stopped_before_it_reads, 2, args=[numel, broadcast], env=env, timeout=60) as job:
+        job.wait_for("ok", [0])
+        time.sleep(0.1)
+        job.send_signal(1, signal.SIGCONT)
+        result = job.wait()
+    right = 1.0 if broadcast else 3.0
+    assert result[1].reports["first"] == (right if result[1].reports["ok"] else 2.0), result

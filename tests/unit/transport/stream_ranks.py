@@ -50,6 +50,8 @@ def communicators(size: int, direct: bool = True) -> Iterator[list[StreamCommuni
     with links(size, direct=direct) as made:
         ranks = tuple(range(FIRST, FIRST + size))
         found = [StreamCommunicator(one, ranks, 1) for one in made]
+        for communicator in found:
+            communicator.closes = True  # else no memory is read
         try:
             yield found
         finally:
