@@ -3,28 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 
 _INTERVAL = 0.01  # seconds a thread must have slept through
-
-
-def native_threads() -> frozenset[int]:
-    """Ids of this process's threads that Python did not start; empty where there is no ``/proc`` (not Linux)."""
-    try:
-        tasks = {int(name) for name in os.listdir("/proc/self/task")}
-    except OSError:
-        return frozenset()
-    return frozenset(tasks - {thread.native_id for thread in threading.enumerate()})
-
-
-def name(thread: int) -> str:
-    """The name a native thread was given, "" for one that has ended."""
-    try:
-        with open(f"/proc/self/task/{thread}/comm") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def asleep(threads: frozenset[int], seconds: float = _INTERVAL) -> bool:

@@ -13,7 +13,6 @@ import functools
 import json
 import logging
 import operator
-import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -205,48 +204,10 @@ def _call_all(callbacks: Sequence[Callable[[], None]]) -> None:
 _UNUSED_TAG = 0x7FFF_FF00  # of point-to-point messages: no program uses it
 
 
-def new_gloo_group(store: Store, index: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
-    """A bare gloo process group: not registered with torch, and not wrapped under TORCH_DISTRIBUTED_DEBUG=DETAIL.
-
-    ``GLOO_SOCKET_IFNAME`` is honoured. ``TORCH_GLOO_LAZY_INIT`` is overridden: all connections are made here, because
-    one that is made later would escape `stop`. Blocks, with the GIL released, until every peer is connected or
-    ``timeout`` passed several times.
-    """
-    group_type: Any = ProcessGroupGloo
-    lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("1", "t", "true", "y", "yes")
-    if not lazy or "lazy_init" not in str(group_type.create_device.__doc__):  # torch 2.6 has no lazy connections
-        return group_type(store, index, size, timeout)  # type: ignore[no-any-return]
-    options = group_type._Options()
-    options._timeout = timeout
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    options._devices = [group_type.create_device(interface=name, lazy_init=False) for name in names] or [
-        group_type.create_default_device(lazy_init=False)
-    ]
-    return group_type(store, index, size, options)  # type: ignore[no-any-return]
-
-
 def gloo_contexts(group: ProcessGroupGloo) -> int:
     """How many sets of connections the group has: one for each interface in ``GLOO_SOCKET_IFNAME``."""
     options: Any = group.options
     return len(options._devices)
-
-
-@functools.lru_cache(maxsize=1)
-def gloo_timeout_is_settable() -> bool:
-    """Whether `set_gloo_timeout` works in this torch: yes in 2.13. In 2.6 only the
-    constructor's timeout counts (measured).
-    """
-    group = new_gloo_group(_c.HashStore(), 0, 1, timedelta(seconds=1))
-    return hasattr(group, "set_timeout") and set_gloo_timeout(group, timedelta(seconds=2))
-
-
-def set_gloo_timeout(group: ProcessGroupGloo, timeout: timedelta) -> bool:
-    """Set the timeout of operations that are started from now on; those in flight keep theirs. False if not taken."""
-    if not hasattr(group, "set_timeout"):
-        return False
-    group.set_timeout(timeout)
-    options: Any = group.options
-    return bool(options._timeout == timeout)
 
 
 def poison_gloo(group: ProcessGroupGloo) -> None:

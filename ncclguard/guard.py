@@ -30,6 +30,8 @@ log = logging.getLogger("ncclguard")
 SLICE = 0.1
 #: Seconds a stopped transport may take until nothing of it can write any more.
 QUIET = 1.0
+#: Seconds for which a rank that has to decide alone looks for ranks whose process is gone.
+EVIDENCE = 0.3
 _MASK = (1 << 63) - 1
 _CLOSING = 1 << 62  # tells the vote at the end of an operation from the one at its beginning
 
@@ -259,8 +261,7 @@ class Guard:
             self._trouble(generation, TroubleKind.RAISED, str(error))
         except TransportError as error:
             peer = -1 if error.peer is None else error.peer
-            host = "" if error.address is None else error.address[0]
-            self._trouble(generation, TroubleKind.TRANSPORT, str(error), peer, host)
+            self._trouble(generation, TroubleKind.TRANSPORT, str(error), peer)
         return False
 
     def _mark(self, sequence: int, from_piece: int) -> int:
@@ -310,8 +311,8 @@ class Guard:
 
     # ------------------------------------------------------------------ trouble and its end
 
-    def _trouble(self, generation: int, kind: TroubleKind, text: str, peer: int = -1, host: str = "") -> None:
-        self._seat.trouble(generation, kind, text, peer, host)
+    def _trouble(self, generation: int, kind: TroubleKind, text: str, peer: int = -1) -> None:
+        self._seat.trouble(generation, kind, text, peer)
         self._wake()
         self._assembly.stop(generation)
 
@@ -340,6 +341,12 @@ class Guard:
 
     def _conclude_alone(self, work: Execution, request: Request, call: OpenCall, attempts: int) -> Outcome:
         work.abandon()
+        # A process that is killed closes its connections a moment before it can be seen to be gone.
+        end = min(call.deadline, time.monotonic() + EVIDENCE)
+        while (
+            self._seat.unavailable and time.monotonic() < end and not any(map(self._assembly.gone, call.participants))
+        ):
+            time.sleep(0.01)
         return outcomes.local(self._seat, request, call, attempts, work.may_be_torn, self._assembly.gone)
 
     def _interrupted(self, work: Execution, operation: Operation, call: OpenCall, interruption: BaseException) -> None:

@@ -210,7 +210,7 @@ class Lane:
             if self._calling_back:
                 return
             self._calling_back = True
-            elsewhere = bool(self._queue) and not self._closed
+            elsewhere = threading.current_thread() is self._thread and not self._closed
         if elsewhere:
             self._caller = threading.Thread(
                 target=self._run_callbacks, name=f"ncclguard-{self._name}-callbacks", daemon=True

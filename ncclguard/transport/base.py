@@ -24,15 +24,13 @@ Kind = Literal["all_reduce", "reduce_scatter", "broadcast", "all_gather"]
 class TransportError(Exception):
     """The communicator broke, was stopped, or could not be built.
 
-    ``detail`` is the text of the backend. ``address`` is the (host, port) at the other end of the connection that broke
-    and ``peer`` the global rank it belongs to, each where the backend names it and None where it does not. The rank at
-    the other end of a broken connection is often itself a victim: this is evidence, not a verdict.
+    ``detail`` is the text of the backend; ``peer`` is the global rank at the other end of the connection that broke,
+    where the backend names it. That rank is often itself a victim: this is evidence, not a verdict.
     """
 
-    def __init__(self, detail: str, address: tuple[str, int] | None = None, peer: int | None = None) -> None:
+    def __init__(self, detail: str, peer: int | None = None) -> None:
         super().__init__(detail)
         self.detail = detail
-        self.address = address
         self.peer = peer
 
 

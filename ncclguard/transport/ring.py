@@ -175,49 +175,47 @@ class Ring:
 
     def broadcast(self, data: memoryview, source: int, save: Save) -> Steps:
         """Along a chain. A rank that has completed it knows that all after it have, so that none runs far ahead."""
-        place = (self._index - source) % self._size
-        come = 0
 
         def receives() -> Iterator[tuple[memoryview, bool]]:
-            nonlocal come
-            for number, (first, last) in enumerate(_segments(len(data), 1)):
+            for first, last in _segments(len(data), 1):
                 save(first, last)
                 yield data[first:last], True
-                come = number + 1
 
-        def sends() -> Iterator[tuple[memoryview, bool] | None]:
-            for number, (first, last) in enumerate(_segments(len(data), 1)):
-                while place and come <= number:
-                    yield None
-                yield data[first:last], True
-
-        out = self._links[self._next] if place < self._size - 1 else None
-        into = self._links[self._previous] if place else None
-        yield from self._flow(out, sends() if out else (), into, receives() if into else (), chain=True)
+        yield from self._chain(data, 1, (self._index - source) % self._size, receives())
 
     def reduce(self, data: memoryview, itemsize: int, arithmetic: Arithmetic, root: int) -> Steps:
         """Along a chain that ends at ``root``, which has the result in ``data``; with the others it is used up."""
-        place = (self._index - root - 1) % self._size
         whole, scratch = arithmetic.array(data), arithmetic.array(self._scratch)
-        come = 0
 
         def receives() -> Iterator[tuple[memoryview, bool]]:
-            nonlocal come
-            for number, (first, last) in enumerate(_segments(len(data), itemsize)):
+            for first, last in _segments(len(data), itemsize):
                 yield self._scratch[: last - first], True
                 mine = whole[first // itemsize : last // itemsize]
                 arithmetic.combine(mine, scratch[: len(mine)], mine)
-                come = number + 1
+
+        yield from self._chain(data, itemsize, (self._index - root - 1) % self._size, receives())
+
+    def _chain(self, data: memoryview, itemsize: int, place: int, receives: Iterator[tuple[memoryview, bool]]) -> Steps:
+        """Pass the segments of ``data`` on, each once ``receives`` has done with it; the rank at ``place`` 0 begins."""
+        ready = 0
+
+        def counted() -> Iterator[tuple[memoryview, bool]]:
+            nonlocal ready
+            asked = next(receives, None)
+            while asked is not None:
+                yield asked
+                asked = next(receives, None)
+                ready += 1
 
         def sends() -> Iterator[tuple[memoryview, bool] | None]:
             for number, (first, last) in enumerate(_segments(len(data), itemsize)):
-                while place and come <= number:
+                while place and ready <= number:
                     yield None
                 yield data[first:last], True
 
         out = self._links[self._next] if place < self._size - 1 else None
         into = self._links[self._previous] if place else None
-        yield from self._flow(out, sends() if out else (), into, receives() if into else (), chain=True)
+        yield from self._flow(out, sends() if out else (), into, counted() if into else (), chain=True)
 
     def gather(self, sent: memoryview, parts: Sequence[memoryview], root: int) -> Steps:
         """``parts`` of the rank at ``root`` receive what each rank has ``sent``; the others have none."""
@@ -299,7 +297,7 @@ class Ring:
             else:
                 yield _wants(outgoing, incoming)
         if chain:
-            yield from _confirmed(out if out is not None and (outgoing.shown or chain) else None)
+            yield from _confirmed(out)
             yield from _confirm(into)
         else:
             yield from _confirm(into if incoming.read else None)

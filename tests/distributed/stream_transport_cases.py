@@ -228,7 +228,7 @@ def survive_a_kill() -> None:
     if rank == 1:
         time.sleep(60)
     error = error_of(communicator.all_reduce(torch.ones(4), ReduceOp.SUM))
-    faults.report(error=str(error), peer=error.peer, address=error.address)
+    faults.report(error=str(error), peer=error.peer)
     communicator.close()
 
 

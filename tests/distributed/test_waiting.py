@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 import os
 import signal
 import threading
@@ -55,7 +56,8 @@ def test_one_rank_says_who_is_awaited_and_where_it_is_and_the_call_goes_on() -> 
     result = faults.run_ranks(wait_for_a_late_rank, 4, env={"NCCLGUARD_WARN_AFTER": "2"}, timeout=90)
     assert result.values("ok") == dict.fromkeys(range(4), True), result
     logged = [line for lines in result.values("lines").values() for line in lines]
-    assert len([line for line in logged if "waiting for 2 s" in line]) == 1, logged
+    # A rank that is idle looks twice a second at what it is asked.
+    assert len([line for line in logged if re.search("waiting for [23] s", line)]) == 1, logged
     assert all("rank 2 has not come: it is at" in line and "load_the_next_shard" in line for line in logged), logged
 
 

@@ -171,9 +171,8 @@ def test_what_is_no_reduce_op_is_a_type_error(op: object) -> None:
         _torch.reduce_op_name(op)
 
 
-def test_lazy_connections_are_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+def test_a_gloo_group_has_a_set_of_connections_for_each_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
-    group = _torch.new_gloo_group(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
+    group = _torch.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
     assert _torch.gloo_contexts(group) == 2
     group.allreduce([torch.ones(1)]).wait()  # type: ignore[attr-defined]
