@@ -219,7 +219,7 @@ class Guard:
             communicator.closes = work.closing and self._rounds
             payload = work.payload(communicator.payload_nbytes)
             # Then the data themselves are the opening round: each stream of them begins with the mark.
-            opens = payload is None and work.meets and communicator.compares_marks
+            opens = payload is None and work.pieces > 0 and work.meets and communicator.compares_marks
             if opens:
                 call.opened = self._move(communicator, work, generation, from_piece, call.deadline)
             elif self._rounds or payload is not None:

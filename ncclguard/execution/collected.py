@@ -11,7 +11,7 @@ from ncclguard._inference import writable
 from ncclguard.buffers import Arena, aligned
 from ncclguard.chunking import ChunkPlan
 from ncclguard.execution.base import Execution
-from ncclguard.execution.memory import copied, in_a_row, plain, put, tensor_of
+from ncclguard.execution.memory import copied, in_a_row, plain, put, share_memory, tensor_of
 from ncclguard.transport import dtypes
 from ncclguard.transport.base import Agreement, Communicator, Pending
 
@@ -144,7 +144,12 @@ class ReduceScatter(_Collected):
     ) -> None:
         super().__init__([output], plan, closing=True)
         self._inputs = [in_a_row(tensor) for tensor in inputs]
+        self._in_place = any(share_memory(output, tensor) for tensor in self._inputs)
         self._reduction = dtypes.reduction(op, output.device.type)
+
+    def reserve(self, atomic: bool, in_flight: int) -> None:
+        # An input that was overwritten could not be added up again by another try.
+        super().reserve(atomic or self._in_place, in_flight)
 
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         start, stop = self.plan.pieces[piece]

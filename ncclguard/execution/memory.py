@@ -33,6 +33,23 @@ def plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a byte may belong to both: by the ranges of addresses that they span."""
+    if one.device != other.device or not one.numel() or not other.numel():
+        return False
+    return _begin(one) < _end(other) and _begin(other) < _end(one)
+
+
+def _begin(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """torch has no negative strides, so the last element is the furthest."""
+    furthest = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (furthest + 1) * tensor.element_size()
+
+
 def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
     """The elements one after the other, without dimensions: a view where the memory is that already, else a copy.
 

@@ -51,6 +51,7 @@ class Task:
     work: GuardedWork
     stream: torch.cuda.Stream | None = None
     nbytes: int = 0
+    issued: float = field(default_factory=time.monotonic)
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
     def run(self) -> None:
@@ -102,10 +103,10 @@ class Lane:
             inline = blocking and self._unfinished == 0 and self._turn.acquire(blocking=False)
             if not inline:
                 task.work.run_now = self._help
+                self._start()
                 self._unfinished += 1
                 self._queue.append(task)
-                self._issued = time.monotonic()
-                self._start()
+                self._issued = task.issued
                 if task.nbytes >= LARGE:
                     self._by_waiters = False
                 if self._idle or not self._by_waiters:  # else the thread looks by itself
@@ -142,15 +143,19 @@ class Lane:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"ncclguard-{self._name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"ncclguard-{self._name}", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         while True:
             with self._state:
-                while not self._closed and (not self._queue or self._left_to_others()):
-                    self._idle = not self._left_to_others()
-                    self._state.wait(LOOK_EVERY if not self._idle else None)
+                while not self._closed:
+                    left = self._left_to_others()
+                    if self._queue and not left:
+                        break
+                    self._idle = not left
+                    self._state.wait(LOOK_EVERY if left else None)
                 self._idle = False
                 if not self._queue:
                     return
@@ -158,9 +163,11 @@ class Lane:
             self._drain()
 
     def _left_to_others(self) -> bool:
-        """Whether what was issued last is to be left to threads that wait for it, for now."""
-        age = time.monotonic() - self._issued
-        return self._by_waiters and age < (LOOK_EVERY if self._queue else LOOK_FOR)
+        """Whether what is next, or may come, is to be left to threads that wait for it, for now."""
+        if not self._by_waiters:
+            return False
+        now = time.monotonic()
+        return now < (self._queue[0].issued + LOOK_EVERY if self._queue else self._issued + LOOK_FOR)
 
     def _help(self, work: GuardedWork, limited: bool) -> None:
         """A wait for `work`: run what is next in this thread until it has ended, unless another thread does.
@@ -171,6 +178,9 @@ class Lane:
             self._drain()
             return
         while not limited and not work.is_completed() and self._turn.acquire(blocking=False):
+            if work.is_completed():  # since it was looked at
+                self._turn.release()
+                return
             self._by_waiters = True
             if not self._run_next():
                 return
@@ -181,42 +191,57 @@ class Lane:
 
     def _run_next(self) -> bool:
         """Run the first collective of the queue and give the turn, which this thread has, back; False for none."""
+        task: Task | None = None
+        error: BaseException | None = None
+        interruption: BaseException | None = None
+        callbacks: Callable[[], None] | None = None
         try:
             with self._state:
-                if not self._queue:
-                    return False
-                task = self._queue.popleft()
-            error = self._error_of(task)
+                task = self._queue.popleft() if self._queue else None
+            if task is not None:
+                error = self._error_of(task)
+        except BaseException as raised:  # noqa: BLE001 - Ctrl-C a moment before the collective, or after it
+            error = raised
+        try:
+            if error is not None and not isinstance(error, Exception):
+                interruption = error  # of this thread
+            if task is not None:
+                if interruption is not None:  # whoever else waits is told in other words
+                    error = GuardError(
+                        f"{task.text} was given up: {type(error).__name__} in a thread that waited for it"
+                    )
+                callbacks = task.work.mark_ended(error)
+                if callbacks is not None:  # in the order of the collectives, while this thread has the turn
+                    with self._state:
+                        self._callbacks.append(callbacks)
         finally:
             self._turn.release()
-        callbacks = task.work.mark_ended(error)
-        if callbacks is None:
-            self._finished()
-        else:
-            self._call_back(callbacks)
-        if isinstance(error, BaseException) and not isinstance(error, Exception):
-            raise error  # of this thread: Ctrl-C while it carried out what it waited for
-        return True
+            if task is not None and callbacks is None:
+                self._finished()
+        if callbacks is not None:
+            self._call_back()
+        if interruption is not None and threading.current_thread() is not self._thread:
+            raise interruption
+        return task is not None
 
     def _finished(self) -> None:
         with self._state:
             self._unfinished -= 1
             self._drained.notify_all()
 
-    def _call_back(self, callbacks: Callable[[], None]) -> None:
-        """Run callbacks of a future, in the order of the collectives and not in the way of the next one."""
+    def _call_back(self) -> None:
+        """Run callbacks of futures, in the order of the collectives and not in the way of the next one."""
         with self._state:
-            self._callbacks.append(callbacks)
             if self._calling_back:
                 return
             self._calling_back = True
             elsewhere = threading.current_thread() is self._thread and not self._closed
         if elsewhere:
-            self._caller = threading.Thread(
-                target=self._run_callbacks, name=f"ncclguard-{self._name}-callbacks", daemon=True
-            )
+            name = f"ncclguard-{self._name}-callbacks"
+            caller = threading.Thread(target=self._run_callbacks, name=name, daemon=True)
             with contextlib.suppress(RuntimeError):  # the program has ended: there are no threads any more
-                self._caller.start()
+                caller.start()
+                self._caller = caller
                 return
         self._run_callbacks()
 
@@ -231,7 +256,12 @@ class Lane:
                 callbacks()
             except Exception:
                 log.exception("ncclguard: a callback of a collective on %s failed", self._name)
-            self._finished()
+            except BaseException:  # Ctrl-C in a thread that waited
+                with self._state:
+                    self._calling_back = False
+                raise
+            finally:
+                self._finished()
 
     def _perform(self, task: Task) -> None:
         with self._turn:

@@ -91,12 +91,13 @@ class Exchange(Agreement):
     def wait(self, seconds: float) -> bool:
         if self._complete:
             return True
-        if not self._using.acquire(timeout=seconds):
-            return False
+        mine = False
         try:
-            return self._move(time.monotonic() + seconds)
+            mine = self._using.acquire(timeout=seconds)
+            return mine and self._move(time.monotonic() + seconds)
         finally:
-            self._using.release()
+            if mine:
+                self._using.release()
 
     def _move(self, end: float) -> bool:
         while self._hop < len(self._layout):

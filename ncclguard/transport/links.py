@@ -160,15 +160,17 @@ class Links:
 
     def _reach(self, peer: int) -> _Greeting:
         address = self.addresses[peer]
-        stream = socket.socket(_family(address.host), socket.SOCK_STREAM)
-        stream.setblocking(False)
+        stream: socket.socket | None = None
         try:
+            stream = socket.socket(_family(address.host), socket.SOCK_STREAM)
+            stream.setblocking(False)
             code = stream.connect_ex(_sockaddr(address.host, address.port))
             if code not in (0, errno.EINPROGRESS):
-                raise LinkError(peer, OSError(code, os.strerror(code)))
-        except BaseException:
-            stream.close()
-            raise
+                raise OSError(code, os.strerror(code))
+        except OSError as error:
+            if stream is not None:
+                stream.close()
+            raise LinkError(peer, error) from None
         return _Greeting(stream, peer)
 
     def _accept(self) -> bool:
@@ -188,7 +190,7 @@ class Links:
             stream.setblocking(False)
             taken = True
             strangers = [greeting for greeting in self._greetings if greeting.peer is None]
-            if len(strangers) >= _STRANGERS:
+            if len(strangers) >= _STRANGERS + self.size:  # ranks among them, whose key was not looked at yet
                 self._drop(strangers[0])
             self._greetings.append(_Greeting(stream, None))
 
@@ -244,11 +246,11 @@ class Links:
         return True
 
     def _keep(self, greeting: _Greeting, peer: int, pid: int, reads: bool, is_read: bool) -> None:
-        self._greetings.remove(greeting)
         stream = greeting.stream
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, int(BLOCKS_FOR * 1e6)))
         stream.setblocking(True)
+        self._greetings.remove(greeting)
         self._links[peer] = Link(stream, peer, pid, reads and self._direct, is_read and self._direct)
         if self.stopped:  # meanwhile, from another thread, which has not seen it
             _shut(stream)

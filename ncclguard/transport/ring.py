@@ -261,7 +261,10 @@ class Ring:
             records[self._index][:] = self._links.own.pack()
             yield from self.all_gather([memoryview(record) for record in records])
             for peer, record in enumerate(records):
-                self._links.addresses[peer] = Address.unpack(bytes(record))
+                try:
+                    self._links.addresses[peer] = Address.unpack(bytes(record))
+                except ValueError as error:
+                    raise LinkError(peer, OSError(errno.EPROTO, f"no address: {error}")) from None
             self._announced = True
         yield from self._links.meet(peers)
 
@@ -446,7 +449,7 @@ def _confirmed(link: Link | None) -> Steps:
     """Wait until the rank after this one says so."""
     while link is not None:
         try:
-            if link.socket.recv(1, NOW):
+            if link.socket.recv(1, NOW) == b"\1":
                 return
             raise LinkError(link.peer, ConnectionResetError(errno.ECONNRESET, "closed by the peer"))
         except BlockingIOError:

@@ -137,10 +137,11 @@ class StreamCommunicator(Communicator):
     def move(self, steps: Steps, mark: int, closes: bool, seconds: float) -> tuple[bool, float]:
         """Go on with an operation for up to ``seconds``: whether it is complete, and `Pending.met`."""
         end = time.monotonic() + seconds
-        if not self._using.acquire(timeout=max(0.0, seconds)):
-            return False, 0.0
-        ring = self._ring
+        ring, mine = self._ring, False
         try:
+            mine = self._using.acquire(timeout=max(0.0, seconds))
+            if not mine:
+                return False, 0.0
             if self._broken_off:
                 raise TransportError(f"an operation before it has failed: {self._broken_off}")
             ring.mark, ring.direct, ring.met = mark, closes, 0.0
@@ -155,7 +156,8 @@ class StreamCommunicator(Communicator):
             self._broken_off = self._broken_off or f"{type(error).__name__} has interrupted it"
             raise
         finally:
-            self._using.release()
+            if mine:
+                self._using.release()
 
     def _broken(self, error: LinkError) -> TransportError:
         if self._links.stopped:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import re
 import os
+import re
 import signal
 import threading
 import time

@@ -1,0 +1,72 @@
+"""Tensors without elements, and a result that lies in its own input."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ncclguard as ng
+from ncclguard import faults, runtime
+from ncclguard.transport.memory import Arithmetic
+
+
+def empty_on_one_rank() -> None:
+    """Rank 1 comes later, with a tensor that has elements; then both have none."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ng.safe_barrier(timeout=30).raise_if_failed()
+    found = {}
+    for name, call in {
+        "all_reduce": lambda tensor: ng.safe_all_reduce(tensor, timeout=20),
+        "all_gather": lambda tensor: ng.safe_all_gather([torch.empty_like(tensor)] * 2, tensor, timeout=20),
+    }.items():
+        if rank == 1:
+            time.sleep(1.0)
+        outcome = call(torch.ones(7 if rank == 1 else 0))
+        found[name] = [outcome.ok, str(outcome.cause)]
+        found[f"{name} of nothing"] = [call(torch.ones(0)).ok]
+    faults.report(found=found)
+    dist.destroy_process_group()
+
+
+def test_a_tensor_without_elements_meets_the_other_ranks_like_any_other() -> None:
+    result = faults.run_ranks(empty_on_one_rank, 2, timeout=90).check()
+    for rank in result:
+        for name in ("all_reduce", "all_gather"):
+            assert rank.reports["found"][name] == [False, "diverged"], rank
+            assert rank.reports["found"][f"{name} of nothing"] == [True], rank
+
+
+def scattered_in_place() -> None:
+    """The connections of rank 0 break once while segments are added up."""
+    dist.init_process_group("gloo")
+    rank, size, part = dist.get_rank(), dist.get_world_size(), 500_000
+    ng.safe_barrier(timeout=30).raise_if_failed()
+    combine, calls = Arithmetic.combine, []
+
+    def breaking(self: Arithmetic, left: Any, right: Any, out: Any) -> None:
+        calls.append(len(out))
+        if rank == 0 and len(calls) == 4:
+            for _, guard in runtime.current()._guards.values():
+                guard._assembly._communicator.stop()  # type: ignore[union-attr]
+        combine(self, left, right, out)
+
+    Arithmetic.combine = breaking  # type: ignore[method-assign]
+    found = []
+    for atomic in (False, True):
+        calls.clear()
+        whole = torch.ones(size * part)
+        inputs = list(whole.split(part))
+        outcome = ng.safe_reduce_scatter(inputs[rank], inputs, timeout=30, atomic=atomic)
+        found.append([outcome.ok, outcome.attempts, inputs[rank].unique().tolist()])
+    faults.report(found=found)
+    dist.destroy_process_group()
+
+
+def test_a_reduce_scatter_into_its_own_input_is_right_after_a_retry() -> None:
+    """Not atomic too: what was added up once must not be added up again."""
+    result = faults.run_ranks(scattered_in_place, 3, timeout=90).check()
+    assert result.values("found") == {rank: [[True, 2, [3.0]]] * 2 for rank in range(3)}
