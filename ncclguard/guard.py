@@ -36,10 +36,6 @@ _MASK = (1 << 63) - 1
 _CLOSING = 1 << 62  # tells the vote at the end of an operation from the one at its beginning
 
 
-class _Mismatch(Exception):
-    """The opening round found that not all ranks are in the same operation."""
-
-
 class Guard:
     """One guarded group on one device. One operation at a time; a second thread queues within its own budget."""
 
@@ -226,7 +222,7 @@ class Guard:
                 opening = communicator.agree(mark, payload)
                 self._wait(opening, generation, call.deadline)
                 if not opening.agreed:
-                    raise _Mismatch
+                    raise Disagreement("the opening round has found different operations")
                 call.opened = time.monotonic()
             with self._seat.condition:
                 if not self._member.opened(generation):
@@ -245,7 +241,7 @@ class Guard:
                     closing = communicator.agree(mark ^ _CLOSING)
                     self._wait(closing, generation, call.deadline)
                     if not closing.agreed:
-                        raise _Mismatch
+                        raise Disagreement("the closing round has found different operations")
             else:
                 self._kept = work.keep()
             with self._seat.condition:
@@ -255,7 +251,7 @@ class Guard:
         except OutOfTime as error:
             waited = time.monotonic() - call.entered
             self._trouble(generation, TroubleKind.DEADLINE, str(error) or f"not complete after {waited:.3g} s")
-        except (_Mismatch, Disagreement):
+        except Disagreement:
             self._trouble(generation, TroubleKind.MISMATCH, "not all ranks called the same operation")
         except BuildRefused as error:
             self._trouble(generation, TroubleKind.RAISED, str(error))

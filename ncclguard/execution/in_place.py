@@ -203,12 +203,9 @@ class Broadcast(_InPlace):
     def _writes_input(self, piece: int) -> bool:
         return not self._writes
 
-    def payload(self, limit: int) -> torch.Tensor | None:
-        flat = super().payload(limit)
-        return flat  # of the same length on all ranks; only the source's is looked at
-
     def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
         nbytes = self._tensor.numel() * self._tensor.element_size()
+        # All ranks have sent as much, as an exchange needs it; only the source's is looked at.
         self.collected = [copied(opening.rows(torch.uint8, nbytes)[ranks.index(self._source)])]
 
     def submit(self, communicator: Communicator, piece: int) -> Pending:

@@ -37,11 +37,7 @@ def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether a byte may belong to both: by the ranges of addresses that they span."""
     if one.device != other.device or not one.numel() or not other.numel():
         return False
-    return _begin(one) < _end(other) and _begin(other) < _end(one)
-
-
-def _begin(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr()
+    return one.data_ptr() < _end(other) and other.data_ptr() < _end(one)
 
 
 def _end(tensor: torch.Tensor) -> int:

@@ -298,14 +298,7 @@ class Lane:
 
     def drop(self, why: str) -> None:
         """Forget what has not started, and fail what runs for all ranks, as if this one had raised `why`."""
-        with self._state:
-            dropped = list(self._queue)
-            self._queue.clear()
-            self._unfinished -= len(dropped)
-            self._state.notify_all()
-            self._drained.notify_all()
-        for task in dropped:
-            task.work.end(GuardError(f"{task.text} was not started: {why}"))
+        self._forget(why)
         self.call_off(why)
 
     def call_off(self, why: str) -> None:
@@ -316,8 +309,13 @@ class Lane:
 
     def close(self, why: str) -> None:
         """Take nothing more; the thread ends when what it runs has ended."""
+        self._forget(why, closes=True)
+
+    def _forget(self, why: str, closes: bool = False) -> None:
+        """End what has not started."""
         with self._state:
-            self._closed = self._closed or why
+            if closes:
+                self._closed = self._closed or why
             dropped = list(self._queue)
             self._queue.clear()
             self._unfinished -= len(dropped)

@@ -123,16 +123,16 @@ class AllToAll(Staged):
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], nothing: bool) -> None:
-        sizes = [tensor.numel() * tensor.element_size() for tensor in outputs]
-        super().__init__(outputs[0].device, sizes, nothing=nothing)
+        self._sizes = [tensor.numel() * tensor.element_size() for tensor in outputs]
+        super().__init__(outputs[0].device, [sum(self._sizes)], nothing=nothing)
         self._outputs = outputs
         self._inputs = inputs
 
     def start(self, communicator: Communicator) -> Pending:
-        return communicator.all_to_all(self.parts, [as_bytes(tensor) for tensor in self._inputs])
+        return communicator.all_to_all(self.parts[0], self._sizes, [as_bytes(tensor) for tensor in self._inputs])
 
     def finish(self, participants: Sequence[int]) -> None:
-        for output, part in zip(self._outputs, self.parts, strict=True):
+        for output, part in zip(self._outputs, divided(self.parts[0], self._sizes), strict=True):
             overwrite(output, part)
 
 

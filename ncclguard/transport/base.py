@@ -180,10 +180,10 @@ class Communicator(ABC):
         """Copy ``inputs[i]``, bytes of the rank at ``root_index``, into ``output`` of the rank at index i."""
 
     @abstractmethod
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
-        """Copy the bytes ``inputs[i]`` of the rank at index j into ``outputs[j]`` of the rank at index i.
+    def all_to_all(self, output: torch.Tensor, sizes: Sequence[int], inputs: Sequence[torch.Tensor]) -> Pending:
+        """Copy the bytes ``inputs[i]`` of the rank at index j into part j of ``output`` of the rank at index i.
 
-        The lengths must be known to agree. Outputs are consecutive parts of one tensor, and so are inputs.
+        ``sizes``: bytes of each part, one after the other. The lengths must be known to agree.
         """
 
     @abstractmethod

@@ -11,11 +11,8 @@ do not need to expect the same number of bytes for it.
 
 from __future__ import annotations
 
-import ctypes
-import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +21,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from .base import Agreement, TransportError
-from .links import BLOCKS_FOR, NOW, Link, Links, await_events, distances
-from .memory import Arithmetic, view_of
+from .links import BLOCKS_FOR, NOW, Link, Links, await_events, distances, wants_of
+from .memory import Arithmetic, copy_bytes
 
 HEADER = 16  # bytes before the payload in a slot: vote and length
 _HEADER = struct.Struct("=qq")
@@ -42,6 +39,11 @@ def slot_nbytes(size: int) -> int:
     return max(HEADER, min(_LARGEST_SLOT, _ALL_SLOTS // size // HEADER * HEADER))
 
 
+def _slot_of(nbytes: int) -> int:
+    """Bytes of a slot with a payload of so many: whole headers, so that every dtype is aligned."""
+    return HEADER + -(-nbytes // HEADER) * HEADER
+
+
 class Exchange(Agreement):
     """One exchange at a time; itself the `Agreement` of the one under way, valid until the next is started.
 
@@ -49,12 +51,11 @@ class Exchange(Agreement):
     communicator ends with it.
     """
 
-    def __init__(self, ranks: Sequence[int], links: Links, using: threading.Lock) -> None:
+    def __init__(self, ranks: Sequence[int], links: Links) -> None:
         self.payload_nbytes = slot_nbytes(len(ranks)) - HEADER
         self._ranks = tuple(ranks)
         self._index = links.index
         self._links = links
-        self._using = using
         with torch.inference_mode(False):  # else later calls outside of that mode could not write into it
             self._memory = torch.zeros(len(ranks) * slot_nbytes(len(ranks)), dtype=torch.uint8, device="cpu")
         self._address = self._memory.data_ptr()
@@ -62,7 +63,6 @@ class Exchange(Agreement):
         self._layouts: dict[int, list[tuple[Link, Link, memoryview, memoryview]]] = {}
         self._layout = self._laid_out(0)
         self._payloads: dict[tuple[torch.dtype, int], _Payloads] = {}
-        self._into = list({id(hop[1]): hop[1] for hop in self._layout}.values())
         self._own = b""  # the header that all ranks have to send
         self._hop = len(self._layout)  # none is under way
         self._sent = self._received = 0
@@ -83,7 +83,7 @@ class Exchange(Agreement):
         self._own = _HEADER.pack(vote, nbytes)
         self._whole[:HEADER] = self._own
         if payload is not None and nbytes:
-            ctypes.memmove(self._address + HEADER, payload.data_ptr(), nbytes)
+            copy_bytes(self._address + HEADER, payload.data_ptr(), nbytes)
         self._hop = self._sent = self._received = 0
         self._waited = False
         return self
@@ -93,11 +93,11 @@ class Exchange(Agreement):
             return True
         mine = False
         try:
-            mine = self._using.acquire(timeout=seconds)
+            mine = self._links.using.acquire(timeout=seconds)
             return mine and self._move(time.monotonic() + seconds)
         finally:
             if mine:
-                self._using.release()
+                self._links.using.release()
 
     def _move(self, end: float) -> bool:
         while self._hop < len(self._layout):
@@ -120,8 +120,8 @@ class Exchange(Agreement):
             self._hop += 1
             self._sent = self._received = 0
         if not self._waited:
-            for link in self._into:
-                self._check_open(link)
+            for _, into, _, _ in self._layout:
+                self._check_open(into)
         return True
 
     def _hop_asleep(self, out: Link, into: Link, outgoing: memoryview, incoming: memoryview) -> None:
@@ -184,14 +184,8 @@ class Exchange(Agreement):
             if end - time.monotonic() >= BLOCKS_FOR:
                 self._receive(into, incoming, 0)
                 return True
-        wants = []
-        if self._received < len(incoming):
-            wants.append((into.socket.fileno(), select.POLLIN))
-        if self._sent < len(outgoing):
-            wants.append((out.socket.fileno(), select.POLLOUT))
-        if len(wants) == 2 and out is into:
-            wants = [(out.socket.fileno(), select.POLLIN | select.POLLOUT)]
-        return await_events(tuple(wants), end)
+        wants = wants_of(into if self._received < len(incoming) else None, out if self._sent < len(outgoing) else None)
+        return await_events(wants, end)
 
     @property
     def _complete(self) -> bool:
@@ -211,7 +205,7 @@ class Exchange(Agreement):
 
     def _laid_out(self, nbytes: int) -> list[tuple[Link, Link, memoryview, memoryview]]:
         """What each hop sends and receives, for a payload of so many bytes."""
-        slot = HEADER + -(-nbytes // HEADER) * HEADER  # so that every dtype is aligned
+        slot = _slot_of(nbytes)
         found = self._layouts.get(slot)
         if found is None:
             size, index = len(self._ranks), self._index
@@ -234,7 +228,7 @@ class Exchange(Agreement):
             if len(self._payloads) >= _CACHED:
                 self._payloads.clear()
             size, nbytes = len(self._ranks), numel * dtype.itemsize
-            slot = HEADER + -(-nbytes // HEADER) * HEADER
+            slot = _slot_of(nbytes)
             slots = self._memory[: size * slot].view(size, slot)[:, HEADER : HEADER + nbytes].view(dtype)
             found = self._payloads[dtype, numel] = _Payloads(slots, -self._index % size)
         return found
@@ -246,6 +240,10 @@ class Exchange(Agreement):
         return TransportError(f"the connection with rank {rank} broke: {error}", peer=rank)
 
 
+#: The arithmetic; what is copied, as (to, from); and what is combined, as (left, right, into).
+_Plan = tuple[Arithmetic, list[tuple[Any, Any]], list[tuple[Any, Any, Any]]]
+
+
 class _Payloads:
     """The payloads of one dtype and length: ``slots`` as they lie, that of the first rank of the group at ``first``.
 
@@ -255,67 +253,46 @@ class _Payloads:
     depend on each CPU's vectors.
     """
 
-    __slots__ = ("_arithmetic", "_array_folds", "_arrays", "_folds", "_parts", "_rows", "_slots")
+    __slots__ = ("_parts", "_plans", "_rows")
 
     def __init__(self, slots: torch.Tensor, first: int) -> None:
         self._parts = (slots[first:], slots[:first])
         with torch.inference_mode(False):  # else later calls outside of that mode could not write into it
-            self._rows = rows = torch.empty(slots.shape, dtype=slots.dtype, device="cpu")
-        # Few rows are combined where they lie: copying them into one tensor first costs more than the calls.
-        self._slots = (*slots[first:], *slots[:first]) if 1 < len(slots) <= _FEW else ()
-        self._arithmetic: dict[ReduceOp.RedOpType, tuple[Arithmetic, list[Any], list[Any]]] = {}
-        self._arrays: list[tuple[Any, Any]] = []
-        self._array_folds: list[tuple[Any, Any]] = []
-        self._folds: list[tuple[torch.Tensor, torch.Tensor]] = []
-        left = len(rows)
-        while left > 1:
-            half = (left + 1) // 2
-            self._folds.append((rows[: left - half], rows[half:left]))
-            left = half
+            self._rows = torch.empty(slots.shape, dtype=slots.dtype, device="cpu")
+        self._plans: dict[ReduceOp.RedOpType, _Plan] = {}
 
     def rows(self) -> torch.Tensor:
         return torch.cat(self._parts, out=self._rows)
 
     def reduced(self, op: ReduceOp.RedOpType) -> torch.Tensor:
-        if self._slots and len(self._rows[0]):
-            return self._reduced_by_rows(op)
-        arithmetic = Arithmetic(op, self._rows.dtype)
-        if arithmetic.by_numpy:
-            for part, rows in self._as_arrays():
-                rows[...] = part
-            folds = self._array_folds
-        else:
-            self.rows()
-            folds = self._folds
-        for low, high in folds:
-            arithmetic.combine(low, high, low)
+        plan = self._plans.get(op)
+        if plan is None:
+            plan = self._plans[op] = self._planned(op)
+        arithmetic, copies, folds = plan
+        for rows, part in copies:
+            rows[...] = part
+        for left, right, out in folds:
+            arithmetic.combine(left, right, out)
         return self._rows[0]
 
-    def _as_arrays(self) -> list[tuple[Any, Any]]:
-        """The slots with the rows that they are copied into; and the folds, made with the first call."""
-        if not self._arrays:
-            first = len(self._parts[0])
-            halves = (self._rows[:first], self._rows[first:])
-            self._arrays = [(part.numpy(), rows.numpy()) for part, rows in zip(self._parts, halves, strict=True)]
-            self._array_folds = [(low.numpy(), high.numpy()) for low, high in self._folds]
-        return self._arrays
-
-    def _reduced_by_rows(self, op: ReduceOp.RedOpType) -> torch.Tensor:
-        prepared = self._arithmetic.get(op)
-        if prepared is None:
-            arithmetic = Arithmetic(op, self._rows.dtype)
-            slots = [arithmetic.array(view_of(slot)) for slot in self._slots]
-            prepared = self._arithmetic[op] = (
-                arithmetic,
-                slots,
-                [arithmetic.array(view_of(row)) for row in self._rows],
-            )
-        arithmetic, slots, rows = prepared
-        left, found = len(slots), list(slots)
-        while left > 1:
-            half = (left + 1) // 2
-            for row in range(left - half):
-                arithmetic.combine(found[row], found[half + row], rows[row])
-                found[row] = rows[row]
-            left = half
-        return self._rows[0]
+    def _planned(self, op: ReduceOp.RedOpType) -> _Plan:
+        """What is copied, and what is combined with what, in which order."""
+        arithmetic, first = Arithmetic(op, self._rows.dtype), len(self._parts[0])
+        with torch.inference_mode(False):
+            rows, *parts = ((each.numpy() if arithmetic.by_numpy else each) for each in (self._rows, *self._parts))
+            folds: list[tuple[Any, Any, Any]] = []
+            left = len(rows)
+            if not 1 < left <= _FEW:
+                while left > 1:
+                    half = (left + 1) // 2
+                    folds.append((rows[: left - half], rows[half:left], rows[: left - half]))
+                    left = half
+                return arithmetic, [(rows[:first], parts[0]), (rows[first:], parts[1])], folds
+            # Few are combined where they lie: copying them into one tensor first costs more than the calls.
+            found = [*parts[0], *parts[1]]
+            while left > 1:
+                half = (left + 1) // 2
+                folds += [(found[row], found[half + row], rows[row]) for row in range(left - half)]
+                found[: left - half] = [rows[row] for row in range(left - half)]
+                left = half
+            return arithmetic, [], folds

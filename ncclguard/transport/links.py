@@ -22,6 +22,7 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ class Address:
 class Links:
     """All connections of one rank in one generation, and its listening socket.
 
-    ``addresses`` may be extended at any time; `meet` needs those of higher places only. Any thread may call `stop`.
+    ``addresses`` may be extended at any time; `meet` needs those of higher places only. Any thread may call `stop`, and
+    whoever moves bytes holds ``using``.
     """
 
     def __init__(self, host: str, size: int, index: int, direct: bool) -> None:
@@ -125,6 +127,7 @@ class Links:
         self._listener = _listen(host, backlog=max(128, size))
         self.stopped = False
         self.turns = Turns()
+        self.using = threading.Lock()  # held by the one thread that moves bytes
         name = self._listener.getsockname()
         self.own = Address(host, name[1], self._key)
 
@@ -210,7 +213,7 @@ class Links:
 
     def _hear_out(self, greeting: _Greeting) -> bool:
         if greeting.reached is not None and not greeting.sent:
-            if not _is_writable(greeting.stream):
+            if not await_events((greeting.wants,), 0.0):
                 return False
             code = greeting.stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
@@ -453,6 +456,14 @@ def advance(steps: Steps, end: float, turns: Turns | None = None) -> bool:
     return True
 
 
+def wants_of(into: Link | None, out: Link | None) -> Wants:
+    """To receive from one rank and to send to another, or the same; None for what is not waited for."""
+    if into is not None and into is out:
+        return ((into.socket.fileno(), select.POLLIN | select.POLLOUT),)
+    asked = ((into, select.POLLIN), (out, select.POLLOUT))
+    return tuple((link.socket.fileno(), events) for link, events in asked if link is not None)
+
+
 def await_events(wants: Wants, end: float) -> bool:
     """Whether one of the events came, or its connection broke, before ``end`` (time.monotonic())."""
     left = end - time.monotonic()
@@ -477,12 +488,6 @@ def _listen(host: str, backlog: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _is_writable(stream: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(stream, select.POLLOUT)
-    return bool(poll.poll(0))
 
 
 def _shut(stream: socket.socket) -> None:

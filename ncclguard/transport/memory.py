@@ -43,12 +43,8 @@ _ONE_THREAD = 32768
 
 def view_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable. The tensor must be kept for as long as the view is used."""
-    return view_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-def view_at(address: int, nbytes: int) -> memoryview:
-    """The ``nbytes`` at ``address`` of this process, writable."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B") if nbytes else memoryview(b"")
 
 
 def address_of(view: memoryview) -> int:

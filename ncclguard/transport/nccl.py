@@ -156,21 +156,11 @@ class NcclCommunicator(Communicator):
         sent = [list(inputs)] if inputs else []
         return self._start((output, *inputs), lambda group: group.scatter([output], sent, options))
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> NcclPending:
+    def all_to_all(self, output: torch.Tensor, sizes: Sequence[int], inputs: Sequence[torch.Tensor]) -> NcclPending:
         with _errors_of_torch():
             sent = torch.cat(list(inputs))
-            received = sent.new_empty(sum(part.numel() for part in outputs))
-        sizes, sent_sizes = [part.numel() for part in outputs], [part.numel() for part in inputs]
-
-        def distribute() -> None:
-            for part, output in zip(torch.split(received, sizes), outputs, strict=True):
-                output.copy_(part)
-
-        return self._start(
-            (received, sent, *outputs),
-            lambda group: group.alltoall_base(received, sent, sizes, sent_sizes),
-            distribute,
-        )
+        received_sizes, sent_sizes = list(sizes), [part.numel() for part in inputs]
+        return self._start((output, sent), lambda group: group.alltoall_base(output, sent, received_sizes, sent_sizes))
 
     def all_gather_uneven(self, sizes: Sequence[int], data: torch.Tensor) -> tuple[Pending, list[torch.Tensor]]:
         return self._votes.all_gather_uneven(sizes, data)

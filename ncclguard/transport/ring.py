@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from .base import Save
-from .links import NOW, Address, Link, LinkError, Links, Steps
+from .links import NOW, Address, Link, LinkError, Links, Steps, wants_of
 from .memory import Arithmetic, address_of, copy_bytes, read_process
 
 #: Bytes of one segment: long enough that handling it costs little beside moving it, short enough that it is still in
@@ -73,10 +73,8 @@ class Ring:
         cut = _Cut(len(data) // itemsize, size, itemsize)
         whole, scratch = arithmetic.array(data), arithmetic.array(self._scratch)
         arrived = [0] * cut.blocks  # steps of each block that have come
-        met = 0.0
 
         def receives() -> Iterator[tuple[memoryview, bool]]:
-            nonlocal met
             for block, step in _order(cut.blocks, 2 * rounds):
                 chunk = (index - step - 1 if step < rounds else index - step + rounds) % size
                 start, stop = cut.part(block, chunk)
@@ -92,8 +90,8 @@ class Ring:
                         save(first, last)
                     yield data[first:last], True
                 arrived[block] = step + 1
-                if not met and step == rounds - 1:  # a sum of all
-                    self.met = met = time.monotonic()
+                if step == rounds - 1:  # a sum of all
+                    self.met = self.met or time.monotonic()
 
         def sends() -> Iterator[tuple[memoryview, bool] | None]:
             for block, step in _order(cut.blocks, 2 * rounds):
@@ -109,6 +107,9 @@ class Ring:
         self, output: memoryview, inputs: Sequence[memoryview], itemsize: int, arithmetic: Arithmetic
     ) -> Steps:
         size, index = self._size, self._index
+        if size == 1:
+            _copy(output, inputs[0])
+            return
         last_step = size - 2
         segments = _segments(len(output), itemsize)
         scratch, result = arithmetic.array(self._scratch), arithmetic.array(output)
@@ -144,14 +145,15 @@ class Ring:
 
         yield from self._flow(self._links[self._next], sends(), self._links[self._previous], receives())
 
-    def all_gather(self, parts: Sequence[memoryview]) -> Steps:
-        """Every rank's part to all; the own one, ``parts[index]``, is there already. Their lengths may differ."""
+    def all_gather(self, parts: Sequence[memoryview], own: memoryview) -> Steps:
+        """Every rank's ``own`` bytes to all, of which ``parts[index]`` may be the same memory. Lengths may differ."""
         size, index = self._size, self._index
+        _copy(parts[index], own)
         if size == 1:
             return
         cut = [_segments(len(part), 1) for part in parts]
         longest = max(map(len, cut))
-        arrived: dict[tuple[int, int], bool] = {}
+        arrived: set[tuple[int, int]] = set()
 
         def receives() -> Iterator[tuple[memoryview, bool]]:
             for number, step in _order(longest, size - 1):
@@ -159,14 +161,15 @@ class Ring:
                 if number < len(cut[chunk]):
                     first, last = cut[chunk][number]
                     yield parts[chunk][first:last], True
-                    arrived[number, step] = True
+                    arrived.add((number, step))
 
         def sends() -> Iterator[tuple[memoryview, bool] | None]:
             for number, step in _order(longest, size - 1):
                 chunk = (index - step) % size
                 if number < len(cut[chunk]):
-                    while step and not arrived.pop((number, step - 1), False):
+                    while step and (number, step - 1) not in arrived:
                         yield None
+                    arrived.discard((number, step - 1))
                     first, last = cut[chunk][number]
                     yield parts[chunk][first:last], True
 
@@ -258,8 +261,8 @@ class Ring:
             return
         if not self._announced:
             records = [bytearray(Address.SIZE) for _ in range(self._size)]
-            records[self._index][:] = self._links.own.pack()
-            yield from self.all_gather([memoryview(record) for record in records])
+            own = memoryview(bytearray(self._links.own.pack()))
+            yield from self.all_gather([memoryview(record) for record in records], own)
             for peer, record in enumerate(records):
                 try:
                     self._links.addresses[peer] = Address.unpack(bytes(record))
@@ -298,7 +301,7 @@ class Ring:
                     looks = _LOOKS
                     yield ()
             else:
-                yield _wants(outgoing, incoming)
+                yield wants_of(incoming.waiting, outgoing.waiting)
         if chain:
             yield from _confirmed(out)
             yield from _confirm(into)
@@ -324,9 +327,9 @@ class _Outgoing:
         self.over = link is None
 
     @property
-    def wants(self) -> int:
-        """The events it waits for: none while it has nothing to send yet."""
-        return select.POLLOUT if self._view is not None else 0
+    def waiting(self) -> Link | None:
+        """The link whose buffer is full; None while there is nothing to send yet, or any more."""
+        return self._link if self._view is not None else None
 
     def move(self) -> bool:
         """Send until the buffer is full, or there is nothing to send yet; whether anything was."""
@@ -374,6 +377,11 @@ class _Incoming:
         self.read = False  # whether the peer's memory was read
         self.over = link is None
 
+    @property
+    def waiting(self) -> Link | None:
+        """The link that has nothing for this rank yet; None once all has come."""
+        return None if self.over else self._link
+
     def move(self) -> bool:
         """Take what has come, up to one segment; whether anything was there."""
         link, moved = self._link, False
@@ -418,19 +426,6 @@ class _Incoming:
 _OVER = (memoryview(b""), False)
 #: Bytes from which a part is read from the peer's memory: below, the socket costs less than asking for it.
 DIRECT_FROM = 32 << 10
-
-
-def _wants(outgoing: _Outgoing, incoming: _Incoming) -> tuple[tuple[int, int], ...]:
-    into = incoming._link if not incoming.over else None
-    out = outgoing._link if not outgoing.over and outgoing.wants else None
-    if into is not None and into is out:
-        return ((into.socket.fileno(), select.POLLIN | select.POLLOUT),)
-    found = []
-    if into is not None:
-        found.append((into.socket.fileno(), select.POLLIN))
-    if out is not None:
-        found.append((out.socket.fileno(), select.POLLOUT))
-    return tuple(found)
 
 
 def _confirm(link: Link | None) -> Steps:
@@ -502,5 +497,6 @@ def _whole(view: memoryview) -> Iterator[tuple[memoryview, bool]]:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    if len(source):
+    """Unless they are the same memory."""
+    if len(source) and address_of(target) != address_of(source):
         copy_bytes(address_of(target), address_of(source), len(source))

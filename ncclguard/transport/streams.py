@@ -26,7 +26,7 @@ from .base import Agreement, Communicator, Disagreement, Kind, Pending, Save, Tr
 from .bounded import bounded
 from .exchange import Exchange
 from .links import LinkError, Links, Steps, advance, connect, job_address
-from .memory import Arithmetic, copy_bytes, view_of
+from .memory import Arithmetic, view_of
 from .ring import Mismatch, Ring
 
 _CLOSE_WAIT = 0.5  # seconds that close() waits for a thread that is still in an operation
@@ -47,8 +47,7 @@ class StreamCommunicator(Communicator):
         self.size = len(ranks)
         self.generation = generation
         self._links = links
-        self._using = threading.Lock()  # held by the one thread that moves bytes
-        self._exchange = Exchange(ranks, links, self._using)
+        self._exchange = Exchange(ranks, links)
         self._ring = Ring(links)
         self._begun = 0
         self._broken_off = ""  # why nothing more can be carried
@@ -67,45 +66,27 @@ class StreamCommunicator(Communicator):
         return self._exchange.start(value, payload)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, save: Save | None = None) -> Pending:
-        wire = dtypes.reducible_view(tensor, "cpu")
-        arithmetic = Arithmetic(dtypes.CPU.wire_op(op, wire.dtype), wire.dtype)
-        return self._start(
-            self._ring.all_reduce(view_of(wire), wire.element_size(), arithmetic, save or _nothing), tensor
-        )
+        return self._start(self._ring.all_reduce(*_operand(tensor, op), save or _nothing), tensor)
 
     def broadcast(self, tensor: torch.Tensor, source_index: int, save: Save | None = None) -> Pending:
         wire = dtypes.movable_view(tensor, "cpu")
         return self._start(self._ring.broadcast(view_of(wire), source_index, save or _nothing), tensor)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Pending:
-        own = dtypes.movable_view(tensor, "cpu")
-        parts = [view_of(dtypes.movable_view(output, "cpu")) for output in outputs]
-
-        def steps() -> Steps:
-            target = dtypes.movable_view(outputs[self.index], "cpu")
-            if own.data_ptr() != target.data_ptr() and own.numel():
-                copy_bytes(target.data_ptr(), own.data_ptr(), own.numel() * own.element_size())
-            yield from self._ring.all_gather(parts)
-
-        return self._start(steps(), tensor, *outputs)
+        own, *parts = [view_of(dtypes.movable_view(each, "cpu")) for each in (tensor, *outputs)]
+        return self._start(self._ring.all_gather(parts, own), tensor, *outputs)
 
     def all_gather_uneven(self, sizes: Sequence[int], data: torch.Tensor) -> tuple[Pending, list[torch.Tensor]]:
         parts = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in sizes]
         return self.all_gather(parts, data), parts
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> Pending:
-        wire = dtypes.reducible_view(output, "cpu")
+        result, itemsize, arithmetic = _operand(output, op)
         views = [view_of(dtypes.reducible_view(tensor, "cpu")) for tensor in inputs]
-        arithmetic = Arithmetic(dtypes.CPU.wire_op(op, wire.dtype), wire.dtype)
-        if self.size == 1:
-            return self._start(self._copied(output, inputs[0]), output, *inputs)
-        steps = self._ring.reduce_scatter(view_of(wire), views, wire.element_size(), arithmetic)
-        return self._start(steps, output, *inputs)
+        return self._start(self._ring.reduce_scatter(result, views, itemsize, arithmetic), output, *inputs)
 
     def reduce(self, tensor: torch.Tensor, root_index: int, op: ReduceOp.RedOpType) -> Pending:
-        wire = dtypes.reducible_view(tensor, "cpu")
-        arithmetic = Arithmetic(dtypes.CPU.wire_op(op, wire.dtype), wire.dtype)
-        return self._start(self._ring.reduce(view_of(wire), wire.element_size(), arithmetic, root_index), tensor)
+        return self._start(self._ring.reduce(*_operand(tensor, op), root_index), tensor)
 
     def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root_index: int) -> Pending:
         views = [view_of(output) for output in outputs]
@@ -115,13 +96,9 @@ class StreamCommunicator(Communicator):
         views = [view_of(tensor) for tensor in inputs]
         return self._start(self._ring.scatter(view_of(output), views, root_index), output, *inputs)
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
-        steps = self._ring.all_to_all([view_of(part) for part in outputs], [view_of(part) for part in inputs])
-        return self._start(steps, *outputs, *inputs)
-
-    def _copied(self, output: torch.Tensor, source: torch.Tensor) -> Steps:
-        copy_bytes(output.data_ptr(), source.data_ptr(), output.numel() * output.element_size())
-        yield ()
+    def all_to_all(self, output: torch.Tensor, sizes: Sequence[int], inputs: Sequence[torch.Tensor]) -> Pending:
+        received = [view_of(part) for part in torch.split(output, list(sizes))]
+        return self._start(self._ring.all_to_all(received, [view_of(part) for part in inputs]), output, *inputs)
 
     def _start(self, steps: Steps, *tensors: torch.Tensor) -> Moving:
         self._check()
@@ -139,7 +116,7 @@ class StreamCommunicator(Communicator):
         end = time.monotonic() + seconds
         ring, mine = self._ring, False
         try:
-            mine = self._using.acquire(timeout=max(0.0, seconds))
+            mine = self._links.using.acquire(timeout=max(0.0, seconds))
             if not mine:
                 return False, 0.0
             if self._broken_off:
@@ -157,7 +134,7 @@ class StreamCommunicator(Communicator):
             raise
         finally:
             if mine:
-                self._using.release()
+                self._links.using.release()
 
     def _broken(self, error: LinkError) -> TransportError:
         if self._links.stopped:
@@ -175,8 +152,8 @@ class StreamCommunicator(Communicator):
 
     def quiet(self, seconds: float) -> bool:
         """See `Communicator.quiet`: whether no thread is moving bytes any more, which `stop` makes it notice."""
-        if self._using.acquire(timeout=max(0.0, seconds)):
-            self._using.release()
+        if self._links.using.acquire(timeout=max(0.0, seconds)):
+            self._links.using.release()
             return True
         return False
 
@@ -188,7 +165,7 @@ class StreamCommunicator(Communicator):
 
     def leave_to_parent(self) -> None:
         """In a forked child: the connections are the parent's, and must end when the parent does."""
-        self._using = threading.Lock()
+        self._links.using = threading.Lock()
         self._links.close()
 
 
@@ -218,6 +195,12 @@ class Moving(Pending):
             if self._done:
                 self._tensors = ()
         return self._done
+
+
+def _operand(tensor: torch.Tensor, op: ReduceOp.RedOpType) -> tuple[memoryview, int, Arithmetic]:
+    """What is reduced: its bytes, the size of an element, and how two are combined."""
+    wire = dtypes.reducible_view(tensor, "cpu")
+    return view_of(wire), wire.element_size(), Arithmetic(dtypes.CPU.wire_op(op, wire.dtype), wire.dtype)
 
 
 def _nothing(start: int, stop: int) -> None:

@@ -43,8 +43,8 @@ class Communicator:
     def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root: int) -> None:
         self.given += outputs
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        self.given += outputs
+    def all_to_all(self, output: torch.Tensor, sizes: Sequence[int], inputs: Sequence[torch.Tensor]) -> None:
+        self.given.append(output)
 
     def write(self) -> None:
         for tensor in self.given:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,7 @@ def exchanges(size: int, store: Store | None = None) -> Iterator[list[Exchange]]
     """An exchange for each rank."""
     with links(size, store) as made:
         numbers = range(FIRST, FIRST + size)
-        yield [Exchange(numbers, one, threading.Lock()) for one in made]
+        yield [Exchange(numbers, one) for one in made]
 
 
 @contextmanager

@@ -75,9 +75,10 @@ def test_every_collective_moves_every_length(size: int, direct: bool) -> None:
             sent = [
                 torch.full((8 * (index + 2 * peer) % (numel + 1),), index, dtype=torch.uint8) for peer in range(size)
             ]
-            came = [torch.zeros(8 * (peer + 2 * index) % (numel + 1), dtype=torch.uint8) for peer in range(size)]
-            finish(communicator.all_to_all(came, sent))
-            for peer, part in enumerate(came):
+            sizes = [8 * (peer + 2 * index) % (numel + 1) for peer in range(size)]
+            came = torch.zeros(sum(sizes), dtype=torch.uint8)
+            finish(communicator.all_to_all(came, sizes, sent))
+            for peer, part in enumerate(came.split(sizes)):
                 compare("all_to_all", part, torch.full_like(part, peer))
             lengths = [(peer * numel) % 50 for peer in range(size)]
             pending, uneven = communicator.all_gather_uneven(
