@@ -61,10 +61,18 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     """Global ranks of the group, ordered by their rank within it. Raises ValueError as `group_name` does."""
+    global _last_ranks
     ranks = c10d._world.pg_group_ranks.get(group)
     if ranks is None:
         raise ValueError("the process group was destroyed or this rank is not in it: create it again with new_group()")
-    return tuple(ranks)
+    if ranks is not _last_ranks[0]:
+        _last_ranks = ranks, tuple(ranks)
+    return _last_ranks[1]
+
+
+#: The mapping that torch keeps of the group that was asked for last, and its ranks: a program mostly uses one, which
+#: may have thousands.
+_last_ranks: tuple[object, tuple[int, ...]] = (None, ())
 
 
 def gloo_backend(group: dist.ProcessGroup) -> ProcessGroupGloo | None:
@@ -102,11 +110,18 @@ def reduce_op_name(op: Any) -> str:
 
     Raises TypeError for anything else.
     """
+    known = _REDUCE_OPS.get(id(op))
+    if known is not None:
+        return known
     # RedOpType first: torch makes its members instances of ReduceOp as well.
     kind: Any = op if isinstance(op, dist.ReduceOp.RedOpType) else getattr(op, "op", None)
     if not isinstance(kind, dist.ReduceOp.RedOpType):
         raise TypeError(f"op must be a torch.distributed.ReduceOp such as ReduceOp.SUM, not a {type(op).__name__}")
     return str(kind.name)
+
+
+#: What `reduce_op_name` says of torch's own constants, which live as long as the process: on every call's path.
+_REDUCE_OPS = {id(op): str(op.name) for op in vars(dist.ReduceOp).values() if isinstance(op, dist.ReduceOp.RedOpType)}
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
 from ncclguard import _torch, runtime
 from ncclguard.agreement.decision import EVERYBODY, NOBODY
@@ -69,7 +69,7 @@ class Call:
         self.ranks: tuple[int, ...] = (0,) if self._group is None else _torch.group_ranks(self._group)
         self.solo = len(self.ranks) == 1
 
-    def check(self, kind: Kind, tensor: torch.Tensor, op: Any = None, atomic: Atomic = None) -> None:
+    def check(self, kind: Kind, tensor: torch.Tensor, op: str | None = None, atomic: Atomic = None) -> None:
         """Raise for a dtype or reduce op that the backend cannot carry, and for an `atomic` that `on_lost` excludes."""
         if not _checked_atomic(atomic, self.config) and self._shrink:
             raise ValueError(
@@ -166,9 +166,9 @@ class Call:
 
 
 @lru_cache(maxsize=256)
-def _check_supported(device: torch.device, kind: Kind, dtype: torch.dtype, op: Any) -> None:
+def _check_supported(device: torch.device, kind: Kind, dtype: torch.dtype, op: str | None) -> None:
     """Remembers what was found in order; what is refused raises each time."""
-    runtime.builder(device).check_supported(kind, dtype, op)
+    runtime.builder(device).check_supported(kind, dtype, op and getattr(ReduceOp, op))
 
 
 @lru_cache(maxsize=4096)

@@ -59,12 +59,12 @@ def safe_all_reduce(
     check_tensor(tensor, "tensor", written=True)
     kind = _torch.reduce_op_name(op)
     call = Call("all_reduce", group, timeout, tensor.numel(), max_attempts, on_lost, name)
-    call.check("all_reduce", tensor, op, atomic)
+    call.check("all_reduce", tensor, kind, atomic)
     pieces = call.plan(tensor.numel(), chunk_numel, tensor.element_size())
     if call.solo:
         return call.alone(nbytes_of(tensor), tensor.numel())
     closing = nbytes_of(tensor) > call.config.closing_nbytes
-    work = AllReduce(tensor, getattr(ReduceOp, kind), pieces, closing, staged=tensor.is_cuda)
+    work = AllReduce(tensor, kind, pieces, closing, staged=tensor.is_cuda)
     return call.run(work, tensor, f"{describe(tensor)}, {kind}", (kind,), atomic)
 
 
@@ -188,13 +188,13 @@ def safe_reduce_scatter(
     check_list(input_list, output, "input_list")
     call = Call("reduce_scatter", group, timeout, output.numel() * len(input_list), max_attempts, on_lost, name)
     call.check_length(input_list, "input_list")
-    call.check("reduce_scatter", output, op, atomic)
+    call.check("reduce_scatter", output, kind, atomic)
     pieces = call.plan(output.numel(), chunk_numel, output.element_size())
     if call.solo:
         with torch.no_grad(), writable(output):
             output.copy_(input_list[0])
         return call.alone(nbytes_of(output), output.numel())
-    work = ReduceScatter(output, input_list, getattr(ReduceOp, kind), pieces)
+    work = ReduceScatter(output, input_list, kind, pieces)
     return call.run(work, output, f"{describe(output)}, {kind}", (kind,), atomic, needs=EVERYBODY)
 
 

@@ -16,7 +16,7 @@ from ncclguard.agreement.seat import OpenCall, Seat
 from ncclguard.agreement.timing import GRACE
 from ncclguard.assembly import Assembly, BuildRefused, OutOfTime, Revoked
 from ncclguard.config import GuardConfig
-from ncclguard.deadlines import engine_section, remaining_limit
+from ncclguard.deadlines import enter_engine, leave_engine, remaining_limit
 from ncclguard.errors import CollectiveFailed
 from ncclguard.execution import Execution, InUse, encode
 from ncclguard.outcome import FailedOutcome, Outcome
@@ -44,6 +44,7 @@ class Guard:
         self._member = seat.member
         self.rank = seat.member.rank
         self.device = assembly.device
+        self._queues = assembly.device.type == "cuda"  # work that the host does not wait for
         self._assembly = assembly
         self._wake = wake
         self._rounds = config.rounds
@@ -68,8 +69,11 @@ class Guard:
         if self._turn.acquire(timeout=budget):
             try:
                 self.calls += 1
-                with engine_section():
+                enter_engine()
+                try:
                     outcome = self._run(work, request, operation, started, deadline)
+                finally:
+                    leave_engine()
             finally:
                 self._end_turn()
         else:
@@ -85,10 +89,13 @@ class Guard:
         call = OpenCall(request.text, started, deadline, threading.get_ident())
         try:
             # Behind a kernel that is stuck nothing would move, and an abort would hang: this rank has not come yet.
-            if not drained(self.device, deadline, lambda: bool(self._seat.unavailable) or self._member.is_ended):
+            if self._queues and not drained(
+                self.device, deadline, lambda: bool(self._seat.unavailable) or self._member.is_ended
+            ):
                 call.entered = time.monotonic()
             entry, verdict = self._enter(operation, call, deadline)
-            self._raise_ignored()  # in the call's place in the sequence: the others are in this operation, or will be
+            if self._ignored is not None or self._member.overruled:
+                self._raise_ignored()  # in its place in the sequence: the others are in this operation, or will be
             if entry is not Entry.START:
                 return self._not_started(entry, verdict, work, request, operation, call)
             work.closing = work.closing or call.exchange
@@ -97,7 +104,7 @@ class Guard:
             self._interrupted(work, operation, call, interruption)
             raise
         finally:
-            with self._seat.condition:
+            with self._seat.lock:
                 if self._seat.call is call:
                     self._seat.call = None
                     self._seat.last_text = request.text
@@ -153,7 +160,7 @@ class Guard:
     def _enter(self, operation: Operation, call: OpenCall, deadline: float) -> tuple[Entry, Verdict | None]:
         """Take the next place in the group's sequence, waiting for the verdict of a revoked generation first."""
         seat = self._seat
-        with seat.condition:
+        with seat.lock:
             while True:
                 entry, verdict = seat.member.enter(operation)
                 if entry is not Entry.WAIT:
@@ -224,11 +231,13 @@ class Guard:
                 if not opening.agreed:
                     raise Disagreement("the opening round has found different operations")
                 call.opened = time.monotonic()
-            with self._seat.condition:
-                if not self._member.opened(generation):
-                    return False
             if payload is not None:  # before the next vote overwrites what has come
                 work.collect(opening, communicator.ranks)
+                if not work.closing:
+                    return self._complete_small(generation, work.keep())
+            with self._seat.lock:
+                if not self._member.opened(generation):
+                    return False
             if call.exchange and self._seat.exchange is not None:
                 self._wait(self._seat.exchange.gather(communicator, call), generation, call.deadline)
             if payload is None and not opens:
@@ -259,6 +268,14 @@ class Guard:
             peer = -1 if error.peer is None else error.peer
             self._trouble(generation, TroubleKind.TRANSPORT, str(error), peer)
         return False
+
+    def _complete_small(self, generation: int, kept: list[bytes]) -> bool:
+        """Everybody has entered, and all data has come with that; False when the verdict decides."""
+        with self._seat.lock:
+            if not self._member.opened(generation):
+                return False
+            self._kept = kept  # no other rank needs the result before, and this one may be asked for from here on
+            return self._member.done(generation)
 
     def _mark(self, sequence: int, from_piece: int) -> int:
         operation = self._member.operation
@@ -327,7 +344,7 @@ class Guard:
     def _succeed(self, work: Execution, request: Request, call: OpenCall, attempts: int) -> Outcome:
         work.finish(call.participants)
         # The copies are queued on the current stream; others, and callbacks, may use the memory after this.
-        if not drained(self.device, max(call.deadline, time.monotonic() + QUIET)):
+        if self._queues and not drained(self.device, max(call.deadline, time.monotonic() + QUIET)):
             log.warning("ncclguard: the result of %s will be there when the CUDA stream has come to it", request.text)
         return outcomes.success(self._seat, request, call, attempts, work.pieces, call.participants)
 

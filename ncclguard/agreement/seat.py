@@ -58,7 +58,7 @@ class OpenCall:
 
 
 class Seat:
-    """Thread-safe: `condition` guards every field; it is never held across I/O."""
+    """Thread-safe: `lock`, which is that of `condition`, guards every field; it is never held across I/O."""
 
     #: Whether the guard carries out the collectives; else it only watches those of torch.
     guarded = True
@@ -66,7 +66,8 @@ class Seat:
     def __init__(self, key: str, rank: int, members: tuple[int, ...]) -> None:
         self.key = key
         self.member = Member(rank, members)
-        self.condition = threading.Condition()
+        self.lock = threading.RLock()
+        self.condition = threading.Condition(self.lock)  # entering the lock itself costs a third: what each call does
         self.call: OpenCall | None = None
         self.last_text = ""
         self.session = ""  # the nonce of the job's session, known some time after the seat is made

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from ncclguard.deadlines.deadline import Deadline, get_adaptive_timeout
 from ncclguard.deadlines.handler import engine_section, nccl_timeout_handler, remaining_limit
-from ncclguard.deadlines.limit import TimeLimit
+from ncclguard.deadlines.limit import TimeLimit, enter_engine, leave_engine
 
 __all__ = [
     "Deadline",
     "TimeLimit",
     "engine_section",
+    "enter_engine",
     "get_adaptive_timeout",
+    "leave_engine",
     "nccl_timeout_handler",
     "remaining_limit",
 ]

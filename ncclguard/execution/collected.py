@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.distributed import ReduceOp
 
 from ncclguard._inference import writable
 from ncclguard.buffers import Arena, aligned
 from ncclguard.chunking import ChunkPlan
 from ncclguard.execution.base import Execution
-from ncclguard.execution.memory import copied, in_a_row, plain, put, share_memory, tensor_of
+from ncclguard.execution.memory import in_a_row, plain, put, share_memory, tensor_of
 from ncclguard.transport import dtypes
 from ncclguard.transport.base import Agreement, Communicator, Pending
 
@@ -115,11 +114,9 @@ class AllGather(_Collected):
         return self._input if self._fits(self._input, limit) else None
 
     def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
-        size = self._input.numel() * self._input.element_size()
-        rows = copied(opening.rows(torch.uint8, size))
         self.collected = [b""] * len(self._ranks)
-        for row, place in enumerate(self._places(ranks)):
-            self.collected[place] = rows[row * size : (row + 1) * size]
+        for index, place in enumerate(self._places(ranks)):
+            self.collected[place] = opening.payload(index)
 
     def finish(self, participants: Sequence[int]) -> None:
         for place in self._places(participants):
@@ -139,9 +136,7 @@ class AllGather(_Collected):
 class ReduceScatter(_Collected):
     """Reduce the inputs and keep this rank's; no other rank has the result, so it always has a closing round."""
 
-    def __init__(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp.RedOpType, plan: ChunkPlan
-    ) -> None:
+    def __init__(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str, plan: ChunkPlan) -> None:
         super().__init__([output], plan, closing=True)
         self._inputs = [in_a_row(tensor) for tensor in inputs]
         self._in_place = any(share_memory(output, tensor) for tensor in self._inputs)

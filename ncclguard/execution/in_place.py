@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.distributed import ReduceOp
 
 from ncclguard._inference import writable
 from ncclguard.buffers import Arena, aligned
 from ncclguard.chunking import ChunkPlan
 from ncclguard.execution.base import Execution
-from ncclguard.execution.memory import copied, in_a_row, plain, put, tensor_of
+from ncclguard.execution.memory import copied, flattened, in_a_row, plain, put, tensor_of
 from ncclguard.transport import dtypes
 from ncclguard.transport.base import Agreement, Communicator, Pending, Save
 from ncclguard.transport.memory import copy_bytes
@@ -27,6 +26,7 @@ class _InPlace(Execution):
         self.closing = closing
         self._tensor = tensor
         self._staged = staged or not plain(tensor)
+        self._flat = _NO_ELEMENTS if self._staged else flattened(tensor)
         self._arena: Arena | None = None
         self._backup: torch.Tensor | None = None
         self._saved = b""  # instead of a backup in the arena, for small tensors
@@ -34,7 +34,6 @@ class _InPlace(Execution):
         self._overwritten: dict[int, list[tuple[int, int]]] = {}  # piece -> bytes of it that its slot has a copy of
         self._writes = True
         self._unfinished = False  # whether something is left to do with what was moved
-        self._flat = _NO_ELEMENTS if self._staged else in_a_row(tensor)
 
     def reserve(self, atomic: bool, in_flight: int) -> None:
         tensor, numel, dtype = self._tensor, self._tensor.numel(), self._tensor.dtype
@@ -164,27 +163,17 @@ class AllReduce(_InPlace):
 
     meets = True
 
-    def __init__(
-        self, tensor: torch.Tensor, op: ReduceOp.RedOpType, plan: ChunkPlan, closing: bool, staged: bool
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, op: str, plan: ChunkPlan, closing: bool, staged: bool) -> None:
         super().__init__(tensor, plan, closing, staged)
-        self._reduction = dtypes.reduction(op, tensor.device.type)
+        self._reduction = dtypes.reduction(op, "cuda" if staged and tensor.is_cuda else "cpu")
         self._unfinished = self._reduction.average
 
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         with writable(self._tensor):
             return communicator.all_reduce(self._prepare(piece), self._reduction.wire, self._save(piece))
 
-    def payload(self, limit: int) -> torch.Tensor | None:
-        flat = super().payload(limit)
-        return torch.view_as_real(flat) if flat is not None and flat.is_complex() else flat
-
     def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
-        dtype, numel = self._tensor.dtype, self._tensor.numel()
-        if dtype.is_complex:
-            dtype, numel = dtype.to_real(), 2 * numel
-        op = dtypes.CPU.wire_op(self._reduction.wire, dtype)
-        self.collected = [copied(opening.reduced(dtype, numel, op))]
+        self.collected = [opening.reduced(self._tensor.dtype, self._reduction.name)]
 
     def _complete(self, result: torch.Tensor, participants: int) -> None:
         self._reduction.finish(result, participants)
@@ -204,9 +193,8 @@ class Broadcast(_InPlace):
         return not self._writes
 
     def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
-        nbytes = self._tensor.numel() * self._tensor.element_size()
         # All ranks have sent as much, as an exchange needs it; only the source's is looked at.
-        self.collected = [copied(opening.rows(torch.uint8, nbytes)[ranks.index(self._source)])]
+        self.collected = [opening.payload(ranks.index(self._source))]
 
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         with writable(self._tensor):

@@ -52,7 +52,9 @@ def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
     `contiguous()` is not enough: it leaves a conjugation or a negation pending, and what reads the memory would miss
     it.
     """
-    if tensor.dim() == 1 and not tensor.requires_grad and plain(tensor):
-        return tensor
-    tensor = tensor.detach()
-    return (tensor if plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()).view(-1)
+    return flattened(tensor if plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """A view without dimensions of a tensor whose elements are one after the other in memory."""
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)

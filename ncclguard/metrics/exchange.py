@@ -118,10 +118,9 @@ class Gathering(Pending):
         if self._vote is not None:
             if not self._vote.wait(seconds):
                 return False
-            self._slots = list(
-                self._vote.rows(torch.uint8, self._mine.numel())
-            )  # before the closing round overwrites them
-        elif not self._pending.wait(seconds):
+            self.gathered = [self._vote.payload(index) for index in range(len(self.ranks))]
+            return True
+        if not self._pending.wait(seconds):
             return False
         self.gathered = [slot.numpy().tobytes() for slot in self._slots]
         return True
@@ -176,7 +175,18 @@ class Exchange:
     def completed(self, request: Request, call: OpenCall, attempts: int, chunks: int, seconds: float) -> None:
         """A success of this group; never raises."""
         try:
-            self._count(request, call, attempts, chunks, seconds)
+            if attempts > 1:
+                self._retries += attempts - 1
+                self._waits[call.sequence % len(self._waits)] = (0, 0.0)  # of a later try: not who came last
+            elif not call.exchange:
+                self._wait(call)
+            self._operations += 1
+            phase = _PHASES[current_phase() or "none"]
+            self._longest[phase] = max(self._longest[phase], seconds)
+            if request.nbytes >= LARGE and chunks and request.op in ("all_reduce", "broadcast"):
+                self._moved_bytes += request.nbytes
+                self._moved_seconds += seconds - max(0.0, call.opened - call.entered)
+                self._piece = max(self._piece, -(-request.numel // chunks))
             if call.exchange:
                 self._conclude(call)
         except Exception:
@@ -192,20 +202,6 @@ class Exchange:
     def _wait(self, call: OpenCall) -> None:
         if call.opened > 0.0:
             self._waits[call.sequence % len(self._waits)] = (call.sequence, call.opened - call.entered)
-
-    def _count(self, request: Request, call: OpenCall, attempts: int, chunks: int, seconds: float) -> None:
-        if attempts > 1:
-            self._retries += attempts - 1
-            self._waits[call.sequence % len(self._waits)] = (0, 0.0)  # of a later try: says nothing about who came last
-        elif not call.exchange:
-            self._wait(call)
-        self._operations += 1
-        phase = _PHASES[current_phase() or "none"]
-        self._longest[phase] = max(self._longest[phase], seconds)
-        if request.nbytes >= LARGE and chunks and request.op in ("all_reduce", "broadcast"):
-            self._moved_bytes += request.nbytes
-            self._moved_seconds += seconds - max(0.0, call.opened - call.entered)
-            self._piece = max(self._piece, -(-request.numel // chunks))
 
     def _mine(self, call: OpenCall) -> RankStatistics:
         config = config_of(self._process_group, current_config())

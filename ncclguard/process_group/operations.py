@@ -46,7 +46,7 @@ class Operation:
         pieces = self.call.plan(tensor.numel(), None, tensor.element_size())
 
         def perform() -> None:
-            work = AllReduce(tensor.data, getattr(ReduceOp, kind), pieces, closing, staged=tensor.is_cuda)
+            work = AllReduce(tensor.data, kind, pieces, closing, staged=tensor.is_cuda)
             self.run(work, tensor, f"{describe(tensor)}, {kind}", (kind,))
 
         return self._unless_alone(perform)
@@ -84,9 +84,7 @@ class Operation:
         kind = self._reduction("all_reduce", tensor, op)
         self._check_root(root)
         text = f"{describe(tensor)}, {kind}, dst={self.call.ranks[root]}"
-        return self._unless_alone(
-            lambda: self.run(Reduce(tensor, getattr(ReduceOp, kind), root, self.index), tensor, text, (kind, root))
-        )
+        return self._unless_alone(lambda: self.run(Reduce(tensor, kind, root, self.index), tensor, text, (kind, root)))
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: object) -> Perform:
         check_tensor(output, "output", written=True)
@@ -106,9 +104,7 @@ class Operation:
         def perform() -> None:
             sent = [_padded(tensor, longest) for tensor in inputs] if uneven else [tensor.data for tensor in inputs]
             target = output.new_empty(longest) if uneven else output.data
-            work = ReduceScatter(
-                target, sent, getattr(ReduceOp, kind), self.call.plan(longest, None, output.element_size())
-            )
+            work = ReduceScatter(target, sent, kind, self.call.plan(longest, None, output.element_size()))
             self.run(work, sent[0].reshape(-1), f"{describe(output)}, {kind}", key)
             if uneven:
                 _put(output, target[: output.numel()])
@@ -297,8 +293,9 @@ class Operation:
     # ------------------------------------------------------------------ inside
 
     def _reduction(self, kind: str, tensor: torch.Tensor, op: object) -> str:
-        self.call.check(kind, tensor, op)  # type: ignore[arg-type]
-        return _torch.reduce_op_name(op)
+        name = _torch.reduce_op_name(op)
+        self.call.check(kind, tensor, name)  # type: ignore[arg-type]
+        return name
 
     def _unless_alone(self, perform: Perform) -> Perform:
         return perform if self.size > 1 else lambda: None

@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torch.distributed import ReduceOp
 
 from ncclguard.buffers import Arena, aligned
 from ncclguard.calls import EMPTY, ONE
@@ -139,7 +138,7 @@ class AllToAll(Staged):
 class Reduce(Staged):
     """`tensor` of all ranks reduced into that of the rank at `root`; those of the others keep what they hold."""
 
-    def __init__(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, root: int, index: int) -> None:
+    def __init__(self, tensor: torch.Tensor, op: str, root: int, index: int) -> None:
         nbytes = tensor.numel() * tensor.element_size()
         super().__init__(tensor.device, [nbytes], nothing=nbytes == 0)
         self._tensor = tensor

@@ -74,24 +74,27 @@ class Agreement(Pending):
         """Whether every rank gave the same value. Raises RuntimeError before `wait` returned True."""
 
     @abstractmethod
-    def rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The payload of every rank, ``[size, numel]`` in the order of the group.
+    def payload(self, index: int) -> bytes:
+        """What the rank at ``index`` of the group has sent along.
 
-        To be asked for after `wait` returned True and before the next vote; overwritten by the next `rows` or
-        `reduced`.
+        To be asked for after `wait` returned True and before the next vote.
         """
 
     @abstractmethod
-    def reduced(self, dtype: torch.dtype, numel: int, op: ReduceOp.RedOpType) -> torch.Tensor:
-        """The payloads of all ranks combined, ``[numel]``, with the same bits on every rank; to be read as `rows`."""
+    def reduced(self, dtype: torch.dtype, op: str) -> bytes:
+        """The payloads of all ranks combined, with the same bits on every rank; to be asked for as `payload`.
+
+        ``op``: the `Reduction.name` of what they are sent for.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How a reduce op is carried out: sent as ``wire``, and where it is an ``average``,
-    divided once by the participants.
+    """How a reduce op is carried out: sent as ``wire``, of this ``name``, and where it is an ``average``, divided
+    once by the participants.
     """
 
+    name: str
     wire: ReduceOp.RedOpType
     average: bool = False
 

@@ -69,8 +69,8 @@ class Support:
             if dtype in _QUANTIZED:
                 raise TypeError(f"{kind} does not take quantized tensors ({dtype}): send int_repr() and the scale")
             return
-        wire = reduction(op, self.device_type).wire
         name = _torch.reduce_op_name(op)
+        wire = reduction(name, self.device_type).wire
         if wire not in self.wire_ops:
             raise ValueError(f"{self.backend} does not have {name}: move the tensor to the CPU for it")
         if dtype not in self.dtypes and dtype not in _COMPLEX:
@@ -99,17 +99,16 @@ class Support:
 
 
 @lru_cache(maxsize=64)
-def reduction(op: object, device_type: str = "cpu") -> Reduction:
-    """How ``op`` is carried out: on the CPU AVG as SUM, divided once at the end; the others as they are.
+def reduction(name: str, device_type: str = "cpu") -> Reduction:
+    """How the reduce op of this name is carried out: on the CPU AVG as SUM, divided at the end; others as they are.
 
-    Raises ValueError for PREMUL_SUM, which no backend is asked for, TypeError if ``op`` is no reduce op.
+    Raises ValueError for PREMUL_SUM, which no backend is asked for.
     """
-    name = _torch.reduce_op_name(op)
     if name == "AVG" and device_type == "cpu":
-        return Reduction(ReduceOp.SUM, average=True)
+        return Reduction("SUM", ReduceOp.SUM, average=True)
     if name == "PREMUL_SUM":
         raise ValueError("PREMUL_SUM is not supported by the guard: scale the tensor and use SUM")
-    return Reduction(cast("ReduceOp.RedOpType", getattr(ReduceOp, name)))
+    return Reduction(name, cast("ReduceOp.RedOpType", getattr(ReduceOp, name)))
 
 
 _ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import ReduceOp
 
 from ncclguard.buffers import Arena
 from ncclguard.chunking import plan
@@ -63,13 +62,13 @@ def gathered() -> tuple[Execution, Callable[[], torch.Tensor], torch.Tensor]:
 
 def scattered() -> tuple[Execution, Callable[[], torch.Tensor], torch.Tensor]:
     output = torch.zeros(10)
-    work = ReduceScatter(output, [torch.arange(10.0)] * 2, ReduceOp.SUM, plan(10, 3))
+    work = ReduceScatter(output, [torch.arange(10.0)] * 2, "SUM", plan(10, 3))
     return work, lambda: output, 2 * torch.arange(10.0)
 
 
 def reduced() -> tuple[Execution, Callable[[], torch.Tensor], torch.Tensor]:
     tensor = strided(10)
-    work = AllReduce(tensor, ReduceOp.SUM, plan(10, 3), closing=True, staged=True)
+    work = AllReduce(tensor, "SUM", plan(10, 3), closing=True, staged=True)
     return work, lambda: tensor, 2 * strided(10)
 
 
@@ -110,7 +109,7 @@ def test_the_next_try_has_other_memory_with_what_is_complete(
 def test_memory_of_the_caller_that_is_still_written_into_fails_the_call_and_counts_as_torn() -> None:
     tensor = torch.arange(10.0)
     for work in (
-        AllReduce(tensor, ReduceOp.SUM, plan(10, 3), closing=True, staged=False),
+        AllReduce(tensor, "SUM", plan(10, 3), closing=True, staged=False),
         AllGather([torch.zeros(10)] * 2, tensor, RANKS, plan(10, 3), closing=True),
     ):
         work.reserve(False, 2)
@@ -148,7 +147,7 @@ def test_the_source_of_a_broadcast_goes_on_with_its_own_memory_which_is_only_rea
     [
         Gather(torch.ones(3), [torch.zeros(3), torch.zeros(3)], 0),
         AllToAll([torch.zeros(3), torch.zeros(3)], [torch.ones(3), torch.ones(3)], nothing=False),
-        Reduce(torch.ones(3), ReduceOp.SUM, 0, 0),
+        Reduce(torch.ones(3), "SUM", 0, 0),
     ],
 )
 def test_collectives_of_the_backend_get_other_memory_too(work: Any, monkeypatch: pytest.MonkeyPatch) -> None:

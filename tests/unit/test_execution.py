@@ -11,6 +11,7 @@ from torch.distributed import ReduceOp
 
 from ncclguard.chunking import plan
 from ncclguard.execution import AllGather, AllReduce, Broadcast, Execution, ReduceScatter, encode
+from ncclguard.execution.memory import copied
 from ncclguard.transport.base import Save
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -69,12 +70,12 @@ class Alike:
             save(0, tensor.numel() * tensor.element_size())
         return self
 
-    def rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        return self.sent.view(torch.uint8).view(dtype)[:numel].repeat(len(self.ranks), 1)
+    def payload(self, index: int) -> bytes:
+        return copied(self.sent)
 
-    def reduced(self, dtype: torch.dtype, numel: int, op: object) -> torch.Tensor:
-        assert op == ReduceOp.SUM
-        return self.sent.view(-1) * len(self.ranks)
+    def reduced(self, dtype: torch.dtype, op: str) -> bytes:
+        assert op == "SUM"
+        return copied(self.sent.view(-1) * len(self.ranks))
 
 
 def move(work: Execution, payload: bool, ranks: Sequence[int] = RANKS) -> None:
@@ -101,13 +102,13 @@ def test_an_average_is_divided_on_every_way(
     dtype: torch.dtype, payload: bool, layout: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     tensor = layout(sample(dtype))
-    work = AllReduce(tensor, ReduceOp.AVG, plan(24, None if payload else 7), False, staged=False)
+    work = AllReduce(tensor, "AVG", plan(24, None if payload else 7), False, staged=False)
     move(work, payload)
     work.finish(RANKS)
     work.release()
     assert same(tensor, sample(dtype))
     output = layout(torch.zeros(24, dtype=dtype))
-    scatter = ReduceScatter(output, [sample(dtype)] * 3, ReduceOp.AVG, plan(24, 7))
+    scatter = ReduceScatter(output, [sample(dtype)] * 3, "AVG", plan(24, 7))
     move(scatter, False)
     scatter.finish(RANKS)
     scatter.release()
@@ -126,7 +127,7 @@ def test_what_has_failed_leaves_the_input(
     pieces = plan(24, None if payload else 7)
     for work in (
         Broadcast(tensor, 3, 4, pieces, closing, staged=False),
-        AllReduce(tensor, ReduceOp.SUM, pieces, closing, staged=False),
+        AllReduce(tensor, "SUM", pieces, closing, staged=False),
     ):
         if dtype is torch.bool and isinstance(work, AllReduce):
             continue  # the communicator of this test only sums
@@ -163,8 +164,8 @@ def test_a_result_is_taken_from_another_rank_by_one_that_has_reserved_nothing(
 
     pieces, wanted = plan(24), sample(dtype)
     reduced = layout(torch.ones(24, dtype=dtype))
-    text = donated(AllReduce(wanted.clone(), ReduceOp.AVG, pieces, False, staged=False))
-    take(AllReduce(reduced, ReduceOp.AVG, pieces, False, staged=False), text)
+    text = donated(AllReduce(wanted.clone(), "AVG", pieces, False, staged=False))
+    take(AllReduce(reduced, "AVG", pieces, False, staged=False), text)
     assert same(reduced, wanted)
 
     copied = layout(torch.ones(24, dtype=dtype))
@@ -185,7 +186,7 @@ def test_a_result_is_taken_from_another_rank_by_one_that_has_reserved_nothing(
 def test_without_atomic_twice_what_is_in_flight_can_be_restored(submitted: int) -> None:
     """Another rank may be `in_flight` pieces behind what is complete here, and as many more have been submitted since."""
     tensor, in_flight = sample(torch.float32, 30), 2
-    work = AllReduce(tensor, ReduceOp.SUM, plan(30, 3), True, staged=False)
+    work = AllReduce(tensor, "SUM", plan(30, 3), True, staged=False)
     work.reserve(False, in_flight)
     communicator: Any = Alike()
     for piece in range(submitted):

@@ -7,12 +7,16 @@ import threading
 
 import pytest
 import torch
-from torch.distributed import ReduceOp
 
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.exchange import HEADER, Exchange, slot_nbytes
 
 from .stream_ranks import exchanges, finish, on_all
+
+
+def numbers(data: bytes, dtype: torch.dtype = torch.float32) -> list[float]:
+    found: list[float] = torch.frombuffer(bytearray(data), dtype=dtype).tolist()
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 13])
@@ -22,8 +26,7 @@ def test_every_rank_sees_every_vote_and_every_payload_in_the_order_of_the_group(
         for turn in range(5):
             exchange.start(turn, torch.tensor([float(index), turn]))
             finish(exchange)
-            rows = exchange.rows(torch.float32, 2)
-            seen.append([exchange.agreed, [row.tolist() for row in rows]])
+            seen.append([exchange.agreed, [numbers(exchange.payload(place)) for place in range(size)]])
         return seen
 
     with exchanges(size) as all_ranks:
@@ -88,7 +91,7 @@ def test_a_message_larger_than_the_sockets_hold_arrives_in_parts() -> None:
         for turn in range(3):
             exchange.start(turn, torch.full((length,), index, dtype=torch.uint8))
             finish(exchange)
-            results.append([int(row.sum()) for row in exchange.rows(torch.uint8, length)])
+            results.append([sum(exchange.payload(place)) for place in range(5)])
         return results
 
     with exchanges(5) as all_ranks:
@@ -149,26 +152,25 @@ def test_an_exchange_that_was_not_waited_for_cannot_be_followed_by_another() -> 
 @pytest.mark.parametrize(
     ("op", "dtype", "expected"),
     [
-        (ReduceOp.SUM, torch.float32, [9, 12]),
-        (ReduceOp.SUM, torch.bfloat16, [9, 12]),
-        (ReduceOp.PRODUCT, torch.int64, [15, 48]),
-        (ReduceOp.MIN, torch.int32, [1, 2]),
-        (ReduceOp.MAX, torch.float64, [5, 6]),
-        (ReduceOp.BAND, torch.uint8, [1, 0]),
-        (ReduceOp.BOR, torch.int8, [7, 6]),
-        (ReduceOp.BXOR, torch.int64, [7, 0]),
+        ("SUM", torch.float32, [9, 12]),
+        ("SUM", torch.bfloat16, [9, 12]),
+        ("PRODUCT", torch.int64, [15, 48]),
+        ("MIN", torch.int32, [1, 2]),
+        ("MAX", torch.float64, [5, 6]),
+        ("BAND", torch.uint8, [1, 0]),
+        ("BOR", torch.int8, [7, 6]),
+        ("BXOR", torch.int64, [7, 0]),
     ],
 )
-def test_payloads_are_combined_and_left_as_they_are(
-    op: ReduceOp.RedOpType, dtype: torch.dtype, expected: list[int]
-) -> None:
+def test_payloads_are_combined_and_left_as_they_are(op: str, dtype: torch.dtype, expected: list[int]) -> None:
     rows = [torch.tensor(values, dtype=dtype) for values in ([1, 2], [3, 4], [5, 6])]
 
     def run(index: int, exchange: Exchange) -> object:
         exchange.start(1, rows[index])
         finish(exchange)
-        combined = exchange.reduced(dtype, 2, op).tolist()
-        return combined, exchange.rows(dtype, 2).tolist(), exchange.reduced(dtype, 2, op).tolist()
+        combined = numbers(exchange.reduced(dtype, op), dtype)
+        payloads = [numbers(exchange.payload(place), dtype) for place in range(3)]
+        return combined, payloads, numbers(exchange.reduced(dtype, op), dtype)
 
     with exchanges(3) as all_ranks:
         assert on_all(all_ranks, run) == [(expected, [row.tolist() for row in rows], expected)] * 3
@@ -184,10 +186,10 @@ def test_payloads_are_combined_with_the_same_bits_on_every_rank(size: int) -> No
 
     def run(index: int, exchange: Exchange) -> object:
         found = []
-        for op in (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+        for op in ("SUM", "MIN", "MAX", "PRODUCT"):
             exchange.start(1, values[index])
             finish(exchange)
-            found.append(exchange.reduced(torch.float32, 4, op).view(torch.int32).tolist())
+            found.append(numbers(exchange.reduced(torch.float32, op), torch.int32))
         return found
 
     with exchanges(size) as all_ranks:
@@ -203,4 +205,29 @@ def test_payloads_are_read_inside_and_outside_of_inference_mode() -> None:
         for inference in (True, False, True):
             with torch.inference_mode(inference):
                 exchange.start(1, torch.tensor([1.0, 2.0]))
-                assert exchange.reduced(torch.float32, 2, ReduceOp.SUM).tolist() == [1.0, 2.0]
+                assert numbers(exchange.reduced(torch.float32, "SUM")) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_few_numbers_are_added_as_torch_adds_them_at_the_ends_of_their_range_too(dtype: torch.dtype) -> None:
+    """They are added as Python's numbers, whose range is that of float64."""
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal / 4
+    inf, nan = float("inf"), float("nan")
+    cases = [[largest, largest, 0.0], [-largest, -largest, 1.0], [inf, -inf, 0.0], [nan, 1.0, 2.0], [-0.0, -0.0, -0.0]]
+    cases += [[smallest, smallest, -smallest], [inf, largest, 0.0], [0.5, 0.25, 0.125]]
+
+    def run(index: int, exchange: Exchange) -> object:
+        found = []
+        for case in cases:
+            exchange.start(1, torch.tensor([case[index]], dtype=dtype))
+            finish(exchange)
+            found.append(exchange.reduced(dtype, "SUM"))
+        return found
+
+    with exchanges(3) as all_ranks:
+        results = on_all(all_ranks, run)
+    assert results == [results[0]] * 3
+    sums = torch.frombuffer(bytearray(b"".join(results[0])), dtype=dtype)  # type: ignore[arg-type]
+    wanted = torch.stack([torch.tensor(case, dtype=dtype).sum() for case in cases])
+    torch.testing.assert_close(sums, wanted, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.signbit(sums[4:5]), torch.tensor([True]))

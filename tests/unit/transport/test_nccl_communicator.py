@@ -99,7 +99,7 @@ def test_what_nobody_waits_for_is_forgotten_with_the_next_operation(communicator
 
 
 def test_avg_of_floats_is_nccls_own_and_not_divided_again() -> None:
-    how = dtypes.reduction(ReduceOp.AVG, "cuda")
+    how = dtypes.reduction("AVG", "cuda")
     assert (how.wire, how.average) == (ReduceOp.AVG, False)
     assert dtypes.NCCL.wire_op(ReduceOp.AVG, torch.float16) == ReduceOp.AVG
     dtypes.NCCL.check("all_reduce", torch.complex64, ReduceOp.AVG)
