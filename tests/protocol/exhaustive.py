@@ -20,6 +20,9 @@ SMALL = Call(1, closing=False)
 LARGE = Call(2, closing=True, pieces=2)
 BARRIER = Call(3, closing=False, pieces=0)
 WINDOWED = Call(4, closing=True, pieces=3, window=2)  # atomic=False with one piece in flight
+SMALL_STREAM = Call(5, closing=False, meets=True)
+LARGE_STREAM = Call(6, closing=True, pieces=2, meets=True)
+WINDOWED_STREAM = Call(7, closing=True, pieces=3, window=2, meets=True)
 OTHER = 9  # a fingerprint nobody else has
 
 PROGRAMS = {
@@ -28,6 +31,10 @@ PROGRAMS = {
     "small, the same again": (SMALL, SMALL),
     "barrier, windowed": (BARRIER, WINDOWED),
     "windowed, barrier": (WINDOWED, BARRIER),
+    "small stream, large stream": (SMALL_STREAM, LARGE_STREAM),
+    "small, large stream": (SMALL, LARGE_STREAM),
+    "large stream, small stream": (LARGE_STREAM, SMALL_STREAM),
+    "windowed stream, barrier": (WINDOWED_STREAM, BARRIER),
 }
 #: How the program of the last rank may differ; that counts as one of the faults.
 ODD = ("", "skips a call", "calls another operation", "calls one more")

@@ -132,6 +132,30 @@ class StaleRounds(Fabric):
         return (*numbers, self.shared_id(shared))
 
 
+# ---------------------------------------------------------------------- data that are their own opening round
+
+
+class _ComparesNothing(Driver):
+    def passed(self, process: Process, same: bool) -> Step:
+        return super().passed(process, same or (process.at == "open" and self.program[process.call].meets))
+
+
+@mutation("the mark: what streams carry is taken without comparing what they begin with")
+class NoMark(Fabric):
+    driver_class = _ComparesNothing
+
+
+class _OpensEarly(Driver):
+    def _begin(self, draft: Draft, piece: int) -> Step:
+        draft.member.opened(draft.member.generation)
+        return super()._begin(draft, piece)
+
+
+@mutation("the mark: an operation counts as opened before the data of all have come")
+class OpensEarly(Fabric):
+    driver_class = _OpensEarly
+
+
 # ---------------------------------------------------------------------- the verdict
 
 
@@ -198,8 +222,8 @@ class NoCoverage(Fabric):
 
 
 class _SubmitsFirst(Driver):
-    def _submit(self, draft: Draft, call: Call, sequence: int) -> bool:
-        self._send_piece(draft, call, sequence)
+    def _submit(self, draft: Draft, call: Call, operation: Operation) -> bool:
+        self._send_piece(draft, call, operation)
         return draft.member.progressed(draft.generation, draft.piece, call.restorable_after(draft.piece))
 
 

@@ -30,13 +30,18 @@ class Broken(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a rank's program. `window` is the number of pieces whose inputs are kept; 0 keeps all (`atomic=True`)."""
+    """One call of a rank's program. `window` is the number of pieces whose inputs are kept; 0 keeps all (`atomic=True`).
+
+    Where all ranks `meet` in its data, these are the opening round: each stream begins with the mark, and no rank can
+    complete its first piece before all have entered.
+    """
 
     fingerprint: int
     closing: bool
     pieces: int = 1
     shrink: bool = False
     window: int = 0
+    meets: bool = False
 
     def restorable_after(self, piece: int) -> int:
         """The first piece that can be restored once `piece` has been submitted."""
@@ -166,8 +171,7 @@ class Driver:
             return draft.end()
         draft.content, draft.slots = [INPUT] * call.pieces, [-1] * call.window
         if entry is Entry.START:
-            self._begin(draft, 0)
-            return draft.end()
+            return self._begin(draft, 0)
         sequence = draft.member.next_sequence - 1
         if entry is Entry.SETTLED:
             assert verdict is not None
@@ -187,12 +191,11 @@ class Driver:
             if not same:
                 revoke = draft.member.in_trouble(draft.generation, Trouble(TroubleKind.MISMATCH))
                 return draft.end(revoke=revoke)
-            if not draft.member.opened(draft.generation):
-                return self._wait(draft)
-            return self._next(draft)
+            if not self.program[process.call].meets:
+                return self._next(draft) if draft.member.opened(draft.generation) else self._wait(draft)
         if not same:
             raise Broken(f"different collectives exchanged data: {process.log(process.generation)}")
-        if process.at == "piece":
+        if process.at in ("open", "piece"):
             draft.content[draft.piece] = mask(draft.group)
             draft.piece += 1
             return self._next(draft)
@@ -232,12 +235,16 @@ class Driver:
         sequence = draft.member.next_sequence - 1
         return self._return(draft, sequence, False, None, (), agreed=False)._replace(revoke=revoke)
 
-    def _begin(self, draft: Draft, piece: int) -> None:
+    def _begin(self, draft: Draft, piece: int) -> Step:
         operation = draft.member.operation
         assert operation is not None
         draft.generation, draft.group = draft.member.generation, draft.member.participants
         draft.piece = piece
+        if self.program[draft.call].meets:
+            draft.at = "begun"
+            return self._next(draft)
         self._send(draft, "open", operation.sequence, operation.fingerprint, piece)
+        return draft.end()
 
     def _send(self, draft: Draft, *label: object) -> None:
         channel = self.channel(draft.generation)
@@ -253,15 +260,13 @@ class Driver:
         if operation is None:
             return self._wait(draft)
         if draft.piece < call.pieces:
-            if not self._submit(draft, call, operation.sequence):
-                return self._wait(draft)
-            return draft.end()
-        if not call.closing:
-            return self._finish(draft)
+            return draft.end() if self._submit(draft, call, operation) else self._wait(draft)
         restorable = call.restorable_after(call.pieces - 1)
         if call.pieces > 1 and not draft.member.progressed(draft.generation, draft.piece, restorable):
             return self._wait(draft)
-        return self._close(draft, operation.sequence)
+        if call.meets and not draft.member.opened(draft.generation):
+            return self._wait(draft)
+        return self._close(draft, operation.sequence) if call.closing else self._finish(draft)
 
     def _close(self, draft: Draft, sequence: int) -> Step:
         """All data is complete here: say so, and only then send the closing round."""
@@ -270,22 +275,25 @@ class Driver:
         self._send(draft, "close", sequence)
         return draft.end()
 
-    def _submit(self, draft: Draft, call: Call, sequence: int) -> bool:
+    def _submit(self, draft: Draft, call: Call, operation: Operation) -> bool:
         """What can be restored is recorded before the next piece overwrites it: the report must hold when it is read."""
         if call.pieces > 1:
             restorable = call.restorable_after(draft.piece)
             if not draft.member.progressed(draft.generation, draft.piece, restorable):
                 return False
-        self._send_piece(draft, call, sequence)
+        self._send_piece(draft, call, operation)
         return True
 
-    def _send_piece(self, draft: Draft, call: Call, sequence: int) -> None:
+    def _send_piece(self, draft: Draft, call: Call, operation: Operation) -> None:
         if draft.content[draft.piece] != INPUT:
             raise Broken(f"rank {self.rank} sends piece {draft.piece}, which does not hold its input: {draft.content}")
         if call.window:
             draft.slots[draft.piece % call.window] = draft.piece
         draft.content[draft.piece] = TORN
-        self._send(draft, "piece", sequence, draft.piece)
+        if draft.at == "begun":
+            self._send(draft, "open", operation.sequence, operation.fingerprint, draft.piece)
+        else:
+            self._send(draft, "piece", operation.sequence, draft.piece)
 
     def _finish(self, draft: Draft) -> Step:
         operation = draft.member.operation
@@ -364,8 +372,7 @@ class Driver:
             return self._return(draft, sequence, False, None, (), agreed=False)
         piece = verdict.from_piece if resolution is Resolution.RESUMED else 0
         self._restore(draft, piece)
-        self._begin(draft, piece)
-        return draft.end()
+        return self._begin(draft, piece)
 
     def _restore(self, draft: Draft, from_piece: int) -> None:
         call = self.program[draft.call]

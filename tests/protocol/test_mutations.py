@@ -11,6 +11,8 @@ from tests.protocol.steps import Job
 #: Where a mutation shows; the others show in the first.
 WHERE: dict[str, Job] = {
     "the backup": job(2, 2, "windowed, barrier"),
+    "the mark: what": job(2, 2, "small stream, large stream", odd=ODD[2]),
+    "the mark: an operation": job(2, 2, "small stream, large stream"),
     "late calls": job(2, 2, "small, large", odd=ODD[1]),
     "giving up: a call": job(3, 2, "large, small", kinds=("crash", "reset", "deadline", "give up")),
 }

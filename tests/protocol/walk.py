@@ -8,13 +8,24 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
-from tests.protocol.exhaustive import BARRIER, LARGE, ODD, SMALL, WINDOWED, job_of
+from tests.protocol.exhaustive import (
+    BARRIER,
+    LARGE,
+    LARGE_STREAM,
+    ODD,
+    SMALL,
+    SMALL_STREAM,
+    WINDOWED,
+    WINDOWED_STREAM,
+    job_of,
+)
 from tests.protocol.fabric import Fabric, Name
 from tests.protocol.process import Broken
 from tests.protocol.steps import FAULTS, Job, State
 
-CALLS = (SMALL, LARGE, BARRIER, WINDOWED)
+KINDS = {"rounds": (SMALL, LARGE, BARRIER, WINDOWED), "streams": (SMALL_STREAM, LARGE_STREAM, BARRIER, WINDOWED_STREAM)}
 RARELY = 0.07  # how often a fault is taken where another step is possible too
 LONGEST = 20_000  # steps; a schedule that is longer does not end
 
@@ -46,11 +57,16 @@ def walk(fabric: Fabric, seed: int) -> Walked:
 
 
 def jobs(ranks: int, faults: int) -> Iterator[tuple[str, Job]]:
-    """Four operations, each kind once, in three orders; with and without `on_lost="shrink"`, and with a rank that is odd."""
-    for first in range(3):
-        calls = (*CALLS[first:], *CALLS[:first])
+    """Four operations, each kind once, in three orders; with and without `on_lost="shrink"`, and with a rank that is odd.
+
+    Once with opening rounds, and once with data in their place.
+    """
+    for (kind, kinds), first in product(KINDS.items(), range(3)):
+        calls = (*kinds[first:], *kinds[:first])
         for shrink, odd in ((False, ""), (True, ""), (False, ODD[1]), (True, ODD[2])):
-            name = f"from operation {first}" + (", shrink" if shrink else "") + (f", the last {odd}" if odd else "")
+            name = (
+                f"{kind} from operation {first}" + (", shrink" if shrink else "") + (f", the last {odd}" if odd else "")
+            )
             yield name, replace(job_of(ranks, faults, calls, shrink, odd), reduced=False)
 
 
