@@ -2,7 +2,9 @@
 
 Each rank's slot reaches all ranks in ceil(log2 n) hops (the dissemination all-gather of Bruck et al., IEEE TPDS 8(11),
 1997): in hop k a rank sends the 2**k slots it has to the rank 2**k before it, and receives as many from the one 2**k
-behind. The caller's own thread does it, in slices that signals interrupt, on sockets that any thread may shut.
+behind. Where the ranks of one host are more than its cores, every hop costs somebody a turn on a core: there all send
+theirs to the first rank, which hands all of them out (`Links.star`). The caller's own thread does it, in slices that
+signals interrupt, on sockets that any thread may shut.
 
 A slot begins with the vote of its rank and the length of what comes with it. Both are looked at in the first bytes of
 every message, before any other is taken for more than noise: two ranks in different operations find out at once, and
@@ -50,6 +52,10 @@ def _slot_of(nbytes: int) -> int:
     return HEADER + -(-nbytes // HEADER) * HEADER
 
 
+#: Whom a hop sends to, whom it receives from, and the memory of both.
+_Hop = tuple["Link | None", "Link | None", memoryview, memoryview]
+
+
 class Exchange(Agreement):
     """One exchange at a time; itself the `Agreement` of the one under way, valid until the next is started.
 
@@ -66,7 +72,9 @@ class Exchange(Agreement):
             self._memory = torch.zeros(len(ranks) * slot_nbytes(len(ranks)), dtype=torch.uint8, device="cpu")
         self._address = self._memory.data_ptr()
         self._whole = self._memory.numpy().data.cast("B")
-        self._layouts: dict[int, list[tuple[Link, Link, memoryview, memoryview]]] = {}
+        #: Places in the memory count from the first rank of the group in a star, else from this one.
+        self._first = 0 if links.star else links.index
+        self._layouts: dict[int, list[_Hop]] = {}
         self._layout = self._laid_out(0)
         self._folds: dict[tuple[int, torch.dtype, str], Callable[[], bytes]] = {}
         self._nbytes = 0  # of the payload of the one under way
@@ -88,9 +96,10 @@ class Exchange(Agreement):
         nbytes = 0 if payload is None else payload.numel() * payload.element_size()
         self._layout, self._nbytes = self._laid_out(nbytes), nbytes
         self._own = _HEADER.pack(vote, nbytes)
-        self._whole[:HEADER] = self._own
+        start = self._start_of(self._index)
+        self._whole[start : start + HEADER] = self._own
         if payload is not None and nbytes:
-            copy_bytes(self._address + HEADER, payload.data_ptr(), nbytes)
+            copy_bytes(self._address + start + HEADER, payload.data_ptr(), nbytes)
         self._hop = self._sent = self._received = 0
         self._waited = False
         return self
@@ -113,8 +122,8 @@ class Exchange(Agreement):
                 self._hop_asleep(out, into, outgoing, incoming)
             self._turns.moved()
             while self._agreed and (self._received < len(incoming) or self._sent < len(outgoing)):
-                sent = self._sent < len(outgoing) and self._send(out, outgoing)
-                received = self._received < len(incoming) and self._receive(into, incoming)
+                sent = out is not None and self._sent < len(outgoing) and self._send(out, outgoing)
+                received = into is not None and self._received < len(incoming) and self._receive(into, incoming)
                 if sent or received:
                     self._turns.moved()
                     continue
@@ -128,15 +137,17 @@ class Exchange(Agreement):
             self._sent = self._received = 0
         if not self._waited:
             for _, into, _, _ in self._layout:
-                self._check_open(into)
+                if into is not None:
+                    self._check_open(into)
         return True
 
-    def _hop_asleep(self, out: Link, into: Link, outgoing: memoryview, incoming: memoryview) -> None:
+    def _hop_asleep(self, out: Link | None, into: Link | None, outgoing: memoryview, incoming: memoryview) -> None:
         """A whole hop, as a rule, in two system calls; what is left of it, errors too, is for the caller's loop."""
         self._turns.slept()
         try:
-            self._sent = out.socket.send(outgoing, NOW)
-            if self._sent == len(outgoing) and self._waited:
+            if out is not None:
+                self._sent = out.socket.send(outgoing, NOW)
+            if into is not None and self._sent == len(outgoing) and self._waited:
                 self._received = into.socket.recv_into(incoming)
         except OSError:
             return
@@ -183,9 +194,11 @@ class Exchange(Agreement):
             self._agreed = False
         return True
 
-    def _await(self, out: Link, into: Link, outgoing: memoryview, incoming: memoryview, end: float) -> bool:
+    def _await(
+        self, out: Link | None, into: Link | None, outgoing: memoryview, incoming: memoryview, end: float
+    ) -> bool:
         """Whether there may be something to do before `end`."""
-        if self._sent == len(outgoing):
+        if into is not None and self._sent == len(outgoing):
             if self._turns.give_way():
                 return True
             if end - time.monotonic() >= BLOCKS_FOR:
@@ -205,9 +218,12 @@ class Exchange(Agreement):
         return self._agreed
 
     def payload(self, index: int) -> bytes:
-        size = len(self._ranks)
-        start = (index - self._index) % size * _slot_of(self._nbytes) + HEADER
+        start = self._start_of(index) + HEADER
         return self._whole[start : start + self._nbytes].tobytes()
+
+    def _start_of(self, index: int) -> int:
+        """Where the slot of a rank of the group begins, in the exchange under way."""
+        return (index - self._first) % len(self._ranks) * _slot_of(self._nbytes)
 
     def reduced(self, dtype: torch.dtype, op: str) -> bytes:
         fold = self._folds.get((self._nbytes, dtype, op))
@@ -215,35 +231,50 @@ class Exchange(Agreement):
             if len(self._folds) >= _CACHED:
                 self._folds.clear()
             size, slot = len(self._ranks), _slot_of(self._nbytes)
-            starts = [(index - self._index) % size * slot + HEADER for index in range(size)]
+            starts = [self._start_of(index) + HEADER for index in range(size)]
             if op == "SUM" and dtype in _SCALARS and size <= _FEW and 0 < self._nbytes <= _SCALAR_NBYTES:
                 fold = partial(
                     _added, struct.Struct(f"{self._nbytes // dtype.itemsize}{_SCALARS[dtype]}"), self._whole, starts
                 )
             else:
                 slots = self._memory[: size * slot].view(size, slot)[:, HEADER : HEADER + self._nbytes]
-                fold = _Fold(slots, -self._index % size, dtype, op)
+                fold = _Fold(slots, -self._first % size, dtype, op)
             self._folds[self._nbytes, dtype, op] = fold
         return fold()
 
-    def _laid_out(self, nbytes: int) -> list[tuple[Link, Link, memoryview, memoryview]]:
+    def _laid_out(self, nbytes: int) -> list[_Hop]:
         """What each hop sends and receives, for a payload of so many bytes."""
         slot = _slot_of(nbytes)
         found = self._layouts.get(slot)
         if found is None:
-            size, index = len(self._ranks), self._index
-            found = []
-            for distance in distances(size):
-                count = min(distance, size - distance)
-                outgoing = self._whole[: count * slot]
-                incoming = self._whole[distance * slot : (distance + count) * slot]
-                found.append(
-                    (self._links[(index - distance) % size], self._links[(index + distance) % size], outgoing, incoming)
-                )
             if len(self._layouts) >= _CACHED:
                 self._layouts.clear()
-            self._layouts[slot] = found
+            found = self._layouts[slot] = self._through_first(slot) if self._links.star else self._disseminated(slot)
         return found
+
+    def _disseminated(self, slot: int) -> list[_Hop]:
+        size, index = len(self._ranks), self._index
+        hops: list[_Hop] = []
+        for distance in distances(size):
+            count = min(distance, size - distance)
+            outgoing, incoming = self._whole[: count * slot], self._whole[distance * slot : (distance + count) * slot]
+            hops.append(
+                (self._links[(index - distance) % size], self._links[(index + distance) % size], outgoing, incoming)
+            )
+        return hops
+
+    def _through_first(self, slot: int) -> list[_Hop]:
+        """All get what all have sent; or, where that is votes alone, the first rank's, which has found all others equal."""
+        size, index, nothing = len(self._ranks), self._index, memoryview(b"")
+        everything = self._whole[: size * slot if slot > HEADER else HEADER]
+        if index:
+            first = self._links[0]
+            return [(first, first, self._whole[index * slot : (index + 1) * slot], everything)]
+        peers = range(1, size)
+        hops: list[_Hop] = [
+            (None, self._links[peer], nothing, self._whole[peer * slot : (peer + 1) * slot]) for peer in peers
+        ]
+        return hops + [(self._links[peer], None, everything, nothing) for peer in peers]
 
     def _broken(self, link: Link, error: OSError) -> TransportError:
         rank = self._ranks[link.peer]

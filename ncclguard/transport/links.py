@@ -25,7 +25,7 @@ import struct
 import threading
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -46,6 +46,9 @@ BLOCKS_FOR = 0.05  # seconds
 NOW = socket.MSG_DONTWAIT
 _TIMEVAL = struct.Struct("@ll")
 _FAREWELL = b"\xff"
+#: The most ranks of one host that exchange through the first of them, where they are more than its cores: a thread
+#: that sleeps once for each hop costs nothing where it has a core, and a turn of somebody else's where it has none.
+_LARGEST_STAR = 256
 _STRANGERS = 64  # connections at a time that have not shown the key yet; the oldest gives way
 _ADDRESS = struct.Struct("=16sH64s")  # key, port, host: what ranks tell each other of where they listen
 
@@ -82,16 +85,17 @@ class Address:
     host: str
     port: int
     key: bytes
+    star: bool = False  # of the first rank of a group, see `Links.star`
 
     def to_json(self) -> str:
-        return json.dumps({"host": self.host, "port": self.port, "key": self.key.hex()})
+        return json.dumps({"host": self.host, "port": self.port, "key": self.key.hex(), "star": self.star})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Address:
         """Raises ValueError for what is none."""
         try:
             values = json.loads(text)
-            return cls(str(values["host"]), int(values["port"]), bytes.fromhex(values["key"]))
+            return cls(str(values["host"]), int(values["port"]), bytes.fromhex(values["key"]), bool(values["star"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not an address: {text!r}") from error
 
@@ -111,7 +115,8 @@ class Links:
     """All connections of one rank in one generation, and its listening socket.
 
     ``addresses`` may be extended at any time; `meet` needs those of higher places only. Any thread may call `stop`, and
-    whoever moves bytes holds ``using``.
+    whoever moves bytes holds ``using``. ``star``, the same on all ranks: an exchange goes through the first rank, which
+    all others have a connection with.
     """
 
     def __init__(self, host: str, size: int, index: int, direct: bool) -> None:
@@ -125,6 +130,7 @@ class Links:
         self._key = secrets.token_bytes(_KEY)
         self._pid = os.getpid()
         self._listener = _listen(host, backlog=max(128, size))
+        self.star = False
         self.stopped = False
         self.turns = Turns()
         self.using = threading.Lock()  # held by the one thread that moves bytes
@@ -346,9 +352,14 @@ class _Greeting:
             raise OSError(errno.ENOBUFS, "the connection did not take a greeting")
 
 
-def neighbours(size: int, index: int) -> list[int]:
-    """The ranks that votes and rings need: those at distance 1, 2, 4, ... to both sides."""
-    found = {(index + sign * distance) % size for distance in distances(size) for sign in (1, -1)}
+def neighbours(size: int, index: int, star: bool = False) -> list[int]:
+    """The ranks that votes and rings need: those at distance 1, 2, 4, ... to both sides, in a star those beside and the
+    first one.
+    """
+    if star and index == 0:
+        return list(range(1, size))
+    reach = [1] if star else distances(size)
+    found = {(index + sign * distance) % size for distance in reach for sign in (1, -1)} | ({0} if star else set())
     return sorted(found - {index})
 
 
@@ -357,21 +368,34 @@ def distances(size: int) -> list[int]:
     return [1 << hop for hop in range((size - 1).bit_length())]
 
 
-def connect(keys: Store, host: str, size: int, index: int, end: float, direct: bool) -> Links:
+def connect(keys: Store, host: str, size: int, index: int, end: float, direct: bool, star: bool | None = None) -> Links:
     """Connect with all `neighbours` through ``keys``, until ``end`` (time.monotonic()). Raises TransportError.
 
     ``host`` is the address to listen on. ``direct``: read large parts from the memory of peers where that is possible.
+    ``star``: see `Links`; None: the first rank has one where all are on its host, and more than this has cores.
     """
     links: Links | None = None
     at = index
     try:
         links = Links(host, size, index, direct)
+
+        def address_of(peer: int) -> Address:
+            nonlocal at
+            at = peer
+            return Address.from_json(keys.get(f"streams/{peer}"))
+
+        if index == 0:
+            if star is None:  # reading what all others have written is for the ranks of one host
+                crowded = max(2, os.cpu_count() or 1) < size <= _LARGEST_STAR
+                star = crowded and all(address_of(peer).host == host for peer in range(1, size))
+            links.own = replace(links.own, star=star)
         keys.set(f"streams/{index}", links.own.to_json())
-        for at in neighbours(size, index):
-            if at > index:
-                links.addresses[at] = Address.from_json(keys.get(f"streams/{at}"))
-        if not advance(links.meet(neighbours(size, index)), end):
-            missing = [peer for peer in neighbours(size, index) if peer not in links]
+        if size > 2:
+            links.star = links.own.star if index == 0 else address_of(0).star
+        peers = neighbours(size, index, links.star)
+        links.addresses.update({peer: address_of(peer) for peer in peers if peer > index})
+        if not advance(links.meet(peers), end):
+            missing = [peer for peer in peers if peer not in links]
             raise TransportError(f"the ranks at {missing} of the group did not come to connect")
         return links
     except (OSError, ValueError, RuntimeError) as error:

@@ -21,12 +21,14 @@ FIRST = 10
 
 
 @contextmanager
-def links(size: int, store: Store | None = None, direct: bool = True, host: str = "127.0.0.1") -> Iterator[list[Links]]:
+def links(
+    size: int, store: Store | None = None, direct: bool = True, host: str = "127.0.0.1", star: bool | None = False
+) -> Iterator[list[Links]]:
     """The connections of each of `size` ranks."""
     keys = HashStore() if store is None else store
     end = time.monotonic() + 20
     with ThreadPoolExecutor(size) as pool:
-        made = list(pool.map(lambda index: connect(keys, host, size, index, end, direct), range(size)))
+        made = list(pool.map(lambda index: connect(keys, host, size, index, end, direct, star), range(size)))
     try:
         yield made
     finally:
@@ -36,17 +38,17 @@ def links(size: int, store: Store | None = None, direct: bool = True, host: str 
 
 
 @contextmanager
-def exchanges(size: int, store: Store | None = None) -> Iterator[list[Exchange]]:
+def exchanges(size: int, star: bool = False) -> Iterator[list[Exchange]]:
     """An exchange for each rank."""
-    with links(size, store) as made:
+    with links(size, star=star) as made:
         numbers = range(FIRST, FIRST + size)
         yield [Exchange(numbers, one) for one in made]
 
 
 @contextmanager
-def communicators(size: int, direct: bool = True) -> Iterator[list[StreamCommunicator]]:
+def communicators(size: int, direct: bool = True, star: bool = False) -> Iterator[list[StreamCommunicator]]:
     """A communicator for each rank."""
-    with links(size, direct=direct) as made:
+    with links(size, direct=direct, star=star) as made:
         ranks = tuple(range(FIRST, FIRST + size))
         found = [StreamCommunicator(one, ranks, 1) for one in made]
         for communicator in found:

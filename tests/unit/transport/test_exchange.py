@@ -19,8 +19,9 @@ def numbers(data: bytes, dtype: torch.dtype = torch.float32) -> list[float]:
     return found
 
 
+@pytest.mark.parametrize("star", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 13])
-def test_every_rank_sees_every_vote_and_every_payload_in_the_order_of_the_group(size: int) -> None:
+def test_every_rank_sees_every_vote_and_every_payload_in_the_order_of_the_group(size: int, star: bool) -> None:
     def run(index: int, exchange: Exchange) -> object:
         seen = []
         for turn in range(5):
@@ -29,14 +30,17 @@ def test_every_rank_sees_every_vote_and_every_payload_in_the_order_of_the_group(
             seen.append([exchange.agreed, [numbers(exchange.payload(place)) for place in range(size)]])
         return seen
 
-    with exchanges(size) as all_ranks:
+    with exchanges(size, star) as all_ranks:
         expected = [[True, [[float(peer), turn] for peer in range(size)]] for turn in range(5)]
         assert on_all(all_ranks, run) == [expected] * size
 
 
+@pytest.mark.parametrize("star", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("what", ["vote", "length"])
-def test_a_rank_that_differs_is_found_out_by_those_that_hear_from_it_and_nobody_agrees(size: int, what: str) -> None:
+def test_a_rank_that_differs_is_found_out_by_those_that_hear_from_it_and_nobody_agrees(
+    size: int, what: str, star: bool
+) -> None:
     """The rank that finds out stops, as the guard does; the others learn of it by that, and none completes."""
 
     def run(index: int, exchange: Exchange) -> str:
@@ -54,7 +58,7 @@ def test_a_rank_that_differs_is_found_out_by_those_that_hear_from_it_and_nobody_
             exchange._links.stop()
         return found
 
-    with exchanges(size) as all_ranks:
+    with exchanges(size, star) as all_ranks:
         found = on_all(all_ranks, run)
     assert "agreed" not in found
     assert "differs" in found
@@ -79,7 +83,8 @@ def test_a_slot_that_many_ranks_share_gets_smaller_and_stays_aligned() -> None:
     assert all(slot * size <= 256 << 10 for slot, size in zip(slots, sizes, strict=True) if slot > HEADER)
 
 
-def test_a_message_larger_than_the_sockets_hold_arrives_in_parts() -> None:
+@pytest.mark.parametrize("star", [False, True])
+def test_a_message_larger_than_the_sockets_hold_arrives_in_parts(star: bool) -> None:
     """The buffers are made tiny, so that neither side can send all of a hop at once."""
     length = 8192
 
@@ -94,7 +99,7 @@ def test_a_message_larger_than_the_sockets_hold_arrives_in_parts() -> None:
             results.append([sum(exchange.payload(place)) for place in range(5)])
         return results
 
-    with exchanges(5) as all_ranks:
+    with exchanges(5, star) as all_ranks:
         assert on_all(all_ranks, run) == [[[peer * length for peer in range(5)]] * 3] * 5
 
 
@@ -110,6 +115,39 @@ def test_waiting_for_a_late_rank_ends_with_the_slice_and_can_go_on() -> None:
         finish(early)
         assert early.agreed
         assert late.agreed
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_in_a_star_nobody_completes_before_the_last_rank_has_come(late: int) -> None:
+    """Be it the one in the middle, or another."""
+    with exchanges(3, star=True) as ranks:
+        early = [rank for index, rank in enumerate(ranks) if index != late]
+        for rank in early:
+            rank.start(1, torch.ones(4))
+        for _ in range(2):
+            assert on_all(early, lambda _, rank: rank.wait(0.05)) == [False, False]
+        ranks[late].start(1, torch.ones(4))
+        on_all(ranks, lambda _, rank: finish(rank))
+        assert [numbers(rank.reduced(torch.float32, "SUM")) for rank in ranks] == [[3.0] * 4] * 3
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_in_a_star_a_rank_that_stops_is_noticed_by_the_first_and_the_first_by_all(gone: int) -> None:
+    def run(index: int, exchange: Exchange) -> int | None:
+        if index == gone:
+            exchange._links.stop()
+            return None
+        try:
+            exchange.start(1, None)
+            finish(exchange)
+        except TransportError as error:
+            exchange._links.stop()
+            return error.peer
+        raise AssertionError("the exchange has completed without a rank")
+
+    with exchanges(3, star=True) as ranks:
+        found = on_all(ranks, run)
+    assert found == ([None, 10, 10] if gone == 0 else [12, 10, None])
 
 
 def test_stop_ends_a_wait_at_once_and_the_peer_fails_naming_the_rank() -> None:
@@ -176,8 +214,9 @@ def test_payloads_are_combined_and_left_as_they_are(op: str, dtype: torch.dtype,
         assert on_all(all_ranks, run) == [(expected, [row.tolist() for row in rows], expected)] * 3
 
 
+@pytest.mark.parametrize("star", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
-def test_payloads_are_combined_with_the_same_bits_on_every_rank(size: int) -> None:
+def test_payloads_are_combined_with_the_same_bits_on_every_rank(size: int, star: bool) -> None:
     """Where the order matters: sums that round, NaN of other bits, zeros of both signs."""
     generator = torch.Generator().manual_seed(size)
     values = torch.randn(size, 4, generator=generator) * 10.0 ** torch.arange(-4, 4, 2)
@@ -192,7 +231,7 @@ def test_payloads_are_combined_with_the_same_bits_on_every_rank(size: int) -> No
             found.append(numbers(exchange.reduced(torch.float32, op), torch.int32))
         return found
 
-    with exchanges(size) as all_ranks:
+    with exchanges(size, star) as all_ranks:
         results = on_all(all_ranks, run)
         assert results == [results[0]] * size
         exact = values.double().sum(0)[:2]

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -200,6 +201,41 @@ def test_without_a_name_it_is_what_the_hosts_name_stands_for_or_the_way_to_the_m
     found["here"] = []
     with interfaces(monkeypatch, {}):
         assert job_address("") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("cores", "hosts", "star"),
+    [
+        (2, ["127.0.0.1"] * 4, True),
+        (4, ["127.0.0.1"] * 4, False),
+        (2, ["127.0.0.1"] * 2, False),
+        (2, ["127.0.0.1", "127.0.0.1", "127.0.0.2"], False),
+    ],
+    ids=["more ranks than cores", "as many", "two ranks", "two hosts"],
+)
+def test_ranks_of_one_host_go_through_the_first_where_they_are_more_than_its_cores(
+    cores: int, hosts: list[str], star: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    keys, end = HashStore(), time.monotonic() + 20
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        made = list(
+            pool.map(lambda index: connect(keys, hosts[index], len(hosts), index, end, True), range(len(hosts)))
+        )
+    try:
+        assert [one.star for one in made] == [star] * len(hosts)
+        assert all(sorted(one.peers) == neighbours(one.size, one.index, star) for one in made)
+    finally:
+        for one in made:
+            one.close()
+
+
+@pytest.mark.parametrize("size", [3, 4, 5, 64])
+def test_in_a_star_all_but_the_first_have_three_connections(size: int) -> None:
+    for index in range(1, size):
+        peers = neighbours(size, index, star=True)
+        assert 0 in peers and len(peers) <= 3
+        assert all(index in neighbours(size, peer, star=True) for peer in peers)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 13, 64, 1000])
