@@ -264,7 +264,7 @@ class Exchange(Agreement):
         return hops
 
     def _through_first(self, slot: int) -> list[_Hop]:
-        """All get what all have sent; or, where that is votes alone, the first rank's, which has found all others equal."""
+        """All get what all have sent; of votes alone only that of the first rank, which has found all others equal."""
         size, index, nothing = len(self._ranks), self._index, memoryview(b"")
         everything = self._whole[: size * slot if slot > HEADER else HEADER]
         if index:
