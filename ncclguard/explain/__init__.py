@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ncclguard.explain.command import explain, main
-from ncclguard.explain.reader import UnusableInput
+from ncclguard.explain.sources import UnusableInput
 from ncclguard.explain.report import Report
 
 __all__ = ["Report", "UnusableInput", "explain", "main"]

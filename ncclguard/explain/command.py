@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from ncclguard.explain.arithmetic import read_deepspeed
 from ncclguard.explain.diagnose import diagnose, read_evidence
 from ncclguard.explain.model_table import find_model
-from ncclguard.explain.reader import Source, UnusableInput, find_sources
+from ncclguard.explain.sources import Source, UnusableInput, find_sources
 from ncclguard.explain.render_html import render_html
 from ncclguard.explain.render_text import print_report
 from ncclguard.explain.report import Report
@@ -61,7 +61,7 @@ def explain(
         >>> explain(["no-such.log"])
         Traceback (most recent call last):
         ...
-        ncclguard.explain.reader.UnusableInput: no-such.log: no such file or folder
+        ncclguard.explain.sources.UnusableInput: no-such.log: no such file or folder
     """
     if world_size is not None and world_size < 1:
         raise ValueError(f"world size {world_size}: must be 1 or more")

@@ -1,4 +1,4 @@
-"""What the parsers hand on: one `Fact` per line that says something, with the place it was read."""
+"""What the readers hand on: one `Fact` per statement of a log or file, with the place it was read."""
 
 from __future__ import annotations
 
@@ -32,20 +32,30 @@ class Kind(str, Enum):
     STORE_TIMEOUT = "store_timeout"
     STORE_KEY = "store_key_missing"
     STORE_LOST = "store_lost"
+    STORE_BARRIER = "store_barrier"
     RENDEZVOUS = "rendezvous"
     NCCL_WARN = "nccl_warn"
     NCCL_INFO = "nccl_info"
+    JOINED = "communicator_joined"
+    PEER_CLOSED = "peer_closed"
+    RAS = "nccl_ras"
     EXCEPTION = "python_exception"
     STACK = "stack"
     EXIT = "exit"
     LAUNCHER = "launcher_summary"
+    ENDED_BY_LAUNCHER = "ended_by_launcher"
+    SCHEDULER = "scheduler_event"
+    GUARD = "ncclguard_incident"
     KERNEL_OOM = "kernel_oom"
     XID = "kernel_xid"
+    NIC = "kernel_network"
     CUDA = "cuda_error"
     WORKER_DIED = "worker_died"
     UNUSED = "ddp_unused_parameters"
     TRACE_INVALIDATED = "deepspeed_trace_invalidated"
     DATALOADER = "dataloader_warning"
+    RETRIED = "retried"
+    ALIVE = "alive"
     PROGRESS = "progress"
     PHASE = "phase"
     NOTE = "note"
@@ -62,6 +72,7 @@ WAITING = frozenset(
         Kind.BARRIER_REACHED,
         Kind.STORE_TIMEOUT,
         Kind.STORE_KEY,
+        Kind.STORE_BARRIER,
     }
 )
 
@@ -77,6 +88,8 @@ CONSEQUENCES = frozenset(
         Kind.GLOO_CLOSED,
         Kind.STORE_LOST,
         Kind.LAUNCHER,
+        Kind.ENDED_BY_LAUNCHER,
+        Kind.PEER_CLOSED,
     }
 )
 
@@ -125,10 +138,12 @@ class Group:
 
 @dataclass(slots=True)
 class Fact:
-    """One statement of a log, with where it stands.
+    """One statement, with where it stands.
 
     `rank` is a global rank, `rank_basis` how it is known: "prefix" ([rank3]), "launcher" (srun, mpirun), "file" (its
-    name), "text" (the message names it), "group" (only the rank inside a group is known and taken for the global one).
+    name), "text" (the message names it), "group" (only the rank inside a group is known and taken for the global one),
+    "local" (a rank on one node), "pid" (the process is known by another line). `local_rank`, `node` (the task or node
+    number in front of the line), `host` and `pid` are what the line itself says about its speaker or its subject.
     """
 
     kind: Kind
@@ -141,6 +156,10 @@ class Fact:
     rank: int | None = None
     rank_basis: str = ""
     group_rank: int | None = None
+    local_rank: int | None = None
+    node: int | None = None
+    host: str = ""
+    pid: int | None = None
     group: Group | None = None
     work: Work | None = None
     enqueued: int | None = None

@@ -1,4 +1,4 @@
-"""What a naming rule answers: the culprits, how sure, and the lines it rests on."""
+"""What a naming rule answers: the culprits, how sure, the facts that carry it, and what would overturn it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ncclguard.outcome import Cause
 
 @dataclass(slots=True)
 class Verdict:
-    """Who held the others up. `culprits` is empty when it cannot be proved; `suspects` are then worth a look."""
+    """Who held the others up. `culprits` is empty when it cannot be proved; `suspects` are worth a look besides.
+
+    `facts` carry it; `overturned` says, in sentences, what would prove it wrong.
+    """
 
     culprits: tuple[int, ...] = ()
     cause: Cause = Cause.UNKNOWN
@@ -22,6 +25,7 @@ class Verdict:
     sides: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     work: Work | None = None
     group: Group | None = None
+    overturned: list[str] = field(default_factory=list)
 
 
 def ranks_text(ranks: tuple[int, ...] | list[int] | set[int]) -> str:

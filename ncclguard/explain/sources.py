@@ -42,10 +42,18 @@ _SKIP = frozenset(
 )
 # A file that belongs to one rank: rank_3.log, rank3.err, 3/stderr.log of torchrun's --log-dir, comm_lib_trace_rank_3,
 # _dump_3.
-_RANK_NAME = re.compile(r"(?:^|[^a-z])(?:global_?)?rank[_\-.=]?(\d{1,6})(?!\d)", re.IGNORECASE)
+_RANK_NAME = re.compile(r"(?:^|[^a-z])(?:global_?|local_?)?rank[_\-.=]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _TORCHRUN = re.compile(r"attempt_(\d+)/(\d{1,5})/(?:stdout|stderr|error)[^/]*$")
+_SLURM_NAME = re.compile(r"(?:slurm|log|out|err)[-_.].*?[-_.](?:task|t)[-_.]?(\d{1,5})(?!\d)", re.IGNORECASE)
 _DUMP_NAME = re.compile(r"(\d{1,6})(?:\.(?:pkl|pickle|json|gz))*$")
 _NODE_NAME = re.compile(r"(?:^|[^a-z])(?:node|host|worker|pod)[_\-.]?(\d{1,5})(?!\d)", re.IGNORECASE)
+
+
+#: Words of the JSON documents that are read whole: dumps, torchelastic's error files, Kubernetes events, RAS, our incidents.
+_DOCUMENTS = (
+    b'"entries"', b'"pg_config"', b'"pg_status"', b'"extraInfo"', b'"involvedObject"', b'"communicators"', b'"containerStatuses"',
+    b'"culprits"',
+)  # fmt: skip
 
 
 class UnusableInput(Exception):
@@ -77,6 +85,9 @@ def _rank_of(path: str, kind: str) -> tuple[int | None, bool, int | None]:
     found = _RANK_NAME.search(name) or _RANK_NAME.search("/".join(path.split("/")[-2:-1]))
     if found:
         return int(found[1]), "local_rank" in name.lower(), None
+    found = _SLURM_NAME.search(name)
+    if found:
+        return int(found[1]), False, None
     if kind != "text":
         found = _DUMP_NAME.search(name)
         if found:
@@ -87,8 +98,11 @@ def _rank_of(path: str, kind: str) -> tuple[int | None, bool, int | None]:
 def _kind_of(head: bytes) -> str:
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return "pickle"
-    start = head.lstrip()[:1]
-    if start == b"{" and (b'"entries"' in head or b'"pg_config"' in head or b'"pg_status"' in head):
+    start = head.lstrip()
+    if start[:1] in (b"{", b"[") and any(word in head for word in _DOCUMENTS):
+        first, _, rest = start.partition(b"\n")
+        if rest.lstrip()[:1] == b"{" and first.rstrip()[-1:] == b"}":
+            return "text"  # a JSON object on every line: a log
         return "json"
     return "text"
 
@@ -110,7 +124,7 @@ def read_all(source: Source, limit: int) -> bytes:
     except (OSError, EOFError, zlib.error) as error:
         raise UnusableInput(f"{source.name}: {error}") from error
     if len(data) > limit:
-        raise UnusableInput(f"{source.name}: larger than {limit >> 20} MiB, too large for a flight-recorder dump")
+        raise UnusableInput(f"{source.name}: larger than {limit >> 20} MiB, too large to be read whole")
     return data
 
 

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 
 from ncclguard.explain.facts import Fact, Kind
-from ncclguard.explain.parse_transport import setup_ranks
-from ncclguard.explain.scan import Line
 
 _BAR = re.compile(
     r"(?P<what>[^|\r\n]{0,120}?)\s*(?P<percent>\d{1,3})%\|[^|]*\|\s*(?P<at>[\d.]+\w?)/(?P<of>[\d.]+\w?) "
@@ -20,6 +18,16 @@ _WORLD = re.compile(
     r"(?<![A-Za-z_])(?:WORLD_SIZE|world[_ ]size|distributed_world_size"
     r"|num_processes)['\"]?\s*[=:]+\s*['\"]?(\d{1,6})\b",
     re.IGNORECASE,
+)
+
+_STEP = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|batch)\b\W{0,3}\d", re.IGNORECASE)
+_NODES = re.compile(
+    r"(?<![A-Za-z_])(?:--?nnodes|nnodes|num_nodes|num_machines|NNODES|SLURM_NNODES|SLURM_JOB_NUM_NODES|N_NODES)"
+    r"['\"]?[\s=:]+['\"]?(\d{1,5})\b(?!:)",
+    re.IGNORECASE,
+)
+_LOCAL_SIZE = re.compile(
+    r"(?<![A-Za-z_])(?:--?nproc[-_]per[-_]node|LOCAL_WORLD_SIZE|local_world_size|nproc_per_node)['\"]?[\s=:]+['\"]?(\d{1,3})\b"
 )
 
 # Phases by the words that frameworks print or that stand in a stack's function names: (phase, pattern). First match
@@ -88,15 +96,26 @@ def phase_of(text: str) -> str | None:
 def world_size_of(text: str) -> int | None:
     """Return the number of ranks a line states, from an environment print-out or an NCCL init line."""
     found = _WORLD.search(text)
-    if found:
-        return int(found[1])
-    setup = setup_ranks(text)
-    return setup[1] if setup else None
+    return int(found[1]) if found else None
 
 
-def parse(line: Line, make: Fact) -> Iterator[Fact]:
-    """Yield what a context line says about progress; `seconds` is the time spent, `number` the percentage."""
-    text = line.text
+def nodes_of(text: str) -> int | None:
+    """Return the number of nodes a line states, or None."""
+    found = _NODES.search(text)
+    return int(found[1]) if found else None
+
+
+def local_size_of(text: str) -> int | None:
+    """Return the number of processes per node that a line states, or None."""
+    found = _LOCAL_SIZE.search(text)
+    return int(found[1]) if found else None
+
+
+def parse(text: str, make: Fact, last: bool) -> Iterator[Fact]:
+    """Yield what a line of context says about progress; `seconds` is the time spent, `number` the percentage.
+
+    `last`: the line is among the last ones of its file.
+    """
     phase = phase_of(text)
     found = None
     for found in _BAR.finditer(text):
@@ -110,7 +129,9 @@ def parse(line: Line, make: Fact) -> Iterator[Fact]:
             detail=found[0].strip()[-200:],
             number=int(found["percent"]),
             seconds=_duration(found["spent"]),
-            after_symptom=line.last,
+            after_symptom=last,
         )
-    elif phase is not None:
-        yield make.clone(kind=Kind.PHASE, name=phase, detail=text[-200:], after_symptom=line.last)
+    elif last and make.rank is not None and _STEP.search(text):
+        yield make.clone(kind=Kind.ALIVE, name=phase or "train", detail=text[-200:], after_symptom=True)
+    if found is None and phase is not None:
+        yield make.clone(kind=Kind.PHASE, name=phase, detail=text[-200:], after_symptom=last)
