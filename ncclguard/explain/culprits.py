@@ -373,6 +373,8 @@ def by_alone(evidence: Evidence, world: World) -> Verdict | None:
         return None
     rank, row = lonely[0]
     others = everyone - {rank}
+    if row.work is None and (others or not any(fact.kind in (Kind.GLOO_TIMEOUT, Kind.TIMEOUT) for fact in row.facts)):
+        return None
     rest = set(range(size)) - {rank}
     if others and len(others) < len(rest):
         return None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ncclguard.explain import Report, UnusableInput, explain
-from ncclguard.explain.traces import load_plain
+from ncclguard.explain.recorder import load_plain
 from ncclguard.outcome import Cause
 
 Group = tuple[str, str, Sequence[int]]
