@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from ncclguard.explain.evidence import Evidence, Row, World, is_one_node, is_world_group, ratio_of
+from ncclguard.explain.evidence import Evidence, Row, World, is_one_node, is_world_group, ratio_of, united
 from ncclguard.explain.facts import WAITING, Fact, Kind, Work
 from ncclguard.explain.recorder import name_culprits
 from ncclguard.explain.verdict import Verdict, ranks_text
@@ -22,7 +22,7 @@ Rule = Callable[[Evidence, World], "Verdict | None"]
 
 # An exception with one of these in its text follows from a peer's absence or from another's failure.
 _FOLLOWS = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Broken pipe|Socket Timeout|[Tt]imed out waiting"
+    r"initializing process group in store|Connection closed by peer|Connection reset by peer|Broken pipe|Socket Timeout|[Tt]imed out waiting"
     r"|atchdog caught|caught collective"
     r"|communicator was aborted|remote process exited|ncclRemoteError|pair closure|monitoredBarrier|Detected "
     r"mismatch between coll"
@@ -312,18 +312,17 @@ def by_peer_closed(evidence: Evidence, world: World) -> Verdict | None:
 def by_ras(evidence: Evidence, world: World) -> Verdict | None:
     """NCCL's RAS: processes that are dead or do not answer, and ranks that have launched fewer operations."""
     facts = evidence.of(Kind.RAS)
-    for name, cause, what in (
-        ("dead", Cause.LOST, "is dead by NCCL's RAS network"),
-        ("silent", Cause.UNKNOWN, "does not answer NCCL's RAS network"),
-        ("error", Cause.FAILED, "reports an asynchronous error to NCCL's RAS"),
-    ):
-        mine = [fact for fact in facts if fact.name == name]
-        ranks = tuple(sorted({rank for fact in mine for rank in fact.peers} | {fact.rank for fact in mine if fact.rank is not None}))
+    gone = [fact for fact in facts if fact.name in ("dead", "silent", "error")]
+    ranks = tuple(sorted({rank for fact in gone for rank in fact.peers} | {fact.rank for fact in gone if fact.rank is not None}))
+    if gone:
+        names = {fact.name for fact in gone}
+        cause = Cause.LOST if "dead" in names else Cause.FAILED if "error" in names else Cause.UNKNOWN
+        what = "is dead" if "dead" in names else "reports an asynchronous error" if "error" in names else "does not answer"
         if ranks and (world.size is None or 2 * len(ranks) < max(world.size, 3)):
-            return Verdict(ranks, cause, "high" if name == "dead" else "medium", "ras", f"{ranks_text(ranks)} {what}", mine)
-        if mine:
-            where = ", ".join(sorted({fact.host for fact in mine if fact.host})) or "one of the hosts"
-            return Verdict(rule="ras", cause=cause, reason=f"a process on {where} {what}", facts=mine)
+            sure = "high" if "dead" in names else "medium"
+            return Verdict(ranks, cause, sure, "ras", f"{ranks_text(ranks)} {what} by NCCL's RAS", gone)
+        where = ", ".join(sorted({fact.host for fact in gone if fact.host})) or "one of the hosts"
+        return Verdict(rule="ras", cause=cause, reason=f"a process on {where} {what} by NCCL's RAS", facts=gone)
     behind = [fact for fact in facts if fact.name in ("behind", "ahead") and fact.peers]
     if not behind:
         return None
@@ -378,6 +377,8 @@ def by_alone(evidence: Evidence, world: World) -> Verdict | None:
     rest = set(range(size)) - {rank}
     if others and len(others) < len(rest):
         return None
+    if any(other.waiting and other.rank != rank and other.group_key == row.group_key for other in evidence.rows):
+        return None  # the same group at another number: who is ahead and who behind says more
     where = f"{row.work.op or 'a collective'} #{row.work.seq}" if row.work is not None else "a collective"
     if others:
         reason = f"rank {rank} waits alone in {where} of group {row.group or 'all ranks'}; {ranks_text(others)} wait in another one"
@@ -574,13 +575,29 @@ def by_counters(evidence: Evidence, world: World) -> Verdict | None:
     return None
 
 
+def _enriched(works: dict[int, Work]) -> dict[int, Work]:
+    """Return the collectives with what others say about the same one: a line that is cut does not differ from a whole one."""
+    whole = [work for work in works.values() if work.op is not None and (work.numel_in is not None or work.shape is not None)]
+    found = {}
+    for rank, work in works.items():
+        if work.numel_in is None and work.shape is None:
+            same = [one for one in whole if work.seq in (None, one.seq) and work.op in (None, one.op)]
+            if len({one.signature() for one in same}) == 1:
+                work = united(work, same[0]) or work
+        found[rank] = work
+    told = {work.seq for work in found.values() if work.op is not None}
+    return {rank: work for rank, work in found.items() if work.op is not None or (work.seq is not None and work.seq not in told)}
+
+
 def by_divergence(evidence: Evidence, world: World) -> Verdict | None:
     """Ranks that wait in one group at another sequence number, operation or size than the majority."""
     for rows in _by_group(evidence):
         waiting = {
-            row.rank: row for row in rows if row.waiting and row.work is not None and _is_collective(row.work.op)
+            row.rank: row
+            for row in rows
+            if row.waiting and row.work is not None and (row.work.op is None or _is_collective(row.work.op))
         }
-        works = {rank: row.work for rank, row in waiting.items() if row.work is not None}
+        works = _enriched({rank: row.work for rank, row in waiting.items() if row.work is not None})
         sides: dict[tuple[object, ...], set[int]] = defaultdict(set)
         for rank, work in works.items():
             sides[work.signature()].add(rank)

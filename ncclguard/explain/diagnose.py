@@ -21,6 +21,19 @@ from ncclguard.explain.verdict import Verdict, ranks_text
 from ncclguard.outcome import Cause
 
 LISTED = 200
+# Facts whose seconds are the limit that ran out.
+_TIMED = frozenset(
+    {
+        Kind.GLOO_TIMEOUT,
+        Kind.STORE_TIMEOUT,
+        Kind.STORE_KEY,
+        Kind.STORE_BARRIER,
+        Kind.BARRIER_MISSING,
+        Kind.RENDEZVOUS,
+        Kind.TIMEOUT,
+        Kind.GUARD,
+    }
+)
 _API = re.compile(r"distributed_c10d\.py:\d+ in (\w+)")
 _NOT_COLLECTIVE = frozenset(
     {
@@ -210,10 +223,7 @@ def _timeout(evidence: Evidence, work: Work | None) -> int | None:
     if work is not None and work.timeout_ms is not None:
         return work.timeout_ms
     for fact in evidence.facts:
-        if (
-            fact.kind in (Kind.GLOO_TIMEOUT, Kind.STORE_TIMEOUT, Kind.STORE_KEY, Kind.BARRIER_MISSING, Kind.RENDEZVOUS)
-            and fact.seconds is not None
-        ):
+        if fact.kind in _TIMED and fact.seconds is not None and fact.seconds < 1e9:
             return round(fact.seconds * 1000)
     return next(
         (fact.work.timeout_ms for fact in evidence.facts if fact.work is not None and fact.work.timeout_ms is not None),

@@ -107,6 +107,7 @@ class Collector:
         self._index: dict[tuple[object, ...], Fact] = {}
         self._prefixed: dict[int, set[int]] = {}
         self._task_wrong: set[int] = set()
+        self._tasks: dict[int, set[int]] = {}
         self._scanners: dict[int, Scanner] = {}
 
     def read(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
@@ -139,6 +140,7 @@ class Collector:
             self._take(record)
         self.evidence.bytes_read += len(data)
         self._prefixed.setdefault(source.index, set()).update(rank for rank in scanner.ranks if rank < MAX_RANK)
+        self._tasks.setdefault(source.index, set()).update(scanner.tasks)
         if final:
             self._scanners.pop(source.index)
             self.evidence.seen_ranks |= self._prefixed[source.index]
@@ -262,10 +264,13 @@ class Collector:
         names = self._names(evidence)
         texts = {source.index for source in evidence.sources if source.kind == "text"}
         evidence.source_ranks = {index: rank for index, rank in names.items() if rank is not None and index in texts}
+        wrong = self._task_wrong | self._tasks_are_nodes(evidence)
         for fact in evidence.facts:
-            if fact.rank_basis == "task" and (fact.source in self._task_wrong or fact.local_rank is not None):
+            if fact.rank_basis == "task" and (fact.source in wrong or fact.local_rank is not None):
                 fact.rank, fact.rank_basis = None, ""
-            elif fact.rank_basis == "task":
+            elif fact.rank_basis == "srun" and (fact.source in self._task_wrong or evidence.of(Kind.EXIT)):
+                fact.rank, fact.rank_basis = None, ""  # srun started one launcher on each node
+            elif fact.rank_basis in ("task", "srun"):
                 fact.rank_basis = "launcher"
             if fact.rank is None and fact.kind not in _OF_A_HOST and names.get(fact.source) is not None:
                 fact.rank, fact.rank_basis = names[fact.source], "file"
@@ -285,6 +290,15 @@ class Collector:
                 and fact.kind in WAITING | {Kind.DUMP_RECEIVED, Kind.HEARTBEAT}
             ):
                 fact.rank, fact.rank_basis = fact.group_rank, "group"
+
+    def _tasks_are_nodes(self, evidence: Evidence) -> set[int]:
+        """Return the sources whose `N: ` of srun is a node: one task only, or one that several ranks speak through."""
+        found = {source for source, tasks in self._tasks.items() if len(tasks) == 1}
+        inner: dict[tuple[int, int | None], set[int]] = {}
+        for fact in evidence.facts:
+            if fact.node is not None and fact.group_rank is not None:
+                inner.setdefault((fact.source, fact.node), set()).add(fact.group_rank)
+        return found | {source for (source, _), ranks in inner.items() if len(ranks) > 1}
 
     def _names(self, evidence: Evidence) -> dict[int, int | None]:
         """Which rank each source belongs to: by its own [rankN] lines if they agree, else by its name."""

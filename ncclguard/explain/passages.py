@@ -6,6 +6,7 @@ to it: those with the same prefix where there is one, since the lines of several
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 
@@ -52,14 +53,14 @@ def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[l
         return found, bool(found)
     if "Culprit rank" in text or "Collective sequence number" in text:
         return list(_analysis(text, following, make)), True
+    if "operation counts" in text or "job process" in text or "unresponsive" in text or "Missing communicator" in text:
+        found = list(_ras(text, following, make))
+        return found, bool(found)
     if "collective" in text or "agging" in text or "latest states" in text:
         found = list(_desync(text, following, make))
         return found, bool(found)
     if "Last error:" in text:
         return list(_last_error(text, following, make)), False
-    if "operation counts" in text or "job process" in text or "unresponsive" in text or "Missing communicator" in text:
-        found = list(_ras(text, following, make))
-        return found, bool(found)
     return [], False
 
 
@@ -234,6 +235,7 @@ def _analysis(text: str, following: Following, make: Fact) -> Iterator[Fact]:
             )
 
 
+_RAS_NEXT = re.compile(r"#\d+-\d+ |[A-Z]+$|[A-Z][a-z]+$|=+\s*$")
 _LAUNCHED = re.compile(r"(\d+) ranks? ha(?:s|ve) launched up to operation (\d+)")
 _RAS_RANK = re.compile(r"Rank (\d+) -- GPU \S+ managed by process (\d+) on node (\S+)")
 _RAS_PROCESS = re.compile(r"Process (\d+) on node (\S+) managing GPUs? ([\d,]+)")
@@ -245,8 +247,9 @@ def _ras(text: str, following: Following, make: Fact) -> Iterator[Fact]:
 
     The ranks that a MISMATCH lists are those whose count is not the most frequent one; `name` is "behind" or "ahead".
     """
-    base = make.clone(kind=Kind.RAS, rank=None, rank_basis="")
+    base = make.clone(kind=Kind.RAS, rank=None, rank_basis="", local_rank=None, pid=None)
     rows = [split_prefix(row).text for row in following(200)]
+    rows = list(itertools.takewhile(lambda row: _RAS_NEXT.match(row) is None, rows))
     if "operation counts" in text:
         counts: list[tuple[int, int]] = []
         ranks: list[int] = []
@@ -261,8 +264,6 @@ def _ras(text: str, following: Following, make: Fact) -> Iterator[Fact]:
                 ranks.append(int(found[1]))
                 at = at or found[3]
                 continue
-            if not row.strip() or not row.startswith(" "):
-                break
         if len(counts) > 1:
             most = max(counts)
             rare = [count for count in counts if count is not most]
@@ -291,5 +292,3 @@ def _ras(text: str, following: Following, make: Fact) -> Iterator[Fact]:
                 yield base.clone(
                     name="dead" if dead else "silent", peers=(int(ranked[1]),), pid=int(ranked[2]), host=ranked[3]
                 )
-            elif not row.strip() or not row.startswith(" "):
-                break

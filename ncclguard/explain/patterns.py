@@ -94,8 +94,15 @@ def _int(text: str | None) -> int | None:
     return int(text) if text is not None and re.fullmatch(r"-?\d{1,18}", text) else None
 
 
+_OF_LAUNCHERS = frozenset(
+    {Kind.LAUNCHER, Kind.EXIT, Kind.ENDED_BY_LAUNCHER, Kind.KERNEL_OOM, Kind.SCHEDULER, Kind.PEER_CLOSED, Kind.XID, Kind.WORKER_DIED}
+)
+
+
 def build(row: Row, found: re.Match[str], text: str, make: Fact) -> Fact | None:
     """Return the fact of one match."""
+    if row.kind in _OF_LAUNCHERS:
+        make = make.clone(local_rank=None)  # the launcher speaks of another process than the prefix does
     said = {name: value.strip() for name, value in found.groupdict().items() if value is not None}
     fact = make.clone(kind=row.kind, **row.fields)
     for name in ("number", "completed", "enqueued", "started", "pid", "node", "local_rank", "group_rank"):
@@ -110,7 +117,7 @@ def build(row: Row, found: re.Match[str], text: str, make: Fact) -> Fact | None:
         fact.rank, fact.rank_basis = int(said["rank"]), "text"
     if "own" in said:
         fact.group_rank = int(said["own"])
-        if make.rank is None:
+        if make.rank is None or (make.rank_basis == "task" and make.rank != fact.group_rank):
             fact.rank, fact.rank_basis = int(said["own"]), "text"
     for name, unit in (("seconds", 1.0), ("ms", 0.001), ("minutes", 60.0)):
         if name in said:
@@ -219,8 +226,7 @@ def _async_or_timeout(found: re.Match[str], text: str, fact: Fact) -> Fact | Non
         return fact.clone(kind=Kind.ASYNC_ERROR, detail=text[text.find("async") :][:400])
     if "blockingwait" in flat or "timedoutinblocking" in flat:
         return fact.clone(kind=Kind.BLOCKING)
-    assert fact.work is not None
-    if "operationtimeout" in flat or fact.work.ran_ms is not None or ("operation" in flat and "imeout:" in flat):
+    if "operationtimeout" in flat or (fact.work is not None and fact.work.ran_ms is not None) or ("operation" in flat and "imeout:" in flat):
         return fact
     cut = found["close"] is None  # a line that ends inside the brackets: whoever printed it was waiting
     return fact if cut and ("atchdog" in flat or "aught" in flat or "imeout:" in flat) else None
@@ -279,7 +285,7 @@ def _srun(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
         fact.number = 128 - fact.number
     if len(fact.peers) != 1:  # a list of tasks: one of them may be the first, which is not told
         return fact.clone(kind=Kind.ENDED_BY_LAUNCHER) if fact.number in (-15, -9) else None
-    fact.rank, fact.rank_basis, fact.node = fact.peers[0], "task", fact.peers[0]
+    fact.rank, fact.rank_basis, fact.node = fact.peers[0], "srun", fact.peers[0]
     if fact.number == -15:
         return fact.clone(kind=Kind.ENDED_BY_LAUNCHER)
     return fact.clone(name="oom" if found["name"] == "Out Of Memory" else "")

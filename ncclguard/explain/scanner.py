@@ -69,7 +69,9 @@ NEEDLES: tuple[bytes, ...] = (
     b"sigkill_handler",
     b"return code = ",  # DeepSpeed's launcher
     b"terminated with ",
-    b"died unexpectedly",
+    b"Worker proc ",
+    b"(exitcode:",
+    b"task timeout",
     b"worker died",
     b"torchelastic.worker.status",
     b"most recent call",  # tracebacks last, faulthandler first
@@ -235,9 +237,8 @@ class Scanner:
     def _record(self, start: int, stop: int, number: int) -> tuple[int, list[Record]]:
         """Return where the record ends and what it holds; lines before and after are joined where it was wrapped."""
         buffer = self._buffer
-        before = _lines(buffer[max(0, start - 4096) : start])[-4:-1] if start else []
-        tail = buffer[stop : stop + 8192]
-        after = _lines(tail)[1:16]
+        before = _lines(buffer[max(0, start - 4096) : start])[-9:-1] if start else []
+        after = _lines(buffer[stop : stop + 8192])[1:28]
         lines = [*before, *_lines(buffer[start:stop])[:1], *after]
         at = len(before)
         first, last, text = join(lines, at)

@@ -7,6 +7,7 @@ none of that, so it happens here, before any pattern is tried.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os.path
 import re
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Physical lines that one record may be spread over.
-MAX_JOINED = 12
+MAX_JOINED = 24
 #: A line above this many characters is cut: it is data, not a message.
 LONGEST = 1 << 16
 
@@ -39,7 +40,7 @@ _OUTER = tuple(
         r"\[(?!rank\d)(?:default|[A-Za-z_]\w*?)(?P<local>\d{1,4})\]:",  # torchrun --tee, with the role's name
         r"\[pod/[^\]\s]+\] ?",  # kubectl logs --prefix
         r"[\w./-]+\s*\|(?: |$)(?!\d)",  # docker compose, SageMaker
-        rf"{_STAMP}(?: std(?:out|err) (?P<cri>[FP]) |\t| (?=[\[(]|\d{{1,6}}: |[A-Z]\w*:|Traceback))",  # CRI, kubectl, docker
+        rf"{_STAMP}(?: std(?:out|err) (?P<cri>[FP]) |\t| )",  # CRI, kubectl, docker
         r"\d{13}\t",  # CloudWatch in milliseconds
         r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?P<syshost>[\w.\-]+) [\w./\-]+(?:\[\d+\])?: ",  # syslog, journalctl
         (
@@ -64,8 +65,9 @@ _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\
 _STARTS = re.compile(
     r"\s*(?:\[rank\d+\]|\[[EWIF](?:\d{3,4})? |[EWIF]\d{4} \d\d:|Traceback \(|terminate called|what\(\): |File \"|"
     r"Exception raised from|frame #\d|Root Cause|Thread 0x|Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |"
-    r"(?:INFO|WARNING|ERROR|DEBUG)[: ]|\{\"|<<<<|={4}|-{4})"
+    r"(?:INFO|WARNING|ERROR|DEBUG|WARN|CRITICAL)[: ]|(?:\w+\.)*[A-Z]\w*(?:Error|Exception): |\{\"|<<<<|={4}|-{4})"
 )
+_DIGITS = re.compile(r"\d+")
 _BAR = re.compile(r"\d{1,3}%\|[^|]*\|")
 
 # A construct that has begun and not ended goes on in the next line: (begin, end). Blanks may have been lost.
@@ -80,10 +82,13 @@ _OPEN = tuple(
         (r"(?:detected by watchdog at work|Timeout at NCCL work)", r"ast completed (?:NCCL )?work: -?\d+"),
         (r"dump signal due to a coll", r"ast completed (?:NCCL )?work: -?\d+"),
         (r"store based barrier", r"timeout=[^)]*\)"),
+        (r"Timed out initializing process", r"timeout=[^)]*\)"),
         (r"failed \(exitcode:", r"local_rank: \d+ \((?:pid|process ID): \d+\)"),
         (r"Got completion", r"vendor.err.? ?\d+"),
         (r"setting up NCCL communicator", r"got error: \S{4}"),
-        (r"failed to pass", r"in \d+ ms"),
+        (r"Ranks? [\d, ]+ failed(?: to)?(?: pass)?", r"in \d+ ms"),
+        (r"hccl (?:fftsplus|aicpu|task)", r"timeout:? ?\d+\D"),
+        (r"exits with|sigkill_handler\] \[", r"return code = -?\d"),
         (r"Timed out waiting", r"operation to complete|clients joined|\]"),
         (r"wait timeout after", r"keys: \S+"),
         (r"client socket has (?:timed out|failed)", r"\)"),
@@ -225,6 +230,9 @@ def unfinished(text: str) -> int:
             pass
         if last is not None and end.search(text, last.end()) is None:
             count += 1
+    start = text.find('{"')
+    if 0 <= start < 80 and text.count("{", start) > text.count("}", start):
+        count += 1
     at = text.rfind("CollectiveFingerPrint(")
     if at >= 0:
         depth = 0
@@ -258,46 +266,59 @@ def _rest(previous: str, line: str) -> str:
     return split_prefix(line).text.strip()
 
 
+def _width(lines: Sequence[str]) -> int:
+    """Return the width at which these lines were cut, 0 where nothing says that they were."""
+    lengths = [len(line.rstrip()) for line in lines]
+    width = max(lengths, default=0)
+    return width if width >= 60 and lengths.count(width) >= 2 else 0
+
+
+def _alike(first: str, second: str) -> bool:
+    """Whether two lines begin with the same words: two records of one kind, not one in two pieces."""
+    return _DIGITS.sub("", first[:20]) == _DIGITS.sub("", second[:20])
+
+
 def join(lines: Sequence[str], at: int) -> tuple[int, int, str]:
     """Return (first, last, text) of the record that line `at` belongs to; `text` is raw, with its first prefix.
 
-    Wrapped pieces are joined without a blank: the break may stand inside a word or a number, so patterns allow for
-    blanks that are missing.
+    A line goes on in the next one when a construct in it is not finished, when it stops in the middle of a sentence that
+    has a head, or when several lines here end at the same column. Wrapped pieces are joined without a blank: the break
+    may stand inside a word or a number, so patterns allow for blanks that are missing.
     """
+    width = _width(lines)
     first = at
-    for back in range(1, 4):
-        if at - back < 0 or not _headless(split_prefix(lines[at - back + 1]).text):
+    while first > 0 and at - first < 8 and _headless(split_prefix(lines[first]).text):
+        before = split_prefix(lines[first - 1]).text
+        full = width and len(lines[first - 1].rstrip()) >= width - 1 and not _alike(before, split_prefix(lines[first]).text)
+        if not full and not unfinished(before) and not _looks_broken(before):
             break
-        before = split_prefix(lines[at - back]).text
-        if unfinished(before) or _looks_broken(before):
-            first = at - back
-            break
-        if _STARTS.match(before):
-            break
+        first -= 1
     text, last = lines[first].rstrip(), first
     best = (unfinished(text) + (first < at), text, first)
-    if best[0] == 0 and not split_prefix(text).partial:
-        return first, first, text
+    start = split_prefix(lines[first])
+    partial, opening = start.partial, start.text
     skipped = 0
     for index in range(first + 1, min(len(lines), first + 1 + MAX_JOINED)):
+        full = bool(width) and len(lines[index - 1].rstrip()) >= width - 1
+        if last >= at and best[0] == 0 and not full and not partial:
+            break
         line = lines[index]
-        body = split_prefix(line).text
+        prefix = split_prefix(line)
+        body = prefix.text
         if not body.strip() or (_BAR.search(body) and _INNER.search(body) is None):
             skipped += 1
             if skipped > 2:
                 break
             continue
-        if not _headless(body):
+        if not _headless(body) or (best[0] == 0 and not partial and _alike(opening, body)):
             break
         text = text + _rest(lines[index - 1], line)
-        last = index
+        last, partial = index, prefix.partial
         if len(text) > LONGEST:
             break
         left = unfinished(text)
-        if left < best[0] or (last <= at and left <= best[0]):
+        if left < best[0] or (last <= at and left <= best[0]) or (left <= best[0] and full):
             best = (left, text, last)
-        if left == 0 and last >= at:
-            break
     _, text, last = best
     if last < at:  # the pieces did not fit: the line stands for itself
         return at, at, lines[at].rstrip()
@@ -315,4 +336,4 @@ def pieces(text: str) -> list[str]:
     if not starts:
         return [text]
     bounds = [0, *starts, len(text)]
-    return [piece for a, b in zip(bounds, bounds[1:], strict=False) if (piece := text[a:b]).strip()]
+    return [piece for a, b in itertools.pairwise(bounds) if (piece := text[a:b]).strip()]
