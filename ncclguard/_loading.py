@@ -21,6 +21,9 @@ class _Announcing(Loader):
         self._inner = inner
         self._waiting = waiting
 
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)  # runpy asks for get_code, pkgutil for get_data
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
 
@@ -46,7 +49,7 @@ class AfterTorch(MetaPathFinder):
 
     def start(self) -> None:
         """Call `load` now when torch is there, else when it comes."""
-        if "torch" in sys.modules and not _being_imported("torch"):
+        if sys.modules.get("torch") is not None and not _being_imported("torch"):
             self._load()
         else:
             sys.meta_path.insert(0, self)
@@ -58,7 +61,7 @@ class AfterTorch(MetaPathFinder):
 
     def try_now(self) -> None:
         """Call `load` if no import is under way that it could run into."""
-        if self.depth == 0 and self in sys.meta_path and "torch" in sys.modules:
+        if self.depth == 0 and self in sys.meta_path and sys.modules.get("torch") is not None:
             self._load()
 
     def find_spec(

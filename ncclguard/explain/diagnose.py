@@ -51,14 +51,6 @@ _QUIET = frozenset(
 )
 
 
-def read_evidence(sources: Sequence[Source], progress: Callable[[Source, int], None] | None = None) -> Evidence:
-    """Read all sources once, in order."""
-    collector = Collector()
-    for source in sources:
-        collector.read(source, None if progress is None else partial(progress, source))
-    return collector.finish()
-
-
 def diagnose(
     evidence: Evidence,
     world_size: int | None = None,

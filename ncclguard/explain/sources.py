@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import re
+import select
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -208,6 +209,38 @@ def blocks(source: Source) -> Iterator[tuple[bytes, bool]]:
                 return
             yield pending + data, False
             pending = b""
+
+
+class Tail:
+    """A text input that may grow: `read` returns what is new, b"" when there is nothing now; `ended` when nothing will be."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.ended = False
+        self.settled = True
+        self._stream: BinaryIO = cast(BinaryIO, sys.stdin.buffer) if source.path is None else open_source(source.path)
+
+    def read(self) -> bytes:
+        """Return up to a block of new bytes; of a pipe, what has come, waiting for it at most half a second."""
+        if self.ended:
+            return b""
+        if self.source.path is None:
+            try:
+                waiting, _, _ = select.select([self._stream], [], [], 0.5)
+            except (OSError, ValueError):  # no real file: it can only be read to its end
+                waiting = [self._stream]
+            if not waiting:
+                return b""
+            data = self._stream.read1(BLOCK) if hasattr(self._stream, "read1") else self._stream.read(BLOCK)
+            self.ended = not data
+            self.settled = False
+            return data
+        try:
+            data = self._stream.read(BLOCK)
+        except (OSError, EOFError, zlib.error):
+            self.ended, data = True, b""
+        self.settled = self.settled and not data
+        return data
 
 
 class _Joined(io.RawIOBase):
