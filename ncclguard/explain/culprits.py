@@ -349,6 +349,25 @@ def by_hccl(evidence: Evidence, world: World) -> Verdict | None:
     return Verdict(rule="hccl", reason=f"the rank that printed the timeout waits for {ranks_text(suspects)}", facts=facts, suspects=suspects)
 
 
+def by_gone_peer(evidence: Evidence, world: World) -> Verdict | None:
+    """All but one rank report that a peer's process ended; the one whose log is here and says nothing is that peer."""
+    facts = [
+        fact
+        for fact in evidence.of(Kind.ASYNC_ERROR, Kind.WATCHDOG_EXCEPTION, Kind.EXCEPTION)
+        if fact.rank is not None and ("remote process exited" in fact.text or "remote process exited" in fact.detail)
+    ]
+    told = {fact.rank for fact in facts if fact.rank is not None}
+    spoke = told | {row.rank for row in evidence.rows} | {fact.rank for fact in evidence.of(*EXPIRED) if fact.rank is not None}
+    silent = set(world.covered) - spoke
+    if len(silent) != 1 or world.size is None or len(told) < max(2, world.size - 1) or _fabric_failed(evidence):
+        return None
+    reason = f"{ranks_text(told)} report that a peer's process ended or the network broke; {ranks_text(silent)} printed nothing of the kind"
+    return Verdict(
+        tuple(silent), Cause.UNKNOWN, "medium", "silence", reason, facts,
+        overturned=[f"a later line of {ranks_text(silent)}, or the same error in its log: then the network between them broke"],
+    )
+
+
 def by_alone(evidence: Evidence, world: World) -> Verdict | None:
     """One rank alone in a collective of all ranks, while the others wait elsewhere or have ended without one."""
     size = world.size
@@ -562,6 +581,18 @@ def by_counters(evidence: Evidence, world: World) -> Verdict | None:
             continue
         short = [row for row in rows if not row.waiting and row.enqueued is not None and 0 <= row.enqueued < at]
         short += [row for row in rows if row.enqueued == -1 and not row.waiting]
+        # What a rank was in when its peers' limit ran out; it may have come, and waited elsewhere, after that.
+        inside = {row.rank for row in waiting if row.seq == at}
+        short += [
+            Row(fact.rank, fact.group, enqueued=fact.enqueued, facts=[fact])
+            for fact in evidence.of(Kind.DUMP_RECEIVED)
+            if fact.rank is not None
+            and fact.rank not in inside
+            and fact.enqueued is not None
+            and 0 <= fact.enqueued < at
+            and (fact.group is None or rows[0].group is None or fact.group.key == rows[0].group_key)
+            and fact.rank not in {row.rank for row in short}
+        ]
         if short and (len(short) <= len(waiting) or world.size == 2):
             ranks = tuple(sorted({row.rank for row in short}))
             reason = (
@@ -779,7 +810,13 @@ def find_culprits(evidence: Evidence, world: World) -> Verdict:
         if verdict is not None:
             fallback.append(verdict)
     divergence = by_divergence(evidence, world)
-    for verdict in (by_alone(evidence, world), divergence, by_silence(evidence, world), by_silence_in_group(evidence, world)):
+    for verdict in (
+        by_alone(evidence, world),
+        divergence,
+        by_silence(evidence, world),
+        by_silence_in_group(evidence, world),
+        by_gone_peer(evidence, world),
+    ):
         if verdict is not None and verdict.culprits:
             if divergence is not None and not verdict.sides:
                 verdict.sides = divergence.sides

@@ -46,7 +46,8 @@ def decide(evidence: Evidence, world: World, verdict: Verdict, finding: Finding,
     name = finding.name
     if name == "gpu_hardware":
         return _without(verdict, finding.facts, "a GPU or its link is broken: the next run on it would fail again")
-    if name in ("mismatch_shape_or_op", "rank_divergence", "unequal_batches", "unused_params") or cause is Cause.DIVERGED:
+    differ = name in ("mismatch_shape_or_op", "rank_divergence", "unequal_batches", "unused_params")
+    if cause is Cause.DIVERGED or (differ and finding.confidence != "low"):
         return Decision("fix-code", "ranks do not make the same calls; a restart comes to the same place", "")
     if name in ("shared_memory", "p2p_acs_iommu", "network_interface", "store_rendezvous"):
         return Decision("fix-environment", "the job cannot work on these hosts as they are set up", "")

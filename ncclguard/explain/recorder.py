@@ -277,7 +277,7 @@ def _different(waiting: Mapping[int, Entry]) -> tuple[set[int], list[tuple[str, 
     for rank, entry in waiting.items():
         if entry.seq == seq:
             sizes = "" if _is_uneven(entry.op) else " " + "x".join(str(list(shape)) for shape in entry.input_sizes)
-            sides[f"{entry.op}{sizes}"].append(rank)
+            sides[f"{entry.op}{sizes}{' ' + ', '.join(entry.dtypes) if entry.dtypes else ''}"].append(rank)
     listed = [(text, tuple(sorted(ranks))) for text, ranks in sorted(sides.items(), key=lambda item: -len(item[1]))]
     if len(listed) < 2:
         return set(), []
