@@ -226,6 +226,8 @@ def store(case: Case) -> Finding | None:
 
 
 def first_use(case: Case) -> Finding | None:
+    if case.verdict.rule == "first collective":
+        return Finding("p2p_acs_iommu", "low", case.verdict.reason, case.verdict.facts)
     rows = [row for row in case.evidence.rows if row.waiting and row.seq is not None]
     nothing = bool(rows) and all(
         (row.seq or 0) <= 2 and row.completed is not None and row.completed <= 0 for row in rows

@@ -36,6 +36,8 @@ _FOLLOWS = re.compile(
 _FOLLOWING_TYPES = frozenset(
     [
         "ChildFailedError",
+        "ProcessExitedException",
+        "ProcessRaisedException",
         "SignalException",
         "KeyboardInterrupt",
         "CalledProcessError",
@@ -294,16 +296,13 @@ def by_peer_closed(evidence: Evidence, world: World) -> Verdict | None:
     facts = [fact for fact in facts if fact.line < aborts.get(fact.source, 1 << 60)]
     if not facts or not is_one_node(evidence) or len({fact.host for fact in facts if fact.host}) > 1:
         return None
-    told: dict[int, set[object]] = defaultdict(set)
-    for fact in facts:
-        if fact.local_rank is not None:
-            told[fact.local_rank].add(fact.pid if fact.pid is not None else (fact.line, fact.order))
-    ordered = sorted(told.items(), key=lambda item: -len(item[1]))
-    if not ordered or (len(ordered) > 1 and len(ordered[0][1]) == len(ordered[1][1])):
-        return None
-    local, speakers = ordered[0]
-    size = world.size or evidence.local_size or max(8, local + 1)
-    if len(speakers) < 2 or 2 * len(speakers) < min(size, 8) - 1:
+    local = facts[0].local_rank
+    first = list(itertools.takewhile(lambda fact: fact.local_rank == local, facts))
+    speakers = {fact.pid if fact.pid is not None else (fact.line, fact.order) for fact in first}
+    own = any(fact.number == local for fact in first)  # it says so itself: an orderly end, in which each closes its own
+    devices = [fact.number for fact in facts if fact.number is not None]
+    size = world.size or evidence.local_size or max([local or 0, *devices]) + 1
+    if local is None or own or len(speakers) < max(2, min(size, 8) - 2):
         return None
     reason = f"{len(speakers)} processes say that the connection of local rank {local} closed"
     return Verdict((local,), Cause.LOST, "medium", "peer closed", reason, facts, overturned=["an abort of all communicators before these lines"])

@@ -55,6 +55,8 @@ def decide(evidence: Evidence, world: World, verdict: Verdict, finding: Finding,
         hosts = {fact.host for fact in finding.facts if fact.kind is Kind.NIC and fact.host}
         if hosts or (verdict.culprits and cause is Cause.LOST):
             return _without(verdict, finding.facts, "a link or card of this host fails")
+        if finding.confidence == "low":
+            return Decision("unknown", "a connection broke, and nothing says whether a process or the network ended it", "")
         return Decision("fix-environment", "the fabric reports errors that torch cannot mend", "")
     if name in ("checkpoint_io", "slow_rank_side_work", "timeout_too_short") and finding.confidence != "low":
         return Decision("raise-limit", "the awaited rank was at work for longer than its peers' limit", "")

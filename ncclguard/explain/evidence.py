@@ -64,6 +64,7 @@ class Evidence:
     notes: list[str] = field(default_factory=list)
     bytes_read: int = 0
     source_ranks: dict[int, int] = field(default_factory=dict)
+    hosts: set[str] = field(default_factory=set)
 
     def of(self, *kinds: Kind) -> list[Fact]:
         """Return the facts of the given kinds, in reading order."""
@@ -183,6 +184,8 @@ class Collector:
             evidence.seen_ranks.add(prefix.rank)
             if prefix.node is not None and prefix.node != prefix.rank:
                 self._task_wrong.add(index)
+        if prefix.host and len(evidence.hosts) < 100:
+            evidence.hosts.add(prefix.host)
         text = record.text
         if "=" in text or ":" in text or " " in text:
             world = context.world_size_of(text)
@@ -351,7 +354,7 @@ def is_one_node(evidence: Evidence) -> bool:
         return False
     hosts = {fact.host for fact in evidence.facts if fact.host and "/" not in fact.host and fact.kind is not Kind.RAS}
     tasks = {fact.node for fact in evidence.of(Kind.EXIT) if fact.node is not None}
-    return len(hosts) <= 1 and len(tasks) <= 1
+    return len(hosts) <= 1 and len(tasks) <= 1 and len(evidence.hosts) <= 1
 
 
 def global_rank(evidence: Evidence, fact: Fact) -> int | None:

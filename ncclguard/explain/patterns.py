@@ -76,7 +76,7 @@ def numbers(text: str) -> tuple[int, ...]:
         (0, 1, 2, 5)
     """
     found: list[int] = []
-    for part in re.finditer(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", text):
+    for part in re.finditer(r"(?<!\d)(\d{1,9})(?!\d)(?:\s*-\s*(\d{1,9})(?!\d))?", text):
         low, high = int(part[1]), int(part[2] or part[1])
         found.extend(range(low, min(high, low + 4096) + 1))
     return tuple(found)
@@ -422,13 +422,15 @@ ROWS: tuple[Row, ...] = (
         (("[rank0]:[E1122 1 FlightRecorderHook.cpp:600] FlightRecorderHook: dumping trace on collective failure", {}),)),
     # --- Ascend ---------------------------------------------------------------------------------------------------
     Row(Kind.TIMEOUT, "Huawei CANN (HCCL), EI0002, 6.x to 8.x",
-        r"(?=.*remote rank:? ?\[(?P<peers>\d+)\])(?=(?:.*tag ?:?\[(?P<detail>[^\]]*)\])?)(?=(?:.*rankSize ?:?\[(?P<number>\d+)\])?)(?=(?:.*rankId ?:?\[(?P<own>\d+)\])?).*?Notify register",
+        r"(?=.*remote rank:? ?\[(?P<peers>\d+)\])(?=(?:.*tag ?:?\[(?P<detail>[^\]]*)\])?)(?=(?:.*rankSize ?:?\[(?P<number>\d+)\])?)(?=(?:.*rankId ?:?\[(?P<own>\d+)[\] ])?).*?Notify register",
         "Notify register",
         (("EI0002: 2024-05-01 The wait execution of the Notify register times out. Reason: The Notify register has not received the Notify record from remote rank:[24]. "
           "base information: [streamID:[3], tag[AllReduce_group_name_0]] communicator information: [group:[g], rankSize[32], rankId[5]]", {"peers": (24,), "number": 32, "rank": 5}),),
         fields={"name": "hccl"}),
     Row(Kind.TIMEOUT, "Huawei CANN (runtime), 6.x to 8.x", r"hccl (?:fftsplus |aicpu )?task timeout.*?timeout:? ?(?P<seconds>\d+)", "task timeout",
         (("[ERROR] RUNTIME(1,python):2024 [stream.cc:12] hccl fftsplus task timeout, device_id:0, stream_id:2, timeout:1836.", {"seconds": 1836.0}),), fields={"name": "hccl"}),
+    Row(Kind.RENDEZVOUS, "Huawei CANN (HCCL), EI0006, 6.x to 8.x", r"EI0006.*?Getting socket times out(?P<detail>.{0,200})", "EI0006",
+        (("[rank1]: EI0006: [PID: 1292363] 2025-04-08-18:07:20.444.436 Getting socket times out. Reason: Remote Rank did not send the data in time.", {"name": "gloo_mesh"}),), fields={"name": "gloo_mesh"}),
     # --- gloo, monitored barrier, the store ---------------------------------------------------------------------------
     Row(Kind.BARRIER_MISSING, "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 1.8 to 2.15",
         r"(?:\[Rank (?P<own>\d+)\]:? ?)?(?<!\[)Ranks? (?P<peers>\d+(?:, ?\d+)*) failed to pass monitoredBarrier in (?P<ms>\d+) ?ms", "onitoredBarrier",
@@ -486,7 +488,7 @@ ROWS: tuple[Row, ...] = (
         r"(?:pair|unbound_buffer)\.cc:\d+\].*(?:Connection|Broken pipe)", "",
         (("RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4040", {"detail": "closed"}),), fields={"detail": "closed"}),
     # --- NCCL ---------------------------------------------------------------------------------------------------------
-    Row(Kind.PEER_CLOSED, "NCCL src/proxy.cc, 2.12 to 2.30", rf"{_HOST}?NCCL INFO \[Service thread\] Connection closed by localRank (?P<local_rank>\d+)", "closed by localRank",
+    Row(Kind.PEER_CLOSED, "NCCL src/proxy.cc, 2.12 to 2.30", r"(?:(?P<host>[\w.\-]+):(?P<pid>\d+):\d+ \[(?P<number>\d+)\] )?NCCL INFO \[Service thread\] Connection closed by localRank (?P<local_rank>\d+)", "closed by localRank",
         (("node1:4000:4100 [0] NCCL INFO [Service thread] Connection closed by localRank 7", {"local_rank": 7, "pid": 4000}),)),
     Row(Kind.NOTE, "NCCL src/init.cc, 2.4 to 2.30", rf"{_HOST}?NCCL INFO comm \S+ rank (?P<number>\d+).*?(?:Abort COMPLETE|abort COMPLETE)", "bort COMPLETE",
         (("node1:4000:4100 [0] NCCL INFO comm 0x55 rank 3 nranks 8 cudaDev 3 busId 7000 - Abort COMPLETE", {"number": 3}),), fields={"name": "abort_complete"}),

@@ -57,6 +57,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"finished reduction",
     b"nvalidate trace",
     b"Notify register",
+    b"EI0006",
     b"NCCL WARN",
     b"NET/OFI",
     b"Got completion",

@@ -20,7 +20,7 @@ MAX_JOINED = 24
 LONGEST = 1 << 16
 
 # Colours, also those whose escape character a copy and paste has lost.
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\[(?:\d{1,3};)*\d{0,3}m(?=[\s(\[]|\w)|\[0m$|\[0m")
+_ANSI = re.compile(r"\^\[\[[0-9;?>]*[A-Za-z]|\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\[(?:\d{1,3};)*\d{0,3}m(?=[\s(\[]|\w)|\[0m$|\[0m")
 _RANK = re.compile(r"\[rank ?(\d{1,6})\]")
 _REPEATED = re.compile(r"\[repeated (\d+)x across (?:the )?cluster\]")
 _GLOG = re.compile(r"(?<![\w])[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
@@ -38,7 +38,7 @@ _OUTER = tuple(
         r"\s*(?P<srun>\d{1,6}): (?=\S)",  # srun -l
         r"\[(?P<host>[A-Za-z][\w.\-]*):(?P<place>\d{1,6})\]:\s?",
         r"\[(?!rank\d)(?:default|[A-Za-z_]\w*?)(?P<local>\d{1,4})\]:",  # torchrun --tee, with the role's name
-        r"\[pod/[^\]\s]+\] ?",  # kubectl logs --prefix
+        r"\[pod/(?P<pod>[^\]\s]+)\] ?",  # kubectl logs --prefix
         r"[\w./-]+\s*\|(?: |$)(?!\d)",  # docker compose, SageMaker
         rf"{_STAMP}(?: std(?:out|err) (?P<cri>[FP]) |\t| )",  # CRI, kubectl, docker
         r"\d{13}\t",  # CloudWatch in milliseconds
@@ -58,7 +58,7 @@ _HEAD = re.compile(
     r"\[rank\d{1,6}\]:(?=\s?\[[EWIF])|\[rank\d{1,6}\]: |"
     r"(?<![\]:\s])(?<!\]: )\[[EWIF](?:\d{3,4} \d\d:\d\d:[\d.]+)? ?\w+\.(?:cpp|hpp|cc):\d+\]|"
     r"[\w.\-]+:\d+:\d+ \[\d+\] (?:NCCL (?:INFO|WARN)|\S+:\d+ NCCL WARN)|"
-    r"(?<=[^\s\]:])\s*Traceback \(most recent call last\):"
+    r"(?<=[^\s\]:])\s*Traceback \(most recent call last\):|(?<=\s)(?:ERROR|WARNING|INFO):torch[\w.]*:"
 )
 _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\d{4} \d\d:\d\d:\d\d")
 #: A line that begins like this goes on nothing.
@@ -117,6 +117,7 @@ class Prefix:
     node: int | None = None
     pid: int | None = None
     partial: bool = False
+    host: str = ""
 
 
 def strip_ansi(text: str) -> str:
@@ -164,7 +165,7 @@ def split_prefix(raw: str) -> Prefix:
     text = _unwrapped(strip_ansi(raw))
     when = clock(text[:200])
     rank = local = node = pid = None
-    basis = tag = ""
+    basis = tag = host = ""
     partial = False
     for _ in range(8):
         for pattern in _OUTER:
@@ -187,6 +188,7 @@ def split_prefix(raw: str) -> Prefix:
         elif said.get("own") is not None:
             rank, basis = int(said["own"]), "launcher"
         partial |= said.get("cri") == "P"
+        host = said.get("pdsh") or said.get("host") or said.get("pod") or said.get("syshost") or host
         tag, text = tag + found[0], text[found.end() :]
     if "pid=" in text[:400] and pid is None:  # behind a progress bar
         found = _RAY.search(text[:400])
@@ -203,7 +205,7 @@ def split_prefix(raw: str) -> Prefix:
     found = _RANK.search(text)
     if found:
         rank, basis, tag = int(found[1]), "prefix", tag + found[0]
-    return Prefix(text, rank, basis, when, hidden, tag, local, node, pid, partial)
+    return Prefix(text, rank, basis, when, hidden, tag, local, node, pid, partial, host)
 
 
 def message_of(text: str) -> str:
