@@ -41,8 +41,10 @@ class Row:
     fields: Values = field(default_factory=dict)
     more: Callable[[re.Match[str], str, Fact], Fact | None] | None = None
     pattern: re.Pattern[str] = field(init=False, repr=False)
+    joined: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "joined", self.anchor.replace(" ", ""))
         object.__setattr__(self, "pattern", re.compile(self.regex.replace(" ?", " ").replace(" ", r"\s*")))
 
 
@@ -601,7 +603,7 @@ def parse_text(text: str, make: Fact) -> Iterator[Fact]:
     make = make.clone(group=group, group_rank=inner)
     taken: list[tuple[int, int]] = []
     for row in ROWS:
-        if row.anchor not in text and re.sub(r"\s", "", row.anchor) not in text:
+        if row.anchor not in text and row.joined not in text:
             continue
         target = text if row.kind is not Kind.EXCEPTION else message_of(text)
         shift = len(text) - len(target)

@@ -1,16 +1,19 @@
 """Find the few lines of a log that matter, at memory speed, and hand them on as records.
 
-A log is searched block by block for short byte strings ("needles"): `bytes.find` runs at 1 to 4 GB/s where one combined
-regular expression runs at some 30 MB/s. Only lines with a needle, and their neighbours, are decoded. What a rank printed
+A log is searched block by block for short byte strings ("needles"), all at once, where one combined regular expression
+runs at some 20 MB/s. Only lines with a needle, and their neighbours, are decoded. What a rank printed
 last before the incident, and last of all, is kept too: a progress bar that goes on after the timeout says the rank is
 alive. Memory is bounded by two blocks; a line that comes in thousands of copies is read a few thousand times.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ncclguard.explain.sources import Source
 from ncclguard.explain.text import LONGEST, Prefix, join, pieces, split_prefix
@@ -20,20 +23,22 @@ FOLLOW_BYTES = 1 << 16
 #: Bytes before a hit that are kept: a wrapped line may have begun there; and what stands around an incident.
 CONTEXT_BYTES = 8192
 #: Hits of a general needle in one source, and lines that differ in their numbers only: more of them say nothing new.
-HITS_PER_NEEDLE = 20_000
+HITS_PER_NEEDLE = 10_000
 SAME_SHAPE = 4096
 
 # General words that stand in ordinary output too, so their number is bounded.
 GENERAL: tuple[bytes, ...] = (
-    b"imeout",  # WorkNCCL(... Timeout(ms)=, Timeout at NCCL work, dump signal due to a collective timeout, Socket Timeout
+    b"timeout",  # dump signal due to a collective timeout, "collective operation timeout"
+    b"Timeout",  # WorkNCCL(... Timeout(ms)=, Timeout at NCCL work, Socket Timeout, RendezvousTimeoutError
     b"imed out",  # gloo, the store, "Heartbeat monitor timed out", "operations have failed or timed out"
     b"rror",  # exceptions of every kind, NCCL, CUDA, ECC errors, "got error:", srun and slurmstepd
     b"xception",
-    b"onnect",  # closed, reset, refused, connectFullMesh
+    b"connect",  # connectFullMesh, trying to connect
+    b"Connect",  # closed, reset, refused
     b"etrying",
     b"NCCL INFO Channel",
 )
-# Each costs 0.2 ms per MB (long) to 0.8 ms (short): a new row of the table should be found by one that is here already.
+# Any number, of four bytes and more. A general word costs the reading of every line that has it.
 NEEDLES: tuple[bytes, ...] = (
     b"Timeout(ms)=",  # by itself, should a log be full of the word timeout
     b"OpType=",
@@ -57,7 +62,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"finished reduction",
     b"nvalidate trace",
     b"Notify register",
-    b"EI0006",
+    b"Getting socket",
     b"NCCL WARN",
     b"NET/OFI",
     b"Got completion",
@@ -90,7 +95,8 @@ NEEDLES: tuple[bytes, ...] = (
     b"ink is Down",
     b"definitely down",
     b"NodeNotReady",
-    b"Evict",
+    b"Evicted",
+    b"Eviction",
     b"Preempt",
     b'"culprits"',
 )
@@ -116,6 +122,64 @@ _RANK = re.compile(rb"\[rank(\d{1,6})\]")
 _TASK = re.compile(rb"^\s*(\d{1,6}): \S", re.MULTILINE)
 _DIGITS = re.compile(rb"\d+")
 _BREAKS = re.compile(r"\r\n|\n|\r")
+
+
+_FACTOR = 2654435761  # Knuth, The Art of Computer Programming, volume 3, 6.4: multiplicative hashing
+_WORD = 4
+_SLICE = 1 << 20
+
+
+@functools.cache
+def _table(needles: tuple[bytes, ...]) -> tuple[Any, dict[int, list[tuple[bytes, int]]], tuple[bytes, ...]]:
+    """Return which hashes of four bytes begin something, hash -> (needle, where in it they stand), and short needles.
+
+    Of seven bytes or more, wherever they stand, four lie in one aligned word.
+    """
+    import numpy
+
+    flags = numpy.zeros(1 << 16, dtype=bool)
+    owners: dict[int, list[tuple[bytes, int]]] = {}
+    for needle in needles:
+        for at in range(4) if len(needle) >= 2 * _WORD - 1 else ():
+            key = (int.from_bytes(needle[at : at + _WORD], sys.byteorder) * _FACTOR & 0xFFFFFFFF) >> 16
+            flags[key] = True
+            owners.setdefault(key, []).append((needle, at))
+    return flags, owners, tuple(needle for needle in needles if len(needle) < 2 * _WORD - 1)
+
+
+def _finds(data: bytes, needle: bytes, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+    at = data.find(needle, begin, end)
+    while at >= 0:
+        yield at, needle
+        at = data.find(needle, at + len(needle), end)
+
+
+def _places(data: bytes, needles: tuple[bytes, ...], begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (position, needle) in order.
+
+    The text is looked at as words of four bytes, which are hashed and looked up at once: some 3 ms per MB with numpy,
+    whatever the number of needles, where `bytes.find` takes 0.2 to 0.8 ms per MB for each. Short texts are not worth
+    the import.
+    """
+    if end - begin < 1 << 16:
+        yield from sorted(hit for needle in needles for hit in _finds(data, needle, begin, end))
+        return
+    import numpy
+
+    flags, owners, short = _table(needles)
+    for low in range(begin - begin % _WORD, end, _SLICE):
+        high = min(end, low + _SLICE)
+        words = numpy.frombuffer(data, dtype=numpy.uint32, count=min(len(data) - low, high - low + _WORD) // _WORD, offset=low)
+        keys = (words * numpy.uint32(_FACTOR) >> numpy.uint32(16)).astype(numpy.uint16)
+        hits = []
+        for place in numpy.flatnonzero(flags.take(keys)).tolist():
+            for needle, inside in owners[int(keys[place])]:
+                at = low + _WORD * place - inside
+                if begin <= at < end and data.startswith(needle, at):
+                    hits.append((at, needle))
+        for needle in short:
+            hits += _finds(data, needle, max(begin, low), min(end, high + len(needle) - 1))
+        yield from sorted(hits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,25 +279,22 @@ class Scanner:
 
     def _hits(self, limit: int) -> list[int]:
         """Return where the lines with a needle begin, in order; a carriage return ends a line too (progress bars)."""
-        buffer, begin = self._buffer, self._done
+        buffer, begin, left = self._buffer, self._done, self._left
         needles = GENERAL + NEEDLES + (STARTING if self.size <= STARTING_BYTES else ())
-        found: set[int] = set()
-        for needle in needles:
-            left = self._left.get(needle, 1 << 62)
-            at = buffer.find(needle, begin, limit) if left > 0 else -1
-            while at >= 0:
-                start = buffer.rfind(b"\n", max(begin, at - LONGEST), at) + 1 or max(begin, at - LONGEST)
-                back = buffer.rfind(b"\r", start, at)
-                found.add(back + 1 if back >= 0 else start)
-                left -= 1
-                if left <= 0:
-                    break
-                end = buffer.find(b"\n", at, at + LONGEST)
-                back = buffer.find(b"\r", at, end if end >= 0 else at + LONGEST)
-                at = buffer.find(needle, max(back if back >= 0 else end, at + len(needle)), limit)
-            if needle in self._left:
-                self._left[needle] = left
-        return sorted(found)
+        found: list[int] = []
+        end = begin
+        for at, needle in _places(buffer, needles, begin, limit):
+            if at < end:
+                continue  # on a line that is taken already
+            if needle in left:
+                if left[needle] <= 0:
+                    continue
+                left[needle] -= 1
+            start = buffer.rfind(b"\n", max(begin, at - LONGEST), at) + 1 or max(begin, at - LONGEST)
+            back = buffer.rfind(b"\r", start, at)
+            found.append(back + 1 if back >= 0 else start)
+            end = self._line_end(at)
+        return found
 
     def _record(self, start: int, stop: int, number: int) -> tuple[int, list[Record]]:
         """Return where the record ends and what it holds; lines before and after are joined where it was wrapped."""
