@@ -137,8 +137,17 @@ def follow(paths: Sequence[str], tell: Callable[[Report], None], *, world_size: 
     for source in sources:
         if source.kind != "text":
             collector.read(source)
+    try:
+        return _follow(collector, tails, tell, world_size)
+    finally:
+        for tail in tails:
+            tail.close()
+
+
+def _follow(
+    collector: Collector, tails: Sequence[Tail], tell: Callable[[Report], None], world_size: int | None
+) -> Report:
     told = None
-    report = diagnose(collector.finish(), world_size)
     while True:
         grown = False
         for tail in tails:

@@ -733,7 +733,7 @@ def by_silence(evidence: Evidence, world: World) -> Verdict | None:
     facts = list({fact.rank: fact for fact in reversed(waits)}.values())
     if not waiting or any(fact.hidden for fact in evidence.facts):
         return None
-    spoke = {row.rank for row in evidence.rows} | _in_a_call(evidence)
+    spoke = {row.rank for row in evidence.rows} | _in_a_call(evidence) | evidence.cut
     silent = tuple(sorted(set(world.covered) - spoke))
     if not silent:
         return None

@@ -24,6 +24,10 @@ def _objects(value: object) -> Iterator[Mapping[str, Any]]:
             yield from _objects(one)
 
 
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _number(value: object) -> int | None:
     if isinstance(value, bool):
         return None
@@ -145,8 +149,7 @@ def _pod(one: Mapping[str, Any], make: Fact) -> list[Fact]:
     name = str(metadata.get("name", "")) if isinstance(metadata, Mapping) else ""
     if str(one["status"].get("reason", "")) in _REASONS:
         facts.append(make.clone(kind=Kind.SCHEDULER, name=str(one["status"]["reason"]), host=f"pod/{name}", text=f"{one['status']['reason']} pod/{name}"))
-    statuses = one["status"]["containerStatuses"]
-    for status in statuses if isinstance(statuses, list) else ():
+    for status in _list(one["status"]["containerStatuses"]):
         for when in ("state", "lastState"):
             end = status.get(when, {}).get("terminated") if isinstance(status, Mapping) and isinstance(status.get(when), Mapping) else None
             if isinstance(end, Mapping) and str(end.get("reason")) in _REASONS:
@@ -165,7 +168,7 @@ def _ras(one: Mapping[str, Any], make: Fact) -> list[Fact]:
         size = _number(comm.get("size"))
         counts: dict[int, int] = {}
         places: dict[int, tuple[str, int | None]] = {}
-        for row in comm.get("ranks") or ():
+        for row in _list(comm.get("ranks")):
             if not isinstance(row, Mapping) or (rank := _number(row.get("rank"))) is None:
                 continue
             done = row.get("collective_counts")
@@ -185,7 +188,7 @@ def _ras(one: Mapping[str, Any], make: Fact) -> list[Fact]:
                 base.clone(name="behind" if low else "ahead", peers=odd, number=min(counts.values()), completed=size,
                            host=places[odd[0]][0], detail="; ".join(f"{count} ranks at {number}" for number, count in kinds))
             )
-        for row in comm.get("missing_ranks") or ():
+        for row in _list(comm.get("missing_ranks")):
             if isinstance(row, Mapping) and (rank := _number(row.get("rank"))) is not None:
                 status = row.get("status")
                 dead = isinstance(status, Mapping) and bool(status.get("considered_dead"))
@@ -203,7 +206,7 @@ def _incident(one: Mapping[str, Any], make: Fact) -> list[Fact]:
     culprits = one.get("culprits")
     ranks = tuple(number for value in culprits if (number := _number(value)) is not None) if isinstance(culprits, list) else ()
     frames: tuple[str, ...] = ()
-    for row in one.get("ranks") or ():
+    for row in _list(one.get("ranks")):
         if isinstance(row, Mapping) and row.get("rank") in ranks and isinstance(row.get("stack"), list):
             frames = tuple(str(frame) for frame in row["stack"])[-12:]
             break

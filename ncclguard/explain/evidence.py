@@ -65,6 +65,7 @@ class Evidence:
     bytes_read: int = 0
     source_ranks: dict[int, int] = field(default_factory=dict)
     hosts: set[str] = field(default_factory=set)
+    cut: set[int] = field(default_factory=set)
 
     def of(self, *kinds: Kind) -> list[Fact]:
         """Return the facts of the given kinds, in reading order."""
@@ -142,6 +143,8 @@ class Collector:
         self.evidence.bytes_read += len(data)
         self._prefixed.setdefault(source.index, set()).update(rank for rank in scanner.ranks if rank < MAX_RANK)
         self._tasks.setdefault(source.index, set()).update(scanner.tasks)
+        if final and scanner.cut is not None:
+            self.evidence.cut.add(scanner.cut)
         if final:
             self._scanners.pop(source.index)
             self.evidence.seen_ranks |= self._prefixed[source.index]

@@ -119,6 +119,7 @@ STARTING: tuple[bytes, ...] = (
 STARTING_BYTES = 16 << 20
 
 _RANK = re.compile(rb"\[rank(\d{1,6})\]")
+_ERROR_HEAD = re.compile(rb"\[rank(\d{1,6})\]:(?:\s?\[[EF][^\n]*)?$")
 _TASK = re.compile(rb"^\s*(\d{1,6}): \S", re.MULTILINE)
 _DIGITS = re.compile(rb"\d+")
 _BREAKS = re.compile(r"\r\n|\n|\r")
@@ -213,6 +214,7 @@ class Scanner:
         self.size = 0
         self.ranks: set[int] = set()
         self.tasks: set[int] = set()
+        self.cut: int | None = None  # the rank whose error line is the last one: it may have been cut off
         self._buffer = b""
         self._done = 0  # what stands before it in the buffer has been read
         self._line = 1  # the number of the line at _done
@@ -239,6 +241,9 @@ class Scanner:
         if limit > self._done:
             yield from self._read(limit)
         if final:
+            lines = self._buffer[-4096:].rstrip().rsplit(b"\n", 1)
+            cut = _ERROR_HEAD.search(lines[-1])
+            self.cut = int(cut[1]) if cut else None
             yield from self._context(self._buffer[-CONTEXT_BYTES:], self._line, last=True)
 
     def _speakers(self, data: bytes) -> None:

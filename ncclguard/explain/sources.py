@@ -220,6 +220,11 @@ class Tail:
         self.settled = True
         self._stream: BinaryIO = cast(BinaryIO, sys.stdin.buffer) if source.path is None else open_source(source.path)
 
+    def close(self) -> None:
+        """Let go of the file."""
+        if self.source.path is not None:
+            self._stream.close()
+
     def read(self) -> bytes:
         """Return up to a block of new bytes; of a pipe, what has come, waiting for it at most half a second."""
         if self.ended:
