@@ -1,6 +1,8 @@
-"""Logs of known faults, as lines, with the truth about each: what our own cases, and the tests of the reader, are made of.
+"""Logs of known faults, as lines, with the truth about each: what our own cases, and the tests of the reader, are
+made of.
 
-Written from what torch, NCCL, gloo, torchelastic, DeepSpeed, Slurm, Ray, Kubernetes and the kernel print; no text of anybody's
+Written from what torch, NCCL, gloo, torchelastic, DeepSpeed, Slurm, Ray, Kubernetes and the kernel print; no text of
+anybody's
 report. `culprits` is a list of ranks, empty where nobody can be named from these lines.
 """
 
@@ -38,8 +40,16 @@ def pg(rank: int, guid: str = "0", desc: str = "default_pg") -> str:
 
 
 def timeout(
-    rank: int, seq: int = 4182, op: str = "ALLREDUCE", numel: tuple[int, int] = (5164000, 5164000), limit: int = 600000,
-    version: str = "2.8", guid: str = "0", desc: str = "default_pg", inner: int | None = None, work: str = "WorkNCCL",
+    rank: int,
+    seq: int = 4182,
+    op: str = "ALLREDUCE",
+    numel: tuple[int, int] = (5164000, 5164000),
+    limit: int = 600000,
+    version: str = "2.8",
+    guid: str = "0",
+    desc: str = "default_pg",
+    inner: int | None = None,
+    work: str = "WorkNCCL",
 ) -> list[str]:
     inner = rank if inner is None else inner
     sizes = f"NumelIn={numel[0]}, NumelOut={numel[1]}, " if version != "1.13" else ""
@@ -51,8 +61,10 @@ def timeout(
     tag = pg(inner, guid, desc) if version == "2.8" else ""
     return [
         f"{head(rank, 632, version)}{tag}{text}",
-        f"{head(rank, 683, version)}{tag}Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels, subsequent GPU "
-        "operations might run on corrupted/incomplete data.",
+        (
+            f"{head(rank, 683, version)}{tag}Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels, subsequent GPU "
+            "operations might run on corrupted/incomplete data."
+        ),
         f"{head(rank, 1895, version)}{tag}Process group watchdog thread terminated with exception: {text}",
     ]
 
@@ -80,7 +92,11 @@ def death(rank: int, code: int, style: int = 0) -> list[str]:
 
 def store_barrier(ranks: Sequence[int], world: int, count: int, verb: str = "Waiting in") -> list[str]:
     middle = "to initialize process group for rank" if verb == "Waiting in" else "on rank"
-    lead = "INFO:torch.distributed.distributed_c10d:Waiting in" if verb == "Waiting in" else "RuntimeError: Timed out initializing process group in"
+    lead = (
+        "INFO:torch.distributed.distributed_c10d:Waiting in"
+        if verb == "Waiting in"
+        else "RuntimeError: Timed out initializing process group in"
+    )
     return [
         f"{lead} store based barrier {middle}: {rank}, key: store_based_barrier_key:1 (world_size={world}, worker_count={count}, timeout=0:30:00)"
         for rank in ranks
@@ -159,8 +175,8 @@ def cases() -> list[Case]:
         Case("02-spawn", ["torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGKILL"], (0,), CRASH),
         Case("02-mpirun", ["mpirun noticed that process rank 1 with PID 4711 on node gpu1 exited on signal 9 (Killed)."], (1,), CRASH),
         Case("02-vllm", ["ERROR 05-01 10:00:00 [multiproc_executor.py:140] Worker proc VllmWorker-1 died unexpectedly, shutting down executor."], (1,), CRASH),
-        Case("02-elastic-event", ['{"name": "torchelastic.worker.status.FAILED", "source": "WORKER", "timestamp": 0, "metadata": {"run_id": "x", "global_rank": 1, "group_rank": 0, '
-             '"worker_id": "4711", "role": "default", "hostname": "a", "state": "FAILED", "raw_error": "{\\"message\\": \\"Signal 9 (SIGKILL) received by PID 4711\\"}"}}'], (1,), CRASH),
+        Case("02-elastic-event", [('{"name": "torchelastic.worker.status.FAILED", "source": "WORKER", "timestamp": 0, "metadata": {"run_id": "x", "global_rank": 1, "group_rank": 0, '
+             '"worker_id": "4711", "role": "default", "hostname": "a", "state": "FAILED", "raw_error": "{\\"message\\": \\"Signal 9 (SIGKILL) received by PID 4711\\"}"}}')], (1,), CRASH),
         Case("02-deepspeed", ["[2024-05-01 10:00:00,123] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 4100",
              "[2024-05-01 10:00:00,124] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 4101",
              "[2024-05-01 10:00:00,130] [ERROR] [launch.py:322:sigkill_handler] ['/usr/bin/python', '-u', 'train.py', '--local_rank=6'] exits with return code = -9"], (6,), CRASH),
@@ -206,8 +222,8 @@ def cases() -> list[Case]:
         Case("09-abort", [f"node0:{100 + r}:{200 + r} [{r}] NCCL INFO comm 0x55 rank {r} nranks 8 cudaDev {r} busId 7000 - Abort COMPLETE" for r in range(8)]
              + [f"node0:{100 + r}:{200 + r} [{r}] NCCL INFO [Service thread] Connection closed by localRank {(r + 1) % 8}" for r in range(8)], (), ()),
         # 10 Ascend
-        Case("10-notify", ["EI0002: 2024-05-01-10:00:00.123 The wait execution of the Notify register times out. Reason: The Notify register has not received the Notify record from remote rank:[24]. "
-             "base information: [streamID:[3], taskID[4], taskType[Notify Wait], tag[AllReduce_group_name_0]] communicator information: [group:[g], rankSize[32], rankId[5]]"], (), (), suspects=(24,)),
+        Case("10-notify", [("EI0002: 2024-05-01-10:00:00.123 The wait execution of the Notify register times out. Reason: The Notify register has not received the Notify record from remote rank:[24]. "
+             "base information: [streamID:[3], taskID[4], taskType[Notify Wait], tag[AllReduce_group_name_0]] communicator information: [group:[g], rankSize[32], rankId[5]]")], (), (), suspects=(24,)),
         Case("10-task", ["[ERROR] RUNTIME(4711,python):2024-05-01-10:00:00.123 [stream.cc:12] hccl fftsplus task timeout, device_id:0, stream_id:2, timeout:1836."], (), (), values={"timeout_ms": 1836000}),
         # 11 monitored_barrier
         *(Case(f"11-barrier-{n}", [line], (1,), (), values={"timeout_ms": 30000}) for n, line in enumerate((
@@ -232,8 +248,8 @@ def cases() -> list[Case]:
         Case("13-chinese", ["训练开始, 请稍候", "错误: 超时", *many((0, 1, 2)), "rank 3 没有响应", "world_size=4"], (3,), (), values=V),
         # the desync report, counters, dump signals, exceptions, out of memory
         Case("20-desync", ["\t - [0] Timeout at collective: ALLREDUCE, #315", "\t   - [7] finished collective #182, but didn't join collective #183 (count from 1)", *many((0, 1))], (7,), ()),
-        Case("20-counters", [*many((0, 1, 2, 3, 5, 6, 7)), f"{head(4)}{pg(4)}Received a dump signal due to a collective timeout from  rank 1 and we will try our best to dump the debug info. "
-             "Last enqueued NCCL work: 4181, last completed NCCL work: 4181.This is most likely caused by incorrect usages of collectives"], (4,), (), values=V),
+        Case("20-counters", [*many((0, 1, 2, 3, 5, 6, 7)), (f"{head(4)}{pg(4)}Received a dump signal due to a collective timeout from  rank 1 and we will try our best to dump the debug info. "
+             "Last enqueued NCCL work: 4181, last completed NCCL work: 4181.This is most likely caused by incorrect usages of collectives")], (4,), (), values=V),
         Case("20-status", [*many((0, 1, 2)), status(0, 4182, 4190, 4181), status(3, 4100, 4100, 4099)], (3,), (), values=V),
         Case("20-oom", [*traceback(2, "torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 2 has a total capacity of 79.15 GiB"), *many((0, 1, 3))], (2,), CRASH, values=V, decisions=("fix-code",)),
         Case("20-assert", [*traceback(1, "AssertionError", "loss is nan"), *death(1, 1)], (1,), CRASH, decisions=("fix-code",)),

@@ -15,9 +15,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from base_cases import cases  # noqa: E402
-from explain_render import render  # noqa: E402
-from variants import VARIANTS  # noqa: E402
+from base_cases import cases
+from explain_render import render
+from variants import VARIANTS
 
 
 def write(name: str, text: str, truth: dict[str, object]) -> None:
@@ -54,7 +54,8 @@ def main() -> None:
             truth["culprits"] = entry["missing_or_divergent_ranks"]
         if "cause_class" in use:
             truth["classes"] = [entry["root_cause_class"]]
-        write(f"public-{entry['id']}", text, truth)
+        name = entry["id"].replace("rank", "r")  # a folder called rank0 holds the files of rank 0
+        write(f"public-{name}", text, truth)
 
 
 if __name__ == "__main__":

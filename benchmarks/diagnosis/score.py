@@ -2,11 +2,14 @@
 
     python benchmarks/diagnosis/score.py [--verbose] [FOLDER ...]
 
-A case is a folder with a `truth.json` and the files that a job left. Without arguments: the cases beside this script, and
+A case is a folder with a `truth.json` and the files that a job left. Without arguments: the cases beside this
+script, and
 the recordings of plain NCCL jobs in tests/unguarded_logs. Printed is a table in Markdown: the line that results/ keeps.
 
-`truth.json`: `culprits` (list; empty: nobody can be named; absent: not known), `classes`, `decisions` (any of them is right),
-`incident`, `op`, `seq`, `numel_in`, `timeout_ms`, `world_size` (told to the tool). The recordings have `expected` instead: for each
+`truth.json`: `culprits` (list; empty: nobody can be named; absent: not known), `classes`, `decisions` (any of them
+is right),
+`incident`, `op`, `seq`, `numel_in`, `timeout_ms`, `world_size` (told to the tool). The recordings have `expected`
+instead: for each
 kind of evidence the lists of culprits that may come out, and `struck`.
 """
 
@@ -49,7 +52,9 @@ for folder in sys.argv[1:]:
 
 def by_torch(folders: Sequence[Path]) -> dict[Path, set[int]]:
     """Return, for folders of dumps, the ranks that torch's flight-recorder analysis calls missing or culprit."""
-    done = subprocess.run([sys.executable, "-c", _TORCH, *map(str, folders)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _TORCH, *map(str, folders)], capture_output=True, text=True, check=True
+    )
     named: dict[Path, set[int]] = {}
     for row in done.stdout.splitlines():
         folder, text = json.loads(row)
@@ -61,7 +66,10 @@ def by_torch(folders: Sequence[Path]) -> dict[Path, set[int]]:
 
 def score_own(folder: Path, truth: dict[str, Any], count: Counter[str]) -> list[str]:
     """Count what is right about one case of our own form and return what is wrong."""
-    report = explain([str(path) for path in sorted(folder.iterdir()) if path.name != "truth.json"], world_size=truth.get("world_size"))
+    report = explain(
+        [str(path) for path in sorted(folder.iterdir()) if path.name != "truth.json"],
+        world_size=truth.get("world_size"),
+    )
     wrong: list[str] = []
 
     def check(what: str, right: bool, got: object) -> None:
@@ -76,9 +84,17 @@ def score_own(folder: Path, truth: dict[str, Any], count: Counter[str]) -> list[
     check("incident seen", report.incident == truth.get("incident", True), report.incident)
     for name in ("op", "seq", "numel_in"):
         if name in truth:
-            check("op, seq, numel, timeout", getattr(report.collective, name, None) == truth[name], f"{name} {getattr(report.collective, name, None)}")
+            check(
+                "op, seq, numel, timeout",
+                getattr(report.collective, name, None) == truth[name],
+                f"{name} {getattr(report.collective, name, None)}",
+            )
     if "timeout_ms" in truth:
-        check("op, seq, numel, timeout", report.effective_timeout_ms == truth["timeout_ms"], f"timeout {report.effective_timeout_ms}")
+        check(
+            "op, seq, numel, timeout",
+            report.effective_timeout_ms == truth["timeout_ms"],
+            f"timeout {report.effective_timeout_ms}",
+        )
     if truth.get("classes"):
         check("class", report.cause_class in truth["classes"], report.cause_class)
     if truth.get("decisions"):
@@ -86,7 +102,9 @@ def score_own(folder: Path, truth: dict[str, Any], count: Counter[str]) -> list[
     return wrong
 
 
-def score_recording(folder: Path, truth: dict[str, Any], count: Counter[str], theirs: Mapping[Path, set[int]]) -> list[str]:
+def score_recording(
+    folder: Path, truth: dict[str, Any], count: Counter[str], theirs: Mapping[Path, set[int]]
+) -> list[str]:
     """Count both tools on a recording: the struck rank named, nobody else named."""
     wrong: list[str] = []
     for kind, allowed in truth["expected"].items():
@@ -129,11 +147,20 @@ def main() -> int:
     for name in ("culprits exact", "incident seen", "op, seq, numel, timeout", "class", "decision"):
         print(f"| {name} | {count[f'{name} ok']} | {count[name]} |")
     print(f"| cases with a healthy rank named | {count['healthy named']} | {count['culprits exact']} |")
-    print(f"\n| recordings of plain NCCL jobs (logs, dumps, both) | right | of |\n|---|---|---|\n| as the evidence allows | {count['recordings ok']} | {count['recordings']} |")
-    print(f"| the struck rank, and only it | {count['recordings struck']} | {count['recordings']} |\n| a healthy rank named | {count['recordings healthy']} | {count['recordings']} |")
+    print(
+        f"\n| recordings of plain NCCL jobs (logs, dumps, both) | right | of |\n|---|---|---|\n| as the evidence allows | {count['recordings ok']} | {count['recordings']} |"
+    )
+    print(
+        f"| the struck rank, and only it | {count['recordings struck']} | {count['recordings']} |\n| a healthy rank named | {count['recordings healthy']} | {count['recordings']} |"
+    )
     print("\n| dumps alone | the struck rank, only | among others | a healthy rank named | of |\n|---|---|---|---|---|")
     for tool, title in (("ours", "ncclguard explain"), ("torch", "torch.distributed.flight_recorder")):
-        row = (count[f"dumps {tool} struck"], count[f"dumps {tool} among"], count[f"dumps {tool} healthy"], count[f"dumps {tool}"])
+        row = (
+            count[f"dumps {tool} struck"],
+            count[f"dumps {tool} among"],
+            count[f"dumps {tool} healthy"],
+            count[f"dumps {tool}"],
+        )
         print(f"| {title} | {' | '.join(map(str, row))} |")
     return 0
 

@@ -27,7 +27,9 @@ def wrapped(lines: Sequence[str], chance: random.Random) -> list[str]:
 def wrapped_by_shipper(lines: Sequence[str], chance: random.Random) -> list[str]:
     """A shipper that cuts long lines and puts its prefix before every piece."""
     width = chance.choice((120, 160, 250))
-    mark = chance.choice(("2024-05-01T10:00:0{n}.123456789Z stderr F ", "3: ", "[default3]:", "(TrainWorker pid=4711) ", "> "))
+    mark = chance.choice(
+        ("2024-05-01T10:00:0{n}.123456789Z stderr F ", "3: ", "[default3]:", "(TrainWorker pid=4711) ", "> ")
+    )
     found = []
     for n, line in enumerate(lines):
         for at in range(0, max(len(line), 1), width):
@@ -55,7 +57,6 @@ prefixed_compose = _each(lambda n, r: "trainer-0  | ")
 def prefixed_role(lines: Sequence[str], chance: random.Random) -> list[str]:
     """torchrun --tee: the ranks' lines, and not the launcher's own."""
     return [f"[default{line[5]}]:{line}" if line.startswith("[rank") else line for line in [*CALM[:3], *lines]]
-
 
 
 def behind_bars(lines: Sequence[str], chance: random.Random) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ncclguard.explain.command import explain, follow, main
-from ncclguard.explain.sources import UnusableInput
 from ncclguard.explain.report import Report
+from ncclguard.explain.sources import UnusableInput
 
 __all__ = ["Report", "UnusableInput", "explain", "follow", "main"]

@@ -16,6 +16,7 @@ from ncclguard.explain.facts import WAITING, Fact, Kind, Work
 from ncclguard.explain.patterns import nccl_error_family
 from ncclguard.explain.verdict import Verdict
 
+
 @dataclass(slots=True)
 class Finding:
     """A class of cause with its confidence ("high", "medium", "low"), the reason and the lines."""
@@ -109,14 +110,27 @@ OUT_OF_MEMORY = frozenset(["OOMKilled", "OOMKilling", "SystemOOM"])
 def machine_taken(case: Case) -> Finding | None:
     """The scheduler or the cluster says that a host failed, was reclaimed, or ran out of memory or time."""
     events = case.evidence.of(Kind.SCHEDULER)
-    memory = [fact for fact in events if fact.name in OUT_OF_MEMORY or (fact.name == "Evicted" and "memory" in fact.detail)]
+    memory = [
+        fact for fact in events if fact.name in OUT_OF_MEMORY or (fact.name == "Evicted" and "memory" in fact.detail)
+    ]
     if memory:
-        return Finding("oom_or_crash_other_rank", "high", "the cluster ended a process that used too much memory", memory)
+        return Finding(
+            "oom_or_crash_other_rank", "high", "the cluster ended a process that used too much memory", memory
+        )
     gone = [fact for fact in events if fact.name != "TIME LIMIT"]
     if gone:
-        return Finding("oom_or_crash_other_rank", "high", f"the scheduler took a process or host away ({gone[0].name.lower()})", gone)
+        return Finding(
+            "oom_or_crash_other_rank",
+            "high",
+            f"the scheduler took a process or host away ({gone[0].name.lower()})",
+            gone,
+        )
     limit = [fact for fact in events if fact.name == "TIME LIMIT"]
-    return Finding("timeout_too_short", "low", "the job's own time limit ended it", limit) if limit and not case.waiting else None
+    return (
+        Finding("timeout_too_short", "low", "the job's own time limit ended it", limit)
+        if limit and not case.waiting
+        else None
+    )
 
 
 def guard(case: Case) -> Finding | None:
@@ -157,7 +171,12 @@ def transport_mismatch(case: Case) -> Finding | None:
 def network(case: Case) -> Finding | None:
     mesh = [fact for fact in case.evidence.of(Kind.RENDEZVOUS) if fact.name == "gloo_mesh"]
     if mesh:
-        return Finding("network_interface", "medium", "gloo could not connect the ranks: an address that the peer cannot reach", mesh)
+        return Finding(
+            "network_interface",
+            "medium",
+            "gloo could not connect the ranks: an address that the peer cannot reach",
+            mesh,
+        )
     warnings = case.evidence.of(Kind.NCCL_WARN)
     errors = [
         f
@@ -180,7 +199,9 @@ def network(case: Case) -> Finding | None:
             primary,
         )
     if case.evidence.of(Kind.NIC):
-        return Finding("network_fabric", "high", "a network card was reset or lost its link", case.evidence.of(Kind.NIC))
+        return Finding(
+            "network_fabric", "high", "a network card was reset or lost its link", case.evidence.of(Kind.NIC)
+        )
     if of("topology"):
         return Finding("library_bug", "low", "ranks disagree about one communicator's topology", of("topology"))
     if of("no_interface"):
@@ -218,7 +239,9 @@ def store(case: Case) -> Finding | None:
         return Finding("store_rendezvous", "high", "the rendezvous did not complete", facts)
     barrier = case.evidence.of(Kind.STORE_BARRIER)
     if barrier and all(fact.kind is Kind.STORE_BARRIER for fact in case.waiting):
-        return Finding("store_rendezvous", "high", "not all ranks came to the barrier that ends init_process_group", barrier[:3])
+        return Finding(
+            "store_rendezvous", "high", "not all ranks came to the barrier that ends init_process_group", barrier[:3]
+        )
     lost = [f for f in case.evidence.of(Kind.STORE_KEY) if "imeout" not in f.detail and "timed out" not in f.detail]
     if lost:
         return Finding("store_rendezvous", "medium", "the store was lost while communicators were set up", lost)
@@ -266,7 +289,11 @@ def crash(case: Case) -> Finding | None:
         (evidence.of(Kind.WORKER_DIED), "medium", "a worker process died"),
         (deadly_exits(evidence), "high", "a rank was ended by a signal"),
         ([f for f in evidence.of(Kind.RAS) if f.name == "dead"], "medium", "a process is dead by NCCL's RAS network"),
-        (case.verdict.facts if case.verdict.rule == "peer closed" else [], "medium", "a process closed its connections"),
+        (
+            case.verdict.facts if case.verdict.rule == "peer closed" else [],
+            "medium",
+            "a process closed its connections",
+        ),
         (
             [f for f in evidence.of(Kind.XID) if f.number in APPLICATION_XIDS],
             "medium",
@@ -358,7 +385,9 @@ def peer_gone(case: Case) -> Finding | None:
     facts = case.evidence.of(Kind.GLOO_CLOSED)
     remote = [f for f in case.evidence.of(Kind.ASYNC_ERROR) if "remote process exited" in f.text]
     if remote and not facts:
-        return Finding("oom_or_crash_other_rank", "low", "a peer's process ended, or the network between them broke", remote)
+        return Finding(
+            "oom_or_crash_other_rank", "low", "a peer's process ended, or the network between them broke", remote
+        )
     if left_normally(case.evidence, case.verdict):
         return Finding(
             "rank_divergence", "low", "a rank left normally while its peers went on: it made fewer calls", facts

@@ -17,10 +17,10 @@ from ncclguard.explain.decision import EXIT_CODES
 from ncclguard.explain.diagnose import diagnose
 from ncclguard.explain.evidence import Collector
 from ncclguard.explain.model_table import find_model
-from ncclguard.explain.sources import Source, Tail, UnusableInput, find_sources
 from ncclguard.explain.render_html import render_html
 from ncclguard.explain.render_text import print_report
 from ncclguard.explain.report import Report
+from ncclguard.explain.sources import Source, Tail, UnusableInput, find_sources
 
 UNUSABLE = 2
 PROGRESS_FROM = 32 << 20
@@ -122,12 +122,15 @@ def query_ras(address: str, within: float = 20.0) -> bytes:
             while part := connection.recv(1 << 16):
                 parts.append(part)
     except (OSError, ValueError) as error:
-        raise UnusableInput(f"{address}: no answer from NCCL's RAS service ({error}); is a job with NCCL 2.24 running?") from error
+        raise UnusableInput(
+            f"{address}: no answer from NCCL's RAS service ({error}); is a job with NCCL 2.24 running?"
+        ) from error
     return b"".join(parts)
 
 
 def follow(paths: Sequence[str], tell: Callable[[Report], None], *, world_size: int | None = None) -> Report:
-    """Read logs while they grow and call `tell` whenever the answer changes, until interrupted or all inputs have ended.
+    """Read logs while they grow and call `tell` whenever the answer changes, until interrupted or all inputs have
+    ended.
 
     A pipe ends; a file never does. Each call of `tell` has a whole report on what there is so far.
     """

@@ -1,7 +1,9 @@
 """Name the ranks that held the others up, by rules in the order of how much they prove; an empty answer is an answer.
 
-The rank that prints a timeout is a victim. Every rule here looks for the rank that is dead, or absent from, behind, ahead
-of or different from what the victims wait in; silence counts last, and only for ranks whose log would be among the inputs.
+The rank that prints a timeout is a victim. Every rule here looks for the rank that is dead, or absent from, behind,
+ahead
+of or different from what the victims wait in; silence counts last, and only for ranks whose log would be among the
+inputs.
 Each verdict carries the facts it rests on and says what would overturn it.
 """
 
@@ -89,9 +91,9 @@ HARDWARE_XIDS = frozenset({48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140
 def went_on(evidence: Evidence, failure: Fact) -> bool:
     """Whether a rank retried or went on training after it raised: then that is not why its peers wait."""
     for fact in evidence.of(Kind.RETRIED, Kind.ALIVE):
-        if fact.source == failure.source and fact.line >= failure.line and fact.rank == failure.rank:
-            if fact.kind is Kind.RETRIED or fact.line > failure.line + len(failure.frames):
-                return failure.rank is not None or not evidence.of(Kind.EXIT, Kind.LAUNCHER)
+        same = fact.source == failure.source and fact.line >= failure.line and fact.rank == failure.rank
+        if same and (fact.kind is Kind.RETRIED or fact.line > failure.line + len(failure.frames)):
+            return failure.rank is not None or not evidence.of(Kind.EXIT, Kind.LAUNCHER)
     return False
 
 
@@ -139,12 +141,17 @@ def sticky_cuda(evidence: Evidence) -> list[Fact]:
 
 
 def hardware_errors(evidence: Evidence) -> list[Fact]:
-    """Return reports of a broken GPU: ECC, lost from the bus, an Xid of the hardware; each of one rank where it is known."""
+    """Return reports of a broken GPU: ECC, lost from the bus, an Xid of the hardware; each of one rank where it is
+    known.
+    """
     found = [fact for fact in evidence.of(Kind.XID) if fact.number in HARDWARE_XIDS]
     found += [
         fact
         for fact in evidence.of(Kind.CUDA, Kind.EXCEPTION, Kind.NCCL_WARN, Kind.WATCHDOG_EXCEPTION)
-        if "ECC error" in fact.text or "ECC error" in fact.detail or "fallen off the bus" in fact.text or fact.name in ("hardware", "gpu")
+        if "ECC error" in fact.text
+        or "ECC error" in fact.detail
+        or "fallen off the bus" in fact.text
+        or fact.name in ("hardware", "gpu")
     ]
     return found
 
@@ -162,7 +169,11 @@ def deadly_exits(evidence: Evidence) -> list[Fact]:
     first = [fact for fact in deaths if fact.name in ("first", "oom", "local", "command")]
     for fact in sorted(first, key=lambda one: (one.source, one.name != "oom", one.line)):
         chosen.setdefault(fact.source, fact)
-    found = [fact for fact in deaths if any(fact is one for one in chosen.values()) or (fact.number != -9 and fact.name in ("failure", "event", ""))]
+    found = [
+        fact
+        for fact in deaths
+        if any(fact is one for one in chosen.values()) or (fact.number != -9 and fact.name in ("failure", "event", ""))
+    ]
     if not found and not forced and len({fact.rank for fact in deaths}) == 1:
         found = deaths
     return found
@@ -223,7 +234,9 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
                 f"a failure of another rank that happened before, in a log that is not here; then that of {ranks_text(ranks)} follows from it"
             )
             if "local" in basis:
-                found.overturned.append("a second node: the launcher names a rank of its node, taken here for the rank of the job")
+                found.overturned.append(
+                    "a second node: the launcher names a rank of its node, taken here for the rank of the job"
+                )
         elif what in ("raised", "lost its GPU", "hit a CUDA error of its own") or any(
             fact.name in ("first", "oom", "local") for fact in facts
         ):  # a second fault, by evidence of its own
@@ -242,7 +255,13 @@ def by_first_exit(evidence: Evidence, world: World) -> Verdict | None:
     if not facts:
         return None
     local = facts[0].local_rank
-    who = f"rank {facts[0].rank}" if facts[0].rank is not None else f"local rank {local}" if local is not None else "a process"
+    who = (
+        f"rank {facts[0].rank}"
+        if facts[0].rank is not None
+        else f"local rank {local}"
+        if local is not None
+        else "a process"
+    )
     code = facts[0].number
     reason = f"{who} exited first{f' with code {code}' if code is not None else ''}, cause not shown"
     return Verdict((), Cause.UNKNOWN, "low", "first exit", reason, facts, _named(facts[:1]))
@@ -257,7 +276,9 @@ def by_guard(evidence: Evidence, world: World) -> Verdict | None:
     causes = {cause.value for cause in Cause}
     cause = Cause(first.name) if first.name in causes else Cause.UNKNOWN
     ranks = tuple(sorted({rank for fact in facts[:1] for rank in fact.peers}))
-    return Verdict(ranks, cause, "high", "ncclguard incident", first.detail or "the ranks agreed on it", facts[:1], work=first.work)
+    return Verdict(
+        ranks, cause, "high", "ncclguard incident", first.detail or "the ranks agreed on it", facts[:1], work=first.work
+    )
 
 
 def by_store_barrier(evidence: Evidence, world: World) -> Verdict | None:
@@ -283,13 +304,18 @@ def by_store_barrier(evidence: Evidence, world: World) -> Verdict | None:
             facts,
             overturned=[f"a line of {ranks_text(missing)} in this barrier"],
         )
-    return Verdict(rule="store barrier", reason=reason, facts=facts[:3], suspects=tuple(sorted(missing)) if len(missing) <= 8 else ())
+    return Verdict(
+        rule="store barrier",
+        reason=reason,
+        facts=facts[:3],
+        suspects=tuple(sorted(missing)) if len(missing) <= 8 else (),
+    )
 
 
 def by_peer_closed(evidence: Evidence, world: World) -> Verdict | None:
     """NCCL's proxy threads say whose connection closed; after an abort that is only the teardown."""
     facts = evidence.of(Kind.PEER_CLOSED)
-    aborts = {}
+    aborts: dict[int, int] = {}
     for fact in evidence.of(Kind.NOTE):
         if fact.name == "abort_complete":
             aborts.setdefault(fact.source, fact.line)
@@ -305,18 +331,30 @@ def by_peer_closed(evidence: Evidence, world: World) -> Verdict | None:
     if local is None or own or len(speakers) < max(2, min(size, 8) - 2):
         return None
     reason = f"{len(speakers)} processes say that the connection of local rank {local} closed"
-    return Verdict((local,), Cause.LOST, "medium", "peer closed", reason, facts, overturned=["an abort of all communicators before these lines"])
+    return Verdict(
+        (local,),
+        Cause.LOST,
+        "medium",
+        "peer closed",
+        reason,
+        facts,
+        overturned=["an abort of all communicators before these lines"],
+    )
 
 
 def by_ras(evidence: Evidence, world: World) -> Verdict | None:
     """NCCL's RAS: processes that are dead or do not answer, and ranks that have launched fewer operations."""
     facts = evidence.of(Kind.RAS)
     gone = [fact for fact in facts if fact.name in ("dead", "silent", "error")]
-    ranks = tuple(sorted({rank for fact in gone for rank in fact.peers} | {fact.rank for fact in gone if fact.rank is not None}))
+    ranks = tuple(
+        sorted({rank for fact in gone for rank in fact.peers} | {fact.rank for fact in gone if fact.rank is not None})
+    )
     if gone:
         names = {fact.name for fact in gone}
         cause = Cause.LOST if "dead" in names else Cause.FAILED if "error" in names else Cause.UNKNOWN
-        what = "is dead" if "dead" in names else "reports an asynchronous error" if "error" in names else "does not answer"
+        what = (
+            "is dead" if "dead" in names else "reports an asynchronous error" if "error" in names else "does not answer"
+        )
         if ranks and (world.size is None or 2 * len(ranks) < max(world.size, 3)):
             sure = "high" if "dead" in names else "medium"
             return Verdict(ranks, cause, sure, "ras", f"{ranks_text(ranks)} {what} by NCCL's RAS", gone)
@@ -325,13 +363,15 @@ def by_ras(evidence: Evidence, world: World) -> Verdict | None:
     behind = [fact for fact in facts if fact.name in ("behind", "ahead") and fact.peers]
     if not behind:
         return None
-    sure = any(fact.repeated > 1 for fact in behind) or any(fact.kind in EXPIRED for fact in evidence.facts)
+    proven = any(fact.repeated > 1 for fact in behind) or any(fact.kind in EXPIRED for fact in evidence.facts)
     first = max(behind, key=lambda fact: fact.repeated)
     others = (first.completed or world.size or 0) - len(first.peers)
     text = f"{ranks_text(first.peers)} {'has' if len(first.peers) == 1 else 'have'} launched {'fewer' if first.name == 'behind' else 'more'} operations than the others ({first.detail})"
     overturned = ["a second query a few seconds later with other counts: then the job moves, and nobody is stuck"]
     if others > len(first.peers):
-        return Verdict(first.peers, Cause.UNKNOWN, "high" if sure else "low", "ras", text, behind, overturned=overturned)
+        return Verdict(
+            first.peers, Cause.UNKNOWN, "high" if proven else "low", "ras", text, behind, overturned=overturned
+        )
     return Verdict(rule="ras", reason=text, facts=behind, suspects=first.peers, overturned=overturned)
 
 
@@ -344,8 +384,20 @@ def by_hccl(evidence: Evidence, world: World) -> Verdict | None:
     if not suspects:
         return None
     if len(suspects) == 1 and len(victims) >= 2 and told[suspects[0]] >= 2:
-        return Verdict(suspects, Cause.UNKNOWN, "medium", "hccl", f"{ranks_text({r for r in victims if r is not None})} wait for {ranks_text(suspects)}", facts)
-    return Verdict(rule="hccl", reason=f"the rank that printed the timeout waits for {ranks_text(suspects)}", facts=facts, suspects=suspects)
+        return Verdict(
+            suspects,
+            Cause.UNKNOWN,
+            "medium",
+            "hccl",
+            f"{ranks_text({r for r in victims if r is not None})} wait for {ranks_text(suspects)}",
+            facts,
+        )
+    return Verdict(
+        rule="hccl",
+        reason=f"the rank that printed the timeout waits for {ranks_text(suspects)}",
+        facts=facts,
+        suspects=suspects,
+    )
 
 
 def by_gone_peer(evidence: Evidence, world: World) -> Verdict | None:
@@ -356,14 +408,25 @@ def by_gone_peer(evidence: Evidence, world: World) -> Verdict | None:
         if fact.rank is not None and ("remote process exited" in fact.text or "remote process exited" in fact.detail)
     ]
     told = {fact.rank for fact in facts if fact.rank is not None}
-    spoke = told | {row.rank for row in evidence.rows} | {fact.rank for fact in evidence.of(*EXPIRED) if fact.rank is not None}
+    spoke = (
+        told
+        | {row.rank for row in evidence.rows}
+        | {fact.rank for fact in evidence.of(*EXPIRED) if fact.rank is not None}
+    )
     silent = set(world.covered) - spoke
     if len(silent) != 1 or world.size is None or len(told) < max(2, world.size - 1) or _fabric_failed(evidence):
         return None
     reason = f"{ranks_text(told)} report that a peer's process ended or the network broke; {ranks_text(silent)} printed nothing of the kind"
     return Verdict(
-        tuple(silent), Cause.UNKNOWN, "medium", "silence", reason, facts,
-        overturned=[f"a later line of {ranks_text(silent)}, or the same error in its log: then the network between them broke"],
+        tuple(silent),
+        Cause.UNKNOWN,
+        "medium",
+        "silence",
+        reason,
+        facts,
+        overturned=[
+            f"a later line of {ranks_text(silent)}, or the same error in its log: then the network between them broke"
+        ],
     )
 
 
@@ -377,14 +440,20 @@ def by_alone(evidence: Evidence, world: World) -> Verdict | None:
         if row.waiting and row.rank < size:
             waits[(row.group_key, row.seq) if row.work is not None else (None, None)].add(row.rank)
     everyone = {rank for ranks in waits.values() for rank in ranks}
-    spoke = everyone | {rank for rank in evidence.seen_ranks if rank < size} | (set(evidence.source_ranks.values()) if not world.merged else set())
+    spoke = (
+        everyone
+        | {rank for rank in evidence.seen_ranks if rank < size}
+        | (set(evidence.source_ranks.values()) if not world.merged else set())
+    )
     if spoke < set(range(size)):
         return None
     lonely = [
         (rank, row)
         for row in evidence.rows
         for rank in (row.rank,)
-        if row.waiting and is_world_group(row, size) and waits.get((row.group_key, row.seq) if row.work is not None else (None, None)) == {rank}
+        if row.waiting
+        and is_world_group(row, size)
+        and waits.get((row.group_key, row.seq) if row.work is not None else (None, None)) == {rank}
     ]
     if len(lonely) != 1 or len({rank for rank, _ in lonely}) != 1:
         return None
@@ -403,8 +472,15 @@ def by_alone(evidence: Evidence, world: World) -> Verdict | None:
     else:
         reason = f"rank {rank} waits alone in {where}; the logs of {ranks_text(rest)} end without a collective"
     return Verdict(
-        (rank,), Cause.DIVERGED, "medium", "alone", reason, row.facts[:2],
-        overturned=["a line of another rank in the same collective"], work=row.work, group=row.group,
+        (rank,),
+        Cause.DIVERGED,
+        "medium",
+        "alone",
+        reason,
+        row.facts[:2],
+        overturned=["a line of another rank in the same collective"],
+        work=row.work,
+        group=row.group,
     )
 
 
@@ -504,7 +580,9 @@ def _by_majority(
     if total == 2 and world.is_pair:
         reason = "the two ranks are in different collectives; which of them is right cannot be told from the logs"
         overturned = ["the call sites of both: they say which of the two left the common path"]
-        return Verdict(tuple(sorted(works)), Cause.DIVERGED, "medium", "pair", reason, sides=sides, overturned=overturned)
+        return Verdict(
+            tuple(sorted(works)), Cause.DIVERGED, "medium", "pair", reason, sides=sides, overturned=overturned
+        )
     reason = "ranks are in different collectives and no side has a majority"
     return Verdict((), Cause.DIVERGED, "low", "no majority", reason, suspects=tuple(sorted(works)), sides=sides)
 
@@ -606,8 +684,12 @@ def by_counters(evidence: Evidence, world: World) -> Verdict | None:
 
 
 def _enriched(works: dict[int, Work]) -> dict[int, Work]:
-    """Return the collectives with what others say about the same one: a line that is cut does not differ from a whole one."""
-    whole = [work for work in works.values() if work.op is not None and (work.numel_in is not None or work.shape is not None)]
+    """Return the collectives with what others say about the same one: a line that is cut does not differ from a
+    whole one.
+    """
+    whole = [
+        work for work in works.values() if work.op is not None and (work.numel_in is not None or work.shape is not None)
+    ]
     found = {}
     for rank, work in works.items():
         if work.numel_in is None and work.shape is None:
@@ -616,7 +698,11 @@ def _enriched(works: dict[int, Work]) -> dict[int, Work]:
                 work = united(work, same[0]) or work
         found[rank] = work
     told = {work.seq for work in found.values() if work.op is not None}
-    return {rank: work for rank, work in found.items() if work.op is not None or (work.seq is not None and work.seq not in told)}
+    return {
+        rank: work
+        for rank, work in found.items()
+        if work.op is not None or (work.seq is not None and work.seq not in told)
+    }
 
 
 def by_divergence(evidence: Evidence, world: World) -> Verdict | None:
@@ -657,7 +743,9 @@ def by_divergence(evidence: Evidence, world: World) -> Verdict | None:
 
 
 def _ahead_by_one(verdict: Verdict, works: dict[int, Work]) -> Verdict:
-    """Ranks at k and others at k + 1 of the same operation: those ahead have completed k, which proves nothing against them."""
+    """Ranks at k and others at k + 1 of the same operation: those ahead have completed k, which proves nothing
+    against them.
+    """
     odd = {works[rank].seq for rank in verdict.culprits if rank in works}
     rest = {work.seq for rank, work in works.items() if rank not in verdict.culprits}
     if verdict.rule != "majority" or len(odd) != 1 or len(rest) != 1:
@@ -667,7 +755,9 @@ def _ahead_by_one(verdict: Verdict, works: dict[int, Work]) -> Verdict:
         return verdict
     reason = f"{ranks_text(verdict.culprits)} already at #{one} while the others wait in #{many}: who held up #{many} cannot be told"
     early = next(work for rank, work in works.items() if work.seq == many)
-    return Verdict((), Cause.UNKNOWN, "low", "ahead by one", reason, suspects=verdict.culprits, sides=verdict.sides, work=early)
+    return Verdict(
+        (), Cause.UNKNOWN, "low", "ahead by one", reason, suspects=verdict.culprits, sides=verdict.sides, work=early
+    )
 
 
 def by_store_key(evidence: Evidence, world: World) -> Verdict | None:

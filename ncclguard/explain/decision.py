@@ -23,7 +23,14 @@ from ncclguard.explain.verdict import Verdict, ranks_text
 from ncclguard.outcome import Cause
 
 #: What `--exit-code` returns for each; 0 is "no incident", 2 an input that cannot be used.
-EXIT_CODES = {"restart": 10, "restart-without": 11, "fix-code": 12, "fix-environment": 13, "raise-limit": 14, "unknown": 15}
+EXIT_CODES = {
+    "restart": 10,
+    "restart-without": 11,
+    "fix-code": 12,
+    "fix-environment": 13,
+    "raise-limit": 14,
+    "unknown": 15,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +63,23 @@ def decide(evidence: Evidence, world: World, verdict: Verdict, finding: Finding,
         if hosts or (verdict.culprits and cause is Cause.LOST):
             return _without(verdict, finding.facts, "a link or card of this host fails")
         if finding.confidence == "low":
-            return Decision("unknown", "a connection broke, and nothing says whether a process or the network ended it", "")
+            return Decision(
+                "unknown", "a connection broke, and nothing says whether a process or the network ended it", ""
+            )
         return Decision("fix-environment", "the fabric reports errors that torch cannot mend", "")
     if name in ("checkpoint_io", "slow_rank_side_work", "timeout_too_short") and finding.confidence != "low":
         return Decision("raise-limit", "the awaited rank was at work for longer than its peers' limit", "")
     if name == "dataloader_stall":
         killed = any("killed" in fact.detail for fact in finding.facts)
-        return Decision("fix-environment" if killed else "fix-code", "a data loader was killed" if killed else "a data loader hangs or is too slow", "")
+        return Decision(
+            "fix-environment" if killed else "fix-code",
+            "a data loader was killed" if killed else "a data loader hangs or is too slow",
+            "",
+        )
     if name == "library_bug":
-        return Decision("fix-environment", "the libraries of the ranks do not fit each other, or have a known fault", "")
+        return Decision(
+            "fix-environment", "the libraries of the ranks do not fit each other, or have a known fault", ""
+        )
     if name == "oom_or_crash_other_rank" or cause in (Cause.FAILED, Cause.LOST):
         return _after_a_crash(evidence, verdict, finding, cause)
     if cause is Cause.NETWORK:
@@ -82,7 +97,12 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
         return Decision("fix-environment", "the host ran out of memory; the same job would again", "")
     taken = [fact for fact in events if fact.name != "TIME LIMIT"]
     if taken:
-        broken = [fact for fact in taken if fact.name in ("NodeNotReady", "NodeLost", "NODE FAILURE", "NodeShutdown", "DeviceUnhealthy", "TaintManagerEviction")]
+        broken = [
+            fact
+            for fact in taken
+            if fact.name
+            in ("NodeNotReady", "NodeLost", "NODE FAILURE", "NodeShutdown", "DeviceUnhealthy", "TaintManagerEviction")
+        ]
         if broken:
             return _without(verdict, broken, "the node failed")
         return Decision("restart", "the scheduler took the host away; nothing is wrong with the job", "")
@@ -90,12 +110,16 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
     if raised:
         text = " ".join(f"{fact.name} {fact.detail}" for fact in raised)
         if any(word in text for word in _MEMORY):
-            return Decision("fix-code", "a rank needs more memory than its GPU has; a restart comes to the same place", "")
+            return Decision(
+                "fix-code", "a rank needs more memory than its GPU has; a restart comes to the same place", ""
+            )
         if any(word in text for word in _ENVIRONMENT):
             return Decision("fix-environment", "a rank lacks a file, module, connection or space", "")
         return Decision("fix-code", "a rank raised; a restart comes to the same place", "")
     numbers = {fact.number for fact in finding.facts + verdict.facts if fact.kind in (Kind.LAUNCHER, Kind.EXIT)}
-    if any(fact.kind in (Kind.CUDA, Kind.WATCHDOG_EXCEPTION, Kind.XID) or fact.name == "cuda" for fact in finding.facts):
+    if any(
+        fact.kind in (Kind.CUDA, Kind.WATCHDOG_EXCEPTION, Kind.XID) or fact.name == "cuda" for fact in finding.facts
+    ):
         return Decision("fix-code", "a kernel of the program failed (index, shape or memory access)", "")
     if any(fact.kind is Kind.DATALOADER for fact in finding.facts):
         return Decision("fix-environment", "a data-loader worker was killed: memory, or shared memory, of the host", "")
@@ -103,7 +127,9 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
         return Decision("unknown", "a process crashed in native code, and nothing says where", "")
     if cause is Cause.LOST and (-9 in numbers or verdict.rule in ("ras", "peer closed")):
         return Decision("restart", "a process was killed from outside and nothing here says that it would be again", "")
-    if any("remote process exited" in fact.text for fact in finding.facts) or any(fact.kind is Kind.WORKER_DIED for fact in finding.facts):
+    if any("remote process exited" in fact.text for fact in finding.facts) or any(
+        fact.kind is Kind.WORKER_DIED for fact in finding.facts
+    ):
         return Decision("unknown", "a peer's process ended, and its own log is not here", "")
     return Decision("unknown", "a process ended, and nothing here says why", "")
 
@@ -216,7 +242,9 @@ def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bo
     if decision.action != "unknown" and finding.name in _BY_CLASS:
         return _BY_CLASS[finding.name][0]
     if verdict.culprits:
-        return f"Read the end of the log of {who}" + ("." if stacks else " and, while it hangs, its stack: `py-spy dump --pid PID`.")
+        return f"Read the end of the log of {who}" + (
+            "." if stacks else " and, while it hangs, its stack: `py-spy dump --pid PID`."
+        )
     if verdict.suspects:
         return f"Get the logs and stacks of {ranks_text(verdict.suspects)}."
     return "Get the logs of every rank, and while it hangs the stacks: `py-spy dump --pid PID` on each."

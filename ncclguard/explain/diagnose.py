@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 
 from ncclguard.explain.arithmetic import explain_numel
 from ncclguard.explain.causes import Finding, classify, left_normally
 from ncclguard.explain.culprits import find_culprits
 from ncclguard.explain.decision import advise, decide, next_step
-from ncclguard.explain.evidence import Collector, Evidence, Row, World, find_world, united
+from ncclguard.explain.evidence import Evidence, Row, World, find_world, united
 from ncclguard.explain.facts import CONSEQUENCES, WAITING, Fact, Group, Kind, Work
 from ncclguard.explain.model_table import ModelSizes
 from ncclguard.explain.recorder import work_of
 from ncclguard.explain.report import Collective, Event, Mention, RankRow, Report, Side
-from ncclguard.explain.sources import Source
 from ncclguard.explain.verdict import Verdict, ranks_text
 from ncclguard.outcome import Cause
 
@@ -47,7 +45,17 @@ _NOT_COLLECTIVE = frozenset(
 )
 # What stands in the logs of healthy jobs too.
 _QUIET = frozenset(
-    {Kind.PROGRESS, Kind.PHASE, Kind.NCCL_INFO, Kind.NOTE, Kind.STACK, Kind.DATALOADER, Kind.JOINED, Kind.ALIVE, Kind.RETRIED}
+    {
+        Kind.PROGRESS,
+        Kind.PHASE,
+        Kind.NCCL_INFO,
+        Kind.NOTE,
+        Kind.STACK,
+        Kind.DATALOADER,
+        Kind.JOINED,
+        Kind.ALIVE,
+        Kind.RETRIED,
+    }
 )
 
 
@@ -176,7 +184,12 @@ def _collective(evidence: Evidence, verdict: Verdict) -> tuple[Work | None, Grou
         group = next((row.group for row in best if row.group), None)
         work = best[0].work
         for row in best + rows:  # what all lines of the same group and sequence number say together
-            if row.work is not None and work is not None and row.work.seq in (None, work.seq) and row.work.op in (None, work.op):
+            if (
+                row.work is not None
+                and work is not None
+                and row.work.seq in (None, work.seq)
+                and row.work.op in (None, work.op)
+            ):
                 work = united(work, row.work) if row.group_key in (None, group.key if group else None) else work
         return work, group
     for fact in evidence.of(Kind.FINGERPRINT, Kind.DESYNC, Kind.RECORDER, Kind.ASYNC_ERROR):
@@ -194,7 +207,12 @@ def _collective(evidence: Evidence, verdict: Verdict) -> tuple[Work | None, Grou
 def _fits(key: tuple[object, ...], row: Row) -> bool:
     """Whether a poorer line (cut, or of a version that prints less) speaks of the same collective."""
     work = row.work
-    return work is not None and (row.group_key in (None, key[0])) and work.seq == key[1] and (work.op is None or (work.op == key[2] and work.numel_in is None))
+    return (
+        work is not None
+        and (row.group_key in (None, key[0]))
+        and work.seq == key[1]
+        and (work.op is None or (work.op == key[2] and work.numel_in is None))
+    )
 
 
 def _called(evidence: Evidence, culprits: set[int]) -> Work | None:

@@ -1,4 +1,5 @@
-"""JSON documents: torchelastic's error files and events, Kubernetes objects, NCCL's RAS report, ncclguard's own incidents.
+"""JSON documents: torchelastic's error files and events, Kubernetes objects, NCCL's RAS report, ncclguard's own
+incidents.
 
 Each reader takes plain data and yields facts; what it does not know it leaves alone.
 """
@@ -78,13 +79,19 @@ def _error_file(one: Mapping[str, Any], make: Fact) -> list[Fact]:
         text = str(message.get("message", ""))
     else:
         text = str(message)
-    frames = tuple(
-        f"{found[1]}:{found[2]} in {found[3]}"
-        for found in re.finditer(r'File "([^"]+)", line (\d+),? in (\S+)', str(extra.get("py_callstack", "")))
-    ) if isinstance(extra, Mapping) else ()
+    frames = (
+        tuple(
+            f"{found[1]}:{found[2]} in {found[3]}"
+            for found in re.finditer(r'File "([^"]+)", line (\d+),? in (\S+)', str(extra.get("py_callstack", "")))
+        )
+        if isinstance(extra, Mapping)
+        else ()
+    )
     facts = [fact.clone(frames=frames[-12:]) for fact in parse_text(text, make.clone(text=text[:600]))]
     if not any(fact.kind is Kind.EXCEPTION for fact in facts) and not facts:
-        facts = [make.clone(kind=Kind.EXCEPTION, name="Exception", detail=text[:600], text=text[:600], frames=frames[-12:])]
+        facts = [
+            make.clone(kind=Kind.EXCEPTION, name="Exception", detail=text[:600], text=text[:600], frames=frames[-12:])
+        ]
     return facts
 
 
@@ -137,7 +144,13 @@ def _event(one: Mapping[str, Any], make: Fact) -> list[Fact]:
         kind = str(target.get("kind", "")).lower() if isinstance(target, Mapping) else ""
         name = str(target.get("name", "")) if isinstance(target, Mapping) else ""
         facts.append(
-            make.clone(kind=Kind.SCHEDULER, name=reason, host=f"{kind}/{name}", detail=text[:300], text=f"{reason} {kind}/{name} {text}"[:400])
+            make.clone(
+                kind=Kind.SCHEDULER,
+                name=reason,
+                host=f"{kind}/{name}",
+                detail=text[:300],
+                text=f"{reason} {kind}/{name} {text}"[:400],
+            )
         )
     return facts
 
@@ -148,13 +161,32 @@ def _pod(one: Mapping[str, Any], make: Fact) -> list[Fact]:
     metadata = one.get("metadata")
     name = str(metadata.get("name", "")) if isinstance(metadata, Mapping) else ""
     if str(one["status"].get("reason", "")) in _REASONS:
-        facts.append(make.clone(kind=Kind.SCHEDULER, name=str(one["status"]["reason"]), host=f"pod/{name}", text=f"{one['status']['reason']} pod/{name}"))
+        facts.append(
+            make.clone(
+                kind=Kind.SCHEDULER,
+                name=str(one["status"]["reason"]),
+                host=f"pod/{name}",
+                text=f"{one['status']['reason']} pod/{name}",
+            )
+        )
     for status in _list(one["status"]["containerStatuses"]):
         for when in ("state", "lastState"):
-            end = status.get(when, {}).get("terminated") if isinstance(status, Mapping) and isinstance(status.get(when), Mapping) else None
+            end = (
+                status.get(when, {}).get("terminated")
+                if isinstance(status, Mapping) and isinstance(status.get(when), Mapping)
+                else None
+            )
             if isinstance(end, Mapping) and str(end.get("reason")) in _REASONS:
                 reason = str(end["reason"])
-                facts.append(make.clone(kind=Kind.SCHEDULER, name=reason, host=f"pod/{name}", number=_number(end.get("exitCode")), text=f"{reason} pod/{name}"))
+                facts.append(
+                    make.clone(
+                        kind=Kind.SCHEDULER,
+                        name=reason,
+                        host=f"pod/{name}",
+                        number=_number(end.get("exitCode")),
+                        text=f"{reason} pod/{name}",
+                    )
+                )
     return facts
 
 
@@ -178,23 +210,43 @@ def _ras(one: Mapping[str, Any], make: Fact) -> list[Fact]:
             status = row.get("status")
             error = status.get("async_error") if isinstance(status, Mapping) else None
             if error not in (None, 0, "0", "ncclSuccess", "ok", False):
-                facts.append(base.clone(name="error", peers=(rank,), detail=f"asynchronous error {error}", completed=size, host=places[rank][0]))
+                facts.append(
+                    base.clone(
+                        name="error",
+                        peers=(rank,),
+                        detail=f"asynchronous error {error}",
+                        completed=size,
+                        host=places[rank][0],
+                    )
+                )
         kinds = Counter(counts.values()).most_common()
         if len(kinds) > 1:
             most = kinds[0][0]
             odd = tuple(sorted(rank for rank, number in counts.items() if number != most))
             low = all(counts[rank] < most for rank in odd)
             facts.append(
-                base.clone(name="behind" if low else "ahead", peers=odd, number=min(counts.values()), completed=size,
-                           host=places[odd[0]][0], detail="; ".join(f"{count} ranks at {number}" for number, count in kinds))
+                base.clone(
+                    name="behind" if low else "ahead",
+                    peers=odd,
+                    number=min(counts.values()),
+                    completed=size,
+                    host=places[odd[0]][0],
+                    detail="; ".join(f"{count} ranks at {number}" for number, count in kinds),
+                )
             )
         for row in _list(comm.get("missing_ranks")):
             if isinstance(row, Mapping) and (rank := _number(row.get("rank"))) is not None:
                 status = row.get("status")
                 dead = isinstance(status, Mapping) and bool(status.get("considered_dead"))
                 facts.append(
-                    base.clone(name="dead" if dead else "silent", peers=(rank,), completed=size, host=str(row.get("host", "")), pid=_number(row.get("pid")),
-                               detail=f"rank {rank} does not answer")
+                    base.clone(
+                        name="dead" if dead else "silent",
+                        peers=(rank,),
+                        completed=size,
+                        host=str(row.get("host", "")),
+                        pid=_number(row.get("pid")),
+                        detail=f"rank {rank} does not answer",
+                    )
                 )
     for fact in facts:
         fact.text = f"RAS: {fact.name} {', '.join(map(str, fact.peers))} {fact.detail}"[:400]
@@ -204,7 +256,11 @@ def _ras(one: Mapping[str, Any], make: Fact) -> list[Fact]:
 def _incident(one: Mapping[str, Any], make: Fact) -> list[Fact]:
     """ncclguard's own incident: the verdict that the ranks agreed on while they lived."""
     culprits = one.get("culprits")
-    ranks = tuple(number for value in culprits if (number := _number(value)) is not None) if isinstance(culprits, list) else ()
+    ranks = (
+        tuple(number for value in culprits if (number := _number(value)) is not None)
+        if isinstance(culprits, list)
+        else ()
+    )
     frames: tuple[str, ...] = ()
     for row in _list(one.get("ranks")):
         if isinstance(row, Mapping) and row.get("rank") in ranks and isinstance(row.get("stack"), list):

@@ -23,7 +23,9 @@ MAX_FACTS = 100_000
 #: No job has more ranks; a larger number is damage.
 MAX_RANK = 1_000_000
 _ALWAYS = WAITING | {Kind.FINGERPRINT, Kind.DUMP_RECEIVED, Kind.DESYNC, Kind.LAUNCHER, Kind.EXIT}
-_OF_A_HOST = frozenset({Kind.EXIT, Kind.WORKER_DIED, Kind.KERNEL_OOM, Kind.XID, Kind.NIC, Kind.SCHEDULER, Kind.RAS, Kind.GUARD})
+_OF_A_HOST = frozenset(
+    {Kind.EXIT, Kind.WORKER_DIED, Kind.KERNEL_OOM, Kind.XID, Kind.NIC, Kind.SCHEDULER, Kind.RAS, Kind.GUARD}
+)
 
 
 @dataclass(slots=True)
@@ -102,7 +104,9 @@ def read_record(record: Record) -> Iterator[Fact]:
 
 
 class Collector:
-    """Gather the facts of all sources; `read` each source (or `feed` it in parts), then `finish`, as often as wanted."""
+    """Gather the facts of all sources; `read` each source (or `feed` it in parts), then `finish`, as often as
+    wanted.
+    """
 
     def __init__(self) -> None:
         self.evidence = Evidence()

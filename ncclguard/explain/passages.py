@@ -19,7 +19,7 @@ Following = Callable[[int], Sequence[str]]
 _EXCEPTION = re.compile(r"^(?P<type>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<text>.*))?$")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 _PYSPY = re.compile(r"^\s+(\S+) \(([^()]+):(\d+)\)$")
-_SPY_HEAD = re.compile(r'Thread (?:0x)?[\w]+ \([\w+ ]+\)|Process (\d+): ')
+_SPY_HEAD = re.compile(r"Thread (?:0x)?[\w]+ \([\w+ ]+\)|Process (\d+): ")
 _SUMMARY_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: (\d+)\)")
 _SUMMARY_EXIT = re.compile(r"exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 _SUMMARY_TRACE = re.compile(r"traceback\s*: (.*)")
@@ -285,7 +285,9 @@ def _ras(text: str, following: Following, make: Fact) -> Iterator[Fact]:
             missing = _RAS_MISSING.search(row)
             ranked = _RAS_RANK.search(row)
             if found:
-                yield base.clone(name="dead" if dead else "silent", pid=int(found[1]), host=found[2], detail=row.strip())
+                yield base.clone(
+                    name="dead" if dead else "silent", pid=int(found[1]), host=found[2], detail=row.strip()
+                )
             elif missing:
                 yield base.clone(name="dead" if dead else "silent", peers=numbers(missing[1]), detail=row.strip())
             elif ranked:

@@ -1,6 +1,7 @@
 """The table of message formats: one row for each thing that a line can say. To add a format, add a row.
 
-A row is a regular expression in which a blank stands for any number of blanks or none (a wrapped line has lost them), and
+A row is a regular expression in which a blank stands for any number of blanks or none (a wrapped line has lost
+them), and
 whose groups are named after the fields of a `Fact`:
 
     rank, local_rank, node, pid, host, number, name, detail, completed, enqueued, started   as in `Fact`
@@ -9,8 +10,10 @@ whose groups are named after the fields of a `Fact`:
     seconds, ms, minutes, delta ("0:30:00")   a time, kept in seconds
     seq, op, nin, nout, shape, dtype, limit, ran   the collective (`Work`)
 
-`kind` and `fields` are what a match means. Rows are tried in order; a match that overlaps an earlier row's is dropped, so
-what is specific stands above what is general. `source` says which file of which project prints it, and in which versions.
+`kind` and `fields` are what a match means. Rows are tried in order; a match that overlaps an earlier row's is
+dropped, so
+what is specific stands above what is general. `source` says which file of which project prints it, and in which
+versions.
 Every `yes` must be read as this row's kind, with these values, and no `no` may be: the tests run them all, through the
 same prefilter as a log.
 """
@@ -97,7 +100,16 @@ def _int(text: str | None) -> int | None:
 
 
 _OF_LAUNCHERS = frozenset(
-    {Kind.LAUNCHER, Kind.EXIT, Kind.ENDED_BY_LAUNCHER, Kind.KERNEL_OOM, Kind.SCHEDULER, Kind.PEER_CLOSED, Kind.XID, Kind.WORKER_DIED}
+    {
+        Kind.LAUNCHER,
+        Kind.EXIT,
+        Kind.ENDED_BY_LAUNCHER,
+        Kind.KERNEL_OOM,
+        Kind.SCHEDULER,
+        Kind.PEER_CLOSED,
+        Kind.XID,
+        Kind.WORKER_DIED,
+    }
 )
 
 
@@ -140,7 +152,9 @@ def build(row: Row, found: re.Match[str], text: str, make: Fact) -> Fact | None:
     return row.more(found, text, fact) if row.more is not None else fact
 
 
-_PG_NEW = re.compile(r"\[PG\s*ID\s*(?P<id>\d+)\s*PG\s*GUID\s*(?P<guid>[^\s(\]]+?)\s*(?:\((?P<desc>[^)]*)\))?\s*Rank\s*(?P<rank>\d+)\]")
+_PG_NEW = re.compile(
+    r"\[PG\s*ID\s*(?P<id>\d+)\s*PG\s*GUID\s*(?P<guid>[^\s(\]]+?)\s*(?:\((?P<desc>[^)]*)\))?\s*Rank\s*(?P<rank>\d+)\]"
+)
 _PG_OLD = re.compile(r"\[PG\s*(?:GUID\s*)?(?P<guid>[^\s(\]]+?)\s*(?:\((?P<desc>[^)]*)\))?\s*Rank\s*(?P<rank>\d+)\]")
 _INNER = re.compile(r"\[Rank\s*(\d+)\]")
 _TORCHCOMM = re.compile(r"\[TC\]\s*\[rank=(\d+)\]\s*\[name=([^\]]*)\]")
@@ -172,14 +186,14 @@ _WARNINGS: tuple[tuple[str, str], ...] = (
     ("ib_async", r"async fatal event|Got async (?:error )?event"),
     (
         "ib",
-        r"NET/IB ?\d* ?: ?Got completion|Got completion (?:from peer|with)|ibv_\w+ failed|Call to ibv_|NET/IB ?: ?Unable|"
-        r"No IB device|NET/IB .*(?:error|failed)|NET/OFI .*(?:error|UNDELIVERABLE|failed)",
+        (r"NET/IB ?\d* ?: ?Got completion|Got completion (?:from peer|with)|ibv_\w+ failed|Call to ibv_|NET/IB ?: ?Unable|"
+        r"No IB device|NET/IB .*(?:error|failed)|NET/OFI .*(?:error|UNDELIVERABLE|failed)"),
     ),
     ("no_interface", r"no socket interface found|No interface found|Could not find any (?:socket )?interface|Unable to find .*interface"),
     (
         "connect",
-        r"[Cc]onnect(?: to \S+)? (?:timeout|returned|failed)|Call to connect|exceeded error retry count|No route to host|"
-        r"Network is unreachable",
+        (r"[Cc]onnect(?: to \S+)? (?:timeout|returned|failed)|Call to connect|exceeded error retry count|No route to host|"
+        r"Network is unreachable"),
     ),
     ("closed", r"Connection closed by remote peer|Connection reset|Broken pipe|Accept failed|Call to (?:recv|send)"),
     ("p2p", r"peer access|P2P|peer mapping|cuIpc|IpcOpen|Duplicate GPU|Could not enable P2P|NVLS|Multicast"),
@@ -188,7 +202,9 @@ _FAMILIES = tuple((name, re.compile(pattern.replace(" ", r"\s?"))) for name, pat
 
 
 def warning_class(text: str) -> str:
-    """Return the family of an NCCL warning's text: ib, connect, closed, shm, p2p, cuda, size_mismatch, ... or "other"."""
+    """Return the family of an NCCL warning's text: ib, connect, closed, shm, p2p, cuda, size_mismatch, ... or
+    "other".
+    """
     for name, pattern in _FAMILIES:
         if pattern.search(text):
             return name
@@ -228,7 +244,11 @@ def _async_or_timeout(found: re.Match[str], text: str, fact: Fact) -> Fact | Non
         return fact.clone(kind=Kind.ASYNC_ERROR, detail=text[text.find("async") :][:400])
     if "blockingwait" in flat or "timedoutinblocking" in flat:
         return fact.clone(kind=Kind.BLOCKING)
-    if "operationtimeout" in flat or (fact.work is not None and fact.work.ran_ms is not None) or ("operation" in flat and "imeout:" in flat):
+    if (
+        "operationtimeout" in flat
+        or (fact.work is not None and fact.work.ran_ms is not None)
+        or ("operation" in flat and "imeout:" in flat)
+    ):
         return fact
     cut = found["close"] is None  # a line that ends inside the brackets: whoever printed it was waiting
     return fact if cut and ("atchdog" in flat or "aught" in flat or "imeout:" in flat) else None
@@ -246,10 +266,20 @@ def _counters(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
 
 
 def _fingerprint(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
-    """`name` is "own" for the printing rank's fingerprint, "peer" for the one it compared itself with, "absent" for zeros."""
-    zeroed = found["shape"] is None and found["dtype"] is None and found["op"] == "REDUCE" and (found["seq"] or "0") == "0"
+    """`name` is "own" for the printing rank's fingerprint, "peer" for the one it compared itself with, "absent" for
+    zeros.
+    """
+    zeroed = (
+        found["shape"] is None and found["dtype"] is None and found["op"] == "REDUCE" and (found["seq"] or "0") == "0"
+    )
     first = re.search(r"CollectiveFingerPrint\(", text)
-    fact.name = "absent" if zeroed else "own" if first is not None and first.start() < found.end("head") + 30 and found.start() <= first.start() else "peer"
+    fact.name = (
+        "absent"
+        if zeroed
+        else "own"
+        if first is not None and first.start() < found.end("head") + 30 and found.start() <= first.start()
+        else "peer"
+    )
     difference = re.search(r"differ in the following aspects:\s*(.*)", text)
     fact.detail = " ".join(difference[1].split())[:300] if difference else ""
     fact.group_rank = fact.rank
@@ -277,7 +307,14 @@ def _bash_code(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
     return fact
 
 
-_SRUN_ENDS = {"Killed": -9, "Out Of Memory": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15}
+_SRUN_ENDS = {
+    "Killed": -9,
+    "Out Of Memory": -9,
+    "Segmentation fault": -11,
+    "Bus error": -7,
+    "Aborted": -6,
+    "Terminated": -15,
+}
 
 
 def _srun(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
@@ -334,8 +371,8 @@ ROWS: tuple[Row, ...] = (
         "CollectiveFingerPrint(",
         (
             (
-                "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
-                "CollectiveFingerPrint(SequenceNumber=12, OpType=ALLREDUCE, TensorShape=[4], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(...))",
+                ("RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
+                "CollectiveFingerPrint(SequenceNumber=12, OpType=ALLREDUCE, TensorShape=[4], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(...))"),
                 {"rank": 1, "name": "own"},
             ),
             ("Rank 0 is running inconsistent collective: CollectiveFingerPrint(OpType=ALLGATHER, TensorShape=[41, 256], TensorDtypes=Float", {"rank": 0}),
@@ -373,8 +410,8 @@ ROWS: tuple[Row, ...] = (
         f"{_PGNCCL}, 2.4 to 2.15",
         r"Received a dump signal due to a collective timeout from (?:this local rank|rank (?P<peers>\d+))",
         "dump signal",
-        (("[rank4]:[E1] [PG ID 0 PG GUID 0(default_pg) Rank 4] Received a dump signal due to a collective timeout from  rank 1 and we will try our best to dump the debug info. "
-          "Last enqueued NCCL work: 99, last completed NCCL work: 98.", {"rank": 4, "peers": (1,), "enqueued": 99, "completed": 98}),),
+        ((("[rank4]:[E1] [PG ID 0 PG GUID 0(default_pg) Rank 4] Received a dump signal due to a collective timeout from  rank 1 and we will try our best to dump the debug info. "
+          "Last enqueued NCCL work: 99, last completed NCCL work: 98."), {"rank": 4, "peers": (1,), "enqueued": 99, "completed": 98}),),
         more=_counters,
     ),
     Row(
@@ -384,8 +421,8 @@ ROWS: tuple[Row, ...] = (
         "ast enqueued",
         (
             ("[rank0]:[E1] [PG 1 Rank 0] Timeout at NCCL work: 100, last enqueued NCCL work: 103, last completed NCCL work: 99.", {"number": 100, "enqueued": 103, "completed": 99}),
-            ("[PG ID 0 PG GUID 0(default_pg) Rank 0]  failure detected by watchdog at work sequence id: 100 PG status: last enqueued work: 103, last started work: 100 (ALLREDUCE), "
-             "last completed work: 99", {"number": 100, "started": 100}),
+            (("[PG ID 0 PG GUID 0(default_pg) Rank 0]  failure detected by watchdog at work sequence id: 100 PG status: last enqueued work: 103, last started work: 100 (ALLREDUCE), "
+             "last completed work: 99"), {"number": 100, "started": 100}),
         ),
         more=_counters,
     ),
@@ -426,8 +463,8 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.TIMEOUT, "Huawei CANN (HCCL), EI0002, 6.x to 8.x",
         r"(?=.*remote rank:? ?\[(?P<peers>\d+)\])(?=(?:.*tag ?:?\[(?P<detail>[^\]]*)\])?)(?=(?:.*rankSize ?:?\[(?P<number>\d+)\])?)(?=(?:.*rankId ?:?\[(?P<own>\d+)[\] ])?).*?Notify register",
         "Notify register",
-        (("EI0002: 2024-05-01 The wait execution of the Notify register times out. Reason: The Notify register has not received the Notify record from remote rank:[24]. "
-          "base information: [streamID:[3], tag[AllReduce_group_name_0]] communicator information: [group:[g], rankSize[32], rankId[5]]", {"peers": (24,), "number": 32, "rank": 5}),),
+        ((("EI0002: 2024-05-01 The wait execution of the Notify register times out. Reason: The Notify register has not received the Notify record from remote rank:[24]. "
+          "base information: [streamID:[3], tag[AllReduce_group_name_0]] communicator information: [group:[g], rankSize[32], rankId[5]]"), {"peers": (24,), "number": 32, "rank": 5}),),
         fields={"name": "hccl"}),
     Row(Kind.TIMEOUT, "Huawei CANN (runtime), 6.x to 8.x", r"hccl (?:fftsplus |aicpu )?task timeout.*?timeout:? ?(?P<seconds>\d+)", "task timeout",
         (("[ERROR] RUNTIME(1,python):2024 [stream.cc:12] hccl fftsplus task timeout, device_id:0, stream_id:2, timeout:1836.", {"seconds": 1836.0}),), fields={"name": "hccl"}),
@@ -562,7 +599,7 @@ ROWS: tuple[Row, ...] = (
         (("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", {}),), fields={"rank": None, "rank_basis": ""}),
     Row(Kind.KERNEL_OOM, "Ray memory monitor, 2.2 to 2.50", r"(?P<detail>(?:ray\.exceptions\.OutOfMemoryError|killed due to the node running low on memory|node was running low on memory).*)", "emory",
         (("ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.", {}),), fields={"name": "ray", "rank": None, "rank_basis": ""}),
-    # --- kernel, driver, GPU ----------------------------------------------------------------------------------------------
+    # --- kernel, driver, GPU  ---
     Row(Kind.XID, "NVIDIA driver (dmesg), 390 to 580", r"NVRM: Xid \((?:PCI:)?(?P<name>[0-9a-fA-F:.]+)\): (?P<number>\d+)(?:, (?:pid=(?P<pid>\d+|'?<unknown>'?)?,?)?(?P<detail>.*))?", "NVRM: ",
         (("[ 5321.1] NVRM: Xid (PCI:0000:3b:00): 79, pid=4100, GPU has fallen off the bus.", {"number": 79, "pid": 4100}), ("NVRM: Xid (PCI:0000:86:00): 63, Row Remapper: New row marked", {"number": 63}))),
     Row(Kind.NOTE, "Linux amd_iommu (dmesg)", r"(?P<detail>.*(?:IO_PAGE_FAULT).*)", "", (("AMD-Vi: Event logged [IO_PAGE_FAULT device=3b:00.0 domain=0x1]", {"name": "iommu_fault"}),), fields={"name": "iommu_fault"}),
@@ -573,7 +610,7 @@ ROWS: tuple[Row, ...] = (
         (("[ 881.2] mlx5_core 0000:3b:00.0: mlx5_health_try_recover: reset requested", {}), ("[ 9.1] mlx5_core 0000:3b:00.0 ens1: Link down", {}), ("NETDEV WATCHDOG: ens5 (ena): transmit queue 0 timed out", {}))),
     Row(Kind.CUDA, "CUDA runtime and NVIDIA driver", r"(?P<detail>.{0,60}(?:uncorrectable (?:NVLink )?(?:ECC )?error|ECC error|fallen off the bus|GPU is lost).*)", "",
         (("[rank3]: RuntimeError: CUDA error: uncorrectable ECC error encountered", {"rank": 3, "name": "hardware"}),), fields={"name": "hardware"}),
-    # --- frameworks ---------------------------------------------------------------------------------------------------------
+    # --- frameworks  ---
     Row(Kind.UNUSED, "torch/csrc/distributed/c10d/reducer.cpp, 1.5 to 2.15", r"(?:Parameter indices|Parameters) which did not receive grad for rank (?P<rank>\d+): ?(?P<detail>.{0,200})", "not receive grad",
         (("Parameter indices which did not receive grad for rank 1: 2 3", {"rank": 1, "detail": "2 3"}),)),
     Row(Kind.UNUSED, "torch/csrc/distributed/c10d/reducer.cpp, 1.5 to 2.15", r"Expected to have finished reduction in the prior iteration", "finished reduction",
@@ -588,7 +625,7 @@ ROWS: tuple[Row, ...] = (
         more=lambda found, text, fact: fact.clone(detail=(fact.detail or fact.name)[:200], name="")),
     Row(Kind.RETRIED, "trainers", r"\b(?:[Rr]etrying\b|[Rr]etry \d|will be retried)", "",
         (("[rank2]: retrying the batch after ValueError", {"rank": 2}),), ("exceeded error retry count after 35 attempts",)),
-    # --- exceptions of Python, of whatever kind; last, so that what is known of them stands above --------------------------
+    # --- exceptions of Python, of whatever kind; last, so that what is known of them stands above  ---
     Row(Kind.EXCEPTION, "CPython", r"(?<![\w.])(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|OutOfMemory)|SystemExit))(?:: (?P<detail>.+)|:?$)", "r",
         (("[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", {"rank": 2, "name": "OutOfMemoryError"}), ("ValueError: bad sample 17", {"name": "ValueError"})),
         ("the words Error handling",), more=_exception),

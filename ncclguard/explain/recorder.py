@@ -168,7 +168,16 @@ def dump_from(data: object, rank: int, file: str) -> Dump:
 
 
 #: Operations that no rank completes before all have come.
-_TOGETHER = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "barrier", "all_to_all", "alltoall")
+_TOGETHER = (
+    "all_reduce",
+    "allreduce",
+    "all_gather",
+    "allgather",
+    "reduce_scatter",
+    "barrier",
+    "all_to_all",
+    "alltoall",
+)
 
 
 def _oldest(dumps: Mapping[int, Dump]) -> dict[str, dict[int, Entry]]:
@@ -339,7 +348,9 @@ def name_culprits(dumps: Mapping[int, Dump]) -> Verdict:
             if members.get(name, set()) <= set(waiting):
                 late |= set(_came_last(dumps, waiting))
         if late:
-            reasons.append(f"{ranks_text(late)} entered the collective when its peers had waited for most of their limit")
+            reasons.append(
+                f"{ranks_text(late)} entered the collective when its peers had waited for most of their limit"
+            )
     culprits = tuple(sorted(behind | idle | odd | absent | late))
     verdict = Verdict(culprits=culprits, rule="flight recorder", reason="; ".join(dict.fromkeys(reasons)), sides=sides)
     verdict.facts = [_statement(rank, dumps.get(rank), pending, reasons) for rank in culprits]

@@ -97,7 +97,8 @@ class Report(_Model):
     """Who, why, where, what to do. `culprits` is empty when it cannot be proved.
 
     `decision` is restart, restart-without, fix-code, fix-environment, raise-limit or unknown; `without` says what a
-    restart should leave out; `next_step` is the one thing to do. `evidence` carries the answer, and `overturned_by` says
+    restart should leave out; `next_step` is the one thing to do. `evidence` carries the answer, and `overturned_by`
+    says
     what would prove it wrong.
     """
 

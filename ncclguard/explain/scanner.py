@@ -170,7 +170,9 @@ def _places(data: bytes, needles: tuple[bytes, ...], begin: int, end: int) -> It
     flags, owners, short = _table(needles)
     for low in range(begin - begin % _WORD, end, _SLICE):
         high = min(end, low + _SLICE)
-        words = numpy.frombuffer(data, dtype=numpy.uint32, count=min(len(data) - low, high - low + _WORD) // _WORD, offset=low)
+        words = numpy.frombuffer(
+            data, dtype=numpy.uint32, count=min(len(data) - low, high - low + _WORD) // _WORD, offset=low
+        )
         keys = (words * numpy.uint32(_FACTOR) >> numpy.uint32(16)).astype(numpy.uint16)
         hits = []
         for place in numpy.flatnonzero(flags.take(keys)).tolist():
@@ -324,8 +326,18 @@ class Scanner:
             if own.rank is None and (index == 0 or not piece.startswith("[")):
                 own = replace(own, rank=line.rank, basis=line.basis)
             if index or own is not line:
-                own = replace(own, when=own.when or line.when, tag=line.tag or own.tag, node=line.node, hidden=own.hidden or line.hidden)
-                own = replace(own, local_rank=line.local_rank if own.local_rank is None else own.local_rank, pid=own.pid or line.pid)
+                own = replace(
+                    own,
+                    when=own.when or line.when,
+                    tag=line.tag or own.tag,
+                    node=line.node,
+                    hidden=own.hidden or line.hidden,
+                )
+                own = replace(
+                    own,
+                    local_rank=line.local_rank if own.local_rank is None else own.local_rank,
+                    pid=own.pid or line.pid,
+                )
             records.append(Record(self.source, number, own, following))
         return end, records
 

@@ -50,7 +50,8 @@ _DUMP_NAME = re.compile(r"(\d{1,6})(?:\.(?:pkl|pickle|json|gz))*$")
 _NODE_NAME = re.compile(r"(?:^|[^a-z])(?:node|host|worker|pod)[_\-.]?(\d{1,5})(?!\d)", re.IGNORECASE)
 
 
-#: Words of the JSON documents that are read whole: dumps, torchelastic's error files, Kubernetes events, RAS, our incidents.
+#: Words of the JSON documents that are read whole: dumps, torchelastic's error files, Kubernetes events, RAS, our
+#: incidents.
 _DOCUMENTS = (
     b'"entries"', b'"pg_config"', b'"pg_status"', b'"extraInfo"', b'"involvedObject"', b'"communicators"', b'"containerStatuses"',
     b'"culprits"',
@@ -212,7 +213,9 @@ def blocks(source: Source) -> Iterator[tuple[bytes, bool]]:
 
 
 class Tail:
-    """A text input that may grow: `read` returns what is new, b"" when there is nothing now; `ended` when nothing will be."""
+    """A text input that may grow: `read` returns what is new, b"" when there is nothing now; `ended` when nothing
+    will be.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source

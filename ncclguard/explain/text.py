@@ -20,7 +20,9 @@ MAX_JOINED = 24
 LONGEST = 1 << 16
 
 # Colours, also those whose escape character a copy and paste has lost.
-_ANSI = re.compile(r"\^\[\[[0-9;?>]*[A-Za-z]|\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\[(?:\d{1,3};)*\d{0,3}m(?=[\s(\[]|\w)|\[0m$|\[0m")
+_ANSI = re.compile(
+    r"\^\[\[[0-9;?>]*[A-Za-z]|\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\[(?:\d{1,3};)*\d{0,3}m(?=[\s(\[]|\w)|\[0m$|\[0m"
+)
 _RANK = re.compile(r"\[rank ?(\d{1,6})\]")
 _REPEATED = re.compile(r"\[repeated (\d+)x across (?:the )?cluster\]")
 _GLOG = re.compile(r"(?<![\w])[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
@@ -283,7 +285,8 @@ def _alike(first: str, second: str) -> bool:
 def join(lines: Sequence[str], at: int) -> tuple[int, int, str]:
     """Return (first, last, text) of the record that line `at` belongs to; `text` is raw, with its first prefix.
 
-    A line goes on in the next one when a construct in it is not finished, when it stops in the middle of a sentence that
+    A line goes on in the next one when a construct in it is not finished, when it stops in the middle of a sentence
+    that
     has a head, or when several lines here end at the same column. Wrapped pieces are joined without a blank: the break
     may stand inside a word or a number, so patterns allow for blanks that are missing.
     """
@@ -291,7 +294,11 @@ def join(lines: Sequence[str], at: int) -> tuple[int, int, str]:
     first = at
     while first > 0 and at - first < 8 and _headless(split_prefix(lines[first]).text):
         before = split_prefix(lines[first - 1]).text
-        full = width and len(lines[first - 1].rstrip()) >= width - 1 and not _alike(before, split_prefix(lines[first]).text)
+        full = (
+            width
+            and len(lines[first - 1].rstrip()) >= width - 1
+            and not _alike(before, split_prefix(lines[first]).text)
+        )
         if not full and not unfinished(before) and not _looks_broken(before):
             break
         first -= 1

@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[3]
 def run(*arguments: str, code: str = "", stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "ncclguard.explain", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
 
 
 def test_no_torch_is_imported_not_even_for_a_dump(tmp_path: Path) -> None:
@@ -36,7 +38,9 @@ def test_no_torch_is_imported_not_even_for_a_dump(tmp_path: Path) -> None:
     assert done.stdout.strip() == "(2,)", done.stderr
 
 
-@pytest.mark.parametrize("first", ["import ncclguard", "import torch", "from ncclguard import faults", "import ncclguard.watch.entry"])
+@pytest.mark.parametrize(
+    "first", ["import ncclguard", "import torch", "from ncclguard import faults", "import ncclguard.watch.entry"]
+)
 def test_the_guard_hooks_itself_in_when_torch_is_imported(first: str) -> None:
     """Whichever comes first; a name that is also a package stays the function."""
     code = f"{first}\nimport torch, ncclguard\nfrom ncclguard import runtime\nprint(runtime._installed, callable(ncclguard.watch))"
@@ -49,7 +53,12 @@ def test_the_guard_hooks_itself_in_when_torch_is_imported(first: str) -> None:
 def test_decision_as_exit_code(tmp_path: Path) -> None:
     for name, lines, decision in (
         ("calm", "step 1\n", None),
-        ("assert", "[rank2]: Traceback (most recent call last):\n[rank2]:   File \"a.py\", line 1, in f\n[rank2]: AssertionError: nan\n" + LOG, "fix-code"),
+        (
+            "assert",
+            '[rank2]: Traceback (most recent call last):\n[rank2]:   File "a.py", line 1, in f\n[rank2]: AssertionError: nan\n'
+            + LOG,
+            "fix-code",
+        ),
         ("ecc", "[rank2]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n" + LOG, "restart-without"),
         ("mesh", "RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] no error\n", "fix-environment"),
         ("unknown", LOG, "unknown"),

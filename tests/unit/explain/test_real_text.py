@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from ncclguard.explain import Report, explain
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "diagnosis"))
-from base_cases import Case, cases  # noqa: E402
-from variants import CALM, VARIANTS  # noqa: E402
+from base_cases import Case, cases
+from variants import CALM, VARIANTS
 
 Explain = Callable[..., Report]
 CASES = {case.name: case for case in cases()}
@@ -36,7 +36,7 @@ def report_on(tmp_path: Path, lines: list[str]) -> Report:
 @pytest.mark.parametrize("name", CASES)
 def test_case_in_each_form(tmp_path: Path, name: str, variant: str) -> None:
     case: Case = CASES[name]
-    for seed in range(3):
+    for seed in range(3 if variant.startswith("wrapped") else 1):
         report = report_on(tmp_path, VARIANTS[variant](case.lines, random.Random(seed)))
         assert set(report.culprits) <= set(case.culprits), "a healthy rank is named"
         if (variant, name) in SHORT:
@@ -51,7 +51,9 @@ def test_case_in_each_form(tmp_path: Path, name: str, variant: str) -> None:
             assert got == value, field
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if name.startswith(("04-silent", "12-nccl2-silent", "13"))])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if name.startswith(("04-silent", "12-nccl2-silent", "13"))]
+)
 def test_cut_anywhere_at_its_end_a_log_still_says_who_waits(tmp_path: Path, name: str) -> None:
     """What a paste leaves off may hide the answer; a rank whose line is cut is not taken for silent."""
     text = "\n".join(CASES[name].lines)
