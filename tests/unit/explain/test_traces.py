@@ -225,7 +225,9 @@ NCCL2 = "nccl2:all_reduce"
 def test_second_backend_what_a_peer_completed_is_not_pending(tmp_path: Path) -> None:
     """Dumps of different moments: rank 0's is older and still has #9 pending; nobody may be convicted for that."""
     late = [entry(WORLD, 9, NCCL2, state="completed"), entry(WORLD, 10, NCCL2)]
-    write(tmp_path, {rank: [entry(WORLD, 9, NCCL2), entry(WORLD, 10, NCCL2)] if rank == 0 else late for rank in range(8)})
+    write(
+        tmp_path, {rank: [entry(WORLD, 9, NCCL2), entry(WORLD, 10, NCCL2)] if rank == 0 else late for rank in range(8)}
+    )
     assert named(tmp_path).culprits == ()
 
 
@@ -255,7 +257,9 @@ def test_absent_dump_is_a_suspect_beside_the_rank_that_the_others_convict(tmp_pa
 def test_absent_dump_in_a_group_of_its_own_is_a_second_culprit(tmp_path: Path) -> None:
     """Two tensor-parallel groups, a fault in each: rank 5 idles, and of rank 2 there is no dump."""
     first, second = ("1", "TP", range(4)), ("2", "TP", range(4, 8))
-    rows = {rank: [entry(first, 20)] for rank in (0, 1, 3)} | {rank: [entry(second, 30)] for rank in (4, 6, 7)} | {5: []}
+    rows = (
+        {rank: [entry(first, 20)] for rank in (0, 1, 3)} | {rank: [entry(second, 30)] for rank in (4, 6, 7)} | {5: []}
+    )
     write(tmp_path, rows, groups=(WORLD, first, second))
     assert named(tmp_path).culprits == (2, 5)
 
