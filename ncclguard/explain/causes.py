@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from ncclguard.explain.context import phase_of
 from ncclguard.explain.culprits import deadly_exits, hardware_errors, own_exceptions, sticky_cuda
 from ncclguard.explain.evidence import Evidence, World
-from ncclguard.explain.facts import WAITING, Fact, Kind, Work
+from ncclguard.explain.facts import WAITING, Fact, Kind, Verdict, Work
 from ncclguard.explain.patterns import nccl_error_family
-from ncclguard.explain.verdict import Verdict
 
 
 @dataclass(slots=True)

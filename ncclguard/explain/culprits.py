@@ -15,9 +15,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from ncclguard.explain.evidence import Evidence, Row, World, is_one_node, is_world_group, ratio_of, united
-from ncclguard.explain.facts import WAITING, Fact, Kind, Work
+from ncclguard.explain.facts import WAITING, Fact, Kind, Verdict, Work, ranks_text
 from ncclguard.explain.recorder import name_culprits
-from ncclguard.explain.verdict import Verdict, ranks_text
 from ncclguard.outcome import Cause
 
 Rule = Callable[[Evidence, World], "Verdict | None"]

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from ncclguard.explain.causes import OUT_OF_MEMORY, Finding
 from ncclguard.explain.culprits import own_exceptions
 from ncclguard.explain.evidence import Evidence, World
-from ncclguard.explain.facts import Fact, Kind
-from ncclguard.explain.verdict import Verdict, ranks_text
+from ncclguard.explain.facts import Fact, Kind, Verdict, ranks_text
 from ncclguard.outcome import Cause
 
 #: What `--exit-code` returns for each; 0 is "no incident", 2 an input that cannot be used.

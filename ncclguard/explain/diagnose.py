@@ -11,11 +11,10 @@ from ncclguard.explain.causes import Finding, classify, left_normally
 from ncclguard.explain.culprits import find_culprits
 from ncclguard.explain.decision import advise, decide, next_step
 from ncclguard.explain.evidence import Evidence, Row, World, find_world, united
-from ncclguard.explain.facts import CONSEQUENCES, WAITING, Fact, Group, Kind, Work
+from ncclguard.explain.facts import CONSEQUENCES, WAITING, Fact, Group, Kind, Verdict, Work, ranks_text
 from ncclguard.explain.model_table import ModelSizes
 from ncclguard.explain.recorder import work_of
 from ncclguard.explain.report import Collective, Event, Mention, RankRow, Report, Side
-from ncclguard.explain.verdict import Verdict, ranks_text
 from ncclguard.outcome import Cause
 
 LISTED = 200

@@ -1,9 +1,11 @@
-"""What the readers hand on: one `Fact` per statement of a log or file, with the place it was read."""
+"""What the readers hand on, one `Fact` per statement of a log or file, and what a rule makes of them, a `Verdict`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+
+from ncclguard.outcome import Cause
 
 
 class Kind(str, Enum):
@@ -178,3 +180,37 @@ class Fact:
     def clone(self, **changes: object) -> Fact:
         """Return a copy with some fields replaced."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Who held the others up. `culprits` is empty when it cannot be proved; `suspects` are worth a look besides.
+
+    `facts` carry it; `overturned` says, in sentences, what would prove it wrong.
+    """
+
+    culprits: tuple[int, ...] = ()
+    cause: Cause = Cause.UNKNOWN
+    confidence: str = "low"
+    rule: str = "none"
+    reason: str = ""
+    facts: list[Fact] = field(default_factory=list)
+    suspects: tuple[int, ...] = ()
+    sides: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    work: Work | None = None
+    group: Group | None = None
+    overturned: list[str] = field(default_factory=list)
+
+
+def ranks_text(ranks: tuple[int, ...] | list[int] | set[int]) -> str:
+    """Return "rank 3" or "ranks 0, 4"; long lists are shortened.
+
+    Example:
+        >>> ranks_text((0, 4))
+        'ranks 0, 4'
+    """
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = ", ".join(str(number) for number in numbers[:16])
+    return f"ranks {shown}" + (f" and {len(numbers) - 16} more" if len(numbers) > 16 else "")

@@ -17,9 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from ncclguard.explain.facts import Fact, Group, Kind, Work
+from ncclguard.explain.facts import Fact, Group, Kind, Verdict, Work, ranks_text
 from ncclguard.explain.sources import UnusableInput
-from ncclguard.explain.verdict import Verdict, ranks_text
 from ncclguard.outcome import Cause
 
 DUMP_LIMIT = 1 << 30
