@@ -1,33 +1,44 @@
-"""Collectives that end: on every rank, in bounded time, with one verdict, the input intact and the culprit named."""
+"""Collectives that end: on every rank, in bounded time, with one verdict, the input intact and the culprit named.
 
-from ncclguard import runtime as _runtime
-from ncclguard.collectives import (
-    safe_all_gather,
-    safe_all_gather_object,
-    safe_all_reduce,
-    safe_barrier,
-    safe_broadcast,
-    safe_broadcast_object_list,
-    safe_reduce_scatter,
-)
-from ncclguard.config import GuardConfig, configure, current_config
-from ncclguard.deadlines import get_adaptive_timeout, nccl_timeout_handler
-from ncclguard.environment.setup import setup_env, setup_nccl_timeout_env
-from ncclguard.errors import (
-    CollectiveFailed,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    GuardConfigError,
-    GuardError,
-    PeerFailed,
-    PeerLost,
-)
-from ncclguard.evaluation import resilient_evaluate
-from ncclguard.incident.model import Incident
-from ncclguard.metrics.monitoring import setup_nccl_monitoring
-from ncclguard.outcome import Cause, Outcome
-from ncclguard.phases import phase
-from ncclguard.watch.entry import watch
+The public names are resolved when they are used (PEP 562), so that `ncclguard explain` reads a log on a machine
+without torch; a program that imports torch has them all, and the guard's hooks, from then on.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
+from ncclguard._loading import AfterTorch as _AfterTorch
+
+if TYPE_CHECKING:
+    from ncclguard.collectives import (
+        safe_all_gather,
+        safe_all_gather_object,
+        safe_all_reduce,
+        safe_barrier,
+        safe_broadcast,
+        safe_broadcast_object_list,
+        safe_reduce_scatter,
+    )
+    from ncclguard.config import GuardConfig, configure, current_config
+    from ncclguard.deadlines import get_adaptive_timeout, nccl_timeout_handler
+    from ncclguard.environment.setup import setup_env, setup_nccl_timeout_env
+    from ncclguard.errors import (
+        CollectiveFailed,
+        CollectiveMismatch,
+        CollectiveTimeout,
+        GuardConfigError,
+        GuardError,
+        PeerFailed,
+        PeerLost,
+    )
+    from ncclguard.evaluation import resilient_evaluate
+    from ncclguard.incident.model import Incident
+    from ncclguard.metrics.monitoring import setup_nccl_monitoring
+    from ncclguard.outcome import Cause, Outcome
+    from ncclguard.phases import phase
+    from ncclguard.watch.entry import watch
 
 __version__ = "0.1.0"
 
@@ -63,4 +74,57 @@ __all__ = [
     "watch",
 ]
 
-_runtime.install()
+_HOMES = {
+    "collectives": (
+        "safe_all_gather",
+        "safe_all_gather_object",
+        "safe_all_reduce",
+        "safe_barrier",
+        "safe_broadcast",
+        "safe_broadcast_object_list",
+        "safe_reduce_scatter",
+    ),
+    "config": ("GuardConfig", "configure", "current_config"),
+    "deadlines": ("get_adaptive_timeout", "nccl_timeout_handler"),
+    "environment.setup": ("setup_env", "setup_nccl_timeout_env"),
+    "errors": (
+        "CollectiveFailed",
+        "CollectiveMismatch",
+        "CollectiveTimeout",
+        "GuardConfigError",
+        "GuardError",
+        "PeerFailed",
+        "PeerLost",
+    ),
+    "evaluation": ("resilient_evaluate",),
+    "incident.model": ("Incident",),
+    "metrics.monitoring": ("setup_nccl_monitoring",),
+    "outcome": ("Cause", "Outcome"),
+    "phases": ("phase",),
+    "watch.entry": ("watch",),
+}
+
+
+def _load() -> None:
+    """Import everything public and hook the guard into torch.distributed; a name wins over a package of that name."""
+    _after_torch.stop()
+    runtime = _import_module("ncclguard.runtime")
+    for home, names in _HOMES.items():
+        module = _import_module(f"ncclguard.{home}")
+        globals().update({name: getattr(module, name) for name in names})
+    runtime.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'ncclguard' has no attribute {name!r}")
+    _load()
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_after_torch = _AfterTorch(_load)
+_after_torch.start()

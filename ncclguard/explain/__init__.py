@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ncclguard.explain.command import explain, main
-from ncclguard.explain.reader import UnusableInput
+from ncclguard.explain.command import explain, follow, main
 from ncclguard.explain.report import Report
+from ncclguard.explain.sources import UnusableInput
 
-__all__ = ["Report", "UnusableInput", "explain", "main"]
+__all__ = ["Report", "UnusableInput", "explain", "follow", "main"]

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from ncclguard.explain.arithmetic import read_deepspeed
-from ncclguard.explain.diagnose import diagnose, read_evidence
+from ncclguard.explain.decision import EXIT_CODES
+from ncclguard.explain.diagnose import diagnose
+from ncclguard.explain.evidence import Collector
 from ncclguard.explain.model_table import find_model
-from ncclguard.explain.reader import Source, UnusableInput, find_sources
 from ncclguard.explain.render_html import render_html
 from ncclguard.explain.render_text import print_report
 from ncclguard.explain.report import Report
+from ncclguard.explain.sources import Source, Tail, UnusableInput, find_sources
 
 UNUSABLE = 2
 PROGRESS_FROM = 32 << 20
+#: Seconds between two looks at a log that is followed, and between two questions to RAS.
+FOLLOW_EVERY = 0.5
+RAS_PAUSE = 3.0
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser."""
     made = argparse.ArgumentParser(
         prog="ncclguard explain",
-        description="Read what a hung or timed-out job left (logs, torchrun log folders, flight-recorder dumps) "
-        "and say which rank held it up.",
-        epilog="Exit code 0 whether or not an incident was found; 2 when an input cannot be used.",
+        description="Read what a hung or timed-out job left (logs, torchrun log folders, error files, flight-recorder dumps, "
+        "dmesg, scheduler events, NCCL's RAS report) and say which rank held it up, why, and what to do.",
+        epilog="Exit code 0 whether or not an incident was found, 2 when an input cannot be used. With --exit-code: 0 no "
+        "incident, " + ", ".join(f"{code} {name}" for name, code in EXIT_CODES.items()) + ".",
     )
     made.add_argument(
-        "paths", nargs="+", metavar="PATH", help="log file, folder, flight-recorder dump, gzip of any, or - for stdin"
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="log file, folder, flight-recorder dump, JSON document, gzip of any, or - for stdin",
     )
     made.add_argument(
         "--json", metavar="FILE", help="write the report as JSON; - for stdout, which then holds nothing else"
@@ -40,6 +51,17 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--world-size", type=int, metavar="N", help="number of ranks, where the logs do not tell")
     made.add_argument("--model", metavar="CONFIG", help="config.json of the model, or a name such as qwen2.5-vl-7b")
     made.add_argument("--deepspeed", metavar="CONFIG", help="DeepSpeed config, for the bucket size")
+    made.add_argument("--exit-code", action="store_true", help="return the decision as exit code, for scripts")
+    made.add_argument(
+        "--follow", action="store_true", help="go on reading while the job writes, and report when the answer changes"
+    )
+    made.add_argument(
+        "--ras",
+        nargs="?",
+        const="localhost:28028",
+        metavar="HOST:PORT",
+        help="also ask the RAS service of NCCL (2.24 and newer) of a running job; localhost:28028 by default",
+    )
     return made
 
 
@@ -49,32 +71,116 @@ def explain(
     world_size: int | None = None,
     model: str | None = None,
     deepspeed: str | None = None,
+    ras: str | None = None,
     progress: Callable[[Source, int], None] | None = None,
 ) -> Report:
-    """Read logs and dumps and return the report.
+    """Read logs, dumps and other documents and return the report; `ras` ("host:port") also asks NCCL of a running job.
 
     Raises:
-        UnusableInput: a path cannot be read.
+        UnusableInput: a path cannot be read, or nobody answers at the RAS address.
         ValueError: the model or DeepSpeed config cannot be used, or world_size is not positive.
 
     Example:
         >>> explain(["no-such.log"])
         Traceback (most recent call last):
         ...
-        ncclguard.explain.reader.UnusableInput: no-such.log: no such file or folder
+        ncclguard.explain.sources.UnusableInput: no-such.log: no such file or folder
     """
     if world_size is not None and world_size < 1:
         raise ValueError(f"world size {world_size}: must be 1 or more")
     sizes = find_model(model) if model is not None else None
     zero = read_deepspeed(deepspeed) if deepspeed is not None else None
-    return diagnose(read_evidence(find_sources(paths), progress), world_size, sizes, zero)
+    collector = Collector()
+    for source in find_sources(paths):
+        collector.read(source, None if progress is None else partial(progress, source))
+    if ras is not None:
+        _read_ras(collector, ras)
+    return diagnose(collector.finish(), world_size, sizes, zero)
+
+
+def _read_ras(collector: Collector, address: str) -> None:
+    """Ask twice, a few seconds apart: counts that do not move tell a hang from a job that is busy."""
+    source = Source(10**6, f"ras://{address}", "text", 0)
+    for again in (False, True):
+        if again:
+            time.sleep(RAS_PAUSE)
+        collector.feed(source, b"\n" + query_ras(address))
+    collector.feed(source, b"", final=True)
+
+
+def query_ras(address: str, within: float = 20.0) -> bytes:
+    """Return NCCL's RAS report as text, from the service of any process of a running job (28028 by default).
+
+    Raises:
+        UnusableInput: nobody answers there.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host or "localhost", int(port)), timeout=within) as connection:
+            connection.sendall(b"CLIENT PROTOCOL 2\nTIMEOUT 10\nVERBOSE STATUS\n")
+            parts = []
+            while part := connection.recv(1 << 16):
+                parts.append(part)
+    except (OSError, ValueError) as error:
+        raise UnusableInput(
+            f"{address}: no answer from NCCL's RAS service ({error}); is a job with NCCL 2.24 running?"
+        ) from error
+    return b"".join(parts)
+
+
+def follow(paths: Sequence[str], tell: Callable[[Report], None], *, world_size: int | None = None) -> Report:
+    """Read logs while they grow and call `tell` whenever the answer changes, until interrupted or all inputs have
+    ended.
+
+    A pipe ends; a file never does. Each call of `tell` has a whole report on what there is so far.
+    """
+    collector = Collector()
+    sources = find_sources(paths)
+    tails = [Tail(source) for source in sources if source.kind == "text"]
+    for source in sources:
+        if source.kind != "text":
+            collector.read(source)
+    try:
+        return _follow(collector, tails, tell, world_size)
+    finally:
+        for tail in tails:
+            tail.close()
+
+
+def _follow(
+    collector: Collector, tails: Sequence[Tail], tell: Callable[[Report], None], world_size: int | None
+) -> Report:
+    told = None
+    while True:
+        grown = False
+        for tail in tails:
+            data = tail.read()
+            if data:
+                grown = True
+                collector.feed(tail.source, data)
+        if not grown:
+            for tail in tails:
+                if not tail.settled:
+                    tail.settled = True
+                    collector.feed(tail.source, b"", settle=not tail.ended, final=tail.ended)
+            report = diagnose(collector.finish(), world_size)
+            answer = (report.incident, report.culprits, report.cause_class, report.decision)
+            if answer != told:
+                told = answer
+                tell(report)
+            if all(tail.ended for tail in tails):
+                return report
+            time.sleep(FOLLOW_EVERY)
 
 
 def _with_bar(arguments: argparse.Namespace, errors: Console) -> Report:
     options = {"world_size": arguments.world_size, "model": arguments.model, "deepspeed": arguments.deepspeed}
+    options["ras"] = arguments.ras
     total = sum(source.size for source in find_sources(arguments.paths))
     if total < PROGRESS_FROM or not errors.is_terminal:
         return explain(arguments.paths, **options)
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("reading", total=total)
@@ -89,16 +195,30 @@ def _write(name: str, text: str) -> None:
         Path(name).write_text(text, encoding="utf-8")
 
 
+def _show(arguments: argparse.Namespace, report: Report) -> None:
+    if arguments.json is not None:
+        _write(arguments.json, report.model_dump_json(indent=2) + "\n")
+    if arguments.html is not None:
+        _write(arguments.html, render_html(report))
+    if "-" not in (arguments.json, arguments.html):
+        print_report(report, Console(highlight=False, markup=False, soft_wrap=False))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0, or 2 for unusable input."""
+    """Run the command; returns 0, 2 for unusable input, or with --exit-code the code of the decision."""
     arguments = parser().parse_args(argv)
     errors = Console(stderr=True, highlight=False, markup=False)
     try:
-        report = _with_bar(arguments, errors)
-        if arguments.json is not None:
-            _write(arguments.json, report.model_dump_json(indent=2) + "\n")
-        if arguments.html is not None:
-            _write(arguments.html, render_html(report))
+        if not arguments.paths and arguments.ras is None:
+            raise UnusableInput("no input: give a log, a folder or a dump, - for a pipe, or --ras for a running job")
+        if arguments.follow:
+            try:
+                report = follow(arguments.paths, partial(_show, arguments), world_size=arguments.world_size)
+            except KeyboardInterrupt:
+                return 0
+        else:
+            report = _with_bar(arguments, errors)
+            _show(arguments, report)
     except (UnusableInput, ValueError) as error:
         errors.print(f"ncclguard explain: {error}", soft_wrap=True)
         return UNUSABLE
@@ -107,6 +227,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         errors.print(f"ncclguard explain: cannot write the report: {error}", soft_wrap=True)
         return UNUSABLE
-    if "-" not in (arguments.json, arguments.html):
-        print_report(report, Console(highlight=False, markup=False, soft_wrap=False))
-    return 0
+    return EXIT_CODES[report.decision] if arguments.exit_code and report.incident else 0

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 
-from ncclguard.explain.advice import advise
 from ncclguard.explain.arithmetic import explain_numel
-from ncclguard.explain.case import Finding, left_normally
-from ncclguard.explain.classes import classify
-from ncclguard.explain.collect import Collector, Evidence, Row
+from ncclguard.explain.causes import Finding, classify, left_normally
 from ncclguard.explain.culprits import find_culprits
-from ncclguard.explain.facts import CONSEQUENCES, WAITING, Fact, Group, Kind, Work
+from ncclguard.explain.decision import advise, decide, next_step
+from ncclguard.explain.evidence import Evidence, Row, World, find_world, united
+from ncclguard.explain.facts import CONSEQUENCES, WAITING, Fact, Group, Kind, Verdict, Work, ranks_text
 from ncclguard.explain.model_table import ModelSizes
-from ncclguard.explain.reader import Source
+from ncclguard.explain.recorder import work_of
 from ncclguard.explain.report import Collective, Event, Mention, RankRow, Report, Side
-from ncclguard.explain.trace_rules import work_of
-from ncclguard.explain.verdict import Verdict, ranks_text
-from ncclguard.explain.world import World, find_world
 from ncclguard.outcome import Cause
 
 LISTED = 200
+# Facts whose seconds are the limit that ran out.
+_TIMED = frozenset(
+    {
+        Kind.GLOO_TIMEOUT,
+        Kind.STORE_TIMEOUT,
+        Kind.STORE_KEY,
+        Kind.STORE_BARRIER,
+        Kind.BARRIER_MISSING,
+        Kind.RENDEZVOUS,
+        Kind.TIMEOUT,
+        Kind.GUARD,
+    }
+)
 _API = re.compile(r"distributed_c10d\.py:\d+ in (\w+)")
 _NOT_COLLECTIVE = frozenset(
     {
@@ -34,15 +42,20 @@ _NOT_COLLECTIVE = frozenset(
         "_store_based_barrier",
     }
 )
-_QUIET = frozenset({Kind.PROGRESS, Kind.PHASE, Kind.NCCL_INFO, Kind.NOTE, Kind.STACK, Kind.DATALOADER, Kind.EXIT})
-
-
-def read_evidence(sources: Sequence[Source], progress: Callable[[Source, int], None] | None = None) -> Evidence:
-    """Read all sources once, in order."""
-    collector = Collector()
-    for source in sources:
-        collector.read(source, None if progress is None else partial(progress, source))
-    return collector.finish()
+# What stands in the logs of healthy jobs too.
+_QUIET = frozenset(
+    {
+        Kind.PROGRESS,
+        Kind.PHASE,
+        Kind.NCCL_INFO,
+        Kind.NOTE,
+        Kind.STACK,
+        Kind.DATALOADER,
+        Kind.JOINED,
+        Kind.ALIVE,
+        Kind.RETRIED,
+    }
+)
 
 
 def diagnose(
@@ -68,6 +81,7 @@ def diagnose(
         or work
     )
     timeout = _timeout(evidence, work)
+    decision = decide(evidence, world, verdict, finding, cause)
     evidence_facts, consequences = _roles(evidence, verdict, finding)
     told = {id(fact): fact for fact in [*verdict.facts, *evidence.facts] if fact.frames}
     stacks = tuple(_event(f) for f in told.values() if f.rank in verdict.culprits or f.kind is Kind.STACK)
@@ -82,6 +96,11 @@ def diagnose(
         culprit_confidence=verdict.confidence if verdict.culprits else "low",
         reason=verdict.reason,
         class_reason=finding.reason,
+        decision=decision.action if incident else "unknown",
+        decision_reason=decision.reason if incident else "no incident in these inputs",
+        without=decision.without if incident else "",
+        next_step=next_step(decision, verdict, finding, bool(stacks)) if incident else "",
+        overturned_by=tuple(verdict.overturned),
         collective=_as_collective(work, group, timeout),
         ranks=tuple(_rank_rows(evidence, verdict, world)),
         sides=tuple(Side(what=what, ranks=ranks) for what, ranks in verdict.sides),
@@ -156,11 +175,22 @@ def _collective(evidence: Evidence, verdict: Verdict) -> tuple[Work | None, Grou
         times: dict[tuple[object, ...], list[Row]] = {}
         for row in rows:
             assert row.work is not None
-            times.setdefault((row.group_key, *row.work.signature()), []).append(row)
+            same = next((key for key in times if _fits(key, row)), (row.group_key, *row.work.signature()))
+            times.setdefault(same, []).append(row)
         best = max(
             times.values(), key=lambda same: (len(same), max((row.work.ran_ms or 0) for row in same if row.work))
         )
-        return best[0].work, next((row.group for row in best if row.group), None)
+        group = next((row.group for row in best if row.group), None)
+        work = best[0].work
+        for row in best + rows:  # what all lines of the same group and sequence number say together
+            if (
+                row.work is not None
+                and work is not None
+                and row.work.seq in (None, work.seq)
+                and row.work.op in (None, work.op)
+            ):
+                work = united(work, row.work) if row.group_key in (None, group.key if group else None) else work
+        return work, group
     for fact in evidence.of(Kind.FINGERPRINT, Kind.DESYNC, Kind.RECORDER, Kind.ASYNC_ERROR):
         if (
             fact.work is not None
@@ -171,6 +201,17 @@ def _collective(evidence: Evidence, verdict: Verdict) -> tuple[Work | None, Grou
             work = fact.work if fact.work.seq is not None or fact.number is None else Work(fact.work.op, fact.number)
             return work, fact.group
     return _called(evidence, culprits), None
+
+
+def _fits(key: tuple[object, ...], row: Row) -> bool:
+    """Whether a poorer line (cut, or of a version that prints less) speaks of the same collective."""
+    work = row.work
+    return (
+        work is not None
+        and (row.group_key in (None, key[0]))
+        and work.seq == key[1]
+        and (work.op is None or (work.op == key[2] and work.numel_in is None))
+    )
 
 
 def _called(evidence: Evidence, culprits: set[int]) -> Work | None:
@@ -191,10 +232,7 @@ def _timeout(evidence: Evidence, work: Work | None) -> int | None:
     if work is not None and work.timeout_ms is not None:
         return work.timeout_ms
     for fact in evidence.facts:
-        if (
-            fact.kind in (Kind.GLOO_TIMEOUT, Kind.STORE_TIMEOUT, Kind.STORE_KEY, Kind.BARRIER_MISSING, Kind.RENDEZVOUS)
-            and fact.seconds is not None
-        ):
+        if fact.kind in _TIMED and fact.seconds is not None and fact.seconds < 1e9:
             return round(fact.seconds * 1000)
     return next(
         (fact.work.timeout_ms for fact in evidence.facts if fact.work is not None and fact.work.timeout_ms is not None),

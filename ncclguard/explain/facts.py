@@ -1,9 +1,11 @@
-"""What the parsers hand on: one `Fact` per line that says something, with the place it was read."""
+"""What the readers hand on, one `Fact` per statement of a log or file, and what a rule makes of them, a `Verdict`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+
+from ncclguard.outcome import Cause
 
 
 class Kind(str, Enum):
@@ -32,20 +34,30 @@ class Kind(str, Enum):
     STORE_TIMEOUT = "store_timeout"
     STORE_KEY = "store_key_missing"
     STORE_LOST = "store_lost"
+    STORE_BARRIER = "store_barrier"
     RENDEZVOUS = "rendezvous"
     NCCL_WARN = "nccl_warn"
     NCCL_INFO = "nccl_info"
+    JOINED = "communicator_joined"
+    PEER_CLOSED = "peer_closed"
+    RAS = "nccl_ras"
     EXCEPTION = "python_exception"
     STACK = "stack"
     EXIT = "exit"
     LAUNCHER = "launcher_summary"
+    ENDED_BY_LAUNCHER = "ended_by_launcher"
+    SCHEDULER = "scheduler_event"
+    GUARD = "ncclguard_incident"
     KERNEL_OOM = "kernel_oom"
     XID = "kernel_xid"
+    NIC = "kernel_network"
     CUDA = "cuda_error"
     WORKER_DIED = "worker_died"
     UNUSED = "ddp_unused_parameters"
     TRACE_INVALIDATED = "deepspeed_trace_invalidated"
     DATALOADER = "dataloader_warning"
+    RETRIED = "retried"
+    ALIVE = "alive"
     PROGRESS = "progress"
     PHASE = "phase"
     NOTE = "note"
@@ -62,6 +74,7 @@ WAITING = frozenset(
         Kind.BARRIER_REACHED,
         Kind.STORE_TIMEOUT,
         Kind.STORE_KEY,
+        Kind.STORE_BARRIER,
     }
 )
 
@@ -77,6 +90,8 @@ CONSEQUENCES = frozenset(
         Kind.GLOO_CLOSED,
         Kind.STORE_LOST,
         Kind.LAUNCHER,
+        Kind.ENDED_BY_LAUNCHER,
+        Kind.PEER_CLOSED,
     }
 )
 
@@ -125,10 +140,12 @@ class Group:
 
 @dataclass(slots=True)
 class Fact:
-    """One statement of a log, with where it stands.
+    """One statement, with where it stands.
 
     `rank` is a global rank, `rank_basis` how it is known: "prefix" ([rank3]), "launcher" (srun, mpirun), "file" (its
-    name), "text" (the message names it), "group" (only the rank inside a group is known and taken for the global one).
+    name), "text" (the message names it), "group" (only the rank inside a group is known and taken for the global one),
+    "local" (a rank on one node), "pid" (the process is known by another line). `local_rank`, `node` (the task or node
+    number in front of the line), `host` and `pid` are what the line itself says about its speaker or its subject.
     """
 
     kind: Kind
@@ -141,6 +158,10 @@ class Fact:
     rank: int | None = None
     rank_basis: str = ""
     group_rank: int | None = None
+    local_rank: int | None = None
+    node: int | None = None
+    host: str = ""
+    pid: int | None = None
     group: Group | None = None
     work: Work | None = None
     enqueued: int | None = None
@@ -159,3 +180,37 @@ class Fact:
     def clone(self, **changes: object) -> Fact:
         """Return a copy with some fields replaced."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Who held the others up. `culprits` is empty when it cannot be proved; `suspects` are worth a look besides.
+
+    `facts` carry it; `overturned` says, in sentences, what would prove it wrong.
+    """
+
+    culprits: tuple[int, ...] = ()
+    cause: Cause = Cause.UNKNOWN
+    confidence: str = "low"
+    rule: str = "none"
+    reason: str = ""
+    facts: list[Fact] = field(default_factory=list)
+    suspects: tuple[int, ...] = ()
+    sides: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    work: Work | None = None
+    group: Group | None = None
+    overturned: list[str] = field(default_factory=list)
+
+
+def ranks_text(ranks: tuple[int, ...] | list[int] | set[int]) -> str:
+    """Return "rank 3" or "ranks 0, 4"; long lists are shortened.
+
+    Example:
+        >>> ranks_text((0, 4))
+        'ranks 0, 4'
+    """
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = ", ".join(str(number) for number in numbers[:16])
+    return f"ranks {shown}" + (f" and {len(numbers) - 16} more" if len(numbers) > 16 else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from ncclguard._page import facts, folded, frames, numbered, page, section
+from ncclguard._page import facts, folded, frames, numbered, page, prose, section
 from ncclguard.explain.report import Mention, Report
 
 _STYLE = """
@@ -70,6 +70,12 @@ def _lanes(report: Report) -> str:
     return f'<div class="lanes">{"".join(boxes)}</div>'
 
 
+def _decision(report: Report) -> str:
+    target = f" {report.without}" if report.without else ""
+    overturned = numbered(f"would be overturned by {sentence}" for sentence in report.overturned_by)
+    return f"<p><b>{escape(report.decision + target)}</b>: {escape(report.decision_reason)}.</p><p>{prose(report.next_step)}</p>{overturned}"
+
+
 def render_html(report: Report) -> str:
     """Return the page. Everything that comes from a log is escaped."""
     tags = [
@@ -96,6 +102,7 @@ def render_html(report: Report) -> str:
         (
             f"<h1>{escape(report.summary)}</h1>{facts(tags[1:], bad=tags[:1]) if report.culprits else facts(tags)}",
             f"<p>{escape(report.reason)}</p>" if report.reason else "",
+            section("Decision", _decision(report)) if report.incident else "",
             section("What to do next", numbered(report.advice)),
             section("Ranks", (_lanes(report) + _table(report)) if report.ranks else ""),
             section("Sides", sides),

@@ -20,8 +20,13 @@ def print_report(report: Report, console: Console) -> None:
     if not report.incident:
         _notes(report, console)
         return
+    target = f" {report.without}" if report.without else ""
+    console.print(Text(f"Decision: {report.decision}{target}: {report.decision_reason}.", style="bold"), soft_wrap=True)
+    console.print(Text(f"Next: {report.next_step}"), soft_wrap=True)
     if report.reason:
         console.print(Text(f"Why: {report.reason}."), soft_wrap=True)
+    for sentence in report.overturned_by:
+        console.print(Text(f"Would be overturned by: {sentence}."), soft_wrap=True)
     if report.collective is not None:
         console.print(Text(f"Collective: {_collective(report)}"), soft_wrap=True)
     for sentence in report.arithmetic:

@@ -94,7 +94,13 @@ class Side(_Model):
 
 
 class Report(_Model):
-    """Who, why, where, what to do. `culprits` is empty when it cannot be proved."""
+    """Who, why, where, what to do. `culprits` is empty when it cannot be proved.
+
+    `decision` is restart, restart-without, fix-code, fix-environment, raise-limit or unknown; `without` says what a
+    restart should leave out; `next_step` is the one thing to do. `evidence` carries the answer, and `overturned_by`
+    says
+    what would prove it wrong.
+    """
 
     schema_version: int = SCHEMA_VERSION
     incident: bool
@@ -107,6 +113,11 @@ class Report(_Model):
     culprit_confidence: str
     reason: str
     class_reason: str
+    decision: str
+    decision_reason: str
+    without: str
+    next_step: str
+    overturned_by: tuple[str, ...]
     collective: Collective | None
     ranks: tuple[RankRow, ...]
     sides: tuple[Side, ...]

@@ -50,7 +50,7 @@ def build(generation: int, seconds: float = 60.0) -> NcclCommunicator:
     store = _torch_stores.clone_store(_torch_stores.default_store())
     ranks = tuple(range(dist.get_world_size()))
     prefix = f"transport/{generation}"
-    return NcclBuilder(DEVICE).build(store, prefix, ranks, dist.get_rank(), generation, 600.0, seconds)
+    return NcclBuilder(DEVICE).build(store, prefix, ranks, dist.get_rank(), generation, seconds)
 
 
 def finish(pending: Pending, seconds: float = 60.0) -> None:

@@ -28,10 +28,12 @@ def results() -> None:
         votes.append(vote.agreed)
     wrong = []
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
-        mine = torch.tensor([1, 0, 2], device="cuda").to(dtype) * (rank + 1)
+        mine = (torch.tensor([1, 0, 2], device="cuda") * (rank + 1)).to(
+            dtype
+        )  # of bool too: a product with an int is int64
         summed = mine.clone()
         finish(communicator.all_reduce(summed, ReduceOp.SUM))
-        parts = [torch.tensor([1, 0, 2], device="cuda").to(dtype) * (peer + 1) for peer in range(size)]
+        parts = [(torch.tensor([1, 0, 2], device="cuda") * (peer + 1)).to(dtype) for peer in range(size)]
         wanted = torch.stack(parts).any(0) if dtype is torch.bool else torch.stack(parts).sum(0).to(dtype)
         moved, gathered = mine.clone(), [torch.zeros_like(mine) for _ in range(size)]
         finish(communicator.broadcast(moved, 1))

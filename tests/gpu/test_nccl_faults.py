@@ -160,8 +160,13 @@ def ends_in_flight() -> None:
     if rank == 0:
         pending = communicator.all_reduce(torch.ones(1_000_000, device="cuda"), ReduceOp.SUM)
         faults.report(complete=pending.wait(1.0))
+    else:
+        faults.wait_until_told("leave")  # a peer that has ended is another fault: NCCL reports it
 
 
 def test_a_process_ends_well_with_an_operation_in_flight() -> None:
-    result = faults.run_ranks(ends_in_flight, 2, env=SHARED_GPU, timeout=200).check()
+    with faults.start_ranks(ends_in_flight, 2, env=SHARED_GPU, timeout=200) as job:
+        job.wait_for("complete", seconds=120, ranks=[0])
+        job.tell("leave")
+        result = job.wait().check()
     assert result[0].reports["complete"] is False

@@ -14,7 +14,7 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.execution import AllReduce
 from ncclguard.transport import nccl
-from ncclguard.transport.base import TransportError
+from ncclguard.transport.base import Save, TransportError
 from ncclguard.transport.nccl import NcclCommunicator
 from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join
 
@@ -103,14 +103,14 @@ def abort_takes_long() -> None:
     all_reduce, abort = NcclCommunicator.all_reduce, nccl.abort_group
     broken: list[int] = []
 
-    def breaks(self: NcclCommunicator, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Any:
+    def breaks(self: NcclCommunicator, tensor: torch.Tensor, op: ReduceOp.RedOpType, save: Save | None = None) -> Any:
         if tensor.numel() == 1_000_000 and not broken:
             broken.append(0)
         elif broken and len(broken) < 3:
             broken.append(0)
             if len(broken) == 3:
                 raise TransportError("made up")
-        return all_reduce(self, tensor, op)
+        return all_reduce(self, tensor, op, save)
 
     def slow(group: Any, device: torch.device) -> None:
         time.sleep(10)

@@ -8,11 +8,36 @@ import pytest
 from explain_logs import timeout
 
 from ncclguard.explain import Report
-from ncclguard.explain.parse_collective import group_of, work_of
-from ncclguard.explain.parse_transport import warning_class
-from ncclguard.explain.prefix import split_prefix
+from ncclguard.explain.facts import Fact, Kind
+from ncclguard.explain.patterns import ROWS, Row, group_of, parse_text, warning_class
+from ncclguard.explain.scanner import GENERAL, NEEDLES, STARTING
+from ncclguard.explain.text import pieces, split_prefix
 
 Explain = Callable[..., Report]
+
+
+def facts_of(line: str) -> list[Fact]:
+    """What one line says, as a log of it alone would be read."""
+    prefix = split_prefix(line)
+    found = []
+    for piece in pieces(prefix.text):
+        own = split_prefix(piece)
+        known = own if own.rank is not None else prefix
+        make = Fact(Kind.NOTE, "train.log", 1, piece, rank=known.rank, rank_basis=known.basis, node=prefix.node)
+        found += parse_text(piece, make)
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.kind.value}: {row.source[:40]}")
+def test_row_of_the_table(row: Row) -> None:
+    """Each example is read as the row says, is found by the search that precedes the reading, and no counterexample is."""
+    assert row.yes
+    for line, values in row.yes:
+        assert any(needle in line.encode() for needle in (*GENERAL, *NEEDLES, *STARTING)), line
+        found = [fact for fact in facts_of(line) if fact.kind is row.kind]
+        assert any(all(getattr(fact, name) == value for name, value in values.items()) for fact in found), line
+    for line in row.no:
+        assert not any(fact.kind is row.kind for fact in facts_of(line)), line
 
 
 @pytest.mark.parametrize(
@@ -60,7 +85,8 @@ def test_work_of_every_version(
     shape: tuple[int, ...] | None,
     ran: int | None,
 ) -> None:
-    work = work_of(f"[Rank 1] {text}")
+    make = Fact(Kind.NOTE, "train.log", 1, "")
+    work = next(parse_text(f"[Rank 1] Watchdog caught collective operation timeout: {text}", make)).work
     assert work is not None
     assert (work.seq, work.op, (work.numel_in, work.numel_out), work.shape, work.ran_ms) == (seq, op, sizes, shape, ran)
 

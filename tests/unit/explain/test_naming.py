@@ -165,7 +165,13 @@ def test_fingerprints_in_one_ranks_log_alone_name_nobody(explain_lines: Explain)
 def test_ranks_before_the_first_difference_count_as_agreeing(explain_lines: Explain) -> None:
     """Rank 0 compares itself with 1, 2, 3 and stops at 3: ranks 1 and 2 agree with it, so rank 3 is the odd one."""
     a, b = fingerprint("ALLREDUCE", "25"), fingerprint("ALLREDUCE", "26")
-    assert explain_lines([mismatch(0, a, 3, b)]).culprits == (3,)
+    assert explain_lines([mismatch(0, a, 3, b), "[rank1]: step 3", "[rank2]: step 3"]).culprits == (3,)
+
+
+def test_ranks_that_are_not_in_the_log_make_no_majority(explain_lines: Explain) -> None:
+    a, b = fingerprint("ALLREDUCE", "25"), fingerprint("ALLREDUCE", "26")
+    assert explain_lines([mismatch(0, a, 3, b)]).culprits == ()
+    assert explain_lines([mismatch(26, a, 1, b)]).culprits == ()
 
 
 def test_two_of_four_fingerprints_known_name_nobody(explain_lines: Explain) -> None:

@@ -14,7 +14,7 @@ from explain_logs import timeout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ncclguard.explain import explain, main, reader, scan
+from ncclguard.explain import explain, main, scanner, sources
 
 LOG = "".join(f"{line}\n" for rank in (0, 1, 3) for line in timeout(rank))
 
@@ -64,7 +64,7 @@ def test_incident_across_the_edges_of_blocks(tmp_path: Path, monkeypatch: pytest
     )
     path = tmp_path / "train.log"
     path.write_text(filler + trace + filler + LOG)
-    monkeypatch.setattr(reader, "BLOCK", block)
+    monkeypatch.setattr(sources, "BLOCK", block)
     report = explain([str(path)])
     assert report.culprits == (2,)
     assert next((event.name, event.line) for event in report.events if event.kind == "python_exception") == (
@@ -92,7 +92,7 @@ def test_needles_by_the_million_do_not_take_memory(tmp_path: Path) -> None:
     st.lists(
         st.one_of(
             st.binary(max_size=80),
-            st.sampled_from([needle for needle, _ in scan.NEEDLES]),
+            st.sampled_from([*scanner.GENERAL, *scanner.NEEDLES]),
             st.sampled_from(LOG.encode().splitlines()),
         ),
         max_size=40,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ncclguard.explain import Report, UnusableInput, explain
-from ncclguard.explain.traces import load_plain
+from ncclguard.explain.recorder import load_plain
 from ncclguard.outcome import Cause
 
 Group = tuple[str, str, Sequence[int]]
@@ -217,3 +217,55 @@ def test_dump_of_a_strange_shape_never_crashes(tmp_path: Path, value: object) ->
     (tmp_path / "trace_rank_0").write_bytes(pickle.dumps(value, protocol=2))
     (tmp_path / "trace_rank_1").write_bytes(pickle.dumps(value, protocol=2))
     assert named(tmp_path).culprits == ()
+
+
+NCCL2 = "nccl2:all_reduce"
+
+
+def test_second_backend_what_a_peer_completed_is_not_pending(tmp_path: Path) -> None:
+    """Dumps of different moments: rank 0's is older and still has #9 pending; nobody may be convicted for that."""
+    late = [entry(WORLD, 9, NCCL2, state="completed"), entry(WORLD, 10, NCCL2)]
+    write(
+        tmp_path, {rank: [entry(WORLD, 9, NCCL2), entry(WORLD, 10, NCCL2)] if rank == 0 else late for rank in range(8)}
+    )
+    assert named(tmp_path).culprits == ()
+
+
+def test_second_backend_rank_that_never_recorded_the_call_is_named(tmp_path: Path) -> None:
+    done = entry(WORLD, 9, NCCL2, state="completed")
+    write(tmp_path, {rank: [done] if rank == 5 else [done, entry(WORLD, 10, NCCL2)] for rank in range(8)})
+    assert named(tmp_path).culprits == (5,)
+
+
+def test_rank_that_came_after_most_of_the_limit_is_late(tmp_path: Path) -> None:
+    """All are in it when they dump; the time from the call before says who came last, without comparing clocks."""
+    for rank in range(4):
+        rows = [entry(WORLD, 9, state="completed", when=rank * 10**12), entry(WORLD, 10, when=rank * 10**12)]
+        if rank == 2:
+            rows[1]["time_created_ns"] += 601 * 10**9
+        write(tmp_path, {rank: rows}, groups=[("0", "default_pg", range(4))])
+    report = named(tmp_path)
+    assert report.culprits == (2,) and report.cause is Cause.LATE
+
+
+def test_absent_dump_is_a_suspect_beside_the_rank_that_the_others_convict(tmp_path: Path) -> None:
+    write(tmp_path, {rank: [] if rank == 5 else [entry(WORLD, 10)] for rank in range(8) if rank != 3})
+    report = named(tmp_path)
+    assert report.culprits == (5,) and report.suspects == (3,) and "rank 3" in " ".join(report.overturned_by)
+
+
+def test_absent_dump_in_a_group_of_its_own_is_a_second_culprit(tmp_path: Path) -> None:
+    """Two tensor-parallel groups, a fault in each: rank 5 idles, and of rank 2 there is no dump."""
+    first, second = ("1", "TP", range(4)), ("2", "TP", range(4, 8))
+    rows = (
+        {rank: [entry(first, 20)] for rank in (0, 1, 3)} | {rank: [entry(second, 30)] for rank in (4, 6, 7)} | {5: []}
+    )
+    write(tmp_path, rows, groups=(WORLD, first, second))
+    assert named(tmp_path).culprits == (2, 5)
+
+
+def test_dtypes_are_compared(tmp_path: Path) -> None:
+    rows = {rank: [entry(WORLD, 10)] for rank in range(8)}
+    rows[4][0]["input_dtypes"] = ["Double"]
+    write(tmp_path, rows)
+    assert named(tmp_path).culprits == (4,)

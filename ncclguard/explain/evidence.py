@@ -1,0 +1,572 @@
+"""Read every input once and put the facts together: one row per rank and group, each timeout counted once.
+
+Here it is settled which rank each fact speaks of, how many ranks there are, and whose logs would be among the inputs:
+silence says nothing about a rank whose log nobody passed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ncclguard.explain import context, documents, passages
+from ncclguard.explain.facts import WAITING, Fact, Group, Kind, Work
+from ncclguard.explain.patterns import parse_text
+from ncclguard.explain.recorder import DUMP_LIMIT, Dump, dump_from, is_dump, load_plain
+from ncclguard.explain.scanner import Record, Scanner
+from ncclguard.explain.sources import Source, UnusableInput, blocks, read_all
+
+# Bounds memory on logs that are nothing but complaints; what was counted before is kept, timeouts and fingerprints
+# always are.
+MAX_FACTS = 100_000
+#: No job has more ranks; a larger number is damage.
+MAX_RANK = 1_000_000
+_ALWAYS = WAITING | {Kind.FINGERPRINT, Kind.DUMP_RECEIVED, Kind.DESYNC, Kind.LAUNCHER, Kind.EXIT}
+_OF_A_HOST = frozenset(
+    {Kind.EXIT, Kind.WORKER_DIED, Kind.KERNEL_OOM, Kind.XID, Kind.NIC, Kind.SCHEDULER, Kind.RAS, Kind.GUARD}
+)
+
+
+@dataclass(slots=True)
+class Row:
+    """The state of one rank in one group; `work` is the oldest collective it waits in."""
+
+    rank: int
+    group: Group | None = None
+    work: Work | None = None
+    enqueued: int | None = None
+    started: int | None = None
+    completed: int | None = None
+    waiting: bool = False
+    basis: str = ""
+    facts: list[Fact] = field(default_factory=list)
+
+    @property
+    def group_key(self) -> str | None:
+        return self.group.key if self.group else None
+
+    @property
+    def seq(self) -> int | None:
+        return self.work.seq if self.work else None
+
+
+@dataclass(slots=True)
+class Evidence:
+    """All that the inputs say: facts in reading order, rows, flight-recorder dumps, sizes and damage."""
+
+    sources: list[Source] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    dumps: dict[int, Dump] = field(default_factory=dict)
+    stated_world: int | None = None
+    local_size: int | None = None
+    nodes: int | None = None
+    seen_ranks: set[int] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    source_ranks: dict[int, int] = field(default_factory=dict)
+    hosts: set[str] = field(default_factory=set)
+    cut: set[int] = field(default_factory=set)
+
+    def of(self, *kinds: Kind) -> list[Fact]:
+        """Return the facts of the given kinds, in reading order."""
+        return [fact for fact in self.facts if fact.kind in kinds]
+
+
+def read_record(record: Record) -> Iterator[Fact]:
+    """Yield the facts of one record."""
+    prefix = record.prefix
+    make = Fact(
+        kind=Kind.NOTE,
+        file=record.source.name,
+        line=record.number,
+        text=prefix.text.strip()[:600],
+        source=record.source.index,
+        when=prefix.when,
+        rank=prefix.rank,
+        rank_basis=prefix.basis,
+        hidden=prefix.hidden,
+        local_rank=prefix.local_rank,
+        node=prefix.node,
+        pid=prefix.pid,
+    )
+    if record.context:
+        yield from context.parse(prefix.text, make, record.last)
+        return
+    if '"culprits"' in prefix.text or "torchelastic.worker.status" in prefix.text:
+        yield from documents.read_line(prefix.text, make)
+        return
+    facts, whole = passages.read(prefix.text, prefix, record.following, make)
+    yield from facts
+    if not whole:
+        yield from parse_text(prefix.text, make)
+
+
+class Collector:
+    """Gather the facts of all sources; `read` each source (or `feed` it in parts), then `finish`, as often as
+    wanted.
+    """
+
+    def __init__(self) -> None:
+        self.evidence = Evidence()
+        self._index: dict[tuple[object, ...], Fact] = {}
+        self._prefixed: dict[int, set[int]] = {}
+        self._task_wrong: set[int] = set()
+        self._tasks: dict[int, set[int]] = {}
+        self._scanners: dict[int, Scanner] = {}
+
+    def read(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
+        """Read one source; a damaged or foreign one leaves a note, never an exception."""
+        if source.kind != "text":
+            self._read_document(source)
+            if progress is not None:
+                progress(source.size)
+            return
+        damaged = False
+        try:
+            for data, broken in blocks(source):
+                damaged |= broken
+                self.feed(source, data)
+                if progress is not None:
+                    progress(len(data))
+        except OSError as error:
+            self.evidence.notes.append(f"{source.name}: {error.strerror or error}")
+        self.feed(source, b"", final=True)
+        if damaged:
+            self.evidence.notes.append(f"{source.name}: truncated; read as far as it goes")
+
+    def feed(self, source: Source, data: bytes, final: bool = False, settle: bool = False) -> None:
+        """Take more bytes of a log; `settle`: nothing follows for now."""
+        if source.index not in self._scanners:
+            self._scanners[source.index] = Scanner(source)
+            self.evidence.sources.append(source)
+        scanner = self._scanners[source.index]
+        for record in scanner.feed(data, final, settle):
+            self._take(record)
+        self.evidence.bytes_read += len(data)
+        self._prefixed.setdefault(source.index, set()).update(rank for rank in scanner.ranks if rank < MAX_RANK)
+        self._tasks.setdefault(source.index, set()).update(scanner.tasks)
+        if final and scanner.cut is not None:
+            self.evidence.cut.add(scanner.cut)
+        if final:
+            self._scanners.pop(source.index)
+            self.evidence.seen_ranks |= self._prefixed[source.index]
+
+    def _read_document(self, source: Source) -> None:
+        evidence = self.evidence
+        evidence.sources.append(source)
+        evidence.bytes_read += source.size
+        try:
+            data = read_all(source, DUMP_LIMIT)
+            plain = load_plain(data) if source.kind == "pickle" else json.loads(data)
+            if is_dump(plain):
+                if source.rank is None:
+                    raise UnusableInput("its name does not end in a rank, so it is not known whose dump it is")
+                dump = dump_from(plain, source.rank, source.name)
+                dump.written_ns = source.path.stat().st_mtime_ns if source.path is not None else None
+                evidence.dumps[source.rank] = dump
+                return
+        except UnusableInput as error:
+            evidence.notes.append(f"{source.name}: {error}".replace(f"{source.name}: {source.name}", source.name))
+            return
+        except (ValueError, RecursionError) as error:
+            evidence.notes.append(f"{source.name}: not readable as JSON ({error}), and no flight-recorder dump")
+            return
+        make = Fact(Kind.NOTE, source.name, 0, "", source.index)
+        if source.rank is not None and not source.rank_is_local:
+            make.rank, make.rank_basis = source.rank, "file"
+        elif source.rank is not None:
+            make.local_rank = source.rank
+        found = documents.read(plain, make)
+        for fact in found:
+            self._add(fact)
+        if not found:
+            evidence.notes.append(f"{source.name}: not a flight-recorder dump, and no document that is known here")
+
+    def _take(self, record: Record) -> None:
+        evidence, prefix, index = self.evidence, record.prefix, record.source.index
+        if prefix.basis == "prefix" and prefix.rank is not None and prefix.rank < MAX_RANK:
+            self._prefixed.setdefault(index, set()).add(prefix.rank)
+            evidence.seen_ranks.add(prefix.rank)
+            if prefix.node is not None and prefix.node != prefix.rank:
+                self._task_wrong.add(index)
+        if prefix.host and len(evidence.hosts) < 100:
+            evidence.hosts.add(prefix.host)
+        text = record.text
+        if "=" in text or ":" in text or " " in text:
+            world = context.world_size_of(text)
+            if world is not None and (evidence.stated_world or 1) < world <= MAX_RANK:
+                evidence.stated_world = world
+            evidence.nodes = max(filter(None, (evidence.nodes, context.nodes_of(text))), default=None)
+            evidence.local_size = max(filter(None, (evidence.local_size, context.local_size_of(text))), default=None)
+        for fact in read_record(record):
+            self._add(fact)
+
+    def _add(self, fact: Fact) -> None:
+        evidence, work = self.evidence, fact.work
+        if fact.rank is not None and not 0 <= fact.rank < MAX_RANK:
+            fact.rank, fact.rank_basis = None, ""
+        if any(peer >= MAX_RANK for peer in fact.peers):
+            fact.peers = tuple(peer for peer in fact.peers if peer < MAX_RANK)
+        if fact.kind is Kind.JOINED and fact.name == "init":
+            evidence.local_size = max(fact.local_rank or 0, evidence.local_size or 0) or None
+            evidence.nodes = max(fact.node or 0, evidence.nodes or 0) or None
+            if fact.completed and fact.completed > (evidence.stated_world or 1) and fact.completed < MAX_RANK:
+                evidence.stated_world = fact.completed
+        fact.order = len(evidence.facts)
+        key = (
+            fact.source,
+            fact.kind,
+            fact.rank,
+            fact.group_rank,
+            fact.local_rank,
+            fact.host,
+            fact.pid if fact.kind is not Kind.NCCL_WARN else None,
+            work and (work.seq, work.op, work.numel_in, work.shape, work.ran_ms),
+            fact.enqueued,
+            fact.completed,
+            fact.peers,
+            fact.number,
+            fact.detail if fact.kind is not Kind.NCCL_WARN else fact.detail[:80],
+            fact.name,
+            fact.after_symptom,
+            fact.seconds if fact.kind is not Kind.PROGRESS else fact.line,
+        )
+        known = self._index.get(key)
+        if known is not None:
+            known.repeated += 1
+            known.hidden = max(known.hidden, fact.hidden)
+            known.frames = known.frames or fact.frames
+            if known.group is None:
+                known.group = fact.group
+            return
+        if len(evidence.facts) >= MAX_FACTS and fact.kind not in _ALWAYS:
+            return
+        self._index[key] = fact
+        evidence.facts.append(fact)
+
+    def finish(self) -> Evidence:
+        """Return the evidence so far: each fact with its rank, the last attempt of a restarted job, and the rows."""
+        kept = self.evidence
+        evidence = replace(
+            kept,
+            facts=[replace(fact) for fact in kept.facts],
+            notes=list(kept.notes),
+            seen_ranks=set(kept.seen_ranks).union(*self._prefixed.values()) if self._prefixed else set(kept.seen_ranks),
+        )
+        self._resolve_ranks(evidence)
+        evidence.facts = _last_attempt(evidence)
+        evidence.facts = _drop_copies(evidence.facts)
+        over = {fact.source: fact.line for fact in evidence.of(Kind.NOTE) if fact.name == "barrier_completed"}
+        evidence.facts = [  # the ranks that waited at set-up have met
+            fact
+            for fact in evidence.facts
+            if fact.kind is not Kind.STORE_BARRIER or fact.name != "Waiting" or fact.line > over.get(fact.source, -1)
+        ]
+        evidence.seen_ranks |= {
+            fact.rank for fact in evidence.facts if fact.rank is not None and fact.kind is not Kind.LAUNCHER
+        }
+        evidence.rows = build_rows(evidence.facts)
+        return evidence
+
+    def _resolve_ranks(self, evidence: Evidence) -> None:
+        names = self._names(evidence)
+        texts = {source.index for source in evidence.sources if source.kind == "text"}
+        evidence.source_ranks = {index: rank for index, rank in names.items() if rank is not None and index in texts}
+        wrong = self._task_wrong | self._tasks_are_nodes(evidence)
+        for fact in evidence.facts:
+            if fact.rank_basis == "task" and (fact.source in wrong or fact.local_rank is not None):
+                fact.rank, fact.rank_basis = None, ""
+            elif fact.rank_basis == "srun" and (fact.source in self._task_wrong or evidence.of(Kind.EXIT)):
+                fact.rank, fact.rank_basis = None, ""  # srun started one launcher on each node
+            elif fact.rank_basis in ("task", "srun"):
+                fact.rank_basis = "launcher"
+            if fact.rank is None and fact.kind not in _OF_A_HOST and names.get(fact.source) is not None:
+                fact.rank, fact.rank_basis = names[fact.source], "file"
+        processes = _processes(evidence)
+        for fact in evidence.facts:
+            if fact.rank is None and fact.pid is not None and fact.kind not in (Kind.ENDED_BY_LAUNCHER,):
+                rank = processes.get((fact.host, fact.pid), processes.get(("", fact.pid)))
+                if rank is not None:
+                    fact.rank, fact.rank_basis = rank, "pid"
+            if fact.rank is None and fact.local_rank is not None and fact.kind is not Kind.JOINED:
+                rank = global_rank(evidence, fact)
+                if rank is not None:
+                    fact.rank, fact.rank_basis = rank, "local"
+            if (
+                fact.rank is None
+                and fact.group_rank is not None
+                and fact.kind in WAITING | {Kind.DUMP_RECEIVED, Kind.HEARTBEAT}
+            ):
+                fact.rank, fact.rank_basis = fact.group_rank, "group"
+
+    def _tasks_are_nodes(self, evidence: Evidence) -> set[int]:
+        """Return the sources whose `N: ` of srun is a node: one task only, or one that several ranks speak through."""
+        found = {source for source, tasks in self._tasks.items() if len(tasks) == 1}
+        inner: dict[tuple[int, int | None], set[int]] = {}
+        for fact in evidence.facts:
+            if fact.node is not None and fact.group_rank is not None:
+                inner.setdefault((fact.source, fact.node), set()).add(fact.group_rank)
+        return found | {source for (source, _), ranks in inner.items() if len(ranks) > 1}
+
+    def _names(self, evidence: Evidence) -> dict[int, int | None]:
+        """Which rank each source belongs to: by its own [rankN] lines if they agree, else by its name."""
+        names: dict[int, int | None] = {}
+        local: dict[int, set[str]] = {}
+        for source in evidence.sources:
+            if source.rank is not None and source.rank_is_local and source.kind == "text":
+                local.setdefault(source.rank, set()).add(source.name.rsplit("/attempt_", 1)[0])
+        for source in evidence.sources:
+            own = self._prefixed.get(source.index, set())
+            if source.rank is None:
+                names[source.index] = None
+            elif len(own) == 1:
+                names[source.index] = next(iter(own))
+            elif source.rank_is_local and len(local.get(source.rank, ())) > 1:
+                names[source.index] = None  # several nodes have this local rank
+            else:
+                names[source.index] = source.rank
+        return names
+
+
+def _processes(evidence: Evidence) -> dict[tuple[str, int], int]:
+    """Return (host, pid) -> rank, as NCCL's communicators of the whole job and launchers tell it."""
+    found: dict[tuple[str, int], int] = {}
+    inits = [fact for fact in evidence.of(Kind.JOINED) if fact.name == "init" and fact.pid is not None]
+    largest = max((fact.completed or 0 for fact in inits), default=0)
+    for fact in inits:
+        if fact.completed == largest and fact.number is not None:
+            found[fact.host, fact.pid or 0] = found["", fact.pid or 0] = fact.number
+    for fact in evidence.of(Kind.LAUNCHER):
+        if fact.rank is not None and fact.pid is not None:
+            found.setdefault(("", fact.pid), fact.rank)
+    for fact in evidence.of(Kind.EXIT):
+        if fact.pid is not None and fact.local_rank is not None:
+            rank = global_rank(evidence, fact)
+            if rank is not None:
+                found.setdefault(("", fact.pid), rank)
+    return found
+
+
+def is_one_node(evidence: Evidence) -> bool:
+    """Whether nothing says that the job has more than one node."""
+    if evidence.nodes is not None:
+        return evidence.nodes == 1
+    size, local = evidence.stated_world, evidence.local_size
+    if size is not None and local is not None:
+        return size <= local
+    highest = max(evidence.seen_ranks, default=0)
+    if (size or 0) > 16 or highest > 15:
+        return False
+    hosts = {fact.host for fact in evidence.facts if fact.host and "/" not in fact.host and fact.kind is not Kind.RAS}
+    tasks = {fact.node for fact in evidence.of(Kind.EXIT) if fact.node is not None}
+    return len(hosts) <= 1 and len(tasks) <= 1 and len(evidence.hosts) <= 1
+
+
+def global_rank(evidence: Evidence, fact: Fact) -> int | None:
+    """Return the global rank behind a local one, where the node's place is known or there is only one node."""
+    if fact.local_rank is None or fact.name == "command":
+        return None
+    if fact.node is not None and fact.kind is Kind.EXIT:
+        if fact.node == 0:
+            return fact.local_rank
+        return fact.node * evidence.local_size + fact.local_rank if evidence.local_size else None
+    return fact.local_rank if is_one_node(evidence) else None
+
+
+def _last_attempt(evidence: Evidence) -> list[Fact]:
+    attempts = {source.index: source.attempt for source in evidence.sources if source.attempt is not None}
+    with_wait = {
+        attempts[fact.source]
+        for fact in evidence.facts
+        if fact.source in attempts and fact.kind in WAITING | {Kind.FINGERPRINT, Kind.EXCEPTION}
+    }
+    if len(with_wait) < 2:
+        return evidence.facts
+    last = max(number for number in with_wait if number is not None)
+    evidence.notes.append(
+        f"the job was restarted; attempt {last} of the launcher is explained, earlier ones are left out"
+    )
+    return [fact for fact in evidence.facts if attempts.get(fact.source, last) == last]
+
+
+def _drop_copies(facts: list[Fact]) -> list[Fact]:
+    """Drop a timeout printed again without its global rank (`what(): [Rank 0] ...`): same work, same milliseconds."""
+    known = {
+        (fact.work.seq, fact.work.op, fact.work.ran_ms, fact.group_rank)
+        for fact in facts
+        if fact.work is not None and fact.kind in (Kind.TIMEOUT, Kind.BLOCKING) and fact.rank_basis not in ("group", "")
+    }
+    kept = []
+    for fact in facts:
+        if fact.rank_basis == "group" and fact.work is not None and known:
+            key = (fact.work.seq, fact.work.op, fact.work.ran_ms, fact.group_rank)
+            if key in known:
+                continue
+        kept.append(fact)
+    return kept
+
+
+def build_rows(facts: Sequence[Fact]) -> list[Row]:
+    """Return one row per rank and group, from timeouts first, then status lines and replies to dump signals."""
+    rows: dict[int, list[Row]] = {}
+    timeouts = [fact for fact in facts if fact.kind in (Kind.TIMEOUT, Kind.BLOCKING) and fact.rank is not None]
+    for fact in sorted(timeouts, key=lambda one: one.work is None):
+        assert fact.rank is not None
+        mine = rows.setdefault(fact.rank, [])
+        row = next((r for r in mine if _same_group(r, fact.group) and _same_seq(r, fact.work)), None)
+        if row is None:
+            row = Row(fact.rank, fact.group, fact.work, waiting=True, basis=fact.rank_basis)
+            mine.append(row)
+        _fill(row, fact)
+    for fact in facts:
+        if fact.kind in (Kind.STATUS, Kind.DUMP_RECEIVED) and fact.rank is not None:
+            mine = rows.setdefault(fact.rank, [])
+            row = next(
+                (r for r in mine if fact.number is not None and r.seq == fact.number and _same_group(r, fact.group)),
+                None,
+            )
+            row = row or next(
+                (
+                    r
+                    for r in mine
+                    if _same_group(r, fact.group) and (fact.number in (None, -1) or r.seq in (None, fact.number))
+                ),
+                None,
+            )
+            if row is None:
+                row = Row(fact.rank, fact.group, basis=fact.rank_basis)
+                if fact.kind is Kind.STATUS and fact.number is not None and fact.number > 0:
+                    row.work, row.waiting = Work(None, fact.number), True
+                mine.append(row)
+            _fill(row, fact)
+    for fact in facts:
+        if fact.kind in WAITING and fact.rank is not None and fact.rank not in rows:
+            rows[fact.rank] = [Row(fact.rank, None, None, waiting=True, basis=fact.rank_basis, facts=[fact])]
+    return [row for rank in sorted(rows) for row in rows[rank]]
+
+
+def _same_group(row: Row, group: Group | None) -> bool:
+    return row.group is None or group is None or row.group.key == group.key
+
+
+def _same_seq(row: Row, work: Work | None) -> bool:
+    return row.work is None or work is None or row.work.seq is None or work.seq is None or row.work.seq == work.seq
+
+
+def united(first: Work | None, second: Work | None) -> Work | None:
+    """Return what two lines say together about one collective; the first one's word counts where both speak."""
+    if first is None or second is None:
+        return first or second
+    changes = {
+        name: getattr(second, name)
+        for name in ("op", "seq", "numel_in", "numel_out", "shape", "dtype", "timeout_ms", "ran_ms")
+        if getattr(first, name) is None and getattr(second, name) is not None
+    }
+    return replace(first, **changes)
+
+
+def _fill(row: Row, fact: Fact) -> None:
+    row.facts.append(fact)
+    row.group = row.group or fact.group
+    if fact.work is not None and _same_seq(row, fact.work):
+        row.work = united(row.work, fact.work)
+    row.enqueued = fact.enqueued if fact.enqueued is not None else row.enqueued
+    row.started = fact.started if fact.started is not None else row.started
+    if fact.completed is not None and not (fact.enqueued is not None and 0 <= fact.enqueued < fact.completed):
+        row.completed = (
+            fact.completed
+        )  # a completed work that was never enqueued is garbage, seen in public logs: 910344404
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The job's size (None when unknown), how it is known, and the ranks whose silence would mean something."""
+
+    size: int | None
+    basis: str
+    covered: frozenset[int]
+    merged: bool
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether the job has two ranks; logs of single ranks or of one node do not tell, there may be more of them."""
+        return self.size == 2 and (self.basis != "highest rank seen" or self.merged)
+
+
+def ratio_of(row: Row) -> int | None:
+    """Return the group's size out of an all-gather's or reduce-scatter's element counts, or None."""
+    work = row.work
+    if work is None or work.op is None or not work.numel_in or not work.numel_out:
+        return None
+    big, small = max(work.numel_in, work.numel_out), min(work.numel_in, work.numel_out)
+    if (
+        not any(word in work.op.upper() for word in ("ALLGATHER", "ALL_GATHER", "REDUCE_SCATTER"))
+        or big % small
+        or big == small
+        or big // small > MAX_RANK
+    ):
+        return None
+    return big // small
+
+
+def is_world_group(row: Row, size: int | None) -> bool:
+    """Whether a row's group spans the job: the default group, an unnamed one, or one whose size is the world's."""
+    return row.group is None or row.group.is_default or size == 2 or (size is not None and ratio_of(row) == size)
+
+
+def find_world(evidence: Evidence, given: int | None) -> World:
+    """Settle the world's size: given > stated in the logs > dumps > element counts > launcher > highest rank seen."""
+    seen = set(evidence.seen_ranks) | set(evidence.dumps)
+    for fact in evidence.of(Kind.FINGERPRINT, Kind.BARRIER_MISSING, Kind.DESYNC, Kind.DUMP_RECEIVED, Kind.LAUNCHER):
+        seen |= {fact.rank or 0} if fact.kind in (Kind.FINGERPRINT, Kind.LAUNCHER) else set(fact.peers)
+    named = set(evidence.source_ranks.values())
+    highest = max(seen | named, default=-1)
+    size, basis = None, "unknown"
+    summary = {fact.rank for fact in evidence.of(Kind.LAUNCHER) if fact.rank is not None}
+    recorded = max((len(ranks) for dump in evidence.dumps.values() for ranks in dump.groups.values()), default=0)
+    ratios = {
+        ratio for row in evidence.rows if (row.group is None or row.group.is_default) and (ratio := ratio_of(row))
+    }
+    sized = evidence.of(Kind.STORE_BARRIER) + [fact for fact in evidence.of(Kind.TIMEOUT) if fact.name == "hccl"]
+    stated = max(filter(None, [evidence.stated_world, *(fact.number for fact in sized)]), default=None)
+    if stated is not None and stated > MAX_RANK:
+        stated = None
+    launched = evidence.nodes * evidence.local_size if evidence.nodes and evidence.local_size else None
+    if given is not None:
+        size, basis = given, "given"
+    elif stated is not None and stated > highest and stated > 1:
+        size, basis = stated, "stated"
+    elif launched is not None and MAX_RANK >= launched > max(highest, 1):
+        size, basis = launched, "stated"
+    elif recorded > max(highest, 1):
+        size, basis = recorded, "flight recorder"
+    elif len(ratios) == 1 and max(ratios) > highest:
+        size, basis = max(ratios), "element counts"
+    elif highest >= 1:
+        size, basis = highest + 1, "launcher" if highest in summary else "highest rank seen"
+    covered, merged = _covered(evidence, size, seen, named)
+    return World(size, basis, frozenset(covered), merged)
+
+
+def _covered(evidence: Evidence, size: int | None, seen: set[int], named: set[int]) -> tuple[set[int], bool]:
+    """Return the ranks whose log would be here, and whether a log of several ranks is among the inputs."""
+    texts = [source for source in evidence.sources if source.kind == "text"]
+    loose = [source for source in texts if source.rank is None]
+    merged = bool(loose)
+    covered = set(named)
+    if named and loose:
+        # Logs per rank beside others (the launcher's own output): the loose ones count only for ranks that speak in
+        # them.
+        speaking = {fact.rank for fact in evidence.facts if fact.rank is not None and fact.rank_basis == "prefix"}
+        return covered | {rank for rank in speaking if rank < (size or 0)}, False
+    if not loose:
+        return covered, False
+    if any(source.one_node for source in loose):
+        return set(range(min(seen), max(seen) + 1)) if seen else set(), False
+    if size is None:
+        return set(seen), merged
+    local = evidence.local_size or (8 if size > 8 and size % 8 == 0 else size)
+    nodes = {rank // local for rank in seen if rank < size}
+    return {rank for rank in range(size) if rank // local in nodes}, merged

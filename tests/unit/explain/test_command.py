@@ -1,0 +1,146 @@
+"""The command: without torch, within half a second, with the decision as exit code, on pipes and on logs that still grow."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from explain_logs import timeout
+
+from ncclguard.explain import explain, follow, main
+from ncclguard.explain.decision import EXIT_CODES
+
+LOG = "".join(f"{line}\n" for rank in (0, 1, 3) for line in timeout(rank))
+ROOT = Path(__file__).parents[3]
+
+
+def run(*arguments: str, code: str = "", stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "ncclguard.explain", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+
+
+def test_no_torch_is_imported_not_even_for_a_dump(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(LOG)
+    (tmp_path / "comm_lib_trace_rank_0").write_bytes(b"\x80\x02}q\x00X\x07\x00\x00\x00entriesq\x01]q\x02s.")
+    done = run(
+        code=f"import sys; sys.modules['torch'] = None; import ncclguard.explain as e; print(e.explain([{str(tmp_path)!r}]).culprits)"
+    )
+    assert done.stdout.strip() == "(2,)", done.stderr
+
+
+@pytest.mark.parametrize(
+    "first", ["import ncclguard", "import torch", "from ncclguard import faults", "import ncclguard.watch.entry"]
+)
+def test_the_guard_hooks_itself_in_when_torch_is_imported(first: str) -> None:
+    """Whichever comes first; a name that is also a package stays the function."""
+    code = f"{first}\nimport torch, ncclguard\nfrom ncclguard import runtime\nprint(runtime._installed, callable(ncclguard.watch))"
+    done = run(code=code)
+    assert done.stdout.split() == ["True", "True"], done.stderr
+    done = run(code="import ncclguard, sys; print('torch' in sys.modules)")
+    assert done.stdout.strip() == "False"
+
+
+def test_decision_as_exit_code(tmp_path: Path) -> None:
+    for name, lines, decision in (
+        ("calm", "step 1\n", None),
+        (
+            "assert",
+            '[rank2]: Traceback (most recent call last):\n[rank2]:   File "a.py", line 1, in f\n[rank2]: AssertionError: nan\n'
+            + LOG,
+            "fix-code",
+        ),
+        ("ecc", "[rank2]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n" + LOG, "restart-without"),
+        ("mesh", "RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] no error\n", "fix-environment"),
+        ("unknown", LOG, "unknown"),
+    ):
+        path = tmp_path / f"{name}.log"
+        path.write_text(lines)
+        assert main([str(path), "--exit-code"]) == (EXIT_CODES[decision] if decision else 0), name
+        assert main([str(path)]) == 0
+        report = explain([str(path)])
+        assert report.decision == (decision or "unknown")
+        assert bool(report.next_step) == report.incident
+
+
+def test_pipe_is_followed_to_its_end(tmp_path: Path) -> None:
+    done = run("-", "--follow", "--json", "-", stdin=LOG)
+    assert json.loads(done.stdout)["culprits"] == [2], done.stderr
+
+
+def test_growing_log_is_reported_when_the_answer_changes(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("step 1\n")
+    told: list[tuple[int, ...]] = []
+
+    class Enough(Exception):
+        pass
+
+    def tell(report: object) -> None:
+        told.append(report.culprits)  # type: ignore[attr-defined]
+        if told[-1]:
+            raise Enough
+
+    def grow() -> None:
+        while not told:
+            time.sleep(0.01)
+        with path.open("a") as stream:
+            stream.write(LOG)
+
+    writer = threading.Thread(target=grow)
+    writer.start()
+    with pytest.raises(Enough):
+        follow([str(path)], tell)
+    writer.join()
+    assert told == [(), (2,)]
+
+
+RAS = """NCCL version 2.27.5 compiled with CUDA 12.9
+
+#0-0 (27a079b828ff1a75) MISMATCH
+  Communicator ranks have different collective operation counts
+  7 ranks have launched up to operation 6650
+  1 ranks have launched up to operation 6649
+  Rank 5 -- GPU 5 managed by process 483077 on node 172.16.64.210
+
+"""
+
+
+def test_running_job_is_asked_twice_by_its_ras_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that speaks NCCL's protocol (src/ras/client.cc); counts that do not move between two answers are a hang."""
+    monkeypatch.setattr("ncclguard.explain.command.RAS_PAUSE", 0.01)
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            for _ in range(2):
+                connection, _ = server.accept()
+                with connection:
+                    data = b""
+                    while b"STATUS\n" not in data:
+                        data += connection.recv(4096)
+                    asked.append(data)
+                    connection.sendall(b"SERVER PROTOCOL 2\nOK\n" + RAS.encode())
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        report = explain([], ras=f"127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+    assert report.culprits == (5,) and report.culprit_confidence == "high"
+    assert asked[0].startswith(b"CLIENT PROTOCOL")
+
+
+def test_nobody_at_the_ras_address_is_unusable(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert main(["--ras", f"127.0.0.1:{port}"]) == 2
+    assert "RAS" in capsys.readouterr().err
