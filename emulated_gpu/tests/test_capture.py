@@ -97,6 +97,7 @@ UNSAFE = {
 def unsafe_in_another_thread(_: Rank, call: str, mode: int, thread_mode: int) -> tuple[int, int]:
     one, mark, results = stream(), event(), []
     cuda.cudaEventRecord(mark, stream())
+    cuda.cudaEventSynchronize(mark)
     begin(one, mode)
 
     def other() -> None:
