@@ -28,7 +28,7 @@ LIBRARIES = {
     "libcudart": ["settings.cpp", *(f"cuda/{name}.cpp" for name in (
         "device", "entry", "entry_points", "events", "graphs", "kernels", "memory", "streams"))],
     "libcuda": ["cuda/driver.cpp"],
-    "libnccl": [f"nccl/{name}.cpp" for name in ("arithmetic", "collectives", "communicator", "group", "log", "transport")],
+    "libnccl": [f"nccl/{name}.cpp" for name in ("arithmetic", "collectives", "communicator", "group", "log", "ras", "ras_report", "transport")],
 }  # fmt: skip
 FLAGS = ["-O1", "-fPIC", "-Wall", "-fvisibility=hidden", f"-I{HERE / 'include'}"]
 

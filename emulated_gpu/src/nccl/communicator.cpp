@@ -39,19 +39,25 @@ struct UniqueId {
 };
 static_assert(sizeof(UniqueId) <= sizeof(ncclUniqueId));
 
+// Where a rank is found.
+struct Address {
+  uint16_t port = 0;  // on which it listens for the other ranks
+  Peer peer;
+};
+
 // What a rank says when it connects: to the root of the bootstrap, then to each rank below it.
 struct Greeting {
   uint64_t magic;
   int32_t rank, size;
-  uint16_t port;  // where it listens; for the root
-  uint16_t way;   // which of the links this is; for a rank
+  Address address;  // for the root
+  uint16_t way;     // which of the links this is; for a rank
 };
 
 // Collects where all ranks listen, then tells all of them. Ends with that.
 void serve_bootstrap(int listening, uint64_t magic) {
   Interrupt never;
   std::vector<int> sockets;
-  std::vector<uint16_t> ports;
+  std::vector<Address> addresses;
   size_t present = 0;
   while (sockets.empty() || present < sockets.size()) {
     int accepted = accept_connection(never, listening);
@@ -62,31 +68,36 @@ void serve_bootstrap(int listening, uint64_t magic) {
     }
     if (sockets.empty()) {
       sockets.assign(greeting.size, -1);
-      ports.assign(greeting.size, 0);
+      addresses.resize(greeting.size);
     }
     if (sockets[greeting.rank] >= 0)
       close(sockets[greeting.rank]);
     else
       present++;
     sockets[greeting.rank] = accepted;
-    ports[greeting.rank] = greeting.port;
+    addresses[greeting.rank] = greeting.address;
   }
   for (int socket : sockets) {
-    send_all(never, socket, ports.data(), sizeof ports[0] * ports.size());
+    send_all(never, socket, addresses.data(), sizeof(Address) * addresses.size());
     close(socket);
   }
   close(listening);
 }
 
 // Connects a rank to all others: to those below it, and then those above it to this one.
-ncclResult_t connect_ranks(Communicator& own, int listening, uint64_t magic, const std::vector<uint16_t>& ports) {
+ncclResult_t connect_ranks(Communicator& own, int listening, uint64_t magic, const std::vector<Address>& addresses) {
   own.links.open(own.rank, own.size);
+  {
+    std::lock_guard<std::mutex> lock(own.mutex);
+    own.peers.clear();
+    for (auto& address : addresses) own.peers.push_back(address.peer);
+  }
   if (falls_due(settings().nccl_connect_fails_at)) return failed(&own, ncclRemoteError, "a connection to a peer failed");
   Interrupt& interrupt = own.setup;
   for (int peer = 0; peer < own.rank; peer++)
     for (int way = 0; way < Links::ways; way++) {
-      int connected = connect_to_loopback(ports[peer]);
-      Greeting greeting{magic, own.rank, own.size, 0, static_cast<uint16_t>(way)};
+      int connected = connect_to_loopback(addresses[peer].port);
+      Greeting greeting{magic, own.rank, own.size, {}, static_cast<uint16_t>(way)};
       if (connected < 0 || send_all(interrupt, connected, &greeting, sizeof greeting) != End::done)
         return failed(&own, ncclRemoteError, "rank " + std::to_string(peer) + " went away while it was connected");
       own.links.sockets[way][peer] = connected;
@@ -105,7 +116,8 @@ ncclResult_t connect_ranks(Communicator& own, int listening, uint64_t magic, con
   return ncclSuccess;
 }
 
-ncclResult_t initialize(Communicator& own, const UniqueId& id) {
+ncclResult_t initialize(const CommunicatorPointer& made, const UniqueId& id) {
+  Communicator& own = *made;
   own.hash = id.magic;
   uint16_t port = 0;
   int listening = listen_on_loopback(&port), root = connect_to_loopback(id.port);
@@ -114,15 +126,17 @@ ncclResult_t initialize(Communicator& own, const UniqueId& id) {
     return failed(&own, ncclRemoteError, "the process that made the unique id is gone");
   }
   Interrupt& interrupt = own.setup;
-  Greeting greeting{id.magic, own.rank, own.size, port, 0};
-  std::vector<uint16_t> ports(own.size);
+  Greeting greeting{id.magic, own.rank, own.size, {port, start_ras(own.device)}, 0};
+  std::vector<Address> addresses(own.size);
   End end = send_all(interrupt, root, &greeting, sizeof greeting);
-  if (end == End::done) end = receive_all(interrupt, root, ports.data(), sizeof ports[0] * ports.size());
+  if (end == End::done) end = receive_all(interrupt, root, addresses.data(), sizeof(Address) * addresses.size());
   close(root);
   ncclResult_t result = end == End::aborted ? failed(&own, ncclInternalError, "aborted while waiting for all ranks")
                         : end != End::done ? failed(&own, ncclRemoteError, "the process that made the unique id ended")
-                                           : connect_ranks(own, listening, id.magic, ports);
+                                           : connect_ranks(own, listening, id.magic, addresses);
   close(listening);
+  own.ready = result == ncclSuccess;
+  if (own.ready) add_to_ras(made);
   log(Level::info, own.device,
       "ncclCommInitRank rank " + std::to_string(own.rank) + " nranks " + std::to_string(own.size) + " result " +
           std::to_string(result));
@@ -135,7 +149,7 @@ ncclResult_t initialize(Communicator& own, const UniqueId& id) {
 struct Card {
   int32_t color, key;
   uint64_t magic, children;
-  uint16_t port;
+  Address address;
 };
 
 CommunicatorPointer make(int rank, int size, const ncclConfig_t* config, const Communicator* parent) {
@@ -164,7 +178,7 @@ ncclResult_t derive(const CommunicatorPointer& parent, const CommunicatorPointer
   uint16_t port = 0;
   int listening = listen_on_loopback(&port);
   std::vector<Card> cards(parent->size);
-  cards[parent->rank] = {color, key, random_number(), parent->children++, port};
+  cards[parent->rank] = {color, key, random_number(), parent->children++, {port, start_ras(parent->device)}};
   auto gone = [&](int peer) {
     close(listening);
     return failed(parent.get(), parent->aborted ? ncclInternalError : ncclRemoteError,
@@ -185,14 +199,16 @@ ncclResult_t derive(const CommunicatorPointer& parent, const CommunicatorPointer
   for (int peer : with)
     if (cards[peer].color == color) members.push_back(peer);
   std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return cards[a].key < cards[b].key; });
-  std::vector<uint16_t> ports;
-  for (int member : members) ports.push_back(cards[member].port);
+  std::vector<Address> addresses;
+  for (int member : members) addresses.push_back(cards[member].address);
   child->size = static_cast<int>(members.size());
   child->rank = static_cast<int>(std::find(members.begin(), members.end(), parent->rank) - members.begin());
   child->hash = cards[members[0]].magic;
-  ncclResult_t result = connect_ranks(*child, listening, child->hash, ports);
+  ncclResult_t result = connect_ranks(*child, listening, child->hash, addresses);
   close(listening);
   if (result != ncclSuccess) return result;
+  child->ready = true;
+  add_to_ras(child);
   // "*newcomm should be NCCL_COMM_NULL until comm split fully complete" (src/init.cc, ncclCommInitChildComm).
   *handle = new ncclComm{child};
   return ncclSuccess;
@@ -227,6 +243,7 @@ ncclResult_t release(ncclComm_t handle) {
   Communicator& own = *handle->communicator;
   if (!own.finalized) wait_for_the_end(own);
   std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(settings().nccl_free_ms));
+  remove_from_ras(&own);
   {
     std::lock_guard<std::mutex> lock(own.mutex);
     own.links.close();
@@ -319,7 +336,7 @@ NCCL_FUNCTION ncclResult_t ncclCommInitRankConfig(ncclComm_t* handle, int size, 
   *handle = new ncclComm{made};
   UniqueId id;
   memcpy(&id, &unique_id, sizeof id);
-  return submit(made, [=] { return initialize(*made, id); });
+  return submit(made, [=] { return initialize(made, id); });
 }
 NCCL_FUNCTION ncclResult_t ncclCommInitRank(ncclComm_t* handle, int size, ncclUniqueId id, int rank) {
   return ncclCommInitRankConfig(handle, size, id, rank, nullptr);
@@ -393,6 +410,7 @@ NCCL_FUNCTION ncclResult_t ncclCommDestroy(ncclComm_t handle) {
   if (!handle) return ncclSuccess;
   FIND(handle, own);
   if (ncclResult_t result = ensure_ready(own)) return refuse(result);
+  own->destroyed = true;
   return submit(own, [handle] { return release(handle); }, true);
 }
 

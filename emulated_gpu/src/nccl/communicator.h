@@ -13,6 +13,7 @@
 
 #include "../settings.h"
 #include "arithmetic.h"
+#include "ras.h"
 #include "transport.h"
 
 #define NCCL_FUNCTION extern "C" EMULATED_EXPORT
@@ -30,12 +31,13 @@ struct Communicator {
   bool blocking = true;
   uint64_t hash = 0;  // the same on all ranks
   std::string name;
+  std::vector<Peer> peers;  // the processes of its ranks
   Links links;
   Interrupt setup;  // ends its making, and that of its children
 
   std::atomic<int> state{ncclSuccess};       // of the last call of a non-blocking communicator
   std::atomic<int> link_error{ncclSuccess};  // what the proxy thread of NCCL saw; stays
-  std::atomic<bool> aborted{false}, revoked{false}, finalized{false};
+  std::atomic<bool> ready{false}, aborted{false}, revoked{false}, finalized{false}, destroyed{false};
 
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
