@@ -1,6 +1,7 @@
 """Compiles the emulator's libraries and puts them where torch looks for NVIDIA's: `python build.py` in its environment.
 
-Only what changed is compiled again: an object is kept under a hash of its source, all headers, the flags and the compiler.
+Only what changed is compiled again: an object is kept under a hash of its source, all headers, the flags and the
+compiler.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Which functions torch's CUDA build needs of NVIDIA's libraries: read from an installed wheel, kept in `symbols/`.
 
-`python symbols.py SITE_PACKAGES` writes `symbols/torch-X.Y.txt` for the torch that is installed there. Needs nm and readelf
-(binutils, which comes with every compiler).
+`python symbols.py SITE_PACKAGES` writes `symbols/torch-X.Y.txt` for the torch that is installed there. Needs nm and
+readelf (binutils, which comes with every compiler).
 
-The file begins with `key value` lines (versions, and the folder in which torch looks for the libraries); then comes a line
-`[library version-node]` for each library, with the functions that torch needs of it.
+The file begins with `key value` lines: versions, and the folder in which torch looks for the libraries. Then comes a
+line `[library version-node]` for each library, with the functions that torch needs of it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,10 @@ def find(site_packages: Path) -> Needs:
     if not version.get("cuda"):
         raise SymbolsError(f"the torch in {site_packages} is not built for CUDA: install a CUDA wheel of it")
     files = sorted((site_packages / "torch" / "lib").glob("lib*.so"))
-    undefined, defined, sonames, paths = set(), set(), set(), []
+    undefined: set[str] = set()
+    defined: set[str] = set()
+    sonames: set[str] = set()
+    paths: list[str] = []
     for file in files:
         for line in _output("nm", "--dynamic", str(file)).splitlines():
             *_, kind, name = line.split()
@@ -172,8 +175,8 @@ def _by_library(functions: list[str], sonames: set[str]) -> list[Library]:
 
 def _version_of_nccl(site_packages: Path) -> str:
     """Return the version of NCCL that the wheel requires."""
-    for metadata in site_packages.glob("torch-*.dist-info/METADATA*"):  # the original of what environment.py changes
-        if found := re.search(r"^Requires-Dist: nvidia-nccl-cu\d+ ?\(?==([\d.]+)", metadata.read_text(), re.M):
+    for metadata in site_packages.glob("torch-*.dist-info/METADATA*"):  # the original of what prepare.py changes
+        if found := re.search(r"^Requires-Dist: nvidia-nccl-cu\d+ ?\(?==([\d.]+)", metadata.read_text(), re.MULTILINE):
             return found[1]
     raise SymbolsError("the wheel does not say which NCCL it needs: its list of requirements was changed")
 
@@ -182,7 +185,7 @@ def _values_of(file: Path) -> dict[str, str]:
     """Return the strings that a generated Python file assigns."""
     if not file.exists():
         raise SymbolsError(f"there is no torch in {file.parent.parent}")
-    return dict(re.findall(r"^(\w+)(?:: \w+(?:\[\w+\])?)? = '([^']*)'", file.read_text(), re.M))
+    return dict(re.findall(r"^(\w+)(?:: \w+(?:\[\w+\])?)? = '([^']*)'", file.read_text(), re.MULTILINE))
 
 
 def _output(*command: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 _FOLDER = Path(__file__).parent
 
 
-def set(name: str, value: object) -> None:  # noqa: A001 - emulated_gpu.set(...) is how it reads
+def set(name: str, value: object) -> None:
     """Change a setting of the emulator in this process; raises ValueError for one that it does not know or take."""
     (runtime,) = (_FOLDER.parent / "nvidia").glob("*/lib/libcudart.so.*")
     library = ctypes.CDLL(str(runtime))

@@ -122,7 +122,7 @@ def test_an_unsafe_call_of_another_thread_breaks_a_global_capture() -> None:
 
 
 def test_an_unsafe_call_of_another_thread_is_allowed_beside_a_capture_of_another_mode_or_in_another_mode() -> None:
-    """reference, cudaThreadExchangeStreamCaptureMode: thread-local captures concern their thread, relaxed ones nobody."""
+    """reference, cudaThreadExchangeStreamCaptureMode: thread-local captures concern their thread, relaxed nobody."""
     for mode, thread_mode in ((THREAD_LOCAL, GLOBAL), (RELAXED, GLOBAL), (GLOBAL, THREAD_LOCAL), (GLOBAL, RELAXED)):
         ended = check(run(unsafe_in_another_thread, 1, "cudaEventQuery", mode, thread_mode))
         assert ended == [(SUCCESS, SUCCESS)], (mode, thread_mode)

@@ -58,7 +58,7 @@ def illegal_access(_: Rank) -> tuple[int, ...]:
 
 
 def test_a_sticky_error_comes_with_the_nth_piece_of_work_and_stays() -> None:
-    """EMULATED_CUDA_ERROR_AT; CUDA Runtime API, cudaErrorIllegalAddress: "any further CUDA work will return the same"."""
+    """EMULATED_CUDA_ERROR_AT; CUDA Runtime API, cudaErrorIllegalAddress: "any further CUDA work will return" it."""
     assert check(run(illegal_access, 1)) == [(ILLEGAL_ADDRESS,) * 5]
 
 
@@ -321,5 +321,3 @@ def test_a_wrong_name_or_value_is_refused() -> None:
     assert "number" in check(run(refused, 1, "EMULATED_CUDA_QUEUE", "many"))[0]
     assert "numbers" in check(run(refused, 1, "EMULATED_CUDA_SPEEDS", "1,fast"))[0]
     assert check(run(refused, 1, "EMULATED_CUDA_QUEUE", 16)) == ["taken"]
-
-

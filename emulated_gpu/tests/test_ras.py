@@ -73,7 +73,9 @@ def test_json_tells_each_communicator_with_its_ranks_and_counts() -> None:
     assert answer["ras"]["timeouts_count"] == 0 and answer["communicators_count"] == 3
     assert sorted(comm["size"] for comm in answer["communicators"]) == [1, 2, 3]
     (world,) = (comm for comm in answer["communicators"] if comm["size"] == 3)
-    assert re.fullmatch(r"0x[0-9a-f]+", world["hash"]) and re.fullmatch(r"0x[0-9a-f]+:0x[0-9a-f]+", world["secondary_hash"])
+    assert re.fullmatch(r"0x[0-9a-f]+", world["hash"]) and re.fullmatch(
+        r"0x[0-9a-f]+:0x[0-9a-f]+", world["secondary_hash"]
+    )
     assert (world["ranks_count"], world["missing_ranks_count"], world["missing_ranks"]) == (3, 0, [])
     assert [rank["pid"] for rank in world["ranks"]] == pids
     assert world["ranks"][0] == {
@@ -104,8 +106,13 @@ def test_a_late_rank_is_the_one_with_the_lower_count_while_the_others_wait() -> 
     for seen, text in check(run(late, 3, settings=address())):
         assert seen == {0: 2, 1: 1, 2: 2}
         assert "\n    0         1         1         3         3         3   RUNNING  MISMATCH\n" in text
-        assert "  Communicator ranks have different AllReduce operation counts\n  2 ranks have launched up to operation 2\n" in text
-        assert re.search(r"  Rank 1 has launched up to operation 1 -- GPU 0 managed by process \d+ on node 127.0.0.1\n", text)
+        assert (
+            "  Communicator ranks have different AllReduce operation counts\n  2 ranks have launched up to operation 2\n"
+            in text
+        )
+        assert re.search(
+            r"  Rank 1 has launched up to operation 1 -- GPU 0 managed by process \d+ on node 127.0.0.1\n", text
+        )
 
 
 def dead(rank: Rank) -> dict[str, Any]:
@@ -179,7 +186,9 @@ def test_a_rank_that_has_aborted_is_missing_and_its_process_responds() -> None:
         (missing,) = answer["communicators"][0]["missing_ranks"]
         assert missing["rank"] == 1 and missing["status"] == {"unresponsive": False, "considered_dead": False}
         assert "  Communicator ranks have different status\n" in answer["text"]
-        assert re.search(r"  Rank 1 has status NOCOMM -- GPU 0 managed by process \d+ on node 127.0.0.1\n", answer["text"])
+        assert re.search(
+            r"  Rank 1 has status NOCOMM -- GPU 0 managed by process \d+ on node 127.0.0.1\n", answer["text"]
+        )
 
 
 def commands(rank: Rank) -> list[str]:

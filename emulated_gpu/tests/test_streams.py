@@ -1,6 +1,6 @@
 """Streams, events and memory of the CUDA runtime: the rules that torch and NCCL build on.
 
-Each test names where the rule is written: "CUDA C++ Programming Guide" (guide) and "CUDA Runtime API" (reference), 13.0.
+Each test names where the rule is written, in "CUDA C++ Programming Guide" (guide) or "CUDA Runtime API" (reference).
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def free_waits(_: Rank) -> tuple[bool, bool]:
 
 
 def test_freeing_memory_waits_for_the_device() -> None:
-    """guide, "Stream Ordered Memory Allocator": cudaFree synchronizes the device; so it hangs beside a hanging kernel."""
+    """guide, "Stream Ordered Memory Allocator": cudaFree synchronizes; it hangs beside a hanging kernel."""
     assert check(run(free_waits, 1)) == [(True, False)]
 
 

@@ -1,4 +1,4 @@
-"""Makes the environment of the emulated GPU for one version of torch: `python environment.py FOLDER VERSION STAMP [EXTRA ...]`.
+"""Makes the environment of the emulated GPU: `python prepare.py FOLDER TORCH_VERSION STAMP [EXTRA ...]`.
 
 `scripts/emulated-gpu` calls it when the stamp of the environment is not that of the sources. A creation that was
 interrupted begins again; one that was finished only compiles what changed. The standard library alone is used.
@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
-import symbols  # noqa: E402 - found beside this file, from wherever it is called
+import symbols
 
 #: What torch's CUDA wheel requires and the emulator stands in for, or nothing of it runs here.
 NOT_NEEDED = re.compile(r"^Requires-Dist: (nvidia-|cuda-|triton)")
@@ -62,7 +62,9 @@ def make(folder: Path, version: str, stamp: str, extras: list[str]) -> None:
         install_torch(folder, needs)
     if not wanted <= have:
         install_project(folder, sorted({"test", *extras, *(name for name in have if not name.startswith("project "))}))
-        installed.write_text("\n".join(sorted(wanted | {name for name in have if not name.startswith("project ")})) + "\n")
+        installed.write_text(
+            "\n".join(sorted(wanted | {name for name in have if not name.startswith("project ")})) + "\n"
+        )
     say("compiling")
     subprocess.run([folder / "bin" / "python", HERE / "build.py"], check=True)
     subprocess.run([folder / "bin" / "python", "-c", "import torch; torch.ones(1, device='cuda').add_(1)"], check=True)
@@ -73,7 +75,15 @@ def install_torch(folder: Path, needs: symbols.Needs) -> None:
     """Install torch's CUDA wheel without NVIDIA's libraries, and have it say that it needs none of them."""
     say(f"installing the CUDA build of torch {needs.torch} (500 to 800 MB)")
     # "===": a build such as 2.13.0+cpu would count as 2.13.0 otherwise, and as the newer of the two.
-    command = [folder / "bin" / "python", "-m", "pip", "install", "-qq", "--no-deps", f"torch==={needs.torch}"]
+    command: list[str | Path] = [
+        folder / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "-qq",
+        "--no-deps",
+        f"torch==={needs.torch}",
+    ]
     python = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
     if subprocess.run(command, check=False).returncode:
         raise SetupError(
@@ -81,7 +91,7 @@ def install_torch(folder: Path, needs: symbols.Needs) -> None:
             "(pip config set global.index-url ...), or choose another Python with PYTHON=..."
         )
     (torch,) = folder.glob("lib/python*/site-packages/torch")
-    if re.search(r"^cuda.*= None", (torch / "version.py").read_text(), re.M):
+    if re.search(r"^cuda.*= None", (torch / "version.py").read_text(), re.MULTILINE):
         raise SetupError(
             f"the torch {needs.torch} that pip finds for {python} is not built for CUDA: point pip to an index that has "
             "its CUDA wheels"
@@ -94,7 +104,7 @@ def install_torch(folder: Path, needs: symbols.Needs) -> None:
 
 def install_project(folder: Path, extras: list[str]) -> None:
     """Install the project as it lies here, with what its tests need."""
-    pip = [folder / "bin" / "python", "-m", "pip", "install", "-qq"]
+    pip: list[str | Path] = [folder / "bin" / "python", "-m", "pip", "install", "-qq"]
     if "deepspeed" in extras:  # as scripts/environment.py does: it names torch among what it is built with
         subprocess.run([*pip, "setuptools>=77", "wheel"], check=True)
         environment = {**os.environ, "DS_BUILD_OPS": "0"}
