@@ -3,11 +3,11 @@
 // Names, values and layouts are those of NCCL's ABI (NCCL 2.30.7, src/nccl.h.in); NVIDIA's header is not needed.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <climits>
 #include <cstddef>
 #include <cstdint>
-
-#include <cuda_runtime_api.h>
 
 #ifndef EMULATED_NCCL_VERSION
 #define EMULATED_NCCL_VERSION 23007
@@ -33,7 +33,15 @@ enum ncclResult_t {
   ncclTimeout = 8,
 };
 
-enum ncclRedOp_t { ncclSum = 0, ncclProd = 1, ncclMax = 2, ncclMin = 3, ncclAvg = 4, ncclNumOps = 5, ncclMaxRedOp = INT_MAX };
+enum ncclRedOp_t {
+  ncclSum = 0,
+  ncclProd = 1,
+  ncclMax = 2,
+  ncclMin = 3,
+  ncclAvg = 4,
+  ncclNumOps = 5,
+  ncclMaxRedOp = INT_MAX
+};
 
 enum ncclDataType_t {
   ncclInt8 = 0,

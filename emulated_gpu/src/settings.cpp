@@ -16,7 +16,7 @@ namespace {
 
 struct Knob {
   const char* name;
-  std::atomic<double> Settings::*value;
+  std::atomic<double> Settings::* value;
 };
 
 constexpr Knob knobs[] = {
@@ -62,7 +62,8 @@ bool parse_speeds(Settings& into, const char* text) {
 
 // Null if the value was taken, otherwise what is wrong.
 const char* assign(Settings& into, const char* name, const char* text) {
-  if (!strcmp(name, speeds)) return parse_speeds(into, text) ? nullptr : "takes positive numbers with commas between them";
+  if (!strcmp(name, speeds))
+    return parse_speeds(into, text) ? nullptr : "takes positive numbers with commas between them";
   for (const Knob& knob : knobs) {
     if (strcmp(name, knob.name)) continue;
     char* end;
@@ -93,8 +94,8 @@ void Settings::read_environment() {
   }
 }
 
-// Read at the first use in each process: one that is forked for a rank, by a process that has loaded the library and never
-// used it, may have set variables in between.
+// Read at the first use in each process: one that is forked for a rank, by a process that has loaded the library and
+// never used it, may have set variables in between.
 Settings& settings() {
   static Settings* only = new Settings;  // never destroyed: threads of streams outlive main
   static std::atomic<pid_t> read_by{0};

@@ -1,7 +1,7 @@
 // ATen's operations on CUDA tensors, computed by torch's CPU kernels on the same memory, in the order of the stream.
 //
-// Each operation with a CUDA kernel gets one boxed kernel instead, which sees the arguments as CPU tensors over the same
-// memory. Three ways, from the most like a GPU to the least:
+// Each operation with a CUDA kernel gets one boxed kernel instead, which sees the arguments as CPU tensors over the
+// same memory. Three ways, from the most like a GPU to the least:
 //   - an operation that writes into its arguments is put on the stream;
 //   - one that returns new tensors, on a busy or capturing stream: the meta kernel tells their shapes, they are
 //     allocated, and the computation is put on the stream;
@@ -33,10 +33,10 @@ using torch::jit::Stack;
 
 // Operations that keep torch's own kernel, by the beginning of their name: they allocate, look, or copy by the runtime.
 constexpr const char* kept[] = {
-    "aten::empty",      "aten::_empty",   "aten::new_empty",   "aten::_efficientzerotensor",
-    "aten::set_",       "aten::resize",   "aten::is_set_to",   "aten::_local_scalar_dense",
-    "aten::record_stream", "aten::is_pinned", "aten::_pin_memory", "aten::copy_",
-    "aten::_copy",      "aten::_to_copy", "aten::view",        "aten::as_strided",
+    "aten::empty",          "aten::_empty",    "aten::new_empty",   "aten::_efficientzerotensor",
+    "aten::set_",           "aten::resize",    "aten::is_set_to",   "aten::_local_scalar_dense",
+    "aten::record_stream",  "aten::is_pinned", "aten::_pin_memory", "aten::copy_",
+    "aten::_copy",          "aten::_to_copy",  "aten::view",        "aten::as_strided",
     "aten::_reshape_alias",
 };
 
@@ -184,8 +184,8 @@ std::optional<std::vector<at::Tensor>> allocate_results(const OperatorHandle& op
   std::vector<at::Tensor> results;
   for (auto& value : meta) {
     const at::Tensor& shape = value.toTensor();
-    results.push_back(shape.defined() ? at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(device))
-                                      : shape);
+    results.push_back(
+        shape.defined() ? at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(device)) : shape);
   }
   return results;
 }

@@ -78,6 +78,8 @@ CUDA_API int cuLogsUnregisterCallback(void*) { return driver_success; }
 CUDA_API int emulated_driver_unsupported() {
   static std::atomic<bool> told{false};
   if (!told.exchange(true))
-    fprintf(stderr, "emulated GPU: a function of the CUDA driver is not emulated; EMULATED_CUDA_VERBOSE=1 names those asked for\n");
+    fprintf(
+        stderr,
+        "emulated GPU: a function of the CUDA driver is not emulated; EMULATED_CUDA_VERBOSE=1 names those asked for\n");
   return driver_not_supported;
 }

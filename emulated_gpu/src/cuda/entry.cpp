@@ -69,35 +69,64 @@ const char* name_of(cudaError_t error) {
 // The wording is the CUDA runtime's: programs and people look for it in logs.
 const char* text_of(cudaError_t error) {
   switch (error) {
-    case cudaSuccess: return "no error";
-    case cudaErrorInvalidValue: return "invalid argument";
-    case cudaErrorMemoryAllocation: return "out of memory";
-    case cudaErrorInitializationError: return "initialization error";
-    case cudaErrorNoDevice: return "no CUDA-capable device is detected";
-    case cudaErrorInvalidDevice: return "invalid device ordinal";
-    case cudaErrorECCUncorrectable: return "uncorrectable ECC error encountered";
-    case cudaErrorNvlinkUncorrectable: return "uncorrectable NVLink error detected during the execution";
-    case cudaErrorContained: return "Invalid access of peer GPU memory over nvlink or a hardware error";
-    case cudaErrorInvalidResourceHandle: return "invalid resource handle";
-    case cudaErrorIllegalState: return "the operation cannot be performed in the present state";
-    case cudaErrorSymbolNotFound: return "named symbol not found";
-    case cudaErrorNotReady: return "device not ready";
-    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
-    case cudaErrorPeerAccessAlreadyEnabled: return "peer access is already enabled";
-    case cudaErrorContextIsDestroyed: return "context is destroyed";
-    case cudaErrorAssert: return "device-side assert triggered";
-    case cudaErrorHardwareStackError: return "hardware stack error";
-    case cudaErrorLaunchFailure: return "unspecified launch failure";
-    case cudaErrorNotSupported: return "operation not supported";
-    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
-    case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
-    case cudaErrorStreamCaptureMerge: return "operation would result in a merge of separate capture sequences";
-    case cudaErrorStreamCaptureUnmatched: return "capture was not ended in the same stream as it began";
-    case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
-    case cudaErrorStreamCaptureIsolation: return "dependency created on uncaptured work in another stream";
-    case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
-    case cudaErrorStreamCaptureWrongThread: return "attempt to terminate a thread-local capture sequence from another thread";
-    case cudaErrorUnknown: return "unknown error";
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorInvalidValue:
+      return "invalid argument";
+    case cudaErrorMemoryAllocation:
+      return "out of memory";
+    case cudaErrorInitializationError:
+      return "initialization error";
+    case cudaErrorNoDevice:
+      return "no CUDA-capable device is detected";
+    case cudaErrorInvalidDevice:
+      return "invalid device ordinal";
+    case cudaErrorECCUncorrectable:
+      return "uncorrectable ECC error encountered";
+    case cudaErrorNvlinkUncorrectable:
+      return "uncorrectable NVLink error detected during the execution";
+    case cudaErrorContained:
+      return "Invalid access of peer GPU memory over nvlink or a hardware error";
+    case cudaErrorInvalidResourceHandle:
+      return "invalid resource handle";
+    case cudaErrorIllegalState:
+      return "the operation cannot be performed in the present state";
+    case cudaErrorSymbolNotFound:
+      return "named symbol not found";
+    case cudaErrorNotReady:
+      return "device not ready";
+    case cudaErrorIllegalAddress:
+      return "an illegal memory access was encountered";
+    case cudaErrorPeerAccessAlreadyEnabled:
+      return "peer access is already enabled";
+    case cudaErrorContextIsDestroyed:
+      return "context is destroyed";
+    case cudaErrorAssert:
+      return "device-side assert triggered";
+    case cudaErrorHardwareStackError:
+      return "hardware stack error";
+    case cudaErrorLaunchFailure:
+      return "unspecified launch failure";
+    case cudaErrorNotSupported:
+      return "operation not supported";
+    case cudaErrorStreamCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated:
+      return "operation failed due to a previous error during capture";
+    case cudaErrorStreamCaptureMerge:
+      return "operation would result in a merge of separate capture sequences";
+    case cudaErrorStreamCaptureUnmatched:
+      return "capture was not ended in the same stream as it began";
+    case cudaErrorStreamCaptureUnjoined:
+      return "capturing stream has unjoined work";
+    case cudaErrorStreamCaptureIsolation:
+      return "dependency created on uncaptured work in another stream";
+    case cudaErrorCapturedEvent:
+      return "operation not permitted on an event last recorded in a capturing stream";
+    case cudaErrorStreamCaptureWrongThread:
+      return "attempt to terminate a thread-local capture sequence from another thread";
+    case cudaErrorUnknown:
+      return "unknown error";
   }
   return "unrecognized error code";
 }
@@ -124,8 +153,11 @@ cudaError_t device_error(int device) {
 void break_device(int device, cudaError_t error) {
   int none = cudaSuccess;
   if (!broken[device].compare_exchange_strong(none, error)) return;
-  fprintf(stderr, "emulated GPU %d: %s (error %d); every call on it fails from now on\n", device, text_of(error), error);
-  { std::lock_guard<std::mutex> lock(waiting().mutex); }
+  fprintf(stderr, "emulated GPU %d: %s (error %d); every call on it fails from now on\n", device, text_of(error),
+          error);
+  {
+    std::lock_guard<std::mutex> lock(waiting().mutex);
+  }
   waiting().changed.notify_all();
 }
 

@@ -8,8 +8,8 @@
 #define CUDA_API extern "C" EMULATED_EXPORT
 
 // Returns from the calling entry point if CUDA cannot be used here any more.
-#define ENTER()                                              \
-  do {                                                       \
+#define ENTER()                                                  \
+  do {                                                           \
     if (cudaError_t refused = emulated::entry()) return refused; \
   } while (0)
 

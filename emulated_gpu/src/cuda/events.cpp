@@ -28,7 +28,7 @@ std::chrono::steady_clock::time_point Mark::at() {
 
 struct CUevent_st {
   std::mutex mutex;
-  std::shared_ptr<Mark> mark;              // its latest recording; none: never recorded, which counts as complete
+  std::shared_ptr<Mark> mark;               // its latest recording; none: never recorded, which counts as complete
   std::shared_ptr<CapturedEvent> captured;  // its latest recording if that was in a capture
   int device = 0;
 };

@@ -1,10 +1,11 @@
 // Memory: that of a device is memory of the host, told apart by a table; copies happen in the order of a stream.
+#include "memory.h"
+
 #include <sys/mman.h>
 
 #include <cstring>
 
 #include "graphs.h"
-#include "memory.h"
 
 namespace emulated {
 namespace {
@@ -71,8 +72,8 @@ bool is_pageable(const void* pointer) {
   return !find(pointer, nullptr);
 }
 
-// Waits for the device before memory of it is freed ("cudaFree ... implicitly synchronizes": CUDA C++ Programming Guide,
-// section "Stream Ordered Memory Allocator").
+// Waits for the device before memory of it is freed ("cudaFree ... implicitly synchronizes": CUDA C++ Programming
+// Guide, section "Stream Ordered Memory Allocator").
 cudaError_t free_synchronously(void* pointer, cudaMemoryType type) {
   ENTER();
   if (cudaError_t refused = unsafe_call()) return fail(refused);
@@ -154,9 +155,9 @@ CUDA_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes,
   return cudaSuccess;
 }
 
-// CUDA Runtime API, section "API synchronization behavior": from pageable memory of the host, the bytes are staged before
-// the call returns and the device's memory is written in stream order; to pageable memory, the call returns when all
-// is copied; between device and pinned memory it is asynchronous.
+// CUDA Runtime API, section "API synchronization behavior": from pageable memory of the host, the bytes are staged
+// before the call returns and the device's memory is written in stream order; to pageable memory, the call returns when
+// all is copied; between device and pinned memory it is asynchronous.
 CUDA_API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t handle) {
   ENTER();
   bool capturing = is_capturing(handle);

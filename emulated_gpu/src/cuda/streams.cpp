@@ -125,12 +125,13 @@ void CUstream_st::serve() {
 
 void CUstream_st::execute(Queued& next) {
   if (next.kind != Kind::order && !device_error(device)) {
-    if (falls_due(settings().cuda_error_at)) break_device(device, static_cast<cudaError_t>(settings().cuda_error.load()));
+    if (falls_due(settings().cuda_error_at))
+      break_device(device, static_cast<cudaError_t>(settings().cuda_error.load()));
     if (falls_due(settings().cuda_endless_kernel_at))
       while (device_sleep(device, 3600)) continue;
   }
-  // Work that a broken device has not begun is dropped; what orders streams still happens, so that nobody waits forever,
-  // and collectives look for themselves.
+  // Work that a broken device has not begun is dropped; what orders streams still happens, so that nobody waits
+  // forever, and collectives look for themselves.
   if (next.kind == Kind::kernel && device_error(device)) return;
   auto start = Clock::now();
   next.run();

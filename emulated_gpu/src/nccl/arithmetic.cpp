@@ -39,7 +39,8 @@ struct WideOf<Bfloat16> {
 template <class T>
 void multiply(T* values, size_t count, double factor) {
   using Wide = typename WideOf<T>::type;
-  for (size_t k = 0; k < count; k++) values[k] = T(static_cast<Wide>(static_cast<Wide>(values[k]) * static_cast<Wide>(factor)));
+  for (size_t k = 0; k < count; k++)
+    values[k] = T(static_cast<Wide>(static_cast<Wide>(values[k]) * static_cast<Wide>(factor)));
 }
 
 template <class T>
@@ -67,7 +68,8 @@ template <class T>
 void reduce_as(const std::vector<char*>& parts, size_t count, const Reduction& reduction, bool integer) {
   T ranks = T(static_cast<float>(parts.size()));
   auto of_rank = [&](size_t rank) { return reinterpret_cast<T*>(parts[rank]); };
-  double factor = reduction.factor_on_device ? scalar_value(reduction.factor_on_device, reduction.factor_type) : reduction.factor;
+  double factor =
+      reduction.factor_on_device ? scalar_value(reduction.factor_on_device, reduction.factor_type) : reduction.factor;
   if (reduction.op == ncclAvg && !integer) factor = 1.0 / parts.size();
   if (factor != 1)
     for (size_t rank = 0; rank < parts.size(); rank++) multiply(of_rank(rank), count, factor);
@@ -88,33 +90,55 @@ bool can_reduce(ncclDataType_t type) { return type < ncclFloat8e4m3; }
 
 double scalar_value(const void* scalar, ncclDataType_t type) {
   switch (type) {
-    case ncclInt8: return *static_cast<const int8_t*>(scalar);
-    case ncclUint8: return *static_cast<const uint8_t*>(scalar);
-    case ncclInt32: return *static_cast<const int32_t*>(scalar);
-    case ncclUint32: return *static_cast<const uint32_t*>(scalar);
-    case ncclInt64: return static_cast<double>(*static_cast<const int64_t*>(scalar));
-    case ncclUint64: return static_cast<double>(*static_cast<const uint64_t*>(scalar));
-    case ncclFloat16: return static_cast<double>(*static_cast<const _Float16*>(scalar));
-    case ncclFloat32: return *static_cast<const float*>(scalar);
-    case ncclFloat64: return *static_cast<const double*>(scalar);
-    case ncclBfloat16: return static_cast<float>(*static_cast<const Bfloat16*>(scalar));
-    default: return 1;
+    case ncclInt8:
+      return *static_cast<const int8_t*>(scalar);
+    case ncclUint8:
+      return *static_cast<const uint8_t*>(scalar);
+    case ncclInt32:
+      return *static_cast<const int32_t*>(scalar);
+    case ncclUint32:
+      return *static_cast<const uint32_t*>(scalar);
+    case ncclInt64:
+      return static_cast<double>(*static_cast<const int64_t*>(scalar));
+    case ncclUint64:
+      return static_cast<double>(*static_cast<const uint64_t*>(scalar));
+    case ncclFloat16:
+      return static_cast<double>(*static_cast<const _Float16*>(scalar));
+    case ncclFloat32:
+      return *static_cast<const float*>(scalar);
+    case ncclFloat64:
+      return *static_cast<const double*>(scalar);
+    case ncclBfloat16:
+      return static_cast<float>(*static_cast<const Bfloat16*>(scalar));
+    default:
+      return 1;
   }
 }
 
 void reduce(const std::vector<char*>& parts, size_t count, ncclDataType_t type, const Reduction& reduction) {
   switch (type) {
-    case ncclInt8: return reduce_as<int8_t>(parts, count, reduction, true);
-    case ncclUint8: return reduce_as<uint8_t>(parts, count, reduction, true);
-    case ncclInt32: return reduce_as<int32_t>(parts, count, reduction, true);
-    case ncclUint32: return reduce_as<uint32_t>(parts, count, reduction, true);
-    case ncclInt64: return reduce_as<int64_t>(parts, count, reduction, true);
-    case ncclUint64: return reduce_as<uint64_t>(parts, count, reduction, true);
-    case ncclFloat16: return reduce_as<_Float16>(parts, count, reduction, false);
-    case ncclFloat32: return reduce_as<float>(parts, count, reduction, false);
-    case ncclFloat64: return reduce_as<double>(parts, count, reduction, false);
-    case ncclBfloat16: return reduce_as<Bfloat16>(parts, count, reduction, false);
-    default: return;
+    case ncclInt8:
+      return reduce_as<int8_t>(parts, count, reduction, true);
+    case ncclUint8:
+      return reduce_as<uint8_t>(parts, count, reduction, true);
+    case ncclInt32:
+      return reduce_as<int32_t>(parts, count, reduction, true);
+    case ncclUint32:
+      return reduce_as<uint32_t>(parts, count, reduction, true);
+    case ncclInt64:
+      return reduce_as<int64_t>(parts, count, reduction, true);
+    case ncclUint64:
+      return reduce_as<uint64_t>(parts, count, reduction, true);
+    case ncclFloat16:
+      return reduce_as<_Float16>(parts, count, reduction, false);
+    case ncclFloat32:
+      return reduce_as<float>(parts, count, reduction, false);
+    case ncclFloat64:
+      return reduce_as<double>(parts, count, reduction, false);
+    case ncclBfloat16:
+      return reduce_as<Bfloat16>(parts, count, reduction, false);
+    default:
+      return;
   }
 }
 

@@ -1,9 +1,9 @@
 // Reductions, as NCCL defines them for each type.
 #pragma once
 
-#include <vector>
-
 #include <nccl.h>
+
+#include <vector>
 
 namespace emulated {
 

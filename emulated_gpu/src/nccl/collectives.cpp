@@ -184,7 +184,8 @@ End run_operations(Communicator& own, const Plan& plan, uint32_t sequence, Troub
 template <class Condition>
 void wait_in_kernel(Communicator& own, Condition condition) {
   std::unique_lock<std::mutex> lock(own.mutex);
-  while (!own.stopped() && !device_error(own.device) && !condition()) own.changed.wait_for(lock, std::chrono::milliseconds(100));
+  while (!own.stopped() && !device_error(own.device) && !condition())
+    own.changed.wait_for(lock, std::chrono::milliseconds(100));
 }
 
 void run_kernel(const Plan& plan, uint64_t ticket, uint32_t sequence) {
@@ -245,7 +246,8 @@ ncclResult_t connect_channels(Communicator& own, const Plan& plan) {
   for (int way : wanted)
     for (int peer : partners_of(way)) {
       Token token{way < 0 ? way : 0};
-      if (End end = send_all(interrupt, sockets[peer], &token, sizeof token); end != End::done) return interrupted(end, peer);
+      if (End end = send_all(interrupt, sockets[peer], &token, sizeof token); end != End::done)
+        return interrupted(end, peer);
     }
   for (int way : wanted)
     for (int peer : partners_of(way)) {
@@ -322,9 +324,11 @@ namespace {
 ncclResult_t ask(ncclComm_t handle, const char* call, Operation operation, cudaStream_t stream) {
   CommunicatorPointer own;
   if (ncclResult_t wrong = check(handle, call, &own)) return refuse(wrong);
-  if (own->revoked) return refuse(failed(own.get(), ncclInvalidUsage, std::string(call) + ": communicator was revoked"));
+  if (own->revoked)
+    return refuse(failed(own.get(), ncclInvalidUsage, std::string(call) + ": communicator was revoked"));
   if (ncclResult_t result = ensure_ready(own)) return refuse(result);
-  bool reduces = operation.function == all_reduce || operation.function == reduction || operation.function == reduce_scatter;
+  bool reduces =
+      operation.function == all_reduce || operation.function == reduction || operation.function == reduce_scatter;
   if (operation.type >= ncclNumTypes || (reduces && !can_reduce(operation.type)))
     return refuse(failed(own.get(), ncclInvalidArgument, std::string(call) + ": this type is not emulated"));
   if (operation.root < 0 || operation.root >= own->size)
@@ -373,8 +377,8 @@ NCCL_FUNCTION ncclResult_t ncclAlltoAll(const void* in, void* out, size_t count,
                                         ncclComm_t communicator, cudaStream_t stream) {
   ASK(all_to_all, in, out, count, type, {}, 0);
 }
-NCCL_FUNCTION ncclResult_t ncclSend(const void* in, size_t count, ncclDataType_t type, int peer, ncclComm_t communicator,
-                                    cudaStream_t stream) {
+NCCL_FUNCTION ncclResult_t ncclSend(const void* in, size_t count, ncclDataType_t type, int peer,
+                                    ncclComm_t communicator, cudaStream_t stream) {
   ASK(send_to, in, nullptr, count, type, {}, peer);
 }
 NCCL_FUNCTION ncclResult_t ncclRecv(void* out, size_t count, ncclDataType_t type, int peer, ncclComm_t communicator,

@@ -28,8 +28,8 @@ namespace {
 std::mutex last_error_mutex;
 std::string last_error;
 
-constexpr const char* function_names[functions] = {"Broadcast",     "Reduce",    "AllGather", "ReduceScatter",
-                                                   "AllReduce",     "AlltoAll",  "Send",      "Recv"};
+constexpr const char* function_names[functions] = {"Broadcast", "Reduce",   "AllGather", "ReduceScatter",
+                                                   "AllReduce", "AlltoAll", "Send",      "Recv"};
 
 // --- the bootstrap: ranks find each other through the process that made the unique id ---
 
@@ -92,7 +92,8 @@ ncclResult_t connect_ranks(Communicator& own, int listening, uint64_t magic, con
     own.peers.clear();
     for (auto& address : addresses) own.peers.push_back(address.peer);
   }
-  if (falls_due(settings().nccl_connect_fails_at)) return failed(&own, ncclRemoteError, "a connection to a peer failed");
+  if (falls_due(settings().nccl_connect_fails_at))
+    return failed(&own, ncclRemoteError, "a connection to a peer failed");
   Interrupt& interrupt = own.setup;
   for (int peer = 0; peer < own.rank; peer++)
     for (int way = 0; way < Links::ways; way++) {
@@ -132,8 +133,8 @@ ncclResult_t initialize(const CommunicatorPointer& made, const UniqueId& id) {
   if (end == End::done) end = receive_all(interrupt, root, addresses.data(), sizeof(Address) * addresses.size());
   close(root);
   ncclResult_t result = end == End::aborted ? failed(&own, ncclInternalError, "aborted while waiting for all ranks")
-                        : end != End::done ? failed(&own, ncclRemoteError, "the process that made the unique id ended")
-                                           : connect_ranks(own, listening, id.magic, addresses);
+                        : end != End::done  ? failed(&own, ncclRemoteError, "the process that made the unique id ended")
+                                            : connect_ranks(own, listening, id.magic, addresses);
   close(listening);
   own.ready = result == ncclSuccess;
   if (own.ready) add_to_ras(made);
@@ -258,7 +259,9 @@ const char* name_of(Function function) { return function_names[function]; }
 
 void Communicator::stop_operations() {
   links.interrupt.pull();
-  { std::lock_guard<std::mutex> lock(mutex); }
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+  }
   changed.notify_all();
 }
 
@@ -287,7 +290,8 @@ ncclResult_t check(ncclComm_t handle, const char* call, CommunicatorPointer* fou
   if (handle->freed) {
     static std::atomic<bool> told{false};
     if (!told.exchange(true))
-      fprintf(stderr, "emulated NCCL: %s uses a communicator that was aborted or destroyed, which is freed memory\n", call);
+      fprintf(stderr, "emulated NCCL: %s uses a communicator that was aborted or destroyed, which is freed memory\n",
+              call);
     if (settings().nccl_crash_on_use_after_free > 0) __builtin_trap();
     return failed(nullptr, ncclInvalidArgument, std::string(call) + ": corrupted comm object detected");
   }
@@ -312,8 +316,8 @@ ncclResult_t ensure_ready(const CommunicatorPointer& communicator) {
 
 using namespace emulated;
 
-#define FIND(handle, communicator)   \
-  CommunicatorPointer communicator;  \
+#define FIND(handle, communicator)  \
+  CommunicatorPointer communicator; \
   if (ncclResult_t wrong = check(handle, __func__, &communicator)) return refuse(wrong)
 
 NCCL_FUNCTION ncclResult_t ncclGetUniqueId(ncclUniqueId* unique_id) {
@@ -346,7 +350,8 @@ NCCL_FUNCTION ncclResult_t ncclCommInitRankScalable(ncclComm_t* handle, int size
   return ncclCommInitRankConfig(handle, size, ids[0], rank, config);
 }
 
-NCCL_FUNCTION ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* child, ncclConfig_t* config) {
+NCCL_FUNCTION ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* child,
+                                         ncclConfig_t* config) {
   FIND(handle, parent);
   return make_child(parent, color, key, ranks_of(*parent), child, config);
 }
@@ -356,7 +361,8 @@ NCCL_FUNCTION ncclResult_t ncclCommShrink(ncclComm_t handle, int* excluded, int 
                                           ncclConfig_t* config, int flags) {
   FIND(handle, parent);
   if (number < 1 || std::count(excluded, excluded + number, parent->rank))
-    return refuse(failed(parent.get(), ncclInvalidArgument, "ncclCommShrink without ranks to exclude, or by one of them"));
+    return refuse(
+        failed(parent.get(), ncclInvalidArgument, "ncclCommShrink without ranks to exclude, or by one of them"));
   if (flags & NCCL_SHRINK_ABORT) {
     parent->stop_operations();
     parent->wait_for_jobs_and_kernels();
@@ -403,7 +409,8 @@ NCCL_FUNCTION ncclResult_t ncclCommFinalize(ncclComm_t handle) {
   if (!handle) return ncclSuccess;
   FIND(handle, own);
   if (ncclResult_t result = ensure_ready(own)) return refuse(result);
-  if (own->finalized.exchange(true)) return refuse(failed(own.get(), ncclInvalidArgument, "ncclCommFinalize was called before"));
+  if (own->finalized.exchange(true))
+    return refuse(failed(own.get(), ncclInvalidArgument, "ncclCommFinalize was called before"));
   return submit(own, [own] { return wait_for_the_end(*own); });
 }
 NCCL_FUNCTION ncclResult_t ncclCommDestroy(ncclComm_t handle) {
@@ -447,15 +454,24 @@ NCCL_FUNCTION ncclResult_t ncclCommCuDevice(const ncclComm_t handle, int* device
 
 NCCL_FUNCTION const char* ncclGetErrorString(ncclResult_t result) {
   switch (result) {  // src/init.cc, ncclGetErrorString
-    case ncclSuccess: return "no error";
-    case ncclUnhandledCudaError: return "unhandled cuda error (run with NCCL_DEBUG=INFO for details)";
-    case ncclSystemError: return "unhandled system error (run with NCCL_DEBUG=INFO for details)";
-    case ncclInternalError: return "internal error - please report this issue to the NCCL developers";
-    case ncclInvalidArgument: return "invalid argument (run with NCCL_DEBUG=WARN for details)";
-    case ncclInvalidUsage: return "invalid usage (run with NCCL_DEBUG=WARN for details)";
-    case ncclRemoteError: return "remote process exited or there was a network error";
-    case ncclInProgress: return "NCCL operation in progress";
-    case ncclTimeout: return "timeout";
+    case ncclSuccess:
+      return "no error";
+    case ncclUnhandledCudaError:
+      return "unhandled cuda error (run with NCCL_DEBUG=INFO for details)";
+    case ncclSystemError:
+      return "unhandled system error (run with NCCL_DEBUG=INFO for details)";
+    case ncclInternalError:
+      return "internal error - please report this issue to the NCCL developers";
+    case ncclInvalidArgument:
+      return "invalid argument (run with NCCL_DEBUG=WARN for details)";
+    case ncclInvalidUsage:
+      return "invalid usage (run with NCCL_DEBUG=WARN for details)";
+    case ncclRemoteError:
+      return "remote process exited or there was a network error";
+    case ncclInProgress:
+      return "NCCL operation in progress";
+    case ncclTimeout:
+      return "timeout";
   }
   return "unknown result code";
 }
@@ -471,7 +487,9 @@ NCCL_FUNCTION const char* ncclGetLastError(ncclComm_t) {
 NCCL_FUNCTION ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
   return cudaMalloc(pointer, bytes) ? ncclUnhandledCudaError : ncclSuccess;
 }
-NCCL_FUNCTION ncclResult_t ncclMemFree(void* pointer) { return cudaFree(pointer) ? ncclUnhandledCudaError : ncclSuccess; }
+NCCL_FUNCTION ncclResult_t ncclMemFree(void* pointer) {
+  return cudaFree(pointer) ? ncclUnhandledCudaError : ncclSuccess;
+}
 NCCL_FUNCTION ncclResult_t ncclCommRegister(const ncclComm_t handle, void* memory, size_t, void** registration) {
   FIND(handle, own);
   *registration = memory;

@@ -1,6 +1,8 @@
 // A communicator: what one rank holds of it.
 #pragma once
 
+#include <nccl.h>
+
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -8,8 +10,6 @@
 #include <set>
 #include <string>
 #include <vector>
-
-#include <nccl.h>
 
 #include "../settings.h"
 #include "arithmetic.h"
@@ -20,7 +20,17 @@
 
 namespace emulated {
 
-enum Function : uint32_t { broadcast, reduction, all_gather, reduce_scatter, all_reduce, all_to_all, send_to, receive_from, functions };
+enum Function : uint32_t {
+  broadcast,
+  reduction,
+  all_gather,
+  reduce_scatter,
+  all_reduce,
+  all_to_all,
+  send_to,
+  receive_from,
+  functions
+};
 const char* name_of(Function function);
 
 struct Communicator {

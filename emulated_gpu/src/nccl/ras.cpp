@@ -73,7 +73,8 @@ std::string describe_process() {
   std::vector<CommunicatorPointer> communicators;
   {
     std::lock_guard<std::mutex> lock(state().mutex);
-    for (auto& [port, known] : state().peers) out << "peer " << known.peer.pid << ' ' << known.peer.device << ' ' << port << '\n';
+    for (auto& [port, known] : state().peers)
+      out << "peer " << known.peer.pid << ' ' << known.peer.device << ' ' << port << '\n';
     for (auto& weak : state().communicators)
       if (auto communicator = weak.lock()) communicators.push_back(communicator);
   }
@@ -81,9 +82,10 @@ std::string describe_process() {
     std::lock_guard<std::mutex> lock(communicator->mutex);
     RasRank rank = describe(*communicator);
     out << "communicator " << communicator->hash << ' ' << communicator->size << '\n';
-    for (auto& member : communicator->peers) out << "member " << member.pid << ' ' << member.device << ' ' << member.port << '\n';
-    out << "rank " << rank.rank << ' ' << rank.pid << ' ' << rank.device << ' ' << rank.init_state << ' ' << rank.async_error
-        << ' ' << rank.finalize_called << ' ' << rank.destroy_flag << ' ' << rank.abort_flag;
+    for (auto& member : communicator->peers)
+      out << "member " << member.pid << ' ' << member.device << ' ' << member.port << '\n';
+    out << "rank " << rank.rank << ' ' << rank.pid << ' ' << rank.device << ' ' << rank.init_state << ' '
+        << rank.async_error << ' ' << rank.finalize_called << ' ' << rank.destroy_flag << ' ' << rank.abort_flag;
     for (uint64_t count : rank.counts) out << ' ' << count;
     out << '\n';
   }
@@ -172,7 +174,8 @@ void serve_peers(int listening) {
 // --- gathering, on behalf of a client ---
 
 // Asks all of them at the same time; what does not answer until the deadline is unresponsive.
-void ask(const std::vector<Peer>& peers, Clock::time_point deadline, RasReport& report, std::map<uint16_t, Peer>& found) {
+void ask(const std::vector<Peer>& peers, Clock::time_point deadline, RasReport& report,
+         std::map<uint16_t, Peer>& found) {
   std::vector<int> sockets;
   for (auto& peer : peers) {
     int socket = connect_to_loopback(peer.port);
@@ -343,7 +346,8 @@ Peer start_ras(int device) {
     std::thread(serve_peers, listening).detach();
     int clients = listen_for_clients();
     if (clients >= 0) std::thread(serve_clients, clients).detach();
-    log(Level::info, device, clients < 0 ? "RAS failed to establish a client listening socket" : "RAS listens for clients");
+    log(Level::info, device,
+        clients < 0 ? "RAS failed to establish a client listening socket" : "RAS listens for clients");
   }
   own.port = state().own.port;
   return own;

@@ -18,8 +18,8 @@ struct Peer {
   uint16_t port = 0;
 };
 
-// Starts the threads, once in each process, and returns this process as a peer on that device; port 0 if RAS is switched
-// off (NCCL_RAS_ENABLE=0).
+// Starts the threads, once in each process, and returns this process as a peer on that device; port 0 if RAS is
+// switched off (NCCL_RAS_ENABLE=0).
 Peer start_ras(int device);
 
 // Makes the processes of a new communicator known: they are asked from now on, and missed when they end.

@@ -40,11 +40,15 @@ std::vector<int> missing_ranks(const RasCommunicator& communicator) {
 // --- JSON ---
 
 void write_rank(Writer& out, const RasRank& rank) {
-  out.add("        {\n          \"rank\": %d,\n          \"host\": \"%s\",\n          \"pid\": %d,\n", rank.rank, host, rank.pid);
+  out.add("        {\n          \"rank\": %d,\n          \"host\": \"%s\",\n          \"pid\": %d,\n", rank.rank, host,
+          rank.pid);
   out.add("          \"cuda_dev\": %d,\n          \"nvml_dev\": %d,\n", rank.device, rank.device);
-  out.add("          \"status\": {\n            \"init_state\": %d,\n            \"async_error\": %d,\n", rank.init_state, rank.async_error);
-  out.add("            \"finalize_called\": %s,\n            \"destroy_flag\": %s,\n            \"abort_flag\": %s\n          },\n",
-          yes_no(rank.finalize_called), yes_no(rank.destroy_flag), yes_no(rank.abort_flag));
+  out.add("          \"status\": {\n            \"init_state\": %d,\n            \"async_error\": %d,\n",
+          rank.init_state, rank.async_error);
+  out.add(
+      "            \"finalize_called\": %s,\n            \"destroy_flag\": %s,\n            \"abort_flag\": %s\n       "
+      "   },\n",
+      yes_no(rank.finalize_called), yes_no(rank.destroy_flag), yes_no(rank.abort_flag));
   out.add("          \"collective_counts\": {\n");
   for (int function = 0; function < ras_functions; function++)
     out.add("            \"%s\": %lu%s\n", name_of(static_cast<Function>(function)), rank.counts[function],
@@ -53,10 +57,13 @@ void write_rank(Writer& out, const RasRank& rank) {
 }
 
 void write_missing(Writer& out, int rank, const Peer& peer, bool unresponsive, bool dead) {
-  out.add("        {\n          \"rank\": %d,\n          \"host\": \"%s\",\n          \"pid\": %d,\n", rank, host, peer.pid);
+  out.add("        {\n          \"rank\": %d,\n          \"host\": \"%s\",\n          \"pid\": %d,\n", rank, host,
+          peer.pid);
   out.add("          \"cuda_dev\": %d,\n          \"nvml_dev\": %d,\n", peer.device, peer.device);
-  out.add("          \"status\": {\n            \"unresponsive\": %s,\n            \"considered_dead\": %s\n          }\n        }",
-          yes_no(unresponsive), yes_no(dead));
+  out.add(
+      "          \"status\": {\n            \"unresponsive\": %s,\n            \"considered_dead\": %s\n          }\n  "
+      "      }",
+      yes_no(unresponsive), yes_no(dead));
 }
 
 void write_communicator(Writer& out, const RasReport& report, const RasCommunicator& communicator) {
@@ -88,8 +95,14 @@ void write_communicator(Writer& out, const RasReport& report, const RasCommunica
 enum { no_communicator = 1, initializing = 2, running = 4, finalizing = 8, aborting = 16 };
 enum { mismatch = 1, in_error = 2, incomplete = 4 };
 constexpr const char* status_names[] = {"NOCOMM", "INIT", "RUNNING", "FINALIZE", "ABORT"};
-constexpr const char* error_names[] = {"OK",         "MISMATCH",            "ERROR",            "ERROR,MISMATCH",
-                                       "INCOMPLETE", "INCOMPLETE,MISMATCH", "INCOMPLETE,ERROR", "INCOMPLETE,ERROR,MISMATCH"};
+constexpr const char* error_names[] = {"OK",
+                                       "MISMATCH",
+                                       "ERROR",
+                                       "ERROR,MISMATCH",
+                                       "INCOMPLETE",
+                                       "INCOMPLETE,MISMATCH",
+                                       "INCOMPLETE,ERROR",
+                                       "INCOMPLETE,ERROR,MISMATCH"};
 
 int status_of(const RasRank& rank) {
   if (rank.abort_flag) return aborting;
@@ -100,8 +113,13 @@ int highest(unsigned bits) { return bits ? 31 - __builtin_clz(bits) : 0; }
 bool is_error(int result) { return result != ncclSuccess && result != ncclInProgress; }
 
 const char* error_name(int result) {
-  constexpr const char* names[] = {"", "Unhandled CUDA error", "System error", "Internal error",
-                                   "Invalid argument", "Invalid usage", "Remote process error"};
+  constexpr const char* names[] = {"",
+                                   "Unhandled CUDA error",
+                                   "System error",
+                                   "Internal error",
+                                   "Invalid argument",
+                                   "Invalid usage",
+                                   "Remote process error"};
   return result > 0 && result < 7 ? names[result] : "Unexpected error";
 }
 
@@ -115,7 +133,8 @@ bool is_outlier(int count, bool verbose, int total = -1) {
 struct Judged {
   const RasCommunicator* communicator;
   unsigned status = 0, errors = 0;
-  std::vector<int> unreachable, elsewhere;  // missing ranks: without an answer, or whose process has not the communicator
+  std::vector<int> unreachable,
+      elsewhere;  // missing ranks: without an answer, or whose process has not the communicator
 };
 
 Judged judge(const RasReport& report, const RasCommunicator& communicator) {
@@ -170,7 +189,8 @@ void write_summary(Writer& out, const RasReport& report) {
   int processes = static_cast<int>(devices.size());
   out.add("Job summary\n===========\n\n");
   if (by_number.size() == 1) {
-    out.add("  Nodes  Processes         GPUs  Processes     GPUs\n(total)   per node  per process    (total)  (total)\n");
+    out.add(
+        "  Nodes  Processes         GPUs  Processes     GPUs\n(total)   per node  per process    (total)  (total)\n");
     out.add("%7d  %9d  %11zu  %9d  %7zu\n", 1, processes, by_number.begin()->first, processes, total);
     return;
   }
@@ -202,7 +222,8 @@ void write_processes(Writer& out, const RasReport& report, const std::vector<uin
   }
 }
 
-void write_errors_of(Writer& out, const RasCommunicator& communicator, bool verbose, const char* kind, int RasRank::*error) {
+void write_errors_of(Writer& out, const RasCommunicator& communicator, bool verbose, const char* kind,
+                     int RasRank::* error) {
   std::map<int, int> errors;
   for (auto& [number, rank] : communicator.ranks)
     if (is_error(rank.*error)) errors[number] = rank.*error;
@@ -214,8 +235,10 @@ void write_errors_of(Writer& out, const RasCommunicator& communicator, bool verb
     if (!is_outlier(static_cast<int>(ranks.size()), verbose)) continue;
     for (int rank : ranks) {
       std::string at = where(communicator.members[rank]);
-      if (several) out.add("  Rank %d -- %s\n", rank, at.c_str());
-      else out.add("  Rank %d reported %s -- %s\n", rank, error_name(value), at.c_str());
+      if (several)
+        out.add("  Rank %d -- %s\n", rank, at.c_str());
+      else
+        out.add("  Rank %d reported %s -- %s\n", rank, error_name(value), at.c_str());
     }
   }
 }
@@ -233,8 +256,10 @@ void write_status_mismatch(Writer& out, const Judged& judged, bool verbose) {
     if (!is_outlier(static_cast<int>(ranks.size()), verbose, communicator.size)) continue;
     for (int rank : ranks) {
       std::string at = where(communicator.members[rank]);
-      if (several) out.add("  Rank %d -- %s\n", rank, at.c_str());
-      else out.add("  Rank %d has status %s -- %s\n", rank, status_names[status], at.c_str());
+      if (several)
+        out.add("  Rank %d -- %s\n", rank, at.c_str());
+      else
+        out.add("  Rank %d has status %s -- %s\n", rank, status_names[status], at.c_str());
     }
   }
 }
@@ -254,9 +279,12 @@ void write_count_mismatch(Writer& out, const Judged& judged, bool verbose) {
       if (!is_outlier(static_cast<int>(ranks.size()), verbose, communicator.size)) continue;
       for (int rank : ranks) {
         std::string at = where(communicator.members[rank]);
-        if (several) out.add("  Rank %d -- %s\n", rank, at.c_str());
-        else if (count) out.add("  Rank %d has launched up to operation %lu -- %s\n", rank, count, at.c_str());
-        else out.add("  Rank %d has not launched any operations -- %s\n", rank, at.c_str());
+        if (several)
+          out.add("  Rank %d -- %s\n", rank, at.c_str());
+        else if (count)
+          out.add("  Rank %d has launched up to operation %lu -- %s\n", rank, count, at.c_str());
+        else
+          out.add("  Rank %d has not launched any operations -- %s\n", rank, at.c_str());
       }
     }
     out.add("\n");
@@ -273,22 +301,26 @@ std::string ras_json(const RasReport& report) {
   strftime(now, sizeof now, "%F %T", localtime_r(&seconds, &local));
   constexpr int version = EMULATED_NCCL_VERSION;
   out.add("{\n  \"nccl_version\": \"%d.%d.%d\",\n", version / 10000, version / 100 % 100, version % 100);
-  out.add("  \"cuda_runtime_version\": %d,\n  \"cuda_driver_version\": %d,\n", EMULATED_CUDA_VERSION, EMULATED_CUDA_VERSION);
-  out.add("  \"timestamp\": \"%s\",\n  \"communicators_count\": %zu,\n  \"communicators\": [\n", now, report.communicators.size());
+  out.add("  \"cuda_runtime_version\": %d,\n  \"cuda_driver_version\": %d,\n", EMULATED_CUDA_VERSION,
+          EMULATED_CUDA_VERSION);
+  out.add("  \"timestamp\": \"%s\",\n  \"communicators_count\": %zu,\n  \"communicators\": [\n", now,
+          report.communicators.size());
   const char* between = "";
   for (auto& [hash, communicator] : report.communicators) {
     out.add("%s", between);
     write_communicator(out, report, communicator);
     between = ",\n";
   }
-  out.add("\n  ],\n  \"ras\": {\n    \"collection_time_sec\": %.3f,\n    \"timeouts_count\": %d\n  }\n}\n", report.seconds, report.timeouts);
+  out.add("\n  ],\n  \"ras\": {\n    \"collection_time_sec\": %.3f,\n    \"timeouts_count\": %d\n  }\n}\n",
+          report.seconds, report.timeouts);
   return out.text;
 }
 
 std::string ras_text(const RasReport& report, bool verbose) {
   Writer out;
   constexpr int version = EMULATED_NCCL_VERSION, cuda = EMULATED_CUDA_VERSION;
-  out.add("NCCL version %d.%d.%d compiled with CUDA %d.%d\n", version / 10000, version / 100 % 100, version % 100, cuda / 1000, cuda % 1000 / 10);
+  out.add("NCCL version %d.%d.%d compiled with CUDA %d.%d\n", version / 10000, version / 100 % 100, version % 100,
+          cuda / 1000, cuda % 1000 / 10);
   out.add("CUDA runtime version %d, driver version %d\n\n", cuda, cuda);
   write_summary(out, report);
   out.add("\nCommunicators... (%.3fs)\n=============\n\n", report.seconds);
@@ -297,9 +329,12 @@ std::string ras_text(const RasReport& report, bool verbose) {
   for (auto& [hash, communicator] : report.communicators) all.push_back(judge(report, communicator));
   std::stable_sort(all.begin(), all.end(), comes_before);
   std::vector<std::pair<int, int>> numbers;  // "#group-communicator"
-  if (all.empty()) out.add("No communicator data collected!\n");
-  else out.add("Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors\n"
-               "    #  in group  per comm  per node  per comm  in group\n");
+  if (all.empty())
+    out.add("No communicator data collected!\n");
+  else
+    out.add(
+        "Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors\n"
+        "    #  in group  per comm  per node  per comm  in group\n");
   for (size_t k = 0; k < all.size();) {
     size_t end = k;
     std::set<std::pair<int, int>> gpus;
@@ -322,24 +357,29 @@ std::string ras_text(const RasReport& report, bool verbose) {
   for (auto& [port, peer] : report.processes)
     if (!report.responding.count(port) && !report.dead.count(port)) missing.push_back(port);
   if (!missing.empty()) {
-    out.add("INCOMPLETE\n  Missing communicator data from %zu job process%s\n", missing.size(), plural(missing.size(), "es"));
+    out.add("INCOMPLETE\n  Missing communicator data from %zu job process%s\n", missing.size(),
+            plural(missing.size(), "es"));
     if (is_outlier(static_cast<int>(missing.size()), verbose)) write_processes(out, report, missing);
     out.add("\n");
   }
   if (!dead.empty()) {
-    out.add("DEAD\n  %zu job process%s considered dead (unreachable via the RAS network)\n", dead.size(), plural(dead.size(), "es are", " is"));
+    out.add("DEAD\n  %zu job process%s considered dead (unreachable via the RAS network)\n", dead.size(),
+            plural(dead.size(), "es are", " is"));
     if (is_outlier(static_cast<int>(dead.size()), verbose)) write_processes(out, report, dead);
     out.add("\n");
   }
   for (size_t k = 0; k < all.size(); k++) {
     const RasCommunicator& communicator = *all[k].communicator;
-    auto title = [&](const char* what) { out.add("#%d-%d (%016lx) %s\n", numbers[k].first, numbers[k].second, communicator.hash, what); };
+    auto title = [&](const char* what) {
+      out.add("#%d-%d (%016lx) %s\n", numbers[k].first, numbers[k].second, communicator.hash, what);
+    };
     if (all[k].errors & incomplete) {
       title("INCOMPLETE");
       size_t count = all[k].unreachable.size();
       out.add("  Missing communicator data from %zu rank%s\n", count, plural(count, "s"));
       if (is_outlier(static_cast<int>(count), verbose))
-        for (int rank : all[k].unreachable) out.add("  Rank %d -- %s\n", rank, where(communicator.members[rank]).c_str());
+        for (int rank : all[k].unreachable)
+          out.add("  Rank %d -- %s\n", rank, where(communicator.members[rank]).c_str());
       out.add("\n");
     }
     if (all[k].errors & in_error) {
@@ -352,7 +392,8 @@ std::string ras_text(const RasReport& report, bool verbose) {
 
   out.add("Warnings\n========\n\n");
   if (report.timeouts)
-    out.add("TIMEOUT\n  Encountered %d communication timeout%s while gathering communicator data\n\n", report.timeouts, plural(report.timeouts, "s"));
+    out.add("TIMEOUT\n  Encountered %d communication timeout%s while gathering communicator data\n\n", report.timeouts,
+            plural(report.timeouts, "s"));
   for (size_t k = 0; k < all.size(); k++) {
     if (!(all[k].errors & mismatch)) continue;
     out.add("#%d-%d (%016lx) MISMATCH\n", numbers[k].first, numbers[k].second, all[k].communicator->hash);

@@ -20,8 +20,8 @@ struct RasRank {
 struct RasCommunicator {
   uint64_t hash = 0;
   int size = 0;
-  std::vector<Peer> members;      // by rank
-  std::map<int, RasRank> ranks;   // those of which a process told
+  std::vector<Peer> members;     // by rank
+  std::map<int, RasRank> ranks;  // those of which a process told
 };
 
 struct RasReport {

@@ -51,8 +51,8 @@ bool wait_for(Interrupt& interrupt, int socket, short events) {
 End move_all(Interrupt& interrupt, int socket, char* data, size_t bytes, bool outwards) {
   while (bytes) {
     if (!wait_for(interrupt, socket, outwards ? POLLOUT : POLLIN)) return End::aborted;
-    ssize_t moved = outwards ? send(socket, data, bytes, MSG_NOSIGNAL | MSG_DONTWAIT)
-                             : recv(socket, data, bytes, MSG_DONTWAIT);
+    ssize_t moved =
+        outwards ? send(socket, data, bytes, MSG_NOSIGNAL | MSG_DONTWAIT) : recv(socket, data, bytes, MSG_DONTWAIT);
     if (passing(moved)) continue;
     if (moved <= 0) return End::lost;
     data += moved;
