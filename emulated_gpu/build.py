@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,8 @@ static int refuse(const char* function, int told, int result) {{
                     "'Adding a function' in emulated_gpu/README.md\\n", function);
   return result;
 }}
+#define TEXT(function) \\
+  __attribute__((visibility("default"))) const char* function(void) {{ return "not emulated"; }}
 #define STUB(function) \\
   __attribute__((visibility("default"))) int function(void) {{ \\
     static int told = {told}; \\
@@ -166,7 +169,9 @@ def make_library(
     if stem == "libcudnn":  # torch asks for it when it is imported, and compares
         present.add("cudnnGetVersion")
         text += '__attribute__((visibility("default"))) unsigned long cudnnGetVersion(void) { return 92000; }\n'
-    text += "".join(f"STUB({function})\n" for function in library.functions if function not in present)
+    for function in library.functions:
+        if function not in present:  # those of some libraries return the text of an error itself
+            text += f"{'TEXT' if re.search('Get(Error|Status)(String|Name)$', function) else 'STUB'}({function})\n"
     source.write_text(text)
     versions = OBJECTS / f"{library.name}.map"
     versions.write_text(f"{library.version} {{ global: *; }};\n".lstrip())

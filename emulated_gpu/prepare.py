@@ -7,6 +7,7 @@ interrupted begins again; one that was finished only compiles what changed. The 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
+import build
 import symbols
 
 #: What torch's CUDA wheel requires and the emulator stands in for, or nothing of it runs here.
@@ -37,9 +39,12 @@ def main() -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two commands may be the first
         try:
             make(folder, version, stamp, extras)
-        except (SetupError, symbols.SymbolsError) as error:
+        except (SetupError, build.BuildError, symbols.SymbolsError) as error:
             print(f"emulated GPU: {error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            print("emulated GPU: interrupted; the next call begins again", file=sys.stderr)
+            return 130
         except subprocess.CalledProcessError as error:
             print(f"emulated GPU: `{' '.join(map(str, error.cmd))}` failed; its message is above", file=sys.stderr)
             return 1
@@ -52,13 +57,20 @@ def make(folder: Path, version: str, stamp: str, extras: list[str]) -> None:
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
         found = f"{sys.version_info[0]}.{sys.version_info[1]}"
         raise SetupError(f"this is Python {found}; ncclguard needs 3.10 to 3.13: name one, as in PYTHON=python3.11")
+    build.find_compiler()  # before anything is downloaded
     installed = folder / "installed"
     wanted = {f"project {project_hash()}", *extras}
     have = set(installed.read_text().splitlines()) if installed.exists() else set()
     if not have:
         shutil.rmtree(folder, ignore_errors=True)
         say(f"creating {folder.relative_to(ROOT)} with torch {needs.torch}; once, some minutes")
-        venv.create(folder, with_pip=True)
+        try:
+            venv.create(folder, with_pip=True)
+        except subprocess.CalledProcessError:
+            raise SetupError(
+                "this Python cannot create virtual environments with pip: install its venv package (Debian, Ubuntu: "
+                "apt-get install python3-venv) or set PYTHON to another one"
+            ) from None
         install_torch(folder, needs)
     if not wanted <= have:
         install_project(folder, sorted({"test", *extras, *(name for name in have if not name.startswith("project "))}))
@@ -66,8 +78,11 @@ def make(folder: Path, version: str, stamp: str, extras: list[str]) -> None:
             "\n".join(sorted(wanted | {name for name in have if not name.startswith("project ")})) + "\n"
         )
     say("compiling")
-    subprocess.run([folder / "bin" / "python", HERE / "build.py"], check=True)
-    subprocess.run([folder / "bin" / "python", "-c", "import torch; torch.ones(1, device='cuda').add_(1)"], check=True)
+    python = folder / "bin" / "python"
+    if subprocess.run([python, HERE / "build.py"], check=False).returncode:
+        raise SetupError("it could not be built: the reason is above, and the next call tries again")
+    if subprocess.run([python, "-c", "import torch; torch.ones(1, device='cuda').add_(1)"], check=False).returncode:
+        raise SetupError("torch does not run on it: a function named above may be missing from emulated_gpu/symbols/")
     (folder / "stamp").write_text(stamp + "\n")
 
 
@@ -115,8 +130,6 @@ def install_project(folder: Path, extras: list[str]) -> None:
 
 def project_hash() -> str:
     """Changes when the project's requirements may have."""
-    import hashlib
-
     return hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()[:16]
 
 

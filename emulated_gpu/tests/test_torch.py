@@ -132,19 +132,26 @@ def test_a_sticky_error_reaches_torch_in_cudas_words() -> None:
     assert said == ["CUDA error: an illegal memory access was encountered"] * 3
 
 
-def refused_kernel(_: Rank) -> str:
-    try:
-        torch.fft.fft(torch.ones(4, device="cuda"))
-        torch.cuda.cudart().cudaMemGetInfo(0)
-        torch.backends.cuda.cufft_plan_cache[0].clear()
-    except RuntimeError as error:
-        return str(error)
-    return "computed"
+def transforms(_: Rank) -> list[float]:
+    return torch.fft.fft(torch.ones(4, device="cuda")).real.tolist()
 
 
 def test_an_operation_of_another_library_is_computed_too() -> None:
-    """cuFFT is not emulated, and not needed: ATen's operation is replaced before it is called."""
-    assert check(run(refused_kernel, 1))[0] == "computed"
+    """cuFFT is not emulated, and not needed: ATen's operation is replaced before it would be called."""
+    assert check(run(transforms, 1)) == [[4, 0, 0, 0]]
+
+
+def launches_a_kernel(_: Rank) -> None:
+    torch.cuda.jiterator._create_jit_fn("template <typename T> T twice(T x) { return x + x; }")(
+        torch.ones(2, device="cuda")
+    )
+
+
+def test_a_function_that_is_not_emulated_says_its_name_and_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
+    """A kernel compiled at run time needs NVRTC."""
+    (ended,) = run(launches_a_kernel, 1)
+    said = capfd.readouterr().err
+    assert ended.code == 1 and "emulated GPU: nvrtc" in said and "is not emulated; do this part on the CPU" in said
 
 
 def _port() -> int:
