@@ -25,8 +25,14 @@ namespace emulated {
 namespace {
 
 // "A human-readable message of the last error that occurred"; of the process, not of a communicator (src/init.cc).
-std::mutex last_error_mutex;
-std::string last_error;
+struct LastError {
+  std::mutex mutex;
+  std::string text;
+};
+LastError& last_error() {
+  static LastError* only = new LastError;  // never destroyed: threads may fail while the process ends
+  return *only;
+}
 
 constexpr const char* function_names[functions] = {"Broadcast", "Reduce",   "AllGather", "ReduceScatter",
                                                    "AllReduce", "AlltoAll", "Send",      "Recv"};
@@ -84,7 +90,8 @@ void serve_bootstrap(int listening, uint64_t magic) {
   close(listening);
 }
 
-// Connects a rank to all others: to those below it, and then those above it to this one.
+// Connects a rank to all others: to those below it, and then those above it to this one. A peer that cannot be reached
+// is an ncclRemoteError, an abort meanwhile an ncclInternalError (NCCL 2.30.7, src/misc/socket.cc).
 ncclResult_t connect_ranks(Communicator& own, int listening, uint64_t magic, const std::vector<Address>& addresses) {
   own.links.open(own.rank, own.size);
   {
@@ -277,8 +284,8 @@ void Communicator::wait_for_jobs_and_kernels() {
 
 ncclResult_t failed(const Communicator* communicator, ncclResult_t result, const std::string& why) {
   {
-    std::lock_guard<std::mutex> lock(last_error_mutex);
-    last_error = why;
+    std::lock_guard<std::mutex> lock(last_error().mutex);
+    last_error().text = why;
   }
   log(Level::warn, communicator ? communicator->device : current_device(), why);
   return result;
@@ -477,8 +484,8 @@ NCCL_FUNCTION const char* ncclGetErrorString(ncclResult_t result) {
 }
 NCCL_FUNCTION const char* ncclGetLastError(ncclComm_t) {
   static thread_local std::string text;
-  std::lock_guard<std::mutex> lock(last_error_mutex);
-  text = last_error;
+  std::lock_guard<std::mutex> lock(last_error().mutex);
+  text = last_error().text;
   return text.c_str();
 }
 
