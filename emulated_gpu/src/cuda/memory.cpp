@@ -72,8 +72,8 @@ bool is_pageable(const void* pointer) {
   return !find(pointer, nullptr);
 }
 
-// Waits for the device before its memory is freed, and so for that of the host, which kernels may use as well
-// ("cudaFree ... implicitly synchronizes": CUDA C++ Programming Guide, section "Stream Ordered Memory Allocator").
+// Waits for the device before memory is freed ("cudaFree ... implicitly synchronizes": CUDA C++ Programming Guide,
+// section "Stream Ordered Memory Allocator"), that of the host too, which kernels may use as well.
 cudaError_t free_synchronously(void* pointer, cudaMemoryType type) {
   ENTER();
   if (cudaError_t refused = unsafe_call()) return fail(refused);

@@ -214,8 +214,9 @@ void run_kernel(const Plan& plan, uint64_t ticket, uint32_t sequence) {
 // --- what the launch does ---
 
 // Channels are connected when they are first used, which blocks the calling thread (or that of a non-blocking
-// communicator) until the peers come to it too (NCCL_RUNTIME_CONNECT; src/group.cc, ncclCollPreconnect and
-// ncclP2PPreconnectFunc). All-reduce has a tree, other collectives have the ring, send and receive one for each peer.
+// communicator) until the peers come to it too (NCCL_RUNTIME_CONNECT; NCCL 2.30.7, src/group.cc, ncclCollPreconnect
+// and ncclP2PPreconnectFunc; src/transport.cc, ncclTransportP2pSetup, which ends with a message to each). All-reduce
+// has a tree, other collectives have the ring, send and receive one for each peer.
 ncclResult_t connect_channels(Communicator& own, const Plan& plan) {
   if (settings().nccl_runtime_connect <= 0 || own.size == 1) return ncclSuccess;
   enum { ring = -1, tree = -2 };
