@@ -71,6 +71,7 @@ const char* assign(Settings& into, const char* name, const char* text) {
     if (end == text || *end || value < 0) return "takes a number that is not negative";
     if (knob.value == &Settings::gpus && (value > max_devices || value != static_cast<int>(value)))
       return "takes a whole number up to 16";
+    if (knob.value == &Settings::cuda_queue && value < 1) return "takes a number from 1";
     into.*knob.value = value;
     return nullptr;
   }
