@@ -28,7 +28,9 @@ def results() -> None:
         votes.append(vote.agreed)
     wrong = []
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
-        mine = (torch.tensor([1, 0, 2], device="cuda") * (rank + 1)).to(dtype)  # of bool too: a product with an int is int64
+        mine = (torch.tensor([1, 0, 2], device="cuda") * (rank + 1)).to(
+            dtype
+        )  # of bool too: a product with an int is int64
         summed = mine.clone()
         finish(communicator.all_reduce(summed, ReduceOp.SUM))
         parts = [(torch.tensor([1, 0, 2], device="cuda") * (peer + 1)).to(dtype) for peer in range(size)]

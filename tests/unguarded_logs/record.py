@@ -180,7 +180,7 @@ def clean(folder: Path, to: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         if relative.parts[0] == "dumps":
             with open(path, "rb") as file:
-                trace = pickle.load(file)  # noqa: S301 - written by torch, a moment ago
+                trace = pickle.load(file)  # written by torch, a moment ago
             target.write_bytes(pickle.dumps(renamed(trace, folder), protocol=2))
         else:
             text = anonymous(path.read_text(errors="replace"), folder)
