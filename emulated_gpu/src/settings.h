@@ -1,0 +1,54 @@
+// The knobs of the emulator: what it pretends to be, and which faults it plays.
+//
+// Each is an environment variable, read when the library is loaded; a running process changes one with
+// `emulated_gpu.set(name, value)`. README.md has the table of what they mean.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#define EMULATED_EXPORT __attribute__((visibility("default")))
+
+namespace emulated {
+
+constexpr int max_devices = 16;
+
+struct Settings {
+  // What the machine is.
+  std::atomic<double> gpus{1};
+  std::atomic<double> cuda_memory_mb{81559};
+  std::atomic<double> cuda_queue{1024};
+  std::atomic<double> cuda_speed[max_devices];
+  std::atomic<double> cuda_verbose{0};
+  std::atomic<double> nccl_verbose{0};
+  std::atomic<double> nccl_link_mbps{0};
+  std::atomic<double> nccl_runtime_connect{1};
+  std::atomic<double> nccl_free_ms{20};
+  // Faults of the device. A count of 0 means never; 1 is the next one.
+  std::atomic<double> cuda_error{700};
+  std::atomic<double> cuda_error_at{0};
+  std::atomic<double> cuda_endless_kernel_at{0};
+  std::atomic<double> cuda_out_of_memory_at{0};
+  std::atomic<double> cuda_lost{0};
+  // Faults of NCCL and its links.
+  std::atomic<double> nccl_death_unnoticed{0};
+  std::atomic<double> nccl_abort_hangs_s{0};
+  std::atomic<double> nccl_connect_fails_at{0};
+  std::atomic<double> nccl_link_stalls_at{0};
+  std::atomic<double> nccl_link_stalls_after_bytes{0};
+  std::atomic<double> nccl_link_drops_at{0};
+  std::atomic<double> nccl_link_drops_after_bytes{0};
+  std::atomic<double> nccl_crash_on_use_after_free{0};
+
+  Settings();
+};
+
+EMULATED_EXPORT Settings& settings();
+
+// Counts down a knob such as cuda_out_of_memory_at; true on the occasion that it named.
+EMULATED_EXPORT bool falls_due(std::atomic<double>& occasions);
+
+// The same for a number of bytes: true once they have been used up, and from then on until it is set anew to 0.
+EMULATED_EXPORT bool used_up(std::atomic<double>& bytes, double amount);
+
+}  // namespace emulated
