@@ -62,7 +62,9 @@ def make(folder: Path, version: str, stamp: str, extras: list[str]) -> None:
         install_torch(folder, needs)
     if not wanted <= have:
         install_project(folder, sorted({"test", *extras, *(name for name in have if not name.startswith("project "))}))
-        installed.write_text("\n".join(sorted(wanted | {name for name in have if not name.startswith("project ")})) + "\n")
+        installed.write_text(
+            "\n".join(sorted(wanted | {name for name in have if not name.startswith("project ")})) + "\n"
+        )
     say("compiling")
     subprocess.run([folder / "bin" / "python", HERE / "build.py"], check=True)
     subprocess.run([folder / "bin" / "python", "-c", "import torch; torch.ones(1, device='cuda').add_(1)"], check=True)
