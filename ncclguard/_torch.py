@@ -309,8 +309,8 @@ def sequence_number(group: dist.ProcessGroup, backend: str | None = None) -> int
 def backend_error(group: dist.ProcessGroup, backend: str) -> str | None:
     """What torch's own watchdog has found on one of the group's backends: "TIMEOUT", "COMM_ERROR" or "REMOTE_ERROR".
 
-    None where it has found nothing, and where this torch cannot tell (before 2.7, gloo). ProcessGroupNCCL ends the process
-    a minute later by default, nccl2 after 15 s.
+    None where it has found nothing, and where this torch cannot tell (before 2.7, gloo). ProcessGroupNCCL ends the
+    process a minute later by default, nccl2 after 15 s.
     """
     found = _backend_object(group, backend)
     try:

@@ -171,8 +171,9 @@ class Conference:
     def _follows(self, rank: int, evidence: str) -> bool:
         """Whether the end of a process is what the last incident has led to, and not another one.
 
-        torch ends a process whose collective has failed, or has not ended within torch's own limit (ProcessGroupNCCL.cpp,
-        ``Watchdog::run``; nccl2 likewise). So that collective must not have ended since, and the rank have waited in it.
+        torch ends a process whose collective has failed, or has not ended within torch's own limit
+        (ProcessGroupNCCL.cpp, ``Watchdog::run``; nccl2 likewise). So that collective must not have ended since, and the
+        rank have waited in it.
         """
         last = self.last
         if last is None or not any(found.rank == rank and found.state == _WAITING for found in last.ranks):

@@ -158,8 +158,8 @@ class WatchSeat(Seat):
 
 
 def _waits_no_longer(report: Report) -> bool:
-    """Whether this rank asks because another is gone for certain, so that silence of a third one is held against nobody;
-    or because a limit has passed, be it torch's own, so that silence is.
+    """Whether this rank asks because another is gone for certain, so that silence of a third one is held against
+    nobody; or because a limit has passed, be it torch's own, so that silence is.
     """
     return report.trouble is not None and report.trouble.kind in (TroubleKind.DEPARTED, TroubleKind.DEADLINE)
 
