@@ -25,6 +25,7 @@ from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
 from ncclguard.phases import resolve_timeout
 from ncclguard.watch.conference import Conference
+from ncclguard.watch.interruption import interrupt
 from ncclguard.watch.judge import BROKEN, is_consequence
 from ncclguard.watch.processes import Processes
 from ncclguard.watch.recorder import Pending
@@ -294,6 +295,9 @@ class Watcher:
     def _abort(self, incident: Incident) -> None:
         """End every collective of the process with an error, for good."""
         groups = [group for group in _torch.known_groups() if group.size() > 1]
+        pending = [p for p in self._seat.observation.pending if not p.channel.endswith(":gloo")]
+        if pending:  # gloo's raise by themselves
+            interrupt({p.thread for p in pending}, incident, max(self._seat.age(p) for p in pending))
         log.error("ncclguard: ending the collectives of this process (on_hang='abort') after incident %s", incident.id)
         stop = Stop(groups)
         stop.start()
@@ -366,6 +370,8 @@ def _from_collective(error: BaseException) -> bool:
     for _ in range(10):
         if seen is None:
             return False
+        if getattr(seen, "ended_by_watch", False):
+            return True
         if isinstance(seen, (RuntimeError, OSError)) and (
             isinstance(seen, getattr(dist, "DistError", ())) or is_consequence(str(seen))
         ):

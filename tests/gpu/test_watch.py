@@ -204,3 +204,46 @@ def test_torch_gives_up_first_and_the_one_it_waited_for_is_named_not_those_it_en
     incidents = [ng.Incident.from_json(one["json"]) for one in said]
     named = [(str(one.cause), one.culprits) for one in incidents]
     assert named == [(FAULTS[fault][0], (CULPRIT,))], "\n".join(map(str, [*incidents, result]))
+
+
+def aborted(wait: str) -> None:
+    """Rank 2 stays away beyond the limit; the others wait for the result on the host, each in one of the usual ways."""
+    ng.watch(timeout=LIMIT, on_hang="abort", on_incident=lambda incident: faults.report(told=str(incident.cause)))
+    rank = join("nccl")
+    tensor = torch.ones(1000, device="cuda")
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    if rank == CULPRIT:
+        time.sleep(LATE)
+    try:
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        if wait == "synchronize":
+            torch.cuda.synchronize()
+        elif wait == "item":
+            work.wait()  # of the stream for the operation
+            tensor[0].item()
+        elif wait == "poll":
+            while not work.is_completed():
+                time.sleep(0.01)
+            work.wait()
+            torch.cuda.synchronize()
+        faults.report(went_on=True)
+    except Exception as error:
+        faults.report(raised=[kind.__name__ for kind in type(error).__mro__], text=str(error))
+        raise
+
+
+@pytest.mark.parametrize("wait", ["synchronize", "item", "poll"])
+def test_no_rank_goes_on_with_a_result_that_was_never_reduced(wait: str) -> None:
+    env = {**SHARED_GPU, "NCCLGUARD_REPORT_DIR": "none"}
+    result = faults.run_ranks(aborted, RANKS, args=[wait], env=env, timeout=60)
+    for rank in result:
+        assert rank.reports.get("told") == "late", str(result)
+        assert "went_on" not in rank.reports, str(result)
+        assert rank.reports.get("raised"), str(result)
+    for rank in (0, 1):
+        if wait != "poll":  # that asks torch, which raises an error of its own where it gets to it first
+            assert "CollectiveTimeout" in result[rank].reports["raised"], str(result)
+            assert "rank 2 late" in result[rank].reports["text"]
+    assert not result.still_running
