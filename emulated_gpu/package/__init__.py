@@ -24,3 +24,6 @@ def set(name: str, value: object) -> None:  # noqa: A001 - emulated_gpu.set(...)
 def load() -> None:
     """Have ATen's operations on CUDA tensors computed by the CPU: torch calls this when it is imported."""
     ctypes.CDLL(str(_FOLDER / "libemulated_aten.so"), ctypes.RTLD_GLOBAL)
+    # The shapes of results come from meta kernels, many of them written in Python: the first would import this, in the
+    # middle of an operation, for a second or more (torch/_compile.py).
+    import torch._dynamo  # noqa: F401

@@ -1,9 +1,12 @@
 // Reads the knobs from the environment and lets a running process change them.
 #include "settings.h"
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <string>
 
 extern char** environ;
@@ -77,6 +80,9 @@ const char* assign(Settings& into, const char* name, const char* text) {
 
 Settings::Settings() {
   for (auto& speed : cuda_speed) speed = 1;
+}
+
+void Settings::read_environment() {
   for (char** variable = environ; *variable; variable++) {
     if (strncmp(*variable, "EMULATED_", 9)) continue;
     const char* equals = strchr(*variable, '=');
@@ -87,8 +93,17 @@ Settings::Settings() {
   }
 }
 
+// Read at the first use in each process: one that is forked for a rank, by a process that has loaded the library and never
+// used it, may have set variables in between.
 Settings& settings() {
   static Settings* only = new Settings;  // never destroyed: threads of streams outlive main
+  static std::atomic<pid_t> read_by{0};
+  if (read_by != getpid()) {
+    static std::mutex* mutex = new std::mutex;
+    std::lock_guard<std::mutex> lock(*mutex);
+    if (read_by != getpid()) only->read_environment();
+    read_by = getpid();
+  }
   return *only;
 }
 
@@ -99,12 +114,12 @@ bool falls_due(std::atomic<double>& occasions) {
   return false;
 }
 
-bool used_up(std::atomic<double>& bytes, double amount) {
-  constexpr double spent = 0.5;  // no whole number of bytes: the link stays as it is from now on
-  double left = bytes;
-  while (left > spent)
-    if (bytes.compare_exchange_weak(left, left > amount ? left - amount : spent)) return left <= amount;
-  return left == spent;
+bool used_up(std::atomic<double>& amount, double used) {
+  constexpr double nothing_left = 0.5;  // no whole number: 0 would mean that the knob is off
+  double left = amount;
+  while (left > nothing_left)
+    if (amount.compare_exchange_weak(left, left > used ? left - used : nothing_left)) return left <= used;
+  return left == nothing_left;
 }
 
 }  // namespace emulated

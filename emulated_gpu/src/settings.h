@@ -1,6 +1,6 @@
 // The knobs of the emulator: what it pretends to be, and which faults it plays.
 //
-// Each is an environment variable, read when the library is loaded; a running process changes one with
+// Each is an environment variable, read at the first use in each process; a running process changes one with
 // `emulated_gpu.set(name, value)`. README.md has the table of what they mean.
 #pragma once
 
@@ -41,14 +41,15 @@ struct Settings {
   std::atomic<double> nccl_crash_on_use_after_free{0};
 
   Settings();
+  void read_environment();
 };
 
 EMULATED_EXPORT Settings& settings();
 
-// Counts down a knob such as cuda_out_of_memory_at; true on the occasion that it named.
+// Counts down a knob such as cuda_error_at; true on the occasion that it named.
 EMULATED_EXPORT bool falls_due(std::atomic<double>& occasions);
 
-// The same for a number of bytes: true once they have been used up, and from then on until it is set anew to 0.
-EMULATED_EXPORT bool used_up(std::atomic<double>& bytes, double amount);
+// Uses up a number of bytes or allocations: true once there are none left, and from then on until the knob is set anew.
+EMULATED_EXPORT bool used_up(std::atomic<double>& amount, double used);
 
 }  // namespace emulated

@@ -67,6 +67,13 @@ CUDA_API int cuPointerGetAttribute(void* value, int attribute, const void* point
   return driver_success;
 }
 
+// Messages of the driver, of which the emulated one has none (CUDA 12.9).
+CUDA_API int cuLogsRegisterCallback(void*, void*, void** registration) {
+  if (registration) *registration = nullptr;
+  return driver_success;
+}
+CUDA_API int cuLogsUnregisterCallback(void*) { return driver_success; }
+
 // What torch gets for a function of the driver that is not here.
 CUDA_API int emulated_driver_unsupported() {
   static std::atomic<bool> told{false};

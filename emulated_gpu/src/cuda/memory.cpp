@@ -32,7 +32,7 @@ cudaError_t allocate(void** pointer, size_t bytes, cudaMemoryType type) {
   size_t size = (bytes + 511) & ~size_t(511);
   std::lock_guard<std::mutex> lock(table().mutex);
   if (type == cudaMemoryTypeDevice &&
-      (falls_due(settings().cuda_out_of_memory_at) || table().used[device] + size > capacity()))
+      (used_up(settings().cuda_out_of_memory_at, 1) || table().used[device] + size > capacity()))
     return fail(cudaErrorMemoryAllocation);
   // Pages are taken when they are first written, so that a large cache of an allocator costs nothing.
   void* block = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

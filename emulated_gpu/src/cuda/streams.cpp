@@ -129,8 +129,9 @@ void CUstream_st::execute(Queued& next) {
     if (falls_due(settings().cuda_endless_kernel_at))
       while (device_sleep(device, 3600)) continue;
   }
-  // Work that a broken device has not begun is dropped; what orders streams still happens, so that nobody waits forever.
-  if (next.kind != Kind::order && device_error(device)) return;
+  // Work that a broken device has not begun is dropped; what orders streams still happens, so that nobody waits forever,
+  // and collectives look for themselves.
+  if (next.kind == Kind::kernel && device_error(device)) return;
   auto start = Clock::now();
   next.run();
   double speed = settings().cuda_speed[device];
