@@ -1,7 +1,7 @@
 """The error of an aborted collective, raised in the thread that waits for it on the host.
 
-On NCCL a thread waits in ``torch.cuda.synchronize()``, ``item()`` or a copy, which knows of no collective: an abort ends the
-kernel, and the wait returns as after a success, with a tensor that was never reduced (torch 2.13 and 2.15).
+On NCCL a thread waits in ``torch.cuda.synchronize()``, ``item()`` or a copy, which knows of no collective: an abort ends
+the kernel, and the wait returns as after a success, with a tensor that was never reduced (torch 2.13 and 2.15).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ncclguard.outcome import Outcome
 
 
 def interrupt(threads: Iterable[int], incident: Incident, seconds: float) -> None:
-    """Have the typed error of an incident raised in threads, given by ``threading.get_ident()``, and in the main thread.
+    """Have the typed error of an incident raised in threads, by ``threading.get_ident()``, and in the main thread.
 
     Where one sits in a native call it is raised as soon as that returns. Threads that are not Python's are left out.
     """
