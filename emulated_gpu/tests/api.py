@@ -153,7 +153,10 @@ class Config(ctypes.Structure):
     """The beginning of ncclConfig_t."""
 
     _fields_ = (
-        *((name, kind) for name, kind in (("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint))),
+        *(
+            (name, kind)
+            for name, kind in (("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint))
+        ),
         *((name, ctypes.c_int) for name in ("blocking", "cgaClusterSize", "minCTAs", "maxCTAs")),
         ("netName", ctypes.c_char_p),
         ("splitShare", ctypes.c_int),
@@ -190,7 +193,9 @@ class Communicator:
         ctypes.memmove(ctypes.byref(made), rank.read(f"id-{name}"), 128)
         out = ctypes.c_void_p()
         settings = config(blocking, name)
-        result = nccl.raw("ncclCommInitRankConfig", ctypes.byref(out), rank.size, made, rank.rank, ctypes.byref(settings))
+        result = nccl.raw(
+            "ncclCommInitRankConfig", ctypes.byref(out), rank.size, made, rank.rank, ctypes.byref(settings)
+        )
         return cls(out), result
 
     @classmethod

@@ -14,4 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 def in_the_environment() -> None:
     """Say how to run these tests to somebody who runs them with another Python."""
     if not (Path(sys.prefix) / "emulated-gpu-objects").exists():
-        pytest.exit("these tests run in the emulator's environment: scripts/emulated-gpu python -m pytest emulated_gpu/tests", 2)
+        pytest.exit(
+            "these tests run in the emulator's environment: scripts/emulated-gpu python -m pytest emulated_gpu/tests", 2
+        )

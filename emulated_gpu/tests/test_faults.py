@@ -321,5 +321,3 @@ def test_a_wrong_name_or_value_is_refused() -> None:
     assert "number" in check(run(refused, 1, "EMULATED_CUDA_QUEUE", "many"))[0]
     assert "numbers" in check(run(refused, 1, "EMULATED_CUDA_SPEEDS", "1,fast"))[0]
     assert check(run(refused, 1, "EMULATED_CUDA_QUEUE", 16)) == ["taken"]
-
-

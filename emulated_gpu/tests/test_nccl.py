@@ -131,7 +131,9 @@ def two_streams(rank: Rank) -> tuple[list[str], list[float]]:
 
 def test_operations_of_a_communicator_run_in_the_order_of_their_launch_also_on_different_streams() -> None:
     """src/enqueue.cc, ncclLaunchPrepare and ncclLaunchFinish: each launch waits for the communicator's stream."""
-    assert check(run(two_streams, 2, settings={"EMULATED_NCCL_RUNTIME_CONNECT": 0})) == [(["first", "second"], [4.0])] * 2
+    assert (
+        check(run(two_streams, 2, settings={"EMULATED_NCCL_RUNTIME_CONNECT": 0})) == [(["first", "second"], [4.0])] * 2
+    )
 
 
 def both_directions(rank: Rank) -> list[float]:
@@ -391,7 +393,11 @@ def test_an_aborted_handle_is_refused_and_an_answer_left_as_it_was() -> None:
 def no_communicator(_: Rank) -> tuple[int, int, int]:
     cuda.cudaSetDevice(0)
     untouched = ctypes.c_int(77)
-    return nccl.raw("ncclCommGetAsyncError", None, ctypes.byref(untouched)), untouched.value, nccl.raw("ncclCommAbort", None)
+    return (
+        nccl.raw("ncclCommGetAsyncError", None, ctypes.byref(untouched)),
+        untouched.value,
+        nccl.raw("ncclCommAbort", None),
+    )
 
 
 def test_a_null_handle_is_refused_except_by_those_that_end_it() -> None:

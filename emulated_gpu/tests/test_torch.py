@@ -17,7 +17,12 @@ BACKENDS = ["nccl", "nccl-legacy", "nccl-lazy"] if RECENT >= (2, 15) else ["nccl
 
 
 def names(_: Rank) -> list[Any]:
-    return [torch.cuda.is_available(), torch.cuda.device_count(), torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).name]
+    return [
+        torch.cuda.is_available(),
+        torch.cuda.device_count(),
+        torch.cuda.get_device_name(),
+        torch.cuda.get_device_properties(0).name,
+    ]
 
 
 def test_a_process_can_tell_that_its_gpu_is_emulated() -> None:
@@ -109,7 +114,11 @@ def illegal_access(_: Rank) -> list[str]:
     torch.cuda.synchronize()
     emulated_gpu.set("EMULATED_CUDA_ERROR_AT", 1)
     said = []
-    for action in (lambda: (x.add_(1), torch.cuda.synchronize()), lambda: torch.ones(3, device="cuda"), lambda: x.cpu()):
+    for action in (
+        lambda: (x.add_(1), torch.cuda.synchronize()),
+        lambda: torch.ones(3, device="cuda"),
+        lambda: x.cpu(),
+    ):
         try:
             action()
         except RuntimeError as error:
@@ -160,7 +169,13 @@ def process_group(rank: Rank, backend: str, port: int) -> dict[str, Any]:
     model(torch.full((1, 2), float(rank.rank), device="cuda")).sum().backward()
     gradient = model.module.weight.grad.tolist()
     name = type(dist.group.WORLD._get_backend(torch.device("cuda"))).__name__
-    result = {"value": value.tolist(), "gathered": [t.item() for t in gathered], "part": part.item(), "gradient": gradient, "name": name}
+    result = {
+        "value": value.tolist(),
+        "gathered": [t.item() for t in gathered],
+        "part": part.item(),
+        "gradient": gradient,
+        "name": name,
+    }
     dist.destroy_process_group()
     return result
 
@@ -169,7 +184,10 @@ def process_group(rank: Rank, backend: str, port: int) -> dict[str, Any]:
 def test_torchs_process_group_and_ddp_work(backend: str) -> None:
     """Each of torch's backends for NCCL, on three ranks with a GPU each."""
     ended = check(run(process_group, 3, backend, _port(), settings={"EMULATED_GPUS": 3}))
-    name = {"nccl": "ProcessGroupNCCL2" if RECENT >= (2, 15) else "ProcessGroupNCCL", "nccl-lazy": "ProcessGroupNCCLLazy"}
+    name = {
+        "nccl": "ProcessGroupNCCL2" if RECENT >= (2, 15) else "ProcessGroupNCCL",
+        "nccl-lazy": "ProcessGroupNCCLLazy",
+    }
     for rank, got in enumerate(ended):
         assert got == {
             "value": [3.0] * 3, "gathered": [0, 1, 2], "part": 1 if rank == 1 else 2, "gradient": [[1.0, 1.0]],

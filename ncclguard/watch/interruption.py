@@ -1,7 +1,7 @@
 """The error of an aborted collective, raised in the thread that waits for it on the host.
 
-On NCCL a thread waits in ``torch.cuda.synchronize()``, ``item()`` or a copy, which knows of no collective: an abort ends
-the kernel, and the wait returns as after a success, with a tensor that was never reduced (torch 2.13 and 2.15).
+On NCCL a thread waits in ``torch.cuda.synchronize()``, ``item()`` or a copy, which knows of no collective: an abort
+ends the kernel, and the wait returns as after a success, with a tensor that was never reduced (torch 2.13 and 2.15).
 """
 
 from __future__ import annotations
