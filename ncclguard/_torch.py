@@ -229,6 +229,20 @@ def poison_gloo(group: ProcessGroupGloo) -> None:
                     handle.recv([torch.empty(1)], peer, _UNUSED_TAG + context).wait(millisecond)
 
 
+# --- the device -----------------------------------------------------------------------------------------------------
+
+
+def emulated_device() -> str | None:
+    """The name of this process's GPU where it is an emulated one, so that nobody takes its figures for a GPU's.
+
+    None also before CUDA is in use: looking would begin that.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    name = str(torch.cuda.get_device_name())
+    return name if "emulated" in name else None
+
+
 # --- flight recorder ------------------------------------------------------------------------------------------------
 
 # Which dump has the collectives of which kind of backend; gloo since torch 2.8, ProcessGroupNCCL since 2.6. Any other

@@ -289,6 +289,7 @@ class TimeLimit:
             summary += f" Stopping failed for {failure}."
         incident = Incident(
             id=f"limit-{self._process}-{self.thread}-{self.entered:.6f}",
+            device=_torch.emulated_device(),
             op="nccl_timeout_handler",
             op_id="this rank",
             group=stopped,

@@ -164,6 +164,7 @@ def run(fault: str, framework: str = "raw", before: bool = True) -> None:
         incidents = [ng.Incident.from_json(one["json"]) for one in said[rank]]
         named = [(str(one.cause), one.culprits, one.agreed) for one in incidents]
         assert named == [(cause, (CULPRIT,), True)], "\n".join(map(str, [rank, *incidents, result]))
+        assert ("emulated" in str(incidents[0])) is ("EMULATED_GPUS" in os.environ)  # scripts/emulated-gpu sets it
         assert said[rank][0]["at"] - struck < bound, (rank, said[rank][0]["at"] - struck)
     assert "does not cover" not in str(result)
 
