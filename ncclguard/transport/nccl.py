@@ -1,4 +1,4 @@
-"""An NCCL communicator for CUDA tensors. Written from the sources of torch and NCCL, not yet run on a GPU.
+"""An NCCL communicator for CUDA tensors. Run on an emulated GPU, not yet on a real one.
 
 Four things differ from the transport of CPU tensors.
 
