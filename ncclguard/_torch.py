@@ -244,10 +244,50 @@ def poison_gloo(group: ProcessGroupGloo) -> None:
                     handle.recv([torch.empty(1)], peer, _UNUSED_TAG + context).wait(millisecond)
 
 
+# --- the device -----------------------------------------------------------------------------------------------------
+
+
+def emulated_device() -> str | None:
+    """The name of this process's GPU where it is an emulated one, so that nobody takes its figures for a GPU's.
+
+    None also before CUDA is in use: looking would begin that.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    name = str(torch.cuda.get_device_name())
+    return name if "emulated" in name else None
+
+
 # --- flight recorder ------------------------------------------------------------------------------------------------
 
-# Which dump has the collectives of which backend; gloo since torch 2.8, NCCL since 2.6.
+# Which dump has the collectives of which kind of backend; gloo since torch 2.8, ProcessGroupNCCL since 2.6. Any other
+# (nccl2, which torch 2.15 calls "nccl", and nccl-lazy) has a recorder of its own name.
 _RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+
+
+def recorder_name(group: dist.ProcessGroup, backend: str) -> str:
+    """Which recorder has the collectives of one of the group's backends: "gloo", "nccl", "nccl2", ...
+
+    ``backend`` is the name that it was asked for by, which on torch 2.15 stands for another implementation than before.
+    """
+    found = _backend_object(group, backend)
+    return backend if found is None else str(found.name())
+
+
+def _backend_object(group: dist.ProcessGroup, backend: str) -> Any:
+    """The object behind a backend's name in a group; None where there is none, as in a group written in Python."""
+    for pair in dist.get_backend_config(group).split(","):
+        device, _, name = pair.rpartition(":")
+        if name != backend:
+            continue
+        try:
+            found: Any = group._get_backend(torch.device(device or "cpu"))
+        except RuntimeError:
+            continue
+        while isinstance(found, _c._ProcessGroupWrapper):
+            found = found.wrapped_pg
+        return found
+    return None
 
 
 def records_itself(backend: str) -> None:
@@ -260,16 +300,21 @@ def records_itself(backend: str) -> None:
         known.add(backend)
 
 
-def recorder_dump(backend: str, entries: bool) -> dict[str, Any] | None:
-    """What torch's flight recorder holds of one backend; None where it is off, or where this torch has none for it.
+def recorder_dump(recorder: str, entries: bool) -> dict[str, Any] | None:
+    """What torch's flight recorder holds under a name of `recorder_name`; None where it holds nothing.
 
+    That is where it is off, where this torch has none, and before the first collective of a lazily connected backend.
     Without ``entries`` the counters of each group, in 30 µs; with them 2,000 collectives in 50 ms (torch 2.13, gloo).
     """
     try:
-        trace: dict[str, Any] = json.loads(getattr(_c, _RECORDERS[backend])(entries, False))
-    except (LookupError, AttributeError, RuntimeError, TypeError, ValueError):  # by version
+        if recorder in _RECORDERS:
+            text = getattr(_c, _RECORDERS[recorder])(entries, False)
+        else:
+            text = getattr(_c, "_dump_fr_trace_json")(entries, False, recorder)  # noqa: B009 - a CPU build has none
+        trace: dict[str, Any] = json.loads(text)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # by version
         return None
-    return trace if trace.get("pg_config") else None  # empty while groups exist: the recorder is switched off
+    return trace if trace.get("pg_config") else None
 
 
 def recorded_end(entry: dict[str, Any]) -> bool:
@@ -278,13 +323,30 @@ def recorded_end(entry: dict[str, Any]) -> bool:
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
-def sequence_number(group: dist.ProcessGroup) -> int | None:
-    """How many collectives this process has issued on the group, also in C++; None where the backend does not count."""
-    handle: Any = group
+def sequence_number(group: dist.ProcessGroup, backend: str | None = None) -> int | None:
+    """How many collectives this process has issued on the group, or on one of its backends, also in C++.
+
+    None where it is not counted.
+    """
+    handle: Any = group if backend is None else _backend_object(group, backend) or group
     try:
         return int(handle._get_sequence_number_for_group())
     except (RuntimeError, AttributeError):
         return None
+
+
+def backend_error(group: dist.ProcessGroup, backend: str) -> str | None:
+    """What torch's own watchdog has found on one of the group's backends: "TIMEOUT", "COMM_ERROR" or "REMOTE_ERROR".
+
+    None where it has found nothing, and where this torch cannot tell (before 2.7, gloo). ProcessGroupNCCL ends the
+    process a minute later by default, nccl2 after 15 s.
+    """
+    found = _backend_object(group, backend)
+    try:
+        name = str(found.get_error().name)
+    except (AttributeError, RuntimeError):
+        return None
+    return None if name == "SUCCESS" else name
 
 
 # --- outputs --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """torch's private names for NCCL process groups; the others are in `_torch`.
 
 Written from the sources of torch 2.6, 2.9 and a later main branch; the bindings were looked at in CUDA builds of 2.6.0
-and 2.15.0. Not yet run on a GPU.
+and 2.15.0. Run on an emulated GPU with torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as _c
 
 from ncclguard import _torch
@@ -46,9 +47,9 @@ _WATCHDOG_WITHOUT_TEETH = {
 # the backstop.
 _ABORT_LIMIT = timedelta(seconds=60)
 
-# Seconds that torch spins for a call of a non-blocking communicator that does not come back; 1800 by default, and an
+# How long torch spins for a call of a non-blocking communicator that does not come back; 1800 s by default, and an
 # abort does not end it (NCCLUtils.hpp, C10D_NCCL_CHECK_TIMEOUT). Read once, at the process's first communicator.
-_SPINS_FOR = ("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60")
+_SPINS_FOR = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
 _environment = threading.Lock()
 
@@ -77,12 +78,21 @@ def new_nccl_group(store: _torch.Store, name: str, ranks: tuple[int, ...], index
         options.config.blocking = False
     with _environment:
         if non_blocking and "TORCH_NCCL_USE_COMM_NONBLOCKING" not in os.environ:  # else the limit is the program's too
-            os.environ.setdefault(*_SPINS_FOR)
+            os.environ.setdefault(_SPINS_FOR, str(spin_limit(dist.get_world_size() if dist.is_initialized() else 1)))
         if not needs_watchdog:
             with _variables(_WITHOUT_WATCHDOG):
                 return group_type(store, index, len(ranks), options)
         with _variables(_WATCHDOG_WITHOUT_TEETH), _no_debugging():
             return group_type(store, index, len(ranks), options)
+
+
+def spin_limit(ranks: int) -> int:
+    """Seconds that a launch or a connection of a job of so many ranks may take.
+
+    As short as can be, because a launch whose peer died keeps a core busy and its staging memory taken for that
+    long; but connecting has the same limit, and takes longer the more ranks there are.
+    """
+    return min(20 + ranks // 25, 60)
 
 
 @functools.lru_cache(maxsize=1)

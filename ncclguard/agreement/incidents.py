@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 from pydantic import ValidationError
 
+from ncclguard import _torch
 from ncclguard.agreement.decision import Action, Departure, Phase, Report, Verdict
 from ncclguard.agreement.seat import Seat, Subject
 from ncclguard.incident import bounds
@@ -61,6 +62,7 @@ def summarise(
     resumed = verdict.action is Action.RESUME and bool(causes)
     incident = Incident(
         id=_identifier(seat, f"{op_id}.{verdict.generation}"),
+        device=_torch.emulated_device(),
         op=text.partition("(")[0],
         op_id=op_id,
         group=seat.key,
@@ -104,6 +106,7 @@ def alone(
     op_id = f"{seat.key}/{sequence}"
     return Incident(
         id=_identifier(seat, f"{op_id}.{seat.member.generation}.rank{seat.member.rank}"),
+        device=_torch.emulated_device(),
         op=op,
         op_id=op_id,
         group=seat.key,

@@ -19,9 +19,9 @@ from ncclguard import _torch
 from ncclguard._threads import asleep
 from ncclguard.deadlines.alarm import TICK, Alarm
 from ncclguard.deadlines.deadline import Deadline
-from ncclguard.deadlines.stopping import Stop, in_c10d_call, in_flight
+from ncclguard.deadlines.stopping import Stop, backends, in_c10d_call, in_flight
 from ncclguard.deadlines.watchdog import Watchdog
-from ncclguard.errors import CollectiveTimeout
+from ncclguard.errors import CollectiveFailed, CollectiveTimeout
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause, Outcome
 
@@ -36,6 +36,13 @@ FAILED_CALL: Final = "a call inside it failed by itself, or because a peer gave 
 RECREATE: Final = (
     "Destroy the group and create it again on all its ranks, or use safe_all_reduce and the other safe_* calls, which keep "
     "the process group and the tensor."
+)
+
+BROKEN_INSIDE: Final = "torch's watchdog found an error inside the block"
+ENDS_SOON: Final = (
+    " torch's watchdog has seen an error on this rank, so this process cannot be kept: unless TORCH_NCCL_ASYNC_ERROR_HANDLING "
+    "is 0 or 2 torch ends it (after up to a minute, nccl2 after 15 s), and until then destroy_process_group() may not "
+    "return. Save what has to be saved, without collectives, and restart the job."
 )
 
 _current: ContextVar[TimeLimit | None] = ContextVar("ncclguard_time_limit", default=None)
@@ -105,6 +112,8 @@ class TimeLimit:
         self._noticed: float | None = None  # when the main thread first ran Python code past the deadline
         self._heard = self.deadline  # when it last did
         self._interruption: CollectiveTimeout | None = None
+        self._errors = _backend_errors(self._group)  # of torch's watchdog, when the block was entered
+        self._found: dict[str, str] = {}  # those that it has found since, before anything was stopped here
         self._stops: tuple[Stop, ...] = ()
         self.open = True
         try:
@@ -122,8 +131,12 @@ class TimeLimit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave()
-        if time.monotonic() >= self.deadline and self._process == os.getpid():
+        if self._process != os.getpid():
+            return
+        if time.monotonic() >= self.deadline:
             self._judge(error)
+        elif error is None:
+            self._check_backends()
 
     def _leave(self) -> None:
         self.open = False
@@ -188,6 +201,8 @@ class TimeLimit:
             self.binding.limit,
             ", ".join(stop.names),
         )
+        if self._found:  # on nccl2 the call may not come back, and this be all that is said
+            logger.error("%s%s", ", ".join(f"{kind} in {name}:" for name, kind in self._found.items()), ENDS_SOON)
         return self._heard + GRACE
 
     def _bounded(self) -> tuple[dist.ProcessGroup, ...]:
@@ -204,6 +219,7 @@ class TimeLimit:
         return tuple(g for g in _torch.known_groups() if (None in named or g in named) and g not in _not_to_stop)
 
     def _stop(self, groups: tuple[dist.ProcessGroup, ...]) -> Stop:
+        self._found |= self._new_errors()  # now: an abort leaves one as well
         stop = Stop(groups)
         self._stops += (stop,)
         _not_to_stop.update(groups)
@@ -230,12 +246,29 @@ class TimeLimit:
         elif self._stops:
             logger.error("%s", self._timeout(f"{type(error).__name__} was raised inside it and passes"))
 
+    def _check_backends(self) -> None:
+        """Raise CollectiveFailed when torch's watchdog has found an error inside the block: it may have aborted there.
+
+        To the host an operation that was aborted looks complete (nccl2 with error handling 2, torch 2.15).
+        """
+        found = self._new_errors()
+        if found:
+            broken = ", ".join(f"{kind} in {name}" for name, kind in found.items())
+            raise CollectiveFailed(self._timeout(f"{BROKEN_INSIDE} ({broken})").outcome)
+
+    def _new_errors(self) -> dict[str, str]:
+        return {name: kind for name, kind in _backend_errors(self._group).items() if name not in self._errors}
+
     def _timeout(self, what: str) -> CollectiveTimeout:
         """The error of this block, with an outcome that is this rank's view alone."""
         elapsed = time.monotonic() - self.binding.entered
         stopped = ", ".join(name for stop in self._stops for name in stop.names)
-        summary = f"the limit of {self.binding.limit:g} s passed and {what};"
-        if stopped:
+        broken = what.startswith(BROKEN_INSIDE)
+        summary = f"{what};" if broken else f"the limit of {self.binding.limit:g} s passed and {what};"
+        if broken:
+            summary += " the group is unusable from now on, and tensors that were in flight hold no defined values."
+            advice = f"See torch's own lines above for the error. {RECREATE}"
+        elif stopped:
             summary += (
                 f" {stopped} was stopped for that and is unusable from now on, on all ranks, and tensors that were in flight "
                 "hold no defined values."
@@ -250,24 +283,27 @@ class TimeLimit:
         else:
             summary += " no process group was stopped."
             advice = "Give the block a longer limit if it only needed more time."
+        if self._found or self._new_errors():
+            advice += ENDS_SOON
         for failure in (failure for stop in self._stops for failure in stop.failures):
             summary += f" Stopping failed for {failure}."
         incident = Incident(
             id=f"limit-{self._process}-{self.thread}-{self.entered:.6f}",
+            device=_torch.emulated_device(),
             op="nccl_timeout_handler",
             op_id="this rank",
             group=stopped,
             generation=0,
             cause=Cause.UNKNOWN,
             culprits=(),
-            deadline_expired=True,
+            deadline_expired=not broken,
             timeout=self.binding.limit,
             agreed=False,
             attempts=1,
             participants=(),
             summary=summary,
             advice=advice,
-            torn=bool(stopped) or what == FAILED_CALL,
+            torn=bool(stopped) or broken or what == FAILED_CALL,
         )
         outcome = Outcome(
             ok=False,
@@ -288,6 +324,18 @@ class TimeLimit:
             incident=incident,
         )
         return CollectiveTimeout(outcome)
+
+
+def _backend_errors(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """What torch's watchdog has found so far on a group, or on all, by the group's name and backend."""
+    found = {}
+    for known in _torch.known_groups():
+        if group in (None, known) and known not in _not_to_stop:
+            for backend in backends(known):
+                kind = _torch.backend_error(known, backend)
+                if kind is not None:
+                    found[f"process group {known.group_name!r} ({backend})"] = kind
+    return found
 
 
 def _from_transport(error: BaseException, *, stopped: bool) -> bool:

@@ -46,25 +46,27 @@ def in_flight(groups: Iterable[dist.ProcessGroup]) -> InFlight:
         if group.size() == 1:
             continue
         for backend in backends(group):
-            if backend not in dumps:
-                dumps[backend] = _unfinished(backend)
-            names = dumps[backend]
+            recorder = _torch.recorder_name(group, backend)
+            if recorder not in dumps:
+                dumps[recorder] = _unfinished(recorder)
+            names = dumps[recorder]
             if names is None:
-                unknown.append(group)
+                if _torch.sequence_number(group, backend) != 0:  # a group that is not connected yet has no record
+                    unknown.append(group)
             elif group.group_name in names:
                 busy.append(group)
     return InFlight(tuple(busy), tuple(unknown))
 
 
-def _unfinished(backend: str) -> set[str] | None:
-    """Names of the groups with an unfinished collective on ``backend``; None where nothing is recorded."""
-    trace = _torch.recorder_dump(backend, entries=True)
+def _unfinished(recorder: str) -> set[str] | None:
+    """Names of the groups with an unfinished collective in a recorder; None where nothing is recorded."""
+    trace = _torch.recorder_dump(recorder, entries=True)
     if trace is None:
         return None
     try:
         return {entry["process_group"][0] for entry in trace.get("entries", ()) if not _torch.recorded_end(entry)}
     except (LookupError, TypeError, AttributeError):
-        logger.warning("torch's flight recorder of %s could not be read: taken as unknown", backend, exc_info=True)
+        logger.warning("torch's flight recorder of %s could not be read: taken as unknown", recorder, exc_info=True)
         return None
 
 

@@ -70,6 +70,13 @@ variable sets the process-group timeout of torch: pass `report.limits.process_gr
 With the defaults: 1800 s (evaluation) < 1920 s < 2040 s < the launcher's, which is read from Slurm or given
 with `setup_env(launcher_timeout=...)`.
 
+## torch 2.15: nccl2
+
+`init_process_group("nccl")` gives another backend there, nccl2 (`TORCH_DIST_USE_NCCL2=0` or the backend `nccl-legacy`: the one of before). It ends the
+process 15 s after a timeout, sends no dump signal to other ranks, and does not heed `TORCH_NCCL_ENABLE_MONITORING`, `_HEARTBEAT_TIMEOUT_SEC`,
+`_DESYNC_DEBUG`, `_ENABLE_TIMING`, `_PROPAGATE_ERROR` nor `TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC` (`TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC` works): tried on an
+emulated GPU. `ncclguard env` and `doctor` leave these out, and say so where they are set.
+
 ## `ncclguard env`
 
 `eval "$(ncclguard env)"`, or `--format dotenv|json|slurm|k8s|deepspeed`, `--profile`, `--explain`,

@@ -67,6 +67,8 @@ def _check_deprecated(variable: Variable, environ: Mapping[str, str]) -> Finding
 
 
 def _outside(variable: Variable, versions: Versions) -> str:
+    if variable.not_by_nccl2 and versions.nccl2:
+        return f'the backend nccl2, which "nccl" is on torch {versions.torch}, does not heed it'
     version = variable.version_of_reader(versions)
     name = "NCCL" if variable.reader is Reader.NCCL else "torch"
     span = f"only {variable.since or 'the first'} to {variable.until} read it" if variable.until else ""
@@ -74,6 +76,8 @@ def _outside(variable: Variable, versions: Versions) -> str:
 
 
 def _other_name(variable: Variable) -> str:
+    if variable.not_by_nccl2:
+        return "remove it, or set TORCH_DIST_USE_NCCL2=0 to have the backend of before"
     for other in CATALOGUE.values():
         if other.replaced_by == variable.name:
             return f"use {other.name} with this version, or upgrade"

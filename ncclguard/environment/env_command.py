@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -61,6 +62,19 @@ def _say_what_is_wrong(report: EnvironmentReport, values: dict[str, str], format
         )
 
 
+def _say_if_emulated() -> None:
+    if importlib.util.find_spec("emulated_gpu") is None:
+        return
+    import torch  # only here: it takes seconds
+
+    if torch.cuda.is_available() and "emulated" in torch.cuda.get_device_name():
+        print(
+            f"ncclguard env: the GPU is an emulated one ({torch.cuda.get_device_name()}): what is measured here says nothing of a "
+            "real one",
+            file=sys.stderr,
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, or 2 when the configuration is wrong. What is found wrong goes to stderr."""
     arguments = build_parser().parse_args(argv)
@@ -77,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GuardConfigError as error:
         print(f"ncclguard env: {error}", file=sys.stderr)
         return 2
+    _say_if_emulated()
     values = _values(report)
     comments = _comments(report, values) if arguments.explain else None
     print(render(values, arguments.format, comments))

@@ -41,7 +41,8 @@ class Variable:
     ``since`` and ``until`` are versions of the reader, both inclusive; ``until=None`` means that the newest known one
     still reads it. ``default`` is what holds when the variable is absent. ``read_at`` is the moment from which on a
     change has no effect. ``replaced_by`` names the variable that took its place (it is then a deprecated alias from
-    ``deprecated_since`` on), ``instead`` says what to use where nothing reads the name.
+    ``deprecated_since`` on), ``instead`` says what to use where nothing reads the name. ``not_by_nccl2``: torch 2.15's
+    nccl2 does not heed it (tried there).
     """
 
     name: str
@@ -61,6 +62,7 @@ class Variable:
     deprecated_since: str | None = None
     instead: str | None = None
     differs_per_host: bool = False
+    not_by_nccl2: bool = False
 
     def version_of_reader(self, versions: Versions) -> str | None:
         """The installed version that counts for this variable; None when it is unknown."""
@@ -72,7 +74,7 @@ class Variable:
 
     def is_read(self, versions: Versions) -> bool | None:
         """Whether the installed versions read the name; None when that is not known."""
-        if self.reader is Reader.NOTHING:
+        if self.reader is Reader.NOTHING or (self.not_by_nccl2 and versions.nccl2):
             return False
         version = self.version_of_reader(versions)
         if version is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ncclguard.environment.variable import Kind, Reader, Variable
 
 _HEADER = "torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
@@ -345,4 +347,28 @@ _GONE = (
     ),
 )
 
-TORCH_VARIABLES: tuple[Variable, ...] = (*_ERROR_HANDLING, *_RECORDER_VARIABLES, *_OTHER, *_ALIASES, *_GONE)
+_NCCL2 = (
+    Variable(
+        "TORCH_DIST_USE_NCCL2",
+        Reader.TORCH,
+        'With 0, "nccl" is ProcessGroupNCCL, as before torch 2.15, and not nccl2; the backend "nccl-legacy" is too.',
+        "torch/distributed/distributed_c10d.py",
+        since="2.15",
+        default="1",
+        kind=Kind.BOOL,
+    ),
+)
+
+# Seen on torch 2.15 with nccl2, on an emulated GPU: no difference with any value.
+_NOT_BY_NCCL2 = {
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+    "TORCH_NCCL_DESYNC_DEBUG",
+    "TORCH_NCCL_ENABLE_TIMING",
+    "TORCH_NCCL_PROPAGATE_ERROR",
+}
+
+TORCH_VARIABLES: tuple[Variable, ...] = tuple(
+    replace(variable, not_by_nccl2=True) if variable.name in _NOT_BY_NCCL2 else variable
+    for variable in (*_ERROR_HANDLING, *_RECORDER_VARIABLES, *_OTHER, *_NCCL2, *_ALIASES, *_GONE)
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from importlib import metadata
@@ -22,7 +23,10 @@ BUNDLED_NCCL: dict[str, str] = {
     "2.11": "2.28.9",
     "2.12": "2.29.7",
     "2.13": "2.29.7",
+    "2.15": "2.30.7",
 }
+#: The first torch whose "nccl" is the backend nccl2, unless TORCH_DIST_USE_NCCL2 says otherwise.
+_NCCL2_SINCE = "2.15"
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
@@ -60,7 +64,7 @@ class Versions(BaseModel):
 
     ``nccl`` is None when torch has none in it and no NCCL package is installed; ``nccl_source`` says where the number
     comes from. ``nccl_assumed`` is the version the variables are written for in that case: the one which the CUDA
-    wheels of the same torch bundle.
+    wheels of the same torch bundle. ``nccl2``: "nccl" is the backend nccl2, which reads fewer of the variables.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -69,6 +73,7 @@ class Versions(BaseModel):
     nccl: str | None
     nccl_source: str
     nccl_assumed: str | None = None
+    nccl2: bool = False
 
     @property
     def nccl_for_names(self) -> str | None:
@@ -107,16 +112,18 @@ def detect_versions() -> Versions:
     Raises importlib.metadata.PackageNotFoundError when torch is not installed.
     """
     torch = _torch_version()
+    nccl2 = within(torch, _NCCL2_SINCE, None) and os.environ.get("TORCH_DIST_USE_NCCL2", "1") != "0"
     loaded = _nccl_of_loaded_torch()
     if loaded is not None:
-        return Versions(torch=torch, nccl=loaded, nccl_source="the loaded torch")
+        return Versions(torch=torch, nccl=loaded, nccl_source="the loaded torch", nccl2=nccl2)
     if "+cpu" not in torch:
         for package in _NCCL_PACKAGES:
             version = _package_version(package)
             if version is not None:
-                return Versions(torch=torch, nccl=version, nccl_source=f"the package {package}")
+                return Versions(torch=torch, nccl=version, nccl_source=f"the package {package}", nccl2=nccl2)
     minor = ".".join(str(part) for part in parse_version(torch)[:2])
     assumed = BUNDLED_NCCL.get(minor)
     if assumed is None and parse_version(torch) > parse_version(max(BUNDLED_NCCL, key=parse_version)):
         assumed = BUNDLED_NCCL[max(BUNDLED_NCCL, key=parse_version)]
-    return Versions(torch=torch, nccl=None, nccl_source="this torch has no NCCL in it", nccl_assumed=assumed)
+    source = "this torch has no NCCL in it"
+    return Versions(torch=torch, nccl=None, nccl_source=source, nccl_assumed=assumed, nccl2=nccl2)

@@ -69,7 +69,7 @@ class GuardedEvaluation:
             return function(*args, **kwargs)
         owner = self._owner if self._owner is not None or not args else args[0]
         step = clock.step_of(function, owner, args, kwargs)
-        holders = [owner, *args, *kwargs.values()]
+        holders = [owner, *args, *kwargs.values(), *subjects.named_in(function)]
         models = subjects.models_of([*holders, *options.models])
         loaders = subjects.loaders_of([*holders, *options.loaders])
         sink = options.monitor if options.monitor is not None else getattr(owner, "monitor", None)
@@ -162,7 +162,8 @@ def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options:
     else `self.monitor`; `metric_prefix` ("eval/"). `accept_partial`, `combine(parts)`: see `record_partial`.
     `same_result`: all ranks return what the first one found. `on_lost`: "fail" raises when a process is gone;
     "checkpoint" calls `save()` on the survivors before. `group`: who evaluates together (default: all). `models`,
-    `loaders`, `keepers`: whose state is kept, besides what the owner and the arguments hold. Raises GuardConfigError,
+    `loaders`, `keepers`: whose state is kept, besides what the owner and the arguments hold and the function itself
+    names. Raises GuardConfigError,
     TypeError or ValueError for options that cannot be; a call raises PeerLost, or another CollectiveFailed, when the
     job cannot go on, and otherwise nothing of what happened inside.
 

@@ -1,12 +1,30 @@
-"""What belongs to an evaluation: the models and loaders that its owner, such as a trainer, or its arguments hold."""
+"""What belongs to an evaluation: the models and loaders that its owner, such as a trainer, or its arguments hold, or
+that its code names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
+
+
+def named_in(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """The objects that the function's own code names: global variables, and those of functions around it.
+
+    Not modules, classes and functions, nor what functions name that it calls.
+    """
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    try:
+        named = inspect.getclosurevars(plain)
+    except (TypeError, ValueError):  # not a Python function, or a variable around it has no value yet
+        return ()
+    values = [*named.nonlocals.values(), *named.globals.values()]
+    return tuple(v for v in values if not isinstance(v, (ModuleType, type)) and not inspect.isroutine(v))
 
 
 def models_of(holders: Iterable[Any]) -> tuple[nn.Module, ...]:

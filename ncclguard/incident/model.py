@@ -64,7 +64,8 @@ class RankReport(BaseModel):
 class Incident(BaseModel):
     """Who, why, where and what to do; `timeout` in seconds, `ranks` in order of rank, `culprits` sorted global ranks.
 
-    `sides` is filled when ranks diverged: what was called, and by which ranks, the largest side first. `str()` is for
+    `sides` is filled when ranks diverged: what was called, and by which ranks, the largest side first. `device` is the
+    GPU's name where it is an emulated one, else None. `str()` is for
     people, `to_json()` for programs. Raises pydantic.ValidationError, a ValueError, for fields that cannot be.
 
     >>> incident = Incident(
@@ -96,6 +97,7 @@ class Incident(BaseModel):
     advice: Text
     sides: tuple[tuple[Text, tuple[int, ...]], ...] = ()
     torn: bool = False
+    device: Text | None = None
 
     @field_validator("schema_version")
     @classmethod

@@ -60,6 +60,8 @@ def as_text(incident: Incident) -> str:
         lines.append("  the tensor is torn: it holds neither its input nor the result")
     if not incident.agreed:
         lines.append("  this is the view of one rank: it could not agree with the others")
+    if incident.device is not None:
+        lines.append(f"  device: {incident.device}")
     lines.append(f"  what to do: {incident.advice}")
     lines.append(f"  (operation {incident.op_id}, group {incident.group}, generation {incident.generation})")
     return "\n".join(lines).translate(_CONTROL)

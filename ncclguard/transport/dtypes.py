@@ -13,7 +13,7 @@ uint16 uint32 uint64 float8_*           no (torch adds none)    no              
 quantized                               no                      no               no              no
 ======================================  ======================  ===============  ==============  =====================
 
-NCCL (from the sources of ProcessGroupNCCL, not yet run on a GPU): the same without int16, BAND, BOR and BXOR, and AVG
+NCCL (from the sources of ProcessGroupNCCL; run on an emulated GPU): the same without int16, BAND, BOR and BXOR, and AVG
 is NCCL's own, which divides before it adds: the sum of two float16 of 40,000 is infinite, their average is not.
 PREMUL_SUM is refused on both: a scaled tensor and SUM do the same.
 

@@ -1,4 +1,4 @@
-"""An NCCL communicator for CUDA tensors. Written from the sources of torch and NCCL, not yet run on a GPU.
+"""An NCCL communicator for CUDA tensors. Run on an emulated GPU, not yet on a real one.
 
 Four things differ from the transport of CPU tensors.
 
@@ -55,6 +55,7 @@ _ABORT_WITHIN = 10.0  # seconds after which an abort counts as hung
 _CLOSE_WAIT = 1.0  # seconds that close() waits
 _PAUSE = 0.001  # seconds between two looks at what is to become quiet
 _ASK_SLICE = 0.05  # seconds between two looks at the communicator while another thread asks NCCL or aborts
+_LAUNCHED_WITHIN = 0.2  # seconds that an abort waits for a launch to come back
 _ASKED_WITHIN = 1.0  # seconds that an abort waits for an answer of NCCL in another thread
 
 _live: weakref.WeakSet[NcclCommunicator] = weakref.WeakSet()
@@ -81,6 +82,7 @@ class NcclCommunicator(Communicator):
         self._aborter: Background | None = None
         # An abort holds torch's own lock of the communicator, which a question for errors needs too.
         self._asking = threading.Lock()
+        self._launching = threading.Lock()  # held during each launch; see _abort
         self._probe = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._launcher = Launcher(f"launching on generation {self.generation}")
         # Once for the thread: leaving the context of a stream sets the device of before,
@@ -189,8 +191,8 @@ class NcclCommunicator(Communicator):
         group, stream, probe = self._group, torch.cuda.current_stream(self.device), self._probe
 
         def launch() -> Launched:
-            self.check()  # stopped while it waited for its turn
-            with torch.cuda.stream(stream):
+            with self._launching, torch.cuda.stream(stream):
+                self.check()  # stopped while it waited for its turn
                 work = call(group)
                 with torch.cuda.stream(probe):
                     work.synchronize()  # makes the probe stream wait, not this thread
@@ -262,6 +264,11 @@ class NcclCommunicator(Communicator):
         warn.daemon = True
         with contextlib.suppress(RuntimeError):  # interpreter exit: no threads any more
             warn.start()
+        # Between two launches: one that is under way when its communicator is taken away polls a null handle, whose
+        # state NCCL does not write, until TORCH_NCCL_NONBLOCKING_TIMEOUT (NCCLUtils.hpp, C10D_NCCL_CHECK_TIMEOUT_BASE;
+        # torch 2.13: 11 of 20 aborts during launches). One that waits for a missing peer does that all the same.
+        if self._launching.acquire(timeout=_LAUNCHED_WITHIN):
+            self._launching.release()
         asked = self._asking.acquire(timeout=_ASKED_WITHIN)
         try:
             abort_group(group, self.device)

@@ -1,4 +1,4 @@
-"""Builds NCCL communicators, the one for votes first. Written from the sources, not yet run on a GPU."""
+"""Builds NCCL communicators, the one for votes first. Run on an emulated GPU, not yet on a real one."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from ncclguard.agreement.furthest import Furthest
 from ncclguard.agreement.inquiry import Question, not_answering, not_come, silent_cause
 from ncclguard.agreement.monitor import Monitor
 from ncclguard.agreement.store import AgreementStore
+from ncclguard.incident.model import Incident
 from ncclguard.incident.render import SHOWN_GROUPS, ranks_text
 from ncclguard.outcome import Cause
 from ncclguard.watch.judge import ISSUED, analyse, has_issued, is_consequence
@@ -25,6 +26,10 @@ log = logging.getLogger("ncclguard")
 LEFT_GRACE = 0.5
 #: The same for one that had issued what is awaited.
 ISSUED_GRACE = 5.0
+_GONE = (Cause.LOST, Cause.FAILED, Cause.EXITED)  # causes of ranks that will not come any more
+_WAITING = "running"  # the state, in an incident, of a rank that is in the collective
+#: How the evidence reads of a process that was ended by abort(3).
+ABORTED = "killed by SIGABRT"
 #: Seconds after a process ended without a goodbye at which that is an incident although nobody waits in a collective.
 LOST_GRACE = 0.7
 #: Collectives before the one it waits in that a rank compares with what the others called.
@@ -44,7 +49,7 @@ class Conference:
     """`step` is called by the monitor; `process_ended`, `overdue` and `waiting` belong to the watcher's thread.
 
     Once some rank of the job has left or died, `hurried` is set and `hurry` called: from then on a stop is soon
-    suspect.
+    suspect. ``last`` is to be the last incident, ``given_up`` the channels in which torch's own limit has passed here.
     """
 
     def __init__(
@@ -58,6 +63,8 @@ class Conference:
     ) -> None:
         self.waiting: tuple[Pending, ...] = ()
         self.hurried = False
+        self.last: Incident | None = None
+        self.given_up: set[str] = set()
         self._monitor = monitor
         self._seat = seat
         self._rank = rank
@@ -95,6 +102,8 @@ class Conference:
                 del self._ended[rank]
         for rank, evidence in left.items():
             self._lost(rank, evidence)
+            if self._follows(rank, evidence):
+                continue
             self._ask(TroubleKind.DEPARTED, f"rank {rank} lost: {evidence}")
 
     # ------------------------------------------------------------------ the monitor's thread
@@ -135,6 +144,8 @@ class Conference:
         """Whether this rank waits, or will wait in vain, for one that is gone."""
         if departure.cause is Cause.FAILED and is_consequence(departure.text):
             return False  # it ended because its collective broke: who broke that is being found out
+        if departure.cause is Cause.LOST and self._follows(departure.rank, departure.text):
+            return False
         if known < 2 * LOST_GRACE and now - self._looked >= 0.2:
             self._looked = now
             self._seat.read()
@@ -154,7 +165,29 @@ class Conference:
 
     def _departure(self, rank: int, evidence: str) -> Departure:
         details = {p.rank: {"host": p.host, "pid": p.pid} for p in self._monitor.peers_here()}
-        return Departure(rank, Cause.LOST, evidence, details=details.get(rank, {}))
+        told = self._follows(rank, evidence)
+        return Departure(rank, Cause.LOST, evidence, details=details.get(rank, {}), told=told)
+
+    def _follows(self, rank: int, evidence: str) -> bool:
+        """Whether the end of a process is what the last incident has led to, and not another one.
+
+        torch ends a process whose collective has failed, or has not ended within torch's own limit
+        (ProcessGroupNCCL.cpp, ``Watchdog::run``; nccl2 likewise). So that collective must not have ended since, and the
+        rank have waited in it.
+        """
+        last = self.last
+        if last is None or not any(found.rank == rank and found.state == _WAITING for found in last.ranks):
+            return False
+        channel, _, sequence = last.op_id.rpartition("/")
+        observation = self._seat.read()
+        if observation.done.get(channel, 0) >= int(sequence):
+            return False
+        if any(found.cause in _GONE for found in last.ranks):
+            return True
+        if "killed by" in evidence and ABORTED not in evidence:
+            return False
+        waits = any((p.channel, p.sequence) == (channel, int(sequence)) for p in observation.pending)
+        return channel in self.given_up or not waits
 
     def _lost(self, rank: int, evidence: str) -> None:
         log.warning("ncclguard: rank %d is lost: %s (seen by rank %d)", rank, evidence, self._rank)

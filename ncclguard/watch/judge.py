@@ -44,6 +44,8 @@ _TRANSPORT: Final = re.compile(
     r"/gloo/|Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting \d+ms for"
     r"|Application timeout caused pair closure|ProcessGroup(NCCL|Gloo)|NCCL (error|communicator was aborted)"
     r"|nccl(Remote|System)Error|DistBackendError"
+    # nccl2 raises a plain RuntimeError: "NCCL Broadcast failed in all_gather: ..." (torch 2.15)
+    r"|NCCL \w+ failed|NCCL operation timed out|remote process exited or there was a network error"
 )
 
 

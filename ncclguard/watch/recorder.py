@@ -4,6 +4,7 @@ from sequence numbers where it is off.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 import time
@@ -57,37 +58,61 @@ class Observation:
         return self.recent[-1] if self.recent else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Channel:
+    group: dist.ProcessGroup
+    name: str
+    backend: str  # as the program calls it
+    recorder: str  # as the recorder calls it
+    ranks: tuple[int, ...]
+
+
 class Recorder:
     """Reads the recorders of all backends that the process has groups of; one thread at a time."""
 
     def __init__(self) -> None:
         self._groups: tuple[dist.ProcessGroup, ...] = ()
-        self._channels: dict[str, tuple[dist.ProcessGroup, str, tuple[int, ...]]] = {}
-        self._backends: tuple[str, ...] = ()
-        self._blind: tuple[str, ...] = ()
+        self._channels: dict[str, _Channel] = {}
+        self._recorders: tuple[str, ...] = ()
+        self._covered: set[str] = set()  # recorders that have shown something
+        self._blind: dict[str, int] = {}  # channel -> collectives issued on it
         self._moved: dict[str, tuple[int, float]] = {}  # channel -> sequence number, when it was first seen
+        _torch.on_destroy(_note_all)
+        _torch.on_destroy_group(_note)
 
     @property
     def blind(self) -> tuple[str, ...]:
-        """Channels that no recorder covers: of these only sequence numbers are known."""
-        return self._blind
+        """Channels with collectives that no recorder covers: of these only sequence numbers are known.
+
+        Not one whose first collective has not come back yet: NCCL connects in it, and is recorded when it has.
+        """
+        return tuple(channel for channel, issued in self._blind.items() if issued > 1)
 
     def status(self) -> dict[str, tuple[int, int]]:
         """For each group the last collective issued and ended, under a key of the recorder's own; takes about 50 µs."""
         self._learn_groups()
+        uncovered = self._issued_uncovered()
         found: dict[str, tuple[int, int]] = {}
-        for backend in self._backends:
-            trace = _torch.recorder_dump(backend, entries=False)
-            for name, counters in (trace or {}).get("pg_status", {}).items():
+        for recorder in self._recorders:
+            trace = _torch.recorder_dump(recorder, entries=False)
+            if trace is None:
+                continue
+            self._covered.add(recorder)
+            for name, counters in trace.get("pg_status", {}).items():
                 numbers = (int(counters["last_enqueued_collective"]), int(counters["last_completed_collective"]))
-                found[f"{backend}/{name}"] = numbers
+                found[f"{recorder}/{name}"] = numbers
+        self._blind = {c: n for c, n in uncovered.items() if self._channels[c].recorder not in self._covered}
         now = time.monotonic()
-        for channel in self._blind:
-            issued = _torch.sequence_number(self._channels[channel][0]) or 0
+        for channel, issued in self._blind.items():
             if self._moved.get(channel, (-1, 0.0))[0] != issued:
                 self._moved[channel] = (issued, now)
-            found[channel] = (issued, -1 if issued else 0)
+            found[channel] = (issued, -1)
         return found
+
+    def errors(self) -> dict[str, str]:
+        """Channels whose backend has found an error by itself, with its kind: see `ncclguard._torch.backend_error`."""
+        kinds = {c: _torch.backend_error(own.group, own.backend) for c, own in self._channels.items()}
+        return {channel: kind for channel, kind in kinds.items() if kind is not None}
 
     def observe(self) -> Observation:
         """Read everything; takes up to 50 ms with a full recorder, so not on the healthy path."""
@@ -96,21 +121,21 @@ class Recorder:
         issued: dict[str, int] = {}
         done: dict[str, int] = {}
         recent: list[tuple[int, tuple[str, tuple[int, ...], dict[str, Any], str]]] = []
-        for backend in self._backends:
-            trace = _torch.recorder_dump(backend, entries=True)
-            found = _by_channel(backend, (trace or {}).get("entries", ()))
-            for channel, (group, own, ranks) in self._channels.items():
-                if own != backend or channel in self._blind:
+        for recorder in self._recorders:
+            trace = _torch.recorder_dump(recorder, entries=True)
+            found = _by_group((trace or {}).get("entries", ()))
+            for channel, own in self._channels.items():
+                if own.recorder != recorder or channel in self._blind:
                     continue
-                entries = found.get(channel, [])
+                entries = found.get(own.name, [])
                 waiting = [entry for entry in entries if not _torch.recorded_end(entry)]
-                issued[channel] = done[channel] = _issued(group, entries, len(_backends(group)) == 1)
+                issued[channel] = done[channel] = _issued(own, entries)
                 last = entries[-RECENT:]
-                recent += [(int(e.get("time_created_ns", 0)), (channel, ranks, e, backend)) for e in last]
+                recent += [(int(e.get("time_created_ns", 0)), (channel, own.ranks, e, recorder)) for e in last]
                 if waiting:
                     oldest = min(waiting, key=lambda entry: int(entry["collective_seq_id"]))
                     done[channel] = int(oldest["collective_seq_id"]) - 1
-                    pending.append(_pending(channel, ranks, oldest, backend))
+                    pending.append(_pending(channel, own.ranks, oldest, recorder))
         self._observe_blind(pending, issued, done)
         recent.sort(key=lambda item: item[0])
         return Observation(tuple(pending), issued, done, tuple(_pending(*found) for _, found in recent[-RECENT:]))
@@ -123,26 +148,49 @@ class Recorder:
         for group in groups:
             ranks = _torch.group_ranks(group)
             if len(ranks) > 1:
+                name = _torch.group_name(group)
                 for backend in sorted(_backends(group)):
-                    channels[f"{_torch.group_name(group)}:{backend}"] = (group, backend, ranks)
+                    recorder = _torch.recorder_name(group, backend)
+                    channels[f"{name}:{backend}"] = _Channel(group, name, backend, recorder, ranks)
         self._channels = channels
-        self._backends = tuple(sorted({backend for _, backend, _ in channels.values()}))
-        covered = {backend for backend in self._backends if _torch.recorder_dump(backend, entries=False) is not None}
-        self._blind = tuple(name for name, (_, backend, _) in channels.items() if backend not in covered)
+        self._recorders = tuple(sorted({channel.recorder for channel in channels.values()}))
+        self._covered &= set(self._recorders)
+        self._blind = {}
         self._groups = groups
+
+    def _issued_uncovered(self) -> dict[str, int]:
+        """Channels of recorders that have shown nothing so far, with the number of collectives that were issued."""
+        unseen = {c: own for c, own in self._channels.items() if own.recorder not in self._covered}
+        counted = {c: _torch.sequence_number(own.group, own.backend) or 0 for c, own in unseen.items()}
+        return {channel: number for channel, number in counted.items() if number}
 
     def _observe_blind(self, pending: list[Pending], issued: dict[str, int], done: dict[str, int]) -> None:
         """Without a recorder: a thread that is inside a collective waits in the group whose number moved last."""
-        for channel in self._blind:
-            issued[channel] = done[channel] = _torch.sequence_number(self._channels[channel][0]) or 0
+        for channel, number in self._blind.items():
+            issued[channel] = done[channel] = number
         moved = [(self._moved[c][1], c) for c in self._blind if c in self._moved and self._moved[c][0] > 0]
         thread = _waiting_thread() if moved else 0
         if not thread:
             return
         channel = max(moved)[1]
-        text = f"collective(number {done[channel]} of group {channel}; torch's flight recorder is off, so its kind is unknown)"
-        pending.append(Pending(channel, self._channels[channel][2], done[channel], 0, text, 0, thread, channel))
+        why = "torch's flight recorder is off" if done[channel] > 1 else "it is connecting still, or not recorded"
+        text = f"collective(number {done[channel]} of group {channel}; {why}, so its kind is unknown)"
+        pending.append(Pending(channel, self._channels[channel].ranks, done[channel], 0, text, 0, thread, channel))
         done[channel] -= 1
+
+
+# When groups were destroyed, by name: a recorder keeps what was pending in them, and later groups have their names.
+_destroyed: dict[str, int] = {}
+
+
+def _note(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(ValueError):  # destroyed already
+        _destroyed[_torch.group_name(group)] = time.time_ns()
+
+
+def _note_all() -> None:
+    for group in _torch.known_groups():
+        _note(group)
 
 
 def _backends(group: dist.ProcessGroup) -> frozenset[str]:
@@ -152,22 +200,23 @@ def _backends(group: dist.ProcessGroup) -> frozenset[str]:
         return frozenset()
 
 
-def _by_channel(backend: str, entries: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _by_group(entries: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The collectives of each living group, by its name."""
     found: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
-        if not entry.get("is_p2p"):
-            found.setdefault(f"{entry['process_group'][0]}:{backend}", []).append(entry)
+        name = str(entry["process_group"][0])
+        if not entry.get("is_p2p") and int(entry.get("time_created_ns", 0)) >= _destroyed.get(name, 0):
+            found.setdefault(name, []).append(entry)
     return found
 
 
-def _issued(group: dist.ProcessGroup, entries: list[dict[str, Any]], alone: bool) -> int:
-    """The number of the last collective; the recorder forgets the older ones, the group's own counter does not."""
+def _issued(channel: _Channel, entries: list[dict[str, Any]]) -> int:
+    """The number of the last collective; the recorder forgets the older ones, the backend's own counter does not."""
     recorded = max((int(entry["collective_seq_id"]) for entry in entries), default=0)
-    counted = _torch.sequence_number(group) if alone else None
-    return max(recorded, counted or 0)
+    return max(recorded, _torch.sequence_number(channel.group, channel.backend) or 0)
 
 
-def _pending(channel: str, ranks: tuple[int, ...], entry: dict[str, Any], backend: str) -> Pending:
+def _pending(channel: str, ranks: tuple[int, ...], entry: dict[str, Any], recorder: str) -> Pending:
     name = _name(entry)
     sizes, types = entry.get("input_sizes", []), entry.get("input_dtypes", [])
     compared = (name, [_numel(size) for size in sizes], types) if name in _EQUAL_SIZES else (name,)
@@ -180,7 +229,7 @@ def _pending(channel: str, ranks: tuple[int, ...], entry: dict[str, Any], backen
         text=_text(entry),
         numel=max((_numel(size) for size in (*sizes, *entry.get("output_sizes", []))), default=0),
         thread=int(entry.get("thread_id") or 0),
-        key=f"{backend}/{entry.get('pg_id')}",
+        key=f"{recorder}/{entry.get('pg_id')}",
     )
 
 

@@ -146,7 +146,7 @@ class WatchSeat(Seat):
         limit = None if call is None or self.limit is None else self.limit(call)
         if limit is not None and oldest is not None:
             report = replace(report, budget=limit - (report.age or 0.0))
-        if (self.broken and latest is not None) or _knows_who(report):
+        if (self.broken and latest is not None) or _waits_no_longer(report):
             report = replace(report, budget=0.0)  # so that nobody waits for the answer of a rank that is busy
         details[DETAIL] = {
             "waits": waits,
@@ -157,9 +157,11 @@ class WatchSeat(Seat):
         return replace(report, details=details, phase=Phase.RUNNING if waits else Phase.NONE)
 
 
-def _knows_who(report: Report) -> bool:
-    """Whether this rank asks because another is gone for certain: silence of a third one is held against nobody."""
-    return report.trouble is not None and report.trouble.kind is TroubleKind.DEPARTED
+def _waits_no_longer(report: Report) -> bool:
+    """Whether this rank asks because another is gone for certain, so that silence of a third one is held against
+    nobody; or because a limit has passed, be it torch's own, so that silence is.
+    """
+    return report.trouble is not None and report.trouble.kind in (TroubleKind.DEPARTED, TroubleKind.DEADLINE)
 
 
 def _item(pending: Pending, age: float, broken: bool = False) -> list[Any]:

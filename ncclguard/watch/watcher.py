@@ -7,6 +7,7 @@ It never talks to the store: that is the monitor's part (`Conference`), so a sto
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
 from ncclguard.phases import resolve_timeout
 from ncclguard.watch.conference import Conference
+from ncclguard.watch.interruption import interrupt
 from ncclguard.watch.judge import BROKEN, is_consequence
 from ncclguard.watch.processes import Processes
 from ncclguard.watch.recorder import Pending
@@ -42,6 +44,8 @@ AGAIN: float = 5.0
 ALONE_AFTER: float = 4.0
 #: Seconds that an exception which ends the program waits for the verdict on who caused it.
 LAST_WORDS: float = 2.0
+#: Seconds after a backend has reported a broken connection at which that is an incident: who died is known by then.
+BROKEN_GRACE: float = 3.0
 #: The same, once nothing can be agreed any more: the others, who decide alone too, are to find this process alive.
 LINGER: float = 1.0
 
@@ -77,7 +81,9 @@ class Watcher:
         self._last_told: tuple[str, int] | None = None
         self._over = False  # aborted, or a rank is gone: what breaks from now on is a consequence
         self._asked_at: float | None = None
+        self._broken: dict[str, float] = {}  # channel -> when its backend reported an error first
         self._closing = False
+        self._warned_blind = False
         self._thread = threading.Thread(target=self._run, name="ncclguard-watch", daemon=True)
 
     @property
@@ -96,12 +102,7 @@ class Watcher:
                 "belongs to, so watch() reports processes that end and exceptions only; use INFO to have hangs reported"
             )
         self._seat.recorder.status()
-        if self._seat.recorder.blind:
-            log.warning(
-                "ncclguard: torch's flight recorder does not cover %s, so watch() knows their collectives only by number; "
-                "set TORCH_FR_BUFFER_SIZE=2000 before init_process_group, or use torch 2.8 or later",
-                ", ".join(self._seat.recorder.blind),
-            )
+        self._warn_of_blindness()
         self._thread.start()
 
     def close(self) -> None:
@@ -166,6 +167,7 @@ class Watcher:
     def _look(self, now: float) -> None:
         """Read the counters, and the recorder once they have stood still; escalate what is over its limit."""
         counters = self._seat.recorder.status()
+        self._warn_of_blindness()
         self._counters = {
             key: (value, self._counters[key][1] if self._counters.get(key, ((), 0.0))[0] == value else now)
             for key, value in counters.items()
@@ -193,11 +195,41 @@ class Watcher:
         waited, self._conference.waiting = self._conference.waiting, tuple(waiting)
         if waiting and not waited:
             self._monitor.wake()
+        self._heed_backends(now)
         for pending in waiting:
             if self._seat.age(pending) >= self._limit(pending):
                 limit = self._limit(pending)
                 self._ask(TroubleKind.DEADLINE, f"{pending.text} did not progress for {limit:g} s on rank {self._rank}")
                 break
+
+    def _heed_backends(self, now: float) -> None:
+        """Find out whose fault it is when torch's own watchdog gives up: it is about to end this process."""
+        for channel, kind in self._seat.recorder.errors().items():
+            since = self._broken.setdefault(channel, now)
+            if since == math.inf or (kind != "TIMEOUT" and now - since < BROKEN_GRACE):
+                continue
+            self._broken[channel] = math.inf
+            if kind == "TIMEOUT":
+                self._conference.given_up.add(channel)
+            pending = next((p for p in self._seat.read().pending if p.channel == channel), None)
+            if pending is None or self._told.get(channel) == pending.sequence or not self._concerns(pending):
+                continue
+            if kind == "TIMEOUT":
+                text = f"{pending.text} did not end within torch's own limit on rank {self._rank}"
+                self._ask(TroubleKind.DEADLINE, text)
+            else:
+                self._ask(TroubleKind.TRANSPORT, f"{pending.text} broke on rank {self._rank}: {kind} {BROKEN}")
+
+    def _warn_of_blindness(self) -> None:
+        """Once, as soon as it shows: NCCL records nothing before its first collective."""
+        blind = self._seat.recorder.blind
+        if blind and not self._warned_blind:
+            self._warned_blind = True
+            log.warning(
+                "ncclguard: torch's flight recorder does not cover %s, so watch() knows their collectives only by number; "
+                "set TORCH_FR_BUFFER_SIZE=2000 before init_process_group, or use torch 2.8 or later",
+                ", ".join(blind),
+            )
 
     def _due(self, key: str, value: tuple[int, int], all_still: bool, now: float) -> bool:
         """Whether the recorder is to be read because of a counter that stands still: it
@@ -242,6 +274,7 @@ class Watcher:
                 self._seat.verdicts.popleft()
 
     def _conclude(self, incident: Incident, verdict: Verdict | None) -> None:
+        self._conference.last = incident
         observation = self._seat.observation
         self._told |= {p.channel: p.sequence for p in observation.pending}
         self._last_told = _number(observation.latest)
@@ -262,6 +295,9 @@ class Watcher:
     def _abort(self, incident: Incident) -> None:
         """End every collective of the process with an error, for good."""
         groups = [group for group in _torch.known_groups() if group.size() > 1]
+        pending = [p for p in self._seat.observation.pending if not p.channel.endswith(":gloo")]
+        if pending:  # gloo's raise by themselves
+            interrupt({p.thread for p in pending}, incident, max(self._seat.age(p) for p in pending))
         log.error("ncclguard: ending the collectives of this process (on_hang='abort') after incident %s", incident.id)
         stop = Stop(groups)
         stop.start()
@@ -334,6 +370,8 @@ def _from_collective(error: BaseException) -> bool:
     for _ in range(10):
         if seen is None:
             return False
+        if getattr(seen, "ended_by_watch", False):
+            return True
         if isinstance(seen, (RuntimeError, OSError)) and (
             isinstance(seen, getattr(dist, "DistError", ())) or is_consequence(str(seen))
         ):

@@ -39,11 +39,16 @@ SHARED_GPU = {
 DEVICE = torch.device("cuda", 0)
 
 
-def join(backend: str = "gloo") -> int:
+def join(backend: str = "gloo", limit: float = 120.0) -> int:
     os.environ["NCCL_HOSTID"] = f"ncclguard-{os.environ['RANK']}"
     torch.cuda.set_device(0)
-    dist.init_process_group(backend, timeout=timedelta(seconds=120))
+    dist.init_process_group(backend, timeout=timedelta(seconds=limit))
     return dist.get_rank()
+
+
+def nccl2() -> bool:
+    """Whether "nccl" is the backend of that name that came with torch 2.15."""
+    return hasattr(dist, "ProcessGroupNCCL2") and os.environ.get("TORCH_DIST_USE_NCCL2", "1") != "0"
 
 
 def build(generation: int, seconds: float = 60.0) -> NcclCommunicator:

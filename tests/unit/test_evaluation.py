@@ -306,6 +306,30 @@ def test_models_and_loaders_are_found_where_trainers_keep_them() -> None:
     assert subjects.loaders_of([trainer]) == (trainer.loader, trainer.more["eval"])  # type: ignore[attr-defined]
 
 
+MODEL = nn.Linear(2, 2)
+
+
+@ng.resilient_evaluate(fallback=None, max_attempts=1)
+def evaluate_the_global_model() -> None:
+    MODEL.eval()
+    raise ValueError("a metric went wrong")
+
+
+def test_a_model_that_the_function_names_is_back_in_train_mode_after_giving_up() -> None:
+    """A global variable, and one of the function around it."""
+    local = nn.Linear(2, 2)
+
+    @ng.resilient_evaluate(fallback=None, max_attempts=1)
+    def evaluate() -> None:
+        local.eval()
+        raise ValueError("a metric went wrong")
+
+    assert evaluate_the_global_model() is None
+    assert evaluate() is None
+    assert MODEL.training
+    assert local.training
+
+
 def test_labels_follow_training_so_that_a_skipped_evaluation_shifts_nothing() -> None:
     start_counting()
     labels = Labels("evaluation")

@@ -217,5 +217,9 @@ def test_what_counts_as_a_consequence() -> None:
     assert is_consequence(
         "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
     )
+    nccl2 = "RuntimeError: NCCL Broadcast failed in all_gather: remote process exited or there was a network error"
+    assert is_consequence(f"{nccl2} \nNCCL Last Error: the communicator has an error already")
+    assert is_consequence("DistBackendError: Watchdog caught collective operation timeout: NCCL operation timed out")
+    assert is_consequence("RuntimeError: NCCL communicator was aborted after a previous error")
     assert is_consequence(f"MyError: step 3 {BROKEN}")
     assert not is_consequence("ValueError at nccl_train.py:3 in gloo_step: boom")

@@ -12,6 +12,7 @@ import torch
 
 from ncclguard.environment import catalogue_docs
 from ncclguard.environment.catalogue import CATALOGUE, UNREAD_VARIABLES, closest, lookup, name_for
+from ncclguard.environment.checks import check_names
 from ncclguard.environment.nccl_names import NCCL_NAMES
 from ncclguard.environment.variable import Kind, Reader, Variable
 from ncclguard.environment.versions import Versions, detect_versions, parse_version, within
@@ -161,3 +162,16 @@ def test_a_misspelling_is_recognised_and_a_stranger_is_not() -> None:
 def test_values_that_the_reader_would_refuse(name: str, value: str, fault: bool) -> None:
     """A boolean that is none makes torch raise in the constructor of the process group."""
     assert (CATALOGUE[name].fault_of(value) is not None) == fault
+
+
+def test_what_nccl2_does_not_heed_is_not_recommended_and_is_warned_of_where_it_is_set() -> None:
+    """torch 2.15 has another backend under the name of "nccl"."""
+    legacy = Versions(torch="2.15.0", nccl="2.30.7", nccl_source="test")
+    nccl2 = legacy.model_copy(update={"nccl2": True})
+    name = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+    assert name_for(name, legacy) == name
+    assert name_for(name, nccl2) is None
+    assert check_names({name: "600", "TORCH_DIST_USE_NCCL2": "0"}, legacy) == []
+    (finding,) = check_names({name: "600", "TORCH_DIST_USE_NCCL2": "1"}, nccl2)
+    assert "nccl2" in finding.detail
+    assert "TORCH_DIST_USE_NCCL2=0" in finding.advice
