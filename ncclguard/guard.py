@@ -21,7 +21,7 @@ from ncclguard.errors import CollectiveFailed
 from ncclguard.execution import Execution, InUse, encode
 from ncclguard.outcome import FailedOutcome, Outcome
 from ncclguard.request import Request
-from ncclguard.streams import drained
+from ncclguard.streams import drained, queues
 from ncclguard.transport.base import Communicator, Disagreement, Pending, TransportError
 
 log = logging.getLogger("ncclguard")
@@ -44,7 +44,7 @@ class Guard:
         self._member = seat.member
         self.rank = seat.member.rank
         self.device = assembly.device
-        self._queues = assembly.device.type == "cuda"  # work that the host does not wait for
+        self._queues = queues(assembly.device)
         self._assembly = assembly
         self._wake = wake
         self._rounds = config.rounds

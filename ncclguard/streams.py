@@ -10,6 +10,11 @@ import torch
 _LONGEST_PAUSE = 0.001  # seconds between two looks at an event
 
 
+def queues(device: torch.device) -> bool:
+    """Whether the host does not wait for what is queued there; asked once for each group."""
+    return device.type == "cuda"
+
+
 def drained(device: torch.device, end: float, called_off: Callable[[], bool] = lambda: False) -> bool:
     """Wait until all that the current stream of `device` has been given so far is done.
 

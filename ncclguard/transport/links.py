@@ -363,6 +363,13 @@ def neighbours(size: int, index: int, star: bool = False) -> list[int]:
     return sorted(found - {index})
 
 
+def _crowded(size: int) -> bool:
+    """Whether so many ranks are more than this host has cores, and all of the job are here, as its launcher says."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    one_host = local is not None and local == os.environ.get("WORLD_SIZE")
+    return one_host and max(2, os.cpu_count() or 1) < size <= _LARGEST_STAR
+
+
 def distances(size: int) -> list[int]:
     """How far away the peer of each hop of a vote is."""
     return [1 << hop for hop in range((size - 1).bit_length())]
@@ -372,7 +379,7 @@ def connect(keys: Store, host: str, size: int, index: int, end: float, direct: b
     """Connect with all `neighbours` through ``keys``, until ``end`` (time.monotonic()). Raises TransportError.
 
     ``host`` is the address to listen on. ``direct``: read large parts from the memory of peers where that is possible.
-    ``star``: see `Links`; None: the first rank has one where all are on its host, and more than this has cores.
+    ``star``: see `Links`, as the first rank has it; None: where more ranks than cores are on one host.
     """
     links: Links | None = None
     at = index
@@ -385,10 +392,7 @@ def connect(keys: Store, host: str, size: int, index: int, end: float, direct: b
             return Address.from_json(keys.get(f"streams/{peer}"))
 
         if index == 0:
-            if star is None:  # reading what all others have written is for the ranks of one host
-                crowded = max(2, os.cpu_count() or 1) < size <= _LARGEST_STAR
-                star = crowded and all(address_of(peer).host == host for peer in range(1, size))
-            links.own = replace(links.own, star=star)
+            links.own = replace(links.own, star=_crowded(size) if star is None else star)
         keys.set(f"streams/{index}", links.own.to_json())
         if size > 2:
             links.star = links.own.star if index == 0 else address_of(0).star

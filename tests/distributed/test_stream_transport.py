@@ -141,7 +141,6 @@ def test_build_gives_up_in_time_when_the_store_host_is_stopped_and_leaves_no_thr
         result = job.wait()
     for rank in (1, 2):
         assert result[rank].ok, str(result)
-        # Rank 1 asks the store where rank 2 listens; rank 2, the last, only waits for the others.
-        assert ("given up" if rank == 1 else "did not come") in result[rank].reports["error"]
+        assert "given up" in result[rank].reports["error"]
         assert result[rank].reports["after"] < 5.0
         assert result[rank].reports["left"] == []

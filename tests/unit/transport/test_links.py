@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -204,30 +203,21 @@ def test_without_a_name_it_is_what_the_hosts_name_stands_for_or_the_way_to_the_m
 
 
 @pytest.mark.parametrize(
-    ("cores", "hosts", "star"),
-    [
-        (2, ["127.0.0.1"] * 4, True),
-        (4, ["127.0.0.1"] * 4, False),
-        (2, ["127.0.0.1"] * 2, False),
-        (2, ["127.0.0.1", "127.0.0.1", "127.0.0.2"], False),
-    ],
-    ids=["more ranks than cores", "as many", "two ranks", "two hosts"],
+    ("size", "cores", "local", "star"),
+    [(4, 2, "4", True), (4, 4, "4", False), (2, 2, "4", False), (4, 2, "2", False), (4, 2, "", False)],
+    ids=["more ranks than cores", "as many", "two ranks", "two hosts", "not told"],
 )
 def test_ranks_of_one_host_go_through_the_first_where_they_are_more_than_its_cores(
-    cores: int, hosts: list[str], star: bool, monkeypatch: pytest.MonkeyPatch
+    size: int, cores: int, local: str, star: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    keys, end = HashStore(), time.monotonic() + 20
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        made = list(
-            pool.map(lambda index: connect(keys, hosts[index], len(hosts), index, end, True), range(len(hosts)))
-        )
-    try:
-        assert [one.star for one in made] == [star] * len(hosts)
-        assert all(sorted(one.peers) == neighbours(one.size, one.index, star) for one in made)
-    finally:
-        for one in made:
-            one.close()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    if not local:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with links(size, star=None) as made:
+        assert [one.star for one in made] == [star] * size
+        assert all(sorted(one.peers) == neighbours(size, one.index, star) for one in made)
 
 
 @pytest.mark.parametrize("size", [3, 4, 5, 64])
