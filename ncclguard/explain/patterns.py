@@ -573,8 +573,11 @@ ROWS: tuple[Row, ...] = (
         (("ERROR 05-01 10:00:00 [multiproc_executor.py:140] Worker proc VllmWorker-1 died unexpectedly, shutting down executor.", {"rank": 1}),), fields={"name": "first"}),
     Row(Kind.LAUNCHER, "Lightning lightning/fabric/strategies/launchers/subprocess_script.py, 2.0 to 2.5", r"\[rank: (?P<rank>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<number>-?\d+)", "terminated with code",
         (("[rank: 3] Child process with PID 4711 terminated with code -9. Forcefully terminating all other processes to avoid zombies", {"rank": 3, "number": -9}),), fields={"name": "first"}),
-    Row(Kind.LAUNCHER, "DeepSpeed launcher/launch.py, 0.5 to 0.18", r"(?:--local[_-]rank=(?P<local_rank>\d+).*)?exits with return code = (?P<number>-?\d+)", "return code = ",
-        (("[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank=6'] exits with return code = -11", {"local_rank": 6, "number": -11}),), fields={"name": "first", "rank": None, "rank_basis": ""}),
+    Row(Kind.LAUNCHER, "DeepSpeed launcher/launch.py, 0.5 to 0.18", r"(?:--local[_-]rank=(?P<local_rank>0)(?!\d).*)?exits with return code = (?P<number>-?\d+)", "return code = ",
+        # The command is the one that the launcher started last, whichever process ended (launch.py: `cmd` of its loop);
+        # it names the process that ended only where it is the only one.
+        (("[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank=6'] exits with return code = -11", {"local_rank": None, "number": -11}),
+         ("[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank=0'] exits with return code = -11", {"local_rank": 0})), fields={"name": "first", "rank": None, "rank_basis": ""}),
     Row(Kind.ENDED_BY_LAUNCHER, "DeepSpeed launcher/launch.py, 0.5 to 0.18", r"sigkill_handler\] Killing subprocess (?P<pid>\d+)", "Killing subprocess",
         (("[2024-05-01 10:00:00,1] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 4100", {"pid": 4100}),)),
     Row(Kind.LAUNCHER, "Slurm srun, 20 to 25", r"srun: error: (?P<host>\S+?): tasks? (?P<peers>[\d,\- ]+): (?P<name>Killed|Out Of Memory|Segmentation fault|Bus error|Aborted|Terminated|Exited with exit code (?P<code>\d+))", "srun: error",
