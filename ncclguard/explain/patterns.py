@@ -196,7 +196,8 @@ _WARNINGS: tuple[tuple[str, str], ...] = (
         r"Network is unreachable"),
     ),
     ("closed", r"Connection closed by remote peer|Connection reset|Broken pipe|Accept failed|Call to (?:recv|send)"),
-    ("p2p", r"peer access|P2P|peer mapping|cuIpc|IpcOpen|Duplicate GPU|Could not enable P2P|NVLS|Multicast"),
+    ("duplicate_gpu", r"Duplicate GPU"),
+    ("p2p", r"peer access|P2P|peer mapping|cuIpc|IpcOpen|Could not enable P2P|NVLS|Multicast"),
 )  # fmt: skip
 _FAMILIES = tuple((name, re.compile(pattern.replace(" ", r"\s?"))) for name, pattern in _WARNINGS)
 
@@ -621,8 +622,9 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.TRACE_INVALIDATED, "DeepSpeed runtime/zero/partitioned_param_coordinator.py, 0.5 to 0.18",
         r"[Ii]nvalidate trace cache(?: @ step (?P<step>\d+)(?: and module \d+)?:? (?:cache has only \d+ modules|expected module (?P<expected>\d+), but got module (?P<got>\d+)))?", "nvalidate trace",
         (("Invalidate trace cache @ step 3: expected module 2, but got module 1", {"number": 3}),), more=_trace_step),
-    Row(Kind.DATALOADER, "torch/utils/data/dataloader.py, 1.0 to 2.15; decord", r"(?P<detail>.*(?:DataLoader worker \(pid\(?s?\)? ?[\d, ]+\)? (?:is killed by signal|exited unexpectedly)|decord).*)", "",
-        (("RuntimeError: DataLoader worker (pid 4100) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory", {}),)),
+    Row(Kind.DATALOADER, "torch/utils/data/dataloader.py, 1.0 to 2.15; decord", r"^(?!.*Error: DataLoader worker)(?P<detail>.*(?:DataLoader worker \(pid\(?s?\)? ?[\d, ]+\)? (?:is killed by signal|exited unexpectedly)|decord).*)", "",
+        (("WARNING: DataLoader worker (pid 4100) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory", {}),),
+        ("RuntimeError: DataLoader worker (pid 4100) is killed by signal: Killed.",)),
     Row(Kind.CUDA, "c10/cuda and CUDA runtime", r"(?:CUDA|HIP) error: (?P<detail>.*)|Cuda failure(?: \d+)? '(?P<name>[^']*)'", "rror",
         (("RuntimeError: CUDA error: an illegal memory access was encountered", {"detail": "an illegal memory access was encountered"}),),
         more=lambda found, text, fact: fact.clone(detail=(fact.detail or fact.name)[:200], name="")),

@@ -286,7 +286,9 @@ def test_other_launchers_name_the_killed_rank(explain_lines: Explain, line: str,
     assert report.culprits == (rank,) and report.cause is Cause.LOST
 
 
-DEEPSPEED = "[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank={}'] exits with return code = {}"
+DEEPSPEED = (
+    "[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank={}'] exits with return code = {}"
+)
 
 
 @pytest.mark.parametrize("before", [[], ["Traceback (most recent call last):", "KeyError: 'labels'"]])
