@@ -103,6 +103,15 @@ def hardware(case: Case) -> Finding | None:
     return Finding("gpu_hardware", "medium", "the scheduler calls a device unhealthy", unhealthy) if unhealthy else None
 
 
+# cudaGetErrorString (CUDA 12) of errors that lie in how a host is set up, not in a program.
+UNFIT_DRIVER = (
+    "driver version is insufficient",
+    "no kernel image is available",
+    "no CUDA-capable device",
+    "system not yet initialized",
+    "system has unsupported display driver",
+    "forward compatibility was attempted",
+)
 OUT_OF_MEMORY = frozenset(["OOMKilled", "OOMKilling", "SystemOOM"])
 
 
@@ -203,6 +212,15 @@ def network(case: Case) -> Finding | None:
         )
     if of("topology"):
         return Finding("library_bug", "low", "ranks disagree about one communicator's topology", of("topology"))
+    if of("duplicate_gpu"):
+        return Finding("oom_or_crash_other_rank", "high", "two ranks were given one GPU", of("duplicate_gpu"))
+    unfit = [
+        fact
+        for fact in case.evidence.of(Kind.NCCL_WARN, Kind.CUDA)
+        if any(words in fact.detail for words in UNFIT_DRIVER)
+    ]
+    if unfit:
+        return Finding("library_bug", "medium", "the driver and the CUDA runtime do not fit each other", unfit)
     if of("no_interface"):
         return Finding("network_interface", "high", "NCCL found no interface to use", of("no_interface"))
     if of("connect"):

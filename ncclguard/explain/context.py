@@ -70,7 +70,7 @@ _PHASES: tuple[tuple[str, str], ...] = (
     (
         "finished",
         (
-            r"Training completed|training (?:is )?(?:done|finished|complete)|train_runtime|End of training|exiting "
+            r"[Ff]inished training|[Tt]raining (?:is )?(?:done|finished|complete)|train_runtime|End of training|exiting "
             r"(?:program|train)"
         ),
     ),

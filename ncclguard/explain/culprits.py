@@ -31,6 +31,7 @@ _FOLLOWS = re.compile(
     r"|WorkNCCL|timed out in blocking"
     r"|NCCL operations have failed|collective operation timeout|work sequence id|Signals\.SIG|SignalException"
     r"|Failed to recv"
+    r"|DataLoader worker .{0,40}killed by signal: (?:Terminated|Hangup|Interrupt)"
     r"|sendBytes failed|recvValue failed|CUDA error: an illegal.*NCCL|Operation timed out|unhandled system "
     r"error|NCCL error|ncclInternalError"
 )

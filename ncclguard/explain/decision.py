@@ -44,7 +44,8 @@ class Decision:
 
 _MEMORY = ("OutOfMemory", "out of memory", "MemoryError", "Cannot allocate memory", "DefaultCPUAllocator")
 _ENVIRONMENT = ("ModuleNotFoundError", "ImportError", "PermissionError", "FileNotFoundError", "ConnectionError", "HTTPError",
-                "No space left", "Read-only file system", "Stale file handle", "OSError", "CalledProcessError")  # fmt: skip
+                "No space left", "Read-only file system", "Stale file handle", "OSError", "CalledProcessError",
+                "killed by signal: Killed", "killed by signal: Bus error")  # fmt: skip
 
 
 def decide(evidence: Evidence, world: World, verdict: Verdict, finding: Finding, cause: Cause) -> Decision:
@@ -94,6 +95,8 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
     memory += evidence.of(Kind.KERNEL_OOM) + [fact for fact in evidence.of(Kind.LAUNCHER) if fact.name == "oom"]
     if memory:
         return Decision("fix-environment", "the host ran out of memory; the same job would again", "")
+    if any("low on resource" in fact.detail or "ephemeral" in fact.detail for fact in events):
+        return Decision("fix-environment", "the node ran out of a resource that the job uses; it would again", "")
     taken = [fact for fact in events if fact.name != "TIME LIMIT"]
     if taken:
         broken = [
@@ -105,6 +108,8 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
         if broken:
             return _without(verdict, broken, "the node failed")
         return Decision("restart", "the scheduler took the host away; nothing is wrong with the job", "")
+    if any(fact.name == "duplicate_gpu" for fact in finding.facts):
+        return Decision("fix-code", "two processes chose the same GPU: each must take that of its local rank", "")
     raised = own_exceptions(evidence)
     if raised:
         text = " ".join(f"{fact.name} {fact.detail}" for fact in raised)
@@ -113,7 +118,9 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
                 "fix-code", "a rank needs more memory than its GPU has; a restart comes to the same place", ""
             )
         if any(word in text for word in _ENVIRONMENT):
-            return Decision("fix-environment", "a rank lacks a file, module, connection or space", "")
+            return Decision(
+                "fix-environment", "a rank lacks a file, module, connection, space or memory of its host", ""
+            )
         return Decision("fix-code", "a rank raised; a restart comes to the same place", "")
     numbers = {fact.number for fact in finding.facts + verdict.facts if fact.kind in (Kind.LAUNCHER, Kind.EXIT)}
     if any(

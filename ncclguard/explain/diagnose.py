@@ -73,11 +73,14 @@ def diagnose(
     finding = classify(evidence, world, verdict)
     cause = refine_cause(evidence, verdict, finding)
     work, group = _collective(evidence, verdict)
+    quiet = _QUIET
+    if not any(fact.name == "abort_complete" for fact in evidence.of(Kind.NOTE)):
+        quiet |= {Kind.PEER_CLOSED}  # NCCL's proxy prints it of every process that ends, also of one that is done
     incident = bool(
         verdict.culprits
         or verdict.sides
         or finding.facts
-        or any(fact.kind not in _QUIET for fact in evidence.facts)
+        or any(fact.kind not in quiet for fact in evidence.facts)
         or work
     )
     timeout = _timeout(evidence, work)

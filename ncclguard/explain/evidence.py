@@ -23,6 +23,11 @@ MAX_FACTS = 100_000
 #: No job has more ranks; a larger number is damage.
 MAX_RANK = 1_000_000
 _ALWAYS = WAITING | {Kind.FINGERPRINT, Kind.DUMP_RECEIVED, Kind.DESYNC, Kind.LAUNCHER, Kind.EXIT}
+# What may stand beside an exception that the program caught.
+_SURVIVED_WITH = frozenset(
+    {Kind.EXCEPTION, Kind.RETRIED, Kind.PROGRESS, Kind.PHASE, Kind.NOTE, Kind.NCCL_INFO, Kind.JOINED, Kind.ALIVE,
+     Kind.PEER_CLOSED}
+)  # fmt: skip
 _OF_A_HOST = frozenset(
     {Kind.EXIT, Kind.WORKER_DIED, Kind.KERNEL_OOM, Kind.XID, Kind.NIC, Kind.SCHEDULER, Kind.RAS, Kind.GUARD}
 )
@@ -218,6 +223,7 @@ class Collector:
         key = (
             fact.source,
             fact.kind,
+            fact.line if fact.kind is Kind.RETRIED else None,
             fact.rank,
             fact.group_rank,
             fact.local_rank,
@@ -258,6 +264,7 @@ class Collector:
         self._resolve_ranks(evidence)
         evidence.facts = _last_attempt(evidence)
         evidence.facts = _drop_copies(evidence.facts)
+        _mark_survived(evidence)
         over = {fact.source: fact.line for fact in evidence.of(Kind.NOTE) if fact.name == "barrier_completed"}
         evidence.facts = [  # the ranks that waited at set-up have met
             fact
@@ -389,6 +396,21 @@ def _last_attempt(evidence: Evidence) -> list[Fact]:
         f"the job was restarted; attempt {last} of the launcher is explained, earlier ones are left out"
     )
     return [fact for fact in evidence.facts if attempts.get(fact.source, last) == last]
+
+
+def _mark_survived(evidence: Evidence) -> None:
+    """Count an exception as retried where its log says at the end that the training is complete.
+
+    Only in inputs that know of no end of a process and of nobody who waits: a rank whose lines have no prefix may have
+    raised while another one went on.
+    """
+    if any(fact.kind not in _SURVIVED_WITH for fact in evidence.facts):
+        return
+    complete = [fact for fact in evidence.of(Kind.PHASE) if fact.name == "finished" and fact.after_symptom]
+    for fact in evidence.of(Kind.EXCEPTION):
+        end = fact.line + 2 * len(fact.frames)  # a frame and its source line
+        if any(one.source == fact.source and one.rank == fact.rank and one.line > end for one in complete):
+            fact.kind = Kind.RETRIED
 
 
 def _drop_copies(facts: list[Fact]) -> list[Fact]:

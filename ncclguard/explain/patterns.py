@@ -196,7 +196,8 @@ _WARNINGS: tuple[tuple[str, str], ...] = (
         r"Network is unreachable"),
     ),
     ("closed", r"Connection closed by remote peer|Connection reset|Broken pipe|Accept failed|Call to (?:recv|send)"),
-    ("p2p", r"peer access|P2P|peer mapping|cuIpc|IpcOpen|Duplicate GPU|Could not enable P2P|NVLS|Multicast"),
+    ("duplicate_gpu", r"Duplicate GPU"),
+    ("p2p", r"peer access|P2P|peer mapping|cuIpc|IpcOpen|Could not enable P2P|NVLS|Multicast"),
 )  # fmt: skip
 _FAMILIES = tuple((name, re.compile(pattern.replace(" ", r"\s?"))) for name, pattern in _WARNINGS)
 
@@ -573,8 +574,11 @@ ROWS: tuple[Row, ...] = (
         (("ERROR 05-01 10:00:00 [multiproc_executor.py:140] Worker proc VllmWorker-1 died unexpectedly, shutting down executor.", {"rank": 1}),), fields={"name": "first"}),
     Row(Kind.LAUNCHER, "Lightning lightning/fabric/strategies/launchers/subprocess_script.py, 2.0 to 2.5", r"\[rank: (?P<rank>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<number>-?\d+)", "terminated with code",
         (("[rank: 3] Child process with PID 4711 terminated with code -9. Forcefully terminating all other processes to avoid zombies", {"rank": 3, "number": -9}),), fields={"name": "first"}),
-    Row(Kind.LAUNCHER, "DeepSpeed launcher/launch.py, 0.5 to 0.18", r"(?:--local[_-]rank=(?P<local_rank>\d+).*)?exits with return code = (?P<number>-?\d+)", "return code = ",
-        (("[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank=6'] exits with return code = -11", {"local_rank": 6, "number": -11}),), fields={"name": "first", "rank": None, "rank_basis": ""}),
+    Row(Kind.LAUNCHER, "DeepSpeed launcher/launch.py, 0.5 to 0.18", r"(?:--local[_-]rank=(?P<local_rank>0)(?!\d).*)?exits with return code = (?P<number>-?\d+)", "return code = ",
+        # The command is the one that the launcher started last, whichever process ended (launch.py: `cmd` of its loop);
+        # it names the process that ended only where it is the only one.
+        (("[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank=6'] exits with return code = -11", {"local_rank": None, "number": -11}),
+         ("[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank=0'] exits with return code = -11", {"local_rank": 0})), fields={"name": "first", "rank": None, "rank_basis": ""}),
     Row(Kind.ENDED_BY_LAUNCHER, "DeepSpeed launcher/launch.py, 0.5 to 0.18", r"sigkill_handler\] Killing subprocess (?P<pid>\d+)", "Killing subprocess",
         (("[2024-05-01 10:00:00,1] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 4100", {"pid": 4100}),)),
     Row(Kind.LAUNCHER, "Slurm srun, 20 to 25", r"srun: error: (?P<host>\S+?): tasks? (?P<peers>[\d,\- ]+): (?P<name>Killed|Out Of Memory|Segmentation fault|Bus error|Aborted|Terminated|Exited with exit code (?P<code>\d+))", "srun: error",
@@ -618,8 +622,9 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.TRACE_INVALIDATED, "DeepSpeed runtime/zero/partitioned_param_coordinator.py, 0.5 to 0.18",
         r"[Ii]nvalidate trace cache(?: @ step (?P<step>\d+)(?: and module \d+)?:? (?:cache has only \d+ modules|expected module (?P<expected>\d+), but got module (?P<got>\d+)))?", "nvalidate trace",
         (("Invalidate trace cache @ step 3: expected module 2, but got module 1", {"number": 3}),), more=_trace_step),
-    Row(Kind.DATALOADER, "torch/utils/data/dataloader.py, 1.0 to 2.15; decord", r"(?P<detail>.*(?:DataLoader worker \(pid\(?s?\)? ?[\d, ]+\)? (?:is killed by signal|exited unexpectedly)|decord).*)", "",
-        (("RuntimeError: DataLoader worker (pid 4100) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory", {}),)),
+    Row(Kind.DATALOADER, "torch/utils/data/dataloader.py, 1.0 to 2.15; decord", r"^(?!.*Error: DataLoader worker)(?P<detail>.*(?:DataLoader worker \(pid\(?s?\)? ?[\d, ]+\)? (?:is killed by signal|exited unexpectedly)|decord).*)", "",
+        (("WARNING: DataLoader worker (pid 4100) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory", {}),),
+        ("RuntimeError: DataLoader worker (pid 4100) is killed by signal: Killed.",)),
     Row(Kind.CUDA, "c10/cuda and CUDA runtime", r"(?:CUDA|HIP) error: (?P<detail>.*)|Cuda failure(?: \d+)? '(?P<name>[^']*)'", "rror",
         (("RuntimeError: CUDA error: an illegal memory access was encountered", {"detail": "an illegal memory access was encountered"}),),
         more=lambda found, text, fact: fact.clone(detail=(fact.detail or fact.name)[:200], name="")),

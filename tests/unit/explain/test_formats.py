@@ -228,7 +228,7 @@ def test_folded_ray_line_keeps_its_count() -> None:
         ("Cuda failure 'out of memory'", "oom"),
         ("Cuda failure 710 'device-side assert triggered'", "cuda"),
         ("Mismatched NCCL version detected : rank 3", "version"),
-        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 17000", "p2p"),
+        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 17000", "duplicate_gpu"),
     ],
 )
 def test_nccl_warning_of_every_wording(text: str, family: str) -> None:

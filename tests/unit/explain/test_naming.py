@@ -279,18 +279,27 @@ def test_rank_ended_by_sigkill_is_lost(explain_lines: Explain) -> None:
     [
         ("srun: error: node1: task 5: Out Of Memory", 5),
         ("mpirun noticed that process rank 3 with PID 12345 on node gpu1 exited on signal 9 (Killed).", 3),
-        (
-            (
-                "[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank=6'] exits with "
-                "return code = -11"
-            ),
-            6,
-        ),
     ],
 )
 def test_other_launchers_name_the_killed_rank(explain_lines: Explain, line: str, rank: int) -> None:
     report = explain_lines([line], world_size=8)
     assert report.culprits == (rank,) and report.cause is Cause.LOST
+
+
+DEEPSPEED = (
+    "[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank={}'] exits with return code = {}"
+)
+
+
+@pytest.mark.parametrize("before", [[], ["Traceback (most recent call last):", "KeyError: 'labels'"]])
+@pytest.mark.parametrize("code", [-9, -11, 1])
+def test_deepspeed_prints_the_command_it_started_last(explain_lines: Explain, before: list[str], code: int) -> None:
+    report = explain_lines([*before, DEEPSPEED.format(3, code)], world_size=4)
+    assert report.incident and report.culprits == () and 3 not in report.suspects
+
+
+def test_deepspeed_names_an_only_process(explain_lines: Explain) -> None:
+    assert explain_lines([DEEPSPEED.format(0, -9)]).culprits == (0,)
 
 
 def test_heartbeat_alone_names_nobody(explain_lines: Explain) -> None:

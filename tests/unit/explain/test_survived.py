@@ -1,0 +1,100 @@
+"""What a job survived is no incident, what ended it is one, and a host that is not set up is no fault of the code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ncclguard.explain import Report
+
+Explain = Callable[..., Report]
+
+CAUGHT = ["Traceback (most recent call last):", '  File "io.py", line 10, in fetch', "    answer.raise_for_status()",
+          "requests.exceptions.HTTPError: 503 Server Error"]  # fmt: skip
+RETRY = "WARNING: retrying with backoff"
+OOM = "CUDA out of memory. Tried to allocate 4.00 GiB; the batch size is 32 from here on"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [*CAUGHT, RETRY, "step 300 loss 1.9", "{'train_runtime': 600.1, 'train_loss': 0.6}"],
+        [OOM, "step 300 loss 1.9", "Training finished, total time 0:33:11"],
+        [OOM, "step 300 loss 1.9", "finished training"],
+    ],
+)
+def test_survived_exception_is_no_incident(explain_lines: Explain, lines: list[str]) -> None:
+    report = explain_lines(lines)
+    assert not report.incident and report.culprits == ()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [RETRY, *CAUGHT],
+        ["[rank3]: ValueError: bad sample 17", "[rank0]: finished training"],
+        ["Training finished, total time 0:33:11", *CAUGHT],
+        [*CAUGHT, RETRY, "failed (exitcode: 1) local_rank: 3 (pid: 812917) of binary: /usr/bin/python"],
+        [OOM, "finished training", "failed (exitcode: 1) local_rank: 3 (pid: 812917) of binary: /usr/bin/python"],
+    ],
+)
+def test_exception_that_nothing_follows_is_an_incident(explain_lines: Explain, lines: list[str]) -> None:
+    assert explain_lines(lines).incident
+
+
+def test_a_retry_counts_where_an_earlier_one_stood_before_the_exception(explain_lines: Explain) -> None:
+    raised = ["[rank2]: Traceback (most recent call last):", "[rank2]: ValueError: bad sample 17"]
+    report = explain_lines(["[rank2]: retrying the batch", *raised, "[rank2]: retrying the batch"], world_size=4)
+    assert report.culprits == ()
+
+
+def test_closed_connection_at_the_end_is_no_incident(explain_lines: Explain) -> None:
+    lines = [
+        "h1:5:60 [0] NCCL INFO comm 0x7f rank 0 nranks 2 - Destroy COMPLETE",
+        "h1:5:70 [0] NCCL INFO [Service thread] Connection closed by localRank 0",
+    ]
+    assert not explain_lines(lines).incident
+
+
+@pytest.mark.parametrize("end", ["is killed by signal: Killed. ", "is killed by signal: Bus error. "])
+def test_killed_loader_names_its_rank_without_a_traceback(explain_lines: Explain, end: str) -> None:
+    report = explain_lines([f"[rank1]: RuntimeError: DataLoader worker (pid 20655) {end}"], world_size=4)
+    assert report.culprits == (1,) and report.decision == "fix-environment"
+
+
+def test_loader_that_exits_is_an_incident(explain_lines: Explain) -> None:
+    report = explain_lines(
+        ["[rank1]: RuntimeError: DataLoader worker (pid(s) 20655) exited unexpectedly"], world_size=4
+    )
+    assert report.incident and report.culprits == (1,)
+
+
+def test_loader_that_a_launcher_ended_names_nobody(explain_lines: Explain) -> None:
+    report = explain_lines(
+        ["[rank1]: RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated. "], world_size=4
+    )
+    assert report.culprits == ()
+
+
+def test_one_gpu_for_two_ranks_is_the_code(explain_lines: Explain) -> None:
+    lines = [
+        "[rank0]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, invalid usage",
+        "[rank0]: Last error:",
+        "[rank0]: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000",
+    ]
+    report = explain_lines(lines)
+    assert report.culprits == () and report.decision == "fix-code"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "node1:9:9 [0] enqueue.cc:200 NCCL WARN Cuda failure 'CUDA driver version is insufficient for CUDA runtime version'",
+        "[rank1]: RuntimeError: CUDA error: no kernel image is available for execution on the device",
+        "[rank1]: RuntimeError: CUDA error: system not yet initialized",
+        "3m12s  Warning  Evicted  pod/w-2  The node was low on resource: ephemeral-storage. Threshold quantity: 10Gi",
+    ],
+)
+def test_host_that_is_not_set_up(explain_lines: Explain, line: str) -> None:
+    assert explain_lines([line]).decision == "fix-environment"
