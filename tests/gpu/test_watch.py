@@ -242,9 +242,11 @@ def test_no_rank_goes_on_with_a_result_that_was_never_reduced(wait: str) -> None
     for rank in result:
         assert rank.reports.get("told") == "late", str(result)
         assert "went_on" not in rank.reports, str(result)
-        assert rank.reports.get("raised"), str(result)
+        assert not rank.ok, str(result)  # it has raised, and the program ends with that
     for rank in (0, 1):
-        if wait != "poll":  # that asks torch, which raises an error of its own where it gets to it first
+        # `is_completed` asks torch, which raises an error of its own where it gets to it first, or ends the process
+        # before this program has reported what it raised.
+        if wait != "poll":
             assert "CollectiveTimeout" in result[rank].reports["raised"], str(result)
             assert "rank 2 late" in result[rank].reports["text"]
     assert not result.still_running
