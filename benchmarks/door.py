@@ -30,9 +30,9 @@ from peers import HEADS, columns, figures, write
 
 import ncclguard  # noqa: F401 - registers the backend
 from ncclguard import faults
+from ncclguard.bench.arguments import parse_size
 from ncclguard.bench.machine import describe
-from ncclguard.bench.sizes import parse_size
-from ncclguard.bench.world import World
+from ncclguard.bench.ranks import World
 
 BACKENDS = ("gloo", "ncclguard")
 WIDTH, BATCH = 1024, 64

@@ -20,16 +20,19 @@ import torch
 import torch.distributed as dist
 
 import ncclguard as ng
-from ncclguard import faults
-from ncclguard.agreement.seat import OpenCall
-from ncclguard.bench.timing import ratio
+from ncclguard import events, faults
+from ncclguard.bench.results import ratio
 from ncclguard.config import STATISTICS_EVERY, GuardConfig
-from ncclguard.guard import Request
-from ncclguard.metrics import hook, statistics
+from ncclguard.coordination.group_state import OpenCall
+from ncclguard.engine.call import Call
+from ncclguard.engine.outcomes import success
+from ncclguard.metrics import statistics
 from ncclguard.metrics.adjust import decide
-from ncclguard.metrics.combined import combine
 from ncclguard.metrics.exchange import Exchange
-from ncclguard.metrics.observer import RecordingObserver
+from ncclguard.metrics.registry import RecordingListener
+from ncclguard.metrics.statistics import combine
+from ncclguard.protocol.decision import Operation
+from ncclguard.protocol.group_key import GroupKey
 
 WARM_UP = 3  # rounds
 
@@ -47,7 +50,7 @@ def in_turn(rounds: int) -> None:
     torch.set_num_threads(1)
     groups = {}
     for every in (0, STATISTICS_EVERY):
-        ng.configure(statistics_every=every)  # holds for the guard that the next operation makes
+        ng.configure(statistics_every=every)  # holds for the guarded group that the next operation makes
         groups[every] = dist.new_group()
         ng.safe_barrier(groups[every]).raise_if_failed()
     tensor = torch.ones(1)
@@ -73,7 +76,7 @@ def print_job(ranks: int, rounds: int) -> None:
     reports = faults.run_ranks(in_turn, ranks, args=[rounds], timeout=1800).check()[0].reports
     without, exchanging = ([sum(taken) for taken in reports[name]] for name in ("without", "exchanging"))
     compared = ratio(exchanging, without)
-    # The barrier that made the guard was the first operation of the group.
+    # The barrier that made the guarded group was the first operation of the group.
     carrying = [taken[STATISTICS_EVERY - 2] for taken in reports["exchanging"]]
     others = [one for taken in reports["exchanging"] for one in taken[: STATISTICS_EVERY - 2]]
     print(
@@ -91,23 +94,28 @@ def print_job(ranks: int, rounds: int) -> None:
 def print_parts() -> None:
     """One line for each part that needs no other rank."""
     now = time.monotonic()
-    call = OpenCall("all_reduce(float32[1], SUM)", now - 1e-4, now + 600, 0, sequence=5, opened=now)
-    request = Request("all_reduce", call.text, 1, 3, False, True, 1, 4)
-    observer = RecordingObserver("job", lambda record: None)
-    exchange = Exchange("0:cpu:ab12", GuardConfig())
+    key = GroupKey.of("0", "cpu", (0, 1))
+    group, text = str(key), "all_reduce(float32[1], SUM)"
+    call = OpenCall(text, now - 1e-4, now + 600, 0, sequence=5, opened=now)
+    outcome = success(group, Call("all_reduce", 1, 4, True, Operation(0, 7, text)), call, 1, 1)
+    listener = RecordingListener("job", lambda record: None)
+    exchange = Exchange(key, GuardConfig())
 
     def off() -> None:
-        if hook.observer is not None:
-            raise AssertionError
+        for one in events.listeners:
+            one.call_started(group, call)
         if call.exchange:
             raise AssertionError
+        for one in events.listeners:
+            one.call_ended(group, call, outcome)
 
     def observed() -> None:
-        observer.succeeded("0:cpu:ab12", "all_reduce", 4, 1e-4, 5e-5, 1)
+        listener.call_started(group, call)
+        listener.call_ended(group, call, outcome)
 
     print(f"each operation, nothing on     {least(off):8.2f} us")
     print(f"each operation, monitoring     {least(observed):8.2f} us")
-    print(f"each operation, statistics     {least(lambda: exchange.completed(request, call, 1, 1, 1e-4)):8.2f} us")
+    print(f"each operation, statistics     {least(lambda: exchange.call_ended(group, call, outcome)):8.2f} us")
     data = statistics.encode(exchange._mine(call))
     for ranks in (2, 8, 64, 1000):
         repeat = max(5, 2000 // ranks)
@@ -115,7 +123,7 @@ def print_parts() -> None:
         def conclude(ranks: int = ranks) -> None:
             statistics.encode(exchange._mine(call))
             gathered = combine([data] * ranks)
-            exchange._stragglers.add(tuple(range(ranks)), gathered, "0:cpu:ab12/100")
+            exchange._stragglers.add(tuple(range(ranks)), gathered, f"{group}/100")
             decide(gathered, exchange._bounds)
 
         cost = least(conclude, 10 if ranks < 100 else 1, repeat)

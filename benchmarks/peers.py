@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.bench.inputs import Blocks, choose_pattern, count_wrong, fill
+from ncclguard.bench.arguments import parse_size
 from ncclguard.bench.machine import describe
-from ncclguard.bench.sizes import parse_size
-from ncclguard.bench.timing import percentile, ratio, slowest_rank_times
-from ncclguard.bench.world import World
+from ncclguard.bench.operations import Blocks, choose_pattern, count_wrong, fill
+from ncclguard.bench.ranks import World
+from ncclguard.bench.results import percentile, ratio, slowest_rank_times
 
 Call = Callable[[torch.Tensor], object]
 PLAIN = "plain torch"

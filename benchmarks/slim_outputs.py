@@ -38,8 +38,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ncclguard import _sockets, faults
-from ncclguard.bench.timing import percentile, ratio
+from ncclguard import faults
+from ncclguard.bench.results import percentile, ratio
+from ncclguard.torch_compat import sockets
 
 VARIANTS = ("everything", "default", "slim")
 LAYERS, HIDDEN, KV = 8, 128, 32  # of 7B: 28, 3584, 512
@@ -85,7 +86,7 @@ def become(model: Any, variant: str) -> None:
 def received() -> int:
     """Bytes that this process's TCP connections have received so far: tcpi_bytes_received of struct tcp_info."""
     total = 0
-    for connection in _sockets.connections(lambda local, remote: True):
+    for connection in sockets.connections(lambda local, remote: True):
         with socket.socket(fileno=os.dup(connection.fd)) as copy:
             info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
         total += struct.unpack_from("Q", info, 128)[0]

@@ -1,1 +1,1 @@
-"""Doors for frameworks: installed as `ncclguard.integrations`, one module for each, none imported unless asked for."""
+"""Integrations with frameworks, installed as `ncclguard.integrations`: a module for each, imported when asked for."""

@@ -1,7 +1,6 @@
-"""Evaluation that survives, for programs around an `Accelerator`: its gathers and
-barriers end, and name who held them up.
+"""Evaluation that survives for programs around an `Accelerator`, whose gathers and barriers then end as well.
 
-Works on Accelerate's objects without importing the package. Run with Accelerate 1.15 on CPU (gloo).
+This module works on Accelerate's objects without importing the package. Run with Accelerate 1.15 on CPU (gloo).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from ncclguard.evaluation import GuardedEvaluation
 from ncclguard.evaluation import resilient_evaluate as _resilient_evaluate
 from ncclguard.evaluation.guarded import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
+from ncclguard.process_group import redirected
 
 _PATCHED = ("gather_for_metrics", "wait_for_everyone")
 
@@ -27,11 +27,10 @@ _PATCHED = ("gather_for_metrics", "wait_for_everyone")
 def patch_accelerator(
     accelerator: Any, *, timeout: float | timedelta = 1800, barrier_timeout: float | timedelta = 300
 ) -> None:
-    """Make `gather_for_metrics` and `wait_for_everyone` of this accelerator end within
-    their limits, wherever they are called.
+    """Make `gather_for_metrics` and `wait_for_everyone` of an accelerator end within limits, wherever they are called.
 
-    `timeout`: of each collective of a gather, `barrier_timeout`: until all ranks have arrived; seconds or timedelta.
-    When they fail they raise CollectiveTimeout, PeerFailed or another CollectiveFailed on all ranks, which names the
+    `timeout` is for each collective of a gather, `barrier_timeout` until all ranks have arrived; seconds or timedelta.
+    When the two fail they raise CollectiveTimeout, PeerFailed or another CollectiveFailed on all ranks, which names the
     rank at fault; the process groups of training are untouched, so the program may go on. Patching again replaces the
     limits. Raises TypeError or ValueError for limits that cannot be.
 
@@ -54,7 +53,7 @@ def patch_accelerator(
 
 
 def unpatch_accelerator(accelerator: Any) -> None:
-    """Give an accelerator its own methods back; nothing happens to one that was not patched."""
+    """Give an accelerator its own methods back; one that was not patched stays as it is."""
     for name in _PATCHED:
         if hasattr(vars(accelerator).get(name), "__ncclguard__"):
             delattr(accelerator, name)
@@ -81,8 +80,6 @@ def resilient_evaluate(accelerator: Any, **options: Any) -> Callable[[Callable[.
 def _gathering(original: Callable[..., Any], timeout: float | None) -> Callable[..., Any]:
     @functools.wraps(original)
     def gather_for_metrics(*args: Any, **kwargs: Any) -> Any:
-        from ncclguard.process_group import redirected  # here: it needs torch.distributed
-
         with redirected(timeout=timeout):
             return original(*args, **kwargs)
 
@@ -108,7 +105,10 @@ def keepers_of(models: Iterable[nn.Module]) -> Iterator[Keeper]:
 
 
 def _gradient_state() -> Restore:
-    """An iteration that an exception ended stays the active one, and training would synchronise by its end."""
+    """What Accelerate knows of the iteration in progress.
+
+    An iteration that an exception ended stays the active one, and training would synchronise gradients by its end.
+    """
     kind = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     shared = getattr(kind, "_shared_state", None)
     if not shared:

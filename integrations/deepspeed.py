@@ -1,6 +1,7 @@
 """Evaluation that survives, for trainers around a DeepSpeed engine: ZeRO 1, 2 and 3.
 
-Works on DeepSpeed's objects without importing the package. Run with DeepSpeed 0.19 on CPU (gloo), ZeRO 1, 2 and 3.
+This module works on DeepSpeed's objects without importing the package. Run with DeepSpeed 0.19 on CPU (gloo), ZeRO 1, 2
+and 3.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from ncclguard.evaluation.guarded import GuardedEvaluation, register_keepers
-from ncclguard.evaluation.options import Options
+from ncclguard.evaluation import GuardedEvaluation, resilient_evaluate
+from ncclguard.evaluation.guarded import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
 
 
@@ -47,7 +48,8 @@ def patch_trainer(
     ((0.0, 0.0), True)
     """
     unpatch_trainer(trainer)
-    options = Options(
+    guarded = resilient_evaluate(
+        trainer.evaluate,
         timeout=timeout,
         barrier_timeout=barrier_timeout,
         max_attempts=max_attempts,
@@ -56,13 +58,12 @@ def patch_trainer(
         metric_prefix=metric_prefix,
         **more,
     )
-    guarded = GuardedEvaluation(trainer.evaluate, options)
     trainer.evaluate = guarded
     return guarded
 
 
 def unpatch_trainer(trainer: Any) -> None:
-    """Give a trainer its own `evaluate` back; nothing happens to one that was not patched."""
+    """Give a trainer its own `evaluate` back; one that was not patched stays as it is."""
     if isinstance(vars(trainer).get("evaluate"), GuardedEvaluation):
         del trainer.evaluate
 
@@ -80,7 +81,7 @@ def keepers_of(models: Iterable[nn.Module]) -> Iterator[Keeper]:
 
 
 def _timers(engine: Any) -> Keeper:
-    """A timer that an exception left running cannot be started again."""
+    """Which timers run: a timer that an exception left running could not be started again."""
 
     def keeper() -> Restore:
         timers = getattr(getattr(engine, "timers", None), "timers", {})

@@ -1,7 +1,6 @@
-"""Qwen2.5-VL for classification, with slim outputs and modes that agree: what the
-first users' classifier needed, in one place.
+"""Qwen2.5-VL for classification, with slim outputs and modes that agree, in one place.
 
-transformers is imported when `Qwen2_5_VLForSequenceClassification` is first asked for, and not by the others.
+transformers is imported when `Qwen2_5_VLForSequenceClassification` is first asked for, and by no other name.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .modes import set_eval_mode, set_train_mode
-from .slim_outputs import slim_outputs, unpatch
-from .slim_types import SequenceShape
+from .slim_outputs import SequenceShape, slim_outputs, unpatch
 
 if TYPE_CHECKING:
     from .qwen2_5_vl_classifier import Qwen2_5_VLForSequenceClassification

@@ -16,13 +16,12 @@ _MODEL_PARAMETERS = frozenset(inspect.signature(Qwen2_5_VLModel.forward).paramet
 
 
 class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: ignore[misc]
-    """Qwen2.5-VL whose last token that is no padding goes through a linear layer: text,
-    images and videos in, logits out.
+    """Qwen2.5-VL for sequence classification: text, images and videos in, logits out.
 
-    ``config.num_labels`` is the number of logits L; ``config.problem_type`` chooses the loss as everywhere in
-    transformers (``"regression"``, ``"single_label_classification"``, ``"multi_label_classification"``). Where it is
-    None, one logit means regression, labels of an integer type with one number an example single label, and other
-    labels multi label.
+    The last token that is no padding goes through a linear layer. ``config.num_labels`` is the number of logits L;
+    ``config.problem_type`` chooses the loss as everywhere in transformers (``"regression"``,
+    ``"single_label_classification"``, ``"multi_label_classification"``). Where it is None, one logit means regression,
+    labels of an integer type with one number an example single label, and other labels multi label.
 
     ``from_pretrained`` takes a checkpoint of this class, or of Qwen2.5-VL as published: then the head is new.
 
@@ -166,9 +165,7 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
 
 
 def _know_published_names() -> None:
-    """Published checkpoints have older names of parameters: transformers 5 looks up by
-    the class's name how they map.
-    """
+    """Have transformers 5 map the older names of parameters in published checkpoints, which it does by class name."""
     try:
         from transformers.conversion_mapping import (
             get_checkpoint_conversion_mapping,

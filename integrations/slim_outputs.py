@@ -1,29 +1,38 @@
-"""A forward that returns loss and logits alone, and an inner model that does not collect what would be dropped."""
+"""Slim model outputs: a forward that returns loss and logits alone, and inner models that do not collect the rest.
+
+`slim_outputs` patches a model or a class, and `unpatch` undoes that. A slim forward returns the model's own output type
+without the dropped fields, with a `SequenceShape` in place of a tensor whose length is all that a monitor needs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, MutableSet
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
+from ncclguard.torch_compat.groups import register_pytree_node
+
 from .modes import unwrap
-from .quiet import QUIETED, parameters, passes_keywords_on, quiet, unquiet
-from .slim_types import dropped_shape, slim_output
 
 Target = TypeVar("Target")
 
 #: What makes a model of transformers collect a field of its output.
 _FLAGS = {"hidden_states": "output_hidden_states", "attentions": "output_attentions", "past_key_values": "use_cache"}
 _DROP = tuple(_FLAGS)
+#: The attribute of a model that has the handles of the hooks that `quiet` made.
+_QUIETED = "_slim_handles"
 
 
 def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_sequence_length: bool = True) -> Target:
-    """Make a model's forward return its output without ``drop``, in training and in
-    evaluation alike, and return the model.
+    """Make a model's forward return its output without ``drop``, in training and evaluation; returns the model.
 
     The inner model is told not to collect what would be dropped, whatever its config says, so the memory is never
     taken. A caller who asks in the call itself (``output_hidden_states=True``, ``output_attentions=True``,
@@ -73,11 +82,10 @@ def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_seque
 
 
 def unpatch(model_or_class: Target) -> Target:
-    """Give a class or model that `slim_outputs` patched its own forward back, and
-    return it; harmless if it was not patched.
+    """Give a class or model that `slim_outputs` patched its own forward back, and return the class or model.
 
-    Takes what `slim_outputs` takes and raises the same TypeError. A model whose class was patched stays slim: unpatch
-    the class.
+    One that was not patched stays as it is. Takes what `slim_outputs` takes and raises the same TypeError. A model
+    whose class was patched stays slim: unpatch the class.
     """
     target = _target(model_or_class)
     forward = vars(target).get("forward")
@@ -129,7 +137,7 @@ class _Patch:
                         args = (*args[:place], False, *args[place + 1 :])
                     else:
                         kwargs[flag] = False
-            if untold and QUIETED not in vars(model):
+            if untold and _QUIETED not in vars(model):
                 quiet(model, untold, self.quieted)
             output = function(model, *args, **kwargs)
             dropped = drop.difference(asked)
@@ -168,3 +176,220 @@ def _unbound(forward: Any, model: nn.Module) -> Callable[..., Any]:
         return forward(*args, **kwargs)
 
     return function
+
+
+# ---------------------------------------------------------------------- models inside that are told not to collect
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def quiet(model: nn.Module, flags: list[str], done: MutableSet[nn.Module]) -> None:
+    """Make flags False that calls of the transformers models inside ``model`` leave open; add ``model`` to ``done``."""
+    parts = [part for part in model.modules() if part is not model and passes_keywords_on(type(part))]
+    inside = {id(deeper) for part in parts for deeper in part.modules() if deeper is not part}
+    vars(model)[_QUIETED] = [
+        part.register_forward_pre_hook(_Quiet(part, flags), with_kwargs=True)
+        for part in parts
+        if id(part) not in inside
+    ]
+    done.add(model)
+
+
+def unquiet(model: nn.Module) -> None:
+    """Undo `quiet`, if it was done."""
+    for handle in vars(model).pop(_QUIETED, ()):
+        handle.remove()
+
+
+def parameters(function: Callable[..., Any]) -> tuple[dict[str, int], bool]:
+    """The parameters after the model by name, with their positions, and whether it takes any keyword."""
+    parameters = list(inspect.signature(function).parameters.values())
+    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    if names and names[0] == "self":
+        del names[0]
+    return {name: place for place, name in enumerate(names)}, any(each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def passes_keywords_on(kind: type) -> bool:
+    """Whether a model passes unknown keywords on to its inner models, as those of transformers and PEFT do."""
+    return any(base.__module__.split(".")[0] in ("transformers", "peft") for base in kind.__mro__)
+
+
+class _Quiet:
+    """A hook before an inner model's forward: flags that its caller left open are False, whatever the config says."""
+
+    def __init__(self, part: nn.Module, flags: list[str]) -> None:
+        positions, takes_any = parameters(type(part).forward)
+        self.places = {flag: positions.get(flag) for flag in flags if takes_any or flag in positions}
+
+    def __call__(self, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        closed = dict(kwargs)
+        for flag, place in self.places.items():
+            by_position = place is not None and place < len(args)
+            cached = flag == "use_cache" and kwargs.get("past_key_values") is not None
+            if not by_position and not cached and kwargs.get(flag) is None:
+                closed[flag] = False
+        return args, closed
+
+
+# ---------------------------------------------------------------------- what a slim forward returns
+
+
+class SequenceShape:
+    """The shape of a tensor that was not kept, in place of ``outputs.last_hidden_state``.
+
+    ``size()``, ``size(dim)``, ``shape``, ``dim()`` and ``ndim`` answer as the tensor's would: (batch, sequence) or
+    (batch, sequence, hidden), in elements. Whatever else is asked of it raises AttributeError with what to do.
+
+    >>> shape = SequenceShape((8, 2048, 3584))
+    >>> shape.size(1), shape.shape[1], shape.ndim
+    (2048, 2048, 3)
+    """
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        self.shape = torch.Size(shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The whole shape, or the elements of one dimension."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "shape" or name.startswith("__"):  # being copied or unpickled: nothing to explain
+            raise AttributeError(name)
+        raise AttributeError(
+            f"the tensor was dropped by slim_outputs, only its shape is here, so it has no {name!r}. "
+            "Call the model with output_hidden_states=True to get the tensors, or unpatch() it."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SequenceShape) and other.shape == self.shape
+
+    def __hash__(self) -> int:
+        return hash(self.shape)
+
+    def __repr__(self) -> str:
+        return f"SequenceShape({tuple(self.shape)})"
+
+
+class _Slim:
+    """What `_slim_type` mixes into an output type of transformers.
+
+    The `SequenceShape` is an attribute and a dataclass field, never an item: ``items()``, ``to_tuple()`` and with them
+    all that gathers or detaches outputs see tensors only, while copies made field by field (FSDP) and through pytrees
+    (DDP) keep it.
+    """
+
+    _slim_base: Any
+    last_hidden_state: Any
+
+    def __init_subclass__(cls) -> None:
+        register_pytree_node(cls, _flatten, functools.partial(_unflatten, cls))
+
+    def __post_init__(self) -> None:
+        # In place of ModelOutput's: that would make the shape an item. It too takes one mapping for the fields.
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        first = getattr(self, names[0])
+        given = dict(first) if isinstance(first, Mapping) else {name: getattr(self, name) for name in names}
+        if isinstance(first, Mapping):
+            self.clear()  # type: ignore[attr-defined]
+            object.__setattr__(self, names[0], None)
+        for name, value in given.items():
+            if value is not None and not isinstance(value, SequenceShape):
+                self[name] = value  # type: ignore[index]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, SequenceShape):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The type is made at run time, so pickle could not find it by name.
+        return _restore, (self._slim_base, dict(self.items()), self.last_hidden_state)  # type: ignore[attr-defined]
+
+
+def slim_output(output: Any, drop: frozenset[str], shape: Iterable[int] | None) -> Any:
+    """A copy of a model's output without the fields in ``drop``.
+
+    ``shape`` takes the place of a ``last_hidden_state`` that is not there. An output type of transformers becomes a
+    subclass of itself; of a plain mapping the keys are left out; in another dataclass that has these fields they are
+    None. A tuple or anything else is returned as it is.
+    """
+    if isinstance(output, OrderedDict) and dataclasses.is_dataclass(output):
+        kept = {name: value for name, value in output.items() if name not in drop}
+        last = kept.pop("last_hidden_state", None)
+        if last is None and shape is not None:
+            last = SequenceShape(shape)
+        return _build(_slim_type(type(output)), kept, last)
+    if isinstance(output, dict):
+        return type(output)((name, value) for name, value in output.items() if name not in drop)
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        present = {field.name for field in dataclasses.fields(output)}
+        return dataclasses.replace(output, **dict.fromkeys(drop & present))
+    return output
+
+
+def dropped_shape(model: Any, given: Mapping[str, Any], output: Any) -> tuple[int, ...] | None:
+    """The shape of the last hidden state, from the output, else from the inputs; None if neither says it."""
+    fields = output if isinstance(output, Mapping) else vars(output) if dataclasses.is_dataclass(output) else {}
+    last = fields.get("last_hidden_state")
+    states = fields.get("hidden_states")
+    if last is None and isinstance(states, (tuple, list)) and states:
+        last = states[-1]
+    for tensor in (last, given.get("inputs_embeds")):
+        if isinstance(tensor, torch.Tensor):
+            return tuple(tensor.shape)
+    for name in ("input_ids", "attention_mask"):
+        tensor = given.get(name)
+        if isinstance(tensor, torch.Tensor) and tensor.ndim == 2:
+            config = getattr(model, "config", None)
+            hidden = getattr(getattr(config, "text_config", config), "hidden_size", None)
+            return (*tensor.shape, hidden) if isinstance(hidden, int) else tuple(tensor.shape)
+    return None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a type made once for each output type: nothing for a graph
+def _slim_type(base: Any) -> Any:
+    return _make_slim_type(getattr(base, "_slim_base", base))
+
+
+@functools.cache
+def _make_slim_type(base: Any) -> Any:
+    # Every field may be missing, and there is one for the shape.
+    names = [field.name for field in dataclasses.fields(base) if field.default is dataclasses.MISSING]
+    if "last_hidden_state" not in base.__dataclass_fields__:
+        names.append("last_hidden_state")
+    added = {**dict.fromkeys(names), "__annotations__": dict.fromkeys(names, Any)}
+    added |= {"__doc__": f"{base.__name__} without what slim_outputs drops.", "_slim_base": base}
+    made = type(f"Slim{base.__name__}", (_Slim, base), {"__module__": __name__, **added})
+    return dataclasses.dataclass(made)
+
+
+def _flatten(output: Any) -> tuple[list[Any], tuple[tuple[str, ...], Any]]:
+    last = output.last_hidden_state
+    return list(output.values()), (tuple(output.keys()), last if isinstance(last, SequenceShape) else None)
+
+
+def _unflatten(made: Any, values: Iterable[Any], context: tuple[tuple[str, ...], Any]) -> Any:
+    names, last = context
+    return _build(made, dict(zip(names, values, strict=True)), last)
+
+
+def _restore(base: Any, items: Mapping[str, Any], last: Any) -> Any:
+    return _build(_slim_type(base), items, last)
+
+
+def _build(made: Any, items: Mapping[str, Any], last: Any) -> Any:
+    """An output with these items, also those that are no fields of its type, as a model may add."""
+    output = made(last_hidden_state=last)
+    for name, value in items.items():
+        output[name] = value
+    return output

@@ -1,7 +1,6 @@
-"""Evaluation that survives, for `transformers.Trainer`: a mixin for a class of your
-own, a callback for a trainer you have.
+"""Evaluation that survives, for `transformers.Trainer`: a mixin for a class of your own, a callback for a trainer.
 
-Works with and without DeepSpeed, best-model selection and early stopping. Run with transformers 5.23 on CPU (gloo).
+Both work with and without DeepSpeed, best-model selection and early stopping. Run with transformers 5.23 on CPU (gloo).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 
 from ncclguard.errors import GuardError
 from ncclguard.evaluation import Action, GuardedEvaluation, record_partial, resilient_evaluate
-from ncclguard.evaluation.sinks import metrics_of
+from ncclguard.evaluation.report import metrics_of
 from ncclguard.evaluation.state import Restore
 
 _GUARDS = "_ncclguard_guards"  # attribute of a trainer
@@ -23,11 +22,11 @@ _GUARDS = "_ncclguard_guards"  # attribute of a trainer
 class ResilientEvaluation:
     """A mixin: `class MyTrainer(ResilientEvaluation, Trainer)` has `evaluate` and `predict` that survive.
 
-    `evaluation_options`: of `ncclguard.resilient_evaluate`, for the class or an instance. When the evaluation fails on
-    any rank it is tried again with half of `per_device_eval_batch_size`; when it is given up, `evaluate` returns
-    `{"eval_evaluation_failed": 1.0, ...}` with NaN for `metric_for_best_model`, on all ranks: no best model, no count
-    against the patience of early stopping. A dictionary of data sets that fails in the middle returns the metrics of
-    those that are in. All ranks get the metrics of the first, so that they decide alike. `predict` raises GuardError
+    `evaluation_options`: options of `ncclguard.resilient_evaluate`, on the class or an instance. When the evaluation
+    fails on any rank it is tried again with half of `per_device_eval_batch_size`; when it is given up, `evaluate`
+    returns `{"eval_evaluation_failed": 1.0, ...}` with NaN for `metric_for_best_model`, on all ranks: no best model, no
+    count against the patience of early stopping. A dictionary of data sets that fails in the middle returns the metrics
+    of those that are in. All ranks get the metrics of the first, so that they decide alike. `predict` raises GuardError
     when it is given up.
 
     >>> from ncclguard.integrations.transformers import ResilientEvaluation
@@ -50,8 +49,9 @@ class ResilientEvaluation:
 
 
 def patch_trainer(trainer: Any, **options: Any) -> None:
-    """Do the same to a trainer that exists, with these `options` of
-    `ncclguard.resilient_evaluate`; again replaces them.
+    """Do to a trainer that exists what `ResilientEvaluation` does to a class.
+
+    `options` are those of `ncclguard.resilient_evaluate`; patching again replaces them.
     """
     unpatch_trainer(trainer)
     trainer.evaluation_options = options
@@ -60,7 +60,7 @@ def patch_trainer(trainer: Any, **options: Any) -> None:
 
 
 def unpatch_trainer(trainer: Any) -> None:
-    """Give a trainer its own methods back; nothing happens to one that was not patched."""
+    """Give a trainer its own methods back; one that was not patched stays as it is."""
     for name in [name for name in ("evaluate", "predict") if hasattr(vars(trainer).get(name), "__ncclguard__")]:
         delattr(trainer, name)
     vars(trainer).pop(_GUARDS, None)

@@ -12,33 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ncclguard._loading import AfterTorch as _AfterTorch
 
 if TYPE_CHECKING:
-    from ncclguard.collectives import (
-        safe_all_gather,
-        safe_all_gather_object,
-        safe_all_reduce,
-        safe_barrier,
-        safe_broadcast,
-        safe_broadcast_object_list,
-        safe_reduce_scatter,
-    )
-    from ncclguard.config import GuardConfig, configure, current_config
-    from ncclguard.deadlines import get_adaptive_timeout, nccl_timeout_handler
-    from ncclguard.environment.setup import setup_env, setup_nccl_timeout_env
-    from ncclguard.errors import (
-        CollectiveFailed,
-        CollectiveMismatch,
-        CollectiveTimeout,
-        GuardConfigError,
-        GuardError,
-        PeerFailed,
-        PeerLost,
-    )
-    from ncclguard.evaluation import resilient_evaluate
-    from ncclguard.incident.model import Incident
-    from ncclguard.metrics.monitoring import setup_nccl_monitoring
-    from ncclguard.outcome import Cause, Outcome
-    from ncclguard.phases import phase
-    from ncclguard.watch.entry import watch
+    from ncclguard._public import *
 
 __version__ = "0.1.0"
 
@@ -74,45 +48,13 @@ __all__ = [
     "watch",
 ]
 
-_HOMES = {
-    "collectives": (
-        "safe_all_gather",
-        "safe_all_gather_object",
-        "safe_all_reduce",
-        "safe_barrier",
-        "safe_broadcast",
-        "safe_broadcast_object_list",
-        "safe_reduce_scatter",
-    ),
-    "config": ("GuardConfig", "configure", "current_config"),
-    "deadlines": ("get_adaptive_timeout", "nccl_timeout_handler"),
-    "environment.setup": ("setup_env", "setup_nccl_timeout_env"),
-    "errors": (
-        "CollectiveFailed",
-        "CollectiveMismatch",
-        "CollectiveTimeout",
-        "GuardConfigError",
-        "GuardError",
-        "PeerFailed",
-        "PeerLost",
-    ),
-    "evaluation": ("resilient_evaluate",),
-    "incident.model": ("Incident",),
-    "metrics.monitoring": ("setup_nccl_monitoring",),
-    "outcome": ("Cause", "Outcome"),
-    "phases": ("phase",),
-    "watch.entry": ("watch",),
-}
-
 
 def _load() -> None:
     """Import everything public and hook the guard into torch.distributed; a name wins over a package of that name."""
     _after_torch.stop()
-    runtime = _import_module("ncclguard.runtime")
-    for home, names in _HOMES.items():
-        module = _import_module(f"ncclguard.{home}")
-        globals().update({name: getattr(module, name) for name in names})
-    runtime.install()
+    public = _import_module("ncclguard._public")
+    globals().update({name: getattr(public, name) for name in __all__ if name != "__version__"})
+    public.install()
 
 
 def __getattr__(name: str) -> Any:

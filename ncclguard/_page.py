@@ -1,55 +1,70 @@
-"""Self-contained pages for people: no script, no outside resource, light and dark, everything escaped."""
+"""Self-contained pages for people, from the Jinja2 templates in incident/templates: light and dark, everything escaped.
+
+Jinja2 comes with torch; on a machine without torch only pages need it (`pip install "ncclguard[html]"` or jinja2).
+"""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from html import escape
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-#: The page may load nothing and run nothing, so that what came from a log or another program stays text.
-_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-#: An empty one, so that browsers do not ask the page's host for an icon.
-_ICON: Final = "data:,"
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
-STYLE: Final = """
-:root{color-scheme:light dark;--fg:#1a1d21;--dim:#5b6470;--bg:#fff;--soft:#f2f4f7;--line:#d5dae1;--bad:#b3261e;
---badsoft:#fdecea;--wait:#b26a00;--ok:#3f6f9e;--okbar:#7fa6cc}
-@media(prefers-color-scheme:dark){:root{--fg:#e4e7eb;--dim:#9aa4b1;--bg:#15181c;--soft:#20252b;--line:#3a424c;
---bad:#ff8a80;--badsoft:#3a1f1d;--wait:#ffb74d;--ok:#8fb4d6;--okbar:#4f7ca8}}
-*{box-sizing:border-box}
-body{font:15px/1.5 system-ui,"DejaVu Sans",sans-serif;color:var(--fg);background:var(--bg);
-max-width:80rem;margin:1.6rem auto;padding:0 1rem 3rem}
-h1{font-size:1.35rem;line-height:1.35;margin:.4rem 0 .8rem;overflow-wrap:anywhere}
-h2{font-size:1.05rem;margin:1.8rem 0 .5rem}
-p{margin:.4rem 0;max-width:65rem;overflow-wrap:anywhere}
-code,pre{font:13px/1.45 ui-monospace,"DejaVu Sans Mono",monospace}li code{overflow-wrap:anywhere}
-pre{background:var(--soft);padding:.6rem .8rem;border-radius:.4rem;overflow-x:auto;margin:.4rem 0}
-.wrap{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.88rem}
-td,th{padding:.25rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-td.t,th.t{text-align:left}th{color:var(--dim);font-weight:600}tr.bad td{color:var(--bad);font-weight:600}
-.where,.dim{color:var(--dim)}.where{font-size:.88rem}
-.facts{display:flex;flex-wrap:wrap;gap:.5rem;padding:0;margin:.6rem 0;list-style:none}
-.facts li{background:var(--soft);padding:.3rem .75rem;border-radius:.4rem;overflow-wrap:anywhere}
-.facts li.bad{background:var(--badsoft);color:var(--bad);font-weight:600}
-details{margin:.4rem 0}summary{cursor:pointer;overflow-wrap:anywhere}summary:hover{color:var(--ok)}
-@media print{details>*{display:block}}
-"""
+TEMPLATES: Final = Path(__file__).parent / "incident" / "templates"
+
+
+class PageError(RuntimeError):
+    """A page cannot be made on this machine; the text says what to install."""
+
+
+def render(template: str, **values: Any) -> str:
+    """The whole page that a template makes of the values, whose texts are escaped.
+
+    Raises PageError where Jinja2 is not installed.
+
+    >>> render("base.html.j2", title="a < b", style="", body="x").startswith("<!doctype html>")
+    True
+    """
+    return _environment().get_template(template).render(values)
+
+
+@functools.cache
+def _environment() -> Environment:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise PageError(
+            "an HTML page needs Jinja2, which is not installed here: pip install jinja2; text and JSON need nothing more"
+        ) from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    environment.filters["prose"] = lambda text: _markup(prose(text))
+    environment.filters["percent"] = lambda part: f"{100 * part:.2f}%"
+    return environment
+
+
+def _markup(html: str) -> str:
+    """HTML that a template puts in as it is."""
+    from markupsafe import Markup  # a part of Jinja2
+
+    return Markup(html)
 
 
 def page(title: str, body: str, style: str = "") -> str:
-    """Return the whole document; `body` is HTML, `title` text.
-
-    >>> page("a < b", "<h1>x</h1>").startswith("<!doctype html>")
-    True
-    """
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<link rel="icon" href="{_ICON}"><title>{escape(title)}</title><style>{STYLE}{style}</style></head>'
-        f"<body>{body}</body></html>\n"
-    )
+    """The whole page with a body of HTML; `title` is text. Raises PageError where Jinja2 is not installed."""
+    environment = _environment()
+    return environment.get_template("base.html.j2").render(title=title, style=_markup(style), body=_markup(body))
 
 
 def section(title: str, body: str) -> str:

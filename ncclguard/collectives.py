@@ -1,4 +1,4 @@
-"""The guarded collectives: check the arguments, describe the operation, hand it to the guard."""
+"""The guarded collectives: each checks its arguments and hands them to its row of the table."""
 
 from __future__ import annotations
 
@@ -9,26 +9,36 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
-from ncclguard import _torch
-from ncclguard.agreement.decision import EVERYBODY
-from ncclguard.calls import (
-    EMPTY,
-    ONE,
+from ncclguard import torch_compat
+from ncclguard.deadlines import engine_section
+from ncclguard.engine.call import (
     Atomic,
-    Call,
     OnLost,
+    Terms,
     Time,
     check_list,
     check_objects,
     check_tensor,
-    describe,
-    nbytes_of,
     pickled,
+    terms_of,
     unpickled,
 )
-from ncclguard.deadlines import engine_section
-from ncclguard.execution import AllGather, AllReduce, Barrier, Broadcast, Execution, ReduceScatter, Refused, writable
-from ncclguard.outcome import FailedOutcome, Outcome
+from ncclguard.engine.chunking import EMPTY, ONE, ChunkPlan
+from ncclguard.engine.dispatch import alone, check_carried, run
+from ncclguard.engine.execution import Refused
+from ncclguard.engine.memory import writable
+from ncclguard.engine.table import (
+    ALL_GATHER,
+    ALL_GATHER_OBJECT,
+    ALL_REDUCE,
+    BARRIER,
+    BROADCAST,
+    BROADCAST_OBJECT_LIST,
+    REDUCE_SCATTER,
+    Arguments,
+    Collective,
+)
+from ncclguard.outcome import Outcome
 
 
 def safe_all_reduce(
@@ -57,15 +67,15 @@ def safe_all_reduce(
     (True, ())
     """
     check_tensor(tensor, "tensor", written=True)
-    kind = _torch.reduce_op_name(op)
-    call = Call("all_reduce", group, timeout, tensor.numel(), max_attempts, on_lost, name)
-    call.check("all_reduce", tensor, kind, atomic)
-    pieces = call.plan(tensor.numel(), chunk_numel, tensor.element_size())
-    if call.solo:
-        return call.alone(nbytes_of(tensor), tensor.numel())
-    closing = nbytes_of(tensor) > call.config.closing_nbytes
-    work = AllReduce(tensor, kind, pieces, closing, staged=tensor.is_cuda)
-    return call.run(work, tensor, f"{describe(tensor)}, {kind}", (kind,), atomic)
+    kind = torch_compat.reduce_op_name(op)
+    terms = terms_of(
+        group, timeout, tensor.numel(), max_attempts=max_attempts, atomic=atomic, on_lost=on_lost, name=name
+    )
+    check_carried(ALL_REDUCE, tensor, terms, kind)
+    pieces = terms.plan(tensor.numel(), chunk_numel, tensor.element_size())
+    if terms.solo:
+        return alone(ALL_REDUCE, terms, tensor)
+    return run(ALL_REDUCE, Arguments(tensor, op=kind), terms, pieces)
 
 
 def safe_barrier(
@@ -83,10 +93,10 @@ def safe_barrier(
     >>> if ng.safe_barrier(timeout=300):
     ...     pass  # evaluate
     """
-    call = Call("barrier", group, timeout, 0, None, on_lost, name)
-    if call.solo:
-        return call.alone(0, 0)
-    return call.run(Barrier(EMPTY), None, "", (), None)
+    terms = terms_of(group, timeout, 0, atomic=True, on_lost=on_lost, name=name)
+    if terms.solo:
+        return alone(BARRIER, terms)
+    return run(BARRIER, Arguments(), terms, EMPTY)
 
 
 def safe_broadcast(
@@ -112,15 +122,15 @@ def safe_broadcast(
     True
     """
     check_tensor(tensor, "tensor", written=True)
-    call = Call("broadcast", group, timeout, tensor.numel(), max_attempts, on_lost, name)
-    call.check("broadcast", tensor, atomic=atomic)
-    source = call.member(src)
-    pieces = call.plan(tensor.numel(), chunk_numel, tensor.element_size())
-    if call.solo:
-        return call.alone(nbytes_of(tensor), tensor.numel())
-    closing = nbytes_of(tensor) > call.config.closing_nbytes
-    work = Broadcast(tensor, source, dist.get_rank(), pieces, closing, staged=tensor.is_cuda)
-    return call.run(work, tensor, f"{describe(tensor)}, src={source}", (source,), atomic, needs=source)
+    terms = terms_of(
+        group, timeout, tensor.numel(), max_attempts=max_attempts, atomic=atomic, on_lost=on_lost, name=name
+    )
+    check_carried(BROADCAST, tensor, terms)
+    source = terms.member(src)
+    pieces = terms.plan(tensor.numel(), chunk_numel, tensor.element_size())
+    if terms.solo:
+        return alone(BROADCAST, terms, tensor)
+    return run(BROADCAST, Arguments(tensor, root=source), terms, pieces)
 
 
 def safe_all_gather(
@@ -147,17 +157,17 @@ def safe_all_gather(
     """
     check_tensor(tensor, "tensor")
     check_list(tensor_list, tensor, "tensor_list", written=True)
-    call = Call("all_gather", group, timeout, tensor.numel(), max_attempts, on_lost, name)
-    call.check_length(tensor_list, "tensor_list")
-    call.check("all_gather", tensor, atomic=atomic)
-    pieces = call.plan(tensor.numel(), chunk_numel, tensor.element_size())
-    if call.solo:
+    terms = terms_of(
+        group, timeout, tensor.numel(), max_attempts=max_attempts, atomic=atomic, on_lost=on_lost, name=name
+    )
+    terms.check_length(tensor_list, "tensor_list")
+    check_carried(ALL_GATHER, tensor, terms)
+    pieces = terms.plan(tensor.numel(), chunk_numel, tensor.element_size())
+    if terms.solo:
         with torch.no_grad(), writable(tensor_list[0]):
             tensor_list[0].copy_(tensor)
-        return call.alone(nbytes_of(tensor), tensor.numel())
-    closing = nbytes_of(tensor) * len(tensor_list) > call.config.closing_nbytes
-    work = AllGather(tensor_list, tensor, call.ranks, pieces, closing)
-    return call.run(work, tensor, describe(tensor), (), atomic)
+        return alone(ALL_GATHER, terms, tensor)
+    return run(ALL_GATHER, Arguments(tensor, tensor_list), terms, pieces)
 
 
 def safe_reduce_scatter(
@@ -184,18 +194,25 @@ def safe_reduce_scatter(
     True
     """
     check_tensor(output, "output", written=True)
-    kind = _torch.reduce_op_name(op)
+    kind = torch_compat.reduce_op_name(op)
     check_list(input_list, output, "input_list")
-    call = Call("reduce_scatter", group, timeout, output.numel() * len(input_list), max_attempts, on_lost, name)
-    call.check_length(input_list, "input_list")
-    call.check("reduce_scatter", output, kind, atomic)
-    pieces = call.plan(output.numel(), chunk_numel, output.element_size())
-    if call.solo:
+    terms = terms_of(
+        group,
+        timeout,
+        output.numel() * len(input_list),
+        max_attempts=max_attempts,
+        atomic=atomic,
+        on_lost=on_lost,
+        name=name,
+    )
+    terms.check_length(input_list, "input_list")
+    check_carried(REDUCE_SCATTER, output, terms, kind)
+    pieces = terms.plan(output.numel(), chunk_numel, output.element_size())
+    if terms.solo:
         with torch.no_grad(), writable(output):
             output.copy_(input_list[0])
-        return call.alone(nbytes_of(output), output.numel())
-    work = ReduceScatter(output, input_list, kind, pieces)
-    return call.run(work, output, f"{describe(output)}, {kind}", (kind,), atomic, needs=EVERYBODY)
+        return alone(REDUCE_SCATTER, terms, output)
+    return run(REDUCE_SCATTER, Arguments(output, input_list, op=kind), terms, pieces)
 
 
 def safe_all_gather_object(
@@ -221,36 +238,36 @@ def safe_all_gather_object(
     """
     check_objects(object_list)
     data = pickled(obj)
-    call = Call("all_gather_object", group, timeout, data.numel(), max_attempts, on_lost, name)
-    call.check_length(object_list, "object_list")
-    if call.solo:
+    terms = terms_of(group, timeout, data.numel(), max_attempts=max_attempts, atomic=True, on_lost=on_lost, name=name)
+    terms.check_length(object_list, "object_list")
+    if terms.solo:
         object_list[0] = obj
-        return call.alone(data.numel(), data.numel())
+        return alone(ALL_GATHER_OBJECT, terms, data)
     with engine_section():
-        return _all_gather_object(call, object_list, data)
+        return _all_gather_object(terms, object_list, data)
 
 
-def _all_gather_object(call: Call, object_list: list[Any], data: torch.Tensor) -> Outcome:
+def _all_gather_object(terms: Terms, object_list: list[Any], data: torch.Tensor) -> Outcome:
     """First the sizes, then the bytes, padded to the largest."""
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in call.ranks]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in terms.ranks]
     size = torch.tensor([data.numel()], dtype=torch.int64)
-    work: Execution = AllGather(sizes, size, call.ranks, ONE, closing=False)
-    outcome = call.run(work, size, "sizes", ("sizes",), True)
-    if isinstance(outcome, FailedOutcome):  # asking for a field would count as if the caller had looked
+    outcome = run(ALL_GATHER_OBJECT, Arguments(size, sizes), terms, ONE, detail="sizes", key=("sizes",))
+    if outcome.failed:
         return outcome
     longest = int(max(int(size) for size in sizes))
-    plan, closing = call.plan(longest, None, 1), longest * len(sizes) > call.config.closing_nbytes
+    cut, refused = terms.plan(longest, None, 1), None
     slots: list[torch.Tensor] = []
     try:
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: data.numel()] = data
-        slots = [torch.empty(longest, dtype=torch.uint8) for _ in call.ranks]
-        work = AllGather(slots, padded, call.ranks, plan, closing)
+        slots = [torch.empty(longest, dtype=torch.uint8) for _ in terms.ranks]
     except (RuntimeError, MemoryError) as error:
-        padded, work = _without_memory(longest), Refused(plan, closing, str(error))
-    outcome = call.run(work, padded, f"{longest} bytes", ("bytes", longest), True)
-    if not isinstance(outcome, FailedOutcome):
-        places = [place for place, rank in enumerate(call.ranks) if rank in outcome.participants]
+        padded, refused = _without_memory(longest), _refused(ALL_GATHER_OBJECT, terms, cut, error)
+    arguments = Arguments(padded, slots)
+    key = ("bytes", longest)
+    outcome = run(ALL_GATHER_OBJECT, arguments, terms, cut, detail=f"{longest} bytes", key=key, work=refused)
+    if not outcome.failed:
+        places = [place for place, rank in enumerate(terms.ranks) if rank in outcome.participants]
         objects = [unpickled(slots[place][: int(sizes[place])]) for place in places]
         for place, obj in zip(places, objects, strict=True):
             object_list[place] = obj
@@ -277,34 +294,35 @@ def safe_broadcast_object_list(
     True
     """
     check_objects(object_list)
-    call = Call("broadcast_object_list", group, timeout, 0, max_attempts, on_lost, name)
-    source = call.member(src)
-    if call.solo:
-        return call.alone(0, 0)
+    terms = terms_of(group, timeout, 0, max_attempts=max_attempts, atomic=True, on_lost=on_lost, name=name)
+    source = terms.member(src)
+    if terms.solo:
+        return alone(BROADCAST_OBJECT_LIST, terms)
     sending = dist.get_rank() == source
     data = pickled(object_list) if sending else torch.empty(0, dtype=torch.uint8)
     with engine_section():
-        return _broadcast_object_list(call, object_list, data, source)
+        return _broadcast_object_list(terms, object_list, data, source)
 
 
-def _broadcast_object_list(call: Call, object_list: list[Any], data: torch.Tensor, source: int) -> Outcome:
+def _broadcast_object_list(terms: Terms, object_list: list[Any], data: torch.Tensor, source: int) -> Outcome:
     """First the size, then the bytes."""
     sending = dist.get_rank() == source
     size = torch.tensor([data.numel()], dtype=torch.int64)
-    work: Execution = Broadcast(size, source, dist.get_rank(), ONE, closing=False, staged=False)
-    key = (source, len(object_list))
-    outcome = call.run(work, size, f"size, src={source}", ("size", *key), True, needs=source)
-    if isinstance(outcome, FailedOutcome):  # asking for a field would count as if the caller had looked
+    whose = (source, len(object_list))
+    said = f"size, src={source}"
+    outcome = run(BROADCAST_OBJECT_LIST, Arguments(size, root=source), terms, ONE, detail=said, key=("size", *whose))
+    if outcome.failed:
         return outcome
     numel = int(size)
-    plan, closing = call.plan(numel, None, 1), numel > call.config.closing_nbytes
+    cut, refused = terms.plan(numel, None, 1), None
     try:
         received = data if sending else torch.empty(numel, dtype=torch.uint8)
-        work = Broadcast(received, source, dist.get_rank(), plan, closing, staged=False)
     except (RuntimeError, MemoryError) as error:
-        received, work = _without_memory(numel), Refused(plan, closing, str(error))
-    outcome = call.run(work, received, f"{numel} bytes, src={source}", ("bytes", numel, *key), True, needs=source)
-    if not (sending or isinstance(outcome, FailedOutcome)):
+        received, refused = _without_memory(numel), _refused(BROADCAST_OBJECT_LIST, terms, cut, error)
+    arguments = Arguments(received, root=source)
+    said, key = f"{numel} bytes, src={source}", ("bytes", numel, *whose)
+    outcome = run(BROADCAST_OBJECT_LIST, arguments, terms, cut, detail=said, key=key, work=refused)
+    if not (sending or outcome.failed):
         object_list[:] = unpickled(received)
     return outcome
 
@@ -312,3 +330,8 @@ def _broadcast_object_list(call: Call, object_list: list[Any], data: torch.Tenso
 def _without_memory(nbytes: int) -> torch.Tensor:
     """Of the kind that the others have, so that it is the same operation, in one byte."""
     return torch.empty(1, dtype=torch.uint8).expand(nbytes)
+
+
+def _refused(collective: Collective, terms: Terms, cut: ChunkPlan, error: BaseException) -> Refused:
+    """In place of an operation that this rank has no memory for, alike for the others, who are told why it fails."""
+    return Refused(cut, collective.closes(cut.numel, len(terms.ranks), terms.config.closing_nbytes), str(error))

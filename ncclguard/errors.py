@@ -9,7 +9,7 @@ GuardError
     └── PeerFailed                            a rank raised, or ended its program, while the others waited
 
 `safe_*` raise these only when asked (`outcome.raise_if_failed()`, `on_failure="raise"`), for a failed outcome that
-nobody looked at, and GuardError itself when the job's store cannot be reached at the start. A wrong call raises
+nobody has acknowledged, and GuardError itself when the job's store cannot be reached at the start. A wrong call raises
 TypeError or ValueError.
 """
 
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ncclguard.incident.render import ranks_text
-from ncclguard.outcome import Cause
+from ncclguard.cause import Cause
+from ncclguard.incident.text import ranks_text
 
 if TYPE_CHECKING:
     from ncclguard.outcome import Outcome
@@ -72,7 +72,7 @@ def error_for(outcome: Outcome) -> CollectiveFailed:
     Late and stuck ranks end in CollectiveTimeout however the call was ended; `network` and `unknown` only at the
     deadline.
     """
-    if outcome.ok:
+    if not outcome.failed:
         raise ValueError(
             f"{outcome.op} {outcome.op_id} succeeded and has no error; test the outcome's truth value first"
         )

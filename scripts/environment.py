@@ -6,8 +6,7 @@ order:
 1. a torch that the Python running this script has already (a cluster image): the environment is built to see it;
 2. with an NVIDIA GPU: whatever pip is configured to find;
 3. without one: a wheel from the find-links folders of pip's configuration, then whatever pip is configured to find,
-then
-   torch's own index of CPU builds. Each is resolved on trial first and taken only if no CUDA package comes with it.
+   then torch's own index of CPU builds. Each is resolved on trial first, and taken only if no CUDA package comes along.
 
 `--allow-cuda` takes what pip finds. The standard library alone is used: nothing is installed yet when this runs.
 """
@@ -145,16 +144,8 @@ def trial(*requirement: str) -> list[tuple[str, str]]:
     """Return name and version of what pip would install; nothing when it finds no way."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [
-            "pip",
-            "install",
-            "--quiet",
-            "--dry-run",
-            "--ignore-installed",
-            "--report",
-            str(report),
-            *requirement,
-        ]
+        command = ["pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(report)]
+        command += requirement
         done = subprocess.run([PYTHON, "-m", *command], check=False, capture_output=True, text=True)
         if done.returncode != 0:
             why = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]

@@ -1,4 +1,4 @@
-"""What all tests share: settings as if nobody had set any, and property tests that are the same in every run."""
+"""What all tests share: settings as if nobody had set any, how ranks are started, and which tests may start processes."""
 
 from __future__ import annotations
 
@@ -10,43 +10,80 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
 from ncclguard import config
-from ncclguard.environment import reach
-from ncclguard.faults import launcher
-from ncclguard.faults.forkserver import PYTHON_VARIABLE
-from ncclguard.faults.prefork import QUICK_END_VARIABLE
-from tests import stand_ins
+from ncclguard.environment import network
+from ncclguard.faults import fork, launcher
 
 hypothesis.settings.register_profile("ncclguard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ncclguard")
-launcher.DEFAULT = "fork"  # imports torch once for the ranks of all jobs
 # For torchrun and other programs that tests start: faults/launcher.py says why.
-os.environ.setdefault("RES_OPTIONS", reach.RES_OPTIONS)
-os.environ[QUICK_END_VARIABLE] = "1"  # but in tests with `whole_end`
+os.environ.setdefault("RES_OPTIONS", network.RES_OPTIONS)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests and their ranks send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Ranks are forks of a process that has imported torch once: faults/fork.py says what that saves. And what the first step
+# of DistributedDataParallel, the files of the tests and the text of an incident import.
+launcher.DEFAULT = "fork"
+PRELOADED = ("torch._dynamo", "pytest", "rich.panel")
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Imports once for all tests, and for all processes of pytest-xdist, which this one starts after this."""
-    if not hasattr(config, "workerinput"):
-        config.add_cleanup(stand_ins.start())
-    os.environ.update(stand_ins.PLAIN.variables())
+#: What Python reports (sys.addaudithook) before it starts a process.
+STARTS_A_PROCESS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system")
+#: What the running test has started, if it is one of the fast tier, and so may not.
+forbidden: list[str] | None = None
+
+
+def note_process(event: str, arguments: tuple[Any, ...]) -> None:
+    """The audit hook: a test of the fast tier gets this error instead of a process, and fails also if it catches it."""
+    if forbidden is not None and event in STARTS_A_PROCESS:
+        forbidden.append(f"{event} {arguments[:1]}")
+        raise AssertionError("the fast tier starts no process: mark the test with pytest.mark.processes")
+
+
+sys.addaudithook(note_process)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start ranks, which mostly wait, by turns with those that compute: they are handed out in this order."""
+    """Mark the fast tier; give out files that start ranks, which mostly wait, by turns with those that compute."""
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
     computing = [name for name in files if name.startswith(("tests/unit/", "tests/protocol/"))]
+    for item in items:
+        marked = item.get_closest_marker("processes") is not None or item.get_closest_marker("slow") is not None
+        if item.nodeid.startswith("tests/unit/") and not marked:
+            item.add_marker("fast")
     waiting = [name for name in files if name not in computing]
     place = {name: index / len(kind) for kind in (waiting, computing) for index, name in enumerate(kind)}
     items[:] = [item for name in sorted(files, key=place.__getitem__) for item in files[name]]
+
+
+@pytest.fixture(autouse=True)
+def no_process_in_the_fast_tier(request: pytest.FixtureRequest) -> Iterator[list[str] | None]:
+    """What a test of the fast tier has started, which is to be nothing; None in the other tests."""
+    global forbidden
+    forbidden = [] if request.node.get_closest_marker("fast") is not None else None
+    yield forbidden
+    started, forbidden = forbidden, None
+    assert not started, f"the fast tier starts no process, and this test did: {started}; mark it with processes"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    """What the process has imported that the ranks of this file's tests are forks of."""
+    fork.preload(PRELOADED)
+
+
+@pytest.fixture(scope="module")
+def own_processes() -> Iterator[None]:
+    """The ranks of this file's tests are processes of their own, which end like any program's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "DEFAULT", "processes")
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -62,26 +99,6 @@ def default_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     os.environ.update(environment)
-
-
-@pytest.fixture
-def forked_python() -> str:
-    """To be used like sys.executable, by tests that are not about processes: see tests/forked_python.py."""
-    return os.environ[PYTHON_VARIABLE]
-
-
-@pytest.fixture(scope="module")
-def whole_end() -> Iterator[None]:
-    """The ranks of this file's tests end like any program: see `end_quickly` in prefork.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(QUICK_END_VARIABLE)
-        yield
-
-
-@pytest.fixture
-def all_forked(forked_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this test also what ncclguard starts in this process itself, as faults.run_ranks does with torchrun, is forked."""
-    monkeypatch.setattr(sys, "executable", forked_python)
 
 
 @pytest.fixture

@@ -261,3 +261,22 @@ class Communicator:
     def abort(self) -> int:
         """Call ncclCommAbort."""
         return nccl.raw("ncclCommAbort", self.handle)
+
+
+def connected(rank: Rank) -> tuple[Communicator, ctypes.c_void_p, Buffer]:
+    """Return a communicator that has its connections, and the stream and buffer of the all-reduce that made them."""
+    comm, one, buffer = Communicator.make(rank), stream(), Buffer([1.0])
+    comm.all_reduce(buffer, one)
+    cuda.cudaStreamSynchronize(one)
+    return comm, one, buffer
+
+
+def held_up(call: Callable[[], object], release: Callable[[], object]) -> tuple[bool, bool]:
+    """Return whether a call, in a thread of its own, has not come back before `release()`, and whether not after it."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(0.4)
+    before = thread.is_alive()
+    release()
+    thread.join(20)
+    return before, thread.is_alive()

@@ -24,8 +24,10 @@ from api import (
     Buffer,
     Communicator,
     Gate,
+    connected,
     cuda,
     handle,
+    held_up,
     nccl,
     note,
     query,
@@ -70,9 +72,7 @@ def test_each_operation_gives_the_result_that_its_definition_says() -> None:
 
 
 def late_rank(rank: Rank) -> tuple[bool, bool]:
-    comm, one, buffer = Communicator.make(rank), stream(), Buffer([1.0])
-    comm.all_reduce(buffer, one)
-    cuda.cudaStreamSynchronize(one)  # connected
+    comm, one, buffer = connected(rank)
     rank.barrier()
     if rank.rank == 1:
         rank.read("seen")
@@ -279,9 +279,8 @@ def test_an_abort_ends_an_initialization_that_waits() -> None:
 
 
 def aborts(rank: Rank) -> tuple[int, int, list[str]]:
-    comm, one, done, buffer = Communicator.make(rank), stream(), [], Buffer([1.0])
-    comm.all_reduce(buffer, one)
-    cuda.cudaStreamSynchronize(one)
+    comm, one, buffer = connected(rank)
+    done: list[str] = []
     if rank.rank == 1:
         rank.read("done")
         return 0, 0, []
@@ -306,18 +305,10 @@ def test_an_abort_from_another_thread_ends_the_kernels_and_frees_the_stream() ->
 
 
 def abort_waits_for_the_stream(rank: Rank) -> tuple[bool, bool]:
-    comm, one, buffer = Communicator.make(rank), stream(), Buffer([1.0])
-    comm.all_reduce(buffer, one)
-    cuda.cudaStreamSynchronize(one)
+    comm, one, buffer = connected(rank)
     gate = Gate(one)
     comm.all_reduce(buffer, one)
-    thread = threading.Thread(target=comm.abort)
-    thread.start()
-    thread.join(0.4)
-    waited = thread.is_alive()
-    gate.open()
-    thread.join(20)
-    return waited, thread.is_alive()
+    return held_up(comm.abort, gate.open)
 
 
 def test_an_abort_waits_for_kernels_that_wait_behind_other_work() -> None:
@@ -325,7 +316,7 @@ def test_an_abort_waits_for_kernels_that_wait_behind_other_work() -> None:
     assert check(run(abort_waits_for_the_stream, 2)) == [(True, False)] * 2
 
 
-def aborts_in_a_group(rank: Rank) -> bool:
+def aborts_in_a_group(rank: Rank) -> tuple[bool, bool] | None:
     first, second = Communicator.make(rank, name="first"), Communicator.make(rank, name="second")
     one, buffer = stream(), Buffer([1.0])
     for comm in (first, second):
@@ -333,23 +324,17 @@ def aborts_in_a_group(rank: Rank) -> bool:
     cuda.cudaStreamSynchronize(one)
     if rank.rank == 1:
         rank.read("ended")
-        return True
+        return None
     first.all_reduce(buffer, one)
     second.all_reduce(buffer, one)  # behind the other on the stream
-    alone = threading.Thread(target=second.abort)
-    alone.start()
-    alone.join(0.4)
-    hangs = alone.is_alive()  # the kernel of the first holds the stream
-    first.abort()
-    alone.join(20)
-    assert not alone.is_alive()
+    hangs = held_up(second.abort, first.abort)  # the kernel of the first holds the stream
     rank.publish("ended")
     return hangs
 
 
 def test_aborting_one_of_two_communicators_on_a_stream_waits_for_the_other() -> None:
     """src/init.cc, commDestroySync; guide, "Aborting a communicator": several are aborted in a group, or by threads."""
-    assert check(run(aborts_in_a_group, 2)) == [True, True]
+    assert check(run(aborts_in_a_group, 2)) == [(True, False), None]
 
 
 def two_aborts_in_a_group(rank: Rank) -> float:
@@ -406,9 +391,7 @@ def test_a_null_handle_is_refused_except_by_those_that_end_it() -> None:
 
 
 def graph_holds(rank: Rank) -> tuple[list[float], bool, bool]:
-    comm, one, buffer = Communicator.make(rank), stream(), Buffer([1.0])
-    comm.all_reduce(buffer, one)
-    cuda.cudaStreamSynchronize(one)
+    comm, one, buffer = connected(rank)
     cuda.cudaStreamBeginCapture(one, GLOBAL)
     assert comm.all_reduce(buffer, one) == NCCL_SUCCESS
     graph = ctypes.c_void_p()
@@ -419,14 +402,12 @@ def graph_holds(rank: Rank) -> tuple[list[float], bool, bool]:
         comm.all_reduce(buffer, one)  # between replays, in the order of the launches
     cuda.cudaStreamSynchronize(one)
     value = buffer.read()
-    thread = threading.Thread(target=comm.abort)
-    thread.start()
-    thread.join(0.4)
-    waits = thread.is_alive()
-    cuda.cudaGraphDestroy(graph)
-    cuda.cudaGraphExecDestroy(executable)
-    thread.join(20)
-    return value, waits, thread.is_alive()
+
+    def destroy() -> None:
+        cuda.cudaGraphDestroy(graph)
+        cuda.cudaGraphExecDestroy(executable)
+
+    return value, *held_up(comm.abort, destroy)
 
 
 def test_a_captured_collective_runs_at_each_replay_and_its_graph_keeps_the_communicator_from_ending() -> None:
@@ -438,9 +419,7 @@ def test_a_captured_collective_runs_at_each_replay_and_its_graph_keeps_the_commu
 
 
 def peer_dies(rank: Rank) -> tuple[int, bool, int, int]:
-    comm, one, buffer = Communicator.make(rank), stream(), Buffer([1.0])
-    comm.all_reduce(buffer, one)
-    cuda.cudaStreamSynchronize(one)
+    comm, one, buffer = connected(rank)
     rank.barrier()
     if rank.rank == 1:
         raise SystemExit
@@ -521,9 +500,7 @@ def test_a_split_makes_a_communicator_of_each_color_ordered_by_key(blocking: boo
 
 
 def shrinks(rank: Rank, abort: bool) -> tuple[int, list[float]] | None:
-    comm, one, buffer = Communicator.make(rank), stream(), Buffer([1.0])
-    comm.all_reduce(buffer, one)
-    cuda.cudaStreamSynchronize(one)
+    comm, one, buffer = connected(rank)
     rank.barrier()
     if rank.rank == 1:
         rank.read("shrunk-2")
@@ -565,9 +542,7 @@ def test_a_shrink_is_refused_once_a_link_has_failed() -> None:
 
 
 def revokes(rank: Rank) -> tuple[int, int, list[float]]:
-    comm, one, buffer = Communicator.make(rank), stream(), Buffer([1.0])
-    comm.all_reduce(buffer, one)
-    cuda.cudaStreamSynchronize(one)
+    comm, one, buffer = connected(rank)
     rank.barrier()
     if rank.rank == 0:
         comm.all_reduce(buffer, one)
@@ -589,9 +564,7 @@ def test_a_revoked_communicator_runs_nothing_more_but_can_be_split() -> None:
 
 
 def finalizes(rank: Rank) -> tuple[bool, int]:
-    comm, one, buffer = Communicator.make(rank), stream(), Buffer([1.0])
-    comm.all_reduce(buffer, one)
-    cuda.cudaStreamSynchronize(one)
+    comm, one, buffer = connected(rank)
     waited = True
     if rank.rank == 1:
         rank.read("waited")

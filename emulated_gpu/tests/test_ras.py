@@ -14,7 +14,7 @@ import socket
 import time
 from typing import Any
 
-from api import REMOTE_ERROR, Buffer, Communicator, Gate, cuda, stream, wait_until
+from api import REMOTE_ERROR, Buffer, Communicator, Gate, connected, cuda, stream, wait_until
 from ranks import Rank, check, run
 
 
@@ -104,9 +104,7 @@ def test_json_tells_each_communicator_with_its_ranks_and_counts() -> None:
 
 
 def late(rank: Rank) -> tuple[dict[int, int], str]:
-    comm, one, buffer = Communicator.make(rank), stream(), Buffer([1.0])
-    comm.all_reduce(buffer, one)
-    cuda.cudaStreamSynchronize(one)
+    comm, one, buffer = connected(rank)
     rank.barrier()
     if rank.rank != 1:
         comm.all_reduce(buffer, one)
@@ -134,9 +132,7 @@ def test_a_late_rank_is_the_one_with_the_lower_count_while_the_others_wait() -> 
 
 
 def dead(rank: Rank) -> dict[str, Any]:
-    comm, one, buffer = Communicator.make(rank), stream(), Buffer([1.0])
-    comm.all_reduce(buffer, one)
-    cuda.cudaStreamSynchronize(one)
+    comm, one, buffer = connected(rank)
     rank.barrier()
     if rank.rank == 1:
         raise SystemExit
@@ -186,9 +182,7 @@ def test_a_stopped_process_is_waited_for_as_long_as_the_client_says() -> None:
 
 
 def aborted(rank: Rank) -> dict[str, Any]:
-    comm, one, buffer = Communicator.make(rank), stream(), Buffer([1.0])
-    comm.all_reduce(buffer, one)
-    cuda.cudaStreamSynchronize(one)
+    comm, _, _ = connected(rank)
     rank.barrier()
     if rank.rank == 1:
         comm.abort()

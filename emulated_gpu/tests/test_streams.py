@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 
 from api import (
@@ -19,6 +20,7 @@ from api import (
     cuda,
     event,
     handle,
+    held_up,
     note,
     query,
     set_knob,
@@ -146,8 +148,6 @@ def queue(_: Rank) -> tuple[float, float]:
     gate.reached.wait()
     kept = [note(one, done, "") for _ in range(8)]
     start = time.monotonic()
-    import threading
-
     threading.Timer(0.3, gate.open).start()
     kept.append(note(one, done, ""))
     blocked = time.monotonic() - start
@@ -178,15 +178,7 @@ def test_a_device_is_synchronized_when_all_its_streams_are() -> None:
 def free_waits(_: Rank) -> tuple[bool, bool]:
     one, memory = stream(), handle("cudaMalloc", _size(1 << 20))
     gate = Gate(one)
-    import threading
-
-    freed = threading.Thread(target=lambda: cuda.cudaFree(memory))
-    freed.start()
-    freed.join(0.3)
-    waited = freed.is_alive()
-    gate.open()
-    freed.join(20)
-    return waited, freed.is_alive()
+    return held_up(lambda: cuda.cudaFree(memory), gate.open)
 
 
 def test_freeing_memory_waits_for_the_device() -> None:

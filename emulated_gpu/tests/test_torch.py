@@ -65,6 +65,25 @@ def test_operations_wait_for_their_stream() -> None:
     assert check(run(stream_order, 1)) == [[True, [3, 6, 9, 12], [2] * 4]]
 
 
+def lists_on_a_stream(_: Rank) -> list[Any]:
+    one = torch.cuda.Stream()
+    x = [torch.full((3,), 4.0, device="cuda"), torch.full((2, 2), 9.0, device="cuda")]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(one):
+        torch.cuda._sleep(int(4e8))  # 0.2 s
+        roots = torch._foreach_sqrt(x)
+        pending = not one.query()
+    one.synchronize()
+    return [pending, [root.tolist() for root in roots]]
+
+
+def test_lists_of_new_tensors_wait_for_their_stream() -> None:
+    """As AdamW makes them: a host that waited here, with the GIL, would keep a rank's other threads from the collective
+    that its stream waits for.
+    """
+    assert check(run(lists_on_a_stream, 1)) == [[True, [[2.0] * 3, [[3.0] * 2] * 2]]]
+
+
 def trains(_: Rank) -> list[float]:
     losses = []
     for device in ("cpu", "cuda"):

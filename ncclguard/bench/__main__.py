@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from ncclguard.bench.arguments import BenchError, parse_arguments
-from ncclguard.bench.faults import check_fault, run_fault
 from ncclguard.bench.job import objection, run_rank
-from ncclguard.bench.launch import STALL_GRACE, Supervisor
-from ncclguard.bench.world import World, choose_backend, choose_ranks, detect
+from ncclguard.bench.ranks import STALL_GRACE, Supervisor, World, choose_backend, choose_ranks, detect
+from ncclguard.bench.rehearsal import check_fault, run_fault
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,16 +12,20 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard.bench.arguments import Settings
-from ncclguard.bench.control import Control
-from ncclguard.bench.inputs import choose_pattern
-from ncclguard.bench.machine import describe, hostname
-from ncclguard.bench.measure import GuardedCallFailed, measure, plan_for, variants_for
-from ncclguard.bench.memory import free_device_bytes, free_host_bytes, need, peak_resident_bytes, shortage
-from ncclguard.bench.operations import WORKLOADS, shape_for
-from ncclguard.bench.output import check_outputs, write_json, write_plot
-from ncclguard.bench.report import Screen, header
+from ncclguard.bench.machine import (
+    describe,
+    free_device_bytes,
+    free_host_bytes,
+    hostname,
+    need,
+    peak_resident_bytes,
+    shortage,
+)
+from ncclguard.bench.measure import Control, GuardedCallFailed, measure, plan_for, variants_for
+from ncclguard.bench.operations import WORKLOADS, choose_pattern, shape_for
+from ncclguard.bench.ranks import World, choose_backend, device_of, ranks_sharing, rendezvous_variables
+from ncclguard.bench.report import Screen, check_outputs, header, write_json, write_plot
 from ncclguard.bench.results import BenchResult, SizeResult, judge, summarize
-from ncclguard.bench.world import World, choose_backend, device_of, ranks_sharing, rendezvous_variables
 
 #: Seconds at least for joining and for the bench's own group, where ranks start at
 #: different times: --timeout is about the calls.

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ncclguard import _torch, config
+from ncclguard import config, torch_compat
 from ncclguard.deadlines.limit import TimeLimit, enter_engine, innermost, leave_engine
 
 
@@ -25,14 +25,18 @@ def nccl_timeout_handler(seconds: float | timedelta = 1800, group: dist.ProcessG
       not end, every other group. A stopped group is unusable from then on, on all ranks; the error says which that is.
 
     What has ended when the block is left is not reported, also if it ended late; another exception passes unchanged.
-    Blocks nest: the sooner limit holds. Around ``safe_*`` a block shortens their budget and never interrupts them;
-    prefer those, they keep the process group. A SIGALRM timer that the program had set still reaches its own handler on
-    time. In an asyncio task the block bounds blocking calls of that task; it does not interrupt an ``await``.
+    A rank that stops a group says so in the job's store: one that comes to a block later, after a long absence, raises
+    ``CollectiveTimeout`` when it enters, before it has sent anything, and names itself where it had not called what
+    was waited for. Blocks nest: the sooner limit holds. Around ``safe_*`` a block shortens their budget and never
+    interrupts them; prefer those, they keep the process group. A SIGALRM timer that the program had set still reaches
+    its own handler on time. In an asyncio task the block bounds blocking calls of that task; it does not interrupt an
+    ``await``.
 
     Not bounded: a collective that was only queued (on NCCL, synchronise inside the block); building a group, which
     waits in the store; ``recv`` from any source on gloo, which ends with the group's own timeout. A native call of
     another kind that goes on for a second past the limit is taken for a collective.
 
+    Entering raises ``CollectiveTimeout`` for a group of this block that a peer has stopped, until it is destroyed.
     Raises ``TypeError`` or ``ValueError`` for a bad limit, and ``ValueError`` for a group that was destroyed or that
     this rank is not a member of.
 
@@ -43,7 +47,7 @@ def nccl_timeout_handler(seconds: float | timedelta = 1800, group: dist.ProcessG
     limit = config.seconds(seconds, "the limit of nccl_timeout_handler")
     if limit is None:
         raise TypeError("nccl_timeout_handler needs a limit: pass seconds or a timedelta (1800 s is the default)")
-    if group is not None and not _torch.is_member(group):
+    if group is not None and not torch_compat.is_member(group):
         if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "the process group was destroyed, or this rank is not a member of it; enter nccl_timeout_handler on its "

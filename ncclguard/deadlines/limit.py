@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dis
+import functools
 import logging
 import os
 import threading
@@ -11,19 +11,20 @@ import weakref
 from collections import deque
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 
-from ncclguard import _torch
-from ncclguard._threads import asleep
+from ncclguard import lifecycle, torch_compat
+from ncclguard.cause import Cause
 from ncclguard.deadlines.alarm import TICK, Alarm
 from ncclguard.deadlines.deadline import Deadline
-from ncclguard.deadlines.stopping import Stop, backends, in_c10d_call, in_flight
+from ncclguard.deadlines.notices import Board, Notice
+from ncclguard.deadlines.stopping import Stop, asleep, backends, describe, in_c10d_call, in_flight
 from ncclguard.deadlines.watchdog import Watchdog
 from ncclguard.errors import CollectiveFailed, CollectiveTimeout
 from ncclguard.incident.model import Incident
-from ncclguard.outcome import Cause, Outcome
+from ncclguard.outcome import of_incident
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,8 @@ class TimeLimit:
         self._errors = _backend_errors(self._group)  # of torch's watchdog, when the block was entered
         self._found: dict[str, str] = {}  # those that it has found since, before anything was stopped here
         self._stops: tuple[Stop, ...] = ()
+        if self.thread not in _engine_depth:
+            self._heed_notices()
         self.open = True
         try:
             _watchdog.enter(self)
@@ -126,6 +129,12 @@ class TimeLimit:
             self._leave()
             raise
         return Deadline(self.deadline)
+
+    def _heed_notices(self) -> None:
+        """Raise CollectiveTimeout if a peer has stopped one of this block's groups: a call on it could only fail."""
+        groups = [g for g in torch_compat.known_groups() if self._group in (None, g) and g not in _not_to_stop]
+        for group, notice in _board.heard(groups, self.deadline - self.entered, self.entered).items():
+            raise self._stopped_before(group, notice)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -144,6 +153,7 @@ class TimeLimit:
             _alarm.leave(self)
         finally:
             _watchdog.leave(self)
+            _board.left(time.monotonic())
             if _current.get() is self:
                 _current.set(self.parent)
 
@@ -216,11 +226,11 @@ class TimeLimit:
             if limit.deadline <= now:
                 named.add(limit._group)
             limit = limit.parent
-        return tuple(g for g in _torch.known_groups() if (None in named or g in named) and g not in _not_to_stop)
+        return tuple(g for g in torch_compat.known_groups() if (None in named or g in named) and g not in _not_to_stop)
 
     def _stop(self, groups: tuple[dist.ProcessGroup, ...]) -> Stop:
         self._found |= self._new_errors()  # now: an abort leaves one as well
-        stop = Stop(groups)
+        stop = Stop(groups, functools.partial(_board.post, limit=self.binding.limit))
         self._stops += (stop,)
         _not_to_stop.update(groups)
         return stop
@@ -241,7 +251,7 @@ class TimeLimit:
                 self._interruption.args, self._interruption.outcome = told.args, told.outcome
         elif error is None and self._stops:
             raise self._timeout("the calls inside it returned just as they were being ended")
-        elif error is not None and _from_transport(error, stopped=bool(self._stops)):
+        elif error is not None and torch_compat.from_collective(error):
             raise self._timeout("a call inside it was ended" if self._stops else FAILED_CALL) from error
         elif self._stops:
             logger.error("%s", self._timeout(f"{type(error).__name__} was raised inside it and passes"))
@@ -287,76 +297,64 @@ class TimeLimit:
             advice += ENDS_SOON
         for failure in (failure for stop in self._stops for failure in stop.failures):
             summary += f" Stopping failed for {failure}."
-        incident = Incident(
-            id=f"limit-{self._process}-{self.thread}-{self.entered:.6f}",
-            device=_torch.emulated_device(),
-            op="nccl_timeout_handler",
-            op_id="this rank",
+        return self._error(
+            elapsed,
             group=stopped,
-            generation=0,
-            cause=Cause.UNKNOWN,
-            culprits=(),
             deadline_expired=not broken,
-            timeout=self.binding.limit,
-            agreed=False,
-            attempts=1,
-            participants=(),
             summary=summary,
             advice=advice,
             torn=bool(stopped) or broken or what == FAILED_CALL,
         )
-        outcome = Outcome(
-            ok=False,
-            agreed=False,
-            op=incident.op,
-            op_id=incident.op_id,
-            cause=incident.cause,
-            culprits=(),
-            attempts=1,
-            chunks=0,
-            numel=0,
-            nbytes=0,
-            seconds=elapsed,
-            algbw=0.0,
-            busbw=0.0,
-            participants=(),
-            torn=incident.torn,
-            incident=incident,
+
+    def _stopped_before(self, group: dist.ProcessGroup, notice: Notice) -> CollectiveTimeout:
+        """The error on a rank that comes after a peer has stopped the group; names this rank if it was awaited."""
+        name, rank = describe(group), dist.get_rank()
+        missing = None if _board.gave_up else notice.missing(group)
+        summary = f"rank {notice.rank} stopped {name} because its limit of {notice.limit:g} s passed;"
+        if missing is None:
+            summary += " what it waited for is not known here;"
+        else:
+            summary += f" rank {rank}, this one, was late: it had not called collective {missing} of the group;"
+        summary += (
+            " the group is unusable from now on, on all ranks. Nothing was sent from here, and no tensor was touched."
         )
-        return CollectiveTimeout(outcome)
+        return self._error(
+            0.0,
+            group=name,
+            cause=Cause.UNKNOWN if missing is None else Cause.LATE,
+            culprits=() if missing is None else (rank,),
+            summary=summary,
+            advice=RECREATE,
+        )
+
+    def _error(self, elapsed: float, **facts: Any) -> CollectiveTimeout:
+        """An error that is this rank's view alone."""
+        fields = {"cause": Cause.UNKNOWN, "culprits": (), "deadline_expired": True, "torn": False, **facts}
+        incident = Incident(
+            id=f"limit-{self._process}-{self.thread}-{self.entered:.6f}",
+            device=torch_compat.emulated_device(),
+            op="nccl_timeout_handler",
+            op_id="this rank",
+            generation=0,
+            timeout=self.binding.limit,
+            agreed=False,
+            attempts=1,
+            participants=(),
+            **fields,
+        )
+        return CollectiveTimeout(of_incident(incident, elapsed, incident.torn))
 
 
 def _backend_errors(group: dist.ProcessGroup | None) -> dict[str, str]:
     """What torch's watchdog has found so far on a group, or on all, by the group's name and backend."""
     found = {}
-    for known in _torch.known_groups():
+    for known in torch_compat.known_groups():
         if group in (None, known) and known not in _not_to_stop:
             for backend in backends(known):
-                kind = _torch.backend_error(known, backend)
+                kind = torch_compat.backend_error(known, backend)
                 if kind is not None:
                     found[f"process group {known.group_name!r} ({backend})"] = kind
     return found
-
-
-def _from_transport(error: BaseException, *, stopped: bool) -> bool:
-    """Whether ``error`` is how a call of torch.distributed fails: C++ raises plain RuntimeError, or a DistError.
-
-    A RuntimeError that a ``raise`` statement made is somebody else's. Where no group was stopped, one out of C++ must
-    have come through torch.distributed too.
-    """
-    if isinstance(error, dist.DistError):
-        return True
-    if type(error) is not RuntimeError or error.__traceback__ is None:
-        return False
-    trace = error.__traceback__
-    through_c10d = False
-    while True:
-        through_c10d |= trace.tb_frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
-        if trace.tb_next is None:
-            break
-        trace = trace.tb_next
-    raised_by = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
-    return raised_by not in ("RAISE_VARARGS", "RERAISE") and (stopped or through_c10d)
 
 
 def _expired(now: float) -> CollectiveTimeout | None:
@@ -375,6 +373,7 @@ _alarm.own_code.update(
     function.__code__ for function in (TimeLimit.__enter__, TimeLimit.__exit__, enter_engine, leave_engine)
 )
 _watchdog = Watchdog()
+_board: Final = Board()
 _not_to_stop: Final[weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakSet()  # stopped already, or a parent process's
 
 
@@ -387,7 +386,11 @@ def _after_fork_in_child() -> None:
     _watchdog = Watchdog()
     _alarm.forget_timers()
     _engine_depth.clear()
-    _not_to_stop.update(_torch.known_groups())
+    _board.leave_to_parent()
+    _not_to_stop.update(torch_compat.known_groups())
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+lifecycle.in_child(_after_fork_in_child)
+if dist.is_available() and dist.is_initialized():
+    _board.begin_life()
+torch_compat.on_init(_board.begin_life)

@@ -1,19 +1,53 @@
-"""What is in flight on process groups of the program, and how it is made to end from another thread."""
+"""Stop what waits in native code: which groups have collectives in flight, whether a thread sleeps, and the stop."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch.distributed as dist
 
-from ncclguard import _sockets, _torch, _torch_stores
+from ncclguard import torch_compat
+from ncclguard.torch_compat import sockets
+
+_INTERVAL = 0.01  # seconds a thread must have slept through
+
+
+def asleep(threads: frozenset[int], seconds: float = _INTERVAL) -> bool:
+    """Whether all ``threads`` slept, without running once, through the next 10 ms, or ``seconds`` (or have ended).
+
+    False where it cannot be seen: no threads given, or a kernel without scheduler statistics.
+    """
+    if not threads:
+        return False
+    before = [_sleeping(thread) for thread in threads]
+    if None in before:
+        return False
+    time.sleep(seconds)
+    return before == [_sleeping(thread) for thread in threads]
+
+
+def _sleeping(thread: int) -> str | None:
+    """How long a sleeping thread has run in all (nanoseconds, and how often), "" for
+    one that has ended; None if it runs.
+    """
+    try:
+        with open(f"/proc/self/task/{thread}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+        with open(f"/proc/self/task/{thread}/schedstat") as file:
+            return file.read() if state == "S" else None
+    except FileNotFoundError:
+        return "" if not os.path.exists(f"/proc/self/task/{thread}") else None
+    except OSError:  # ended between opening and reading
+        return None
+
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +80,12 @@ def in_flight(groups: Iterable[dist.ProcessGroup]) -> InFlight:
         if group.size() == 1:
             continue
         for backend in backends(group):
-            recorder = _torch.recorder_name(group, backend)
+            recorder = torch_compat.recorder_name(group, backend)
             if recorder not in dumps:
                 dumps[recorder] = _unfinished(recorder)
             names = dumps[recorder]
             if names is None:
-                if _torch.sequence_number(group, backend) != 0:  # a group that is not connected yet has no record
+                if torch_compat.sequence_number(group, backend) != 0:  # a group that is not connected yet has no record
                     unknown.append(group)
             elif group.group_name in names:
                 busy.append(group)
@@ -60,11 +94,11 @@ def in_flight(groups: Iterable[dist.ProcessGroup]) -> InFlight:
 
 def _unfinished(recorder: str) -> set[str] | None:
     """Names of the groups with an unfinished collective in a recorder; None where nothing is recorded."""
-    trace = _torch.recorder_dump(recorder, entries=True)
+    trace = torch_compat.recorder_dump(recorder, entries=True)
     if trace is None:
         return None
     try:
-        return {entry["process_group"][0] for entry in trace.get("entries", ()) if not _torch.recorded_end(entry)}
+        return {entry["process_group"][0] for entry in trace.get("entries", ()) if not torch_compat.recorded_end(entry)}
     except (LookupError, TypeError, AttributeError):
         logger.warning("torch's flight recorder of %s could not be read: taken as unknown", recorder, exc_info=True)
         return None
@@ -85,8 +119,12 @@ class Stop:
     because an abort of NCCL may hang.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(
+        self, groups: Sequence[dist.ProcessGroup], announce: Callable[[dist.ProcessGroup], object] | None = None
+    ) -> None:
+        """``announce`` is called with each group, from its thread, before anything of it is ended."""
         self.groups = tuple(groups)
+        self._announce = announce
         self.names = tuple(describe(group) for group in groups)  # now: a group may be destroyed before it is spoken of
         self.failures: list[str] = []
         self._done = tuple(threading.Event() for _ in groups)
@@ -107,13 +145,18 @@ class Stop:
                 self.failures.append(f"{name}: not done after {STOP_BOUND:g} s")
 
     def _run(self, group: dist.ProcessGroup, name: str, done: threading.Event) -> None:
+        if self._announce is not None:
+            try:
+                self._announce(group)
+            except Exception:
+                logger.exception("%s is stopped without a word to ranks that come late", name)
         try:
-            gloo = _torch.gloo_backend(group)
+            gloo = torch_compat.gloo_backend(group)
             if gloo is not None:
-                _torch.poison_gloo(gloo)
+                torch_compat.poison_gloo(gloo)
             if backends(group) - {"gloo"}:
-                _torch.abort_group(group)
-            if _torch.under_detail():
+                torch_compat.abort_group(group)
+            if torch_compat.under_detail():
                 _cut_checker(group)
         except Exception as error:
             logger.exception("%s could not be stopped", name)
@@ -129,18 +172,16 @@ def _cut_checker(group: dist.ProcessGroup) -> None:
     ``_create_process_group_wrapper``), but the addresses that its ranks listen at are in the store, and so its
     connections can be found and shut.
     """
-    store = _torch_stores.store_of(group)
+    store = torch_compat.store_of(group)
     listening = set()
     for device in ("cpu", "cuda"):
-        keys = _torch_stores.PrefixStore(
-            f"pg_wrapper:{group.group_name}", _torch_stores.PrefixStore(f"{device}/", store)
-        )
+        keys = torch_compat.PrefixStore(f"pg_wrapper:{group.group_name}", torch_compat.PrefixStore(f"{device}/", store))
         for rank in range(group.size()):
             for context in itertools.count():  # one for each interface in GLOO_SOCKET_IFNAME
                 if not keys.check([f"{context}/{rank}"]):
                     break
-                listening.add(_sockets.gloo_address(keys.get(f"{context}/{rank}")))
-    _sockets.shut(_sockets.connections(lambda local, remote: local in listening or remote in listening))
+                listening.add(sockets.gloo_address(keys.get(f"{context}/{rank}")))
+    sockets.shut(sockets.connections(lambda local, remote: local in listening or remote in listening))
 
 
 def describe(group: dist.ProcessGroup) -> str:

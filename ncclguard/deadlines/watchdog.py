@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import threading
 import time
 from typing import Final, Protocol
+
+from ncclguard import lifecycle
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Watchdog:
         """In a forked child, where the thread does not exist and the lock may be held for
         good: leave nothing to do at exit.
         """
-        atexit.unregister(self.close)
+        lifecycle.forget(self.close)
 
     def _start(self) -> None:
         if self._closing:
@@ -91,7 +92,7 @@ class Watchdog:
             return
         self._thread = threading.Thread(target=self._run, name="ncclguard-deadlines", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        lifecycle.before_end(self.close)
 
     def _run(self) -> None:
         while True:

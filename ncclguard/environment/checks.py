@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
-from ncclguard.environment.catalogue import CATALOGUE, WATCHED_PREFIXES, closest, lookup
-from ncclguard.environment.infiniband import Port
+from pydantic import BaseModel, ConfigDict
+
+from ncclguard.environment.catalogue import CATALOGUE, TRUE_WORDS, WATCHED_PREFIXES, Reader, Variable, closest, lookup
 from ncclguard.environment.interface import InterfaceChoice
-from ncclguard.environment.links import Link
-from ncclguard.environment.report import Finding, Severity
-from ncclguard.environment.variable import TRUE_WORDS, Reader, Variable
+from ncclguard.environment.network import Link
+from ncclguard.environment.profiles import Port
 from ncclguard.environment.versions import Versions
+
+Severity = Literal["error", "warning"]
+
+
+class Finding(BaseModel):
+    """Something wrong: what it is, and what to do next. ``name`` is the variable it is about."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    severity: Severity
+    detail: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.detail}; {self.advice}"
 
 
 def _finding(name: str, severity: Severity, detail: str, advice: str) -> Finding:
@@ -24,13 +41,8 @@ def watched(name: str) -> bool:
 
 def check_names(environ: Mapping[str, str], versions: Versions) -> list[Finding]:
     """Names that the installed versions do not read, and deprecated ones."""
-    found = []
-    for name in sorted(environ):
-        if watched(name):
-            finding = _check_name(name, environ, versions)
-            if finding is not None:
-                found.append(finding)
-    return found
+    found = (_check_name(name, environ, versions) for name in sorted(environ) if watched(name))
+    return [finding for finding in found if finding is not None]
 
 
 def _check_name(name: str, environ: Mapping[str, str], versions: Versions) -> Finding | None:
@@ -108,15 +120,36 @@ def check_interfaces(environ: Mapping[str, str], choice: InterfaceChoice, links:
 
 def match_nccl(value: str, links: Sequence[Link]) -> list[Link]:
     """The links that a value of ``NCCL_SOCKET_IFNAME`` selects: prefixes, ``=`` exact names, ``^`` all others."""
-    excluding = value.startswith("^")
-    rest = value[1:] if excluding else value
-    exact = rest.startswith("=")
-    wanted = [entry.partition(":")[0] for entry in (rest[1:] if exact else rest).split(",") if entry]
+    excluding, exact, entries = _list_of_nccl(value)
+    names = [entry.partition(":")[0] for entry in entries]
     return [
         link
         for link in links
-        if any(link.name == entry if exact else link.name.startswith(entry) for entry in wanted) is not excluding
+        if any(link.name == name if exact else link.name.startswith(name) for name in names) is not excluding
     ]
+
+
+def _matching_ports(value: str, ports: Sequence[Port]) -> list[Port]:
+    """The ports that a value of ``NCCL_IB_HCA`` selects: the same for ``name[:port]``."""
+    excluding, exact, entries = _list_of_nccl(value)
+    wanted = [entry.split(":") for entry in entries]
+
+    def selected(port: Port) -> bool:
+        for entry in wanted:
+            fits = port.device == entry[0] if exact else port.device.startswith(entry[0])
+            if fits and (len(entry) == 1 or entry[1] == str(port.number)):
+                return True
+        return False
+
+    return [port for port in ports if selected(port) is not excluding]
+
+
+def _list_of_nccl(value: str) -> tuple[bool, bool, list[str]]:
+    """Whether a list as NCCL takes it excludes (``^``), whether it has exact names (``=``), and its entries."""
+    excluding = value.startswith("^")
+    rest = value[1:] if excluding else value
+    exact = rest.startswith("=")
+    return excluding, exact, [entry for entry in (rest[1:] if exact else rest).split(",") if entry]
 
 
 def match_gloo(value: str, links: Sequence[Link]) -> list[Link]:
@@ -131,32 +164,23 @@ def _check_interface(
     choice: InterfaceChoice,
     links: Sequence[Link],
 ) -> list[Finding]:
-    shown = f"{name}={value}"
+    shown, use = f"{name}={value}", _use(name, choice)
     matched = match(value, links)
     if not matched:
         there = ", ".join(link.name for link in links)
         hint = f"; {name} takes exact names only" if match is match_gloo and value[:1] in "^=" else ""
-        return [
-            _finding(name, "error", f"{shown} matches no interface of this host ({there}){hint}", _use(name, choice))
-        ]
-    dead = [link for link in matched if not (link.up and link.running)]
-    if len(dead) == len(matched):
-        states = ", ".join(f"{link.name} ({link.describe()})" for link in dead)
-        return [_finding(name, "error", f"{shown}: {states}", _use(name, choice))]
+        return [_finding(name, "error", f"{shown} matches no interface of this host ({there}){hint}", use)]
+    if not any(link.up and link.running for link in matched):
+        states = ", ".join(f"{link.name} ({link.describe()})" for link in matched)
+        return [_finding(name, "error", f"{shown}: {states}", use)]
     if choice.name is None or choice.name in [link.name for link in matched]:
         return []
-    names = ", ".join(link.name for link in matched)
     if all(link.loopback for link in matched) and choice.kind != "loopback":
         detail = f"{shown} is the loopback, but the master is not on this host alone ({choice.evidence}: {choice.name})"
-        return [_finding(name, "error", detail, _use(name, choice))]
-    return [
-        _finding(
-            name,
-            "warning",
-            f"{shown} selects {names}, but {choice.name} leads to the master ({choice.evidence})",
-            f"if the other hosts are not on the network of {names}: {_use(name, choice)}",
-        )
-    ]
+        return [_finding(name, "error", detail, use)]
+    names = ", ".join(link.name for link in matched)
+    detail = f"{shown} selects {names}, but {choice.name} leads to the master ({choice.evidence})"
+    return [_finding(name, "warning", detail, f"if the other hosts are not on the network of {names}: {use}")]
 
 
 def _use(name: str, choice: InterfaceChoice) -> str:
@@ -165,73 +189,51 @@ def _use(name: str, choice: InterfaceChoice) -> str:
     return f"remove {name}, or set it to {'=' if name == 'NCCL_SOCKET_IFNAME' else ''}{choice.name}"
 
 
+#: Legal values that do harm: the variable, the values, what they do (after name and "="), and what to do.
+_HARMFUL: tuple[tuple[str, frozenset[str], str, str], ...] = (
+    (
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        frozenset({"0"}),
+        "0: an unguarded collective that hangs is never ended",
+        "set it to 3",
+    ),
+    (
+        "TORCH_NCCL_BLOCKING_WAIT",
+        TRUE_WORDS,
+        "1 switches watchdog, monitor and automatic dump off",
+        "remove it",
+    ),
+    (
+        "TORCH_NCCL_EXTRA_DUMP_ON_EXEC",
+        TRUE_WORDS,
+        (
+            "1: when the guard aborts its own NCCL communicator to end a collective, torch tells all ranks to write a "
+            "dump and end their process"
+        ),
+        "remove it: torch writes dumps at a timeout without it",
+    ),
+    (
+        "NCCL_P2P_DISABLE",
+        frozenset({"1"}),
+        "1 sends everything between the GPUs of a host through its memory",
+        "remove it, unless direct access fails on this machine",
+    ),
+)
+
+
 def check_harm(environ: Mapping[str, str], ports: Sequence[Port]) -> list[Finding]:
     """Legal values that switch off what keeps a job from hanging, or the fast path."""
-    found = []
-
-    def on(name: str) -> bool:
-        return environ.get(name, "").lower() in TRUE_WORDS
-
-    if environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "").strip() == "0":
-        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-        found.append(
-            _finding(name, "warning", f"{name}=0: an unguarded collective that hangs is never ended", "set it to 3")
-        )
-    if on("TORCH_NCCL_BLOCKING_WAIT"):
-        name = "TORCH_NCCL_BLOCKING_WAIT"
-        found.append(
-            _finding(name, "warning", f"{name}=1 switches watchdog, monitor and automatic dump off", "remove it")
-        )
-    if on("TORCH_NCCL_EXTRA_DUMP_ON_EXEC"):
-        name = "TORCH_NCCL_EXTRA_DUMP_ON_EXEC"
-        detail = (
-            f"{name}=1: when the guard aborts its own NCCL communicator to end a collective, torch tells all ranks to write a dump and "
-            "end their process"
-        )
-        found.append(_finding(name, "warning", detail, "remove it: torch writes dumps at a timeout without it"))
+    found = [
+        _finding(name, "warning", f"{name}={effect}", advice)
+        for name, values, effect, advice in _HARMFUL
+        if environ.get(name, "").strip().lower() in values
+    ]
     active = [port.name for port in ports if port.active and port.layer in ("InfiniBand", "Ethernet")]
     if environ.get("NCCL_IB_DISABLE") == "1" and active:
-        found.append(
-            _finding(
-                "NCCL_IB_DISABLE",
-                "warning",
-                f"NCCL_IB_DISABLE=1 leaves the active ports {', '.join(active)} unused",
-                "remove it, unless they are not for this job",
-            )
-        )
+        detail = f"NCCL_IB_DISABLE=1 leaves the active ports {', '.join(active)} unused"
+        found.append(_finding("NCCL_IB_DISABLE", "warning", detail, "remove it, unless they are not for this job"))
     if "NCCL_IB_HCA" in environ and ports and not _matching_ports(environ["NCCL_IB_HCA"], ports):
-        found.append(
-            _finding(
-                "NCCL_IB_HCA",
-                "error",
-                f"NCCL_IB_HCA={environ['NCCL_IB_HCA']} matches no port of this host "
-                f"({', '.join(port.name for port in ports)})",
-                "correct or remove it",
-            )
-        )
-    if environ.get("NCCL_P2P_DISABLE") == "1":
-        found.append(
-            _finding(
-                "NCCL_P2P_DISABLE",
-                "warning",
-                "NCCL_P2P_DISABLE=1 sends everything between the GPUs of a host through its memory",
-                "remove it, unless direct access fails on this machine",
-            )
-        )
+        there = ", ".join(port.name for port in ports)
+        detail = f"NCCL_IB_HCA={environ['NCCL_IB_HCA']} matches no port of this host ({there})"
+        found.append(_finding("NCCL_IB_HCA", "error", detail, "correct or remove it"))
     return found
-
-
-def _matching_ports(value: str, ports: Sequence[Port]) -> list[Port]:
-    excluding = value.startswith("^")
-    rest = value[1:] if excluding else value
-    exact = rest.startswith("=")
-    wanted = [entry.split(":") for entry in (rest[1:] if exact else rest).split(",") if entry]
-
-    def selected(port: Port) -> bool:
-        for entry in wanted:
-            fits = port.device == entry[0] if exact else port.device.startswith(entry[0])
-            if fits and (len(entry) == 1 or entry[1] == str(port.number)):
-                return True
-        return False
-
-    return [port for port in ports if selected(port) is not excluding]

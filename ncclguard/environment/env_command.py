@@ -1,19 +1,111 @@
-"""``ncclguard env``: print the variables that ``setup_env()`` would set."""
+"""``ncclguard env``: print what ``setup_env()`` would set, for a shell, a file, a batch system or a launcher."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import json
 import os
+import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import Literal, get_args
 
 from ncclguard.environment.catalogue import CATALOGUE
-from ncclguard.environment.formats import FORMATS, SHARED_FORMATS, UNCOMMENTED_FORMATS, explain, host_dependent, render
 from ncclguard.environment.profiles import PROFILE_NAMES
-from ncclguard.environment.report import EnvironmentReport
-from ncclguard.environment.setup import plan_environment
+from ncclguard.environment.setup import EnvironmentReport, plan_environment
 from ncclguard.errors import GuardConfigError
+
+Format = Literal["shell", "dotenv", "json", "slurm", "k8s", "deepspeed"]
+FORMATS: tuple[str, ...] = get_args(Format)
+
+#: Formats that one file or script gives to all hosts, whatever their interfaces are called.
+SHARED_FORMATS = frozenset({"slurm", "k8s", "deepspeed"})
+#: Formats in which a comment cannot stand: DeepSpeed splits every line at its "=" (deepspeed/launcher/runner.py).
+UNCOMMENTED_FORMATS = frozenset({"json", "deepspeed"})
+
+
+def _commented(values: Mapping[str, str], comments: Mapping[str, str], line: Callable[[str, str], str]) -> str:
+    lines = []
+    for name, value in values.items():
+        if name in comments:
+            lines.append(f"# {comments[name]}")
+        lines.append(line(name, value))
+    return "\n".join(lines)
+
+
+def _shell(values: Mapping[str, str], comments: Mapping[str, str]) -> str:
+    return _commented(values, comments, lambda name, value: f"export {name}={_quoted(value)}")
+
+
+def _quoted(value: str) -> str:
+    # zsh would take an unquoted =eth0 for the path of a program.
+    return f"'{value}'" if value.startswith("=") and "'" not in value else shlex.quote(value)
+
+
+def _dotenv(values: Mapping[str, str], comments: Mapping[str, str]) -> str:
+    return _commented(values, comments, lambda name, value: f"{name}={_dotenv_value(value)}")
+
+
+def _dotenv_value(value: str) -> str:
+    if re.fullmatch(r"[\w./:,=@%+-]*", value):
+        return value
+    # Single quotes: nothing in them is a variable. python-dotenv takes backslashes before quotes and backslashes.
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _json(values: Mapping[str, str], comments: Mapping[str, str]) -> str:
+    return json.dumps(dict(values), indent=2)
+
+
+def _slurm(values: Mapping[str, str], comments: Mapping[str, str]) -> str:
+    # Exports and not `--export=A=b`: that option splits its value at commas, which NCCL_IB_HCA has.
+    head = "# in the batch script, before srun, which hands the environment on\n#SBATCH --export=ALL\n"
+    return head + _shell(values, comments)
+
+
+def _k8s(values: Mapping[str, str], comments: Mapping[str, str]) -> str:
+    # A JSON string is a YAML one as well.
+    return "env:\n" + _commented(values, comments, lambda name, value: f"- name: {name}\n  value: {json.dumps(value)}")
+
+
+def _deepspeed(values: Mapping[str, str], comments: Mapping[str, str]) -> str:
+    # The launcher writes `export NAME=value;` into a remote command line without quoting.
+    return "\n".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
+
+
+_WRITERS: dict[str, Callable[[Mapping[str, str], Mapping[str, str]], str]] = {
+    "shell": _shell,
+    "dotenv": _dotenv,
+    "json": _json,
+    "slurm": _slurm,
+    "k8s": _k8s,
+    "deepspeed": _deepspeed,
+}
+
+
+def render(values: Mapping[str, str], format_name: str, comments: Mapping[str, str] | None = None) -> str:
+    r"""The variables in a format; ``comments`` are put above their variables where the format has comments.
+
+    >>> render({"NCCL_SOCKET_IFNAME": "=eth0"}, "shell")
+    "export NCCL_SOCKET_IFNAME='=eth0'"
+    """
+    shown = {} if comments is None or format_name in UNCOMMENTED_FORMATS else comments
+    return _WRITERS[format_name](values, shown)
+
+
+def explain(name: str, why: str | None = None) -> str:
+    """One sentence on a variable and where that is from; ``why`` is the reason for the value it was given."""
+    variable = CATALOGUE[name]
+    reason = f" Here: {why}." if why else ""
+    return f"{variable.sentence}{reason} [{variable.source}]"
+
+
+def host_dependent(names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the names whose right value can differ from host to host."""
+    return tuple(name for name in names if CATALOGUE[name].differs_per_host)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,16 +155,15 @@ def _say_what_is_wrong(report: EnvironmentReport, values: dict[str, str], format
 
 
 def _say_if_emulated() -> None:
-    if importlib.util.find_spec("emulated_gpu") is None:
+    try:
+        metadata.distribution("emulated_gpu")
+    except metadata.PackageNotFoundError:
         return
     import torch  # only here: it takes seconds
 
-    if torch.cuda.is_available() and "emulated" in torch.cuda.get_device_name():
-        print(
-            f"ncclguard env: the GPU is an emulated one ({torch.cuda.get_device_name()}): what is measured here says nothing of a "
-            "real one",
-            file=sys.stderr,
-        )
+    if torch.cuda.is_available() and "emulated" in (name := torch.cuda.get_device_name()):
+        told = f"the GPU is an emulated one ({name}): what is measured here says nothing of a real one"
+        print(f"ncclguard env: {told}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict
 
-from ncclguard.environment.variable import FALSE_WORDS, TRUE_WORDS
+from ncclguard.environment.catalogue import FALSE_WORDS, TRUE_WORDS
 from ncclguard.environment.versions import Versions, within
 
 #: What a process group waits beyond the guard's deadline: the verdict (2 s), and ranks that arrive one after the other.

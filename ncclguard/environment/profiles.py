@@ -1,14 +1,98 @@
-"""What to set for which network, chosen from the hardware or by name."""
+"""What to set for which network (InfiniBand, RoCE, Ethernet), by the ports that the kernel shows or by name."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
-from ncclguard.environment.infiniband import Gid, Port
+from ncclguard.environment.network import read_file
 from ncclguard.environment.versions import Versions, within
+
+SYSFS = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """One address in a port's table: its index, type ("RoCE v2", "IB/RoCE v1", ...) and value."""
+
+    index: int
+    kind: str
+    value: str
+
+    @property
+    def carries_ipv4(self) -> bool:
+        """Whether it is an IPv4-mapped address, which a routed network needs."""
+        return self.value.startswith("0000:0000:0000:0000:0000:ffff:")
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One port. ``rate`` is in Gbit/s; ``layer`` is "InfiniBand" or "Ethernet" (RoCE, iWARP), else unusable by NCCL."""
+
+    device: str
+    number: int
+    state: str
+    physical_state: str
+    layer: str
+    rate: float | None
+    netdev: str | None = None
+    gids: tuple[Gid, ...] = ()
+
+    @property
+    def active(self) -> bool:
+        """Whether the subnet manager (or the Ethernet link) has brought it up."""
+        return self.state == "ACTIVE"
+
+    @property
+    def roce(self) -> bool:
+        """Whether it speaks Ethernet."""
+        return self.layer == "Ethernet"
+
+    @property
+    def name(self) -> str:
+        """``device:port``, as ``NCCL_IB_HCA`` takes it."""
+        return f"{self.device}:{self.number}"
+
+
+def _gids(folder: Path) -> tuple[Gid, ...]:
+    found = []
+    entries = (folder / "gids").glob("*") if (folder / "gids").is_dir() else ()
+    for entry in sorted(entries, key=lambda path: int(path.name)):
+        value = read_file(entry).strip()  # empty for an unused entry, which cannot be read
+        if value and value.strip("0:"):
+            found.append(Gid(int(entry.name), read_file(folder / "gid_attrs" / "types" / entry.name).strip(), value))
+    return tuple(found)
+
+
+def _port(device: str, folder: Path) -> Port:
+    rate = re.match(r"[\d.]+", read_file(folder / "rate").strip())
+    return Port(
+        device=device,
+        number=int(folder.name),
+        state=read_file(folder / "state").strip().partition(":")[2].strip(),
+        physical_state=read_file(folder / "phys_state").strip().partition(":")[2].strip(),
+        layer=read_file(folder / "link_layer").strip(),
+        rate=float(rate.group()) if rate else None,
+        netdev=read_file(folder / "gid_attrs" / "ndevs" / "0").strip() or None,
+        gids=_gids(folder),
+    )
+
+
+def read_ports(sysfs: Path = SYSFS) -> tuple[Port, ...]:
+    """All ports of all adapters of this host, by name; none where there is no RDMA hardware."""
+    if not sysfs.is_dir():
+        return ()
+    return tuple(
+        _port(device.name, folder)
+        for device in sorted(sysfs.iterdir())
+        for folder in sorted((device / "ports").glob("[0-9]*"), key=lambda path: int(path.name))
+    )
+
 
 ProfileName = Literal["auto", "infiniband", "roce", "ethernet"]
 PROFILE_NAMES: tuple[str, ...] = get_args(ProfileName)

@@ -1,7 +1,8 @@
-"""``setup_env()``: put the environment in order before ``init_process_group``, and say what was done."""
+"""``setup_env()``: put the environment in order before ``init_process_group``, and report what was done."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -9,19 +10,19 @@ import threading
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from ncclguard.config import current_config, seconds
 from ncclguard.environment import checks
-from ncclguard.environment.catalogue import CATALOGUE
-from ncclguard.environment.infiniband import Port, read_ports
-from ncclguard.environment.interface import InterfaceChoice, choose_interface
-from ncclguard.environment.job import read_job
+from ncclguard.environment.catalogue import CATALOGUE, name_for
+from ncclguard.environment.checks import Finding
+from ncclguard.environment.interface import InterfaceChoice, choose_interface, read_job
 from ncclguard.environment.limits import Ladder, compute_ladder
-from ncclguard.environment.links import Link, read_links
-from ncclguard.environment.nccl_conf import read_conf
-from ncclguard.environment.plan import NcclDebug, make_plan, translate
-from ncclguard.environment.profiles import Profile, ProfileName, choose_profile
-from ncclguard.environment.report import EnvironmentReport, Finding, Kept, Setting
+from ncclguard.environment.nccl_names import read_conf
+from ncclguard.environment.network import Link, read_links
+from ncclguard.environment.profiles import Port, Profile, ProfileName, choose_profile, read_ports
 from ncclguard.environment.versions import Versions, detect_versions
 
 _log = logging.getLogger("ncclguard.environment")
@@ -29,6 +30,196 @@ _log = logging.getLogger("ncclguard.environment")
 # What earlier calls in this process wrote, so that a second call tells its own values from the user's.
 _written: dict[str, str] = {}
 _lock = threading.Lock()
+
+# ----------------------------------------------------------------------------------------------------- the report
+
+
+class Setting(BaseModel):
+    """A variable with the value it was given, and why."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    value: str
+    why: str
+
+
+class Kept(BaseModel):
+    """A variable that was set before.
+
+    ``origin`` is "environment" or the file that sets it; ``proposed`` is the value that ncclguard would have given it.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    value: str
+    origin: str = "environment"
+    proposed: str | None = None
+
+
+class EnvironmentReport(BaseModel):
+    """The outcome of :func:`ncclguard.setup_env`.
+
+    ``set`` holds what ncclguard set, ``kept`` what was there before, ``translated`` the settings that carry the value
+    of a deprecated name over to the new one (they are in ``set`` as well), ``wrong`` the findings and ``too_late`` what
+    would have been set before ``init_process_group``.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    versions: Versions
+    profile: Profile
+    interface: InterfaceChoice
+    limits: Ladder
+    set: tuple[Setting, ...] = ()
+    kept: tuple[Kept, ...] = ()
+    translated: tuple[tuple[str, str], ...] = ()
+    wrong: tuple[Finding, ...] = ()
+    too_late: tuple[Setting, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is an error and nothing came too late."""
+        return not self.too_late and not any(finding.severity == "error" for finding in self.wrong)
+
+    @property
+    def one_line(self) -> str:
+        """The line that rank 0 logs."""
+        parts = [
+            f"interface {self.interface.name or 'unknown'} ({self.interface.evidence})",
+            f"profile {self.profile.name}",
+            f"{len(self.set)} variables set, {len(self.kept)} kept",
+            self.limits.one_line,
+        ]
+        if self.too_late:
+            names = ", ".join(setting.name for setting in self.too_late)
+            parts.append(f"too late, init_process_group has been called, for {names}")
+        if self.wrong:
+            parts.append("wrong: " + " | ".join(str(finding) for finding in self.wrong))
+        return "; ".join(parts)
+
+    def __str__(self) -> str:
+        nccl = self.versions.nccl or f"none ({self.versions.nccl_source})"
+        lines = [
+            f"torch {self.versions.torch}, NCCL {nccl}",
+            f"interface  {self.interface.name or 'unknown'}: {self.interface.evidence}",
+            *(f"           {note}" for note in self.interface.notes),
+            f"profile    {self.profile.name}: {self.profile.reason}",
+        ]
+        lines += [f"set        {entry.name}={entry.value}: {entry.why}" for entry in self.set]
+        lines += [_kept_line(entry) for entry in self.kept]
+        lines += [f"too late   {entry.name}={entry.value}: {entry.why}" for entry in self.too_late]
+        lines += [f"{finding.severity:<10} {finding.detail}; {finding.advice}" for finding in self.wrong]
+        return "\n".join([*lines, "limits", *(f"  {rung}" for rung in self.limits.rungs)])
+
+
+def _kept_line(entry: Kept) -> str:
+    proposed = f", instead of {entry.proposed}" if entry.proposed not in (None, entry.value) else ""
+    return f"kept       {entry.name}={entry.value} (from {entry.origin}{proposed})"
+
+
+# ----------------------------------------------------------------- the plan, in the names that the versions read
+
+NcclDebug = Literal["warn", "info", "all"]
+
+#: Entries of the flight recorder: enough for several steps of a large model.
+RECORDER_ENTRIES = 16384
+
+_DEBUG_SETTINGS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "warn": (("NCCL_DEBUG", "WARN", "names the peer of a connection that broke"),),
+    "info": (
+        ("NCCL_DEBUG", "INFO", "asked for"),
+        ("NCCL_DEBUG_SUBSYS", "INIT,BOOTSTRAP,ENV,NET", "what NCCL chose at start, without a line a collective"),
+    ),
+    "all": (
+        ("NCCL_DEBUG", "INFO", "asked for"),
+        ("NCCL_DEBUG_SUBSYS", "ALL", "asked for; logs every collective"),
+    ),
+}
+
+
+def _interface(choice: InterfaceChoice) -> list[tuple[str, str, str]]:
+    if choice.name is None:
+        return []
+    settings = [
+        ("NCCL_SOCKET_IFNAME", f"={choice.name}", choice.evidence),
+        ("GLOO_SOCKET_IFNAME", choice.name, "the same for gloo, which carries the control traffic"),
+    ]
+    if choice.ipv6:
+        settings.append(("NCCL_SOCKET_FAMILY", "AF_INET6", f"the master is reached from {choice.address}"))
+    return settings
+
+
+def _error_handling(ladder: Ladder) -> list[tuple[str, str, str]]:
+    settings = [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "a hang outside the guard ends the process at its group's timeout"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "the flight recorder's entries are written when that happens"),
+        ("TORCH_FR_BUFFER_SIZE", str(RECORDER_ENTRIES), "the flight recorder keeps the last collectives"),
+    ]
+    if ladder.heartbeat.seconds is not None:
+        settings += [
+            ("TORCH_NCCL_ENABLE_MONITORING", "1", "a watchdog that hangs is noticed"),
+            (
+                "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+                str(ladder.proposed_heartbeat),
+                f"more than the process-group timeout ({ladder.process_group.seconds:g} s)",
+            ),
+        ]
+    return settings
+
+
+def _deepspeed(ladder: Ladder, wanted: bool) -> list[tuple[str, str, str]]:
+    if not wanted:
+        return []
+    minutes = -(-int(ladder.process_group.seconds or 0) // 60)
+    return [("DEEPSPEED_TIMEOUT", str(minutes), "the process-group timeout, in minutes, for DeepSpeed's own call")]
+
+
+def make_plan(
+    choice: InterfaceChoice,
+    profile: Profile,
+    ladder: Ladder,
+    versions: Versions,
+    *,
+    nccl_debug: NcclDebug = "warn",
+    deepspeed: bool | None = None,
+) -> tuple[Setting, ...]:
+    """The settings, most important first. ``deepspeed=None`` includes DeepSpeed's where it is installed.
+
+    Names are those of the installed versions; a setting that they have no name for is left out.
+    """
+    if deepspeed is None:
+        deepspeed = importlib.util.find_spec("deepspeed") is not None
+    wanted = [
+        *_interface(choice),
+        *profile.settings,
+        ("NCCL_P2P_DISABLE", "0", "the default: GPUs of a host talk directly"),
+        *_error_handling(ladder),
+        *_DEBUG_SETTINGS[nccl_debug],
+        *_deepspeed(ladder, deepspeed),
+    ]
+    plan = []
+    for newest, value, why in wanted:
+        name = name_for(newest, versions)
+        if name is not None:
+            plan.append(Setting(name=name, value=value, why=why))
+    return tuple(plan)
+
+
+def translate(environ: Mapping[str, str], versions: Versions) -> dict[str, tuple[str, str]]:
+    """New names whose deprecated alias alone is set: new name to (old name, its value)."""
+    found: dict[str, tuple[str, str]] = {}
+    for variable in CATALOGUE.values():
+        new = variable.replaced_by
+        if new is None or new in environ or variable.name not in environ:
+            continue
+        if variable.is_deprecated(versions) and CATALOGUE[new].is_read(versions):
+            found.setdefault(new, (variable.name, environ[variable.name]))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ carrying it out
 
 
 @dataclass(frozen=True, slots=True)

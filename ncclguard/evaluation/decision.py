@@ -1,21 +1,132 @@
-"""What all ranks do next, as pure functions of what they exchanged or of the agreed
-verdict: equal input, equal decision.
+"""What the ranks tell each other about one try of an evaluation, and what all of them do next.
+
+The decisions are pure functions of what all ranks exchanged, or of the agreed verdict on an exchange that failed: equal
+input on every rank, equal decision on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
 
-from ncclguard.agreement.decision import PRECEDENCE
-from ncclguard.evaluation.results import Action, Decision, Failure, Kind, Meeting, NotMet, RankResult, Terms
-from ncclguard.outcome import Cause
+from ncclguard.cause import Cause
+from ncclguard.incident.text import ranks_text
+from ncclguard.protocol.decision import PRECEDENCE
+
+
+class Kind(str, Enum):
+    """How the try of one rank ended."""
+
+    FINE = "fine"
+    OUT_OF_MEMORY = "out of memory"
+    RAISED = "raised"  # the rank's own exception, whose reason may be gone in the next try, such as an unreadable file
+    WRONG = "wrong"  # the rank's own exception, which each try would raise: the program or its data is wrong
+    COLLECTIVE = "collective"  # a guarded collective failed: the reason is with the culprits of its verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What one rank brings to the beginning of a try."""
+
+    enabled: bool = True
+    divisor: int = 1  # of the batch size
+    single_rank: int | None = None  # evaluate on this rank only
+    sink: bool = False  # whether the rank has a place to log metrics to
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What one rank brings to the end of a try."""
+
+    rank: int
+    kind: Kind = Kind.FINE
+    error: str = ""  # type, place and message of the exception
+    cause: Cause | None = None  # of the failed collective
+    culprits: tuple[int, ...] = ()
+    done: tuple[int, ...] = ()  # the counts at which a partial result was recorded
+    total: int = 0  # what `done` would be in the end, 0 where it is not known
+    part: Any = None  # the latest partial result, pickled, where parts of ranks are combined
+    unsent: str = ""  # why the latest partial result could not be pickled
+    result: Any = None  # of the first rank, pickled, where all ranks return that rank's result
+
+    @property
+    def fine(self) -> bool:
+        return self.kind is Kind.FINE
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What all ranks brought to a meeting; `values` are in the order of the group's ranks."""
+
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotMet:
+    """Why a meeting failed; with `agreed` all ranks know the same, with `gone` a process has ended."""
+
+    cause: Cause
+    culprits: tuple[int, ...]
+    agreed: bool = True
+    gone: bool = False
+    report: str = ""
+    error: Exception | None = field(default=None, compare=False)
+
+
+Meeting = Met | NotMet
+
+
+class Action(str, Enum):
+    """What all ranks do next."""
+
+    RUN = "run"
+    RUN_SINGLE = "run on a single rank"
+    SKIP = "skip"  # switched off
+    ACCEPT = "accept"
+    RETRY = "try again"
+    PARTIAL = "accept a partial result"
+    GIVE_UP = "give up"
+    STOP = "stop"  # a process is gone, or there is no agreement: end the job with the report
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one try failed; the same on all ranks."""
+
+    attempt: int
+    cause: Cause
+    culprits: tuple[int, ...]
+    errors: tuple[tuple[int, str], ...] = ()  # by rank
+    out_of_memory: bool = False
+    report: str = ""
+    final: bool = False  # tries were left, and none was made because each would raise the same
+
+    def __str__(self) -> str:
+        by = f", {ranks_text(self.culprits)}" if self.culprits else ""
+        memory = ", out of memory" if self.out_of_memory else ""
+        errors = "".join(f"\n    rank {rank}: {error}" for rank, error in self.errors)
+        return f"try {self.attempt}: {self.cause}{memory}{by}{errors}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What all ranks do after they met, or failed to."""
+
+    action: Action
+    failure: Failure | None = None
+    done: int = 0  # count at which all ranks recorded a partial result in this try
+    total: int = 0
+    divisor: int = 1
+    single_rank: int = 0
+
+
+# ---------------------------------------------------------------------- decisions
 
 
 def at_opening(meeting: Meeting, attempt: int, ranks: Sequence[int]) -> Decision:
-    """Whether to run a try at all, from the `Terms` of all ranks; one that switches
-    off, or is missing, decides for all.
-    """
+    """Whether to run a try at all, from the `Terms` of all ranks; a rank that switches off, or is missing, decides."""
     if isinstance(meeting, NotMet):
         return Decision(_unmet(meeting, Action.GIVE_UP), _failure_to_meet(meeting, attempt))
     terms: Sequence[Terms] = meeting.values
@@ -29,8 +140,9 @@ def at_opening(meeting: Meeting, attempt: int, ranks: Sequence[int]) -> Decision
 
 
 def at_end(meeting: Meeting, attempt: int, max_attempts: int) -> Decision:
-    """What to do after a try, from the `RankResult` of all ranks; a partial result is
-    the caller's to weigh on GIVE_UP.
+    """What to do after a try, from the `RankResult` of each rank that evaluated.
+
+    Whether a partial result is taken in place of GIVE_UP is the caller's to decide.
     """
     again = Action.RETRY if attempt < max_attempts else Action.GIVE_UP
     if isinstance(meeting, NotMet):
@@ -39,23 +151,35 @@ def at_end(meeting: Meeting, attempt: int, max_attempts: int) -> Decision:
     done, total = common_part(results)
     if all(result.fine for result in results):
         return Decision(Action.ACCEPT, done=done, total=total)
-    return Decision(again, failure_of(results, attempt), done=done, total=total)
+    failure = failure_of(results, attempt)
+    if again is Action.RETRY and would_fail_again(results):
+        again, failure = Action.GIVE_UP, replace(failure, final=True)
+    return Decision(again, failure, done=done, total=total)
 
 
-def at_single_end(meeting: Meeting, attempt: int, max_attempts: int) -> Decision:
-    """What to do after a try on a single rank, from what it broadcast: its result with its `RankResult`."""
-    again = Action.RETRY if attempt < max_attempts else Action.GIVE_UP
-    if isinstance(meeting, NotMet):
-        return Decision(_unmet(meeting, again), _failure_to_meet(meeting, attempt))
-    result: RankResult = meeting.values[0]
-    if result.fine:
-        return Decision(Action.ACCEPT)
-    return Decision(again, failure_of([result], attempt))
+def would_fail_again(results: Sequence[RankResult]) -> bool:
+    """Whether errors of the program are the whole reason why a try failed, so that each try would fail.
+
+    A failed collective is a part of that reason only where its verdict names a rank whose error it is, or a rank that
+    itself gave up the try, or where nobody was missing but the ranks were in different calls. Whatever else went wrong
+    beside such an error, such as a lack of memory or a late rank, may have brought it about.
+    """
+    wrong = {result.rank for result in results if result.kind is Kind.WRONG}
+    failed = {result.rank for result in results if not result.fine}
+
+    def explained(result: RankResult) -> bool:
+        if result.kind is not Kind.COLLECTIVE:
+            return result.fine or result.kind is Kind.WRONG
+        if result.cause is Cause.FAILED:
+            return set(result.culprits) <= failed
+        return set(result.culprits) <= wrong and (bool(result.culprits) or result.cause is Cause.DIVERGED)
+
+    return bool(wrong) and all(map(explained, results))
 
 
 def failure_of(results: Sequence[RankResult], attempt: int) -> Failure:
-    """Name the ranks whose own exception ended the try; where none has one, those the collectives' verdicts name."""
-    own = [result for result in results if result.kind in (Kind.OUT_OF_MEMORY, Kind.RAISED)]
+    """Why a try failed: the ranks that raised exceptions of their own, else the ranks that the verdicts name."""
+    own = [result for result in results if result.kind in (Kind.OUT_OF_MEMORY, Kind.RAISED, Kind.WRONG)]
     if own:
         return Failure(
             attempt,
@@ -64,19 +188,18 @@ def failure_of(results: Sequence[RankResult], attempt: int) -> Failure:
             tuple(sorted((result.rank, result.error) for result in own)),
             any(result.kind is Kind.OUT_OF_MEMORY for result in own),
         )
-    told = [result for result in results if result.cause is not None]
-    # Nobody has an exception of its own, so "rank 3 failed" says that rank 3 gave up the
-    # try after a verdict that it was told.
-    first = [result for result in told if result.cause is not Cause.FAILED]
-    told = first or told
-    cause = min((result.cause for result in told if result.cause is not None), key=PRECEDENCE.index, default=None)
-    culprits = {rank for result in told if result.cause is cause for rank in result.culprits}
-    errors = tuple(sorted((result.rank, result.error) for result in told if result.cause is cause))[:1]
+    with_verdict = [result for result in results if result.cause is not None]
+    # Nobody has an exception of its own, so "rank 3 failed" says that rank 3 gave up the try after a verdict.
+    with_verdict = [result for result in with_verdict if result.cause is not Cause.FAILED] or with_verdict
+    cause = min((result.cause for result in with_verdict if result.cause), key=PRECEDENCE.index, default=None)
+    decisive = [result for result in with_verdict if result.cause is cause]
+    culprits = {rank for result in decisive for rank in result.culprits}
+    errors = tuple(sorted((result.rank, result.error) for result in decisive))[:1]
     return Failure(attempt, cause or Cause.UNKNOWN, tuple(sorted(culprits)), errors)
 
 
 def without_followers(decided: Decision, mine: RankResult) -> Decision:
-    """Ranks that left after the try had failed left because of it: blame those that its own verdict named."""
+    """Blame the ranks that this rank's own verdict named, and not those that left because the try had failed."""
     failure = decided.failure
     if failure is None or not mine.culprits or not set(mine.culprits) < set(failure.culprits):
         return decided
@@ -93,7 +216,7 @@ def common_part(results: Sequence[RankResult]) -> tuple[int, int]:
 
 
 def first_with_sink(terms: Sequence[Terms], ranks: Sequence[int]) -> int:
-    """The one rank that logs metrics: the first that has somewhere to log them, so that each is logged once."""
+    """The one rank that logs metrics, so that each is logged once: the first that has a place to log them to."""
     return next((rank for rank, term in zip(ranks, terms, strict=True) if term.sink), ranks[0])
 
 

@@ -1,19 +1,26 @@
-"""What an evaluation that is given up must leave as it was: modes, gradients, random numbers, positions of loaders."""
+"""What an evaluation that fails must leave as it was, and how to restore it.
+
+The state is the modes and gradients of models, random numbers, and the positions of loaders. The models and loaders
+are those that the evaluation's owner, such as a trainer, or its arguments hold, or that its code names.
+"""
 
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import pickle
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from ncclguard import _torch
+from ncclguard import torch_compat
 
 log = logging.getLogger("ncclguard")
 
@@ -21,7 +28,7 @@ Restore = Callable[[], None]
 
 
 class Keeper(Protocol):
-    """Something that remembers a part of the state when it is called, and gives back what restores it."""
+    """A function that remembers a part of the state, and returns a function that restores that part."""
 
     def __call__(self) -> Restore: ...
 
@@ -29,8 +36,8 @@ class Keeper(Protocol):
 def keep(keepers: Iterable[Keeper]) -> Restore:
     """Remember the state now; the returned function restores it, as often as it is called, last kept first.
 
-    Never raises: one keeper that does is logged, and the others do their part. The other ranks may be waiting for this
-    one.
+    Never raises, because the other ranks may be waiting for this one: a keeper that raises is logged, and the other
+    keepers do their part.
     """
     restores: list[Restore] = []
     for keeper in keepers:
@@ -79,7 +86,9 @@ def gradients(modules: Iterable[nn.Module]) -> Keeper:
     def keeper() -> Restore:
         enabled = torch.is_grad_enabled()
         parameters = {id(p): p for root in roots for p in root.parameters()}.values()
-        grads = [(p, p.grad, -1 if p.grad is None else _torch.version_of(p.grad), p.requires_grad) for p in parameters]
+        grads = [
+            (p, p.grad, -1 if p.grad is None else torch_compat.version_of(p.grad), p.requires_grad) for p in parameters
+        ]
 
         def restore() -> None:
             torch.set_grad_enabled(enabled)
@@ -87,7 +96,7 @@ def gradients(modules: Iterable[nn.Module]) -> Keeper:
             for parameter, grad, version, required in grads:
                 if parameter.grad is not grad:
                     parameter.grad = grad
-                written += grad is not None and _torch.version_of(grad) != version
+                written += grad is not None and torch_compat.version_of(grad) != version
                 if parameter.requires_grad != required:
                     parameter.requires_grad_(required)
             if written:
@@ -175,9 +184,7 @@ def _position(part: Any) -> Restore:
 
 
 def _move_back(part: Any, position: Any) -> None:
-    """Only where it has moved: a loader in the middle of an epoch, as training's is,
-    starts a new one when it is told where to be.
-    """
+    """Move a loader back if it has moved: one in the middle of an epoch would start a new epoch when it is moved."""
     if pickle.dumps(part.state_dict()) != pickle.dumps(position):
         part.load_state_dict(position)
 
@@ -187,7 +194,7 @@ def _set_generator(generator: torch.Generator, state: torch.Tensor) -> None:
 
 
 def release_memory() -> None:
-    """Give back what a failed try held, before the next one needs it."""
+    """Give back the memory that a failed try held, before the next try needs it."""
     gc.collect()
     if _cuda_in_use():
         torch.cuda.empty_cache()
@@ -195,3 +202,55 @@ def release_memory() -> None:
 
 def _cuda_in_use() -> bool:
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+# ---------------------------------------------------------------------- whose state
+
+
+def named_in(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """The objects that a function's own code names: global variables, and variables of the functions around it.
+
+    Modules, classes and functions are left out, and so is what the functions that it calls name.
+    """
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    try:
+        named = inspect.getclosurevars(plain)
+    except (TypeError, ValueError):  # not a Python function, or a variable around it has no value yet
+        return ()
+    values = [*named.nonlocals.values(), *named.globals.values()]
+    return tuple(v for v in values if not isinstance(v, (ModuleType, type)) and not inspect.isroutine(v))
+
+
+def models_of(holders: Iterable[Any]) -> tuple[nn.Module, ...]:
+    """Every module that is one of `holders`, or an attribute of one, each once."""
+    return _unique(value for value in _values(holders) if isinstance(value, nn.Module))
+
+
+def loaders_of(holders: Iterable[Any]) -> tuple[Any, ...]:
+    """Every DataLoader, or what has a sampler as one has, among `holders` and their attributes, each once."""
+    return _unique(value for value in _values(holders) if _is_loader(value))
+
+
+def _is_loader(value: Any) -> bool:
+    return isinstance(value, DataLoader) or (hasattr(type(value), "__iter__") and hasattr(value, "batch_sampler"))
+
+
+def _values(holders: Iterable[Any]) -> Iterator[Any]:
+    for holder in holders:
+        yield holder
+        attributes = getattr(holder, "__dict__", None)
+        if isinstance(holder, nn.Module) or not isinstance(attributes, dict):
+            continue
+        for value in list(attributes.values()):
+            yield value
+            if isinstance(value, Mapping):
+                yield from list(value.values())
+            elif isinstance(value, (list, tuple)):
+                yield from value
+
+
+def _unique(values: Iterable[Any]) -> tuple[Any, ...]:
+    found: dict[int, Any] = {}
+    for value in values:
+        found.setdefault(id(value), value)
+    return tuple(found.values())

@@ -1,5 +1,7 @@
 """Say what a collective's element count is: a ZeRO gradient bucket, one parameter, a layer, a flag.
 
+The sizes of a few well-known models are in the table, as in their published `config.json`.
+
 DeepSpeed ZeRO-1/2 flushes its gradient bucket before adding a gradient would exceed `reduce_bucket_size`
 (stage_1_and_2.py, `reduce_independent_p_g_buckets_and_remove_grads`, 0.19), so a bucket is the longest run of
 gradients, in the order in which backward produces them, that fits. ZeRO-3 and FSDP gather parameters, so there the
@@ -10,13 +12,138 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ncclguard.explain.facts import Work
-from ncclguard.explain.model_table import ModelSizes, known_models
 
 DEFAULT_BUCKET = 500_000_000  # DeepSpeed's default of reduce_bucket_size, elements
 MAX_LABELS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The figures of a decoder that its parameters' shapes follow from; all counts are elements."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    qkv_bias: bool = False
+    tied: bool = False
+
+    def layer_parameters(self) -> list[tuple[str, int]]:
+        """Return (name, elements) of one decoder layer in the order in which its gradients become ready."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        rows = [
+            ("mlp.down_proj.weight", self.hidden * self.intermediate),
+            ("mlp.up_proj.weight", self.hidden * self.intermediate),
+            ("mlp.gate_proj.weight", self.hidden * self.intermediate),
+            ("post_attention_layernorm.weight", self.hidden),
+            ("self_attn.o_proj.weight", self.hidden * query),
+        ]
+        for part, size in (("v", key), ("k", key), ("q", query)):
+            if self.qkv_bias:
+                rows.append((f"self_attn.{part}_proj.bias", size))
+            rows.append((f"self_attn.{part}_proj.weight", self.hidden * size))
+        return [*rows, ("input_layernorm.weight", self.hidden)]
+
+    @property
+    def layer(self) -> int:
+        return sum(size for _, size in self.layer_parameters())
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.hidden
+
+
+# name: hidden, intermediate, layers, heads, kv heads, head dim, vocabulary, bias of q, k, v, tied embedding
+_TABLE: dict[str, tuple[int, int, int, int, int, int, int, bool, bool]] = {
+    "qwen2.5-vl-3b": (2048, 11008, 36, 16, 2, 128, 151936, True, True),
+    "qwen2.5-vl-7b": (3584, 18944, 28, 28, 4, 128, 152064, True, False),
+    "qwen2.5-vl-32b": (5120, 27648, 64, 40, 8, 128, 152064, True, False),
+    "qwen2.5-vl-72b": (8192, 29568, 80, 64, 8, 128, 152064, True, False),
+    "qwen2-vl-2b": (1536, 8960, 28, 12, 2, 128, 151936, True, True),
+    "qwen2-vl-7b": (3584, 18944, 28, 28, 4, 128, 152064, True, False),
+    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 64, 151936, True, True),
+    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 128, 151936, True, True),
+    "qwen2.5-14b": (5120, 13824, 48, 40, 8, 128, 152064, True, False),
+    "qwen3-8b": (4096, 12288, 36, 32, 8, 128, 151936, False, False),
+    "llama-2-7b": (4096, 11008, 32, 32, 32, 128, 32000, False, False),
+    "llama-2-13b": (5120, 13824, 40, 40, 40, 128, 32000, False, False),
+    "llama-2-70b": (8192, 28672, 80, 64, 8, 128, 32000, False, False),
+    "llama-3-8b": (4096, 14336, 32, 32, 8, 128, 128256, False, False),
+    "llama-3-70b": (8192, 28672, 80, 64, 8, 128, 128256, False, False),
+    "mistral-7b": (4096, 14336, 32, 32, 8, 128, 32000, False, False),
+}
+
+
+def known_models() -> list[ModelSizes]:
+    """Return the built-in table."""
+    return [ModelSizes(name, *figures) for name, figures in _TABLE.items()]
+
+
+def sizes_from_config(name: str, config: Mapping[str, Any]) -> ModelSizes:
+    """Return the sizes of a Hugging Face `config.json`, its text part where there is one.
+
+    Raises:
+        ValueError: a figure is missing.
+    """
+    text = config.get("text_config")
+    figures = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    try:
+        hidden, heads = int(figures["hidden_size"]), int(figures["num_attention_heads"])
+        return ModelSizes(
+            name=name,
+            hidden=hidden,
+            intermediate=int(figures["intermediate_size"]),
+            layers=int(figures["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(figures.get("num_key_value_heads") or heads),
+            head_dim=int(figures.get("head_dim") or hidden // heads),
+            vocab=int(figures["vocab_size"]),
+            qkv_bias=bool(figures.get("attention_bias", str(figures.get("model_type", "")).startswith("qwen2"))),
+            tied=bool(figures.get("tie_word_embeddings", False)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the model config lacks a usable {error}; hidden_size, intermediate_size and the like are needed"
+        ) from error
+
+
+def find_model(argument: str) -> ModelSizes:
+    """Return the sizes behind `--model`: a name of the table, a config.json, or the folder that holds one.
+
+    Of a name only the part after the last slash counts, in any case, with any suffix such as "-instruct".
+
+    Raises:
+        ValueError: neither.
+
+    Example:
+        >>> find_model("Qwen/Qwen2.5-VL-7B-Instruct").hidden
+        3584
+    """
+    path = Path(argument)
+    if path.is_dir() and (path / "config.json").is_file():
+        path = path / "config.json"
+    if path.is_file():
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{argument}: not a readable JSON file ({error})") from error
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{argument}: the model config is no JSON object")
+        return sizes_from_config(path.parent.name or argument, data)
+    name = argument.rsplit("/", 1)[-1].lower()
+    for model in known_models():
+        if name == model.name or name.startswith(model.name + "-"):
+            return model
+    raise ValueError(f"{argument}: no such file, and not in the built-in table: {', '.join(_TABLE)}")
 
 
 def read_deepspeed(path: str) -> Mapping[str, object]:
@@ -58,7 +185,7 @@ def first_bucket(numel: int, model: ModelSizes, limit: int) -> str | None:
     """Return how `numel` elements are the first gradient bucket of a backward pass, or None when they are not.
 
     Example:
-        >>> from ncclguard.explain.model_table import find_model
+        >>> from ncclguard.explain.arithmetic import find_model
         >>> first_bucket(467_019_003, find_model("qwen2.5-vl-7b"), 500_000_000)
         'Linear(3584 -> 251, bias) 899,835 + final norm 3,584 + decoder layers 27 and 26 (466,115,584)'
     """
@@ -104,31 +231,21 @@ def explain_numel(work: Work, model: ModelSizes | None = None, zero: Mapping[str
         return []
     numel, op = max(sizes), work.op.upper()
     if numel <= 8:
-        return [
-            (
-                f"{numel} element{'s' if numel > 1 else ''}: a flag, a metric or a barrier, not data; ask what rank "
-                f"0 printed last"
-            )
-        ]
-    found: list[str] = []
+        what = f"{numel} element{'s' if numel > 1 else ''}"
+        return [f"{what}: a flag, a metric or a barrier, not data; ask what rank 0 printed last"]
     group = max(sizes) // min(sizes) if len(sizes) == 2 and max(sizes) % min(sizes) == 0 else 1
-    for candidate in [model] if model is not None else known_models():
-        known = _one_model(numel, op, group, candidate, zero)
-        if known:
-            found.append(known if model is not None else f"{known} (if the model is {candidate.name})")
-    if model is None and len(found) > 2:
-        found = found[:2]
+    if model is not None:
+        known = _one_model(numel, op, group, model, zero)
+        found = [known] if known else []
+    else:
+        readings = ((_one_model(numel, op, group, one, zero), one.name) for one in known_models())
+        found = [f"{known} (if the model is {name})" for known, name in readings if known][:2]
     if not found and "ALLREDUCE" in op.replace("_", "") and numel > 10_000_000:
         limit = bucket_limit(zero, model)
-        near = (
-            f", under the limit of {limit:,}"
-            if numel <= limit
-            else f": above the limit of {limit:,}, so one gradient that goes alone"
-        )
-        found.append(
-            f"{numel:,} elements in one all-reduce has the size of a gradient bucket{near}: ranks were in "
-            f"backward; it is no activation"
-        )
+        under = f", under the limit of {limit:,}"
+        near = under if numel <= limit else f": above the limit of {limit:,}, so one gradient that goes alone"
+        what = f"{numel:,} elements in one all-reduce has the size of a gradient bucket{near}"
+        found.append(f"{what}: ranks were in backward; it is no activation")
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,21 +11,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ncclguard.explain.arithmetic import read_deepspeed
+from ncclguard.environment.ras import NoWitness, address_of
+from ncclguard.environment.ras import ask as ask_ras
+from ncclguard.explain.arithmetic import find_model, read_deepspeed
 from ncclguard.explain.decision import EXIT_CODES
-from ncclguard.explain.diagnose import diagnose
 from ncclguard.explain.evidence import Collector
-from ncclguard.explain.model_table import find_model
 from ncclguard.explain.render_html import render_html
 from ncclguard.explain.render_text import print_report
-from ncclguard.explain.report import Report
+from ncclguard.explain.report import Report, diagnose
 from ncclguard.explain.sources import Source, Tail, UnusableInput, find_sources
 
 UNUSABLE = 2
 PROGRESS_FROM = 32 << 20
-#: Seconds between two looks at a log that is followed, and between two questions to RAS.
+#: Seconds between two looks at a log that is followed, between two questions to RAS, and for each of its answers.
 FOLLOW_EVERY = 0.5
 RAS_PAUSE = 3.0
+RAS_WITHIN = 20.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,9 +58,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--ras",
         nargs="?",
-        const="localhost:28028",
+        const="",
         metavar="HOST:PORT",
-        help="also ask the RAS service of NCCL (2.24 and newer) of a running job; localhost:28028 by default",
+        help="also ask the RAS service of NCCL (2.24 and newer) of a running job; by default at NCCL_RAS_ADDR, else "
+        "localhost:28028",
     )
     return made
 
@@ -74,7 +75,8 @@ def explain(
     ras: str | None = None,
     progress: Callable[[Source, int], None] | None = None,
 ) -> Report:
-    """Read logs, dumps and other documents and return the report; `ras` ("host:port") also asks NCCL of a running job.
+    """Read logs, dumps and other documents and return the report; `ras` ("host:port", or "" for
+    `NCCL_RAS_ADDR`) also asks NCCL of a running job.
 
     Raises:
         UnusableInput: a path cannot be read, or nobody answers at the RAS address.
@@ -100,32 +102,16 @@ def explain(
 
 def _read_ras(collector: Collector, address: str) -> None:
     """Ask twice, a few seconds apart: counts that do not move tell a hang from a job that is busy."""
-    source = Source(10**6, f"ras://{address}", "text", 0)
-    for again in (False, True):
-        if again:
-            time.sleep(RAS_PAUSE)
-        collector.feed(source, b"\n" + query_ras(address))
-    collector.feed(source, b"", final=True)
-
-
-def query_ras(address: str, within: float = 20.0) -> bytes:
-    """Return NCCL's RAS report as text, from the service of any process of a running job (28028 by default).
-
-    Raises:
-        UnusableInput: nobody answers there.
-    """
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host or "localhost", int(port)), timeout=within) as connection:
-            connection.sendall(b"CLIENT PROTOCOL 2\nTIMEOUT 10\nVERBOSE STATUS\n")
-            parts = []
-            while part := connection.recv(1 << 16):
-                parts.append(part)
-    except (OSError, ValueError) as error:
-        raise UnusableInput(
-            f"{address}: no answer from NCCL's RAS service ({error}); is a job with NCCL 2.24 running?"
-        ) from error
-    return b"".join(parts)
+        address = address or address_of()
+        source = Source(10**6, f"ras://{address}", "text", 0)
+        for again in (False, True):
+            if again:
+                time.sleep(RAS_PAUSE)
+            collector.feed(source, f"\n{ask_ras(address, within=RAS_WITHIN, form='text')}".encode())
+    except NoWitness as error:
+        raise UnusableInput(f"no answer from NCCL's RAS: {error}") from error
+    collector.feed(source, b"", final=True)
 
 
 def follow(paths: Sequence[str], tell: Callable[[Report], None], *, world_size: int | None = None) -> Report:
@@ -174,8 +160,7 @@ def _follow(
 
 
 def _with_bar(arguments: argparse.Namespace, errors: Console) -> Report:
-    options = {"world_size": arguments.world_size, "model": arguments.model, "deepspeed": arguments.deepspeed}
-    options["ras"] = arguments.ras
+    options = {name: getattr(arguments, name) for name in ("world_size", "model", "deepspeed", "ras")}
     total = sum(source.size for source in find_sources(arguments.paths))
     if total < PROGRESS_FROM or not errors.is_terminal:
         return explain(arguments.paths, **options)

@@ -15,30 +15,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ncclguard.cause import Cause
 from ncclguard.explain.causes import OUT_OF_MEMORY, Finding
-from ncclguard.explain.culprits import own_exceptions
-from ncclguard.explain.evidence import Evidence, World
+from ncclguard.explain.evidence import Evidence
 from ncclguard.explain.facts import Fact, Kind, Verdict, ranks_text
-from ncclguard.outcome import Cause
+from ncclguard.explain.failures import own_exceptions
 
 #: What `--exit-code` returns for each; 0 is "no incident", 2 an input that cannot be used.
-EXIT_CODES = {
-    "restart": 10,
-    "restart-without": 11,
-    "fix-code": 12,
-    "fix-environment": 13,
-    "raise-limit": 14,
-    "unknown": 15,
-}
+EXIT_CODES = {"restart": 10, "restart-without": 11, "fix-code": 12, "fix-environment": 13, "raise-limit": 14, "unknown": 15}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One of `EXIT_CODES`, why, the one next thing to do, and for restart-without what to leave out."""
+    """One of `EXIT_CODES`, why, and for restart-without what to leave out."""
 
     action: str
     reason: str
-    next_step: str
     without: str = ""
 
 
@@ -46,98 +38,82 @@ _MEMORY = ("OutOfMemory", "out of memory", "MemoryError", "Cannot allocate memor
 _ENVIRONMENT = ("ModuleNotFoundError", "ImportError", "PermissionError", "FileNotFoundError", "ConnectionError", "HTTPError",
                 "No space left", "Read-only file system", "Stale file handle", "OSError", "CalledProcessError",
                 "killed by signal: Killed", "killed by signal: Bus error")  # fmt: skip
+_BROKEN_NODE = ("NodeNotReady", "NodeLost", "NODE FAILURE", "NodeShutdown", "DeviceUnhealthy", "TaintManagerEviction")
+_DIFFER = ("mismatch_shape_or_op", "rank_divergence", "unequal_batches", "unused_params")
+_SET_UP = ("shared_memory", "p2p_acs_iommu", "network_interface", "store_rendezvous")
+_AT_WORK = ("checkpoint_io", "slow_rank_side_work", "timeout_too_short")
 
 
-def decide(evidence: Evidence, world: World, verdict: Verdict, finding: Finding, cause: Cause) -> Decision:
+def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause) -> Decision:
     """Return the decision that the verdict, its cause and the class of cause lead to."""
-    name = finding.name
+    name, sure = finding.name, finding.confidence != "low"
     if name == "gpu_hardware":
         return _without(verdict, finding.facts, "a GPU or its link is broken: the next run on it would fail again")
-    differ = name in ("mismatch_shape_or_op", "rank_divergence", "unequal_batches", "unused_params")
-    if cause is Cause.DIVERGED or (differ and finding.confidence != "low"):
-        return Decision("fix-code", "ranks do not make the same calls; a restart comes to the same place", "")
-    if name in ("shared_memory", "p2p_acs_iommu", "network_interface", "store_rendezvous"):
-        return Decision("fix-environment", "the job cannot work on these hosts as they are set up", "")
+    if cause is Cause.DIVERGED or (name in _DIFFER and sure):
+        return Decision("fix-code", "ranks do not make the same calls; a restart comes to the same place")
+    if name in _SET_UP:
+        return Decision("fix-environment", "the job cannot work on these hosts as they are set up")
     if name == "network_fabric":
         hosts = {fact.host for fact in finding.facts if fact.kind is Kind.NIC and fact.host}
         if hosts or (verdict.culprits and cause is Cause.LOST):
             return _without(verdict, finding.facts, "a link or card of this host fails")
-        if finding.confidence == "low":
-            return Decision(
-                "unknown", "a connection broke, and nothing says whether a process or the network ended it", ""
-            )
-        return Decision("fix-environment", "the fabric reports errors that torch cannot mend", "")
-    if name in ("checkpoint_io", "slow_rank_side_work", "timeout_too_short") and finding.confidence != "low":
-        return Decision("raise-limit", "the awaited rank was at work for longer than its peers' limit", "")
+        if sure:
+            return Decision("fix-environment", "the fabric reports errors that torch cannot mend")
+        return Decision("unknown", "a connection broke, and nothing says whether a process or the network ended it")
+    if name in _AT_WORK and sure:
+        return Decision("raise-limit", "the awaited rank was at work for longer than its peers' limit")
     if name == "dataloader_stall":
-        killed = any("killed" in fact.detail for fact in finding.facts)
-        return Decision(
-            "fix-environment" if killed else "fix-code",
-            "a data loader was killed" if killed else "a data loader hangs or is too slow",
-            "",
-        )
+        if any("killed" in fact.detail for fact in finding.facts):
+            return Decision("fix-environment", "a data loader was killed")
+        return Decision("fix-code", "a data loader hangs or is too slow")
     if name == "library_bug":
-        return Decision(
-            "fix-environment", "the libraries of the ranks do not fit each other, or have a known fault", ""
-        )
+        return Decision("fix-environment", "the libraries of the ranks do not fit each other, or have a known fault")
     if name == "oom_or_crash_other_rank" or cause in (Cause.FAILED, Cause.LOST):
         return _after_a_crash(evidence, verdict, finding, cause)
     if cause is Cause.NETWORK:
-        return Decision("fix-environment", "all ranks came and the transfer did not work", "")
-    if name in ("slow_rank_side_work", "checkpoint_io", "timeout_too_short"):
-        return Decision("unknown", "a rank may have been at work; its stack would tell", "")
-    return Decision("unknown", "the inputs do not tell why a rank was missing", "")
+        return Decision("fix-environment", "all ranks came and the transfer did not work")
+    if any(fact.kind is Kind.SCHEDULER for fact in finding.facts):
+        return Decision("restart", "the job's own time limit ended it; it can go on from its last checkpoint")
+    if name in _AT_WORK:
+        return Decision("unknown", "a rank may have been at work; its stack would tell")
+    return Decision("unknown", "the inputs do not tell why a rank was missing")
 
 
 def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause) -> Decision:
-    events = evidence.of(Kind.SCHEDULER)
-    memory = [fact for fact in events if fact.name in OUT_OF_MEMORY or "memory" in fact.detail]
-    memory += evidence.of(Kind.KERNEL_OOM) + [fact for fact in evidence.of(Kind.LAUNCHER) if fact.name == "oom"]
-    if memory:
-        return Decision("fix-environment", "the host ran out of memory; the same job would again", "")
+    events, facts = evidence.of(Kind.SCHEDULER), finding.facts
+    memory = any(fact.name in OUT_OF_MEMORY or "memory" in fact.detail for fact in events)
+    if memory or evidence.of(Kind.KERNEL_OOM) or evidence.of(Kind.LAUNCHER, name="oom"):
+        return Decision("fix-environment", "the host ran out of memory; the same job would again")
     if any("low on resource" in fact.detail or "ephemeral" in fact.detail for fact in events):
-        return Decision("fix-environment", "the node ran out of a resource that the job uses; it would again", "")
+        return Decision("fix-environment", "the node ran out of a resource that the job uses; it would again")
     taken = [fact for fact in events if fact.name != "TIME LIMIT"]
+    broken = [fact for fact in taken if fact.name in _BROKEN_NODE]
+    if broken:
+        return _without(verdict, broken, "the node failed")
     if taken:
-        broken = [
-            fact
-            for fact in taken
-            if fact.name
-            in ("NodeNotReady", "NodeLost", "NODE FAILURE", "NodeShutdown", "DeviceUnhealthy", "TaintManagerEviction")
-        ]
-        if broken:
-            return _without(verdict, broken, "the node failed")
-        return Decision("restart", "the scheduler took the host away; nothing is wrong with the job", "")
-    if any(fact.name == "duplicate_gpu" for fact in finding.facts):
-        return Decision("fix-code", "two processes chose the same GPU: each must take that of its local rank", "")
+        return Decision("restart", "the scheduler took the host away; nothing is wrong with the job")
+    if any(fact.name == "duplicate_gpu" for fact in facts):
+        return Decision("fix-code", "two processes chose the same GPU: each must take that of its local rank")
     raised = own_exceptions(evidence)
+    text = " ".join(f"{fact.name} {fact.detail}" for fact in raised)
+    if any(word in text for word in _MEMORY):
+        return Decision("fix-code", "a rank needs more memory than its GPU has; a restart comes to the same place")
+    if any(word in text for word in _ENVIRONMENT):
+        return Decision("fix-environment", "a rank lacks a file, module, connection, space or memory of its host")
     if raised:
-        text = " ".join(f"{fact.name} {fact.detail}" for fact in raised)
-        if any(word in text for word in _MEMORY):
-            return Decision(
-                "fix-code", "a rank needs more memory than its GPU has; a restart comes to the same place", ""
-            )
-        if any(word in text for word in _ENVIRONMENT):
-            return Decision(
-                "fix-environment", "a rank lacks a file, module, connection, space or memory of its host", ""
-            )
-        return Decision("fix-code", "a rank raised; a restart comes to the same place", "")
-    numbers = {fact.number for fact in finding.facts + verdict.facts if fact.kind in (Kind.LAUNCHER, Kind.EXIT)}
-    if any(
-        fact.kind in (Kind.CUDA, Kind.WATCHDOG_EXCEPTION, Kind.XID) or fact.name == "cuda" for fact in finding.facts
-    ):
-        return Decision("fix-code", "a kernel of the program failed (index, shape or memory access)", "")
-    if any(fact.kind is Kind.DATALOADER for fact in finding.facts):
-        return Decision("fix-environment", "a data-loader worker was killed: memory, or shared memory, of the host", "")
+        return Decision("fix-code", "a rank raised; a restart comes to the same place")
+    if any(f.kind in (Kind.CUDA, Kind.WATCHDOG_EXCEPTION, Kind.XID) or f.name == "cuda" for f in facts):
+        return Decision("fix-code", "a kernel of the program failed (index, shape or memory access)")
+    if any(fact.kind is Kind.DATALOADER for fact in facts):
+        return Decision("fix-environment", "a data-loader worker was killed: memory, or shared memory, of the host")
+    numbers = {fact.number for fact in facts + verdict.facts if fact.kind in (Kind.LAUNCHER, Kind.EXIT)}
     if numbers & {-11, -4, -8, -7}:
-        return Decision("unknown", "a process crashed in native code, and nothing says where", "")
-    if cause is Cause.LOST and (-9 in numbers or verdict.rule in ("ras", "peer closed")):
-        return Decision("restart", "a process was killed from outside and nothing here says that it would be again", "")
-    if any("remote process exited" in fact.text for fact in finding.facts) or any(
-        fact.kind is Kind.WORKER_DIED for fact in finding.facts
-    ):
-        return Decision("unknown", "a peer's process ended, and its own log is not here", "")
-    return Decision("unknown", "a process ended, and nothing here says why", "")
+        return Decision("unknown", "a process crashed in native code, and nothing says where")
+    if cause is Cause.LOST and (-9 in numbers or verdict.rule == "ras"):
+        return Decision("restart", "a process was killed from outside and nothing here says that it would be again")
+    if any("remote process exited" in fact.text or fact.kind is Kind.WORKER_DIED for fact in facts):
+        return Decision("unknown", "a peer's process ended, and its own log is not here")
+    return Decision("unknown", "a process ended, and nothing here says why")
 
 
 def _without(verdict: Verdict, facts: Sequence[Fact], reason: str) -> Decision:
@@ -149,91 +125,41 @@ def _without(verdict: Verdict, facts: Sequence[Fact], reason: str) -> Decision:
     if device:
         target = f"{target}, GPU {device}" if target else f"the host with GPU {device}"
     if not target:
-        return Decision("fix-environment", f"{reason}; the inputs do not say which host it is", "")
-    return Decision("restart-without", reason, "", target)
+        return Decision("fix-environment", f"{reason}; the inputs do not say which host it is")
+    return Decision("restart-without", reason, target)
 
 
-_BY_CLASS: dict[str, tuple[str, ...]] = {
-    "rank_divergence": (
-        (
-            "Look for a branch that only some ranks take around this point: `if is_main_process`, an early stop or "
-            "a best-model test on a rank-local value, "
-            "a module that is skipped when a batch holds no image. Let one rank decide and broadcast, or run the "
-            "branch on all ranks."
-        ),
-    ),
-    "unequal_batches": (
-        "Give all ranks the same number of batches (drop_last, an even sampler), or wrap the loop in `Join`.",
-    ),
-    "slow_rank_side_work": (
-        (
-            "Move the work off the collective path: preprocess before the job, or let only that work run under a "
-            "longer limit (a gloo group of its own with its own timeout)."
-        ),
-    ),
-    "unused_params": (
-        (
-            "Some ranks produced no gradient for part of the model. Run the skipped module on a dummy input times "
-            "zero, or set find_unused_parameters=True with DDP."
-        ),
-    ),
-    "mismatch_shape_or_op": (
-        (
-            "Compare the tensor shapes that the ranks pass to this call: pad to a common size, or exchange the "
-            "sizes first."
-        ),
-    ),
-    "oom_or_crash_other_rank": (
-        (
-            "Read the failed rank's own traceback first; the timeouts of the others follow from it. For a killed "
-            "process look into `dmesg -T` for the out-of-memory killer."
-        ),
-    ),
-    "checkpoint_io": (
-        (
-            "Saving took longer than the limit. Save under a gloo group with a long timeout, or write "
-            "asynchronously to local disk first."
-        ),
-    ),
-    "dataloader_stall": (
-        (
-            "Find the sample that the loader of that rank was reading; set a `timeout` on the DataLoader and "
-            "validate media files beforehand."
-        ),
-    ),
-    "timeout_too_short": (
-        "The awaited rank was working. Raise the timeout of this process group above the slowest legitimate step.",
-    ),
-    "network_interface": (
-        (
-            "Set NCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) on every host to an interface that the other hosts "
-            "reach; exclude lo and docker0. `ncclguard doctor` checks it."
-        ),
-    ),
-    "network_fabric": (
-        (
-            "Check the link between the named peers: `ibstat`, port counters, cable and switch; on RoCE also "
-            "NCCL_IB_GID_INDEX and the lossless priority. Rerun nccl-tests between these two hosts."
-        ),
-    ),
-    "p2p_acs_iommu": (
-        (
-            "Run once with NCCL_P2P_DISABLE=1. If that works, turn ACS and the IOMMU off in the firmware or use "
-            "pass-through (iommu=pt)."
-        ),
-    ),
-    "gpu_hardware": ("Take the host out of the job, note the Xid, run `nvidia-smi -q` and `dcgmi diag -r 3` on it.",),
-    "store_rendezvous": (
-        (
-            "Check that MASTER_ADDR and MASTER_PORT reach the host of rank 0 from every host, and that all ranks "
-            "start within the store's timeout."
-        ),
-    ),
-    "shared_memory": ("Enlarge /dev/shm (docker: --shm-size=8g or --ipc=host).",),
-    "library_bug": (
-        "Compare the versions of torch and NCCL on all hosts, and search their issue trackers for this message.",
-    ),
-}
+_ADVICE = {
+    "rank_divergence": "Look for a branch that only some ranks take around this point: `if is_main_process`, an early stop "
+    "or a best-model test on a rank-local value, a module that is skipped when a batch holds no image. Let one rank decide "
+    "and broadcast, or run the branch on all ranks.",
+    "unequal_batches": "Give all ranks the same number of batches (drop_last, an even sampler), or wrap the loop in `Join`.",
+    "slow_rank_side_work": "Move the work off the collective path: preprocess before the job, or let only that work run "
+    "under a longer limit (a gloo group of its own with its own timeout).",
+    "unused_params": "Some ranks produced no gradient for part of the model. Run the skipped module on a dummy input times "
+    "zero, or set find_unused_parameters=True with DDP.",
+    "mismatch_shape_or_op": "Compare the tensor shapes that the ranks pass to this call: pad to a common size, or exchange "
+    "the sizes first.",
+    "oom_or_crash_other_rank": "Read the failed rank's own traceback first; the timeouts of the others follow from it. For a "
+    "killed process look into `dmesg -T` for the out-of-memory killer.",
+    "checkpoint_io": "Saving took longer than the limit. Save under a gloo group with a long timeout, or write "
+    "asynchronously to local disk first.",
+    "dataloader_stall": "Find the sample that the loader of that rank was reading; set a `timeout` on the DataLoader and "
+    "validate media files beforehand.",
+    "timeout_too_short": "The awaited rank was working. Raise the timeout of this process group above the slowest "
+    "legitimate step.",
+    "network_interface": "Set NCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) on every host to an interface that the other "
+    "hosts reach; exclude lo and docker0. `ncclguard doctor` checks it.",
+    "network_fabric": "Check the link between the named peers: `ibstat`, port counters, cable and switch; on RoCE also "
+    "NCCL_IB_GID_INDEX and the lossless priority. Rerun nccl-tests between these two hosts.",
+    "p2p_acs_iommu": "Run once with NCCL_P2P_DISABLE=1. If that works, turn ACS and the IOMMU off in the firmware or use "
+    "pass-through (iommu=pt).",
+    "gpu_hardware": "Take the host out of the job, note the Xid, run `nvidia-smi -q` and `dcgmi diag -r 3` on it.",
+    "store_rendezvous": "Check that MASTER_ADDR and MASTER_PORT reach the host of rank 0 from every host, and that all "
+    "ranks start within the store's timeout.",
+    "shared_memory": "Enlarge /dev/shm (docker: --shm-size=8g or --ipc=host).",
+    "library_bug": "Compare the versions of torch and NCCL on all hosts, and search their issue trackers for this message.",
+}  # fmt: skip
 
 
 def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bool) -> str:
@@ -245,8 +171,8 @@ def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bo
         return "Start the job again from its last checkpoint; if a process is killed again, read `dmesg -T` of its host first."
     if finding.name == "oom_or_crash_other_rank" and decision.action == "fix-environment":
         return f"Read `dmesg -T` and the memory limit of the host of {who or 'the process that ended'}, and give it more memory or the job less to load."
-    if decision.action != "unknown" and finding.name in _BY_CLASS:
-        return _BY_CLASS[finding.name][0]
+    if decision.action != "unknown" and finding.name in _ADVICE:
+        return _ADVICE[finding.name]
     if verdict.culprits:
         return f"Read the end of the log of {who}" + (
             "." if stacks else " and, while it hangs, its stack: `py-spy dump --pid PID`."
@@ -256,35 +182,31 @@ def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bo
     return "Get the logs of every rank, and while it hangs the stacks: `py-spy dump --pid PID` on each."
 
 
+_STACKS = (
+    "Next time have the stacks: run `py-spy dump --pid PID` on every rank while it hangs; set TORCH_FR_BUFFER_SIZE=2000 "
+    "(TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9) and TORCH_NCCL_DUMP_ON_TIMEOUT=1, and pass the dumps to this command "
+    "together with the logs."
+)
+_MORE = (
+    "Pass the logs of every rank (torchrun --log-dir DIR -r 3), and `dmesg -T` of the hosts: one silent rank's last lines "
+    "often settle it."
+)
+
+
 def advise(cause_class: str, verdict: Verdict, timeout_ms: int | None, stacks: bool) -> list[str]:
     """Return what to do next, the most telling first; the last lines are about getting more evidence."""
     lines: list[str] = []
     if verdict.culprits:
+        who = ranks_text(verdict.culprits)
         lines.append(
-            f"Look at the log and the stack of {ranks_text(verdict.culprits)} first; the ranks that printed the "
-            f"timeout are the victims."
+            f"Look at the log and the stack of {who} first; the ranks that printed the timeout are the victims."
         )
     elif verdict.suspects:
-        lines.append(
-            f"Nobody can be named from these inputs. Look at {ranks_text(verdict.suspects)} first, and add the "
-            f"logs of all ranks."
-        )
-    lines += _BY_CLASS.get(cause_class, ())
+        who = f"Look at {ranks_text(verdict.suspects)} first, and add the logs of all ranks."
+        lines.append(f"Nobody can be named from these inputs. {who}")
+    lines += [_ADVICE[cause_class]] if cause_class in _ADVICE else []
     if timeout_ms is not None:
-        lines.append(
-            f"The limit in force was {timeout_ms / 1000:g} s, as printed. If you set another one, it did not "
-            f"reach this process group."
-        )
-    if not stacks:
-        lines.append(
-            "Next time have the stacks: run `py-spy dump --pid PID` on every rank while it hangs; set "
-            "TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE "
-            "before torch 2.9) and TORCH_NCCL_DUMP_ON_TIMEOUT=1, and pass the dumps to this command together "
-            "with the logs."
-        )
-    if cause_class == "unknown":
-        lines.append(
-            "Pass the logs of every rank (torchrun --log-dir DIR -r 3), and `dmesg -T` of the hosts: one silent "
-            "rank's last lines often settle it."
-        )
-    return lines
+        limit = f"The limit in force was {timeout_ms / 1000:g} s, as printed."
+        lines.append(f"{limit} If you set another one, it did not reach this process group.")
+    lines += [] if stacks else [_STACKS]
+    return [*lines, _MORE] if cause_class == "unknown" else lines

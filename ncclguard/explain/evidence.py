@@ -1,7 +1,7 @@
-"""Read every input once and put the facts together: one row per rank and group, each timeout counted once.
+"""Read every input once and put the facts together: which rank each speaks of, each timeout once, one row per rank.
 
-Here it is settled which rank each fact speaks of, how many ranks there are, and whose logs would be among the inputs:
-silence says nothing about a rank whose log nobody passed.
+Also settled here: how many ranks there are, and whose logs would be among the inputs. Silence says nothing about a rank
+whose log nobody passed.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ncclguard.explain import context, documents, passages
-from ncclguard.explain.facts import WAITING, Fact, Group, Kind, Work
+from ncclguard.explain import passages
+from ncclguard.explain.facts import MAX_RANK, WAITING, Fact, Group, Kind, Work, united
 from ncclguard.explain.patterns import parse_text
 from ncclguard.explain.recorder import DUMP_LIMIT, Dump, dump_from, is_dump, load_plain
-from ncclguard.explain.scanner import Record, Scanner
+from ncclguard.explain.records import Record, Scanner
 from ncclguard.explain.sources import Source, UnusableInput, blocks, read_all
 
 # Bounds memory on logs that are nothing but complaints; what was counted before is kept, timeouts and fingerprints
 # always are.
 MAX_FACTS = 100_000
-#: No job has more ranks; a larger number is damage.
-MAX_RANK = 1_000_000
 _ALWAYS = WAITING | {Kind.FINGERPRINT, Kind.DUMP_RECEIVED, Kind.DESYNC, Kind.LAUNCHER, Kind.EXIT}
 # What may stand beside an exception that the program caught.
 _SURVIVED_WITH = frozenset(
@@ -55,10 +53,24 @@ class Row:
     def seq(self) -> int | None:
         return self.work.seq if self.work else None
 
+    def in_group(self, group: Group | None) -> bool:
+        """Whether nothing says that this row is of another group."""
+        return self.group is None or group is None or self.group.key == group.key
+
+    def spans(self, size: int | None) -> bool:
+        """Whether the group is all ranks: the default group, an unnamed one, or one whose size is the world's."""
+        whole = self.group is None or self.group.is_default or size == 2
+        return whole or (size is not None and self.work is not None and self.work.ratio == size)
+
 
 @dataclass(slots=True)
 class Evidence:
-    """All that the inputs say: facts in reading order, rows, flight-recorder dumps, sizes and damage."""
+    """All that the inputs say: facts in reading order, rows, flight-recorder dumps, sizes and damage.
+
+    `cut` holds the ranks whose log ends inside an error line: what they do not say proves nothing. `broken_off` holds
+    a sentence for each input that ends inside a line that starts like one of an incident; `open_lines` are the (source,
+    line) of last lines without a newline.
+    """
 
     sources: list[Source] = field(default_factory=list)
     facts: list[Fact] = field(default_factory=list)
@@ -73,10 +85,49 @@ class Evidence:
     source_ranks: dict[int, int] = field(default_factory=dict)
     hosts: set[str] = field(default_factory=set)
     cut: set[int] = field(default_factory=set)
+    broken_off: dict[int, str] = field(default_factory=dict)
+    open_lines: set[tuple[int, int]] = field(default_factory=set)
 
-    def of(self, *kinds: Kind) -> list[Fact]:
-        """Return the facts of the given kinds, in reading order."""
-        return [fact for fact in self.facts if fact.kind in kinds]
+    def of(self, *kinds: Kind, name: str | None = None) -> list[Fact]:
+        """Return the facts of the given kinds (and of that name), in reading order."""
+        return [fact for fact in self.facts if fact.kind in kinds and name in (None, fact.name)]
+
+    @property
+    def one_node(self) -> bool:
+        """Whether nothing says that the job has more than one node."""
+        if self.nodes is not None:
+            return self.nodes == 1
+        if self.stated_world is not None and self.local_size is not None:
+            return self.stated_world <= self.local_size
+        if (self.stated_world or 0) > 16 or max(self.seen_ranks, default=0) > 15:
+            return False
+        hosts = {fact.host for fact in self.facts if fact.host and "/" not in fact.host and fact.kind is not Kind.RAS}
+        tasks = {fact.node for fact in self.of(Kind.EXIT) if fact.node is not None}
+        return max(len(hosts), len(tasks), len(self.hosts)) <= 1
+
+    def never_worked(self) -> list[Row]:
+        """Return the rows that wait, if the stuck collective is a group's first and nothing ever completed."""
+        rows = [row for row in self.rows if row.waiting and row.seq is not None]
+        never = all((row.seq or 0) <= 2 and row.completed is not None and row.completed <= 0 for row in rows)
+        return rows if never else []
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The job's size (None when unknown), how it is known, and the ranks whose silence would mean something.
+
+    `merged`: one of the inputs is a log of several ranks.
+    """
+
+    size: int | None
+    basis: str
+    covered: frozenset[int]
+    merged: bool
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether the job has two ranks; logs of single ranks or of one node do not tell, there may be more of them."""
+        return self.size == 2 and (self.basis != "highest rank seen" or self.merged)
 
 
 def read_record(record: Record) -> Iterator[Fact]:
@@ -97,10 +148,10 @@ def read_record(record: Record) -> Iterator[Fact]:
         pid=prefix.pid,
     )
     if record.context:
-        yield from context.parse(prefix.text, make, record.last)
+        yield from passages.read_progress(prefix.text, make, record.last)
         return
     if '"culprits"' in prefix.text or "torchelastic.worker.status" in prefix.text:
-        yield from documents.read_line(prefix.text, make)
+        yield from passages.read_line(prefix.text, make)
         return
     facts, whole = passages.read(prefix.text, prefix, record.following, make)
     yield from facts
@@ -109,9 +160,7 @@ def read_record(record: Record) -> Iterator[Fact]:
 
 
 class Collector:
-    """Gather the facts of all sources; `read` each source (or `feed` it in parts), then `finish`, as often as
-    wanted.
-    """
+    """Gather the facts of all sources: `read` each (or `feed` it in parts), then `finish`, as often as wanted."""
 
     def __init__(self) -> None:
         self.evidence = Evidence()
@@ -154,6 +203,10 @@ class Collector:
         self._tasks.setdefault(source.index, set()).update(scanner.tasks)
         if final and scanner.cut is not None:
             self.evidence.cut.add(scanner.cut)
+        if final and scanner.broken_off:
+            self.evidence.broken_off[source.index] = f'{source.name} breaks off in "{scanner.broken_off[-80:]}"'
+        if final and scanner.open_line:
+            self.evidence.open_lines.add((source.index, scanner.open_line))
         if final:
             self._scanners.pop(source.index)
             self.evidence.seen_ranks |= self._prefixed[source.index]
@@ -183,7 +236,7 @@ class Collector:
             make.rank, make.rank_basis = source.rank, "file"
         elif source.rank is not None:
             make.local_rank = source.rank
-        found = documents.read(plain, make)
+        found = passages.read_document(plain, make)
         for fact in found:
             self._add(fact)
         if not found:
@@ -200,11 +253,11 @@ class Collector:
             evidence.hosts.add(prefix.host)
         text = record.text
         if "=" in text or ":" in text or " " in text:
-            world = context.world_size_of(text)
+            world, nodes, local = passages.sizes_of(text)
             if world is not None and (evidence.stated_world or 1) < world <= MAX_RANK:
                 evidence.stated_world = world
-            evidence.nodes = max(filter(None, (evidence.nodes, context.nodes_of(text))), default=None)
-            evidence.local_size = max(filter(None, (evidence.local_size, context.local_size_of(text))), default=None)
+            evidence.nodes = max(evidence.nodes or 0, nodes or 0) or None
+            evidence.local_size = max(evidence.local_size or 0, local or 0) or None
         for fact in read_record(record):
             self._add(fact)
 
@@ -282,30 +335,32 @@ class Collector:
         texts = {source.index for source in evidence.sources if source.kind == "text"}
         evidence.source_ranks = {index: rank for index, rank in names.items() if rank is not None and index in texts}
         wrong = self._task_wrong | self._tasks_are_nodes(evidence)
+        node_of_srun = bool(evidence.of(Kind.EXIT))  # srun started one launcher on each node
         for fact in evidence.facts:
-            if fact.rank_basis == "task" and (fact.source in wrong or fact.local_rank is not None):
+            a_node = fact.source in wrong or fact.local_rank is not None
+            if (fact.rank_basis == "task" and a_node) or (
+                fact.rank_basis == "srun" and (fact.source in self._task_wrong or node_of_srun)
+            ):
                 fact.rank, fact.rank_basis = None, ""
-            elif fact.rank_basis == "srun" and (fact.source in self._task_wrong or evidence.of(Kind.EXIT)):
-                fact.rank, fact.rank_basis = None, ""  # srun started one launcher on each node
             elif fact.rank_basis in ("task", "srun"):
                 fact.rank_basis = "launcher"
             if fact.rank is None and fact.kind not in _OF_A_HOST and names.get(fact.source) is not None:
                 fact.rank, fact.rank_basis = names[fact.source], "file"
         processes = _processes(evidence)
+        inside = WAITING | {Kind.DUMP_RECEIVED, Kind.HEARTBEAT}
         for fact in evidence.facts:
-            if fact.rank is None and fact.pid is not None and fact.kind not in (Kind.ENDED_BY_LAUNCHER,):
-                rank = processes.get((fact.host, fact.pid), processes.get(("", fact.pid)))
-                if rank is not None:
-                    fact.rank, fact.rank_basis = rank, "pid"
-            if fact.rank is None and fact.local_rank is not None and fact.kind is not Kind.JOINED:
-                rank = global_rank(evidence, fact)
-                if rank is not None:
-                    fact.rank, fact.rank_basis = rank, "local"
-            if (
-                fact.rank is None
-                and fact.group_rank is not None
-                and fact.kind in WAITING | {Kind.DUMP_RECEIVED, Kind.HEARTBEAT}
-            ):
+            if fact.rank is not None:
+                continue
+            by_pid = by_place = None
+            if fact.pid is not None and fact.kind is not Kind.ENDED_BY_LAUNCHER:
+                by_pid = processes.get((fact.host, fact.pid), processes.get(("", fact.pid)))
+            if fact.local_rank is not None and fact.kind is not Kind.JOINED:
+                by_place = global_rank(evidence, fact)
+            if by_pid is not None:
+                fact.rank, fact.rank_basis = by_pid, "pid"
+            elif by_place is not None:
+                fact.rank, fact.rank_basis = by_place, "local"
+            elif fact.group_rank is not None and fact.kind in inside:
                 fact.rank, fact.rank_basis = fact.group_rank, "group"
 
     def _tasks_are_nodes(self, evidence: Evidence) -> set[int]:
@@ -356,21 +411,6 @@ def _processes(evidence: Evidence) -> dict[tuple[str, int], int]:
     return found
 
 
-def is_one_node(evidence: Evidence) -> bool:
-    """Whether nothing says that the job has more than one node."""
-    if evidence.nodes is not None:
-        return evidence.nodes == 1
-    size, local = evidence.stated_world, evidence.local_size
-    if size is not None and local is not None:
-        return size <= local
-    highest = max(evidence.seen_ranks, default=0)
-    if (size or 0) > 16 or highest > 15:
-        return False
-    hosts = {fact.host for fact in evidence.facts if fact.host and "/" not in fact.host and fact.kind is not Kind.RAS}
-    tasks = {fact.node for fact in evidence.of(Kind.EXIT) if fact.node is not None}
-    return len(hosts) <= 1 and len(tasks) <= 1 and len(evidence.hosts) <= 1
-
-
 def global_rank(evidence: Evidence, fact: Fact) -> int | None:
     """Return the global rank behind a local one, where the node's place is known or there is only one node."""
     if fact.local_rank is None or fact.name == "command":
@@ -379,7 +419,7 @@ def global_rank(evidence: Evidence, fact: Fact) -> int | None:
         if fact.node == 0:
             return fact.local_rank
         return fact.node * evidence.local_size + fact.local_rank if evidence.local_size else None
-    return fact.local_rank if is_one_node(evidence) else None
+    return fact.local_rank if evidence.one_node else None
 
 
 def _last_attempt(evidence: Evidence) -> list[Fact]:
@@ -399,143 +439,85 @@ def _last_attempt(evidence: Evidence) -> list[Fact]:
 
 
 def _mark_survived(evidence: Evidence) -> None:
-    """Count an exception as retried where its log says at the end that the training is complete.
+    """Count as survived what a job went on after: an exception that was caught, a warning of NCCL that only advises.
 
-    Only in inputs that know of no end of a process and of nobody who waits: a rank whose lines have no prefix may have
-    raised while another one went on.
+    An exception was caught where its rank's log says at the end that the training is complete, or says that it tries
+    again and the training goes on behind that. Only in inputs that know of no end of a process and of nobody who waits:
+    a rank whose lines have no prefix may have raised while another one went on.
     """
-    if any(fact.kind not in _SURVIVED_WITH for fact in evidence.facts):
+    if any(fact.kind not in _SURVIVED_WITH and not _advises(fact) for fact in evidence.facts):
         return
-    complete = [fact for fact in evidence.of(Kind.PHASE) if fact.name == "finished" and fact.after_symptom]
-    for fact in evidence.of(Kind.EXCEPTION):
+    alive = [f for f in evidence.of(Kind.ALIVE, Kind.PROGRESS, Kind.PHASE) if f.after_symptom]
+    alive = [fact for fact in alive if fact.kind is not Kind.PHASE or fact.name == "finished"]
+    retries = evidence.of(Kind.RETRIED)
+    for fact in evidence.of(Kind.EXCEPTION, Kind.NCCL_WARN):
         end = fact.line + 2 * len(fact.frames)  # a frame and its source line
-        if any(one.source == fact.source and one.rank == fact.rank and one.line > end for one in complete):
+        later = [one for one in alive if one.source == fact.source and one.line > end]
+        again = [
+            one.line for one in retries if (one.source, one.rank) == (fact.source, fact.rank) and one.line >= fact.line
+        ]
+        complete = any(one.name == "finished" and one.rank == fact.rank for one in later)
+        if complete or _advises(fact) and later or again and any(one.line > again[0] for one in later):
             fact.kind = Kind.RETRIED
+
+
+def _advises(fact: Fact) -> bool:
+    """Whether a warning of NCCL is of no kind that is known to end a job."""
+    return fact.kind is Kind.NCCL_WARN and fact.name == "other"
 
 
 def _drop_copies(facts: list[Fact]) -> list[Fact]:
     """Drop a timeout printed again without its global rank (`what(): [Rank 0] ...`): same work, same milliseconds."""
-    known = {
-        (fact.work.seq, fact.work.op, fact.work.ran_ms, fact.group_rank)
-        for fact in facts
-        if fact.work is not None and fact.kind in (Kind.TIMEOUT, Kind.BLOCKING) and fact.rank_basis not in ("group", "")
-    }
-    kept = []
-    for fact in facts:
-        if fact.rank_basis == "group" and fact.work is not None and known:
-            key = (fact.work.seq, fact.work.op, fact.work.ran_ms, fact.group_rank)
-            if key in known:
-                continue
-        kept.append(fact)
-    return kept
+
+    def key(fact: Fact) -> tuple[object, ...]:
+        work = fact.work or Work(None)
+        return work.seq, work.op, work.ran_ms, fact.group_rank
+
+    timeouts = [fact for fact in facts if fact.work is not None and fact.kind in (Kind.TIMEOUT, Kind.BLOCKING)]
+    known = {key(fact) for fact in timeouts if fact.rank_basis not in ("group", "")}
+    return [fact for fact in facts if fact.rank_basis != "group" or fact.work is None or key(fact) not in known]
 
 
 def build_rows(facts: Sequence[Fact]) -> list[Row]:
     """Return one row per rank and group, from timeouts first, then status lines and replies to dump signals."""
     rows: dict[int, list[Row]] = {}
-    timeouts = [fact for fact in facts if fact.kind in (Kind.TIMEOUT, Kind.BLOCKING) and fact.rank is not None]
-    for fact in sorted(timeouts, key=lambda one: one.work is None):
-        assert fact.rank is not None
-        mine = rows.setdefault(fact.rank, [])
-        row = next((r for r in mine if _same_group(r, fact.group) and _same_seq(r, fact.work)), None)
-        if row is None:
-            row = Row(fact.rank, fact.group, fact.work, waiting=True, basis=fact.rank_basis)
-            mine.append(row)
-        _fill(row, fact)
+    for fact in sorted(
+        (one for one in facts if one.kind in (Kind.TIMEOUT, Kind.BLOCKING)), key=lambda f: f.work is None
+    ):
+        if fact.rank is not None:
+            mine, work = rows.setdefault(fact.rank, []), fact.work
+            same = [r for r in mine if r.in_group(fact.group) and (work is None or work.same_seq(r.work))]
+            if not same:
+                same = [Row(fact.rank, fact.group, work, waiting=True, basis=fact.rank_basis)]
+                mine += same
+            _fill(same[0], fact)
     for fact in facts:
         if fact.kind in (Kind.STATUS, Kind.DUMP_RECEIVED) and fact.rank is not None:
-            mine = rows.setdefault(fact.rank, [])
-            row = next(
-                (r for r in mine if fact.number is not None and r.seq == fact.number and _same_group(r, fact.group)),
-                None,
-            )
-            row = row or next(
-                (
-                    r
-                    for r in mine
-                    if _same_group(r, fact.group) and (fact.number in (None, -1) or r.seq in (None, fact.number))
-                ),
-                None,
-            )
-            if row is None:
-                row = Row(fact.rank, fact.group, basis=fact.rank_basis)
-                if fact.kind is Kind.STATUS and fact.number is not None and fact.number > 0:
-                    row.work, row.waiting = Work(None, fact.number), True
-                mine.append(row)
-            _fill(row, fact)
+            mine, at = rows.setdefault(fact.rank, []), fact.number
+            near = [r for r in mine if r.in_group(fact.group) and (at in (None, -1) or r.seq in (None, at))]
+            same = [r for r in near if at is not None and r.seq == at] or near
+            if not same:
+                same = [Row(fact.rank, fact.group, basis=fact.rank_basis)]
+                if fact.kind is Kind.STATUS and at is not None and at > 0:
+                    same[0].work, same[0].waiting = Work(None, at), True
+                mine += same
+            _fill(same[0], fact)
     for fact in facts:
         if fact.kind in WAITING and fact.rank is not None and fact.rank not in rows:
             rows[fact.rank] = [Row(fact.rank, None, None, waiting=True, basis=fact.rank_basis, facts=[fact])]
     return [row for rank in sorted(rows) for row in rows[rank]]
 
 
-def _same_group(row: Row, group: Group | None) -> bool:
-    return row.group is None or group is None or row.group.key == group.key
-
-
-def _same_seq(row: Row, work: Work | None) -> bool:
-    return row.work is None or work is None or row.work.seq is None or work.seq is None or row.work.seq == work.seq
-
-
-def united(first: Work | None, second: Work | None) -> Work | None:
-    """Return what two lines say together about one collective; the first one's word counts where both speak."""
-    if first is None or second is None:
-        return first or second
-    changes = {
-        name: getattr(second, name)
-        for name in ("op", "seq", "numel_in", "numel_out", "shape", "dtype", "timeout_ms", "ran_ms")
-        if getattr(first, name) is None and getattr(second, name) is not None
-    }
-    return replace(first, **changes)
-
-
 def _fill(row: Row, fact: Fact) -> None:
     row.facts.append(fact)
     row.group = row.group or fact.group
-    if fact.work is not None and _same_seq(row, fact.work):
+    if fact.work is not None and fact.work.same_seq(row.work):
         row.work = united(row.work, fact.work)
     row.enqueued = fact.enqueued if fact.enqueued is not None else row.enqueued
     row.started = fact.started if fact.started is not None else row.started
+    # A completed work that was never enqueued is garbage, seen in public logs: 910344404.
     if fact.completed is not None and not (fact.enqueued is not None and 0 <= fact.enqueued < fact.completed):
-        row.completed = (
-            fact.completed
-        )  # a completed work that was never enqueued is garbage, seen in public logs: 910344404
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """The job's size (None when unknown), how it is known, and the ranks whose silence would mean something."""
-
-    size: int | None
-    basis: str
-    covered: frozenset[int]
-    merged: bool
-
-    @property
-    def is_pair(self) -> bool:
-        """Whether the job has two ranks; logs of single ranks or of one node do not tell, there may be more of them."""
-        return self.size == 2 and (self.basis != "highest rank seen" or self.merged)
-
-
-def ratio_of(row: Row) -> int | None:
-    """Return the group's size out of an all-gather's or reduce-scatter's element counts, or None."""
-    work = row.work
-    if work is None or work.op is None or not work.numel_in or not work.numel_out:
-        return None
-    big, small = max(work.numel_in, work.numel_out), min(work.numel_in, work.numel_out)
-    if (
-        not any(word in work.op.upper() for word in ("ALLGATHER", "ALL_GATHER", "REDUCE_SCATTER"))
-        or big % small
-        or big == small
-        or big // small > MAX_RANK
-    ):
-        return None
-    return big // small
-
-
-def is_world_group(row: Row, size: int | None) -> bool:
-    """Whether a row's group spans the job: the default group, an unnamed one, or one whose size is the world's."""
-    return row.group is None or row.group.is_default or size == 2 or (size is not None and ratio_of(row) == size)
+        row.completed = fact.completed
 
 
 def find_world(evidence: Evidence, given: int | None) -> World:
@@ -548,9 +530,8 @@ def find_world(evidence: Evidence, given: int | None) -> World:
     size, basis = None, "unknown"
     summary = {fact.rank for fact in evidence.of(Kind.LAUNCHER) if fact.rank is not None}
     recorded = max((len(ranks) for dump in evidence.dumps.values() for ranks in dump.groups.values()), default=0)
-    ratios = {
-        ratio for row in evidence.rows if (row.group is None or row.group.is_default) and (ratio := ratio_of(row))
-    }
+    of_all = [row.work for row in evidence.rows if row.work and (row.group is None or row.group.is_default)]
+    ratios = {work.ratio or 0 for work in of_all} - {0}
     sized = evidence.of(Kind.STORE_BARRIER) + [fact for fact in evidence.of(Kind.TIMEOUT) if fact.name == "hccl"]
     stated = max(filter(None, [evidence.stated_world, *(fact.number for fact in sized)]), default=None)
     if stated is not None and stated > MAX_RANK:

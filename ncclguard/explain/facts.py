@@ -1,11 +1,19 @@
-"""What the readers hand on, one `Fact` per statement of a log or file, and what a rule makes of them, a `Verdict`."""
+"""What explaining works with: a `Fact`, one statement of a log, and a `Verdict`, what the rules make of all of them.
+
+Readers (`patterns`, `passages`, `recorder`) yield facts, `evidence` puts them together, rules (`failures`, `culprits`,
+`causes`) judge them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from ncclguard.outcome import Cause
+from ncclguard.cause import Cause
+
+#: No job has more ranks; a larger number is damage.
+MAX_RANK = 1_000_000
 
 
 class Kind(str, Enum):
@@ -65,35 +73,19 @@ class Kind(str, Enum):
 
 # A rank that printed one of these was waiting for its peers inside a collective (or a barrier, or the store).
 WAITING = frozenset(
-    {
-        Kind.TIMEOUT,
-        Kind.BLOCKING,
-        Kind.STATUS,
-        Kind.GLOO_TIMEOUT,
-        Kind.GLOO_CLOSED,
-        Kind.BARRIER_REACHED,
-        Kind.STORE_TIMEOUT,
-        Kind.STORE_KEY,
-        Kind.STORE_BARRIER,
-    }
-)
-
+    {Kind.TIMEOUT, Kind.BLOCKING, Kind.STATUS, Kind.GLOO_TIMEOUT, Kind.GLOO_CLOSED, Kind.BARRIER_REACHED,
+     Kind.STORE_TIMEOUT, Kind.STORE_KEY, Kind.STORE_BARRIER}
+)  # fmt: skip
 # These follow from a stall or a death; they never are the reason for one.
 CONSEQUENCES = frozenset(
-    {
-        Kind.HEARTBEAT,
-        Kind.DUMP_OBSERVED,
-        Kind.DUMP_FIRST,
-        Kind.TEARDOWN,
-        Kind.ABORTED,
-        Kind.REMOTE_ERROR,
-        Kind.GLOO_CLOSED,
-        Kind.STORE_LOST,
-        Kind.LAUNCHER,
-        Kind.ENDED_BY_LAUNCHER,
-        Kind.PEER_CLOSED,
-    }
-)
+    {Kind.HEARTBEAT, Kind.DUMP_OBSERVED, Kind.DUMP_FIRST, Kind.TEARDOWN, Kind.ABORTED, Kind.REMOTE_ERROR,
+     Kind.GLOO_CLOSED, Kind.STORE_LOST, Kind.LAUNCHER, Kind.ENDED_BY_LAUNCHER, Kind.PEER_CLOSED}
+)  # fmt: skip
+# A limit ran out; before torch gives up on a peer its whole limit has passed.
+EXPIRED = frozenset(
+    {Kind.TIMEOUT, Kind.BLOCKING, Kind.STATUS, Kind.DUMP_RECEIVED, Kind.DUMP_OBSERVED, Kind.GLOO_TIMEOUT,
+     Kind.STORE_TIMEOUT}
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +110,26 @@ class Work:
         if self.op in ("GATHER", "SCATTER", "REDUCE"):  # the root has other sizes than the rest
             return (self.seq, self.op, max(self.numel_in or 0, 0) if self.op != "SCATTER" else None)
         return (self.seq, self.op, self.numel_in, self.numel_out, self.shape)
+
+    def same_seq(self, other: Work | None) -> bool:
+        """Whether nothing says that the other is another call: the numbers agree, or one is not known."""
+        return other is None or self.seq is None or other.seq is None or self.seq == other.seq
+
+    @property
+    def ratio(self) -> int | None:
+        """The group's size as the element counts of an all-gather or reduce-scatter tell it, or None."""
+        if self.op is None or not self.numel_in or not self.numel_out:
+            return None
+        small, big = sorted((self.numel_in, self.numel_out))
+        gathers = any(word in self.op.upper() for word in ("ALLGATHER", "ALL_GATHER", "REDUCE_SCATTER"))
+        return big // small if gathers and big % small == 0 and 1 < big // small <= MAX_RANK else None
+
+
+def united(first: Work | None, second: Work | None) -> Work | None:
+    """Return what two lines say together about one collective; the first one's word counts where both speak."""
+    if first is None or second is None:
+        return first or second
+    return replace(first, **{name: getattr(second, name) for name in Work.__slots__ if getattr(first, name) is None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +214,7 @@ class Verdict:
     overturned: list[str] = field(default_factory=list)
 
 
-def ranks_text(ranks: tuple[int, ...] | list[int] | set[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     """Return "rank 3" or "ranks 0, 4"; long lists are shortened.
 
     Example:

@@ -1,25 +1,29 @@
-"""Messages of many lines: tracebacks, stacks, a launcher's summary, desync and RAS reports, torch's printed analysis.
+"""Read what no single row of the table can: tracebacks, stacks, summaries, RAS reports, JSON documents, progress bars.
 
-Each reader takes the record that opens the message and the raw lines after it, and follows only lines that can belong
-to it: those with the same prefix where there is one, since the lines of several ranks interleave.
+`read` takes the record that opens a message of many lines, and the raw lines after it. It follows only lines that can
+belong to it, those with the same prefix where there is one, since the lines of several ranks interleave.
+`read_document` takes plain JSON data, `read_progress` a line that says what a rank was doing. What they do not know
+they leave alone.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ncclguard.explain.facts import Fact, Kind, Work
-from ncclguard.explain.patterns import numbers
-from ncclguard.explain.text import Prefix, message_of, split_prefix
+from ncclguard.explain.patterns import numbers, parse_text, warning_class
+from ncclguard.explain.records import Prefix, message_of, split_prefix
 
 Following = Callable[[int], Sequence[str]]
 
 _EXCEPTION = re.compile(r"^(?P<type>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<text>.*))?$")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 _PYSPY = re.compile(r"^\s+(\S+) \(([^()]+):(\d+)\)$")
-_SPY_HEAD = re.compile(r"Thread (?:0x)?[\w]+ \([\w+ ]+\)|Process (\d+): ")
 _SUMMARY_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: (\d+)\)")
 _SUMMARY_EXIT = re.compile(r"exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 _SUMMARY_TRACE = re.compile(r"traceback\s*: (.*)")
@@ -54,7 +58,7 @@ def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[l
     if "Culprit rank" in text or "Collective sequence number" in text:
         return list(_analysis(text, following, make)), True
     if "operation counts" in text or "job process" in text or "unresponsive" in text or "Missing communicator" in text:
-        found = list(_ras(text, following, make))
+        found = list(_ras_text(text, following, make))
         return found, bool(found)
     if "collective" in text or "agging" in text or "latest states" in text:
         found = list(_desync(text, following, make))
@@ -64,9 +68,12 @@ def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[l
     return [], False
 
 
-def _last_error(text: str, following: Following, make: Fact) -> Iterator[Fact]:
-    from ncclguard.explain.patterns import warning_class
+def _frames(text: str) -> list[str]:
+    """Return "file:line in function" of each frame in a text."""
+    return [f"{found[1]}:{found[2]} in {found[3]}" for found in _FRAME.finditer(text)]
 
+
+def _last_error(text: str, following: Following, make: Fact) -> Iterator[Fact]:
     rest = text[text.find("Last error:") + 11 :].strip() or " ".join(
         message_of(split_prefix(row).text).strip() for row in following(1)
     )
@@ -74,58 +81,44 @@ def _last_error(text: str, following: Following, make: Fact) -> Iterator[Fact]:
         yield make.clone(kind=Kind.NCCL_WARN, name=warning_class(rest), detail=rest[:400], text=rest[:400])
 
 
+def _raised(make: Fact, name: str, detail: str, text: str, frames: list[str]) -> Fact:
+    told = {"detail": detail[:600], "text": text[:600], "frames": tuple(frames[-12:])}
+    return make.clone(kind=Kind.EXCEPTION, name=name, **told)
+
+
 def _flat_traceback(text: str, make: Fact) -> Fact | None:
     """Read a traceback whose newlines are lost."""
-    frames = [f"{found[1]}:{found[2]} in {found[3]}" for found in _FRAME.finditer(text)]
-    last = None
+    frames, last = _frames(text), None
     for last in re.finditer(r"(?<![\w.])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)): (.*)", text):
         pass
-    if not frames or last is None:
-        return None
-    return make.clone(
-        kind=Kind.EXCEPTION, name=last[1], detail=last[2][:600], text=last[0][:600], frames=tuple(frames[-12:])
-    )
+    return _raised(make, last[1], last[2], last[0], frames) if frames and last is not None else None
 
 
 def _traceback(text: str, prefix: Prefix, following: Following, make: Fact) -> Fact | None:
     """Follow one traceback to its last line; lines of other ranks in between are skipped."""
-    if 'File "' in text:
-        flat = _flat_traceback(text, make)
-        if flat is not None:
-            return flat
-    own = re.sub(r"\d{4}[-/]\d\d[-/]\d\d[ T][\d:.,]+Z?", "", prefix.tag)
+    flat = _flat_traceback(text, make) if 'File "' in text else None
+    if flat is not None:
+        return flat
+    clock = re.compile(r"\d{4}[-/]\d\d[-/]\d\d[ T][\d:.,]+Z?")
+    own = clock.sub("", prefix.tag)
     frames: list[str] = []
-    tail = ""
     for raw in following(400):
         row = split_prefix(raw)
-        if own and re.sub(r"\d{4}[-/]\d\d[-/]\d\d[ T][\d:.,]+Z?", "", row.tag) != own:
+        if own and clock.sub("", row.tag) != own:
             continue
         body = message_of(row.text).rstrip()
         if not body or body.startswith((" ", "\t", "^")):
-            found = _FRAME.search(body)
-            if found:
-                frames.append(f"{found[1]}:{found[2]} in {found[3]}")
+            frames += _frames(body)[:1]
             continue
         if body.startswith("Traceback") or "direct cause" in body or "During handling" in body:
-            tail = ""
             continue
         found = _EXCEPTION.match(body)
-        if found is None:
-            frame = _FRAME.search(body)
-            if frame:  # the indentation is lost
-                frames.append(f"{frame[1]}:{frame[2]} in {frame[3]}")
-                continue
-            if own or not frames:
-                return None
-            tail = tail or body
-            continue
-        return make.clone(
-            kind=Kind.EXCEPTION,
-            name=found["type"],
-            detail=(found["text"] or "")[:600],
-            text=body[:600],
-            frames=tuple(frames[-12:]),
-        )
+        if found is not None:
+            return _raised(make, found["type"], found["text"] or "", body, frames)
+        unindented = _frames(body)[:1]  # the indentation is lost
+        frames += unindented
+        if not unindented and (own or not frames):
+            return None
     return make.clone(kind=Kind.STACK, frames=tuple(frames[-12:])) if frames else None
 
 
@@ -134,15 +127,11 @@ def _stack(following: Following, make: Fact) -> Fact | None:
     frames: list[str] = []
     for raw in following(60):
         body = message_of(split_prefix(raw).text)
-        found = _FRAME.search(body)
-        if found:
-            frames.append(f"{found[1]}:{found[2]} in {found[3]}")
-            continue
         spy = _PYSPY.match(body.rstrip())
-        if spy:
-            frames.append(f"{spy[2]}:{spy[3]} in {spy[1]}")
-        elif frames:
+        own = _frames(body)[:1] or ([f"{spy[2]}:{spy[3]} in {spy[1]}"] if spy else [])
+        if frames and not own:
             break
+        frames += own
     return make.clone(kind=Kind.STACK, frames=tuple(reversed(frames[:12]))) if frames else None
 
 
@@ -168,46 +157,34 @@ def _summary(text: str, following: Following, make: Fact) -> Iterator[Fact]:
             trace = found[1][:300]
             break
     if rank is not None and code is not None:
-        yield make.clone(
-            kind=Kind.LAUNCHER,
-            rank=rank,
-            rank_basis="text",
-            local_rank=local,
-            number=code,
-            pid=pid,
-            host=host,
-            name="first" if first else "failure",
-            detail=trace,
-        )
+        told = {"local_rank": local, "number": code, "pid": pid, "host": host, "detail": trace}
+        name = "first" if first else "failure"
+        yield make.clone(kind=Kind.LAUNCHER, rank=rank, rank_basis="text", name=name, **told)
 
 
 def _desync(text: str, following: Following, make: Fact) -> Iterator[Fact]:
     """TORCH_NCCL_DESYNC_DEBUG (torch/csrc/distributed/c10d/TraceUtils.h, 1.11 to 2.13)."""
     base = make.clone(kind=Kind.DESYNC)
     for found in _DESYNC_AT.finditer(text):
-        yield base.clone(
-            name="timeout", rank=int(found[1]), rank_basis="text", work=Work(found[2]), number=int(found[3])
-        )
-    for found in _NEVER.finditer(text):
-        yield base.clone(name="lagging", peers=numbers(found[1]), number=0, detail="never joined any collective")
-    for found in _UNFINISHED.finditer(text):
-        yield base.clone(
-            name="unfinished", peers=numbers(found[1]), number=int(found[2]), detail="joined but did not finish"
-        )
-    for found in _NOT_JOINED.finditer(text):
-        yield base.clone(
-            name="lagging", peers=numbers(found[1]), number=int(found[2]), detail=f"did not join #{found[3]}"
-        )
-    if "latest states" in text:
-        state = ""
-        for row in [text, *following(64)]:
-            for head in re.split(r"(?=#\d+ (?:started|finished) ranks:)", row):
-                start = _STATE_HEAD.search(head)
-                if start:
-                    state = f"{start[1]} {start[2]}"
-                for found in _STATE.finditer(head):
-                    number, word = state.split() if state else ("0", "")
-                    yield base.clone(name=word, peers=numbers(found[1]), number=int(number), work=Work(found[2]))
+        rank, number = int(found[1]), int(found[3])
+        yield base.clone(name="timeout", rank=rank, rank_basis="text", work=Work(found[2]), number=number)
+    for pattern, name, detail in (
+        (_NEVER, "lagging", "never joined any collective"),
+        (_UNFINISHED, "unfinished", "joined but did not finish"),
+        (_NOT_JOINED, "lagging", "did not join #{}"),
+    ):
+        for found in pattern.finditer(text):
+            numbered = [int(part) for part in found.groups()[1:]] or [0]
+            what = detail.format(numbered[-1])
+            yield base.clone(name=name, peers=numbers(found[1]), number=numbered[0], detail=what)
+    state = ("0", "")
+    for row in [text, *following(64)] if "latest states" in text else []:
+        for head in re.split(r"(?=#\d+ (?:started|finished) ranks:)", row):
+            start = _STATE_HEAD.search(head)
+            state = (start[1], start[2]) if start else state
+            for found in _STATE.finditer(head):
+                peers = numbers(found[1])
+                yield base.clone(name=state[1], peers=peers, number=int(state[0]), work=Work(found[2]))
 
 
 def _analysis(text: str, following: Following, make: Fact) -> Iterator[Fact]:
@@ -225,14 +202,8 @@ def _analysis(text: str, following: Following, make: Fact) -> Iterator[Fact]:
             continue
         for hit in _CULPRIT.finditer(row):
             detail = f"expected {hit[4]} found {hit[5]}" if hit[4] is not None else (hit[6] or "")
-            yield make.clone(
-                kind=Kind.RECORDER,
-                name=hit[2],
-                peers=(int(hit[1]),),
-                detail=detail,
-                number=seq,
-                work=Work(name, seq) if name else None,
-            )
+            told = {"peers": (int(hit[1]),), "number": seq, "work": Work(name, seq) if name else None}
+            yield make.clone(kind=Kind.RECORDER, name=hit[2], detail=detail, **told)
 
 
 _RAS_NEXT = re.compile(r"#\d+-\d+ |[A-Z]+$|[A-Z][a-z]+$|=+\s*$")
@@ -242,7 +213,7 @@ _RAS_PROCESS = re.compile(r"Process (\d+) on node (\S+) managing GPUs? ([\d,]+)"
 _RAS_MISSING = re.compile(r"The (?:missing|unresponsive|unknown) ranks?: ([\d,\- ]+)")
 
 
-def _ras(text: str, following: Following, make: Fact) -> Iterator[Fact]:
+def _ras_text(text: str, following: Following, make: Fact) -> Iterator[Fact]:
     """NCCL's RAS report as text (src/ras/client_support.cc, 2.24 to 2.30), as `ncclras` prints it.
 
     The ranks that a MISMATCH lists are those whose count is not the most frequent one; `name` is "behind" or "ahead".
@@ -251,46 +222,319 @@ def _ras(text: str, following: Following, make: Fact) -> Iterator[Fact]:
     rows = [split_prefix(row).text for row in following(200)]
     rows = list(itertools.takewhile(lambda row: _RAS_NEXT.match(row) is None, rows))
     if "operation counts" in text:
-        counts: list[tuple[int, int]] = []
-        ranks: list[int] = []
-        at = ""
-        for row in rows:
-            found = _LAUNCHED.search(row)
-            if found:
-                counts.append((int(found[1]), int(found[2])))
-                continue
-            found = _RAS_RANK.search(row)
-            if found:
-                ranks.append(int(found[1]))
-                at = at or found[3]
-                continue
+        counts = [(int(hit[1]), int(hit[2])) for row in rows if (hit := _LAUNCHED.search(row))]
+        listed = [hit for row in rows if not _LAUNCHED.search(row) and (hit := _RAS_RANK.search(row))]
         if len(counts) > 1:
             most = max(counts)
             rare = [count for count in counts if count is not most]
+            whole = len(listed) == sum(count for count, _ in rare)
+            ranks = [int(hit[1]) for hit in listed] if whole else []
             low = all(number < most[1] for _, number in rare)
-            whole = len(rare) == 1 and rare[0][0] == len(ranks)
-            yield base.clone(
-                name="behind" if low else "ahead",
-                peers=tuple(sorted(ranks)) if whole or len(ranks) == sum(count for count, _ in rare) else (),
-                number=min(number for _, number in counts),
-                completed=sum(count for count, _ in counts),
-                host=at,
-                detail="; ".join(f"{count} ranks at {number}" for count, number in counts),
-            )
-        return
-    if "considered dead" in text or "unresponsive" in text or "Missing communicator" in text:
-        dead = "considered dead" in text
+            yield _uneven(base, low, ranks, listed[0][3] if listed else "", counts)
+    elif "considered dead" in text or "unresponsive" in text or "Missing communicator" in text:
+        base = base.clone(name="dead" if "considered dead" in text else "silent")
         for row in rows[:64]:
-            found = _RAS_PROCESS.search(row)
-            missing = _RAS_MISSING.search(row)
-            ranked = _RAS_RANK.search(row)
-            if found:
-                yield base.clone(
-                    name="dead" if dead else "silent", pid=int(found[1]), host=found[2], detail=row.strip()
-                )
+            process, missing, ranked = (one.search(row) for one in (_RAS_PROCESS, _RAS_MISSING, _RAS_RANK))
+            if process:
+                yield base.clone(pid=int(process[1]), host=process[2], detail=row.strip())
             elif missing:
-                yield base.clone(name="dead" if dead else "silent", peers=numbers(missing[1]), detail=row.strip())
+                yield base.clone(peers=numbers(missing[1]), detail=row.strip())
             elif ranked:
-                yield base.clone(
-                    name="dead" if dead else "silent", peers=(int(ranked[1]),), pid=int(ranked[2]), host=ranked[3]
-                )
+                yield base.clone(peers=(int(ranked[1]),), pid=int(ranked[2]), host=ranked[3])
+
+
+def _uneven(base: Fact, low: bool, ranks: list[int], host: str, counts: list[tuple[int, int]]) -> Fact:
+    """Return that some ranks have launched more or fewer operations; `counts` are (ranks, operations)."""
+    return base.clone(
+        name="behind" if low else "ahead",
+        peers=tuple(sorted(ranks)),
+        number=min(number for _, number in counts),
+        completed=sum(count for count, _ in counts),
+        host=host,
+        detail="; ".join(f"{count} ranks at {number}" for count, number in counts),
+    )
+
+
+# --- JSON documents ---
+
+
+def _objects(value: object) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, Mapping):
+        items = value.get("items")
+        yield from _objects(items) if isinstance(items, list) else iter([value])
+    elif isinstance(value, list):
+        for one in value[:100_000]:
+            yield from _objects(one)
+
+
+def _items(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _number(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)) and abs(value) < 1 << 53:
+        return int(value)
+    return int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,15}", value) else None
+
+
+def read_document(value: object, make: Fact) -> list[Fact]:
+    """Return the facts of one JSON document; an empty list for one that is none of these."""
+    found: list[Fact] = []
+    for one in _objects(value):
+        if isinstance(one.get("communicators"), list):
+            found += _ras_json(one, make)
+        elif "culprits" in one and "op_id" in one:
+            found += _incident(one, make)
+        elif isinstance(one.get("incident"), Mapping):
+            found += read_document(one["incident"], make)
+        elif "involvedObject" in one or one.get("kind") == "Event":
+            found += _cluster_event(one, make)
+        elif isinstance(one.get("status"), Mapping) and "containerStatuses" in one["status"]:
+            found += _pod(one, make)
+        elif str(one.get("name", "")).startswith("torchelastic.worker.status"):
+            found += _elastic_event(one, make)
+        elif isinstance(one.get("message"), (str, Mapping)) and ("extraInfo" in str(one)[:100_000]):
+            found += _error_file(one, make)
+    return found
+
+
+def read_line(text: str, make: Fact) -> list[Fact]:
+    """Return the facts of one line of a log that holds a JSON object, wherever it begins."""
+    start = text.find("{")
+    if start < 0:
+        return []
+    try:
+        value, _ = json.JSONDecoder().raw_decode(text[start:])
+    except (ValueError, RecursionError):
+        return []
+    return read_document(value, make)
+
+
+def _error_file(one: Mapping[str, Any], make: Fact) -> list[Fact]:
+    """torch/distributed/elastic/multiprocessing/errors/error_handler.py, 1.9 to 2.15: what @record leaves."""
+    message = one["message"]
+    told = message if isinstance(message, Mapping) else {"message": message}
+    text, extra = str(told.get("message", "")), told.get("extraInfo")
+    frames = _frames(str(extra.get("py_callstack", ""))) if isinstance(extra, Mapping) else []
+    facts = [fact.clone(frames=tuple(frames[-12:])) for fact in parse_text(text, make.clone(text=text[:600]))]
+    return facts or [_raised(make, "Exception", text, text, frames)]
+
+
+def _elastic_event(one: Mapping[str, Any], make: Fact) -> list[Fact]:
+    """torch/distributed/elastic/events/api.py, 1.9 to 2.15: one event for each worker."""
+    metadata = one.get("metadata")
+    data: Mapping[str, Any] = {**one, **metadata} if isinstance(metadata, Mapping) else one
+    raw = metadata.get("raw_error") if isinstance(metadata, Mapping) else None
+    rank = _number(data.get("global_rank"))
+    if not str(one.get("name")).endswith(".FAILED") or rank is None:
+        return []
+    own = make.clone(rank=rank, rank_basis="text")
+    numbered = {"local_rank": "local_rank", "number": "exit_code", "pid": "worker_id"}
+    told = {name: _number(data.get(theirs)) for name, theirs in numbered.items()}
+    fact = own.clone(kind=Kind.LAUNCHER, name="event", detail=str(raw or "")[:400], **told)
+    if not isinstance(raw, str):
+        return [fact]
+    try:
+        inner = json.loads(raw)
+    except (ValueError, RecursionError):
+        inner = None
+    for found in re.finditer(r"Signal (\d+) \(", raw):
+        fact.number = -int(found[1])
+    return [fact, *(_error_file(inner, own) if isinstance(inner, Mapping) and "message" in inner else [])]
+
+
+_REASONS = frozenset(
+    ["OOMKilled", "OOMKilling", "SystemOOM", "Evicted", "Preempted", "Preempting", "NodeNotReady", "NodeLost",
+     "TaintManagerEviction", "DeviceUnhealthy", "UnexpectedAdmissionError", "NodeShutdown"]
+)  # fmt: skip
+
+
+def _of_cluster(make: Fact, reason: object, host: str, detail: str = "", number: int | None = None) -> list[Fact]:
+    """Return the event as a fact, if it is of a kind that ends processes."""
+    text = f"{reason} {host} {detail}".strip()[:400]
+    told = {"name": str(reason), "host": host, "detail": detail[:300], "number": number, "text": text}
+    return [make.clone(kind=Kind.SCHEDULER, **told)] if str(reason) in _REASONS else []
+
+
+def _cluster_event(one: Mapping[str, Any], make: Fact) -> list[Fact]:
+    """Kubernetes core/v1 and events.k8s.io/v1 Event, 1.20 to 1.34."""
+    target = one.get("involvedObject") or one.get("regarding")
+    target = target if isinstance(target, Mapping) else {}
+    text = str(one.get("message") or one.get("note") or "")
+    host = f"{str(target.get('kind', '')).lower()}/{target.get('name', '')}"
+    facts = list(parse_text(text, make.clone(text=text[:400])))
+    return facts + _of_cluster(make, one.get("reason", ""), host, text)
+
+
+def _pod(one: Mapping[str, Any], make: Fact) -> list[Fact]:
+    """Kubernetes core/v1 Pod with its containers' ends."""
+    metadata = one.get("metadata")
+    host = f"pod/{metadata.get('name', '') if isinstance(metadata, Mapping) else ''}"
+    facts = _of_cluster(make, one["status"].get("reason", ""), host)
+    for status in _items(one["status"]["containerStatuses"]):
+        for when in ("state", "lastState") if isinstance(status, Mapping) else ():
+            state = status.get(when)
+            end = state.get("terminated") if isinstance(state, Mapping) else None
+            if isinstance(end, Mapping):
+                facts += _of_cluster(make, end.get("reason"), host, number=_number(end.get("exitCode")))
+    return facts
+
+
+def _ras_json(one: Mapping[str, Any], make: Fact) -> list[Fact]:
+    """NCCL src/ras, JSON of 2.28.7 and newer: counts per rank and the ranks that did not answer."""
+    facts: list[Fact] = []
+    for comm in one["communicators"]:
+        if not isinstance(comm, Mapping):
+            continue
+        base = make.clone(kind=Kind.RAS, rank=None, rank_basis="", completed=_number(comm.get("size")))
+        counts: dict[int, int] = {}
+        hosts: dict[int, str] = {}
+        for row, rank in _ranked(comm.get("ranks")):
+            done, status = row.get("collective_counts"), row.get("status")
+            if isinstance(done, Mapping):
+                counts[rank] = sum(_number(value) or 0 for value in done.values())
+            hosts[rank] = str(row.get("host", ""))
+            error = status.get("async_error") if isinstance(status, Mapping) else None
+            if error not in (None, 0, "0", "ncclSuccess", "ok", False):
+                detail = f"asynchronous error {error}"
+                facts.append(base.clone(name="error", peers=(rank,), detail=detail, host=hosts[rank]))
+        kinds = Counter(counts.values()).most_common()
+        if len(kinds) > 1:
+            odd = [rank for rank, number in counts.items() if number != kinds[0][0]]
+            low = all(counts[rank] < kinds[0][0] for rank in odd)
+            told = _uneven(base, low, odd, hosts[min(odd)], [(count, number) for number, count in kinds])
+            facts.append(told.clone(completed=base.completed))
+        for row, rank in _ranked(comm.get("missing_ranks")):
+            status = row.get("status")
+            dead = isinstance(status, Mapping) and bool(status.get("considered_dead"))
+            where = {"host": str(row.get("host", "")), "pid": _number(row.get("pid"))}
+            detail = f"rank {rank} does not answer"
+            facts.append(base.clone(name="dead" if dead else "silent", peers=(rank,), detail=detail, **where))
+    for fact in facts:
+        fact.text = f"RAS: {fact.name} {', '.join(map(str, fact.peers))} {fact.detail}"[:400]
+    return facts
+
+
+def _ranked(value: object) -> Iterator[tuple[Mapping[str, Any], int]]:
+    """Yield the rows of a list that have a rank, with it."""
+    for row in _items(value):
+        if isinstance(row, Mapping) and (rank := _number(row.get("rank"))) is not None:
+            yield row, rank
+
+
+def _incident(one: Mapping[str, Any], make: Fact) -> list[Fact]:
+    """ncclguard's own incident: the verdict that the ranks agreed on while they lived."""
+    ranks = tuple(number for value in _items(one.get("culprits")) if (number := _number(value)) is not None)
+    stacks = [row["stack"] for row, rank in _ranked(one.get("ranks")) if rank in ranks and _items(row.get("stack"))]
+    participants, timeout = one.get("participants"), one.get("timeout")
+    summary = str(one.get("summary", ""))
+    return [
+        make.clone(
+            kind=Kind.GUARD,
+            name=str(one.get("cause", "unknown")),
+            peers=ranks,
+            work=Work(str(one.get("op")) if one.get("op") else None),
+            seconds=float(timeout) if isinstance(timeout, (int, float)) else None,
+            completed=len(participants) if isinstance(participants, list) else None,
+            detail=summary[:600],
+            text=(summary or str(one.get("op_id", "")))[:600],
+            frames=tuple(str(frame) for frame in stacks[0])[-12:] if stacks else (),
+        )
+    ]
+
+
+# --- what the ranks were doing, and how many there are ---
+
+_BAR = re.compile(
+    r"(?P<what>[^|\r\n]{0,120}?)\s*(?P<percent>\d{1,3})%\|[^|]*\|\s*(?P<at>[\d.]+\w?)/(?P<of>[\d.]+\w?) "
+    r"\[(?P<spent>[\d:]+)<"
+)
+_PERCENT = re.compile(
+    r"(?P<what>[A-Za-z][\w ,()'\-]{2,80}?):?\s+(?P<percent>\d{1,3}) ?% (?:at|after|in) (?P<spent>\d+:\d\d(?::\d\d)?)"
+)
+_WORLD = re.compile(
+    r"(?<![A-Za-z_])(?:WORLD_SIZE|world[_ ]size|distributed_world_size"
+    r"|num_processes)['\"]?\s*[=:]+\s*['\"]?(\d{1,6})\b",
+    re.IGNORECASE,
+)
+
+_STEP = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|batch)\b\W{0,3}\d", re.IGNORECASE)
+_NODES = re.compile(
+    r"(?<![A-Za-z_])(?:--?nnodes|nnodes|num_nodes|num_machines|NNODES|SLURM_NNODES|SLURM_JOB_NUM_NODES|N_NODES)"
+    r"['\"]?[\s=:]+['\"]?(\d{1,5})\b(?!:)",
+    re.IGNORECASE,
+)
+_LOCAL_SIZE = re.compile(
+    r"(?<![A-Za-z_])(?:--?nproc[-_]per[-_]node|LOCAL_WORLD_SIZE|local_world_size|nproc_per_node)['\"]?[\s=:]+['\"]?(\d{1,3})\b"
+)
+
+# Phases by the words that frameworks print or that stand in a stack's function names; the first match counts.
+_PHASES: tuple[tuple[str, str], ...] = (
+    ("preprocess", (r"[Tt]okeniz|Running tokenizer|[Pp]re-?process|^Map(?: \(num_proc|:)|Generating \w+ split|Grouping texts|"
+     r"[Pp]acking|line-offset|building (?:index|dataset)|load_dataset|Filter(?: \(num_proc|:)")),
+    ("upload", r"[Pp]ush(?:ing)? (?:\w+ )?to (?:the )?hub|push_to_hub|[Uu]pload"),
+    ("checkpoint", (r"[Ss]aving (?:model|checkpoint|state|optimizer|artifact|the model|latest)|dcp\.save|dcp_save|torch\.save|"
+     r"[Ss]av(?:e|ing)_?(?:checkpoint|pretrained|model|state)|state_dict_saver|writ(?:e|ing) checkpoint|checkpoint/filesystem")),
+    ("logger", r"wandb\.(?:init|sdk)|wandb/sdk|wandb_init|mlflow|swanlab|aim\.Run|comet_ml"),
+    ("loader", r"decord|webdataset|torchvision\.io|video_reader|read_video|utils/data/dataloader|_MultiProcessingDataLoaderIter|DataLoader worker"),
+    ("evaluate", r"Running (?:Evaluation|Prediction|Validation)|[Vv]alidat(?:ion|ing)|[Ee]valuat(?:ion|ing)|evaluation_loop|eval_step|_validate\b"),
+    ("generate", r"\bgenerate\b|generation/utils|[Gg]enerating (?:samples|responses|completions|video|image)|rollout"),
+    ("load", r"[Ll]oading (?:checkpoint shards|model|weights)|from_pretrained"),
+    ("finished", (r"[Ff]inished training|[Tt]raining (?:loop )?(?:is )?(?:done|finished|complete)|train_runtime|End of training|"
+     r"exiting (?:program|train)|[Ff]inished ok\b|[Rr]eached max_steps|\b[Aa]ll (?:tasks|steps|epochs|evaluations) \w+(?:ed|ne)\b|"
+     r"\bexit(?:ed|ing)?(?: with)?(?: code| status)? 0\b")),
+)  # fmt: skip
+_COMPILED = tuple((name, re.compile(pattern)) for name, pattern in _PHASES)
+
+
+def _duration(text: str) -> float:
+    total = 0.0
+    for part in text.split(":"):
+        total = total * 60 + float(part or 0)
+    return total
+
+
+def phase_of(text: str) -> str | None:
+    """Return the phase that a line or a stack frame speaks of: preprocess, checkpoint, evaluate, ... or None."""
+    for name, pattern in _COMPILED:
+        if pattern.search(text):
+            return name
+    return None
+
+
+def _stated(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    return int(found[1]) if found else None
+
+
+def sizes_of(text: str) -> tuple[int | None, int | None, int | None]:
+    """Return the numbers of ranks, of nodes and of ranks on a node that a line states, None for what it does not."""
+    return _stated(_WORLD, text), _stated(_NODES, text), _stated(_LOCAL_SIZE, text)
+
+
+def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
+    """Yield what a line of context says about progress; `seconds` is the time spent, `number` the percentage.
+
+    `last`: the line is among the last ones of its file.
+    """
+    phase = phase_of(text)
+    found = None
+    for found in _BAR.finditer(text):
+        pass  # a line of several bars: the last one counts
+    if found is None:
+        found = _PERCENT.search(text)
+    if found is not None:
+        yield make.clone(
+            kind=Kind.PROGRESS,
+            name=phase or "train",
+            detail=found[0].strip()[-200:],
+            number=int(found["percent"]),
+            seconds=_duration(found["spent"]),
+            after_symptom=last,
+        )
+    elif last and _STEP.search(text):
+        yield make.clone(kind=Kind.ALIVE, name=phase or "train", detail=text[-200:], after_symptom=True)
+    if found is None and phase is not None:
+        yield make.clone(kind=Kind.PHASE, name=phase, detail=text[-200:], after_symptom=last)

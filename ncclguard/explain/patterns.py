@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ncclguard.explain.facts import Fact, Group, Kind, Work
-from ncclguard.explain.text import message_of
+from ncclguard.explain.records import message_of
 
 Values = dict[str, Any]
 
@@ -100,17 +100,9 @@ def _int(text: str | None) -> int | None:
 
 
 _OF_LAUNCHERS = frozenset(
-    {
-        Kind.LAUNCHER,
-        Kind.EXIT,
-        Kind.ENDED_BY_LAUNCHER,
-        Kind.KERNEL_OOM,
-        Kind.SCHEDULER,
-        Kind.PEER_CLOSED,
-        Kind.XID,
-        Kind.WORKER_DIED,
-    }
-)
+    {Kind.LAUNCHER, Kind.EXIT, Kind.ENDED_BY_LAUNCHER, Kind.KERNEL_OOM, Kind.SCHEDULER, Kind.PEER_CLOSED, Kind.XID,
+     Kind.WORKER_DIED}
+)  # fmt: skip
 
 
 def build(row: Row, found: re.Match[str], text: str, make: Fact) -> Fact | None:
@@ -162,12 +154,10 @@ _TORCHCOMM = re.compile(r"\[TC\]\s*\[rank=(\d+)\]\s*\[name=([^\]]*)\]")
 
 def group_of(text: str) -> tuple[Group | None, int | None]:
     """Return the process group that a line names and the rank inside it."""
-    found = _PG_NEW.search(text)
+    found = _PG_NEW.search(text) or _PG_OLD.search(text)
     if found:
-        return Group(found["guid"], found["id"], found["desc"] or None), int(found["rank"])
-    found = _PG_OLD.search(text)
-    if found:
-        return Group(found["guid"], found["guid"], found["desc"] or None), int(found["rank"])
+        said = found.groupdict()
+        return Group(said["guid"], said.get("id") or said["guid"], said["desc"] or None), int(said["rank"])
     found = _TORCHCOMM.search(text)
     if found:
         return Group(found[2]), int(found[1])
@@ -184,17 +174,11 @@ _WARNINGS: tuple[tuple[str, str], ...] = (
     ("gpu", r"ECC|fallen off the bus"),
     ("cuda", r"Cuda failure|CUDA failure|HIP failure"),
     ("ib_async", r"async fatal event|Got async (?:error )?event"),
-    (
-        "ib",
-        (r"NET/IB ?\d* ?: ?Got completion|Got completion (?:from peer|with)|ibv_\w+ failed|Call to ibv_|NET/IB ?: ?Unable|"
-        r"No IB device|NET/IB .*(?:error|failed)|NET/OFI .*(?:error|UNDELIVERABLE|failed)"),
-    ),
+    ("ib", (r"NET/IB ?\d* ?: ?Got completion|Got completion (?:from peer|with)|ibv_\w+ failed|Call to ibv_|NET/IB ?: ?Unable|"
+     r"No IB device|NET/IB .*(?:error|failed)|NET/OFI .*(?:error|UNDELIVERABLE|failed)")),
     ("no_interface", r"no socket interface found|No interface found|Could not find any (?:socket )?interface|Unable to find .*interface"),
-    (
-        "connect",
-        (r"[Cc]onnect(?: to \S+)? (?:timeout|returned|failed)|Call to connect|exceeded error retry count|No route to host|"
-        r"Network is unreachable"),
-    ),
+    ("connect", (r"[Cc]onnect(?: to \S+)? (?:timeout|returned|failed)|Call to connect|exceeded error retry count|No route to host|"
+     r"Network is unreachable")),
     ("closed", r"Connection closed by remote peer|Connection reset|Broken pipe|Accept failed|Call to (?:recv|send)"),
     ("duplicate_gpu", r"Duplicate GPU"),
     ("p2p", r"peer access|P2P|peer mapping|cuIpc|IpcOpen|Could not enable P2P|NVLS|Multicast"),
@@ -212,22 +196,20 @@ def warning_class(text: str) -> str:
     return "other"
 
 
+# ncclGetErrorString (NCCL 2.x) and the names of ncclResult_t.
+_FAILURES = (
+    ("unhandled system error", "system"), ("ncclSystemError", "system"), ("remote process exited", "remote"),
+    ("ncclRemoteError", "remote"), ("unhandled cuda error", "cuda"), ("ncclUnhandledCudaError", "cuda"),
+    ("internal error", "internal"), ("ncclInternalError", "internal"),
+)  # fmt: skip
+
+
 def nccl_error_family(text: str) -> str | None:
     """Return the family of the NCCL error inside an exception's text, or None when it holds none."""
     if "NCCL" not in text and "nccl" not in text:
         return None
     kind = warning_class(text)
-    if kind != "other":
-        return kind
-    for words, family in (
-        (("unhandled system error", "ncclSystemError"), "system"),
-        (("remote process exited", "ncclRemoteError"), "remote"),
-        (("unhandled cuda error", "ncclUnhandledCudaError"), "cuda"),
-        (("internal error", "ncclInternalError"), "internal"),
-    ):
-        if any(word in text for word in words):
-            return family
-    return None
+    return next((family for word, family in _FAILURES if word in text), None) if kind == "other" else kind
 
 
 def _warning(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
@@ -239,17 +221,13 @@ def _warning(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
 
 def _async_or_timeout(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
     """A `WorkNCCL(...)` is quoted by the watchdog's timeout, by blocking wait, and by exceptions about other errors."""
-    around = text[max(0, found.start() - 160) : found.end() + 60]
-    flat = re.sub(r"\s", "", around)
+    flat = re.sub(r"\s", "", text[max(0, found.start() - 160) : found.end() + 60])
     if "asyncexception" in flat:
         return fact.clone(kind=Kind.ASYNC_ERROR, detail=text[text.find("async") :][:400])
     if "blockingwait" in flat or "timedoutinblocking" in flat:
         return fact.clone(kind=Kind.BLOCKING)
-    if (
-        "operationtimeout" in flat
-        or (fact.work is not None and fact.work.ran_ms is not None)
-        or ("operation" in flat and "imeout:" in flat)
-    ):
+    ran_out = "operationtimeout" in flat or (fact.work is not None and fact.work.ran_ms is not None)
+    if ran_out or ("operation" in flat and "imeout:" in flat):
         return fact
     cut = found["close"] is None  # a line that ends inside the brackets: whoever printed it was waiting
     return fact if cut and ("atchdog" in flat or "aught" in flat or "imeout:" in flat) else None
@@ -270,17 +248,10 @@ def _fingerprint(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
     """`name` is "own" for the printing rank's fingerprint, "peer" for the one it compared itself with, "absent" for
     zeros.
     """
-    zeroed = (
-        found["shape"] is None and found["dtype"] is None and found["op"] == "REDUCE" and (found["seq"] or "0") == "0"
-    )
+    bare = found["shape"] is None and found["dtype"] is None and (found["seq"] or "0") == "0"
     first = re.search(r"CollectiveFingerPrint\(", text)
-    fact.name = (
-        "absent"
-        if zeroed
-        else "own"
-        if first is not None and first.start() < found.end("head") + 30 and found.start() <= first.start()
-        else "peer"
-    )
+    own = first is not None and found.start() <= first.start() < found.end("head") + 30
+    fact.name = "absent" if bare and found["op"] == "REDUCE" else "own" if own else "peer"
     difference = re.search(r"differ in the following aspects:\s*(.*)", text)
     fact.detail = " ".join(difference[1].split())[:300] if difference else ""
     fact.group_rank = fact.rank
@@ -301,21 +272,7 @@ def _negative(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
     return fact
 
 
-def _bash_code(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
-    """A shell's 128 + n is a signal."""
-    if fact.number is not None and 128 < fact.number < 160:
-        fact.number = 128 - fact.number
-    return fact
-
-
-_SRUN_ENDS = {
-    "Killed": -9,
-    "Out Of Memory": -9,
-    "Segmentation fault": -11,
-    "Bus error": -7,
-    "Aborted": -6,
-    "Terminated": -15,
-}
+_SRUN_ENDS = {"Killed": -9, "Out Of Memory": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15}  # fmt: skip
 
 
 def _srun(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
@@ -479,8 +436,8 @@ ROWS: tuple[Row, ...] = (
             ("RuntimeError: Rank 1 failed to pass monitoredBarrier in 30000 ms", {"peers": (1,)}),
             ("[rank0]: RuntimeError: [Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 2000 ms", {"peers": (1, 2)}),
         ), ("Rank 3 successfully reached monitoredBarrier",)),
-    Row(Kind.BARRIER_REACHED, "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 1.8 to 2.15", r"Rank (?P<own>\d+) successfully reached monitoredBarrier", "onitoredBarrier",
-        (("RuntimeError: Rank 3 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0.", {"rank": 3}),)),
+    Row(Kind.BARRIER_REACHED, "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 1.8 to 2.15", r"Rank (?P<own>\d+) successfully reached monitoredBarrier(?:, but received errors while waiting for send/recv from rank (?P<peers>\d+))?", "onitoredBarrier",
+        (("RuntimeError: Rank 3 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0.", {"rank": 3, "peers": (0,)}),)),
     Row(Kind.STORE_BARRIER, "torch/distributed/distributed_c10d.py (_store_based_barrier), 1.8 to 2.15",
         r"(?P<name>Waiting|Timed out).{0,60}?store based barrier.*?rank:? ?(?P<own>\d+).*?world_size=(?P<number>\d+), ?(?:worker_count|num_workers_joined)=(?P<completed>\d+), ?timeout=(?P<delta>[^)]*)", "store based barrier",
         (
@@ -530,8 +487,8 @@ ROWS: tuple[Row, ...] = (
     # --- NCCL ---------------------------------------------------------------------------------------------------------
     Row(Kind.PEER_CLOSED, "NCCL src/proxy.cc, 2.12 to 2.30", r"(?:(?P<host>[\w.\-]+):(?P<pid>\d+):\d+ \[(?P<number>\d+)\] )?NCCL INFO \[Service thread\] Connection closed by localRank (?P<local_rank>\d+)", "closed by localRank",
         (("node1:4000:4100 [0] NCCL INFO [Service thread] Connection closed by localRank 7", {"local_rank": 7, "pid": 4000}),)),
-    Row(Kind.NOTE, "NCCL src/init.cc, 2.4 to 2.30", rf"{_HOST}?NCCL INFO comm \S+ rank (?P<number>\d+).*?(?:Abort COMPLETE|abort COMPLETE)", "bort COMPLETE",
-        (("node1:4000:4100 [0] NCCL INFO comm 0x55 rank 3 nranks 8 cudaDev 3 busId 7000 - Abort COMPLETE", {"number": 3}),), fields={"name": "abort_complete"}),
+    Row(Kind.NOTE, "NCCL src/init.cc, 2.4 to 2.30", rf"{_HOST}?NCCL INFO comm \S+ rank (?P<number>\d+)(?: n[Rr]anks (?P<completed>\d+))?.*?(?:Abort COMPLETE|abort COMPLETE)", "bort COMPLETE",
+        (("node1:4000:4100 [0] NCCL INFO comm 0x55 rank 3 nranks 8 cudaDev 3 busId 7000 - Abort COMPLETE", {"number": 3, "completed": 8}),), fields={"name": "abort_complete"}),
     Row(Kind.NCCL_WARN, "NCCL 2.3 to 2.30, all files", rf"{_HOST}?(?:\S+:\d+ )?NCCL WARN (?P<detail>.*)", "NCCL WARN",
         (("node1:1:2 [0] transport/net_ib.cc:839 NCCL WARN NET/IB : Got completion with error 12, opcode 1, len 0, vendor err 129", {"name": "ib", "number": 12}),), more=_warning),
     Row(Kind.NCCL_WARN, "aws-ofi-nccl, 1.4 to 1.14", r"NET/OFI (?P<detail>.{0,200}?(?:completed with error|UNDELIVERABLE|RC: -?\d+).*)", "NET/OFI",
@@ -540,6 +497,10 @@ ROWS: tuple[Row, ...] = (
         (("NET/IB : Got completion from peer 10.0.0.2<4791> with error 12, opcode 0, len 0, vendor err 129", {"name": "ib", "number": 12}),), more=_warning),
     Row(Kind.NCCL_WARN, "NCCL src/misc/shmutils.cc, 2.9 to 2.30", r"(?P<detail>.*shared memory segment.*)", "shared memory segment",
         (("Error while creating shared memory segment /dev/shm/nccl-XXXX (size 7340384), NCCL error", {"name": "shm"}),), fields={"name": "shm"}),
+    Row(Kind.NCCL_WARN, "NCCL src/init.cc, 2.5 to 2.30, as torch repeats it", r"(?P<detail>Duplicate GPU detected.*)", "Duplicate GPU",
+        (("[rank0]: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 4b000", {"name": "duplicate_gpu"}),), fields={"name": "duplicate_gpu"}),
+    Row(Kind.CUDA, "ROCm ROCr-Runtime (VM fault handler), 4.0 to 6.4", r"(?P<detail>Memory access fault by GPU.*)", "access fault by GPU",
+        (("[rank2]: Memory access fault by GPU node-6 (Agent handle: 0x8b1a2c0) on address 0x7f3c81200000. Reason: Unknown.", {"rank": 2}),)),
     Row(Kind.NCCL_WARN, "NCCL src/graph, 2.20 to 2.30", r"(?P<detail>.*Asymmetric link.*)", "Asymmetric link", (("NCCL INFO Asymmetric link detected between ranks", {"name": "topology"}),), fields={"name": "topology"}),
     Row(Kind.JOINED, "NCCL src/init.cc, 2.4 to 2.30", r"NCCL INFO (?:ncclCommInit\w+ )?comm \S+ rank (?P<number>\d+) n[Rr]anks (?P<completed>\d+)(?: nNodes (?P<node>\d+) localRanks (?P<local_rank>\d+))?", "anks ",
         (("node1:4000:4100 [3] NCCL INFO ncclCommInitRankConfig comm 0x5 rank 3 nranks 8 cudaDev 3 nvmlDev 3 busId 9 commId 0x1 - Init COMPLETE", {"number": 3, "completed": 8, "pid": 4000}),), fields={"name": "init"}, more=_joined),

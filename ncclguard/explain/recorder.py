@@ -10,6 +10,7 @@ first rank as its reference; here the majority is the reference.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import re
 from collections import Counter, defaultdict
@@ -17,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from ncclguard.cause import Cause
 from ncclguard.explain.facts import Fact, Group, Kind, Verdict, Work, ranks_text
 from ncclguard.explain.sources import UnusableInput
-from ncclguard.outcome import Cause
 
 DUMP_LIMIT = 1 << 30
 
@@ -241,15 +242,7 @@ def _members(dumps: Mapping[int, Dump]) -> dict[str, set[int]]:
 
 
 def _elements(sizes: tuple[tuple[int, ...], ...]) -> int | None:
-    if not sizes:
-        return None
-    total = 0
-    for shape in sizes:
-        count = 1
-        for part in shape:
-            count *= part
-        total += count
-    return total
+    return sum(math.prod(shape) for shape in sizes) if sizes else None
 
 
 def work_of(entry: Entry) -> Work:

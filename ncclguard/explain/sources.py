@@ -16,31 +16,9 @@ from typing import BinaryIO, cast
 BLOCK = 1 << 20
 _SNIFF = 1 << 16
 _SKIP = frozenset(
-    [
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".safetensors",
-        ".bin",
-        ".npz",
-        ".npy",
-        ".png",
-        ".jpg",
-        ".jpeg",
-        ".gif",
-        ".mp4",
-        ".so",
-        ".whl",
-        ".zip",
-        ".tar",
-        ".tgz",
-        ".parquet",
-        ".arrow",
-        ".pyc",
-        ".py",
-        ".h5",
-    ]
-)
+    [".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".npz", ".npy", ".png", ".jpg", ".jpeg", ".gif", ".mp4", ".so",
+     ".whl", ".zip", ".tar", ".tgz", ".parquet", ".arrow", ".pyc", ".py", ".h5"]
+)  # fmt: skip
 # A file that belongs to one rank: rank_3.log, rank3.err, 3/stderr.log of torchrun's --log-dir, comm_lib_trace_rank_3,
 # _dump_3.
 _RANK_NAME = re.compile(r"(?:^|[^a-z])(?:global_?|local_?)?rank[_\-.=]?(\d{1,6})(?!\d)", re.IGNORECASE)
@@ -50,8 +28,7 @@ _DUMP_NAME = re.compile(r"(\d{1,6})(?:\.(?:pkl|pickle|json|gz))*$")
 _NODE_NAME = re.compile(r"(?:^|[^a-z])(?:node|host|worker|pod)[_\-.]?(\d{1,5})(?!\d)", re.IGNORECASE)
 
 
-#: Words of the JSON documents that are read whole: dumps, torchelastic's error files, Kubernetes events, RAS, our
-#: incidents.
+#: Words of the JSON documents that are read whole: dumps, torchelastic's error files, Kubernetes, RAS, our incidents.
 _DOCUMENTS = (
     b'"entries"', b'"pg_config"', b'"pg_status"', b'"extraInfo"', b'"involvedObject"', b'"communicators"', b'"containerStatuses"',
     b'"culprits"',
@@ -64,9 +41,7 @@ class UnusableInput(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input: `rank` (and `attempt`) as its name says, `kind` one of text, pickle, json; `size` in bytes, 0 when
-    unknown.
-    """
+    """One input: `rank` and `attempt` as its name says, `kind` text, pickle or json; `size` in bytes, 0 if unknown."""
 
     index: int
     name: str
@@ -80,21 +55,16 @@ class Source:
 
 
 def _rank_of(path: str, kind: str) -> tuple[int | None, bool, int | None]:
+    """Return (rank, whether it is that of a node, attempt of torchrun) as the name of a file tells them."""
     found = _TORCHRUN.search(path)
     if found:
         return int(found[2]), True, int(found[1])
-    name = path.rsplit("/", 1)[-1]
-    found = _RANK_NAME.search(name) or _RANK_NAME.search("/".join(path.split("/")[-2:-1]))
+    folder, name = path.split("/")[-2:] if "/" in path else ("", path)
+    found = _RANK_NAME.search(name) or _RANK_NAME.search(folder)
     if found:
         return int(found[1]), "local_rank" in name.lower(), None
-    found = _SLURM_NAME.search(name)
-    if found:
-        return int(found[1]), False, None
-    if kind != "text":
-        found = _DUMP_NAME.search(name)
-        if found:
-            return int(found[1]), False, None
-    return None, False, None
+    found = _SLURM_NAME.search(name) or (_DUMP_NAME.search(name) if kind != "text" else None)
+    return (int(found[1]) if found else None), False, None
 
 
 def _kind_of(head: bytes) -> str:
@@ -213,9 +183,7 @@ def blocks(source: Source) -> Iterator[tuple[bytes, bool]]:
 
 
 class Tail:
-    """A text input that may grow: `read` returns what is new, b"" when there is nothing now; `ended` when nothing
-    will be.
-    """
+    """A text input that may grow: `read` returns what is new, b"" for nothing now; `ended`: nothing will come."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

@@ -1,18 +1,26 @@
-"""What each fault does to the process it strikes."""
+"""What each fault does to the process it strikes, and to the TCP connections of that process."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
+from typing import Final
 
-from ncclguard._sockets import Connection, connections, hold
-from ncclguard.faults.connections import disconnect
+import torch
+import torch.distributed as dist
+
+from ncclguard import torch_compat
+from ncclguard.torch_compat.sockets import Connection, connections, hold, tcp_sockets
+from ncclguard.transport.memory import bytes_read
 
 _CHILD_LIVES = 60.0  # seconds that a forked child keeps the sockets open, unless the launcher ends it before
 _PAUSE = 0.001  # seconds between two looks at the bytes that connections have carried
@@ -63,22 +71,30 @@ def run_out_of_memory() -> None:
 
 def out_of_memory() -> Exception:
     """What torch raises when a device has no memory left."""
-    import torch  # only here: rehearsing without torch stays possible
-
     return torch.OutOfMemoryError("injected fault: out of memory. Tried to allocate more than there is.")
 
 
 def store_ports() -> set[int]:
     """The port of the job's store, whose connections a network fault of the transport leaves alone."""
     ports = {int(os.environ["MASTER_PORT"])} if os.environ.get("MASTER_PORT", "").isdigit() else set()
-    if "torch" in sys.modules:
-        import torch.distributed as dist
-
-        from ncclguard import _torch_stores
-
-        if dist.is_available() and dist.is_initialized():
-            ports.add(getattr(_torch_stores.base_store(_torch_stores.default_store()), "port", 0))
+    if dist.is_available() and dist.is_initialized():
+        ports.add(getattr(torch_compat.base_store(torch_compat.default_store()), "port", 0))
     return ports
+
+
+def disconnect(connection: socket.socket) -> bool:
+    """Reset a connection, so that both sides find it reset; False where the kernel refuses.
+
+    On Linux ``connect`` to AF_UNSPEC sends RST at once (tcp_disconnect in net/ipv4/tcp.c). The own side is then not
+    readable yet, and gloo would not look; ``shutdown`` makes it so, though it says "not connected" (inet_shutdown in
+    af_inet.c).
+    """
+    unspecified = ctypes.create_string_buffer(16)  # struct sockaddr with sa_family AF_UNSPEC = 0
+    if ctypes.CDLL(None).connect(connection.fileno(), unspecified, 16) != 0:
+        return False
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    return True
 
 
 def reset_own_connections(keep_ports: Iterable[int] | None = None) -> int:
@@ -95,9 +111,7 @@ def reset_own_connections(keep_ports: Iterable[int] | None = None) -> int:
 
 
 def bytes_carried(keep_ports: Iterable[int] | None = None) -> dict[int, int]:
-    """Bytes that each of this process's connections has received, or sent and had
-    acknowledged; by the socket's inode.
-    """
+    """Bytes that each connection of this process has received, or sent and had acknowledged; by the socket's inode."""
     carried: dict[int, int] = {}
     for connection in _data_connections(keep_ports):
         for copy in hold([connection]):
@@ -113,8 +127,6 @@ def wait_for_traffic(nbytes: int) -> None:
 
     What it has read from the memory of other ranks counts as well: it would have come over a connection else.
     """
-    from ncclguard.transport.memory import bytes_read  # needs torch
-
     ports = store_ports()
     before, read = bytes_carried(ports), bytes_read()
     while True:
@@ -127,3 +139,65 @@ def wait_for_traffic(nbytes: int) -> None:
 def _data_connections(keep_ports: Iterable[int] | None) -> tuple[Connection, ...]:
     keep = store_ports() if keep_ports is None else set(keep_ports)
     return connections(lambda local, remote: not {local[1], remote[1]} & keep)
+
+
+# Cutting off works without root and without a reset, as a switch does that drops everything: each TCP socket gets a key
+# for signatures (RFC 2385, TCP_MD5SIG in tcp(7)) that its peers do not have. Each side then drops what it receives from
+# the other before TCP sees it, and neither is told. When the key is taken away, TCP sends again what was lost, so the
+# connections live on, as after a link that came back. The constants are those of linux/tcp.h.
+_TCP_MD5SIG_EXT: Final = 32
+_PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX: the key is for all addresses that begin alike, here for all
+_ANY: Final = struct.pack("=HHI120x", socket.AF_INET, 0, 0)
+_ANY_MAPPED: Final = struct.pack("=HHI16sI100x", socket.AF_INET6, 0, 0, b"\0" * 10 + b"\xff" * 2 + b"\0" * 4, 0)
+_ANY6: Final = struct.pack("=HHI16sI100x", socket.AF_INET6, 0, 0, b"\0" * 16, 0)
+_CUT_AGAIN: Final = 0.005  # seconds between two looks for connections that are new
+
+
+def cut_off(seconds: float) -> threading.Thread:
+    """Drop what this process's TCP sockets send and receive, the store's and new ones too; heals after `seconds`.
+
+    Returns at once, with the thread that heals. TCP finds back within about as long again as it was cut off. Raises
+    RuntimeError where the kernel has no TCP_MD5SIG.
+    """
+    key = os.urandom(16)
+    cut: set[int] = set()
+    failures = _cut_all(cut, key)
+    if failures and not cut:
+        raise RuntimeError(f"this kernel cannot cut connections off ({failures[0]}); choose another fault")
+    thread = threading.Thread(target=_keep_cut, args=(seconds, cut, key), name="ncclguard drill partition", daemon=True)
+    thread.start()
+    return thread
+
+
+def _keep_cut(seconds: float, cut: set[int], key: bytes) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        _cut_all(cut, key)
+        time.sleep(_CUT_AGAIN)
+    for _, found in tcp_sockets():
+        if os.fstat(found.fileno()).st_ino in cut:
+            _set_key(found, b"")
+
+
+def _cut_all(cut: set[int], key: bytes) -> list[OSError]:
+    """Cut the sockets off that are not yet; returns what the kernel said where it could not."""
+    failures = []
+    for _, found in tcp_sockets():
+        inode = os.fstat(found.fileno()).st_ino
+        if inode not in cut:
+            try:
+                _set_key(found, key)
+                cut.add(inode)
+            except OSError as error:
+                failures.append(error)
+    return failures
+
+
+def _set_key(found: socket.socket, key: bytes) -> None:
+    """Set the key for all peers, or take it away where it is empty."""
+    addresses = (_ANY,) if found.family == socket.AF_INET else (_ANY6, _ANY_MAPPED)
+    for number, address in enumerate(addresses):
+        # struct tcp_md5sig: address, flags, prefix length, key length, interface, key.
+        value = address + struct.pack("=BBHi80s", _PREFIX, 0, len(key), 0, key)
+        with contextlib.suppress(OSError) if number or not key else contextlib.nullcontext():
+            found.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, value)

@@ -13,6 +13,8 @@ from ncclguard.errors import GuardConfigError
 
 VARIABLE: Final = "NCCLGUARD_FAULT"
 PERMISSION: Final = "NCCLGUARD_ALLOW_DRILL"
+#: The folder for what drilled ranks write down; set by `ncclguard drill` and read by nobody else.
+EVENTS_VARIABLE: Final = "_NCCLGUARD_DRILL_DIR"
 SYNTAX: Final = "kill@rank=2,op=3 or, several, late@rank=1,op=0,seconds=5;reset@rank=0,op=4"
 
 _TRIGGER = ("after", "after_bytes")

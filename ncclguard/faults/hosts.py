@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import json
 import os
+import re
 import shutil
-import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,13 +18,90 @@ import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from ncclguard.faults.connections import reset_where, run_tool, tool
-from ncclguard.faults.janitor import Janitor, remove_namespace
+from ncclguard.faults.cleanup import SEARCH, Cleaner, remove_namespace
+from ncclguard.faults.effects import disconnect
+from ncclguard.torch_compat.sockets import adopt
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_OWNER: Final = re.compile(r"pid=(\d+),fd=(\d+)")
+_PIDFD_GETFD: Final = 438  # the system call's number, the same on every architecture (Linux 5.6)
+
+
+def tool(name: str) -> str:
+    """The path of a system tool; RuntimeError that names the package to install when it is not there."""
+    path = shutil.which(name, path=SEARCH)
+    if path is None:
+        package = {"iptables": "iptables", "unshare": "util-linux", "nsenter": "util-linux"}.get(name, "iproute2")
+        raise RuntimeError(f"{name} is not installed; install the system package {package}")
+    return path
+
+
+def run_tool(argv: Sequence[str]) -> str:
+    """Run a system tool to its end and return its stdout; RuntimeError with its own words when it fails."""
+    done = subprocess.run([tool(argv[0]), *argv[1:]], capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode != 0:
+        text = (done.stderr or done.stdout).strip()
+        raise RuntimeError(f"{' '.join(argv)} failed: {text}; where permissions are missing, run as root")
+    return done.stdout
+
+
+def reset_connections(pid: int, keep_ports: Iterable[int] = ()) -> int:
+    """Reset the established TCP connections of a process, for both ends; returns how many were reset.
+
+    Connections with a local or remote port in ``keep_ports`` (the store's, as a rule) stay. Works across network
+    namespaces. Needs root, the system tool ``ss``, and Linux 5.6 or CONFIG_INET_DIAG_DESTROY; RuntimeError says what is
+    missing. Of this process itself: ``reset_own_connections``, which needs none of them.
+    """
+    return reset_where(("nsenter", f"--net=/proc/{pid}/ns/net"), keep_ports=keep_ports, pid=pid)
+
+
+def reset_where(
+    prefix: Sequence[str], filter_words: Sequence[str] = (), keep_ports: Iterable[int] = (), pid: int | None = None
+) -> int:
+    """Reset what ``ss`` lists behind a prefix that enters a network namespace; of one process only where given."""
+    keep, count = set(keep_ports), 0
+    ss, established = (*prefix, tool("ss")), ("-H", "-n", "-t", "state", "established")
+    for line in run_tool((*ss, "-p", *established, *filter_words)).splitlines():
+        _, _, local, remote, *users = line.split()
+        ports = (int(local.rpartition(":")[2]), int(remote.rpartition(":")[2]))
+        owners = [(int(owner), int(fd)) for owner, fd in _OWNER.findall("".join(users))]
+        if not keep & set(ports) and (pid is None or pid in {owner for owner, _ in owners}):
+            if any(_reset(*owner, ports) for owner in owners):
+                count += 1
+            else:  # no owner left, or a kernel that does not hand out the descriptors of others
+                count += len(run_tool((*ss, "-K", *established, "src", local, "dst", remote)).splitlines())
+    return count
+
+
+def _reset(pid: int, fd: int, ports: tuple[int, int]) -> bool:
+    """Reset a connection of another process by its descriptor there, if that still is the one between these ports.
+
+    ``ss -K`` would end it as well, but the own end then finds ECONNABORTED, which no network sends, and for which gloo
+    ends the process where it meets it in its own thread.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        copy = ctypes.CDLL(None).syscall(_PIDFD_GETFD, process, fd, 0)
+    finally:
+        os.close(process)
+    if copy < 0:
+        return False
+    connection = adopt(copy)
+    if connection is None:
+        return False
+    with connection, contextlib.suppress(OSError):  # not connected any more
+        if (connection.getsockname()[1], connection.getpeername()[1]) == ports:
+            return disconnect(connection)
+    return False
+
 
 Ports = tuple[int, int]  # the first and the last port, both inclusive
 
@@ -57,7 +136,7 @@ class Hosts:
 
     ``hosts`` is a number or the hosts' names. Each host ``i`` has the address 10.77.<i>.2 on its interface ``eth0`` and
     a router at 10.77.<i>.1; faults are made in the router, so the hosts see lost or refused packets and no local error.
-    Namespaces carry a random id; they are removed on leaving the block, and by a janitor process when this process
+    Namespaces carry a random id; they are removed on leaving the block, and by a process of its own when this process
     dies. Raises RuntimeError where namespaces cannot be made: ask ``namespaces_available()`` first.
 
     >>> with Hosts(2) as hosts:  # doctest: +SKIP
@@ -76,8 +155,8 @@ class Hosts:
         self._ports = itertools.count(29500)
         self._rules: list[tuple[tuple[str, ...], tuple[str, ...]]] = []  # the hosts it is about, the rule
         self._directory = Path(tempfile.mkdtemp(prefix="ncclguard-hosts-"))
-        self._janitor = Janitor()
-        self._janitor.watch("directory", str(self._directory))
+        self._cleaner = Cleaner()
+        self._cleaner.watch("directory", str(self._directory))
         try:
             self._create()
         except BaseException:
@@ -91,7 +170,7 @@ class Hosts:
         known += [(f"::ffff:{address}", f"{name}.mapped") for address, name in known if ":" not in address]
         (self._directory / "hosts").write_text("".join(f"{address} {name}\n" for address, name in known))
         for namespace in (self._router, *map(self.namespace, self.names)):
-            self._janitor.watch("namespace", namespace)  # before it exists, so that no moment is uncovered
+            self._cleaner.watch("namespace", namespace)  # before it exists, so that no moment is uncovered
             run_tool(["ip", "netns", "add", namespace])
             run_tool(["ip", "-n", namespace, "link", "set", "lo", "up"])
         forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
@@ -123,7 +202,7 @@ class Hosts:
         return [*enter, str(self._directory / "hosts"), host, *argv]
 
     def entrance(self, host: str) -> list[str]:
-        """The arguments of `enter` for a host."""
+        """What a fork is given instead, to enter a host by itself: see fork.py."""
         return [self.namespace(host), str(self._directory / "hosts"), host]
 
     def run(self, host: str, argv: Sequence[str]) -> str:
@@ -143,17 +222,13 @@ class Hosts:
             self._add_rule((source, destination), (*way, *match, "-j", "DROP"))
 
     def reject(self, host: str, ports: Ports | None = None) -> None:
-        """Answer TCP towards a host with a reset, as a firewall does that rejects: to
-        others it looks like a closed port.
-        """
+        """Answer TCP towards a host with a reset, as a firewall does that rejects: its ports look closed."""
         match = () if ports is None else ("--dport", f"{ports[0]}:{ports[1]}")
         rule = ("-o", self._port(host), "-p", "tcp", *match, "-j", "REJECT", "--reject-with", "tcp-reset")
         self._add_rule((host,), rule)
 
     def until_settled(self, seconds: float = 20.0) -> None:
-        """Wait until the kernel has noted which links have a carrier, up to a second after
-        they were set up; TimeoutError.
-        """
+        """Wait until the kernel has noted which links have a carrier, a second or less; TimeoutError."""
         expected = {"LOWER_UP": ("UP", "UNKNOWN"), "NO-CARRIER": ("DOWN", "LOWERLAYERDOWN")}
         deadline = time.monotonic() + seconds
         while odd := [
@@ -206,7 +281,7 @@ class Hosts:
         for namespace in (*map(self.namespace, self.names), self._router):
             remove_namespace(namespace)
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._janitor.close()
+        self._cleaner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -242,27 +317,3 @@ def _port_matches(ports: Ports | None) -> tuple[tuple[str, ...], ...]:
         return ((),)
     span = f"{ports[0]}:{ports[1]}"
     return ("-p", "tcp", "--dport", span), ("-p", "tcp", "--sport", span)
-
-
-def enter(namespace: str, hosts_file: str, hostname: str) -> None:
-    """Move this process into a host, as `Hosts.command` does for a program: network, /sys, /etc/hosts and hostname.
-
-    Raises OSError where the kernel refuses.
-    """
-    new_mounts, new_uts, new_network = 0x20000, 0x4000000, 0x40000000  # CLONE_* of sched.h
-    bind, recursive, slave, detach = 0x1000, 0x4000, 0x80000, 2  # MS_* and MNT_DETACH of sys/mount.h
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def call(function: str, *arguments: str | int | None) -> None:
-        if getattr(libc, function)(*(a.encode() if isinstance(a, str) else a for a in arguments)) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"{function}{arguments}: {os.strerror(number)}")
-
-    with open(f"/run/netns/{namespace}", "rb") as file:
-        call("setns", file.fileno(), new_network)
-    call("unshare", new_mounts | new_uts)
-    call("mount", "", "/", "none", recursive | slave, None)
-    call("umount2", "/sys", detach)
-    call("mount", namespace, "/sys", "sysfs", 0, None)
-    call("mount", hosts_file, "/etc/hosts", "none", bind, None)
-    socket.sethostname(hostname)

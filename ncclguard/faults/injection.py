@@ -1,19 +1,21 @@
-"""Arms faults in a rank and lets them strike when it enters the operation they are meant for."""
+"""Arms faults in a rank and lets them strike when that rank enters the operation they are meant for."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from ncclguard.errors import GuardConfigError
-from ncclguard.faults import effects, record
+from ncclguard.faults import drill_recorder, effects
 from ncclguard.faults.fault import PERMISSION, VARIABLE, Alteration, Fault, parse
-from ncclguard.faults.isolation import cut_off
 
 log = logging.getLogger("ncclguard")
 
@@ -75,7 +77,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Fault, ..
         )
     found = parse(text)
     _arm(found)
-    record.start()
+    drill_recorder.start()
     return found
 
 
@@ -107,9 +109,8 @@ def _arm(faults: tuple[Fault, ...]) -> None:
         _armed = (*(_armed or ()), *(fault for fault in faults if not fault.raw)) or None
     for fault in faults:
         if fault.raw:
-            from ncclguard.faults import raw  # needs torch
-
-            raw.follow(fault, _strike)
+            # No daemon thread: it would be inside torch's C++ when the interpreter ends.
+            threading.Thread(target=_follow, args=(fault,), name=f"ncclguard drill {fault}").start()
 
 
 def _strike_all(rank: int, sequence: int) -> Alteration | None:
@@ -119,8 +120,7 @@ def _strike_all(rank: int, sequence: int) -> Alteration | None:
         _armed = tuple(fault for fault in _armed or () if fault not in struck) or None
     alteration = None
     for fault in struck:
-        log.warning("injected fault on rank %d: %s", rank, fault)
-        record.event("struck", rank=rank, fault=str(fault))
+        _say(fault)
         alteration = _strike(fault) or alteration
     return alteration
 
@@ -162,6 +162,67 @@ def _strike_process(fault: Fault) -> None:
     elif fault.fault == "gil":
         effects.hold_gil(fault.seconds or 0.0)
     elif fault.fault == "partition":
-        cut_off(fault.seconds or 0.0)
+        effects.cut_off(fault.seconds or 0.0)
     else:
         log.warning("injected fault: %d connections reset", effects.reset_own_connections())
+
+
+# A raw fault strikes a rank by the number of collectives that torch has counted in the default group, whoever issues
+# them. For jobs under `watch`: ncclguard is not in the way of such a collective, so a thread looks at the sequence
+# number of the group and strikes from outside. What only the main thread can do, that thread is made to do between two
+# of its bytecodes.
+
+_callbacks: list[object] = []  # kept alive, because C code holds them
+
+
+def _in_main_thread(action: Callable[[], object]) -> None:
+    """Have the main thread do this; it does not while it is in a C call."""
+
+    def call(_: object) -> int:
+        action()
+        return 0
+
+    callback = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(call)
+    _callbacks.append(callback)
+    ctypes.pythonapi.Py_AddPendingCall(callback, None)
+
+
+def _raise_in_main_thread(error: BaseException) -> None:
+    """Raise this in the main thread; asynchronous exceptions are classes, so this one is made to need no arguments."""
+    kind = type(error)
+    members = {
+        "__init__": lambda self: kind.__init__(self, *error.args),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    made = type(kind.__name__, (kind,), members)
+    ident = threading.main_thread().ident
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(made))
+
+
+def _follow(fault: Fault) -> None:
+    """Strike in the struck rank once its default group has issued `fault.op` collectives; at once if it has."""
+    if not drill_recorder.wait_for_collectives(fault.op) or dist.get_rank() != fault.rank:
+        return
+    if fault.fault == "late":
+        _in_main_thread(lambda: _be_late(fault))
+        return
+    _say(fault)
+    if fault.fault == "exception":
+        _raise_in_main_thread(effects.InjectedFault(f"injected fault: {fault}"))
+    elif fault.fault == "oom":
+        _raise_in_main_thread(effects.out_of_memory())
+    elif fault.fault == "exit":
+        _raise_in_main_thread(SystemExit(fault.code))
+    else:
+        _strike(fault)
+
+
+def _be_late(fault: Fault) -> None:
+    _say(fault)
+    effects.late(fault.seconds or 0.0)
+
+
+def _say(fault: Fault) -> None:
+    log.warning("injected fault on rank %d: %s", fault.rank, fault)
+    drill_recorder.event("struck", rank=fault.rank, fault=str(fault))

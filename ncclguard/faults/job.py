@@ -1,7 +1,8 @@
-"""A running job of rank processes: watched until it ends, ended when it does not."""
+"""A running job of rank processes: watched until it ends, ended when it does not, and how each of its ranks ended."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
 import shutil
@@ -9,19 +10,121 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ncclguard.faults.forkserver import Leader, Request
-from ncclguard.faults.janitor import Janitor, end_processes, processes_of
+from ncclguard.faults.cleanup import Cleaner, end_processes, processes_of
+from ncclguard.faults.fork import ForkedRank
 from ncclguard.faults.rank import read_reports, word_file
-from ncclguard.faults.result import JobResult, RankResult, RanksFailed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class RanksFailed(RuntimeError):
+    """Raised by ``JobResult.check`` and ``Job.wait_for``; ``result`` is the job's end, or None while it still runs."""
+
+    def __init__(self, text: str, result: JobResult | None = None) -> None:
+        super().__init__(text)
+        self.result = result
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """How one rank ended.
+
+    ``exit_code`` is None when a signal ended it, or when torchrun ended it before anything could be written down.
+    ``ended`` is in seconds since the job started. ``output`` is stdout and stderr as one text. ``running_at_timeout``
+    is True for a rank that the launcher had to end; its stacks are at the end of ``output``.
+    """
+
+    rank: int
+    pid: int | None
+    exit_code: int | None
+    signal: signal.Signals | None
+    output: str
+    reports: dict[str, Any]
+    ended: float | None
+    running_at_timeout: bool
+
+    @property
+    def ok(self) -> bool:
+        """True when the rank ended by itself with exit code 0."""
+        return self.exit_code == 0 and not self.running_at_timeout
+
+    @property
+    def end(self) -> str:
+        """The end in a word: ``"exit 0"``, ``"SIGKILL"``, ``"still running"`` (at the timeout) or ``"unknown"``."""
+        if self.running_at_timeout:
+            return "still running"
+        if self.signal is not None:
+            return self.signal.name
+        return "unknown" if self.exit_code is None else f"exit {self.exit_code}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """How all ranks ended; ``str()`` of it is made for an assertion's message.
+
+    ``seconds`` is the whole job's duration. ``left_running`` are the pids of forked children that were still alive
+    when the last rank had ended; they have been killed since. ``launcher_output`` is what torchrun itself wrote.
+    """
+
+    ranks: tuple[RankResult, ...]
+    seconds: float
+    timeout: float
+    timed_out: bool
+    left_running: tuple[int, ...]
+    launcher_output: str = ""
+
+    def __getitem__(self, rank: int) -> RankResult:
+        return self.ranks[rank]
+
+    def __iter__(self) -> Iterator[RankResult]:
+        return iter(self.ranks)
+
+    @property
+    def ok(self) -> bool:
+        """True when every rank ended by itself with exit code 0."""
+        return all(rank.ok for rank in self.ranks)
+
+    @property
+    def still_running(self) -> tuple[int, ...]:
+        """The ranks that the launcher had to end at the timeout."""
+        return tuple(rank.rank for rank in self.ranks if rank.running_at_timeout)
+
+    def values(self, key: str) -> dict[int, Any]:
+        """What the ranks reported under a key, by rank; ranks that did not report it are left out."""
+        return {rank.rank: rank.reports[key] for rank in self.ranks if key in rank.reports}
+
+    def check(self) -> JobResult:
+        """Return the result itself, or raise RanksFailed with every rank's end and last output lines."""
+        if not self.ok:
+            raise RanksFailed(str(self), self)
+        return self
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"rank {rank.rank}: {rank.end}" for rank in self.ranks)
+        late = (
+            f"; still running at the timeout of {self.timeout:g} s: {list(self.still_running)}"
+            if self.timed_out
+            else ""
+        )
+        lines = [f"{len(self.ranks)} ranks in {self.seconds:.1f} s: {ends}{late}"]
+        for rank in self.ranks:
+            if not rank.ok:
+                when = "" if rank.ended is None else f" after {rank.ended:.2f} s"
+                lines.append(f"--- rank {rank.rank} ({rank.end}{when}), reports {rank.reports}, last lines of output:")
+                lines.extend(rank.output.splitlines()[-40:])
+        if self.launcher_output and not self.ok:
+            lines.append("--- torchrun, last lines of output:")
+            lines.extend(self.launcher_output.splitlines()[-40:])
+        return "\n".join(lines)
+
 
 POLL = 0.01  # seconds between two looks at the processes
 STACKS = 5.0  # seconds that a rank gets to write its stacks after SIGABRT
@@ -29,9 +132,10 @@ STACKS = 5.0  # seconds that a rank gets to write its stacks after SIGABRT
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One process to start: a rank itself (``is_rank``), or what starts ranks.
+    """One process to start: a rank itself (``is_rank``), or a torchrun that starts ranks.
 
-    torchrun ends all when one ends (``ends_all``). ``forks``: ranks to be forked, instead of a program to be run.
+    torchrun ends all when one ends (``ends_all``). A rank that is ``forked`` runs a function, and enters a host itself
+    (``entrance``).
     """
 
     argv: Sequence[str]
@@ -40,12 +144,13 @@ class Command:
     ranks: tuple[int, ...]
     is_rank: bool
     ends_all: bool = False
-    forks: Request | None = None
+    forked: bool = False
+    entrance: Sequence[str] = ()
 
-    def start(self) -> subprocess.Popen[bytes] | Leader:
+    def start(self) -> subprocess.Popen[bytes] | ForkedRank:
         """Start it, leading a session of its own."""
-        if self.forks is not None:
-            return self.forks.start()
+        if self.forked:
+            return ForkedRank(self.argv[3:], self.env, self.output, self.entrance)
         with open(self.output, "ab") as output:
             return subprocess.Popen(
                 self.argv,
@@ -55,6 +160,16 @@ class Command:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+
+_open: weakref.WeakSet[Job] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the jobs that nobody has closed, before multiprocessing waits for their forks at the exit."""
+    for job in tuple(_open):
+        job.close()
 
 
 class Job:
@@ -70,13 +185,14 @@ class Job:
         self._name = name
         self._directory = directory
         self._port = port  # bound and not listening: keeps everybody but rank 0's store off the master port
-        self._janitor = Janitor()
-        self._janitor.watch("job", name)
-        self._janitor.watch("directory", str(directory))
-        self._processes: list[tuple[Command, subprocess.Popen[bytes] | Leader]] = []
+        self._cleaner = Cleaner()
+        self._cleaner.watch("job", name)
+        self._cleaner.watch("directory", str(directory))
+        self._processes: list[tuple[Command, subprocess.Popen[bytes] | ForkedRank]] = []
         self._ended: dict[int, tuple[int | None, float | None]] = {}  # rank -> return code, time.monotonic()
         self._started = time.monotonic()
         self._result: JobResult | None = None
+        _open.add(self)
 
     def start(self, commands: Sequence[Command]) -> None:
         """Start the processes."""
@@ -146,8 +262,8 @@ class Job:
             return self._result
         if timeout is not None:
             self.timeout = time.monotonic() - self._started + timeout
-        while not self._all_ended() and (rest := self._started + self.timeout - time.monotonic()) > 0:
-            self._pause(rest)
+        while not self._all_ended() and time.monotonic() < self._started + self.timeout:
+            time.sleep(POLL)
         timed_out = not self._all_ended()
         running = tuple(rank for rank in range(self.world_size) if timed_out and rank not in self._ended)
         if timed_out:
@@ -167,7 +283,7 @@ class Job:
         if self._port is not None:
             self._port.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._janitor.close()
+        self._cleaner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,15 +309,6 @@ class Job:
                 elif code is not None:
                     self._ended[rank] = (code, time.monotonic()) if command.is_rank else (None, None)
         return not running
-
-    def _pause(self, seconds: float) -> None:
-        """Wait until something may have ended, for `seconds` at most."""
-        if len(self._processes) == 1 and isinstance(leader := self._processes[0][1], Leader):
-            # It ends with its last rank, and has noted when each ended. Not longer: what came just before, Ctrl-C for
-            # one, does not interrupt it.
-            leader.pause(min(seconds, 0.5))
-        else:
-            time.sleep(POLL)
 
     def _dump_stacks(self, ranks: Sequence[int]) -> None:
         for command, process in self._processes:

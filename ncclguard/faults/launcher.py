@@ -13,16 +13,15 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ncclguard.environment.reach import RES_OPTIONS
-from ncclguard.faults import supervise
-from ncclguard.faults.forkserver import Request
-from ncclguard.faults.hosts import Hosts
-from ncclguard.faults.janitor import JOB_VARIABLE
-from ncclguard.faults.job import Command, Job
-from ncclguard.faults.rank import PATH_VARIABLE, REPORT_VARIABLE
-from ncclguard.faults.result import JobResult
+from ncclguard.environment.network import RES_OPTIONS
+from ncclguard.faults import fork, rank
+from ncclguard.faults.cleanup import JOB_VARIABLE
+from ncclguard.faults.job import Command, Job, JobResult
+
+if TYPE_CHECKING:
+    from ncclguard.faults.hosts import Hosts  # which needs torch
 
 Program = str | Path | Callable[..., Any]
 Launcher = Literal["processes", "fork", "torchrun"]
@@ -49,9 +48,10 @@ def run_ranks(
     ``program`` is a script's path, ``"module:function"``, ``"file.py:function"`` or a module-level function; a function
     gets ``args`` (JSON-able), a script gets them as its arguments. Each rank has RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR and MASTER_PORT, so ``init_process_group`` needs nothing more. With ``hosts`` the ranks are spread over
-    its network namespaces in blocks. ``launcher``: "processes" (the default) starts each by itself; "fork" imports
-    torch and ncclguard once, in a process that is kept for later jobs, and forks the ranks of functions; "torchrun". At
-    ``timeout`` (seconds) whoever still runs writes its stacks and is killed; forked children and stopped processes too.
+    its network namespaces in blocks. ``launcher``: "processes" (the default) starts each by itself; "fork" forks the
+    ranks of functions from a process of multiprocessing's that has torch imported, and is kept for later jobs (a script
+    that calls this needs the usual ``if __name__ == "__main__"``); "torchrun". At ``timeout`` (seconds) whoever still
+    runs writes its stacks and is killed; forked children and stopped processes too.
     Raises ValueError for a program or a world size that cannot be started.
 
     >>> from ncclguard import faults
@@ -100,13 +100,13 @@ def start_ranks(
     job = Job(name, directory, world_size, timeout, reserved)
     try:
         common = environment_of(env, hosts)
-        common |= {JOB_VARIABLE: name, REPORT_VARIABLE: str(directory), PATH_VARIABLE: json.dumps(sys.path)}
-        build = process_commands
+        common |= {JOB_VARIABLE: name, rank.REPORT_VARIABLE: str(directory), rank.PATH_VARIABLE: json.dumps(sys.path)}
+        plan = Plan(rank_command, world_size, common, directory, address, port, hosts)
         if launcher == "torchrun":
-            build = torchrun_commands
-        elif launcher == "fork" and rank_command[1:3] == ["-m", __package__]:
-            build = fork_commands
-        job.start(build(Plan(rank_command, world_size, common, directory, address, port, hosts)))
+            job.start(torchrun_commands(plan))
+        else:
+            is_function = rank_command[1:3] == ["-m", __package__]
+            job.start(rank_commands(plan, forked=launcher == "fork" and is_function and fork.possible(common)))
     except BaseException:
         job.close()
         raise
@@ -126,32 +126,26 @@ class Plan:
     hosts: Hosts | None
 
 
-def process_commands(plan: Plan) -> list[Command]:
+def rank_commands(plan: Plan, forked: bool) -> list[Command]:
     """One process a rank."""
     commands = []
-    for rank, own in enumerate(variables(plan)):
-        argv = plan.rank_command
+    for number, own in enumerate(variables(plan)):
+        argv: Sequence[str] = plan.rank_command
+        entrance: Sequence[str] = ()
         if plan.hosts is not None:
-            argv = plan.hosts.command(plan.hosts.names[int(own["GROUP_RANK"])], argv)
-        output = plan.directory / f"rank{rank}.output"
-        commands.append(Command(argv, {**plan.env, **own}, output, (rank,), is_rank=True))
+            host = plan.hosts.names[int(own["GROUP_RANK"])]
+            argv, entrance = (argv, plan.hosts.entrance(host)) if forked else (plan.hosts.command(host, argv), ())
+        output = plan.directory / f"rank{number}.output"
+        env = {**plan.env, **own}
+        commands.append(Command(argv, env, output, (number,), is_rank=True, forked=forked, entrance=entrance))
     return commands
-
-
-def fork_commands(plan: Plan) -> list[Command]:
-    """One process that has torch imported and forks the ranks."""
-    own = variables(plan)
-    entrances = [] if plan.hosts is None else [plan.hosts.entrance(plan.hosts.names[int(v["GROUP_RANK"])]) for v in own]
-    forks = Request(plan.directory, plan.env, own, plan.rank_command[3:], entrances)
-    output = plan.directory / "prefork.output"
-    return [Command((), dict(plan.env), output, tuple(range(plan.world_size)), is_rank=False, forks=forks)]
 
 
 def variables(plan: Plan) -> list[dict[str, str]]:
     """What a launcher tells each rank."""
     return [
         {
-            "RANK": str(rank),
+            "RANK": str(number),
             "WORLD_SIZE": str(plan.world_size),
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(len(ranks)),
@@ -160,7 +154,7 @@ def variables(plan: Plan) -> list[dict[str, str]]:
             "MASTER_PORT": str(plan.port),
         }
         for node, ranks in enumerate(blocks(plan.world_size, plan.hosts))
-        for local, rank in enumerate(ranks)
+        for local, number in enumerate(ranks)
     ]
 
 
@@ -181,7 +175,7 @@ def torchrun_commands(plan: Plan) -> list[Command]:
             str(plan.port),
             "--no-python",
         ]
-        argv += [sys.executable, "-I", "-S", supervise.__file__, str(plan.directory), *plan.rank_command]
+        argv += [sys.executable, "-I", "-S", rank.__file__, str(plan.directory), *plan.rank_command]
         if plan.hosts is not None:
             argv = plan.hosts.command(plan.hosts.names[node], argv)
         commands.append(

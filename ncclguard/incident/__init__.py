@@ -1,1 +1,1 @@
-"""What happened, for people and for programs: the model, its texts, and the stacks."""
+"""What happened when an operation failed, for people and for programs: the record, its page, its files, the stacks."""

@@ -1,8 +1,8 @@
-"""How much an incident says of each rank, so that it stays small in a job of thousands: every rank reads it.
+"""How much an incident says of each rank, so that an incident stays small in a job of thousands: every rank reads it.
 
-In a job of a few hundred ranks nothing is left out, but other threads when they are many. Beyond, what tells the most
-comes first: one stack for all culprits that have the same, then the culprits' other threads, then where the others
-wait.
+In a job of a few hundred ranks nothing is left out, but other threads when they are many. In larger ones, what tells
+the most comes first: one stack for all culprits that have the same, then the culprits' other threads, then where the
+other ranks wait.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
-from ncclguard.incident.model import RankReport
-from ncclguard.incident.render import SAME_STACK, SHOWN_GROUPS
+from ncclguard.incident.model import SAME_STACK, RankReport
+from ncclguard.incident.text import SHOWN_GROUPS
 
-#: Bytes of what an incident says of single ranks, as JSON, and the least and the most
-#: of it; all readers of it read `ALL_READERS`.
+#: Bytes that all readers of an incident read together, and the least and the most that one incident says of single
+#: ranks, as JSON.
 ALL_READERS: Final = 128 << 20
 ONE_INCIDENT: Final = (64 << 10, 384 << 10)
 #: Bytes of the ranks' last operations together, which one rank reads for the report.
@@ -78,8 +78,9 @@ def _short(report: RankReport) -> RankReport:
 
 
 def _place_only(report: RankReport, places: set[tuple[str | None, str | None]]) -> RankReport:
-    """A rank that is not to blame, for which there is no room: how far it got, and
-    where it waits if that is not all too varied.
+    """A rank that is not to blame, for which there is no room: how far it got, and where it waits.
+
+    The place is left out where ranks wait in too many different ones.
     """
     place = report.operation and report.operation[:TEXT], report.call_site and report.call_site[:TEXT]
     if len(places) < PLACES:

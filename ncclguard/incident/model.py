@@ -1,16 +1,23 @@
-"""The incident: one record of a failed operation, the same on every rank that could agree."""
+"""The incident: one record of a failed operation, the same on every rank that could agree; as data and as text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
 
-from ncclguard.incident.render import as_text
-from ncclguard.outcome import Cause
+from ncclguard.cause import MEANING, Cause
+from ncclguard.incident.text import SHOWN_GROUPS, duration, ranks_text
 
 #: Raised with every change of a field's name or meaning.
 SCHEMA_VERSION = 1
+#: Frames of a culprit's stack that are shown, the innermost; all are in the JSON.
+SHOWN_FRAMES = 8
+#: How the note of a culprit begins that is at the same place as another one, whose number follows.
+SAME_STACK = "its stack is that of rank "
+
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)}
 
 State = Literal["none", "running", "ready", "done", "silent", "departed"]
 
@@ -26,11 +33,11 @@ Text = Annotated[str, BeforeValidator(_encodable)]
 class RankReport(BaseModel):
     """One rank at the moment the operation was given up.
 
-    `operation`: what it is in, or last was in; `age`: seconds in it; `call_site`: where the program called it;
-    `peer`: the rank at the other end of the connection that broke here; `stack`: the main thread's frames, outermost
-    first; `threads`: name and frames of the others, for culprits. None and "" where it is not known. `state` is how far
-    the rank got in the operation: none (not entered), running, ready (own data complete), done; or silent (no answer),
-    departed (gone, or left).
+    `operation`: what the rank is in, or last was in; `age`: seconds in it; `call_site`: where the program called it;
+    `peer`: the rank at the other end of the connection that broke on this one; `stack`: the main thread's frames,
+    outermost first; `threads`: name and frames of other threads, for culprits. None and "" stand for what is not known.
+    `state` is how far the rank got in the operation: none (not entered), running, ready (own data complete), done; or
+    silent (no answer), departed (gone, or left).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,8 +72,8 @@ class Incident(BaseModel):
     """Who, why, where and what to do; `timeout` in seconds, `ranks` in order of rank, `culprits` sorted global ranks.
 
     `sides` is filled when ranks diverged: what was called, and by which ranks, the largest side first. `device` is the
-    GPU's name where it is an emulated one, else None. `str()` is for
-    people, `to_json()` for programs. Raises pydantic.ValidationError, a ValueError, for fields that cannot be.
+    GPU's name where it is an emulated one, else None. `str()` is for people, `to_json()` for programs. Raises
+    pydantic.ValidationError, a ValueError, for fields that cannot be.
 
     >>> incident = Incident(
     ...     id="0-17.0", op="barrier", op_id="0/17", group="0", generation=0, cause=Cause.LATE, culprits=(2,),
@@ -130,3 +137,97 @@ class Incident(BaseModel):
 
     def __str__(self) -> str:
         return as_text(self)
+
+
+def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
+    """Return the incident as several lines; control characters that came from other programs' messages are escaped.
+
+    `evidence` is what other witnesses say, for the report.
+    """
+    culprits = [report for report in incident.ranks if report.rank in incident.culprits]
+    lines = [f"ncclguard incident {incident.id}: {incident.summary}"]
+    lines.append(f"  cause: {incident.cause}, {MEANING[incident.cause]}")
+    if len(culprits) > SHOWN_GROUPS:
+        culprits.sort(key=lambda report: not (report.stack or report.exception))
+    for report in culprits[:SHOWN_GROUPS]:
+        lines += _culprit(report)
+    rest = culprits[SHOWN_GROUPS:]
+    alike = [report.rank for report in rest if SAME_STACK in (report.note or "")]
+    if alike:
+        lines.append(f"  and {ranks_text(alike)}, each at the same place as a rank above: see to_json()")
+    if len(rest) > len(alike):
+        lines.append(f"  and {ranks_text({report.rank for report in rest} - {*alike})}: see to_json()")
+    unreported = sorted(set(incident.culprits) - {report.rank for report in culprits})
+    if unreported:
+        lines.append(f"  {ranks_text(unreported)}: nothing more is known")
+    lines += _sides(incident.sides)
+    lines += _waiting([report for report in incident.ranks if report.rank not in incident.culprits])
+    limit = "" if incident.timeout is None else f"limit {duration(incident.timeout)}, "
+    passed = "passed" if incident.deadline_expired else "not passed"
+    lines.append(f"  time: {limit}deadline {passed}; tries: {incident.attempts}")
+    if incident.torn:
+        lines.append("  the tensor is torn: it holds neither its input nor the result")
+    if not incident.agreed:
+        lines.append("  this is the view of one rank: it could not agree with the others")
+    if incident.device is not None:
+        lines.append(f"  device: {incident.device}")
+    lines += [f"  {_indented(line)}" for line in evidence]
+    lines.append(f"  what to do: {incident.advice}")
+    lines.append(f"  (operation {incident.op_id}, group {incident.group}, generation {incident.generation})")
+    return "\n".join(lines).translate(_CONTROL)
+
+
+def _culprit(report: RankReport) -> list[str]:
+    cause = report.cause or Cause.UNKNOWN
+    lines = [f"  rank {report.rank}{f' ({report.place})' if report.place else ''}: {cause}"]
+    if report.exception:
+        lines.append(f"    raised {_indented(report.exception)}")
+    if report.note:
+        lines.append(f"    {_indented(report.note)}")
+    if report.operation:
+        line = f"    {'in' if report.inside else 'last was in'} {report.operation}"
+        line += f", called at {report.call_site}" if report.call_site else ""
+        lines.append(line + (f", for {duration(report.age)}" if report.inside and report.age is not None else ""))
+    if report.stack:
+        left_out = len(report.stack) - SHOWN_FRAMES
+        lines.append(
+            "    main thread, innermost last" + (f" ({left_out} outer frames left out):" if left_out > 0 else ":")
+        )
+        lines += [f"      {_indented(frame)}" for frame in report.stack[-SHOWN_FRAMES:]]
+        if report.threads:
+            lines.append(f"    and {len(report.threads)} other thread{'s' * (len(report.threads) > 1)}: see to_json()")
+    elif cause in (Cause.LATE, Cause.DIVERGED) and SAME_STACK not in (report.note or ""):
+        lines.append("    stack: unknown, the rank sent none")
+    return lines
+
+
+def _sides(sides: Sequence[tuple[str, tuple[int, ...]]]) -> list[str]:
+    lines = [f"  {ranks_text(ranks)} called {text}" for text, ranks in sides[:SHOWN_GROUPS]]
+    if len(sides) > SHOWN_GROUPS:
+        lines.append(f"  and {len(sides) - SHOWN_GROUPS} further calls: see to_json()")
+    return lines
+
+
+def _waiting(reports: Sequence[RankReport]) -> list[str]:
+    """What the ranks that are not to blame were in, and for how long; ranks in the same place share a line."""
+    places: dict[tuple[str, str], list[RankReport]] = {}
+    for report in reports:
+        if report.inside:
+            place = (report.operation or "the operation", report.call_site or "")
+            places.setdefault(place, []).append(report)
+    lines = []
+    for (operation, call_site), group in sorted(places.items(), key=lambda item: -len(item[1]))[:SHOWN_GROUPS]:
+        ages = [report.age for report in group if report.age is not None]
+        since = f" for {'up to ' if len(group) > 1 else ''}{duration(max(ages))}" if ages else ""
+        where = f", called at {call_site}" if call_site else ""
+        lines.append(f"  waiting{since}: {ranks_text(report.rank for report in group)} in {operation}{where}")
+    if len(places) > SHOWN_GROUPS:
+        lines.append(f"  and ranks waiting in {len(places) - SHOWN_GROUPS} further places: see to_json()")
+    silent = [report.rank for report in reports if report.state == "silent"]
+    if silent:
+        lines.append(f"  no answer from {ranks_text(silent)}")
+    return lines
+
+
+def _indented(text: str) -> str:
+    return text.strip().replace("\n", "\n      ")

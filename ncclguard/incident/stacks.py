@@ -61,9 +61,7 @@ def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
 
 
 def other_threads(limit: int = 16) -> list[list[object]]:
-    """Return the frames of the other threads by name, each as `main_thread_stack` has
-    them; not those of this library.
-    """
+    """Return the frames of the other threads by name, as `main_thread_stack` writes them, without this library's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found: list[list[object]] = []
@@ -92,9 +90,7 @@ def call_site_of(thread: int) -> str:
 
 
 def program_place(thread: int = 0) -> str:
-    """Return where the program's own code is on a thread, by its ident, or on the main
-    thread; empty when it has ended.
-    """
+    """Return the place of the program's own code on a thread, by its ident, or on the main thread; empty when ended."""
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     while frame is not None and not _is_programs(frame.f_code.co_filename):
         frame = frame.f_back
@@ -128,8 +124,7 @@ def traceback_frames(error: BaseException, limit: int = 64) -> tuple[str, ...]:
     while trace is not None:
         code = trace.tb_frame.f_code
         source = linecache.getline(code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals).strip()
-        place = f"{_short_path(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
-        lines.append(f"{place}: {_shorten(source, SOURCE_LENGTH)}" if source else place)
+        lines.append(place_text(code.co_filename, trace.tb_lineno, code.co_name, source))
         trace = trace.tb_next
     return tuple(lines[-limit:])
 
@@ -148,7 +143,7 @@ def _raised_at(trace: TracebackType | None) -> str:
     users = innermost = ""
     while trace is not None:
         filename = trace.tb_frame.f_code.co_filename
-        innermost = f"{_short_path(filename)}:{trace.tb_lineno} in {trace.tb_frame.f_code.co_name}"
+        innermost = place_text(filename, trace.tb_lineno, trace.tb_frame.f_code.co_name)
         if _is_programs(filename):
             users = innermost
         trace = trace.tb_next

@@ -17,9 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ncclguard.config import GuardConfig
-from ncclguard.metrics.combined import Combined
 from ncclguard.metrics.settings import SETTINGS, Settings
-from ncclguard.metrics.statistics import PHASES
+from ncclguard.metrics.statistics import PHASES, Combined
 
 #: Share of a limit that an operation may use before the limit is raised.
 NEAR = 0.5

@@ -1,7 +1,7 @@
-"""How commands on the same host reach a rank: a Unix socket in a folder that only its user may enter.
+"""How commands on the same host reach a rank: a Unix socket in a folder that only its user may enter; both ends of it.
 
-One line of JSON asks, one answers; a connection is for one question. Nothing here can stop the job: it is served by one
-small thread, in bounded time, and what a question may do is show the snapshot and propose settings.
+One line of JSON asks, one line answers, and a connection is for one question. No question can hold the job up: one
+small thread answers it, in bounded time. This module imports no torch, so that the commands start at once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ncclguard.config import GuardConfig, current_config
-from ncclguard.errors import GuardConfigError
-from ncclguard.metrics import hook
-from ncclguard.metrics.exchange import proposals
-from ncclguard.metrics.records import Snapshot
-from ncclguard.metrics.settings import SETTINGS
-
 log = logging.getLogger("ncclguard")
 
 #: Bytes of a question; an answer may have more.
@@ -37,6 +30,10 @@ PATIENCE = 2.0
 SUFFIX = ".sock"
 
 
+#: A question, as JSON carries it, to its answer.
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
 class ControlError(Exception):
     """The rank could not be reached, or refused; the text says why and what to do."""
 
@@ -44,7 +41,7 @@ class ControlError(Exception):
 class ControlSocket:
     """Answers questions in a thread of its own until `close`."""
 
-    def __init__(self, listener: socket.socket, path: Path, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    def __init__(self, listener: socket.socket, path: Path, answer: Answer) -> None:
         self._listener = listener
         self._path = path
         self._answer = answer
@@ -89,8 +86,8 @@ class ControlSocket:
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def open_control(job: str, rank: int, snapshot: Callable[[], Snapshot]) -> ControlSocket | None:
-    """Answer for this rank; None, with a line in the log, where that is not possible."""
+def open_control(job: str, rank: int, answer: Answer) -> ControlSocket | None:
+    """Answer questions to this rank of the job; None, with a line in the log, where that is not possible."""
     try:
         path = _folder() / f"{job}.{rank}{SUFFIX}"
         _remove_dead(path)
@@ -102,53 +99,10 @@ def open_control(job: str, rank: int, snapshot: Callable[[], Snapshot]) -> Contr
         except BaseException:
             listener.close()
             raise
-        return ControlSocket(listener, path, lambda question: answer(question, snapshot))
+        return ControlSocket(listener, path, answer)
     except OSError as error:
         log.warning("ncclguard: `ncclguard top` and `ncclguard set` cannot reach this rank: %s; the job goes on", error)
         return None
-
-
-def answer(question: dict[str, Any], snapshot: Callable[[], Snapshot]) -> dict[str, Any]:
-    """What a rank says to a question: {"command": "status"}, or {"command": "set",
-    "values": {name: number or null}}.
-    """
-    command = question.get("command")
-    if command == "status":
-        config = current_config()
-        number, proposed = proposals.newest()
-        return {
-            "snapshot": snapshot().to_dict(),
-            "statistics_every": config.exchange_every,
-            "warn_after": config.warn_after,
-            "proposal": number,
-            "proposed": dict(proposed),
-            "adopted": adopted(),
-        }
-    if command == "set":
-        return _propose(question.get("values"))
-    return {"error": f"the command {command!r} is not known; this rank knows status and set"}
-
-
-def adopted() -> dict[str, tuple[int, str]]:
-    """Group -> number of the proposal that it has adopted last, and the operation after which it did."""
-    exchanges = [exchange for _, exchange in hook.guarded() if exchange is not None]
-    return {exchange.group: (exchange.settings.proposal, exchange.adopted_after) for exchange in exchanges}
-
-
-def _propose(values: object) -> dict[str, Any]:
-    config = current_config()
-    if not config.exchange_every:
-        return {
-            "error": "this job exchanges no statistics, so its ranks could not agree on a change; start it without "
-            "NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false, on all ranks"
-        }
-    if not isinstance(values, dict) or not values or not set(values) <= set(SETTINGS):
-        return {"error": f"{values!r} cannot be set in a running job; these can: {', '.join(SETTINGS)}"}
-    try:
-        checked = GuardConfig(**{**config.model_dump(), **dict(proposals.newest()[1]), **values})
-    except GuardConfigError as error:
-        return {"error": str(error)}
-    return {"proposal": proposals.make({name: getattr(checked, name) for name in values})}
 
 
 # ---------------------------------------------------------------------- the folder
@@ -234,6 +188,32 @@ def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
     if "error" in answered:
         raise ControlError(str(answered["error"]))
     return dict(answered)
+
+
+def choose(wanted: str | None) -> tuple[str, dict[int, Path]]:
+    """The job of that name, or the only one, with the sockets of its ranks on this host. Raises ControlError."""
+    found = jobs()
+    if wanted is not None and wanted in found:
+        return wanted, found[wanted]
+    known = f"there are {', '.join(found)}" if found else "there is none: call setup_nccl_monitoring() in the program"
+    if wanted is not None:
+        raise ControlError(f"there is no job {wanted!r} of this user on this host; {known}")
+    if len(found) == 1:
+        return next(iter(found.items()))
+    raise ControlError(f"name the job with --job; {known}")
+
+
+def first_answer(ranks: dict[int, Path], question: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The answer of the lowest rank that gives one. Raises ControlError when none does, or when it refuses."""
+    unanswered: ControlError | None = None
+    for _, path in sorted(ranks.items()):
+        try:
+            return path, ask(path, question)
+        except ControlError as error:
+            if not isinstance(error.__cause__, (OSError, ValueError)):
+                raise  # it answered, with a refusal
+            unanswered = error
+    raise unanswered or ControlError("the job has no rank on this host")
 
 
 def _sockets() -> Iterator[tuple[str, int, Path]]:

@@ -16,26 +16,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
+from ncclguard import events
+from ncclguard.cause import Cause
 from ncclguard.config import GuardConfig, current_config
-from ncclguard.metrics import hook, identity, settings, statistics
+from ncclguard.metrics import identity, settings, statistics
 from ncclguard.metrics.adjust import Bounds, SettingChange, decide
-from ncclguard.metrics.combined import combine
 from ncclguard.metrics.records import StragglerTable
-from ncclguard.metrics.settings import LIMITS, SETTINGS, Settings, shown
+from ncclguard.metrics.settings import LIMITS, SETTINGS, Settings, config_of, shown
 from ncclguard.metrics.statistics import MAX_WAITS, PHASES, RankStatistics
 from ncclguard.metrics.stragglers import Stragglers
-from ncclguard.outcome import Cause
+from ncclguard.outcome import Outcome
 from ncclguard.phases import current_phase
-from ncclguard.transport.base import Pending
+from ncclguard.protocol.group_key import GroupKey
 
 if TYPE_CHECKING:
-    from ncclguard.agreement.protocol import Member
-    from ncclguard.agreement.seat import OpenCall, Seat
-    from ncclguard.incident.model import Incident
-    from ncclguard.request import Request
-    from ncclguard.transport.base import Agreement, Communicator
+    from ncclguard.coordination.group_state import OpenCall
 
 log = logging.getLogger("ncclguard")
 
@@ -92,56 +87,24 @@ def terms(config: GuardConfig) -> dict[str, object]:
     }
 
 
-class Gathering(Pending):
-    """Everybody's bytes, in the order of the group's `ranks`: with a vote where they
-    fit into one, else as a collective.
+class Exchange(events.Listener):
+    """One group's exchange on this rank: what it says, and what follows from what all have said.
 
-    Over the host's network, also in a group on GPUs: a copy to the device would wait, without a bound, for all that is
-    queued there.
+    The caller's thread does everything; `table` and `settings` may be read by any thread. `every`: how many operations
+    of the group there are for one that carries the exchange.
     """
 
-    def __init__(self, communicator: Communicator, mine: bytes, sequence: int) -> None:
-        self.sequence = sequence
-        self.ranks = communicator.ranks
-        self.gathered: list[bytes] = []
-        self._vote: Agreement | None = None
-        self._slots: list[torch.Tensor] = []
-        self._mine = torch.frombuffer(bytearray(mine), dtype=torch.uint8)  # read while it is waited for
-        host = communicator.host
-        if len(mine) <= host.payload_nbytes:
-            self._vote = host.agree(sequence, self._mine)
-            return
-        self._slots = [torch.empty_like(self._mine) for _ in self.ranks]
-        self._pending = host.all_gather(self._slots, self._mine)
-
-    def wait(self, seconds: float) -> bool:
-        if self._vote is not None:
-            if not self._vote.wait(seconds):
-                return False
-            self.gathered = [self._vote.payload(index) for index in range(len(self.ranks))]
-            return True
-        if not self._pending.wait(seconds):
-            return False
-        self.gathered = [slot.numpy().tobytes() for slot in self._slots]
-        return True
-
-
-class Exchange:
-    """One group's exchange on this rank. The caller's thread does everything; `table`
-    and `settings` may be read by any thread.
-    """
-
-    def __init__(self, key: str, config: GuardConfig, names: tuple[str, ...] = SETTINGS) -> None:
+    def __init__(self, key: GroupKey, config: GuardConfig, names: tuple[str, ...] = SETTINGS) -> None:
         self.every = config.exchange_every
-        self.group = key.rpartition(":")[0]
+        self.group = key.short
         self.settings = Settings()
         self.adopted_after = ""  # the operation after which the newest proposal came into force
-        self._key = key
-        self._process_group = key.partition(":")[0]
+        self._key = str(key)
+        self._process_group = key.process_group
         self._bounds = Bounds.of(config, names)
         self._stragglers = Stragglers(self.group)
         self._waits: list[tuple[int, float]] = [(0, 0.0)] * min(self.every, MAX_WAITS)
-        self._gathering: Gathering | None = None
+        self._gathered: tuple[int, tuple[int, ...], list[bytes]] | None = None
         self._reset()
 
     @property
@@ -155,47 +118,52 @@ class Exchange:
         self._operations = self._retries = self._piece = 0
         self._moved_bytes = self._moved_seconds = 0.0
 
-    # ------------------------------------------------------------------ called by the guard, on every operation
+    # ------------------------------------------------------------------ the operation that carries the exchange
 
-    def entered(self, member: Member, call: OpenCall) -> None:
-        """The call has its number, under the seat's lock: if it is one that carries the
-        exchange, it has a closing round.
-        """
-        operation = member.operation
-        if operation is not None and operation.sequence % self.every == 0:
-            call.exchange = True
-            member.operation = replace(operation, closing=True)
-
-    def gather(self, communicator: Communicator, call: OpenCall) -> Pending:
-        """Start to gather everybody's numbers; the opening round has passed."""
+    def payload(self, call: OpenCall) -> bytes:
+        """This rank's numbers; the opening round has passed."""
         self._wait(call)
-        self._gathering = Gathering(communicator, statistics.encode(self._mine(call)), call.sequence)
-        return self._gathering
+        return statistics.encode(self._mine(call))
 
-    def completed(self, request: Request, call: OpenCall, attempts: int, chunks: int, seconds: float) -> None:
-        """A success of this group; never raises."""
+    def gathered(self, call: OpenCall, ranks: tuple[int, ...], parts: list[bytes]) -> None:
+        """Everybody's numbers, which count once the operation has succeeded."""
+        self._gathered = call.sequence, ranks, parts
+
+    # ------------------------------------------------------------------ every operation
+
+    def call_ended(self, group: str, call: OpenCall, outcome: Outcome | None) -> None:
+        if group == self._key and outcome is not None:
+            if outcome.cause is None:
+                self._succeeded(call, outcome)
+            else:
+                self.call_refused(group, outcome)
+
+    def call_refused(self, group: str, outcome: Outcome) -> None:
+        incident = outcome.incident
+        # Only agreed failures count, so that all ranks count the same.
+        if group != self._key or not outcome.agreed or incident is None or not incident.deadline_expired:
+            return
+        if outcome.cause in (Cause.LATE, Cause.NETWORK):
+            self._expired[_PHASES[current_phase() or "none"]] += 1
+
+    def _succeeded(self, call: OpenCall, outcome: Outcome) -> None:
         try:
-            if attempts > 1:
-                self._retries += attempts - 1
+            if outcome.attempts > 1:
+                self._retries += outcome.attempts - 1
                 self._waits[call.sequence % len(self._waits)] = (0, 0.0)  # of a later try: not who came last
             elif not call.exchange:
                 self._wait(call)
             self._operations += 1
             phase = _PHASES[current_phase() or "none"]
-            self._longest[phase] = max(self._longest[phase], seconds)
-            if request.nbytes >= LARGE and chunks and request.op in ("all_reduce", "broadcast"):
-                self._moved_bytes += request.nbytes
-                self._moved_seconds += seconds - max(0.0, call.opened - call.entered)
-                self._piece = max(self._piece, -(-request.numel // chunks))
+            self._longest[phase] = max(self._longest[phase], outcome.seconds)
+            if outcome.nbytes >= LARGE and outcome.chunks and outcome.op in ("all_reduce", "broadcast"):
+                self._moved_bytes += outcome.nbytes
+                self._moved_seconds += outcome.seconds - max(0.0, call.opened - call.entered)
+                self._piece = max(self._piece, -(-outcome.numel // outcome.chunks))
             if call.exchange:
                 self._conclude(call)
         except Exception:
             log.exception("ncclguard: the statistics of group %s could not be used; the job goes on", self.group)
-
-    def failed(self, agreed: bool, cause: Cause | None, incident: Incident | None) -> None:
-        """A failure of this group; only agreed ones count, so that all ranks count the same."""
-        if agreed and cause in (Cause.LATE, Cause.NETWORK) and incident is not None and incident.deadline_expired:
-            self._expired[_PHASES[current_phase() or "none"]] += 1
 
     # ------------------------------------------------------------------ numbers of this rank
 
@@ -222,11 +190,11 @@ class Exchange:
     # ------------------------------------------------------------------ everybody's
 
     def _conclude(self, call: OpenCall) -> None:
-        gathering, self._gathering = self._gathering, None
-        if gathering is None or gathering.sequence != call.sequence:
+        gathered, self._gathered = self._gathered, None
+        if gathered is None or gathered[0] != call.sequence:
             return
-        ranks = gathering.ranks
-        everybody = combine(gathering.gathered)
+        _, ranks, parts = gathered
+        everybody = statistics.combine(parts)
         op_id = f"{self._key}/{call.sequence}"
         self._stragglers.add(ranks, everybody, op_id)
         proposals.learn(everybody.newest.proposal, everybody.newest.proposed)
@@ -251,44 +219,42 @@ class Exchange:
                 "ncclguard: after operation %s, %s is %s on all ranks, was %s: %s",
                 op_id, change.name, shown(change.new), shown(change.old), change.reason,
             )  # fmt: skip
-        observer = hook.observer
-        if observer is not None and changes:
-            observer.changed(op_id, changes)
+        if changes:
+            for listener in events.listeners:
+                listener.settings_changed(op_id, changes)
 
 
-def config_of(process_group: str, config: GuardConfig) -> GuardConfig:
-    """The configuration that calls on a process group have."""
-    changed = settings.adjusted.get(process_group)
-    return config if changed is None else changed.over(config)
+def of_group(key: GroupKey, config: GuardConfig) -> Exchange | None:
+    """The exchange of a guarded group that is being made, which listens from now on; None where there is to be none."""
+    names = _names(key)
+    if not (config.exchange_every and names):
+        return None
+    exchange = Exchange(key, config, names)
+    for old in [one for one in exchanges() if one._key == exchange._key]:
+        events.leave(old)
+    events.listen(exchange)
+    return exchange
 
 
-def config_of_seat(key: str) -> GuardConfig:
-    """The configuration that calls of a guard have now, by its key."""
-    return config_of(key.partition(":")[0], current_config())
+def exchanges() -> list[Exchange]:
+    """The exchanges of this process, in the order in which their groups were made."""
+    return [listener for listener in events.listeners if isinstance(listener, Exchange)]
 
 
-def start(seat: Seat, config: GuardConfig) -> None:
-    """A guard is made for this seat: give it an exchange, if there is to be one, and let the monitoring see it."""
-    names = _names(seat.key)
-    exchange = Exchange(seat.key, config, names) if config.exchange_every and names else None
-    seat.exchange = exchange
-    hook.register(seat, exchange)
+def _names(key: GroupKey) -> tuple[str, ...]:
+    """The settings that a group's exchange may change; none for messages between two ranks.
 
-
-def _names(key: str) -> tuple[str, ...]:
-    """The settings that a guard's exchange may change, by its key:
-    `group:device[:lane]:members`; none for a lane of two ranks.
-
-    A lane runs calls that were made before the calls ahead of them have ended. A length of pieces would change for some
-    ranks' next call and for others' next but one, which a limit may.
+    The backend's queue runs calls that were made before the calls ahead of them have ended. A length of pieces would
+    change for some ranks' next call and for others' next but one, which a limit may.
     """
-    device, *lane = key.split(":")[1:-1] or [""]
-    if device not in ("cpu", "cuda") or len(lane) > 1:
+    if key.device not in ("cpu", "cuda") or ":" in key.queue:
         return ()
-    return LIMITS if lane else SETTINGS
+    return LIMITS if key.queue else SETTINGS
 
 
 def forget() -> None:
     """The process group has ended: the next one begins with the configuration."""
     settings.adjusted.clear()
     proposals.forget()
+    for exchange in exchanges():
+        events.leave(exchange)

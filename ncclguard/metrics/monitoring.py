@@ -1,27 +1,28 @@
-"""`setup_nccl_monitoring`: counts guarded operations from now on and hands records to the sinks."""
+"""`setup_nccl_monitoring`: count guarded operations, hand records to sinks, and answer `ncclguard top` and `set`."""
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ncclguard.config import seconds
-from ncclguard.metrics import hook, identity
-from ncclguard.metrics.observer import RecordingObserver, open_operations
+from ncclguard import events, lifecycle
+from ncclguard.config import GuardConfig, current_config, seconds
+from ncclguard.errors import GuardConfigError
+from ncclguard.metrics import identity
+from ncclguard.metrics.control import ControlSocket, open_control
+from ncclguard.metrics.exchange import exchanges, proposals
 from ncclguard.metrics.records import Record, Snapshot
-from ncclguard.metrics.sinks.base import Sink, SinkThread
-from ncclguard.metrics.sinks.named import SinkLike, make_sinks
+from ncclguard.metrics.registry import RecordingListener
+from ncclguard.metrics.settings import SETTINGS
+from ncclguard.metrics.sinks import Sink, SinkLike, SinkThread, make_sinks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from ncclguard.metrics.control import ControlSocket
 
 log = logging.getLogger("ncclguard")
 
@@ -39,7 +40,7 @@ class Monitoring:
         self._interval = interval
         self._serve = serve
         self._sinks = [SinkThread(sink) for sink in sinks]
-        self._observer = RecordingObserver(job, self._emit)
+        self._listener = RecordingListener(job, self._emit)
         self._control: ControlSocket | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -48,7 +49,7 @@ class Monitoring:
 
     def start(self) -> None:
         """Begin to count; called by `setup_nccl_monitoring`."""
-        hook.observer = self._observer
+        events.listen(self._listener)
         self._thread.start()
 
     def snapshot(self) -> Snapshot:
@@ -60,18 +61,18 @@ class Monitoring:
         False
         Snapshot(...)
         """
-        return self._observer.snapshot({sink.name: sink.dropped for sink in self._sinks if sink.dropped})
+        return self._listener.snapshot({sink.name: sink.dropped for sink in self._sinks if sink.dropped})
 
     def close(self) -> None:
-        """Stop counting, hand a last snapshot to the sinks and wait up to 5 s for them;
-        again is a no-op. Raises nothing.
+        """Stop counting, hand a last snapshot to the sinks and wait up to 5 s for them; a second call does nothing.
+
+        Raises nothing.
         """
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        atexit.unregister(self.close)
-        if hook.observer is self._observer:
-            hook.observer = None
+        lifecycle.forget(self.close)
+        self.stop_listening()
         until = time.monotonic() + CLOSE_WITHIN
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -91,6 +92,10 @@ class Monitoring:
                 "be missing there", ", ".join(slow), CLOSE_WITHIN,
             )  # fmt: skip
 
+    def stop_listening(self) -> None:
+        """Count nothing more."""
+        events.leave(self._listener)
+
     def __enter__(self) -> Self:
         return self
 
@@ -104,7 +109,7 @@ class Monitoring:
         while True:
             try:
                 self._open_control()
-                hanging = any(call.late for call in open_operations())
+                hanging = any(call.late for call in self._listener.open_operations())
                 if hanging != hang or time.monotonic() >= due:
                     hang = hanging
                     due = time.monotonic() + self._interval
@@ -125,10 +130,8 @@ class Monitoring:
     def _open_control(self) -> None:
         """Once the rank is known: before that all ranks would want the same address."""
         if self._serve and self._control is None and identity.initialised():
-            from ncclguard.metrics.control import open_control
-
             self._serve = False  # one try
-            self._control = open_control(self.job, identity.rank(), self.snapshot)
+            self._control = open_control(self.job, identity.rank(), lambda question: answer(question, self.snapshot))
 
 
 _current: Monitoring | None = None
@@ -166,16 +169,60 @@ def setup_nccl_monitoring(
             previous.close()
         monitoring = _current = Monitoring(made, period, name, serve)
         # After the sinks were made, so that what their packages do at exit is done after this.
-        atexit.register(monitoring.close)
+        lifecycle.before_end(monitoring.close)
         monitoring.start()
     return monitoring
 
 
+# ---------------------------------------------------------------------- what commands ask
+
+
+def answer(question: dict[str, Any], snapshot: Callable[[], Snapshot]) -> dict[str, Any]:
+    """The rank's answer to {"command": "status"}, or to {"command": "set", "values": {name: number or null}}."""
+    command = question.get("command")
+    if command == "status":
+        config = current_config()
+        number, proposed = proposals.newest()
+        return {
+            "snapshot": snapshot().to_dict(),
+            "statistics_every": config.exchange_every,
+            "warn_after": config.warn_after,
+            "proposal": number,
+            "proposed": dict(proposed),
+            "adopted": adopted(),
+        }
+    if command == "set":
+        return _propose(question.get("values"))
+    return {"error": f"the command {command!r} is not known; this rank knows status and set"}
+
+
+def adopted() -> dict[str, tuple[int, str]]:
+    """Group -> number of the proposal that it has adopted last, and the operation after which it did."""
+    return {exchange.group: (exchange.settings.proposal, exchange.adopted_after) for exchange in exchanges()}
+
+
+def _propose(values: object) -> dict[str, Any]:
+    config = current_config()
+    if not config.exchange_every:
+        return {
+            "error": "this job exchanges no statistics, so its ranks could not agree on a change; start it without "
+            "NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false, on all ranks"
+        }
+    if not isinstance(values, dict) or not values or not set(values) <= set(SETTINGS):
+        return {"error": f"{values!r} cannot be set in a running job; these can: {', '.join(SETTINGS)}"}
+    try:
+        checked = GuardConfig(**{**config.model_dump(), **dict(proposals.newest()[1]), **values})
+    except GuardConfigError as error:
+        return {"error": str(error)}
+    return {"proposal": proposals.make({name: getattr(checked, name) for name in values})}
+
+
 def _after_fork() -> None:
     global _current, _lock
+    if _current is not None:  # in a forked child nothing is counted
+        _current.stop_listening()
     _current = None
     _lock = threading.Lock()
-    hook.after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+lifecycle.in_child(_after_fork)

@@ -1,12 +1,77 @@
-"""What a sink is given: frozen records that turn into plain dictionaries. Times in seconds, sizes in bytes."""
+"""What a sink is given: frozen records that turn into plain dictionaries, times in seconds and sizes in bytes.
+
+Histograms have fixed buckets, each twice as wide as the one before: constant memory, and a bit operation to find one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from ncclguard.metrics import histogram
+#: Exponents of two of the upper bounds: 1 us to 4096 s, and 1 byte to 1 TiB; below and above go to the ends.
+FIRST_TIME, LAST_TIME = -20, 12
+LAST_SIZE = 40
+#: Upper bounds of the buckets; the last bucket of each kind has none.
+TIME_BOUNDS = tuple(2.0**exponent for exponent in range(FIRST_TIME, LAST_TIME + 1))
+SIZE_BOUNDS = tuple(float(1 << exponent) for exponent in range(LAST_SIZE + 1))
+_TIMES = len(TIME_BOUNDS)
+_SIZES = len(SIZE_BOUNDS)
+
+
+def time_bucket(seconds: float) -> int:
+    """Index of the bucket of a duration: the first whose bound exceeds it.
+
+    >>> TIME_BOUNDS[time_bucket(0.7)]
+    1.0
+    """
+    if seconds <= 0.0:
+        return 0
+    index = math.frexp(seconds)[1] - FIRST_TIME
+    return 0 if index < 0 else min(_TIMES, index)
+
+
+def size_bucket(nbytes: int) -> int:
+    """Index of the bucket of a size: the first whose bound is not below it.
+
+    >>> SIZE_BOUNDS[size_bucket(1024)], SIZE_BOUNDS[size_bucket(1025)]
+    (1024.0, 2048.0)
+    """
+    index = (nbytes - 1).bit_length() if nbytes > 1 else 0
+    return min(_SIZES, index)
+
+
+def empty_times() -> list[int]:
+    return [0] * (_TIMES + 1)
+
+
+def empty_sizes() -> list[int]:
+    return [0] * (_SIZES + 1)
+
+
+def quantile(counts: Sequence[int], bounds: Sequence[float], q: float) -> float:
+    """The value below which a share `q` of the observations lies, to within its bucket; 0.0 without observations.
+
+    >>> counts = empty_times()
+    >>> for _ in range(100):
+    ...     counts[time_bucket(0.003)] += 1
+    >>> 0.002 <= quantile(counts, TIME_BOUNDS, 0.5) <= 0.004
+    True
+    """
+    total = sum(counts)
+    if total == 0:
+        return 0.0
+    wanted, below = q * total, 0
+    for index, count in enumerate(counts):
+        if count and below + count >= wanted:
+            upper = bounds[min(index, len(bounds) - 1)]
+            if index >= len(bounds):
+                return upper
+            return upper * 2 ** ((wanted - below) / count - 1)  # evenly spread over the octave, by its logarithm
+        below += count
+    return bounds[-1]
+
 
 #: Raised with every change of a field's name or meaning.
 SCHEMA_VERSION = 1
@@ -17,7 +82,7 @@ class SeriesSnapshot:
     """The operations of one group, kind and phase since the start; `seconds` and `waited` are sums.
 
     `durations`, `waits` (from the call until all ranks had come) and `sizes` are counts by bucket, see
-    `ncclguard.metrics.histogram`. `failures` by cause and `culprits` by rank.
+    `ncclguard.metrics.records`. `failures` by cause and `culprits` by rank.
     """
 
     group: str
@@ -42,11 +107,11 @@ class SeriesSnapshot:
 
     def duration(self, q: float) -> float:
         """A quantile of the durations, such as 0.5 or 0.99."""
-        return histogram.quantile(self.durations, histogram.TIME_BOUNDS, q)
+        return quantile(self.durations, TIME_BOUNDS, q)
 
     def wait(self, q: float) -> float:
         """A quantile of the waits."""
-        return histogram.quantile(self.waits, histogram.TIME_BOUNDS, q)
+        return quantile(self.waits, TIME_BOUNDS, q)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

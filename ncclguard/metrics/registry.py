@@ -1,11 +1,41 @@
-"""Counters and histograms of every guarded operation, per group, operation and phase, in constant memory."""
+"""Counters and histograms of every guarded operation, per group, operation and phase, in constant memory.
+
+The listener counts what the engine reports, and turns failures and changes of settings into records.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ncclguard.metrics.histogram import empty_sizes, empty_times, size_bucket, time_bucket
-from ncclguard.metrics.records import SeriesSnapshot
+from ncclguard import events
+from ncclguard.config import current_config
+from ncclguard.metrics import identity
+from ncclguard.metrics.adjust import SettingChange
+from ncclguard.metrics.exchange import exchanges
+from ncclguard.metrics.records import (
+    Change,
+    Failure,
+    OpenOperation,
+    Record,
+    SeriesSnapshot,
+    Snapshot,
+    empty_sizes,
+    empty_times,
+    size_bucket,
+    time_bucket,
+)
+from ncclguard.metrics.settings import config_of
+from ncclguard.outcome import Outcome
+from ncclguard.phases import current_phase
+from ncclguard.protocol.group_key import GroupKey
+
+if TYPE_CHECKING:
+    from ncclguard.coordination.group_state import OpenCall
 
 #: Series that are kept apart; what comes later is counted under `OTHER`, so that labels stay bounded.
 MAX_SERIES = 128
@@ -51,7 +81,7 @@ class Series:
     def snapshot(self) -> SeriesSnapshot:
         group, op, phase = self.key
         return SeriesSnapshot(
-            group=group.rpartition(":")[0] or group, op=op, phase=phase, count=self.count, attempts=self.attempts, nbytes=self.nbytes,
+            group=GroupKey.parse(group).short, op=op, phase=phase, count=self.count, attempts=self.attempts, nbytes=self.nbytes,
             seconds=self.seconds, waited=self.waited, longest=self.longest, durations=tuple(self.durations),
             waits=tuple(self.waits), sizes=tuple(self.sizes), failures=dict(self.failures), culprits=dict(self.culprits),
         )  # fmt: skip
@@ -122,3 +152,91 @@ class Registry:
                 return self._series[key]
         series = self._series[key] = Series(key)
         return series
+
+
+class RecordingListener(events.Listener):
+    """Counts what the engine reports in a registry. `emit` is given failures and changes; it must not wait."""
+
+    def __init__(self, job: str, emit: Callable[[Record], None]) -> None:
+        self.registry = Registry()
+        self._job = job
+        self._emit = emit
+        self._started = time.monotonic()
+        self._open: dict[int, tuple[str, OpenCall]] = {}  # by the identity of the call
+
+    def call_started(self, group: str, call: OpenCall) -> None:
+        self._open[id(call)] = (group, call)
+
+    def call_ended(self, group: str, call: OpenCall, outcome: Outcome | None) -> None:
+        self._open.pop(id(call), None)
+        if outcome is None:
+            return
+        if outcome.cause is not None:
+            self.call_refused(group, outcome)
+            return
+        waited = call.opened - call.entered if outcome.attempts == 1 else -1.0
+        self.registry.success(
+            group, outcome.op, current_phase(), outcome.nbytes, outcome.seconds, waited, outcome.attempts
+        )
+
+    def call_refused(self, group: str, outcome: Outcome) -> None:
+        with contextlib.suppress(Exception):  # counting must not turn a failed outcome into an exception
+            phase, word = current_phase(), str(outcome.cause)
+            self.registry.failure(
+                group, outcome.op, phase, outcome.nbytes, outcome.seconds, outcome.attempts, word, outcome.culprits
+            )
+            self._emit(
+                Failure(
+                    **self.origin(), op_id=outcome.op_id, op=outcome.op, phase=phase or NO_PHASE, cause=word,
+                    culprits=outcome.culprits, agreed=outcome.agreed, attempts=outcome.attempts,
+                    seconds=outcome.seconds, summary="" if outcome.incident is None else outcome.incident.summary,
+                )
+            )  # fmt: skip
+
+    def settings_changed(self, op_id: str, changes: Sequence[SettingChange]) -> None:
+        group = GroupKey.parse(op_id.rpartition("/")[0]).short
+        for change in changes:
+            self._emit(
+                Change(
+                    **self.origin(), group=group, op_id=op_id, name=change.name, old=change.old, new=change.new,
+                    reason=change.reason,
+                )
+            )  # fmt: skip
+
+    def snapshot(self, dropped: dict[str, int]) -> Snapshot:
+        """Everything since the start, and what is open now."""
+        known = exchanges()
+        tables = [exchange.table for exchange in known]
+        calls = self.open_operations()
+        return Snapshot(
+            **self.origin(),
+            world_size=identity.world_size(),
+            uptime=time.monotonic() - self._started,
+            hang=any(call.late for call in calls),
+            open=calls,
+            series=self.registry.snapshot(),
+            stragglers=tuple(table for table in tables if table is not None),
+            settings={exchange.group: exchange.settings.changed() for exchange in known},
+            dropped=dropped,
+        )
+
+    def open_operations(self) -> tuple[OpenOperation, ...]:
+        """The calls of this process that have begun since the start and have not returned."""
+        now = time.monotonic()
+        found = []
+        for group, call in list(self._open.values()):
+            age, key = now - call.entered, GroupKey.parse(group)
+            limit = config_of(key.process_group, current_config()).warn_after
+            found.append(
+                OpenOperation(
+                    group=key.short, op_id=f"{group}/{call.sequence}", text=call.text, age=age,
+                    limit=call.deadline - call.entered, late=age > limit,
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+    def origin(self) -> dict[str, Any]:
+        """The fields that all records share."""
+        return {
+            "time": time.time(), "job": self._job, "rank": identity.rank(), "host": identity.host(), "pid": os.getpid(),
+        }  # fmt: skip

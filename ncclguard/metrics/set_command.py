@@ -7,9 +7,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ncclguard.metrics.control import ControlError, ask, jobs
+from ncclguard.metrics.control import ControlError, ask, choose, first_answer
 from ncclguard.metrics.settings import SETTINGS
 
 #: Seconds between two looks at whether the ranks have agreed.
@@ -27,32 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ControlError, ValueError) as error:
         print(f"ncclguard set: {error}", file=sys.stderr)
         return 2
-
-
-def choose(wanted: str | None) -> tuple[str, dict[int, Path]]:
-    """The job of that name, or the only one, with the sockets of its ranks on this host. Raises ControlError."""
-    found = jobs()
-    if wanted is not None and wanted in found:
-        return wanted, found[wanted]
-    known = f"there are {', '.join(found)}" if found else "there is none: call setup_nccl_monitoring() in the program"
-    if wanted is not None:
-        raise ControlError(f"there is no job {wanted!r} of this user on this host; {known}")
-    if len(found) == 1:
-        return next(iter(found.items()))
-    raise ControlError(f"name the job with --job; {known}")
-
-
-def first_answer(ranks: dict[int, Path], question: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The answer of the lowest rank that gives one. Raises ControlError when none does, or when it refuses."""
-    unanswered: ControlError | None = None
-    for _, path in sorted(ranks.items()):
-        try:
-            return path, ask(path, question)
-        except ControlError as error:
-            if not isinstance(error.__cause__, (OSError, ValueError)):
-                raise  # it answered, with a refusal
-            unanswered = error
-    raise unanswered or ControlError("the job has no rank on this host")
 
 
 def _wait(job: str, path: Path, proposal: int, values: dict[str, float | None], seconds: float) -> int:

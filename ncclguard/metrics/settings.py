@@ -88,3 +88,9 @@ def apply(group: str, settings: Settings, names: tuple[str, ...] = SETTINGS) -> 
 def shown(value: float | None) -> str:
     """A setting's value as people write it."""
     return "not set" if value is None else f"{value:g}"
+
+
+def config_of(process_group: str, config: GuardConfig) -> GuardConfig:
+    """The configuration that calls on a process group have: `config`, with what the group has changed in it."""
+    changed = adjusted.get(process_group)
+    return config if changed is None else changed.over(config)

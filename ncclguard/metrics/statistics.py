@@ -1,4 +1,4 @@
-"""What one rank tells the others of its group at an exchange, as a fixed number of bytes."""
+"""What the ranks of a group tell each other of their operations: numbers of one rank, and of all ranks combined."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from ncclguard.metrics.settings import SETTINGS, UNCHANGED, Settings
 
@@ -138,4 +141,73 @@ def _value(number: float) -> float | None:
 def _named(numbers: Sequence[float]) -> tuple[tuple[str, float | None], ...]:
     return tuple(
         (name, _value(number)) for name, number in zip(SETTINGS, numbers, strict=True) if not math.isnan(number)
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Combined:
+    """All that follows from an exchange follows from this; equal on all ranks, because the bytes are.
+
+    `first`: the first rank's statistics; `newest`: those with the newest proposal. By phase: `limits`, the highest,
+    None where they go by size on some rank; `longest`; `expired`, the most. `operations`: the fewest; `retries`: the
+    most; `piece`: the longest; `rate`: of the rank whose large operations moved slowest, bytes/s, 0 where one moved
+    none. `waits`: ranks x operations, seconds, negative where nothing was measured. `processes`: host and pid by rank.
+    """
+
+    first: RankStatistics
+    newest: RankStatistics
+    limits: tuple[float | None, ...]
+    longest: tuple[float, ...]
+    expired: tuple[int, ...]
+    operations: int
+    retries: int
+    piece: int
+    rate: float
+    waits: npt.NDArray[np.float32]
+    processes: npt.NDArray[np.void]
+
+
+def combine(parts: Sequence[bytes]) -> Combined:
+    """Combine what `statistics.encode` made on each rank, in the order of the ranks.
+    Raises ValueError for other bytes.
+    """
+    if len({len(part) for part in parts}) != 1:
+        raise ValueError(
+            "the ranks have sent statistics of different lengths: all must run the same version of ncclguard"
+        )
+    first = decode(parts[0])
+    table = np.frombuffer(b"".join(parts), _dtype(len(first.waits)))
+    most, least = table["numbers"].max(axis=0), table["numbers"].min(axis=0)
+    at = COLUMNS
+    newest = int(table["numbers"][:, at["proposal"]].argmax())
+    limits = slice(at["limits"], at["limits"] + len(PHASES))
+    moved, spent = table["numbers"][:, at["moved_bytes"]], table["numbers"][:, at["moved_seconds"]]
+    return Combined(
+        first=first,
+        newest=first if newest == 0 else decode(parts[newest]),
+        limits=tuple(
+            None if low == UNSET else float(high) for low, high in zip(least[limits], most[limits], strict=True)
+        ),
+        longest=tuple(most[at["longest"] : at["longest"] + len(PHASES)].tolist()),
+        expired=tuple(map(int, most[at["expired"] : at["expired"] + len(PHASES)])),
+        operations=int(least[at["operations"]]),
+        retries=int(most[at["retries"]]),
+        piece=int(most[at["piece"]]),
+        rate=float((moved / spent).min()) if least[at["moved_seconds"]] > 1e-9 else 0.0,
+        waits=table["waits"],
+        processes=table[["host", "pid"]],
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _dtype(waits: int) -> np.dtype[np.void]:
+    """The layout of `encode`, with the pid seen a second time."""
+    end = 8 * NUMBERS
+    return np.dtype(
+        {
+            "names": ["numbers", "pid", "waits", "host"],
+            "formats": [(np.float64, (NUMBERS,)), np.float64, (np.float32, (waits,)), f"S{HOST_BYTES}"],
+            "offsets": [0, 8 * COLUMNS["pid"], end, end + 4 * waits],
+            "itemsize": end + 4 * waits + HOST_BYTES,
+        }
     )

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ncclguard.metrics.combined import Combined
 from ncclguard.metrics.records import StragglerRow, StragglerTable
+from ncclguard.metrics.statistics import Combined
 
 #: Operations that the table looks back on.
 WINDOW = 256

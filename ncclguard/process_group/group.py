@@ -7,24 +7,75 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceOp
+from torch.distributed.constants import default_pg_timeout
 
-from ncclguard import _torch, runtime
-from ncclguard.calls import Call
+from ncclguard import torch_compat
 from ncclguard.config import current_config
-from ncclguard.execution import Broadcast, Execution
-from ncclguard.metrics.exchange import config_of
+from ncclguard.engine import dispatch, runtime
+from ncclguard.engine.call import terms_of
+from ncclguard.engine.chunking import ChunkPlan
+from ncclguard.engine.dispatch import Queue
+from ncclguard.engine.staged import divided
+from ncclguard.engine.table import Arguments, Collective
+from ncclguard.metrics.settings import config_of
 from ncclguard.outcome import Outcome
 from ncclguard.phases import current_phase
-from ncclguard.process_group.lane import Lane, Task
 from ncclguard.process_group.operations import Operation, Perform
-from ncclguard.process_group.staged import divided
-from ncclguard.process_group.terms import Terms, only, terms
-from ncclguard.process_group.work import GuardedWork
+from ncclguard.process_group.operators import serve_cpp_callers
+from ncclguard.process_group.work_queue import GuardedWork, Task, WorkQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`root` counts within the group; `timeout` in seconds, None for the group's;
+    `blocking`: ended when the method returns.
+    """
+
+    op: Any = ReduceOp.SUM
+    root: int = 0
+    timeout: float | None = None
+    blocking: bool = False
+
+
+def asked_for(
+    options: Any = None, *, op: Any = None, root: int | None = None, timeout: timedelta | None = None
+) -> Asked:
+    """Read an options object, or the arguments of the forms without one: a reduce op, a root, a timeout."""
+    if isinstance(options, timedelta):
+        options, timeout = None, options
+    elif isinstance(options, int) and not isinstance(options, (bool, ReduceOp.RedOpType)):
+        options, root = None, options
+    elif isinstance(options, (ReduceOp, ReduceOp.RedOpType)):
+        options, op = None, options
+    limit = timeout if timeout is not None else getattr(options, "timeout", None)
+    seconds = limit.total_seconds() if limit is not None else 0.0
+    return Asked(
+        op=op if op is not None else getattr(options, "reduceOp", ReduceOp.SUM),
+        root=root if root is not None else getattr(options, "rootRank", 0),
+        timeout=seconds if seconds > 0 else None,  # torch's own word for "not given" is minus one millisecond
+        blocking=not getattr(
+            options, "asyncOp", True
+        ),  # before torch 2.8 there is no such field: the caller waits itself
+    )
+
+
+def only(tensors: Any) -> Any:
+    """The one tensor, or list of tensors, of a method that takes a list of one for each device."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(
+            f"one tensor for each process is taken, not {len(tensors)}: use the coalesced form for several"
+        )
+    return tensors[0]
+
 
 log = logging.getLogger("ncclguard")
 
@@ -54,8 +105,8 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._name = ""
         self._limits: list[float | None] = []  # of the scopes that this group is in
         self._observers: list[Callable[[Outcome], None]] = []
-        self._lane = Lane("collectives", self._tell)
-        self._pairs: dict[tuple[int, int], Lane] = {}
+        self._queue = WorkQueue("collectives", self._tell)
+        self._pairs: dict[tuple[int, int], WorkQueue] = {}
         self._coalescing: list[GuardedWork] | None = None
 
     # ------------------------------------------------------------------ who it is
@@ -102,46 +153,46 @@ class GuardedProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Take no more collectives; what has not started is dropped."""
-        for lane in self.lanes():
-            lane.close("its process group was destroyed")
+        for queue in self.queues():
+            queue.close("its process group was destroyed")
 
     def abort(self) -> None:
         """Fail what runs, for all ranks, and take no more collectives."""
-        for lane in self.lanes():
-            lane.drop("its process group was aborted")
-            lane.close("its process group was aborted")
+        for queue in self.queues():
+            queue.drop("its process group was aborted")
+            queue.close("its process group was aborted")
 
-    def lanes(self) -> list[Lane]:
+    def queues(self) -> list[WorkQueue]:
         """The sequences of collectives on this group: its own, and one for each pair of ranks that sends messages."""
-        return [self._lane, *self._pairs.values()]
+        return [self._queue, *self._pairs.values()]
 
     # ------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any) -> GuardedWork:
-        asked, tensor = terms(opts, timeout=timeout, **named), only(tensors)
+        asked, tensor = asked_for(opts, timeout=timeout, **named), only(tensors)
         return self._issue("all_reduce", tensor, asked, [tensor], lambda o: o.all_reduce(tensor, asked.op))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GuardedWork:
-        asked = terms(opts)
+        asked = asked_for(opts)
         return self._issue("all_reduce", tensors[0], asked, tensors, lambda o: o.all_reduce_many(tensors, asked.op))
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> GuardedWork:
-        asked, tensor = terms(opts, op=op, timeout=timeout, **named), only(tensors)
+        asked, tensor = asked_for(opts, op=op, timeout=timeout, **named), only(tensors)
         return self._issue("reduce", tensor, asked, [tensor], lambda o: o.reduce(tensor, asked.root, asked.op))
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> GuardedWork:
-        asked, output = terms(opts, timeout=timeout, **named), only(outputs)
+        asked, output = asked_for(opts, timeout=timeout, **named), only(outputs)
         sent = inputs if isinstance(outputs, torch.Tensor) else only(inputs)
         return self._issue(
             "reduce_scatter", output, asked, [output], lambda o: o.reduce_scatter(output, sent, asked.op)
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> GuardedWork:
-        asked = terms(opts)
+        asked = asked_for(opts)
         return self._issue(
             "reduce_scatter", output, asked, [output], lambda o: o.reduce_scatter_flat(output, tensor, asked.op)
         )
@@ -149,7 +200,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GuardedWork:
-        asked = terms(opts)
+        asked = asked_for(opts)
         return self._issue(
             "reduce_scatter", outputs[0], asked, outputs, lambda o: o.reduce_scatter_many(outputs, inputs, asked.op)
         )
@@ -159,16 +210,16 @@ class GuardedProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ moving data
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any) -> GuardedWork:
-        asked, tensor = terms(opts, timeout=timeout, **named), only(tensors)
+        asked, tensor = asked_for(opts, timeout=timeout, **named), only(tensors)
         return self._issue("broadcast", tensor, asked, [tensor], lambda o: o.broadcast(tensor, asked.root))
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> GuardedWork:
-        asked, tensor = terms(opts, timeout=timeout), only(tensors)
+        asked, tensor = asked_for(opts, timeout=timeout), only(tensors)
         gathered = outputs if isinstance(tensors, torch.Tensor) else only(outputs)
         return self._issue("all_gather", tensor, asked, [gathered], lambda o: o.all_gather(gathered, tensor))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> GuardedWork:
-        return self._issue("all_gather", tensor, terms(opts), [output], lambda o: o.all_gather_flat(output, tensor))
+        return self._issue("all_gather", tensor, asked_for(opts), [output], lambda o: o.all_gather_flat(output, tensor))
 
     _allgather_base = all_gather_single
 
@@ -176,12 +227,12 @@ class GuardedProcessGroup(dist.ProcessGroup):
         """`outputs[i][k]` is `tensors[k]` of the i-th rank of the group."""
         by_tensor = [list(own) for own in zip(*outputs, strict=True)]
         return self._issue(
-            "all_gather", tensors[0], terms(opts), outputs, lambda o: o.all_gather_many(by_tensor, tensors)
+            "all_gather", tensors[0], asked_for(opts), outputs, lambda o: o.all_gather_many(by_tensor, tensors)
         )
 
     def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> GuardedWork:
         return self._issue(
-            "all_gather", tensors[0], terms(opts), outputs, lambda o: o.all_gather_flat_many(outputs, tensors)
+            "all_gather", tensors[0], asked_for(opts), outputs, lambda o: o.all_gather_flat_many(outputs, tensors)
         )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -189,19 +240,19 @@ class GuardedProcessGroup(dist.ProcessGroup):
     def gather(
         self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> GuardedWork:
-        asked, tensor = terms(opts, timeout=timeout, **named), only(tensors)
+        asked, tensor = asked_for(opts, timeout=timeout, **named), only(tensors)
         gathered = outputs if isinstance(tensors, torch.Tensor) else only(outputs) if outputs else []
         return self._issue("gather", tensor, asked, [gathered], lambda o: o.gather(gathered, tensor, asked.root))
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> GuardedWork:
-        asked, output = terms(opts, timeout=timeout, **named), only(outputs)
+        asked, output = asked_for(opts, timeout=timeout, **named), only(outputs)
         sent = inputs if isinstance(outputs, torch.Tensor) else only(inputs) if inputs else []
         return self._issue("scatter", output, asked, [output], lambda o: o.scatter(output, sent, asked.root))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GuardedWork:
-        return self._issue("all_to_all", inputs[0], terms(opts), outputs, lambda o: o.all_to_all(outputs, inputs))
+        return self._issue("all_to_all", inputs[0], asked_for(opts), outputs, lambda o: o.all_to_all(outputs, inputs))
 
     def all_to_all_single(
         self,
@@ -213,7 +264,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
     ) -> GuardedWork:
         """Split along the first dimension, evenly where no splits are given."""
         received, sent = _split(output, output_splits, self._count), _split(tensor, input_splits, self._count)
-        return self._issue("all_to_all", tensor, terms(opts), [output], lambda o: o.all_to_all(received, sent))
+        return self._issue("all_to_all", tensor, asked_for(opts), [output], lambda o: o.all_to_all(received, sent))
 
     alltoall_base = all_to_all_single
 
@@ -231,11 +282,11 @@ class GuardedProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ waiting
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GuardedWork:
-        return self._issue("barrier", None, terms(opts, timeout=timeout), None, lambda o: o.barrier())
+        return self._issue("barrier", None, asked_for(opts, timeout=timeout), None, lambda o: o.barrier())
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A blocking barrier; like every collective of this group it names who did not come."""
-        asked = Terms(timeout=timeout.total_seconds() if timeout is not None else None, blocking=True)
+        asked = Asked(timeout=timeout.total_seconds() if timeout is not None else None, blocking=True)
         self._issue("barrier", None, asked, None, lambda o: o.barrier())
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -245,7 +296,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         """All collectives since `_start_coalescing` as one work, which has ended when they have."""
         together, self._coalescing = self._coalescing or [], None
         work = GuardedWork("the coalesced collectives", None, None)
-        return self._lane.issue(Task("the coalesced collectives", lambda: _wait_for(together), work), False)
+        return self._queue.issue(Task("the coalesced collectives", lambda: _wait_for(together), work), False)
 
     # ------------------------------------------------------------------ the way to the engine
 
@@ -258,56 +309,56 @@ class GuardedProcessGroup(dist.ProcessGroup):
             return None
         if self._timeout is not None:
             return self._timeout
-        config = config_of(_torch.group_name(self._identity), current_config())
+        config = config_of(torch_compat.group_name(self._identity), current_config())
         return config.timeout or config.timeout_eval
 
     def _issue(
         self,
         op: str,
         tensor: torch.Tensor | None,
-        asked: Terms,
+        asked: Asked,
         results: Any,
         plan: Callable[[Operation], Perform],
     ) -> GuardedWork:
-        operation = self._operation(op, tensor, asked.timeout, self._lane)
-        return self._start(self._lane, op, tensor, results, plan(operation), asked.blocking)
+        operation = self._operation(tensor, asked.timeout, self._queue)
+        return self._start(self._queue, op, tensor, results, plan(operation), asked.blocking)
 
     def _operation(
         self,
-        op: str,
         tensor: torch.Tensor | None,
         timeout: float | None,
-        lane: Lane,
+        issued: WorkQueue,
         pair: tuple[int, int] | None = None,
     ) -> Operation:
-        call = Call(
-            op, self._identity, self.limit(timeout), 0 if tensor is None else tensor.numel(), None, "fail", None
+        terms = terms_of(
+            self._identity, self.limit(timeout), 0 if tensor is None else tensor.numel(), atomic=True, on_lost="fail"
         )
-        name, ranks = ":door", None
+        queue = Queue("backend")
         if pair is not None:
-            source, target = (call.ranks[index] for index in pair)
-            name, ranks = f":door:{source}>{target}", tuple(sorted((source, target)))
+            source, target = (terms.ranks[index] for index in pair)
+            queue = Queue(f"backend:{source}>{target}", tuple(sorted((source, target))))
 
-        def run(work: Execution, like: torch.Tensor | None, text: str, key: tuple[object, ...]) -> None:
-            device = torch.device("cpu") if like is None else like.device
-            lane.running(runtime.current().guard(self._identity, device, name, ranks))
+        def run(collective: Collective, arguments: Arguments, cut: ChunkPlan, **said: Any) -> None:
+            like = said.get("like", arguments.tensor)
+            device = like.device
+            issued.running(runtime.current().group(self._identity, device, queue.name, queue.ranks))
             try:
-                call.run(work, like, text, key, lane=name, ranks=ranks).raise_if_failed()
+                dispatch.run(collective, arguments, terms, cut, queue=queue, **said).raise_if_failed()
             finally:
-                lane.running(None)
+                issued.running(None)
 
-        return Operation(call, self._index, run)
+        return Operation(terms, self._index, run)
 
     def _start(
-        self, lane: Lane, op: str, tensor: torch.Tensor | None, results: Any, perform: Perform, blocking: bool
+        self, queue: WorkQueue, op: str, tensor: torch.Tensor | None, results: Any, perform: Perform, blocking: bool
     ) -> GuardedWork:
         device = None if tensor is None else tensor.device
-        text = f"{op} on process group {self._name or _torch.group_name(self._identity)}"
+        text = f"{op} on process group {self._name or torch_compat.group_name(self._identity)}"
         work = GuardedWork(text, results, device)
         stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
         together = self._coalescing
         nbytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
-        lane.issue(Task(text, perform, work, stream, nbytes), blocking and together is None)
+        queue.issue(Task(text, perform, work, stream, nbytes), blocking and together is None)
         if together is not None:
             together.append(work)
         return work
@@ -320,23 +371,12 @@ class GuardedProcessGroup(dist.ProcessGroup):
         if source == target:
             raise ValueError(f"rank {source} cannot send to itself: copy the tensor")
         pair = (source, target)
-        lane = self._pairs.get(pair)
-        if lane is None:
-            lane = self._pairs[pair] = Lane(f"messages-{source}-{target}", self._tell)
-        operation = self._operation("send_recv", tensor, None, lane, pair)
-        call = operation.call
-        call.check("broadcast", tensor)
-        ranks = (call.ranks[source], call.ranks[target])
-        pieces = call.plan(tensor.numel(), None, tensor.element_size())
-        closing = tensor.numel() * tensor.element_size() > call.config.closing_nbytes
-
-        def perform() -> None:
-            own = call.ranks[self._index]
-            work = Broadcast(tensor.data, ranks[0], own, pieces, closing, staged=tensor.is_cuda)
-            text = f"{tensor.numel()} elements, {ranks[0]} to {ranks[1]}, tag {tag}"
-            operation.run(work, tensor.detach().reshape(-1), text, (*ranks, tag))
-
-        return self._start(lane, "send_recv", tensor, [tensor], perform, False)
+        queue = self._pairs.get(pair)
+        if queue is None:
+            queue = self._pairs[pair] = WorkQueue(f"messages-{source}-{target}", self._tell)
+        operation = self._operation(tensor, None, queue, pair)
+        perform = operation.message(tensor, source, target, tag)
+        return self._start(queue, "send_recv", tensor, [tensor], perform, False)
 
     # ------------------------------------------------------------------ scopes
 
@@ -349,11 +389,11 @@ class GuardedProcessGroup(dist.ProcessGroup):
         """Return when nothing is pending; what `raised` tells drops what has not started
         and fails what runs, for all ranks.
         """
-        for lane in self.lanes():
+        for queue in self.queues():
             if raised:
-                lane.drop(raised)
-        for lane in self.lanes():
-            lane.drain(raised)
+                queue.drop(raised)
+        for queue in self.queues():
+            queue.drain(raised)
 
     def leave_scope(self) -> None:
         self._limits.pop()
@@ -387,3 +427,21 @@ def _split(tensor: torch.Tensor, sizes: Sequence[int], count: int) -> list[torch
     if len(sizes) != count or sum(sizes) != rows:
         raise ValueError(f"split sizes {sizes} do not add up to {rows} rows for {count} ranks: give one for each rank")
     return divided(tensor.detach(), sizes)
+
+
+#: The name of the backend for `init_process_group` and `new_group`.
+NAME = "ncclguard"
+
+
+def register() -> None:
+    """Make the backend known to torch; once. Other groups, and the defaults of torch, are not touched."""
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        torch_compat.records_itself(NAME)
+
+
+def _create(options: Any, _: Any) -> dist.ProcessGroup:
+    serve_cpp_callers()
+    # torch's default is nobody's choice: the guard's own settings come before it.
+    chosen = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
+    return GuardedProcessGroup(options.group_rank, options.group_size, chosen)

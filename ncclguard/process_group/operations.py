@@ -1,6 +1,6 @@
 """How each collective of torch is carried out by the engine: what is checked before, what runs, what the caller gets.
 
-Every function checks the arguments in the caller's thread, raising TypeError or ValueError, and returns what the lane
+Every function checks the arguments in the caller's thread, raising TypeError or ValueError, and returns what the queue
 then runs; that raises the typed error of a failed outcome. Tensors are written through `.data`, so that autograd does
 not count a collective as a change, as it does not with torch's own backends.
 """
@@ -9,19 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ReduceOp
 
-from ncclguard import _torch
-from ncclguard.calls import EMPTY, Call, check_tensor, describe, nbytes_of
-from ncclguard.chunking import plan
-from ncclguard.execution import AllGather, AllReduce, Barrier, Broadcast, Execution, ReduceScatter, writable
-from ncclguard.process_group.staged import AllToAll, Gather, Reduce, Scatter, SparseReduce, as_bytes, divided, overwrite
+from ncclguard import torch_compat
+from ncclguard.engine.call import Terms, check_tensor, describe, nbytes_of
+from ncclguard.engine.chunking import EMPTY, ONE, ChunkPlan, plan
+from ncclguard.engine.dispatch import check_carried
+from ncclguard.engine.memory import writable
+from ncclguard.engine.staged import as_bytes, divided, overwrite
+from ncclguard.engine.table import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    MESSAGE,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SPARSE_ALL_REDUCE,
+    Arguments,
+    Collective,
+)
 
 Perform = Callable[[], None]
-#: Runs one engine call to its verdict and raises if that is a failure: (execution, tensor to describe, text, key).
-Run = Callable[[Execution, "torch.Tensor | None", str, tuple[object, ...]], None]
+#: What the ranks of an all-to-all tell each other before it.
+_SIZES = ALL_GATHER.named(ALL_TO_ALL.name)
+
+
+class Run(Protocol):
+    """Runs one collective of the table to its verdict, and raises if that is a failure."""
+
+    def __call__(self, collective: Collective, arguments: Arguments, cut: ChunkPlan, **said: Any) -> None: ...
 
 
 class Operation:
@@ -29,11 +52,11 @@ class Operation:
     `index`: this rank's place in the group.
     """
 
-    def __init__(self, call: Call, index: int, run: Run) -> None:
-        self.call = call
+    def __init__(self, terms: Terms, index: int, run: Run) -> None:
+        self.terms = terms
         self.index = index
         self.run = run
-        self.size = len(call.ranks)
+        self.size = len(terms.ranks)
 
     # ------------------------------------------------------------------ reductions
 
@@ -41,32 +64,24 @@ class Operation:
         if tensor.is_sparse:
             return self._sparse(tensor, op)
         check_tensor(tensor, "tensor", written=True)
-        kind = self._reduction("all_reduce", tensor, op)
-        closing = nbytes_of(tensor) > self.call.config.closing_nbytes
-        pieces = self.call.plan(tensor.numel(), None, tensor.element_size())
-
-        def perform() -> None:
-            work = AllReduce(tensor.data, kind, pieces, closing, staged=tensor.is_cuda)
-            self.run(work, tensor, f"{describe(tensor)}, {kind}", (kind,))
-
-        return self._unless_alone(perform)
+        kind = self._reduction(ALL_REDUCE, tensor, op)
+        cut = self._cut_up(tensor)
+        return self._unless_alone(lambda: self.run(ALL_REDUCE, Arguments(tensor.data, op=kind), cut))
 
     def _sparse(self, tensor: torch.Tensor, op: object) -> Perform:
-        kind = _torch.reduce_op_name(op)
+        kind = torch_compat.reduce_op_name(op)
         if kind not in ("SUM", "AVG") or tensor.is_cuda:
             raise ValueError(
                 f"{kind} of a sparse tensor on {tensor.device} is not supported: use SUM or AVG on the CPU"
             )
-        text = f"sparse {describe(tensor)}, {kind}"
-        return self._unless_alone(
-            lambda: self.run(SparseReduce(tensor, kind == "AVG"), tensor, text, (kind, "sparse", tensor.sparse_dim()))
-        )
+        said = {"detail": f"sparse {describe(tensor)}, {kind}", "key": (kind, "sparse", tensor.sparse_dim())}
+        return self._unless_alone(lambda: self.run(SPARSE_ALL_REDUCE, Arguments(tensor, op=kind), ONE, **said))
 
     def all_reduce_many(self, tensors: Sequence[torch.Tensor], op: object) -> Perform:
         """As one tensor for each dtype; the callers' are written when all of them have succeeded."""
         for tensor in tensors:
             check_tensor(tensor, "tensor", written=True)
-        kinds = [self._reduction("all_reduce", tensor, op) for tensor in tensors]
+        kinds = [self._reduction(ALL_REDUCE, tensor, op) for tensor in tensors]
 
         def perform() -> None:
             done = []
@@ -81,15 +96,14 @@ class Operation:
 
     def reduce(self, tensor: torch.Tensor, root: int, op: object) -> Perform:
         check_tensor(tensor, "tensor", written=True)
-        kind = self._reduction("all_reduce", tensor, op)
-        self._check_root(root)
-        text = f"{describe(tensor)}, {kind}, dst={self.call.ranks[root]}"
-        return self._unless_alone(lambda: self.run(Reduce(tensor, kind, root, self.index), tensor, text, (kind, root)))
+        kind = self._reduction(REDUCE, tensor, op)
+        arguments = Arguments(tensor, op=kind, root=self._checked_root(root))
+        return self._unless_alone(lambda: self.run(REDUCE, arguments, ONE))
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: object) -> Perform:
         check_tensor(output, "output", written=True)
         self._check_length(inputs, "inputs")
-        kind = self._reduction("reduce_scatter", output, op)
+        kind = self._reduction(REDUCE_SCATTER, output, op)
         shapes = tuple(tuple(tensor.shape) for tensor in inputs)
         if inputs[self.index].numel() != output.numel() or any(tensor.dtype != output.dtype for tensor in inputs):
             raise ValueError(
@@ -104,8 +118,9 @@ class Operation:
         def perform() -> None:
             sent = [_padded(tensor, longest) for tensor in inputs] if uneven else [tensor.data for tensor in inputs]
             target = output.new_empty(longest) if uneven else output.data
-            work = ReduceScatter(target, sent, kind, self.call.plan(longest, None, output.element_size()))
-            self.run(work, sent[0].reshape(-1), f"{describe(output)}, {kind}", key)
+            cut = self.terms.plan(longest, None, output.element_size())
+            like, detail = sent[0].reshape(-1), f"{describe(output)}, {kind}"
+            self.run(REDUCE_SCATTER, Arguments(target, sent, op=kind), cut, like=like, detail=detail, key=key)
             if uneven:
                 _put(output, target[: output.numel()])
 
@@ -120,7 +135,7 @@ class Operation:
         """As one tensor for each dtype."""
         pieces = [self._cut(tensor, output, "input") for output, tensor in zip(outputs, inputs, strict=True)]
         for output in outputs:
-            self._reduction("reduce_scatter", output, op)
+            self._reduction(REDUCE_SCATTER, output, op)
 
         def perform() -> None:
             done = []
@@ -142,25 +157,24 @@ class Operation:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Perform:
         check_tensor(tensor, "tensor", written=True)
-        self.call.check("broadcast", tensor)
-        self._check_root(root)
-        source = self.call.ranks[root]
-        closing = nbytes_of(tensor) > self.call.config.closing_nbytes
-        pieces = self.call.plan(tensor.numel(), None, tensor.element_size())
+        check_carried(BROADCAST, tensor, self.terms)
+        source, cut = self._checked_root(root), self._cut_up(tensor)
+        return self._unless_alone(lambda: self.run(BROADCAST, Arguments(tensor.data, root=source), cut))
 
-        def perform() -> None:
-            own = self.call.ranks[self.index]
-            work = Broadcast(tensor.data, source, own, pieces, closing, staged=tensor.is_cuda)
-            self.run(work, tensor, f"{describe(tensor)}, src={source}", (source,))
-
-        return self._unless_alone(perform)
+    def message(self, tensor: torch.Tensor, source: int, target: int, tag: int) -> Perform:
+        """One message between two ranks of the group, which alone take part."""
+        check_carried(MESSAGE, tensor, self.terms)
+        ranks, cut = (self.terms.ranks[source], self.terms.ranks[target]), self._cut_up(tensor)
+        detail = f"{tensor.numel()} elements, {ranks[0]} to {ranks[1]}, tag {tag}"
+        arguments, like = Arguments(tensor.data, root=ranks[0]), tensor.detach().reshape(-1)
+        return lambda: self.run(MESSAGE, arguments, cut, like=like, detail=detail, key=(*ranks, tag))
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Perform:
         check_tensor(tensor, "tensor")
         self._check_length(outputs, "outputs")
         for output in outputs:
             check_tensor(output, "output", written=True)
-        self.call.check("all_gather", tensor)
+        check_carried(ALL_GATHER, tensor, self.terms)
         sizes = tuple(output.numel() for output in outputs)
         if sizes[self.index] != tensor.numel() or any(output.dtype != tensor.dtype for output in outputs):
             raise ValueError(
@@ -175,11 +189,10 @@ class Operation:
             targets, sent = [output.data for output in outputs], tensor.data
             if uneven:
                 targets, sent = [tensor.new_empty(longest) for _ in outputs], _padded(tensor, longest)
-            closing = longest * tensor.element_size() * self.size > self.call.config.closing_nbytes
-            pieces = self.call.plan(longest, None, tensor.element_size())
-            work = AllGather(targets, sent, self.call.ranks, pieces, closing)
+            cut = self.terms.plan(longest, None, tensor.element_size())
             # By length, because a rank may gather the same elements into another shape.
-            self.run(work, sent.reshape(-1), describe(tensor), (sizes,) if uneven else ())
+            like, key = sent.reshape(-1), (sizes,) if uneven else ()
+            self.run(ALL_GATHER, Arguments(sent, targets), cut, like=like, detail=describe(tensor), key=key)
             if uneven:
                 for output, target in zip(outputs, targets, strict=True):
                     _put(output, target[: output.numel()])
@@ -213,8 +226,8 @@ class Operation:
 
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Perform:
         check_tensor(tensor, "tensor")
-        self.call.check("all_gather", tensor)
-        self._check_root(root)
+        check_carried(GATHER, tensor, self.terms)
+        target = self._checked_root(root)
         if self.index == root:
             self._check_length(outputs, "outputs")
             for output in outputs:
@@ -223,23 +236,23 @@ class Operation:
                 raise ValueError(f"every output must be like the input, which is {describe(tensor)}")
         if self.size == 1:
             return lambda: _put(outputs[0], tensor)
-        text = f"{describe(tensor)}, dst={self.call.ranks[root]}"
-        own = outputs if self.index == root else []
-        return lambda: self.run(Gather(tensor, own, root), tensor.detach().reshape(-1), text, (root,))
+        arguments = Arguments(tensor, outputs if self.index == root else [], root=target)
+        like, detail = tensor.detach().reshape(-1), f"{describe(tensor)}, dst={target}"
+        return lambda: self.run(GATHER, arguments, ONE, like=like, detail=detail)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Perform:
         check_tensor(output, "output", written=True)
-        self.call.check("broadcast", output)
-        self._check_root(root)
+        check_carried(SCATTER, output, self.terms)
+        source = self._checked_root(root)
         if self.index == root:
             self._check_length(inputs, "inputs")
             if any(tensor.numel() != output.numel() or tensor.dtype != output.dtype for tensor in inputs):
                 raise ValueError(f"every input must be like the output, which is {describe(output)}")
         if self.size == 1:
             return lambda: _put(output, inputs[0])
-        text = f"{describe(output)}, src={self.call.ranks[root]}"
-        own = inputs if self.index == root else []
-        return lambda: self.run(Scatter(output, own, root), output.detach().reshape(-1), text, (root,))
+        arguments = Arguments(output, inputs if self.index == root else [], root=source)
+        like, detail = output.detach().reshape(-1), f"{describe(output)}, src={source}"
+        return lambda: self.run(SCATTER, arguments, ONE, like=like, detail=detail)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Perform:
         """`outputs[i]` is what the i-th rank has for this one; sizes may differ and are
@@ -254,7 +267,7 @@ class Operation:
             check_tensor(tensor, "tensor")
             if tensor.dtype != first.dtype or tensor.device != first.device:
                 raise ValueError(f"all tensors must be alike, but there are {describe(first)} and {describe(tensor)}")
-        self.call.check("all_gather", first)
+        check_carried(ALL_TO_ALL, first, self.terms)
         if self.size == 1:
             if outputs[0].numel() != first.numel():
                 raise ValueError(f"the output is {describe(outputs[0])}, the input {describe(first)}: make them alike")
@@ -263,9 +276,10 @@ class Operation:
         def perform() -> None:
             sizes = self._sizes([tensor.numel() for tensor in inputs], [tensor.numel() for tensor in outputs])
             moved = tuple(tuple(sent) for sent, _ in sizes)
-            work = AllToAll(outputs, inputs, nothing=not any(map(any, moved)))
-            text = f"{sum(map(sum, moved))} elements of {str(first.dtype).removeprefix('torch.')}"
-            self.run(work, first.new_empty(0), text, (moved,))
+            cut = ONE if any(map(any, moved)) else EMPTY
+            detail = f"{sum(map(sum, moved))} elements of {str(first.dtype).removeprefix('torch.')}"
+            arguments, like = Arguments(others=inputs, outputs=outputs), first.new_empty(0)
+            self.run(ALL_TO_ALL, arguments, cut, like=like, detail=detail, key=(moved,))
 
         return perform
 
@@ -275,12 +289,12 @@ class Operation:
         """
         own = torch.tensor([sent, expected], dtype=torch.int64)
         tables = [torch.empty_like(own) for _ in range(self.size)]
-        self.run(AllGather(tables, own, self.call.ranks, plan(own.numel()), closing=False), own, "sizes", ("sizes",))
+        self.run(_SIZES, Arguments(own, tables), plan(own.numel()), detail="sizes", key=("sizes",))
         sizes = [(table[0].tolist(), table[1].tolist()) for table in tables]
         for source, (outgoing, _) in enumerate(sizes):
             for target, (_, incoming) in enumerate(sizes):
                 if outgoing[target] != incoming[source]:
-                    ranks = self.call.ranks
+                    ranks = self.terms.ranks
                     raise ValueError(
                         f"all_to_all: rank {ranks[source]} sends {outgoing[target]} elements to rank {ranks[target]}, which "
                         f"expects {incoming[source]}: give input and output splits that agree"
@@ -288,21 +302,26 @@ class Operation:
         return sizes
 
     def barrier(self) -> Perform:
-        return self._unless_alone(lambda: self.run(Barrier(EMPTY), None, "", ()))
+        return self._unless_alone(lambda: self.run(BARRIER, Arguments(), EMPTY))
 
     # ------------------------------------------------------------------ inside
 
-    def _reduction(self, kind: str, tensor: torch.Tensor, op: object) -> str:
-        name = _torch.reduce_op_name(op)
-        self.call.check(kind, tensor, name)  # type: ignore[arg-type]
+    def _reduction(self, collective: Collective, tensor: torch.Tensor, op: object) -> str:
+        name = torch_compat.reduce_op_name(op)
+        check_carried(collective, tensor, self.terms, name)
         return name
+
+    def _cut_up(self, tensor: torch.Tensor) -> ChunkPlan:
+        return self.terms.plan(tensor.numel(), None, tensor.element_size())
 
     def _unless_alone(self, perform: Perform) -> Perform:
         return perform if self.size > 1 else lambda: None
 
-    def _check_root(self, root: int) -> None:
+    def _checked_root(self, root: int) -> int:
+        """The global rank of a rank within the group."""
         if not 0 <= root < self.size:
             raise ValueError(f"rank {root} is not in the group, which has {self.size}: ranks count from 0 within it")
+        return self.terms.ranks[root]
 
     def _check_length(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         if len(tensors) != self.size:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from ncclguard import _torch, runtime
+from ncclguard import lifecycle, torch_compat
 from ncclguard.config import seconds
 from ncclguard.incident.stacks import describe_exception
 from ncclguard.outcome import Outcome
 from ncclguard.process_group.group import GuardedProcessGroup
-from ncclguard.process_group.kernels import Kernels
+from ncclguard.process_group.operators import Kernels
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -84,7 +84,7 @@ class redirected:
     def __enter__(self) -> Self:
         detours = []
         with _lock:
-            for group in self._groups or _torch.known_groups():
+            for group in self._groups or torch_compat.known_groups():
                 target = _target_of(group)
                 if target is not None:
                     target.enter_scope(self._limit, self._failures.append)
@@ -128,7 +128,7 @@ def _check(group: object) -> None:
         raise TypeError(
             f"a torch.distributed.ProcessGroup is needed, not {type(group).__name__}: give the group itself"
         )
-    if not _torch.is_member(group):
+    if not torch_compat.is_member(group):
         raise ValueError("the process group was destroyed, or this rank is not in it: redirect groups on their members")
 
 
@@ -136,12 +136,12 @@ def _target_of(group: dist.ProcessGroup) -> GuardedProcessGroup | None:
     """The guarded group for it: itself, or one that is kept for the next scope; None for what cannot be redirected."""
     if isinstance(group, GuardedProcessGroup):
         return group
-    for gone in [known for known in _stand_ins if not _torch.is_member(known)]:
+    for gone in [known for known in _stand_ins if not torch_compat.is_member(known)]:
         _stand_ins.pop(gone).shutdown()
     if type(group) is not dist.ProcessGroup:
         log.warning(
             "ncclguard: collectives on process group %s are not redirected: it is a %s, whose methods are its own",
-            _torch.group_name(group),
+            torch_compat.group_name(group),
             type(group).__name__,
         )
         return None
@@ -196,5 +196,5 @@ def _before_destroy(group: dist.ProcessGroup) -> None:
             gone.shutdown()
 
 
-runtime.on_end(_forget)
-_torch.on_destroy_group(_before_destroy)
+lifecycle.at_end(lifecycle.End.QUEUES, _forget)
+torch_compat.on_destroy_group(_before_destroy)

@@ -7,6 +7,7 @@ none of the caller's process groups.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Literal, Protocol
 import torch
 from torch.distributed import ReduceOp
 
-from .._torch import Store
+from ncclguard import lifecycle
+from ncclguard.torch_compat.groups import Store
 
 Kind = Literal["all_reduce", "reduce_scatter", "broadcast", "all_gather"]
 """The collectives that carry the caller's data, by the names of torch.distributed."""
@@ -205,6 +207,10 @@ class Communicator(ABC):
     def close(self) -> None:
         """Release everything, stopping what is still in flight. Takes at most about a second and never raises."""
 
+    @abstractmethod
+    def leave_to_parent(self) -> None:
+        """In a forked child: everything belongs to the parent, whose connections must not be touched."""
+
 
 class Builder(Protocol):
     """Builds the communicators of one backend, for tensors on ``device``.
@@ -227,10 +233,28 @@ class Builder(Protocol):
     ) -> Communicator:
         """Connect to the other ``ranks``, which must do the same within ``seconds``; else raises TransportError.
 
-        ``store`` is a connection of its own, made by `ncclguard._torch_stores.clone_store`: when the time is over it is
+        ``store`` is a connection of its own, made by `torch_compat.clone_store`: when the time is over it is
         cut, and is unusable then. ``prefix`` must never have been used before, neither by an attempt that failed: keys
         of two attempts do not mix.
         """
 
     def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:
         """Raise TypeError or ValueError, with a sentence, if the backend cannot do this; nothing is sent."""
+
+
+#: The communicators of this process that are not closed; each adds itself.
+live: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for communicator in tuple(live):
+        communicator.close()
+
+
+def _leave_all_to_parent() -> None:
+    for communicator in tuple(live):
+        communicator.leave_to_parent()
+
+
+lifecycle.at_end(lifecycle.End.TRANSPORT, _close_all)
+lifecycle.in_child(_leave_all_to_parent)

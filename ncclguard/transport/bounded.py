@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from .base import TransportError
+from ncclguard import lifecycle
+from ncclguard.transport.base import TransportError
 
 T = TypeVar("T")
 
-_EXIT_GRACE = 2.0  # seconds that interpreter exit waits, in all, for calls that were given up
+_EXIT_GRACE = 2.0  # seconds that interpreter exit waits for a call that was given up
 _RELEASE_GRACE = 0.25  # seconds for a call to end after it was released
 
 _running: set[_Call[Any]] = set()
@@ -28,6 +27,7 @@ class _Call(threading.Thread, Generic[T]):
         self.result: T | None = None
         self.error: BaseException | None = None
         self.release = release
+        self.exit_within = _EXIT_GRACE
         self._call: Callable[[], T] | None = call
         self._finished = threading.Event()
         self._given_up = False
@@ -70,7 +70,7 @@ def bounded(what: str, call: Callable[[], T], seconds: float, release: Callable[
 
     When the time is over ``release()`` is called, which should make the call end (shut the socket it waits on); then
     TransportError is raised, whether it ended or not. A call that did not is left to its thread and its late result
-    dropped. At interpreter exit such calls are released again and waited for, two seconds in all: a thread that comes
+    dropped. At interpreter exit such calls are released again and waited for, two seconds each: a thread that comes
     back from C++ into an interpreter that is being torn down would end the process with SIGABRT.
 
     RuntimeError of the call (torch's errors of store and network) is raised as TransportError, anything else as it is.
@@ -104,14 +104,17 @@ def bounded(what: str, call: Callable[[], T], seconds: float, release: Callable[
 
 
 def in_background(
-    what: str, call: Callable[[], object], release: Callable[[], object] = lambda: None
+    what: str,
+    call: Callable[[], object],
+    release: Callable[[], object] = lambda: None,
+    exit_within: float = _EXIT_GRACE,
 ) -> Background | None:
-    """Run ``call()`` in a thread that nobody need wait for but interpreter exit, as
-    with `bounded`; None if there are no threads any more.
+    """Run ``call()`` in a thread that nobody need wait for; None if there are no threads any more.
 
-    What it raises is kept in ``error`` and goes no further.
+    What it raises is kept in ``error`` and goes no further. Interpreter exit waits for it, ``exit_within`` seconds.
     """
     thread = _Call(what, call, release)
+    thread.exit_within = exit_within
     with _lock:
         _running.add(thread)
     try:
@@ -129,13 +132,13 @@ def keep_for_ever(value: object) -> None:
 
 
 def _end_all() -> None:
-    end = time.monotonic() + _EXIT_GRACE
+    start = time.monotonic()
     with _lock:
         left = list(_running)
     for thread in left:
         thread.give_up()
     for thread in left:
-        thread.ended(end - time.monotonic())
+        thread.ended(start + thread.exit_within - time.monotonic())
 
 
 def _forget_in_child() -> None:
@@ -145,5 +148,5 @@ def _forget_in_child() -> None:
     _running.clear()
 
 
-atexit.register(_end_all)
-os.register_at_fork(after_in_child=_forget_in_child)
+lifecycle.at_end(lifecycle.End.CALLS, _end_all)
+lifecycle.in_child(_forget_in_child)

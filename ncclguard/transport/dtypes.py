@@ -30,8 +30,8 @@ from typing import cast
 import torch
 from torch.distributed import ReduceOp
 
-from .. import _torch
-from .base import Kind, Reduction
+from ncclguard import torch_compat
+from ncclguard.transport.base import Kind, Reduction
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool})
@@ -69,7 +69,7 @@ class Support:
             if dtype in _QUANTIZED:
                 raise TypeError(f"{kind} does not take quantized tensors ({dtype}): send int_repr() and the scale")
             return
-        name = _torch.reduce_op_name(op)
+        name = torch_compat.reduce_op_name(op)
         wire = reduction(name, self.device_type).wire
         if wire not in self.wire_ops:
             raise ValueError(f"{self.backend} does not have {name}: move the tensor to the CPU for it")
@@ -93,7 +93,7 @@ class Support:
         Raises ValueError for any other op.
         """
         if op not in self.wire_ops:
-            name = _torch.reduce_op_name(op)
+            name = torch_compat.reduce_op_name(op)
             raise ValueError(f"{name} is not sent by {self.backend} as it is: use the wire of reduction()")
         return _OF_BOOL.get(op, op) if dtype is torch.bool else op
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import json
 import os
 import secrets
@@ -24,14 +23,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-import psutil
-
-from .._torch import Store
-from .base import TransportError
-from .memory import read_process
+from ncclguard.torch_compat.groups import Store
+from ncclguard.transport.base import TransportError
+from ncclguard.transport.memory import read_process
 
 Wants = tuple[tuple[int, int], ...]
 """What a step waits for: descriptors with the events of `select.poll`. Empty: nothing, but the clock may be read."""
@@ -503,7 +500,7 @@ def await_events(wants: Wants, end: float) -> bool:
     return bool(poll.poll(max(0, int(left * 1000 + 0.999))))
 
 
-# ---------------------------------------------------------------------- sockets and addresses
+# ------------------------------------------------------------------------------------ sockets
 
 
 def _listen(host: str, backlog: int) -> socket.socket:
@@ -533,69 +530,3 @@ def _sockaddr(host: str, port: int) -> tuple[object, ...]:
         plain, _, interface = host.partition("%")
         return plain, port, 0, socket.if_nametoindex(interface)
     return host, port
-
-
-def job_address(master: str = "") -> str:
-    """The address of this host that peers are given, without a scan of anything and without asking a name server twice.
-
-    The first usable interface of ``GLOO_SOCKET_IFNAME`` (as `ncclguard.setup_env` sets it); else what the host's own
-    name stands for, as with gloo; where that is a loopback address only, the source of the route to the job's
-    ``master``; else 127.0.0.1. Raises TransportError where the variable names no interface that has an address.
-    """
-    names = [name.strip() for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
-    if names:
-        found = _interface_address(names)
-        if found is None:
-            raise TransportError(
-                f"GLOO_SOCKET_IFNAME={','.join(names)} names no interface of this host that is up and has an address: "
-                "set it to one that `ip address` shows, or unset it"
-            )
-        return found
-    return _by_name(socket.gethostname(), master or os.environ.get("MASTER_ADDR", ""))
-
-
-def _interface_address(names: Sequence[str]) -> str | None:
-    known = psutil.net_if_addrs()
-    for name in names:
-        for family in (socket.AF_INET, socket.AF_INET6):
-            hosts = [entry.address for entry in known.get(name, ()) if entry.family == family]
-            hosts.sort(key=lambda host: host.startswith("fe80:"))
-            if hosts:
-                return hosts[0]
-    return None
-
-
-@functools.lru_cache(maxsize=8)
-def _by_name(name: str, master: str) -> str:
-    own = [host for host in _resolve(name) if _can_listen(host)]
-    outside = [host for host in own if not _is_loopback(host)]
-    if outside:
-        return outside[0]
-    for host in _resolve(master) if master else []:
-        with contextlib.suppress(OSError), socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
-            probe.connect(_sockaddr(host, 9))  # sends nothing: the kernel only looks for the route
-            source: str = probe.getsockname()[0]
-            if not _is_loopback(source):
-                return source
-    return own[0] if own else "127.0.0.1" if _can_listen("127.0.0.1") else "::1"
-
-
-def _resolve(name: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-def _can_listen(host: str) -> bool:
-    try:
-        with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-            probe.bind(_sockaddr(host, 0))
-    except OSError:
-        return False
-    return True
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host == "::1"

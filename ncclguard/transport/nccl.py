@@ -1,52 +1,203 @@
-"""An NCCL communicator for CUDA tensors. Run on an emulated GPU, not yet on a real one.
-
-Four things differ from the transport of CPU tensors.
-
-- An abort may hang, so it runs in a thread of its own with a limit, and a communicator whose abort hangs is left behind
-  for good, together with the memory it was given: callers hand over staging memory, never the user's, and must not
-  reuse it unless `NcclCommunicator.quiet` says so.
-- An aborted operation looks completed (its kernel has exited, and errors of an aborted communicator are not looked at
-  any more), so that this rank aborted is remembered here and looked at first.
-- A launch may block on a peer as well: NCCL connects ranks when an algorithm is first used (NCCL_RUNTIME_CONNECT), and
-  torch then spins in C++ where no abort reaches it. So another thread launches, and an operation that is not launched
-  yet is one that is not complete yet.
-- A rank that comes late would leave kernels of all others spinning on their GPUs, so votes go over the host's
-  network: an NCCL kernel starts only when every rank has passed the opening round.
-
-Collectives of lists are done on one flat tensor: torch's own keep a hidden one, which goes back to the allocator as
-soon as any stream waits for the operation (torch 2.8 on, ``synchronizeStream``), while the kernel may still use it.
-
-A second communicator beside collectives in flight on other streams can deadlock when ranks launch the two in different
-orders (NCCL user guide, "Using multiple NCCL communicators concurrently"). `safe_*` calls belong at synchronisation
-points. Its stream and the one it is waited for on are from torch's pool, which hands out the same 32 streams to
-everybody in turn: what the program has queued on the same one is waited for too.
-"""
+"""CUDA tensors over NCCL: communicators of the guard's own, built, used and aborted within bounds."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import itertools
 import logging
 import os
+import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import distributed as dist
 from torch.distributed import ReduceOp
 
-from .. import _torch_nccl
-from . import dtypes
-from .base import Agreement, Communicator, Pending, Save, TransportError
-from .bounded import Background, in_background, keep_for_ever
-from .launching import Launch, Launcher
-from .nccl_pending import Launched, NcclPending, failure
-from .streams import StreamCommunicator
+from ncclguard import torch_compat
+from ncclguard.transport import dtypes
+from ncclguard.transport.base import Agreement, Communicator, Kind, Pending, Save, TransportError, live
+from ncclguard.transport.bounded import Background, bounded, in_background, keep_for_ever
+from ncclguard.transport.streams import StreamBuilder, StreamCommunicator
+
+T = TypeVar("T")
+
+
+class Launch(Generic[T]):
+    """One call, for `Launcher.submit`. Once it has ``finished`` it has left its
+    ``result``, or the ``error`` that it raised.
+    """
+
+    __slots__ = ("_call", "_running", "error", "finished", "result")
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call: Callable[[], T] | None = call
+        self._running = threading.Lock()  # cheaper than an Event, and there is one for each piece of a large tensor
+        self._running.acquire()
+        self.finished = False
+        self.result: T | None = None
+        self.error: BaseException | None = None
+
+    def ended(self, seconds: float) -> bool:
+        """Wait up to ``seconds``; whether it has come back."""
+        if not self.finished and self._running.acquire(timeout=max(0.0, seconds)):
+            self._running.release()
+        return self.finished
+
+    def run(self) -> None:
+        call, self._call = self._call, None
+        assert call is not None
+        try:
+            self.result = call()
+        except BaseException as error:  # noqa: BLE001 - for whoever waits for it
+            self.error = error
+        finally:
+            del call
+            self.finished = True
+            self._running.release()
+
+
+class Launcher:
+    """The thread. It ends with `close`; a call that never comes back keeps it, and
+    interpreter exit waits for it with a bound.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._queue: queue.SimpleQueue[Launch[object] | None] = queue.SimpleQueue()
+        calls = self._queue  # the thread must not keep its owner alive
+        if in_background(what, lambda: _run_all(calls), self.close) is None:
+            raise TransportError(f"{what} cannot begin: the program has ended")
+
+    def submit(self, launch: Launch[T]) -> None:
+        """Have it run after all that were submitted before; returns at once."""
+        self._queue.put(launch)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Take nothing more: the thread ends after what was submitted."""
+        self._queue.put(None)
+
+
+def _run_all(calls: queue.SimpleQueue[Launch[object] | None]) -> None:
+    with torch.inference_mode():  # in which results that are inference tensors may be written, and all others too
+        while (launch := calls.get()) is not None:
+            launch.run()
+            del launch  # with the tensors it holds, while the next one is waited for
+
+
+_LAUNCH_SLICE = 0.05  # seconds between two looks at the communicator while a launch does not come back
+_LONGEST_PAUSE = 0.001  # seconds between two looks at a CUDA event
+_ASK_EVERY = 0.1  # seconds between two questions for errors of the communicator
+
+Launched = tuple[dist.Work, torch.cuda.Event]
+
+
+class Owner(Protocol):
+    """The communicator, as its operations see it."""
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it was aborted, and that has ended."""
+
+    def check(self) -> None:
+        """Raise TransportError once it was stopped."""
+
+    def ask(self, work: dist.Work) -> None:
+        """Raise TransportError if NCCL has an error to report."""
+
+    def complete(self, pending: NcclPending) -> None:
+        """Forget an operation that is complete, with the tensors that were kept for it."""
+
+
+class NcclPending(Pending):
+    """One operation of an NCCL group; complete when its event has been reached on the GPU and nobody has aborted."""
+
+    __slots__ = ("_ask_at", "_done", "_owner", "launch")
+
+    def __init__(self, owner: Owner, launch: Launch[Launched]) -> None:
+        self.launch = launch
+        self._owner = owner
+        self._done = False
+        self._ask_at = 0.0
+
+    def wait(self, seconds: float) -> bool:
+        """See `Pending.wait`. Polls: ``Work.wait`` would block, and with a timeout abort
+        the communicator when that is over.
+        """
+        if self._done:
+            return True
+        end = time.monotonic() + seconds
+        self._owner.check()
+        while not self.launch.ended(min(_LAUNCH_SLICE, end - time.monotonic())):
+            self._owner.check()
+            if time.monotonic() >= end:
+                return False
+        work, event = self._launched()
+        pause = 0.00002
+        while not self._poll(work, event):
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._done = True
+        self._owner.complete(self)
+        return True
+
+    def _launched(self) -> Launched:
+        """What the launch has left. Raises its error as what it means to the guard."""
+        error = self.launch.error
+        if error is not None:
+            self._owner.check()  # "communicator was aborted" is the consequence
+            raise failure(error) from error
+        assert self.launch.result is not None
+        return self.launch.result
+
+    def _poll(self, work: dist.Work, event: torch.cuda.Event) -> bool:
+        self._owner.check()
+        try:
+            reached = bool(event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise failure(error) from error
+        self._owner.check()  # an abort makes the event come too, and sets its flag before
+        now = time.monotonic()
+        if self._ask_at == 0.0:
+            self._ask_at = now + _ASK_EVERY
+        if reached or now >= self._ask_at:
+            self._owner.ask(work)
+            self._ask_at = now + _ASK_EVERY
+        return reached
+
+    def over(self) -> bool:
+        """Whether nothing of it can touch its tensors any more, for whatever reason."""
+        if self._done:
+            return True
+        if not self.launch.finished:
+            return False
+        if self.launch.error is not None:
+            # RuntimeError is torch's: NCCL may have queued a part of the operation, which only an abort ends for sure.
+            return self._owner.aborted or not isinstance(self.launch.error, RuntimeError)
+        assert self.launch.result is not None
+        try:
+            return bool(self.launch.result[1].query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # CUDA itself is broken: nothing is known
+            return False
+
+
+def failure(error: BaseException) -> BaseException:
+    """What an error of torch means to the guard.
+
+    A RuntimeError is the communicator's; out of memory and a broken device are this rank's; others are what they are.
+    """
+    if isinstance(error, torch.OutOfMemoryError):  # a RuntimeError too
+        return MemoryError(str(error))
+    if torch_compat.of_own_device(error):  # likewise
+        return error
+    return TransportError(str(error)) if isinstance(error, RuntimeError) else error
+
 
 _log = logging.getLogger("ncclguard")
 
@@ -57,8 +208,6 @@ _PAUSE = 0.001  # seconds between two looks at what is to become quiet
 _ASK_SLICE = 0.05  # seconds between two looks at the communicator while another thread asks NCCL or aborts
 _LAUNCHED_WITHIN = 0.2  # seconds that an abort waits for a launch to come back
 _ASKED_WITHIN = 1.0  # seconds that an abort waits for an answer of NCCL in another thread
-
-_live: weakref.WeakSet[NcclCommunicator] = weakref.WeakSet()
 
 
 class NcclCommunicator(Communicator):
@@ -90,7 +239,7 @@ class NcclCommunicator(Communicator):
         self._launcher.submit(Launch(functools.partial(torch.cuda.set_device, device)))
         # Operations with the tensors they use: neither may be freed while a kernel can still touch them.
         self._flying: dict[NcclPending, tuple[torch.Tensor, ...]] = {}
-        _live.add(self)
+        live.add(self)
 
     # --- operations -----------------------------------------------------------------------------------------------
 
@@ -195,7 +344,7 @@ class NcclCommunicator(Communicator):
                 self.check()  # stopped while it waited for its turn
                 work = call(group)
                 with torch.cuda.stream(probe):
-                    work.synchronize()  # makes the probe stream wait, not this thread
+                    torch_compat.make_stream_wait(work)  # the probe stream, not this thread
                     if afterwards is not None:
                         afterwards()
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -225,9 +374,11 @@ class NcclCommunicator(Communicator):
             self.check()
         try:
             self.check()
+            # torch prints once in a process that exception() is being deprecated. What it offers instead, wait(), would
+            # abort the communicator on an error, here, where an abort that hangs cannot be left behind.
             error = work.exception() if work.is_completed() else None
         except RuntimeError as raised:
-            raise TransportError(str(raised)) from raised
+            raise failure(raised) from raised
         finally:
             self._asking.release()
         if error is not None:
@@ -254,7 +405,9 @@ class NcclCommunicator(Communicator):
             self._stopped = True  # before the abort: from here on "completed" means nothing
             if first and self._group is not None and self._pid == os.getpid():
                 # None at interpreter exit, when there are no threads: an abort that hangs must not hang the exit.
-                self._aborter = in_background("abort", functools.partial(self._abort, self._group))
+                self._aborter = in_background(
+                    "abort", functools.partial(self._abort, self._group), exit_within=_ENDS_WITHIN
+                )
         self._votes.stop()
         if self._aborter is not None:
             self._aborter.ended(end - time.monotonic())
@@ -320,7 +473,7 @@ class NcclCommunicator(Communicator):
         if group is None:
             return
         if healthy and self._pid == os.getpid():
-            closer = in_background("close", functools.partial(_shut, [group]))
+            closer = in_background("close", functools.partial(_shut, [group]), exit_within=_ENDS_WITHIN)
             del group
             if closer is not None:
                 closer.ended(_CLOSE_WAIT)
@@ -348,7 +501,7 @@ def abort_group(group: Any, device: torch.device) -> None:
 def _shut(last: list[Any]) -> None:
     """Release a healthy group, of which this is the only reference: its destructor is to run here."""
     try:
-        _torch_nccl.shut_nccl_group(last[0])
+        torch_compat.shut_nccl_group(last[0])
     except RuntimeError as error:
         _log.warning("ncclguard: releasing an NCCL communicator failed, its memory may stay in use: %s", error)
     last.clear()
@@ -362,15 +515,139 @@ def _errors_of_torch() -> Iterator[None]:
         raise failure(error) from error
 
 
-def _close_all() -> None:
-    for communicator in tuple(_live):
-        communicator.close()
+#: Seconds that interpreter exit waits for an abort that hangs: one that comes back while the interpreter is being torn
+#: down ends the process with SIGABRT (seen with aborts of 6 and 9 s), and a launcher would blame this rank.
+_ENDS_WITHIN = 10.0
+#: Of torch's own watchdog, where it cannot be done without: beyond any deadline of the guard.
+_WATCHDOG_AFTER = timedelta(days=7)
+#: That torch waits for NCCL in abort(); nothing else is bounded by the group's own timeout.
+_ABORT_LIMIT = timedelta(seconds=60)
 
 
-def _leave_to_parent() -> None:
-    for communicator in tuple(_live):
-        communicator.leave_to_parent()
+class NcclBuilder:
+    """Builds `NcclCommunicator`, see `Builder`, on ``device``: that of the tensors,
+    which need not be the current one.
+    """
+
+    # Enough to keep the GPU busy; collectives of lists need memory for each, of the size of all its parts.
+    max_in_flight = 8
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:
+        dtypes.NCCL.check(kind, dtype, op)
+
+    def build(
+        self,
+        store: torch_compat.Store,
+        prefix: str,
+        ranks: tuple[int, ...],
+        index: int,
+        generation: int,
+        seconds: float,
+    ) -> NcclCommunicator:
+        end = time.monotonic() + seconds
+        # The votes first: they show in bounded time who is there, and NCCL's start cannot be ended as surely.
+        votes = StreamBuilder(disconnects=False).build(store, f"{prefix}/votes", ranks, index, generation, seconds)
+        attempt = _Attempt(self.device, votes, end)
+        what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers over NCCL"
+
+        def give_up() -> None:
+            torch_compat.disconnect(store)
+            attempt.give_up()
+
+        try:
+            communicator = bounded(
+                what, lambda: attempt.connect(store, f"{prefix}/nccl"), end - time.monotonic(), give_up
+            )
+            torch_compat.disconnect(store)  # as after building over gloo: NCCL has exchanged its id
+            return communicator
+        except BaseException as error:
+            votes.stop()
+            votes.close()
+            if error.__cause__ is not None and torch_compat.of_own_device(error.__cause__):
+                raise error.__cause__ from None  # no fault of the network's: another try on this device ends alike
+            raise
 
 
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_leave_to_parent)
+class _Attempt:
+    """One try to connect. It clears up after itself in the thread that it runs in, however late that comes back."""
+
+    def __init__(self, device: torch.device, votes: StreamCommunicator, end: float) -> None:
+        self._device = device
+        self._votes = votes
+        self._end = end
+        self._lock = threading.Lock()
+        self._given_up = self._left_behind = False
+        self._group: Any = None  # while it is connecting
+        self._communicator: NcclCommunicator | None = None
+
+    def connect(self, store: torch_compat.Store, prefix: str) -> NcclCommunicator:
+        torch.cuda.set_device(self._device)
+        keys = torch_compat.PrefixStore(prefix, store)
+        group = torch_compat.new_nccl_group(keys, prefix, self._votes.ranks, self._votes.index, _WATCHDOG_AFTER)
+        with self._lock:
+            self._group = group
+        try:
+            group.eager_connect_single_device(self._device)
+            with self._lock:
+                self._check()
+                communicator = self._communicator = NcclCommunicator(group, self._votes, self._device)
+                self._group = None
+        except BaseException:
+            with self._lock:
+                self._group = None
+            self._leave_behind(group)
+            raise
+        try:
+            self._try_out(communicator)
+        except BaseException:
+            communicator.close()
+            raise
+        return communicator
+
+    def _try_out(self, communicator: NcclCommunicator) -> None:
+        """One operation: what cannot be connected at all is to show here. Others connect
+        more, for the algorithms they use.
+        """
+        first = communicator.all_reduce(torch.zeros(1, device=self._device), ReduceOp.SUM)
+        while not first.wait(0.1):
+            if time.monotonic() >= self._end:
+                raise TransportError("the first NCCL operation did not complete")
+        with self._lock:
+            self._check()
+
+    def _check(self) -> None:
+        if self._given_up:
+            raise TransportError("NCCL has connected after this was given up")
+
+    def give_up(self) -> None:
+        """From another thread: end what can be ended."""
+        with self._lock:
+            self._given_up = True
+            communicator, group = self._communicator, self._group
+        if communicator is not None:
+            communicator.stop()
+        elif group is not None:
+            self._leave_behind(group)
+
+    def _leave_behind(self, group: Any) -> None:
+        """Abort a group that is not connected, in the background, and keep it: its destructor may block.
+
+        A communicator that is being connected is out of the abort's reach: torch knows it only afterwards, or holds its
+        lock until TORCH_NCCL_NONBLOCKING_TIMEOUT. So it is aborted again when the connecting thread comes back.
+        """
+        with self._lock:
+            first, self._left_behind = not self._left_behind, True
+        if first:
+            keep_for_ever(group)
+            self._report()
+        in_background("abort", lambda: abort_group(group, self._device), exit_within=_ENDS_WITHIN)
+
+    def _report(self) -> None:
+        _log.warning(
+            "ncclguard: a try to connect over NCCL failed and is left behind; what it holds on %s is released when NCCL itself "
+            "gives up, which it may never do. If the next try fails as well, restart this process.",
+            self._device,
+        )

@@ -23,9 +23,9 @@ import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from .base import Save
-from .links import NOW, Address, Link, LinkError, Links, Steps, wants_of
-from .memory import Arithmetic, address_of, copy_bytes, read_process
+from ncclguard.transport.base import Save
+from ncclguard.transport.links import NOW, Address, Link, LinkError, Links, Steps, wants_of
+from ncclguard.transport.memory import Arithmetic, address_of, copy_bytes, read_process
 
 #: Bytes of one segment: long enough that handling it costs little beside moving it, short enough that it is still in
 #: the second-level cache when it is added up and passed on. Measured on 2 cores with 2 and 4 ranks, 128 KiB to 1 MiB.

@@ -7,32 +7,29 @@ where nobody catches it.
 
 from __future__ import annotations
 
-import atexit
 import errno
 import os
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 from torch.distributed import ReduceOp
 
-from .. import _torch, _torch_stores
-from ..config import current_config
-from . import dtypes
-from .base import Agreement, Communicator, Disagreement, Kind, Pending, Save, TransportError
-from .bounded import bounded
-from .exchange import Exchange
-from .links import LinkError, Links, Steps, advance, connect, job_address
-from .memory import Arithmetic, view_of
-from .ring import Mismatch, Ring
+from ncclguard import torch_compat
+from ncclguard.config import current_config
+from ncclguard.environment.network import job_address
+from ncclguard.transport import dtypes
+from ncclguard.transport.base import Agreement, Communicator, Disagreement, Kind, Pending, Save, TransportError, live
+from ncclguard.transport.bounded import bounded
+from ncclguard.transport.links import LinkError, Links, Steps, advance, connect
+from ncclguard.transport.memory import Arithmetic, view_of
+from ncclguard.transport.ring import Mismatch, Ring
+from ncclguard.transport.votes import Exchange
 
 _CLOSE_WAIT = 0.5  # seconds that close() waits for a thread that is still in an operation
 _STORE_SHARE = 0.9  # of the time for a build, after which a store call has to come back
-
-_live: weakref.WeakSet[StreamCommunicator] = weakref.WeakSet()
 
 
 class StreamCommunicator(Communicator):
@@ -53,7 +50,7 @@ class StreamCommunicator(Communicator):
         self._broken_off = ""  # why nothing more can be carried
         self._pid = os.getpid()
         self.payload_nbytes = self._exchange.payload_nbytes
-        _live.add(self)
+        live.add(self)
 
     @property
     def host(self) -> StreamCommunicator:
@@ -220,32 +217,24 @@ class StreamBuilder:
         dtypes.CPU.check(kind, dtype, op)
 
     def build(
-        self, store: _torch.Store, prefix: str, ranks: tuple[int, ...], index: int, generation: int, seconds: float
+        self,
+        store: torch_compat.Store,
+        prefix: str,
+        ranks: tuple[int, ...],
+        index: int,
+        generation: int,
+        seconds: float,
     ) -> StreamCommunicator:
         end = time.monotonic() + seconds
         direct = current_config().cross_memory
 
         def build() -> StreamCommunicator:
             store.set_timeout(timedelta(seconds=max(0.001, seconds * _STORE_SHARE)))
-            keys = _torch.PrefixStore(prefix, store)
+            keys = torch_compat.PrefixStore(prefix, store)
             links = connect(keys, job_address(), len(ranks), index, end, direct)
             if self._disconnects:
-                _torch_stores.disconnect(store)  # its host has one descriptor less to keep
+                torch_compat.disconnect(store)  # its host has one descriptor less to keep
             return StreamCommunicator(links, ranks, generation)
 
         what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers"
-        return bounded(what, build, seconds, lambda: _torch_stores.disconnect(store))
-
-
-def _close_all() -> None:
-    for communicator in tuple(_live):
-        communicator.close()
-
-
-def _leave_to_parent() -> None:
-    for communicator in tuple(_live):
-        communicator.leave_to_parent()
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_leave_to_parent)
+        return bounded(what, build, seconds, lambda: torch_compat.disconnect(store))

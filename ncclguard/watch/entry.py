@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
-from ncclguard import _torch, runtime
+from ncclguard import torch_compat
 from ncclguard.config import seconds
+from ncclguard.engine import runtime
 from ncclguard.errors import GuardError
 from ncclguard.incident.model import Incident
 from ncclguard.watch.watcher import Settings, Watcher
@@ -107,7 +108,7 @@ def watch(
             _current.stop()
         _current = handle = Watch(settings)
         runtime.install()
-        _torch.on_init(_begin)
+        torch_compat.on_init(_begin)
         if dist.is_available() and dist.is_initialized():
             try:
                 handle._start()

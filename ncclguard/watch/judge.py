@@ -1,65 +1,37 @@
 """Who holds up the collectives that the guard does not carry: a pure function of what the ranks report.
 
-The counterpart of `agreement.decision.decide` for one seat that covers all groups of the job. A raw collective has no
+The counterpart of `protocol.decision.decide` for one state that covers all groups of the job. A raw collective has no
 closing round and may end on one rank before another has entered it, so nothing is ever committed or resumed here: what
 is decided is who is to blame, and only that.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ncclguard.agreement import codec
-from ncclguard.agreement.decision import (
+from ncclguard.cause import Cause
+from ncclguard.protocol.decision import (
     PRECEDENCE,
     Action,
     Departure,
+    Issued,
     Operation,
     Phase,
     Report,
     Sides,
     TroubleKind,
     Verdict,
+    Waiting,
+    Watched,
     divergence,
     largest_first,
 )
-from ncclguard.outcome import Cause
-
-#: The key of what a rank says about its collectives in the details of its report.
-DETAIL: Final = "watch"
-
-#: The key, in the details of the departure of a rank that left by itself, of the last number it issued in each channel.
-ISSUED: Final = "issued"
-
-#: The key, in both, of the last collectives it issued: channel, number, fingerprint and text of each, the latest last.
-RECENT: Final = "recent"
+from ncclguard.torch_compat.failures import broken_collective
 
 #: What a rank adds to its last words when its exception comes from a broken collective.
 BROKEN: Final = "(a collective broke)"
-
-_TRANSPORT: Final = re.compile(
-    r"/gloo/|Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting \d+ms for"
-    r"|Application timeout caused pair closure|ProcessGroup(NCCL|Gloo)|NCCL (error|communicator was aborted)"
-    r"|nccl(Remote|System)Error|DistBackendError"
-    # nccl2 raises a plain RuntimeError: "NCCL Broadcast failed in all_gather: ..." (torch 2.15)
-    r"|NCCL \w+ failed|NCCL operation timed out|remote process exited or there was a network error"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """One rank waits in one collective, or saw it break."""
-
-    channel: str
-    members: tuple[int, ...]
-    sequence: int
-    fingerprint: int
-    text: str
-    age: float
-    broken: bool = False  # its transport failed: it has ended with an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +48,13 @@ class Finding:
 
 def is_consequence(text: str) -> bool:
     """Whether an exception's text is that of a broken collective, so that it is a consequence and not a cause."""
-    return BROKEN in text or _TRANSPORT.search(text) is not None
+    return BROKEN in text or broken_collective(text)
 
 
 def has_issued(departure: Departure, awaited: Mapping[str, int]) -> bool:
     """Whether a rank that left had issued what is awaited, given by channel and number; False where it did not say."""
-    issued = departure.details.get(ISSUED)
-    return isinstance(issued, Mapping) and all(issued.get(c, 0) >= sequence for c, sequence in awaited.items())
+    said = departure.watched
+    return said is not None and all(said.issued.get(c, 0) >= sequence for c, sequence in awaited.items())
 
 
 def expired(reports: Mapping[int, Report]) -> bool:
@@ -148,46 +120,29 @@ def verdict_of(finding: Finding, generation: int, members: Sequence[int], **fact
 # ---------------------------------------------------------------------- what the ranks wait in
 
 
-def _waits(report: Report) -> tuple[Wait, ...]:
-    said = report.details.get(DETAIL)
-    items = said.get("waits", ()) if isinstance(said, Mapping) else ()
-    return tuple(_wait(item) for item in items)
+def _waits(report: Report) -> tuple[Waiting, ...]:
+    return () if report.watched is None else report.watched.waits
 
 
-def _issued(waits: tuple[Wait, ...], said: object, channel: str, sequence: int) -> Operation | None:
+def _issued(waits: tuple[Waiting, ...], said: Watched | None, channel: str, sequence: int) -> Operation | None:
     """What a rank issued under this number; None where it did not, or it is not known any more."""
-    recent = said.get(RECENT, ()) if isinstance(said, Mapping) else ()
-    items = [(w.channel, w.sequence, w.fingerprint, w.text) for w in waits] + [tuple(item) for item in recent]
-    found = next((item for item in items if item[:2] == (channel, sequence) and item[2]), None)
-    return None if found is None else Operation(sequence, int(found[2]), str(found[3]))
-
-
-def _wait(item: Sequence[Any]) -> Wait:
-    channel, members, sequence, fingerprint, text, age, broken = item
-    return Wait(
-        str(channel), codec.ranks_of(members), int(sequence), int(fingerprint), str(text), float(age), bool(broken)
-    )
+    known: tuple[Waiting | Issued, ...] = (*waits, *(() if said is None else said.recent))
+    found = next((one for one in known if (one.channel, one.sequence) == (channel, sequence) and one.fingerprint), None)
+    return None if found is None else Operation(sequence, found.fingerprint, found.text)
 
 
 def _done(report: Report, channel: str) -> int | None:
-    """Up to where this rank has ended the channel's collectives; None when it does not know the channel."""
-    said = report.details.get(DETAIL)
-    done = said.get("done", {}) if isinstance(said, Mapping) else None
-    return None if done is None else int(done.get(channel, 0))
+    """Up to where this rank has ended the channel's collectives; None when it does not watch them."""
+    return None if report.watched is None else report.watched.done.get(channel, 0)
 
 
 def _budget(report: Report, age: float) -> float | None:
     """What is left of this rank's limit; the report's own budget says how long to wait for answers."""
-    said = report.details.get(DETAIL)
-    limit = said.get("limit") if isinstance(said, Mapping) else None
-    return None if limit is None else float(limit) - age
+    limit = None if report.watched is None else report.watched.limit
+    return None if limit is None else limit - age
 
 
-def _observes(report: Report) -> bool:
-    return isinstance(report.details.get(DETAIL), Mapping)
-
-
-def _stalled(waits: Mapping[int, tuple[Wait, ...]]) -> dict[str, tuple[int, tuple[int, ...]]]:
+def _stalled(waits: Mapping[int, tuple[Waiting, ...]]) -> dict[str, tuple[int, tuple[int, ...]]]:
     """For each channel that somebody waits in: the lowest number waited for, and the members."""
     found: dict[str, tuple[int, tuple[int, ...]]] = {}
     for wait in (wait for items in waits.values() for wait in items):
@@ -196,7 +151,7 @@ def _stalled(waits: Mapping[int, tuple[Wait, ...]]) -> dict[str, tuple[int, tupl
     return found
 
 
-def _oldest(stalled: Mapping[str, object], waits: Mapping[int, tuple[Wait, ...]]) -> str:
+def _oldest(stalled: Mapping[str, object], waits: Mapping[int, tuple[Waiting, ...]]) -> str:
     """The channel that has been waited in for the longest time."""
     ages = {
         channel: max(w.age for items in waits.values() for w in items if w.channel == channel) for channel in stalled
@@ -224,14 +179,14 @@ def _gone(
     found = {
         rank: d
         for rank, d in departed.items()
-        if (rank in awaited or (told and d.cause is not Cause.EXITED and not d.told))
+        if (rank in awaited or (told and d.cause is not Cause.EXITED and not d.terminated))
         and not (d.cause is Cause.FAILED and is_consequence(d.text))
         and (spent or not has_issued(d, {c: sequence for c, (sequence, m) in stalled.items() if rank in m}))
     }
     for sent_away in (False, True):  # launchers end all when one is gone
         for cause in (Cause.FAILED, Cause.LOST, Cause.EXITED):
             ranks: dict[int, Cause] = {
-                rank: cause for rank, d in found.items() if d.cause is cause and d.told is sent_away
+                rank: cause for rank, d in found.items() if d.cause is cause and d.terminated is sent_away
             }
             if ranks:
                 return ranks
@@ -242,7 +197,7 @@ def _mismatch(
     stalled: Mapping[str, tuple[int, tuple[int, ...]]],
     reports: Mapping[int, Report],
     departed: Mapping[int, Departure],
-    waits: Mapping[int, tuple[Wait, ...]],
+    waits: Mapping[int, tuple[Waiting, ...]],
 ) -> tuple[str, tuple[int, ...], Sides] | None:
     """A channel whose members issued different collectives under the number that is
     waited for, who is odd, and the sides.
@@ -254,9 +209,8 @@ def _mismatch(
     for channel, (sequence, members) in sorted(stalled.items()):
         called = {}
         for rank in members:
-            said = reports[rank].details.get(DETAIL) if rank in reports else None
-            if rank in departed:
-                said = departed[rank].details
+            source = departed.get(rank) or reports.get(rank)
+            said = None if source is None else source.watched
             operation = _issued(waits.get(rank, ()), said, channel, sequence)
             if operation is not None:
                 called[rank] = Report(rank=rank, generation=0, operation=operation)
@@ -276,7 +230,7 @@ def _missing(
     stalled: Mapping[str, tuple[int, tuple[int, ...]]],
     reports: Mapping[int, Report],
     silent: Mapping[int, Cause],
-    waits: Mapping[int, tuple[Wait, ...]],
+    waits: Mapping[int, tuple[Waiting, ...]],
 ) -> tuple[str, dict[int, Cause], Sides] | None:
     """Members that have not entered what the others wait in; one that waits elsewhere only passes the delay on."""
     passing_on: dict[int, str] = {}
@@ -291,7 +245,7 @@ def _missing(
                 if elsewhere:
                     passing_on[rank] = elsewhere
                 else:
-                    causes[rank] = Cause.LATE if _observes(reports[rank]) else Cause.UNKNOWN
+                    causes[rank] = Cause.UNKNOWN if reports[rank].watched is None else Cause.LATE
         if causes and (best is None or len(causes) > len(best[1])):
             best = channel, causes
     if best is not None:
@@ -302,7 +256,7 @@ def _missing(
 def _cycle(
     stalled: Mapping[str, tuple[int, tuple[int, ...]]],
     passing_on: Mapping[int, str],
-    waits: Mapping[int, tuple[Wait, ...]],
+    waits: Mapping[int, tuple[Waiting, ...]],
 ) -> tuple[str, dict[int, Cause], Sides]:
     """Ranks that wait for each other in different collectives: all sides are shown, a
     strict majority accuses the rest.
@@ -318,7 +272,7 @@ def _cycle(
     return _oldest(stalled, waits), dict.fromkeys(sorted(odd), Cause.DIVERGED), shown
 
 
-def _entered(report: Report, waits: tuple[Wait, ...], channel: str, sequence: int) -> bool:
+def _entered(report: Report, waits: tuple[Waiting, ...], channel: str, sequence: int) -> bool:
     done = _done(report, channel)
     return (done is not None and done >= sequence) or any(
         wait.channel == channel and wait.sequence <= sequence for wait in waits
@@ -334,7 +288,7 @@ def _finding(
     causes: dict[int, Cause],
     sides: Sides,
     reports: Mapping[int, Report],
-    waits: Mapping[int, tuple[Wait, ...]],
+    waits: Mapping[int, tuple[Waiting, ...]],
     cause: Cause = Cause.UNKNOWN,
 ) -> Finding:
     sequence = stalled[channel][0] if channel else 0
@@ -343,7 +297,7 @@ def _finding(
 
 def _project(
     reports: Mapping[int, Report],
-    waits: Mapping[int, tuple[Wait, ...]],
+    waits: Mapping[int, tuple[Waiting, ...]],
     channel: str,
     sequence: int,
 ) -> dict[int, Report]:

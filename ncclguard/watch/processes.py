@@ -6,7 +6,8 @@ import os
 import select
 from collections.abc import Iterable
 
-from ncclguard.agreement.liveness import Identity, Sight, look_here, process_state
+from ncclguard.coordination.liveness import Identity, Sight, look_here
+from ncclguard.incident.host_processes import process_state
 
 
 class Processes:

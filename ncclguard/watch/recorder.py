@@ -8,14 +8,14 @@ import contextlib
 import hashlib
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
 
 import torch.distributed as dist
 
-from ncclguard import _torch
+from ncclguard import torch_compat
 from ncclguard.deadlines.stopping import backends
 
 #: Operations whose sizes must be equal on all ranks; of the others only the name is compared.
@@ -75,10 +75,11 @@ class Recorder:
         self._channels: dict[str, _Channel] = {}
         self._recorders: tuple[str, ...] = ()
         self._covered: set[str] = set()  # recorders that have shown something
+        self._connected: set[str] = set()  # channels of which it is known, or not asked any more
         self._blind: dict[str, int] = {}  # channel -> collectives issued on it
         self._moved: dict[str, tuple[int, float]] = {}  # channel -> sequence number, when it was first seen
-        _torch.on_destroy(_note_all)
-        _torch.on_destroy_group(_note)
+        torch_compat.on_destroy(_note_all)
+        torch_compat.on_destroy_group(_note)
 
     @property
     def blind(self) -> tuple[str, ...]:
@@ -94,7 +95,7 @@ class Recorder:
         uncovered = self._issued_uncovered()
         found: dict[str, tuple[int, int]] = {}
         for recorder in self._recorders:
-            trace = _torch.recorder_dump(recorder, entries=False)
+            trace = torch_compat.recorder_dump(recorder, entries=False)
             if trace is None:
                 continue
             self._covered.add(recorder)
@@ -102,6 +103,7 @@ class Recorder:
                 numbers = (int(counters["last_enqueued_collective"]), int(counters["last_completed_collective"]))
                 found[f"{recorder}/{name}"] = numbers
         self._blind = {c: n for c, n in uncovered.items() if self._channels[c].recorder not in self._covered}
+        found |= {channel: (1, -1) for channel in self._maybe_connecting()}
         now = time.monotonic()
         for channel, issued in self._blind.items():
             if self._moved.get(channel, (-1, 0.0))[0] != issued:
@@ -110,8 +112,8 @@ class Recorder:
         return found
 
     def errors(self) -> dict[str, str]:
-        """Channels whose backend has found an error by itself, with its kind: see `ncclguard._torch.backend_error`."""
-        kinds = {c: _torch.backend_error(own.group, own.backend) for c, own in self._channels.items()}
+        """Channels whose backend has found an error by itself, with its kind: see `torch_compat.backend_error`."""
+        kinds = {c: torch_compat.backend_error(own.group, own.backend) for c, own in self._channels.items()}
         return {channel: kind for channel, kind in kinds.items() if kind is not None}
 
     def observe(self) -> Observation:
@@ -122,13 +124,15 @@ class Recorder:
         done: dict[str, int] = {}
         recent: list[tuple[int, tuple[str, tuple[int, ...], dict[str, Any], str]]] = []
         for recorder in self._recorders:
-            trace = _torch.recorder_dump(recorder, entries=True)
+            trace = torch_compat.recorder_dump(recorder, entries=True)
             found = _by_group((trace or {}).get("entries", ()))
             for channel, own in self._channels.items():
                 if own.recorder != recorder or channel in self._blind:
                     continue
                 entries = found.get(own.name, [])
-                waiting = [entry for entry in entries if not _torch.recorded_end(entry)]
+                if entries:
+                    self._connected.add(channel)
+                waiting = [entry for entry in entries if not torch_compat.recorded_end(entry)]
                 issued[channel] = done[channel] = _issued(own, entries)
                 last = entries[-RECENT:]
                 recent += [(int(e.get("time_created_ns", 0)), (channel, own.ranks, e, recorder)) for e in last]
@@ -136,33 +140,62 @@ class Recorder:
                     oldest = min(waiting, key=lambda entry: int(entry["collective_seq_id"]))
                     done[channel] = int(oldest["collective_seq_id"]) - 1
                     pending.append(_pending(channel, own.ranks, oldest, recorder))
+        self._observe_connecting(pending, issued, done)
         self._observe_blind(pending, issued, done)
         recent.sort(key=lambda item: item[0])
         return Observation(tuple(pending), issued, done, tuple(_pending(*found) for _, found in recent[-RECENT:]))
 
     def _learn_groups(self) -> None:
-        groups = _torch.known_groups()
+        groups = torch_compat.known_groups()
         if groups == self._groups:
             return
         channels = {}
         for group in groups:
-            ranks = _torch.group_ranks(group)
+            ranks = torch_compat.group_ranks(group)
             if len(ranks) > 1:
-                name = _torch.group_name(group)
+                name = torch_compat.group_name(group)
                 for backend in sorted(_backends(group)):
-                    recorder = _torch.recorder_name(group, backend)
+                    recorder = torch_compat.recorder_name(group, backend)
                     channels[f"{name}:{backend}"] = _Channel(group, name, backend, recorder, ranks)
         self._channels = channels
         self._recorders = tuple(sorted({channel.recorder for channel in channels.values()}))
         self._covered &= set(self._recorders)
+        self._connected = {channel for channel, own in channels.items() if own.backend == "gloo"}  # it was when made
         self._blind = {}
         self._groups = groups
 
     def _issued_uncovered(self) -> dict[str, int]:
         """Channels of recorders that have shown nothing so far, with the number of collectives that were issued."""
         unseen = {c: own for c, own in self._channels.items() if own.recorder not in self._covered}
-        counted = {c: _torch.sequence_number(own.group, own.backend) or 0 for c, own in unseen.items()}
+        counted = {c: torch_compat.sequence_number(own.group, own.backend) or 0 for c, own in unseen.items()}
         return {channel: number for channel, number in counted.items() if number}
+
+    def _maybe_connecting(self) -> list[str]:
+        """Channels of recorders that show others, whose first collective was issued and has not been seen there."""
+        found = []
+        for channel, own in self._channels.items():
+            if channel not in self._connected and own.recorder in self._covered:
+                issued = torch_compat.sequence_number(own.group, own.backend) or 0
+                if issued == 1:
+                    found.append(channel)
+                elif issued > 1:
+                    self._connected.add(channel)
+        return found
+
+    def _observe_connecting(self, pending: list[Pending], issued: dict[str, int], done: dict[str, int]) -> None:
+        """NCCL connects in the first collective of a group made without a device, and it is recorded afterwards."""
+        for channel in self._maybe_connecting():
+            own = self._channels[channel]
+            thread = _thread_calling(own.group)
+            if thread:
+                pending.append(self._unrecorded(channel, 1, "it is connecting still", thread))
+                issued[channel], done[channel] = 1, 0
+            elif not _waiting_thread():
+                self._connected.add(channel)
+
+    def _unrecorded(self, channel: str, number: int, why: str, thread: int) -> Pending:
+        text = f"collective(number {number} of group {channel}; {why}, so its kind is unknown)"
+        return Pending(channel, self._channels[channel].ranks, number, 0, text, 0, thread, channel)
 
     def _observe_blind(self, pending: list[Pending], issued: dict[str, int], done: dict[str, int]) -> None:
         """Without a recorder: a thread that is inside a collective waits in the group whose number moved last."""
@@ -174,8 +207,7 @@ class Recorder:
             return
         channel = max(moved)[1]
         why = "torch's flight recorder is off" if done[channel] > 1 else "it is connecting still, or not recorded"
-        text = f"collective(number {done[channel]} of group {channel}; {why}, so its kind is unknown)"
-        pending.append(Pending(channel, self._channels[channel].ranks, done[channel], 0, text, 0, thread, channel))
+        pending.append(self._unrecorded(channel, done[channel], why, thread))
         done[channel] -= 1
 
 
@@ -185,11 +217,11 @@ _destroyed: dict[str, int] = {}
 
 def _note(group: dist.ProcessGroup) -> None:
     with contextlib.suppress(ValueError):  # destroyed already
-        _destroyed[_torch.group_name(group)] = time.time_ns()
+        _destroyed[torch_compat.group_name(group)] = time.time_ns()
 
 
 def _note_all() -> None:
-    for group in _torch.known_groups():
+    for group in torch_compat.known_groups():
         _note(group)
 
 
@@ -213,7 +245,7 @@ def _by_group(entries: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any
 def _issued(channel: _Channel, entries: list[dict[str, Any]]) -> int:
     """The number of the last collective; the recorder forgets the older ones, the backend's own counter does not."""
     recorded = max((int(entry["collective_seq_id"]) for entry in entries), default=0)
-    return max(recorded, _torch.sequence_number(channel.group, channel.backend) or 0)
+    return max(recorded, torch_compat.sequence_number(channel.group, channel.backend) or 0)
 
 
 def _pending(channel: str, ranks: tuple[int, ...], entry: dict[str, Any], recorder: str) -> Pending:
@@ -256,10 +288,23 @@ def _text(entry: dict[str, Any]) -> str:
 
 def _waiting_thread() -> int:
     """The ident of a thread that is inside a collective or a backward pass, or 0."""
+    return next((ident for ident, frame in _frames() if frame.f_globals.get("__name__") in _WAITING), 0)
+
+
+def _thread_calling(group: dist.ProcessGroup) -> int:
+    """The ident of a thread that is inside a collective of torch.distributed on this very group, or 0."""
+    for ident, frame in _frames():
+        if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d" and "group" in frame.f_locals:
+            called_on = frame.f_locals["group"]
+            if (dist.group.WORLD if called_on is None else called_on) is group:
+                return ident
+    return 0
+
+
+def _frames() -> Iterator[tuple[int, FrameType]]:
+    """The Python frames of all threads, each with its thread's ident, innermost first."""
     for ident, innermost in sys._current_frames().items():
         frame: FrameType | None = innermost
         while frame is not None:
-            if frame.f_globals.get("__name__") in _WAITING:
-                return ident
+            yield ident, frame
             frame = frame.f_back
-    return 0

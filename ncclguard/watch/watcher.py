@@ -1,35 +1,61 @@
-"""The thread behind `watch`: sees that a collective stands still or a peer is gone,
-has it agreed on, and delivers the verdict.
+"""The thread behind `watch`: sees that a collective stands still or a peer is gone, and delivers the agreed verdict.
 
-It never talks to the store: that is the monitor's part (`Conference`), so a store that does not answer cannot blind it.
+The watcher never talks to the store: that is the monitor's part (`ncclguard.watch.coordination`), so a store that does
+not answer cannot blind it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from ncclguard import _torch
-from ncclguard.agreement import incidents
-from ncclguard.agreement.decision import TroubleKind, Verdict
-from ncclguard.agreement.monitor import Monitor
+from ncclguard import events, torch_compat
+from ncclguard.cause import Cause
 from ncclguard.config import current_config
+from ncclguard.coordination import incidents
+from ncclguard.coordination.monitor import Monitor
 from ncclguard.deadlines.stopping import Stop
+from ncclguard.errors import CollectiveFailed, error_for
 from ncclguard.incident.model import Incident
-from ncclguard.outcome import Cause
+from ncclguard.outcome import of_incident
 from ncclguard.phases import resolve_timeout
-from ncclguard.watch.conference import Conference
-from ncclguard.watch.interruption import interrupt
+from ncclguard.protocol.decision import TroubleKind, Verdict
+from ncclguard.watch.coordination import WatchCoordination
+from ncclguard.watch.group_state import KEY, WatchState, open_call
 from ncclguard.watch.judge import BROKEN, is_consequence
 from ncclguard.watch.processes import Processes
 from ncclguard.watch.recorder import Pending
-from ncclguard.watch.seat import KEY, WatchSeat, open_call
+
+
+def interrupt(threads: Iterable[int], incident: Incident, seconds: float) -> None:
+    """Have the typed error of an incident raised in threads, by ``threading.get_ident()``, and in the main thread.
+
+    Where one sits in a native call it is raised as soon as that returns. Threads that are not Python's are left out.
+    """
+    error = _error_without_arguments(incident, seconds)
+    living = {thread.ident for thread in threading.enumerate()}
+    for thread in {threading.main_thread().ident or 0, *threads} & living:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+
+def _error_without_arguments(incident: Incident, seconds: float) -> type[CollectiveFailed]:
+    """A class of its own, because CPython makes the instance of such an exception by itself."""
+    outcome = of_incident(incident, seconds, torn=True)
+    kind = type(error_for(outcome))
+
+    def make(self: CollectiveFailed) -> None:
+        kind.__init__(self, outcome)
+
+    names = {"__init__": make, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "ended_by_watch": True}
+    return type(kind.__name__, (kind,), names)
+
 
 log = logging.getLogger("ncclguard")
 
@@ -65,15 +91,15 @@ class Watcher:
     """`start`, then `close`; `uncaught` with an exception that is about to end the program."""
 
     def __init__(self, monitor: Monitor, rank: int, world_size: int, settings: Settings) -> None:
-        seat = monitor.seat(KEY, tuple(range(world_size)))
-        assert isinstance(seat, WatchSeat)
-        self._seat = seat
+        state = monitor.state(KEY, tuple(range(world_size)))
+        assert isinstance(state, WatchState)
+        self._state = state
         self._monitor = monitor
         self._rank = rank
         self._settings = settings
         self._config = current_config()
         self._processes = Processes()
-        self._conference = Conference(monitor, seat, rank, self._config.warn_after, self._ask, self._wakes)
+        self._coordination = WatchCoordination(monitor, state, rank, self._config.warn_after, self._ask, self._wakes)
         self._counters: dict[str, tuple[tuple[int, int], float]] = {}
         self._examined: dict[str, tuple[tuple[int, int], float]] = {}
         self._told: dict[str, int] = {}  # channel -> number of the collective that the last incident was about
@@ -93,30 +119,28 @@ class Watcher:
 
     def start(self) -> None:
         """Begin."""
-        self._seat.limit = self._limit
-        self._seat.on_verdict = self._wakes
-        self._monitor.also = self._conference.step
-        if _torch.under_detail():
+        self._state.observe(self._limit, self._wakes)
+        self._monitor.on_step = self._coordination.step
+        if torch_compat.under_detail():
             log.warning(
                 "ncclguard: under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's flight recorder does not say which group a collective "
                 "belongs to, so watch() reports processes that end and exceptions only; use INFO to have hangs reported"
             )
-        self._seat.recorder.status()
+        self._state.recorder.status()
         self._warn_of_blindness()
         self._thread.start()
 
     def close(self) -> None:
         """Stop, after a verdict that is on its way."""
-        awaited = not self._seat.decided.is_set() and not self._seat.unavailable
+        awaited = not self._state.settled.is_set() and not self._state.unavailable
         if awaited and threading.current_thread() is not self._thread:
-            self._seat.decided.wait(LAST_WORDS)
+            self._state.settled.wait(LAST_WORDS)
         self._closing = True
-        self._monitor.also = None
+        self._monitor.on_step = None
         self._wakes()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(1.0)
-        self._seat.call = None
-        self._seat.on_verdict = lambda: None
+        self._state.observe_no_more()
 
     def uncaught(self, error: BaseException, text: str) -> str:
         """An exception ends the program: when it is that of a broken collective, find out first who broke it.
@@ -128,13 +152,13 @@ class Watcher:
         text = text if is_consequence(text) else f"{text} {BROKEN}"
         if self._over or self._closing:
             return text
-        self._seat.broken = text
+        self._state.broke(text)
         self._ask(TroubleKind.TRANSPORT, text)
-        self._seat.decided.wait(LAST_WORDS)
+        self._state.settled.wait(LAST_WORDS)
         end = time.monotonic() + 0.5
-        while self._seat.verdicts and self._thread.is_alive() and time.monotonic() < end:
+        while self._state.verdicts and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.005)  # it is being delivered
-        if self._seat.unavailable:
+        if self._state.unavailable:
             time.sleep(LINGER)
         return text
 
@@ -143,13 +167,13 @@ class Watcher:
     def _run(self) -> None:
         while not self._closing:
             period = self._config.poll_idle
-            if self._conference.hurried:
+            if self._coordination.hurried:
                 period = min(period, HURRIED_LOOK)
             try:
                 self._processes.learn(self._monitor.peers_here())
                 for rank, evidence in self._processes.wait(period):
-                    self._conference.process_ended(rank, evidence)
-                self._conference.overdue(time.monotonic())
+                    self._coordination.process_ended(rank, evidence)
+                self._coordination.overdue(time.monotonic())
                 if self._closing:
                     break
                 self._deliver()
@@ -166,52 +190,51 @@ class Watcher:
 
     def _look(self, now: float) -> None:
         """Read the counters, and the recorder once they have stood still; escalate what is over its limit."""
-        counters = self._seat.recorder.status()
+        counters = self._state.recorder.status()
         self._warn_of_blindness()
         self._counters = {
             key: (value, self._counters[key][1] if self._counters.get(key, ((), 0.0))[0] == value else now)
             for key, value in counters.items()
         }
-        enough = HURRIED_STILL if self._conference.hurried else STILL
+        enough = HURRIED_STILL if self._coordination.hurried else STILL
         still = {key: since for key, (value, since) in self._counters.items() if now - since >= enough}
         due = [key for key in still if self._due(key, counters[key], len(still) == len(counters), now)]
         if due:
             for key in due:
                 self._examined[key] = (counters[key], now)
-            observation = self._seat.read()
+            observation = self._state.read()
             for pending in observation.pending:
                 if pending.key in still:
-                    self._seat.began(pending, still[pending.key])
+                    self._state.began(pending, still[pending.key])
         waiting = [
             p
-            for p in self._seat.observation.pending
+            for p in self._state.observation.pending
             # What was read before the counter moved says nothing any more.
             if p.key in still and self._examined.get(p.key, ((-1, -1), 0.0))[0] == counters[p.key]
             if self._told.get(p.channel) != p.sequence and self._concerns(p)
         ]
-        oldest = max(waiting, key=self._seat.age, default=None)
-        with self._seat.condition:
-            self._seat.call = None if oldest is None else open_call(oldest, self._seat.age(oldest), self._limit(oldest))
-        waited, self._conference.waiting = self._conference.waiting, tuple(waiting)
+        oldest = max(waiting, key=self._state.age, default=None)
+        self._state.wait_in(None if oldest is None else open_call(oldest, self._state.age(oldest), self._limit(oldest)))
+        waited, self._coordination.waiting = self._coordination.waiting, tuple(waiting)
         if waiting and not waited:
             self._monitor.wake()
         self._heed_backends(now)
         for pending in waiting:
-            if self._seat.age(pending) >= self._limit(pending):
+            if self._state.age(pending) >= self._limit(pending):
                 limit = self._limit(pending)
                 self._ask(TroubleKind.DEADLINE, f"{pending.text} did not progress for {limit:g} s on rank {self._rank}")
                 break
 
     def _heed_backends(self, now: float) -> None:
         """Find out whose fault it is when torch's own watchdog gives up: it is about to end this process."""
-        for channel, kind in self._seat.recorder.errors().items():
+        for channel, kind in self._state.recorder.errors().items():
             since = self._broken.setdefault(channel, now)
             if since == math.inf or (kind != "TIMEOUT" and now - since < BROKEN_GRACE):
                 continue
             self._broken[channel] = math.inf
             if kind == "TIMEOUT":
-                self._conference.given_up.add(channel)
-            pending = next((p for p in self._seat.read().pending if p.channel == channel), None)
+                self._coordination.given_up.add(channel)
+            pending = next((p for p in self._state.read().pending if p.channel == channel), None)
             if pending is None or self._told.get(channel) == pending.sequence or not self._concerns(pending):
                 continue
             if kind == "TIMEOUT":
@@ -222,7 +245,7 @@ class Watcher:
 
     def _warn_of_blindness(self) -> None:
         """Once, as soon as it shows: NCCL records nothing before its first collective."""
-        blind = self._seat.recorder.blind
+        blind = self._state.recorder.blind
         if blind and not self._warned_blind:
             self._warned_blind = True
             log.warning(
@@ -240,42 +263,42 @@ class Watcher:
             # A group where everything issued has ended is idle; gloo may end them out of order,
             # so look when all is still.
             return value[0] != value[1] or all_still
-        return now - seen[1] >= AGAIN and any(p.key == key for p in self._seat.observation.pending)
+        return now - seen[1] >= AGAIN and any(p.key == key for p in self._state.observation.pending)
 
     def _concerns(self, pending: Pending) -> bool:
         group = self._settings.group
-        return group is None or pending.channel.rpartition(":")[0] == _torch.group_name(group)
+        return group is None or pending.channel.rpartition(":")[0] == torch_compat.group_name(group)
 
     def _limit(self, pending: Pending) -> float:
         return resolve_timeout(self._settings.timeout, pending.numel)
 
     def _ask(self, kind: TroubleKind, text: str) -> None:
-        seat = self._seat
-        with seat.condition:
-            if seat.member.trouble is not None:
+        state = self._state
+        with state.condition:
+            if state.member.trouble is not None:
                 return
-            generation = seat.member.generation
-            seat.decided.clear()
-        if seat.trouble(generation, kind, text):
+            generation = state.member.generation
+            state.settled.clear()
+        if state.trouble(generation, kind, text):
             self._asked_at = time.monotonic()
             self._monitor.wake()
 
     # ------------------------------------------------------------------ the verdict
 
     def _deliver(self) -> None:
-        while self._seat.verdicts:
-            verdict = self._seat.verdicts[0]
+        while self._state.verdicts:
+            verdict = self._state.verdicts[0]
             self._asked_at = None
             try:
                 incident = incidents.from_json(verdict.incident)
                 if incident is not None:
                     self._conclude(incident, verdict)
             finally:
-                self._seat.verdicts.popleft()
+                self._state.verdicts.popleft()
 
     def _conclude(self, incident: Incident, verdict: Verdict | None) -> None:
-        self._conference.last = incident
-        observation = self._seat.observation
+        self._coordination.last = incident
+        observation = self._state.observation
         self._told |= {p.channel: p.sequence for p in observation.pending}
         self._last_told = _number(observation.latest)
         if any(_same(incident, known) for known in self._settings.incidents):
@@ -284,6 +307,8 @@ class Watcher:
         self._over = self._over or self._settings.abort or bool(verdict is not None and verdict.departed)
         self._settings.incidents.append(incident)
         log.error("ncclguard incident %s: %s %s", incident.id, incident.summary, _whose_report(incident, self._rank))
+        for listener in events.listeners:
+            listener.incident_found(incident)
         if self._settings.on_incident is not None:
             try:
                 self._settings.on_incident(incident)
@@ -294,10 +319,10 @@ class Watcher:
 
     def _abort(self, incident: Incident) -> None:
         """End every collective of the process with an error, for good."""
-        groups = [group for group in _torch.known_groups() if group.size() > 1]
-        pending = [p for p in self._seat.observation.pending if not p.channel.endswith(":gloo")]
+        groups = [group for group in torch_compat.known_groups() if group.size() > 1]
+        pending = [p for p in self._state.observation.pending if not p.channel.endswith(":gloo")]
         if pending:  # gloo's raise by themselves
-            interrupt({p.thread for p in pending}, incident, max(self._seat.age(p) for p in pending))
+            interrupt({p.thread for p in pending}, incident, max(self._state.age(p) for p in pending))
         log.error("ncclguard: ending the collectives of this process (on_hang='abort') after incident %s", incident.id)
         stop = Stop(groups)
         stop.start()
@@ -310,12 +335,12 @@ class Watcher:
     def _go_alone(self, now: float) -> None:
         """No verdict can come: say what this rank sees."""
         asked = self._asked_at
-        trouble = self._seat.member.trouble
+        trouble = self._state.member.trouble
         if asked is None or trouble is None:
             return
-        gone = {rank: self._monitor.gone(rank) for rank in self._seat.member.participants}
+        gone = {rank: self._monitor.gone(rank) for rank in self._state.member.participants}
         gone = {rank: evidence for rank, evidence in gone.items() if evidence}
-        lonely = bool(self._seat.unavailable) and (bool(gone) or now - asked >= 0.5)
+        lonely = bool(self._state.unavailable) and (bool(gone) or now - asked >= 0.5)
         overdue = trouble.kind is TroubleKind.DEADLINE and now - asked >= ALONE_AFTER
         if not (lonely or overdue):
             return
@@ -324,28 +349,28 @@ class Watcher:
             lonely
             and not overdue
             and self._last_told is not None
-            and self._last_told == _number(self._seat.read().latest)
+            and self._last_told == _number(self._state.read().latest)
         ):
             # No step further since an incident that all know: its victims have ended, and the store's host with them.
             log.warning("ncclguard: rank %d got no further after the last incident: %s", self._rank, trouble.text)
-            self._seat.decided.set()
+            self._state.settled.set()
             return
-        pending = next(iter(self._seat.observation.pending), None)
-        latest = pending or self._seat.observation.latest
+        pending = next(iter(self._state.observation.pending), None)
+        latest = pending or self._state.observation.latest
         incident = incidents.alone(
-            self._seat,
+            self._state,
             "collective" if latest is None else latest.text.partition("(")[0],
             "a collective" if latest is None else latest.text,
             0 if latest is None else latest.sequence,
             Cause.LOST if gone else Cause.UNKNOWN,
             dict.fromkeys(gone, Cause.LOST),
-            self._seat.unavailable or "the agreement did not answer in time",
+            self._state.unavailable or "the agreement did not answer in time",
             expired=trouble.kind is TroubleKind.DEADLINE,
             evidence=gone,
         )
-        self._seat.publish_alone(incident)
+        self._state.publish_alone(incident)
         self._conclude(incident, None)
-        self._seat.decided.set()
+        self._state.settled.set()
 
 
 def _number(pending: Pending | None) -> tuple[str, int] | None:

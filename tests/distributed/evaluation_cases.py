@@ -14,15 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard._sockets import connections
 from ncclguard.evaluation import record_partial
 from ncclguard.faults.effects import reset_own_connections
+from ncclguard.torch_compat.sockets import connections
 
 CULPRIT = 2
 TIMEOUT = 3.0
 BATCHES = 4
-FAIL = ("metric", "partial", "batches")
-FAIL_ONCE = ("oom", "late")
+OTHER = 1  # has a fault of its own beside rank 2's in "both"
+FAIL = ("metric", "end", "partial", "batches")
+FAIL_ONCE = ("oom", "late", "file", "both")
 
 
 class Monitor:
@@ -73,6 +74,8 @@ class Trainer:
             for number in range(batches):
                 if mine and number == 2:
                     self.misbehave()
+                if self.fault == "both" and dist.get_rank() == OTHER and number == 2 and len(self.tried) == 1:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
                 if self.fault in FAIL or (self.fault in FAIL_ONCE and len(self.tried) == 1):
                     torch.rand(3)  # a try that succeeds may move the random numbers, one that fails may not
                 output = self.model(torch.ones(self.eval_batch_size, 8))
@@ -86,6 +89,8 @@ class Trainer:
                 if self.fault == "partial":
                     record_partial((float(total), 0.5), done=number + 1, total=BATCHES)
         self.model.train()
+        if mine and self.fault == "end":  # the collectives are over: nothing is raised on the other ranks
+            raise KeyError("f1")
         return float(total), 1.0
 
     def misbehave(self) -> None:
@@ -94,8 +99,10 @@ class Trainer:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if self.fault == "late" and len(self.tried) == 1:
             time.sleep(2 * TIMEOUT + 1)
-        elif self.fault in ("metric", "partial"):
+        elif self.fault in ("metric", "partial") or (self.fault == "both" and len(self.tried) == 1):
             raise KeyError("f1")
+        elif self.fault == "file" and len(self.tried) == 1:
+            raise OSError("stale file handle")
         elif self.fault == "reset":
             assert reset_own_connections(self.older) > 0
             self.fault = ""

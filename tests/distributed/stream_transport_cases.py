@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ncclguard import _torch, _torch_stores, faults
+from ncclguard import faults, torch_compat
 from ncclguard.transport.base import Communicator, Pending, TransportError
 from ncclguard.transport.links import Links
 from ncclguard.transport.streams import StreamBuilder, StreamCommunicator
@@ -28,7 +28,7 @@ def join() -> int:
 
 
 def build(generation: int, seconds: float = 10.0) -> StreamCommunicator:
-    store = _torch_stores.clone_store(_torch_stores.default_store())
+    store = torch_compat.clone_store(torch_compat.default_store())
     ranks = tuple(range(dist.get_world_size()))
     prefix = f"transport/{generation}"
     return StreamBuilder().build(store, prefix, ranks, dist.get_rank(), generation, seconds)
@@ -274,7 +274,7 @@ def build_with_a_peer_that_ends() -> None:
     rank = join()
     if rank == 2:
         links = Links("127.0.0.1", 3, 2, direct=False)
-        keys = _torch.PrefixStore("transport/1", _torch_stores.default_store())
+        keys = torch_compat.PrefixStore("transport/1", torch_compat.default_store())
         keys.set("streams/2", links.own.to_json())
         faults.report(ready=1)
         faults.wait_until_told("never", 60.0)
@@ -291,7 +291,7 @@ def build_on_a_stopped_store() -> None:
     if rank == 0:
         faults.wait_until_told("build")
         return
-    store = _torch_stores.clone_store(_torch_stores.default_store())
+    store = torch_compat.clone_store(torch_compat.default_store())
     faults.report(cloned=1)
     faults.wait_until_told("build")
     start = time.monotonic()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import ncclguard as ng
 from ncclguard import faults
 
 
@@ -94,3 +96,32 @@ def test_a_callback_that_takes_long_does_not_hold_up_the_next_collective() -> No
     assert result.values("went_on") == {0: True, 1: True}, result
     assert result[0].reports["called"] == 1
     assert result.values("order") == {0: [0, 1], 1: [0, 1]}
+
+
+def overdue() -> None:
+    """Twelve collectives are pending when their limit passes, because rank 2 issues all of its own too late."""
+    dist.init_process_group("ncclguard", timeout=timedelta(seconds=1.5))
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank == 2:
+        time.sleep(3)
+    works: list[Any] = [dist.all_reduce(torch.ones(10), async_op=True) for _ in range(12)]
+    culprits: set[int] = set()
+    failed = 0
+    for work in works:
+        try:
+            work.wait()
+        except ng.CollectiveFailed as error:
+            failed += 1
+            culprits |= set(error.outcome.culprits)
+    faults.report(culprits=sorted(culprits), failed=failed)
+    dist.destroy_process_group()
+
+
+def test_of_many_that_are_overdue_none_accuses_a_rank_that_was_there() -> None:
+    """Ranks 0 and 1 were there all the time; those who still leave one collective are not late for the next."""
+    result = faults.run_ranks(overdue, 3, timeout=120).check()
+    named = result.values("culprits")
+    assert set(named[0]) | set(named[1]) | set(named[2]) <= {2}, named
+    assert 2 in named[0] and 2 in named[1], named
+    assert all(result.values("failed").values()), result.values("failed")

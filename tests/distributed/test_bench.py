@@ -21,8 +21,7 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.bench import operations
 from ncclguard.bench.__main__ import main
-from ncclguard.bench.control import Control
-from ncclguard.bench.measure import measure, plan_for, variants_for
+from ncclguard.bench.measure import Control, measure, plan_for, variants_for
 from ncclguard.bench.operations import WORKLOADS, shape_for
 from ncclguard.bench.results import BenchResult
 
@@ -30,9 +29,9 @@ LIMIT = 100.0  # seconds after which a run here has hung
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def bench(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run to the end."""
-    argv = [python, "-m", "ncclguard.bench", *arguments]
+    argv = [sys.executable, "-m", "ncclguard.bench", *arguments]
     return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, check=False)
 
 
@@ -170,9 +169,9 @@ def test_what_is_wrong_is_the_verdict_and_the_exit_code(how: str, says: str) -> 
         assert verdict.startswith("# WRONG: 40,010 elements in 3 rows, first in plain at 1,000 elements")
 
 
-def test_a_limit_too_short_for_a_guarded_call_is_no_reason_not_to_start(forked_python: str) -> None:
+def test_a_limit_too_short_for_a_guarded_call_is_no_reason_not_to_start() -> None:
     """1 ms: the plain calls and the bench's own are not bound by it, the guarded one fails, with a verdict and without a traceback."""
-    result = bench("--numel", "1000", "--iters", "1", "--timeout", "0.001", python=forked_python)
+    result = bench("--numel", "1000", "--iters", "1", "--timeout", "0.001")
     assert result.returncode == 1, result.stdout + result.stderr
     assert "# FAILED: a guarded all_reduce of 1,000 elements failed" in result.stdout
     assert "Traceback" not in result.stdout + result.stderr
@@ -233,7 +232,7 @@ def test_ranks_do_not_outlive_the_process_that_started_them() -> None:
 def test_ranks_that_do_not_move_any_more_are_killed() -> None:
     """Both ranks stopped, nothing moves for 15 s: they are killed, the bench says so and returns 1."""
     program = (
-        "import sys; from ncclguard.bench.launch import Supervisor; sys.exit(Supervisor(sys.argv[1:], 2, 15.0).run())"
+        "import sys; from ncclguard.bench.ranks import Supervisor; sys.exit(Supervisor(sys.argv[1:], 2, 15.0).run())"
     )
     running = Running("--numel", "1e6", "--iters", "100000", program=["-c", program])
     running.wait_for_line("#         (B)")
@@ -244,9 +243,9 @@ def test_ranks_that_do_not_move_any_more_are_killed() -> None:
     assert "no rank moved for 15 s; killed: ranks 0, 1." in output
 
 
-def test_under_torchrun_its_world_is_used(tmp_path: Path, forked_python: str) -> None:
+def test_under_torchrun_its_world_is_used(tmp_path: Path) -> None:
     """torchrun's three ranks are measured; --ranks with another number is refused by all of them."""
-    launcher = [forked_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m"]
     file = tmp_path / "r.json"
     argv = [*launcher, "ncclguard.bench", "--numel", "10", "--iters", "5", "--json", str(file)]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, check=False)
@@ -256,11 +255,11 @@ def test_under_torchrun_its_world_is_used(tmp_path: Path, forked_python: str) ->
 
 
 @pytest.mark.parametrize("fault", ["late", "kill", "stop", "mismatch", "reset"])
-def test_a_rehearsed_fault_is_named_and_the_next_call_succeeds(fault: str, forked_python: str) -> None:
+def test_a_rehearsed_fault_is_named_and_the_next_call_succeeds(fault: str) -> None:
     """Rank 1 of three misbehaves: every live rank says who and why, the next call is good, exit code 0."""
     limit = ["--timeout", "3"] if fault in ("late", "stop") else []
     numel = "5e7" if fault == "reset" else "1e5"
-    result = bench("--fault", fault, "--rank", "1", "--ranks", "3", "--numel", numel, *limit, python=forked_python)
+    result = bench("--fault", fault, "--rank", "1", "--ranks", "3", "--numel", numel, *limit)
     assert result.returncode == 0, result.stdout + result.stderr
     live = [0, 2] if fault == "kill" else [0, 1, 2]
     for rank in live:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 
-pytestmark = pytest.mark.usefixtures("whole_end")
+pytestmark = pytest.mark.usefixtures("own_processes")
 
 CULPRIT = 2
 TIMEOUT = 3.0

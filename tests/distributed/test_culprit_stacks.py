@@ -50,9 +50,10 @@ def job() -> None:
     ng.safe_barrier(timeout=60).raise_if_failed()
     if rank == CULPRIT:
         catastrophic(TIMEOUT + 4)
-        ng.safe_barrier(timeout=TIMEOUT).ok  # noqa: B018 - looked at
+        ng.safe_barrier(timeout=TIMEOUT).acknowledge()
     else:
         outcome = ng.safe_barrier(timeout=TIMEOUT)
+        outcome.acknowledge()
         faults.report(guarded=outcome.incident.to_json(), verdict=[outcome.agreed, str(outcome.cause)])
     ng.watch(timeout=TIMEOUT, on_incident=lambda incident: faults.report(raw=incident.to_json()))
     ng.safe_barrier(timeout=60).raise_if_failed()
@@ -68,7 +69,7 @@ def job() -> None:
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
         os.waitpid(child, 0)
-        ng.safe_barrier(timeout=TIMEOUT).ok  # noqa: B018 - looked at
+        ng.safe_barrier(timeout=TIMEOUT).acknowledge()
     else:
         outcome = ng.safe_barrier(timeout=TIMEOUT)
         faults.report(stopped=outcome.incident.to_json())

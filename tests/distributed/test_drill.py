@@ -20,19 +20,17 @@ dist.destroy_process_group()
 """
 
 
-def drill(
-    *arguments: str, folder: Path, python: str = sys.executable, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def drill(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the command in `folder`, with the permission unless `variables` say otherwise."""
     env = {**os.environ, "NCCLGUARD_ALLOW_DRILL": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **variables}
     env["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    command = [python, "-m", "ncclguard", "drill", "--timeout", "90", *arguments]
+    command = [sys.executable, "-m", "ncclguard", "drill", "--timeout", "90", *arguments]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=110, check=False)
 
 
-def findings(folder: Path, *arguments: str, code: int = 0, python: str = sys.executable) -> dict[str, Any]:
+def findings(folder: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
     """The drill's JSON, which has to agree with its exit code."""
-    done = drill("--json", "found.json", *arguments, folder=folder, python=python)
+    done = drill("--json", "found.json", *arguments, folder=folder)
     assert done.returncode == code, done.stdout + done.stderr
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     assert found["passed"] == (code == 0)
@@ -40,9 +38,9 @@ def findings(folder: Path, *arguments: str, code: int = 0, python: str = sys.exe
 
 
 @pytest.mark.parametrize("value", ["", "0", "yes"])
-def test_without_permission_nothing_is_run(value: str, tmp_path: Path, forked_python: str) -> None:
+def test_without_permission_nothing_is_run(value: str, tmp_path: Path) -> None:
     command = ["--fault", "kill", "--rank", "1", "--", "touch", "was_run"]
-    done = drill(*command, folder=tmp_path, python=forked_python, NCCLGUARD_ALLOW_DRILL=value)
+    done = drill(*command, folder=tmp_path, NCCLGUARD_ALLOW_DRILL=value)
     assert done.returncode == 2
     assert "NCCLGUARD_ALLOW_DRILL is not 1; set NCCLGUARD_ALLOW_DRILL=1 where that may happen" in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -62,8 +60,8 @@ def test_without_permission_nothing_is_run(value: str, tmp_path: Path, forked_py
         ),
     ],
 )
-def test_a_drill_that_cannot_be_is_refused(arguments: list[str], told: str, tmp_path: Path, forked_python: str) -> None:
-    done = drill(*arguments, folder=tmp_path, python=forked_python)
+def test_a_drill_that_cannot_be_is_refused(arguments: list[str], told: str, tmp_path: Path) -> None:
+    done = drill(*arguments, folder=tmp_path)
     assert done.returncode == 2
     assert told in done.stderr
 
@@ -82,21 +80,21 @@ def test_a_killed_rank_of_the_built_in_job_is_named_and_the_others_go_on(tmp_pat
     assert "named:     rank 2, lost: right" in found["text"]
 
 
-def test_a_rank_that_is_cut_off_is_named_by_all_others(tmp_path: Path, forked_python: str) -> None:
+def test_a_rank_that_is_cut_off_is_named_by_all_others(tmp_path: Path) -> None:
     """Its connections, the store's too, are silent for 3 s; tests/faults/test_isolation.py shows that they live on."""
     fault = ["--fault", "partition", "--rank", "1", "--op", "2", "--seconds", "3", "--limit", "1", "--ranks", "3"]
-    found = findings(tmp_path, *fault, python=forked_python)
+    found = findings(tmp_path, *fault)
     assert found["named"] == [1], found["text"]
     assert found["cause"] in ("stuck", "unknown")
     assert sorted(found["known_by"]) == ["0", "2"]
     assert found["torn"] == []
 
 
-def test_an_unchanged_program_under_torchrun(tmp_path: Path, forked_python: str) -> None:
+def test_an_unchanged_program_under_torchrun(tmp_path: Path) -> None:
     """Out of memory in rank 1; the program gives up, as it raises a failed outcome."""
     (tmp_path / "train.py").write_text(PROGRAM)
-    launcher = [forked_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]
-    found = findings(tmp_path, "--fault", "oom", "--rank", "1", "--op", "4", "--", *launcher, python=forked_python)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]
+    found = findings(tmp_path, "--fault", "oom", "--rank", "1", "--op", "4", "--", *launcher)
     assert (found["named"], found["cause"]) == ([1], "failed"), found["text"]
     assert "rank 1 raised torch.OutOfMemoryError" in found["summary"]
     assert sorted(found["known_by"]) == ["0", "2"]
@@ -104,9 +102,9 @@ def test_an_unchanged_program_under_torchrun(tmp_path: Path, forked_python: str)
     assert "exit code 1" in found["ended"]
 
 
-def test_a_fault_that_strikes_nowhere_fails_the_drill(tmp_path: Path, forked_python: str) -> None:
+def test_a_fault_that_strikes_nowhere_fails_the_drill(tmp_path: Path) -> None:
     command = ["--fault", "kill", "--rank", "1", "--", sys.executable, "-c", "pass"]
-    found = findings(tmp_path, *command, code=1, python=forked_python)
+    found = findings(tmp_path, *command, code=1)
     assert "no rank came up with ncclguard" in found["text"]
 
 
@@ -121,13 +119,11 @@ def test_the_seed_chooses_the_same_again() -> None:
 
 
 @pytest.mark.parametrize(("fault", "cause"), [("late", "late"), ("oom", "failed")])
-def test_a_job_under_watch_is_struck_by_the_number_of_its_collectives(
-    fault: str, cause: str, tmp_path: Path, forked_python: str
-) -> None:
+def test_a_job_under_watch_is_struck_by_the_number_of_its_collectives(fault: str, cause: str, tmp_path: Path) -> None:
     """DistributedDataParallel makes no guarded call; what the struck rank does in its main thread is asked of it from another."""
-    found = findings(tmp_path, "--fault", fault, "--rank", "2", "--raw", "--limit", "5", python=forked_python)
+    found = findings(tmp_path, "--fault", fault, "--rank", "2", "--raw", "--limit", "5")
     assert (found["named"], found["cause"]) == ([2], cause), found["text"]
     assert sorted(found["known_by"]) == ["0", "1", "3"]
     assert sorted(found["went_on"]) == (["0", "1", "2", "3"] if fault == "late" else [])
     if fault == "oom":
-        assert "rank 2 raised torch.OutOfMemoryError at ncclguard/faults/toy.py" in found["summary"]
+        assert "rank 2 raised torch.OutOfMemoryError at ncclguard/faults/drill_job.py" in found["summary"]

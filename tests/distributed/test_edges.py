@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import ncclguard as ng
-from ncclguard import faults, runtime
+from ncclguard import faults
+from ncclguard.engine import runtime
 from ncclguard.transport.memory import Arithmetic
 
 
@@ -50,8 +51,8 @@ def scattered_in_place() -> None:
     def breaking(self: Arithmetic, left: Any, right: Any, out: Any) -> None:
         calls.append(len(out))
         if rank == 0 and len(calls) == 4:
-            for _, guard in runtime.current()._guards.values():
-                guard._assembly._communicator.stop()  # type: ignore[union-attr]
+            for _, guarded in runtime.current()._groups.values():
+                guarded._communicators._communicator.stop()  # type: ignore[union-attr]
         combine(self, left, right, out)
 
     Arithmetic.combine = breaking  # type: ignore[method-assign]

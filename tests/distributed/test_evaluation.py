@@ -7,37 +7,46 @@ from pathlib import Path
 import pytest
 
 from ncclguard import faults
-from tests.distributed.evaluation_cases import CULPRIT, TIMEOUT, guarded, lost, own_code, switches, unguarded
+from tests import gloo_aborts
+from tests.distributed.evaluation_cases import CULPRIT, OTHER, TIMEOUT, guarded, lost, own_code, switches, unguarded
 
 WHOLE = [16.0, 1.0]
-#: fault -> (result, action, cause, culprits, tries, seconds within which it must be over; generous)
+#: fault -> (result, action, cause, culprits, tries, waits that end with a failure or take up to their limit)
 CASES = {
-    "none": (WHOLE, "accept", "None", [], 1, 15),
-    "oom": (WHOLE, "accept", "failed", [CULPRIT], 2, 15),
-    "metric": ([0.0, 0.0], "give up", "failed", [CULPRIT], 3, 20),
-    "partial": ([8.0, 0.5], "accept a partial result", "failed", [CULPRIT], 3, 20),
-    "batches": ([0.0, 0.0], "give up", "diverged", [CULPRIT], 3, 25),
-    "reset": (WHOLE, "accept", "None", [], 1, 15),
-    "late": (WHOLE, "accept", "late", [CULPRIT], 2, 25),
-    "skip": ([0.0, 0.0], "give up", "late", [CULPRIT], 0, TIMEOUT + 10),
+    "none": (WHOLE, "accept", "None", [], 1, 1),
+    "oom": (WHOLE, "accept", "failed", [CULPRIT], 2, 2),
+    "metric": ([0.0, 0.0], "give up", "failed", [CULPRIT], 1, 2),
+    "end": ([0.0, 0.0], "give up", "failed", [CULPRIT], 1, 2),
+    "partial": ([8.0, 0.5], "accept a partial result", "failed", [CULPRIT], 1, 2),
+    "file": (WHOLE, "accept", "failed", [CULPRIT], 2, 2),
+    "both": (WHOLE, "accept", "failed", [OTHER, CULPRIT], 2, 2),
+    "batches": ([0.0, 0.0], "give up", "diverged", [CULPRIT], 3, 4),
+    "reset": (WHOLE, "accept", "None", [], 1, 1),
+    "late": (WHOLE, "accept", "late", [CULPRIT], 2, 3),
+    "skip": ([0.0, 0.0], "give up", "late", [CULPRIT], 0, 1),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(220)
 def test_training_goes_on_with_the_losses_of_a_run_without_evaluation() -> None:
-    """Out of memory, metric code that raises, other batch counts, a reset, a late rank, one that skips: nothing of it shows."""
+    """Out of memory, metric code that raises, other batch counts, a reset, a late rank, one that skips: nothing of it shows.
+
+    An error of the program's own on rank 2 costs one try, also where nothing is raised on the other ranks; a file that could not
+    be read, and the same error beside a rank that has no memory, are tried again.
+    """
     names = [*CASES, "none again"]
     job = faults.run_ranks(guarded, 4, args=[names], timeout=180)
     assert all(rank.exit_code == 0 for rank in job), str(job)
-    for name, (result, action, cause, culprits, tries, seconds) in CASES.items():
+    for name, (result, action, cause, culprits, tries, waits) in CASES.items():
         found = job.values(name)
         assert sorted(found) == [rank for rank in range(4) if (name, rank) != ("skip", CULPRIT)]
         for rank, values in found.items():
             assert values["result"] == result, (name, rank, values)
             assert values["report"] == [action, cause, culprits, tries], (name, rank, values)
-            assert values["seconds"] < seconds, (name, rank, values)
+            assert values["seconds"] < waits * (TIMEOUT + 2), (name, rank, values)
             assert values["modes"], (name, rank)
+            assert ("no other try was made" in values["text"]) == (name in ("metric", "end", "partial")), (name, values)
         failed = [metrics for values in found.values() for _, metrics in values["logged"]]
         assert len(failed) == (0 if action == "accept" else 1), (name, failed)
         assert all(metrics["eval/evaluation_failed"] == 1.0 for metrics in failed)
@@ -53,10 +62,16 @@ def test_training_goes_on_with_the_losses_of_a_run_without_evaluation() -> None:
 
 @pytest.mark.parametrize("fault", ["metric", "skip"])
 def test_without_the_guard_an_exception_that_is_caught_ends_the_job(fault: str) -> None:
-    """The usual try/except around evaluate: rank 2 is in training and the others in evaluation, or the other way round."""
+    """The usual try/except around evaluate: rank 2 is in training and the others in evaluation, or the other way round.
+
+    No rank gets through the next step. Where rank 2 skips the evaluation, its operations meet the others' of another size, for which
+    gloo may end its process.
+    """
     job = faults.run_ranks(unguarded, 4, args=[fault], timeout=40)
-    losses = {rank.reports.get("loss") for rank in job}
-    assert any(rank.exit_code != 0 for rank in job) or len(losses) > 1, str(job)
+    aborted = {rank.rank for rank in job if gloo_aborts.aborted(rank)}
+    assert {rank.end for rank in job if rank.rank not in aborted} == {"exit 1"}, str(job)
+    assert aborted <= ({CULPRIT} if fault == "skip" else set()), str(job)
+    assert job.values("loss") == {}, str(job)
 
 
 def test_a_rank_that_is_gone_ends_the_job_with_the_report_after_a_checkpoint(tmp_path: Path) -> None:
@@ -65,11 +80,11 @@ def test_a_rank_that_is_gone_ends_the_job_with_the_report_after_a_checkpoint(tmp
     assert sorted(job.values("error")) == rest, str(job)
     for rank in rest:
         reports = job[rank].reports
-        assert reports["error"] in ("PeerFailed", "PeerLost")
+        assert reports["error"] == "PeerFailed"
         assert reports["culprits"] == [CULPRIT]
         assert "Restart the job from its last checkpoint" in reports["report"]
-        assert reports["barrier"] in ("PeerFailed", "PeerLost")
-        assert reports["barrier_seconds"] < 10
+        assert reports["barrier"] == "PeerFailed"
+        assert reports["barrier_seconds"] < TIMEOUT + 2
         assert (tmp_path / f"rank{rank}.pt").exists()
         assert job[rank].exit_code == 1
     assert not (tmp_path / f"rank{CULPRIT}.pt").exists()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -94,9 +95,7 @@ JOB = textwrap.dedent(
 )
 
 
-def run_job(
-    folder: Path, fault: str, detail: bool = False, arguments: tuple[str, ...] = (), *, python: str
-) -> tuple[Path, Path]:
+def run_job(folder: Path, fault: str, detail: bool = False, arguments: tuple[str, ...] = ()) -> tuple[Path, Path]:
     """Run the job under torchrun to its end; return the log folder and the launcher's own output."""
     script, logs, output = folder / "job.py", folder / "logs", folder / "launcher.txt"
     script.write_text(JOB)
@@ -105,7 +104,7 @@ def run_job(
     environment.pop("TORCH_DISTRIBUTED_DEBUG", None)
     if detail:
         environment["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
     command += [f"--log-dir={logs}", "--redirects=3", str(script), fault, *arguments]
     with output.open("wb") as stream:
         process = subprocess.Popen(
@@ -146,12 +145,9 @@ def test_culprit_of_a_real_job_is_named(
     culprits: tuple[int, ...],
     cause: Cause,
     with_launcher: bool,
-    forked_python: str,
 ) -> None:
-    """The fault's ranks, and no other, from the log folder (and the launcher's output where only that tells the
-    cause).
-    """
-    logs, output = run_job(tmp_path, fault, detail, python=forked_python)
+    """The fault's ranks, and no other, from the logs (with the launcher's output where only that tells the cause)."""
+    logs, output = run_job(tmp_path, fault, detail)
     alone = explain([str(logs)], world_size=WORLD)
     assert set(alone.culprits) <= set(culprits), alone.summary
     report = explain([str(logs), str(output)] if with_launcher else [str(logs)])
@@ -159,18 +155,18 @@ def test_culprit_of_a_real_job_is_named(
     assert report.cause is cause
 
 
-def test_rank_that_left_early_is_the_only_one_that_may_be_named(tmp_path: Path, forked_python: str) -> None:
+def test_rank_that_left_early_is_the_only_one_that_may_be_named(tmp_path: Path) -> None:
     """The launcher ends the survivors within 100 ms, so not all get to print; nobody else is ever named."""
-    logs, output = run_job(tmp_path, "exit", python=forked_python)
+    logs, output = run_job(tmp_path, "exit")
     report = explain([str(logs), str(output)])
     assert set(report.culprits) <= {1}
     assert report.cause in (Cause.EXITED, Cause.UNKNOWN)
 
 
-def test_flight_recorder_dumps_of_a_real_gloo_job_name_the_late_rank(tmp_path: Path, forked_python: str) -> None:
+def test_flight_recorder_dumps_of_a_real_gloo_job_name_the_late_rank(tmp_path: Path) -> None:
     dumps = tmp_path / "dumps"
     dumps.mkdir()
-    run_job(tmp_path, "recorder", arguments=(str(dumps),), python=forked_python)
+    run_job(tmp_path, "recorder", arguments=(str(dumps),))
     assert len(list(dumps.iterdir())) == WORLD
     report: Report = explain([str(dumps)])
     assert report.culprits == (1,)

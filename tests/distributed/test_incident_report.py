@@ -5,10 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-
 from ncclguard import faults
-from ncclguard.incident.report.document import Document
+from ncclguard.incident.timeline import Document
 
 CASES = Path(__file__).with_name("incident_report_cases.py")
 CULPRIT = 2
@@ -96,7 +94,6 @@ def test_sigterm_is_told_to_the_others_and_ends_the_rank_as_before() -> None:
     assert "was sent SIGTERM" in result[0].output  # in the panel
 
 
-@pytest.mark.usefixtures("all_forked")
 def test_ranks_that_torchrun_ends_because_of_a_killed_one_are_not_blamed(tmp_path: Path) -> None:
     reports = tmp_path / "reports"
     result = faults.run_ranks(

@@ -102,6 +102,7 @@ def no_memory_on_rank_1() -> None:
         torch.empty = refuse
     failed = ng.safe_reduce_scatter(output, inputs, timeout=30, atomic="require")
     torch.empty = empty
+    failed.acknowledge()
     faults.report(cause=str(failed.cause), culprits=failed.culprits, output=output.unique().tolist())
     faults.report(next=ng.safe_reduce_scatter(output, inputs, timeout=30, atomic="require").ok)
     dist.destroy_process_group()

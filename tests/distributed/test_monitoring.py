@@ -20,10 +20,11 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.__main__ import main as ncclguard
-from ncclguard.config import STATISTICS_EVERY
-from ncclguard.metrics import control, hook
-from ncclguard.metrics.exchange import Exchange, config_of_seat, proposals
+from ncclguard.config import STATISTICS_EVERY, current_config
+from ncclguard.metrics import control
+from ncclguard.metrics.exchange import Exchange, exchanges, proposals
 from ncclguard.metrics.records import Change, Record, Snapshot
+from ncclguard.metrics.settings import config_of
 
 EVERY = 10
 LIMIT = 3.0
@@ -39,7 +40,7 @@ SETTINGS = {
 
 
 def the_exchange() -> Exchange:
-    (exchange,) = (exchange for _, exchange in hook.guarded() if exchange is not None)
+    (exchange,) = exchanges()
     return exchange
 
 
@@ -242,7 +243,7 @@ def looking_for_the_length_of_pieces() -> None:
         tensor = torch.full((1_000_000,), float(turn + dist.get_rank()))
         pieces.append(ng.safe_all_reduce(tensor, timeout=60).raise_if_failed().chunks)
         right = right and bool((tensor == 2 * turn + 1).all())
-    faults.report(pieces=pieces, right=right, numel=config_of_seat(hook.guarded()[0][0].key).chunk_numel)
+    faults.report(pieces=pieces, right=right, numel=config_of("0", current_config()).chunk_numel)
     dist.destroy_process_group()
 
 
@@ -312,7 +313,7 @@ def by_default(late: float) -> None:
         if rank == 1:
             time.sleep(late)
         outcome = ng.safe_broadcast(stop, 0).raise_if_failed()
-        limits.append((int(outcome.op_id.rpartition("/")[2]), config_of_seat(outcome.op_id).timeout))
+        limits.append((int(outcome.op_id.rpartition("/")[2]), config_of("0", current_config()).timeout))
         if limits[-1][0] == STATISTICS_EVERY:
             table = the_exchange().table
             assert table is not None

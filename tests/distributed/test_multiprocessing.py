@@ -14,7 +14,7 @@ import torch.multiprocessing
 import ncclguard as ng
 from ncclguard import faults
 
-pytestmark = pytest.mark.usefixtures("whole_end")
+pytestmark = pytest.mark.usefixtures("own_processes")
 
 END = {
     "return": ("exited", "ended its program"),

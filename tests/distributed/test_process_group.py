@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
-from ncclguard import faults, runtime
+from ncclguard import faults
+from ncclguard.engine import runtime
 from ncclguard.process_group import GuardedProcessGroup, redirected
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -49,7 +50,7 @@ def compare() -> None:
 
 
 def _calls(group: Any) -> int:
-    return runtime.current().guard(group, torch.device("cpu"), ":door").calls
+    return runtime.current().group(group, torch.device("cpu"), "backend").calls
 
 
 def test_every_collective_gives_what_gloo_gives() -> None:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ncclguard import faults, runtime
+from ncclguard import faults
+from ncclguard.engine import runtime
 
 STEPS, RESET_IN = 20, (5, 10, 15)
 
@@ -35,7 +36,7 @@ def train(reset: bool) -> None:
         optimizer.zero_grad()
         losses.append(loss.item().hex())
         time.sleep(0.01)
-    generations = [guard._member.generation for _, guard in runtime.current()._guards.values()]
+    generations = [guarded._member.generation for _, guarded in runtime.current()._groups.values()]
     faults.report(losses=losses, generations=generations)
     dist.destroy_process_group()
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.execution.in_place import AllReduce
+from ncclguard.coordination.group_state import GroupState
+from ncclguard.engine.in_place import AllReduce
 from ncclguard.faults.effects import reset_own_connections
-from ncclguard.guard import Guard
 from ncclguard.transport.base import Communicator, Pending
 
 
@@ -88,14 +88,14 @@ def interrupted_on_resume() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     ng.safe_barrier(timeout=30).raise_if_failed()
-    awaited = Guard._await_verdict
+    awaited = GroupState.await_verdict
 
-    def interrupted(self: Guard, *args: Any) -> Any:
-        Guard._await_verdict = awaited  # type: ignore[method-assign]
+    def interrupted(self: GroupState, *args: Any) -> Any:
+        GroupState.await_verdict = awaited  # type: ignore[method-assign]
         raise KeyboardInterrupt
 
     if rank == 1:
-        Guard._await_verdict = interrupted  # type: ignore[method-assign]
+        GroupState.await_verdict = interrupted  # type: ignore[method-assign]
     if rank == 2:
         threading.Timer(0.2, reset_own_connections).start()
         time.sleep(1)  # the others are in it

@@ -6,7 +6,7 @@ import pytest
 
 from tests.soak.__main__ import needs, run
 
-pytestmark = [pytest.mark.usefixtures("whole_end"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("own_processes"), pytest.mark.slow]
 
 ROUNDS, RANKS = 8, 4
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 import ncclguard as ng
-from ncclguard import faults, runtime
+from ncclguard import faults
+from ncclguard.engine import runtime
 
-pytestmark = pytest.mark.usefixtures("whole_end")
+pytestmark = pytest.mark.usefixtures("own_processes")
 
 
 def store_host_fails(how: str) -> None:
@@ -166,7 +167,6 @@ def test_a_job_over_a_file_store_agrees_as_well(tmp_path: object) -> None:
     assert result.values("worked") == dict.fromkeys(range(3), True), result
 
 
-@pytest.mark.usefixtures("all_forked")
 def test_under_torchrun_with_its_agent_store() -> None:
     """Unchanged under torchrun: a late rank is named on all, and the next barrier passes."""
     result = faults.run_ranks(over, 3, args=["env://"], timeout=90, launcher="torchrun")

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import ncclguard as ng
-from ncclguard import faults, guard, streams
+from ncclguard import faults
+from ncclguard.engine import group, streams
 
 
 class Stream:
@@ -20,8 +21,8 @@ class Stream:
         self.open = threading.Event()
         self.open.set()
         self.events = 0
-        guard.drained = functools.partial(_drained, torch.device("cuda", 0))  # type: ignore[attr-defined]
-        guard.queues = lambda device: True  # type: ignore[attr-defined]
+        group.drained = functools.partial(_drained, torch.device("cuda", 0))  # type: ignore[attr-defined]
+        group.queues = lambda device: True  # type: ignore[attr-defined]
         torch.cuda.current_stream = lambda device=None: self  # type: ignore[assignment, return-value]
 
     def record_event(self) -> Stream:

@@ -14,7 +14,7 @@ import pytest
 
 from ncclguard import faults
 
-pytestmark = pytest.mark.usefixtures("whole_end")
+pytestmark = pytest.mark.usefixtures("own_processes")
 
 CASES = Path(__file__).with_name("timeout_handler_cases.py")
 ENDED_BY = 15.0  # seconds: long before the groups' own timeout, long after any limit used here
@@ -167,3 +167,18 @@ def test_group_of_which_nobody_can_tell_whether_it_is_idle_is_stopped(unrecorded
     """Flight recorder off: an operation in flight must not go on, and the error says that the group is lost."""
     for case in unrecorded.values("sleeping").values():
         assert ended_by_the_handler(case, 0.3) and stopped(case), case
+
+
+def test_a_rank_that_comes_when_the_others_have_given_up_names_itself_before_it_calls_anything() -> None:
+    result = faults.run_ranks(f"{CASES}:late_program", 3, timeout=60).check()
+    for rank in (0, 1):
+        ((cause, culprits, torn, text),) = result[rank].reports["told"]
+        assert (cause, culprits, torn) == ("unknown", [], True)
+        assert "limit of 0.5 s passed" in text
+    late = result[2].reports["told"]
+    assert len(late) == 2
+    for cause, culprits, torn, text in late:
+        assert (cause, culprits, torn) == ("late", [2], False)
+        assert "rank 2, this one, was late: it had not called collective 2 of the group" in text
+        assert "timeout" in text
+    assert result.values("other") == dict.fromkeys(range(3), 3.0)

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -148,3 +149,23 @@ def test_stuck_timeout_ends_the_wait_for_a_stopped_rank_long_before_the_deadline
     assert result.values("verdict") == {rank: [False, "stuck", [1]] for rank in range(3)}, result
     assert all(result[rank].reports["seconds"] < 8 for rank in (0, 2)), result  # before rank 1 is resumed
     assert result.values("next") == dict.fromkeys(range(3), True), result
+
+
+def crossed() -> None:
+    """Rank 2 waits in another group than the others, who all give up at the same time."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    other: Any = dist.new_group([0, 1, 2])
+    ng.safe_barrier(timeout=30).raise_if_failed()
+    ng.safe_barrier(other, timeout=30).raise_if_failed()
+    outcome = ng.safe_barrier(other if rank == 2 else None, timeout=2)
+    faults.report(culprits=list(outcome.culprits), ok=outcome.ok)
+    time.sleep(5)  # a rank that leaves is rightly named by those who still wait for it
+    dist.destroy_process_group()
+
+
+def test_ranks_that_wait_in_another_group_are_not_late_for_this_one() -> None:
+    result = faults.run_ranks(crossed, 3, timeout=60).check()
+    assert result.values("ok") == {0: False, 1: False, 2: False}
+    named = {rank for culprits in result.values("culprits").values() for rank in culprits}
+    assert named <= {2}, result.values("culprits")

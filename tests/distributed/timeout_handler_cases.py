@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ncclguard import _torch, _torch_stores, faults
+from ncclguard import faults, torch_compat
 from ncclguard.deadlines import engine_section, nccl_timeout_handler
 from ncclguard.errors import CollectiveTimeout
 
@@ -154,7 +154,7 @@ def polling(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
 
     said = bounded(poll, 0.3, group)
     before = tensor.tolist()
-    _torch_stores.default_store().set(f"polling/{rank}", "over")  # let rank 2 join
+    torch_compat.default_store().set(f"polling/{rank}", "over")  # let rank 2 join
     time.sleep(0.5)
     return {**said, "written_after": tensor.tolist() != before}
 
@@ -165,7 +165,7 @@ def polling_unguarded(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
     work = dist.all_reduce(tensor, group=group, async_op=True)
     time.sleep(0.3)
     before = tensor.tolist()
-    _torch_stores.default_store().set(f"polling_unguarded/{rank}", "over")
+    torch_compat.default_store().set(f"polling_unguarded/{rank}", "over")
     ended = time.monotonic() + WRITTEN_BY
     while tensor.tolist() == before and time.monotonic() < ended:
         time.sleep(0.01)
@@ -249,7 +249,7 @@ def forked_child(pair: dist.ProcessGroup, rank: int) -> dict[str, Any]:
 def no_group_named(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
     """The call that hangs is not on the default group, and is found all the same; the default group lives."""
     said = bounded(partial(reduce_one, group), 0.3, None)
-    _torch_stores.default_store().set(f"no_group_named/{rank}", "over")
+    torch_compat.default_store().set(f"no_group_named/{rank}", "over")
     tensor = torch.ones(1)
     if RECORDED:
         dist.all_reduce(tensor)
@@ -276,10 +276,10 @@ PAIRED: tuple[Case, ...] = (
 # Ranks 0 and 1 wait for rank 2 each in a group of its own with it: in a common one the limit that passes first, by a
 # moment, ends the other one's call too.
 APART: tuple[Case, ...] = (all_reduce, timedelta_of_a_large_tensor, wait_of_a_work, nested, own_exception)
-RECORDED = _torch.VERSION >= (2, 8)  # the flight recorder knows gloo's collectives
+RECORDED = torch_compat.VERSION >= (2, 8)  # the flight recorder knows gloo's collectives
 
 
-def late(case: Case, group: dist.ProcessGroup, store: _torch.Store) -> None:
+def late(case: Case, group: dist.ProcessGroup, store: torch_compat.Store) -> None:
     """What rank 2 does in a case."""
     if case is in_time:
         time.sleep(0.3)
@@ -301,7 +301,7 @@ def rank_program() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
     faults.report(recorded=RECORDED, plain_timeout=PLAIN_TIMEOUT)
     rank = dist.get_rank()
-    store = _torch_stores.default_store()
+    store = torch_compat.default_store()
     for case in CASES:
         name, limit = case.__name__, PLAIN_TIMEOUT if case is plain_alarm else GROUP_TIMEOUT
         members = ([0, 2], [1, 2]) if case in APART else ([0, 1] if case in PAIRED else None,)
@@ -320,7 +320,7 @@ def rank_program() -> None:
 def unrecorded_program() -> None:
     """Rank 1 does not take part in the check before a collective (DETAIL); later both ranks sleep, nothing recorded."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
-    store = _torch_stores.default_store()
+    store = torch_compat.default_store()
     checked, idle = (dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT)) for _ in range(2))
     if dist.get_rank() == 0:
         faults.report(checked=bounded(partial(reduce_one, checked), 0.3, checked))
@@ -329,3 +329,26 @@ def unrecorded_program() -> None:
         store.wait(["checked"], timedelta(seconds=60))
     assert works(idle)
     faults.report(sleeping=bounded(lambda: time.sleep(GROUP_TIMEOUT), 0.3, idle))
+
+
+def late_program() -> None:
+    """Rank 2 enters its block when the others have given up; another group of the same ranks goes on."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
+    rank, told = dist.get_rank(), []
+    subgroup = dist.new_group([0, 1, 2])
+    dist.all_reduce(torch.ones(1))
+    for _ in range(2):  # at once, and again: what was heard once is not forgotten
+        if rank == 2 and not told:
+            time.sleep(2.0)
+        try:
+            with nccl_timeout_handler(0.5, dist.group.WORLD):
+                dist.all_reduce(torch.ones(1))
+            told.append(["returned"])
+        except CollectiveTimeout as error:
+            told.append([str(error.outcome.cause), list(error.outcome.culprits), error.outcome.torn, str(error)])
+        if rank != 2:
+            break
+    with nccl_timeout_handler(20, subgroup):  # nobody has stopped this one
+        other = torch.ones(1)
+        dist.all_reduce(other, group=subgroup)
+    faults.report(told=told, other=other.item())

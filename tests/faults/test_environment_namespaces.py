@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ncclguard import faults
-from ncclguard.environment import links, routes
+from ncclguard.environment import network
 from ncclguard.environment.setup import setup_env
+from ncclguard.faults.hosts import run_tool
 
 _REASON = faults.namespaces_available()
 pytestmark = [
@@ -62,8 +63,7 @@ def join(changes: dict[str, str | None], by_hand: str | None, url: str | None, w
 
 
 def _hide_the_ip_command() -> None:
-    for module in (links, routes):
-        setattr(module, "find_ip", lambda: None)  # noqa: B010
+    setattr(network, "find_ip", lambda: None)  # noqa: B010
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def two_hosts(names: tuple[str, str] = ("wire0", "wire0"), *, ipv6: bool = False
 
 def ip(*arguments: str) -> str:
     """Run the ``ip`` command."""
-    return faults.connections.run_tool(["ip", *arguments])
+    return run_tool(["ip", *arguments])
 
 
 def on_both(hosts: faults.Hosts, *arguments: str) -> None:
@@ -275,7 +275,6 @@ def test_a_prefix_does_not_pick_up_a_longer_name() -> None:
         assert_works_over(run(hosts, {}), "eth0")
 
 
-@pytest.mark.usefixtures("all_forked")
 def test_a_job_on_one_host_uses_the_loopback() -> None:
     """Both ranks on one host, as torchrun starts them."""
     result = faults.run_ranks(join, 2, args=[{}, None, None, False], launcher="torchrun", timeout=90.0)

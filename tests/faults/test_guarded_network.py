@@ -135,7 +135,7 @@ def killed_across_hosts() -> None:
     rank = dist.get_rank()
     for _ in range(2):
         ng.safe_barrier().raise_if_failed()
-    time.sleep(1.5)  # the neighbours have reached each other's doors by then
+    time.sleep(1.5)  # the neighbours have reached each other's ports by then
     faults.report(ready=True)
     if rank == 1:
         faults.wait_until_told("never", seconds=60)
@@ -149,7 +149,7 @@ def killed_across_hosts() -> None:
 
 
 def test_a_killed_rank_on_another_host_is_lost_within_seconds() -> None:
-    """Rank 1, alone on its host, is killed: a refused door is positive evidence, long before the deadline of 30 s."""
+    """Rank 1, alone on its host, is killed: a refused port is positive evidence, long before the deadline of 30 s."""
     with faults.Hosts(3) as hosts, faults.start_ranks(killed_across_hosts, 3, hosts=hosts, timeout=90) as job:
         job.wait_for("ready", seconds=60)
         time.sleep(1.0)

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ncclguard import faults
-from ncclguard.agreement import liveness as liveness_module
-from ncclguard.agreement.liveness import PROBE_AGAIN, Identity, Liveness, Sight
-from ncclguard.faults import connections
-from ncclguard.faults.connections import run_tool
-from ncclguard.faults.hosts import Hosts
+from ncclguard.coordination import liveness as liveness_module
+from ncclguard.coordination.liveness import PROBE_AGAIN, Identity, Liveness, Sight
+from ncclguard.faults import hosts as hosts_module
+from ncclguard.faults.hosts import Hosts, run_tool
 
 REASON = faults.namespaces_available()
 pytestmark = [pytest.mark.namespaces, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -215,7 +214,7 @@ process.wait()
 
 @contextlib.contextmanager
 def watching(hosts: Hosts) -> Iterator[tuple[Callable[[], tuple[Sight, str]], Identity, subprocess.Popen[str]]]:
-    """A process with a door in host1, and a look at it from a Liveness in host0's network."""
+    """A process with a port in host1, and a look at it from a Liveness in host0's network."""
     load = (
         "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('liveness', {liveness_module.__file__!r})\n"
@@ -257,7 +256,7 @@ def test_the_same_pid_in_another_network_namespace_is_another_host(hosts: Hosts)
     mine.close()
 
 
-def test_a_door_in_another_network_namespace_that_was_reached_and_refuses_means_gone(hosts: Hosts) -> None:
+def test_a_port_in_another_network_namespace_that_was_reached_and_refuses_means_gone(hosts: Hosts) -> None:
     with watching(hosts) as (look, _, seen):
         until(look, Sight.PRESENT)
         seen.kill()
@@ -273,7 +272,7 @@ def test_a_partitioned_host_is_unknown_and_present_again_when_healed(hosts: Host
         until(look, Sight.PRESENT)
 
 
-def test_a_firewall_that_rejects_a_door_never_reached_is_unknown_however_often_it_is_asked(hosts: Hosts) -> None:
+def test_a_firewall_that_rejects_a_port_never_reached_is_unknown_however_often_it_is_asked(hosts: Hosts) -> None:
     hosts.reject("host1")
     with watching(hosts) as (look, _, _):
         deadline = time.monotonic() + 3 * PROBE_AGAIN
@@ -327,7 +326,7 @@ def test_connections_reset_from_outside_break_a_raw_all_reduce(
 ) -> None:
     """Both ends find what a network sends, a reset, where the kernel gives them to us; the store's connections stay."""
     if way == "by ss -K":
-        monkeypatch.setattr(connections, "_reset", lambda *_: False)
+        monkeypatch.setattr(hosts_module, "_reset", lambda *_: False)
     with faults.start_ranks(one_large_after_the_word, 2, hosts=hosts, timeout=TIMEOUT) as job:
         job.wait_for("ready", seconds=LIMIT)
         master = job.reports(0)["master"]

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ncclguard.faults import isolation
+from ncclguard.faults import effects
 
 PROGRAM = """
 import socket, sys
-from ncclguard.faults.isolation import cut_off
+from ncclguard.faults.effects import cut_off
 server = socket.create_server((sys.argv[1], 0), family=int(sys.argv[2]), dualstack_ipv6=False)
 print(server.getsockname()[1], flush=True)
 peer, _ = server.accept()
@@ -72,7 +72,7 @@ def test_looking_for_connections_leaves_no_descriptor_behind(tmp_path: Path) -> 
         try:
             before = os.listdir("/proc/self/fd")
             known = {os.fstat(int(name)).st_ino for name in before if os.path.exists(f"/proc/self/fd/{name}")}
-            assert isolation._cut_all(known, b"") == []  # all are said to be cut off: none is touched
+            assert effects._cut_all(known, b"") == []  # all are said to be cut off: none is touched
             assert len(os.listdir("/proc/self/fd")) == len(before)
         finally:
             os.close(path)

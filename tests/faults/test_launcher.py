@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 
 from ncclguard import faults
-from ncclguard.faults.forkserver import PRELOAD_VARIABLE, PYTHON_VARIABLE
-from ncclguard.faults.janitor import process_state
 from ncclguard.faults.launcher import reserve_port
 
 LIMIT = 90.0  # seconds, for what must happen at some time
@@ -54,10 +56,15 @@ def script(folder: Path, text: str) -> Path:
     return file
 
 
+def process_state(pid: int) -> str:
+    """As psutil calls it; "gone" where there is no such process."""
+    return psutil.Process(pid).status() if psutil.pid_exists(pid) else "gone"
+
+
 def until_gone(pids: list[int]) -> None:
     """All processes are gone; fails after LIMIT seconds."""
     deadline = time.monotonic() + LIMIT
-    while left := [pid for pid in pids if process_state(pid) not in ("", "Z")]:
+    while left := [pid for pid in pids if process_state(pid) not in ("gone", psutil.STATUS_ZOMBIE)]:
         assert time.monotonic() < deadline, f"processes {left} were left behind"
         time.sleep(0.02)
 
@@ -131,14 +138,8 @@ def test_forked_ranks_and_their_children_are_told_from_those_of_other_jobs_of_th
         assert len(result.left_running) == 1
         until_gone(list(result.left_running))
         pids = [other.pid(rank) for rank in range(2)]
-        assert [process_state(pid) for pid in pids] == ["S", "S"]
+        assert [process_state(pid) for pid in pids] == [psutil.STATUS_SLEEPING] * 2
     until_gone(pids)
-
-
-def test_what_keeps_ranks_from_being_forked_is_said() -> None:
-    env = {PRELOAD_VARIABLE: "no_such_module"}
-    with pytest.raises(faults.RanksFailed, match="No module named 'no_such_module'"):
-        faults.run_ranks("math:factorial", 1, args=[5], env=env, timeout=LIMIT, launcher="fork")
 
 
 @pytest.mark.parametrize("launcher", ["processes", "fork"])
@@ -150,9 +151,8 @@ with faults.start_ranks("time:sleep", 2, args=[600], timeout=600, launcher={laun
     print(job.pid(0), job.pid(1), job._directory, flush=True)
     job.wait()
 """
-    env = os.environ | {PRELOAD_VARIABLE: "", PYTHON_VARIABLE: sys.executable}  # it has to import itself what it forks
     parent = subprocess.Popen(
-        [sys.executable, "-c", launching], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", launching], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         assert parent.stdout is not None
@@ -212,12 +212,68 @@ def has_imported(module: str) -> bool:
     return module in sys.modules
 
 
-def test_a_job_can_name_further_modules_to_import_once_for_all_ranks() -> None:
-    """The time of a slow import, once instead of once a rank; here by the interpreter itself, as outside of these tests."""
-    for modules, there in (("wave colorsys", True), ("", False)):
-        env = {PRELOAD_VARIABLE: modules, PYTHON_VARIABLE: sys.executable}
-        result = faults.run_ranks(has_imported, 2, args=["colorsys"], env=env, timeout=60, launcher="fork")
-        assert result.values("returned") == {0: there, 1: there}, result
+@pytest.mark.parametrize(("launcher", "there"), [("fork", True), ("processes", False)])
+def test_forks_have_torch_imported_before_their_function_runs(launcher: str, there: bool) -> None:
+    result = faults.run_ranks("tests.faults.imported:has", 2, args=["torch"], timeout=60, launcher=launcher)
+    assert result.values("returned") == {0: there, 1: there}, result
+
+
+def test_a_variable_that_torch_reads_at_its_import_makes_ranks_processes_of_their_own() -> None:
+    env = {"TORCH_CPP_LOG_LEVEL": "INFO"}
+    result = faults.run_ranks("tests.faults.imported:has", 1, args=["torch"], env=env, timeout=60, launcher="fork")
+    assert result.values("returned") == {0: False}, result
+
+
+def ends(how: str) -> None:
+    """End this rank in one of the ways that a program can end, with something to do at exit."""
+    atexit.register(lambda: faults.report(at_exit=True))
+    threading.Timer(0.2, lambda: faults.report(thread=True)).start()
+    if how == "in words":
+        sys.exit("in words")
+    if how == "7":
+        raise SystemExit(7)
+    if how == "interrupted":
+        raise KeyboardInterrupt
+    if how == "failed":
+        raise ValueError("broken here")
+
+
+@pytest.mark.parametrize(
+    ("how", "end", "said"),
+    [
+        ("returned", "exit 0", ""),
+        ("in words", "exit 1", "in words"),
+        ("7", "exit 7", ""),
+        ("interrupted", "SIGINT", "KeyboardInterrupt"),
+        ("failed", "exit 1", "ValueError: broken here"),
+    ],
+)
+def test_forks_end_as_processes_of_their_own_do(how: str, end: str, said: str) -> None:
+    for launcher in ("fork", "processes"):
+        (rank,) = faults.run_ranks(ends, 1, args=[how], timeout=LIMIT, launcher=launcher)
+        assert (rank.end, rank.reports) == (end, {"at_exit": True, "thread": True}), f"{launcher}: {rank}"
+        assert said in rank.output, launcher
+
+
+def children_are_forks() -> bool:
+    child = multiprocessing.Process(target=os.getpid)
+    child.start()
+    child.join()
+    return multiprocessing.get_start_method() == ("fork" if sys.version_info < (3, 14) else "forkserver")
+
+
+def test_what_forks_start_by_multiprocessing_is_started_as_ever() -> None:
+    assert faults.run_ranks(children_are_forks, 1, timeout=LIMIT, launcher="fork").values("returned") == {0: True}
+
+
+def test_a_job_that_nobody_closes_does_not_keep_its_process_from_ending() -> None:
+    program = """
+from ncclguard import faults
+job = faults.start_ranks("time:sleep", 2, args=[600], timeout=600, launcher="fork")
+print(job.pid(0), job.pid(1))
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=LIMIT, check=True)
+    until_gone([int(pid) for pid in done.stdout.split()])
 
 
 def debug_level() -> str:
@@ -256,7 +312,7 @@ def test_beneath_torchrun_the_timeout_ends_a_stopped_rank_too(tmp_path: Path) ->
     text = "import os, signal, time\nprint('up', flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
     with faults.start_ranks(script(tmp_path, text), 2, timeout=600, launcher="torchrun") as job:
         deadline = time.monotonic() + LIMIT
-        while any(process_state(job.pid(rank)) != "T" for rank in range(2)):
+        while any(process_state(job.pid(rank)) != psutil.STATUS_STOPPED for rank in range(2)):
             assert time.monotonic() < deadline, "the ranks did not get to their SIGSTOP"
             time.sleep(0.02)
         result = job.wait(timeout=0.1)

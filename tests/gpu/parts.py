@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ncclguard import _torch_stores, faults
+from ncclguard import faults, torch_compat
 from ncclguard.transport.base import Pending, TransportError
-from ncclguard.transport.nccl import NcclCommunicator
-from ncclguard.transport.nccl_builder import NcclBuilder
+from ncclguard.transport.nccl import NcclBuilder, NcclCommunicator
 
 NEEDS_GPU = [
     pytest.mark.gpu,
@@ -36,6 +35,9 @@ SHARED_GPU = {
     "NCCL_MAX_CTAS": "2",
 }
 
+#: The backends of NCCL: "nccl" is the default one of this torch, "nccl-lazy" came with 2.15.
+NCCL_BACKENDS = ["nccl", "nccl-lazy"] if hasattr(dist, "ProcessGroupNCCLLazy") else ["nccl"]
+
 DEVICE = torch.device("cuda", 0)
 
 
@@ -52,7 +54,7 @@ def nccl2() -> bool:
 
 
 def build(generation: int, seconds: float = 60.0) -> NcclCommunicator:
-    store = _torch_stores.clone_store(_torch_stores.default_store())
+    store = torch_compat.clone_store(torch_compat.default_store())
     ranks = tuple(range(dist.get_world_size()))
     prefix = f"transport/{generation}"
     return NcclBuilder(DEVICE).build(store, prefix, ranks, dist.get_rank(), generation, seconds)

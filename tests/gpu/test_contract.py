@@ -21,9 +21,9 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.transport import nccl
 from tests.distributed.test_contract import CULPRIT, FAULTS, TIMEOUT, call, misbehave
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join
+from tests.gpu.parts import NCCL_BACKENDS, NEEDS_GPU, SHARED_GPU, join
 
-pytestmark = [*NEEDS_GPU, pytest.mark.usefixtures("whole_end")]
+pytestmark = [*NEEDS_GPU, pytest.mark.usefixtures("own_processes")]
 
 RANKS = 3
 ENV = {**SHARED_GPU, "NCCLGUARD_REPORT_DIR": "none"}
@@ -82,7 +82,7 @@ def check(result: faults.JobResult, fault: str, cause: str, gone: bool, bound: f
         assert after == (True, rest, float(sum(rest))), (fault, rank, after)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", ["gloo", *NCCL_BACKENDS])
 def test_faults_that_leave_all_ranks_alive(backend: str) -> None:
     result = faults.run_ranks(guarded, RANKS, args=[STAYING, backend, 1000, None], env=ENV, timeout=150)
     for fault in STAYING:
@@ -90,9 +90,10 @@ def test_faults_that_leave_all_ranks_alive(backend: str) -> None:
         check(result, fault, cause, gone, bound)
 
 
+@pytest.mark.parametrize("backend", NCCL_BACKENDS)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in STAYING])
-def test_faults_that_end_a_rank(fault: str) -> None:
-    result = faults.run_ranks(guarded, RANKS, args=[[fault], "nccl", 1000, None], env=ENV, timeout=60)
+def test_faults_that_end_a_rank(fault: str, backend: str) -> None:
+    result = faults.run_ranks(guarded, RANKS, args=[[fault], backend, 1000, None], env=ENV, timeout=60)
     cause, gone, bound = FAULTS[fault]
     check(result, fault, cause, gone, bound)
 

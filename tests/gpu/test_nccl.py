@@ -70,6 +70,8 @@ def test_operations_complete_with_the_right_results_and_capture_is_refused() -> 
         assert result[rank].reports["wrong"] == []
         assert result[rank].reports["pieces"]
         assert "cannot be captured" in result[rank].reports["refused"]
+        if hasattr(dist.Work, "block_current_stream"):  # torch's C++ prints it, once in a process
+            assert "Work::synchronize API is being deprecated" not in result[rank].output
 
 
 def stop_and_rebuild() -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ncclguard import _torch_nccl, _torch_stores, faults
+from ncclguard import faults, torch_compat
 from ncclguard.transport.base import TransportError
 from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, build, build_again, error_of, finish, join
 
 pytestmark = NEEDS_GPU
 
 # A launch that waits for a missing peer, or a build, ends when torch's own limit for it is over (TORCH_NCCL_NONBLOCKING_TIMEOUT).
-NATIVE_LIMIT = float(_torch_nccl.spin_limit(2))
+NATIVE_LIMIT = float(torch_compat.spin_limit(2))
 
 
 def stop_at_random() -> None:
@@ -93,14 +93,14 @@ def stopped_while_it_is_built() -> None:
     """Rank 1 is stopped by a signal after the votes are connected, before NCCL is."""
     rank = join()
     if rank == 1:
-        original = _torch_nccl.new_nccl_group
+        original = torch_compat.new_nccl_group
 
         def stop(*args: Any) -> Any:
-            _torch_nccl.new_nccl_group = original
+            torch_compat.new_nccl_group = original
             os.kill(os.getpid(), signal.SIGSTOP)
             return original(*args)
 
-        _torch_nccl.new_nccl_group = stop  # type: ignore[assignment]
+        torch_compat.new_nccl_group = stop  # type: ignore[assignment]
     start = time.monotonic()
     error = error_of(lambda: build(1, seconds=10.0))
     faults.report(error=error, took=time.monotonic() - start)
@@ -133,7 +133,7 @@ def beside_a_group_with_a_monitor() -> None:
     communicator.stop()
     faults.report(quiet=communicator.quiet(15.0))
     communicator.close()
-    store: Any = _torch_stores.base_store(_torch_stores.default_store())
+    store: Any = torch_compat.base_store(torch_compat.default_store())
     end = time.monotonic() + 4 * HEARTBEAT
     reported = False
     while time.monotonic() < end and not reported:

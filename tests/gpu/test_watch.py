@@ -17,12 +17,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join, nccl2
+from tests.gpu.frameworks import FRAMEWORKS, build, skip_unless_installed
+from tests.gpu.parts import NCCL_BACKENDS, NEEDS_GPU, SHARED_GPU, join, nccl2
 
 pytestmark = NEEDS_GPU
 
@@ -39,52 +38,39 @@ FAULTS = {
     "exit": ("exited", (0, 1), 3.0),
     "mismatch": ("diverged", (0, 1, 2), 4.0),
     "first": ("late", (0, 1, 2), LIMIT + 4.0),
+    "new group": ("late", (0, 1, 2), LIMIT + 4.0),
+    "elsewhere": ("diverged", (0, 1, 2), LIMIT + 4.0),
 }
+LATE_FAULTS = ("late", "first", "new group")  # after which the training goes on
 
 
-def raw() -> Callable[[], None]:
-    tensor = torch.ones(1000, device="cuda")
-
-    def step() -> None:
-        dist.all_reduce(tensor)
-        tensor.div_(dist.get_world_size())
-        torch.cuda.synchronize()
-
-    return step
+#: The framework's collectives are in a group that it makes itself, and the additional one of the struck rank is not.
+OWN_GROUPS = ("zero2",)
 
 
-def ddp() -> Callable[[], None]:
-    return _training(DistributedDataParallel(_model(), device_ids=[torch.cuda.current_device()]))
+def steps_of(framework: str) -> Callable[[], None]:
+    """What a rank does again and again: a collective, or a step of training."""
+    if framework == "raw":
+        tensor = torch.ones(1000, device="cuda")
 
+        def step() -> None:
+            dist.all_reduce(tensor)
+            tensor.div_(dist.get_world_size())
+            torch.cuda.synchronize()
 
-def fsdp2() -> Callable[[], None]:
-    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
-    return _training(fully_shard(_model(), mesh=mesh))
+    else:
+        train, batch = build(framework), torch.ones(8, 20, device="cuda")
 
-
-def _model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 2)).cuda()
-
-
-def _training(model: torch.nn.Module) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        model(torch.ones(4, 20, device="cuda")).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.synchronize()
+        def step() -> None:
+            train(batch)
+            torch.cuda.synchronize()
 
     return step
 
 
-FRAMEWORKS = {"raw": raw, "ddp": ddp, "fsdp2": fsdp2}
-
-
-def strike(fault: str, seconds: float) -> None:
+def strike(fault: str, seconds: float, group: dist.ProcessGroup | None) -> None:
     faults.report(struck=time.time())
-    if fault in ("late", "first"):
+    if fault in LATE_FAULTS:
         time.sleep(seconds)
     elif fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -94,13 +80,19 @@ def strike(fault: str, seconds: float) -> None:
         raise ValueError("boom in rank 2")
     elif fault == "exit":
         sys.exit(0)
-    elif fault == "mismatch":
-        dist.all_reduce(torch.ones(999, device="cuda"))
+    elif fault in ("mismatch", "elsewhere"):
+        dist.all_reduce(torch.ones(999, device="cuda"), group=group)
         torch.cuda.synchronize()
 
 
 def watched(
-    fault: str, framework: str, before: bool, limit: float = LIMIT, torchs: float = 120.0, patience: int = 500
+    fault: str,
+    framework: str,
+    before: bool,
+    backend: str = "nccl",
+    limit: float = LIMIT,
+    torchs: float = 120.0,
+    patience: int = 500,
 ) -> None:
     """Rank 2 is struck at its sixth step, or before its first collective; the process ends when it is told to.
 
@@ -123,31 +115,37 @@ def watched(
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = str(patience if os.environ["RANK"] == "1" else 15_000)
     if before:
         ng.watch(timeout=limit, on_incident=told)
-    rank = join("nccl", torchs)
+    rank = join(backend, torchs)
     if not before:
         ng.watch(timeout=limit, on_incident=told)
     threading.Thread(target=end, daemon=True).start()
+    away = LATE if limit == LIMIT else LATER
+    # NCCL connects it in its first collective, and until then nothing of it is recorded.
+    group = dist.new_group() if fault in ("new group", "elsewhere") else None
     if fault == "first" and rank == CULPRIT:
-        strike(fault, LATE if limit == LIMIT else LATER)
-    step = FRAMEWORKS[framework]()
+        strike(fault, away, group)
+    step = steps_of(framework)
     while True:
         step()
         steps += 1
         if steps == 5:
             time.sleep(1.0)  # so that all that were issued are known to have ended
         if steps == 5 and rank == CULPRIT and fault != "first":
-            strike(fault, LATE if limit == LIMIT else LATER)
+            strike(fault, away, group)
+        if steps == 5 and fault == "new group":
+            dist.all_reduce(torch.ones(10, device="cuda"), group=group)
+            torch.cuda.synchronize()
         faults.report(steps=steps)
         time.sleep(0.02)
 
 
-def run(fault: str, framework: str = "raw", before: bool = True) -> None:
-    cause, ranks, bound = FAULTS[fault]
+def run(fault: str, framework: str = "raw", before: bool = True, backend: str = "nccl") -> None:
+    cause, ranks, bound = FAULTS["elsewhere" if fault == "mismatch" and framework in OWN_GROUPS else fault]
     env = {**SHARED_GPU, "NCCLGUARD_REPORT_DIR": "none"}
-    with faults.start_ranks(watched, RANKS, args=[fault, framework, before], env=env, timeout=120) as job:
+    with faults.start_ranks(watched, RANKS, args=[fault, framework, before, backend], env=env, timeout=120) as job:
         struck = job.wait_for("struck", ranks=[CULPRIT], seconds=60)[CULPRIT]
         job.wait_for("incidents", ranks=ranks, seconds=40)
-        if fault in ("late", "first"):
+        if fault in LATE_FAULTS:
             before_it = {rank: job.reports(rank).get("steps", 0) for rank in range(RANKS)}
             end = time.monotonic() + LATE + 10.0
             while any(job.reports(rank).get("steps", 0) < before_it[rank] + 3 for rank in range(RANKS)):
@@ -169,9 +167,10 @@ def run(fault: str, framework: str = "raw", before: bool = True) -> None:
     assert "does not cover" not in str(result)
 
 
+@pytest.mark.parametrize("backend", NCCL_BACKENDS)
 @pytest.mark.parametrize("fault", list(FAULTS))
-def test_called_before_the_group_is_made_it_names_the_struck_rank(fault: str) -> None:
-    run(fault)
+def test_called_before_the_group_is_made_it_names_the_struck_rank(fault: str, backend: str) -> None:
+    run(fault, backend=backend)
 
 
 @pytest.mark.parametrize("fault", ["late", "kill"])
@@ -179,9 +178,10 @@ def test_called_after_the_group_is_made_it_names_the_struck_rank(fault: str) -> 
     run(fault, before=False)
 
 
-@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("fault", ["late", "kill", "raise"])
+@pytest.mark.parametrize("framework", list(FRAMEWORKS))
+@pytest.mark.parametrize("fault", ["late", "kill", "raise", "mismatch"])
 def test_under_frameworks_it_names_the_struck_rank(fault: str, framework: str) -> None:
+    skip_unless_installed(framework)
     run(fault, framework)
 
 
@@ -189,7 +189,7 @@ def test_under_frameworks_it_names_the_struck_rank(fault: str, framework: str) -
 def test_torch_gives_up_first_and_the_one_it_waited_for_is_named_not_those_it_ends(fault: str) -> None:
     """torch's limit is 4 s, that of watch() 60: torch ends rank 1 some seconds later, and rank 0 is still there to see it."""
     env = {**SHARED_GPU, "NCCLGUARD_REPORT_DIR": "none"}
-    args = [fault, "raw", True, 60.0, 4.0, 6000 if nccl2() else 1500]
+    args = [fault, "raw", True, "nccl", 60.0, 4.0, 6000 if nccl2() else 1500]
     with faults.start_ranks(watched, RANKS, args=args, env=env, timeout=120) as job:
         job.wait_for("incidents", ranks=[0, 1], seconds=60)
         end = time.monotonic() + 15.0

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import stand_ins
+from ncclguard.faults import fork
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frameworks() -> Iterator[None]:
-    """Ranks are forked from a process that has imported the frameworks which are installed; those of other folders are not."""
+def fork_server() -> Iterator[None]:
+    """Ranks are forks of a process that has imported the frameworks which are installed; those of other folders are not."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in stand_ins.FRAMEWORKS.variables().items():
-            patch.setenv(name, value)
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        fork.preload(("tests.integrations.preloaded",))
         yield

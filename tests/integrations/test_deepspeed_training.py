@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 import ncclguard as ng
-from ncclguard import _torch, faults, runtime
+from ncclguard import faults, torch_compat
+from ncclguard.engine import runtime
 from ncclguard.process_group import GuardedProcessGroup, redirected
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
-    pytest.mark.usefixtures("whole_end"),
+    pytest.mark.usefixtures("own_processes"),
 ]
 
 STEPS = 4
@@ -96,7 +97,9 @@ def train_and_evaluate() -> None:
         ng.safe_barrier(timeout=30).raise_if_failed()
     losses += [step(engine, generator) for _ in range(2)]
     # DeepSpeed gathers on a group of its own making.
-    calls = sum(runtime.current().guard(group, torch.device("cpu"), ":door").calls for group in _torch.known_groups())
+    calls = sum(
+        runtime.current().group(group, torch.device("cpu"), "backend").calls for group in torch_compat.known_groups()
+    )
     faults.report(zero3=losses, results=results, gathers=calls - 2)
     dist.destroy_process_group()
 

@@ -17,7 +17,7 @@ def fail(sink: Any) -> None:
 
     @ng.resilient_evaluate(monitor=sink, max_attempts=2)
     def evaluate(step: int) -> None:
-        raise ValueError("a metric went wrong")
+        raise OSError("the data could not be read")
 
     assert evaluate(step=7) == (0.0, 0.0)
 

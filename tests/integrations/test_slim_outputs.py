@@ -96,7 +96,10 @@ def test_memory_is_saved_at_its_peak(kind: str) -> None:
         outputs.clear()
         with torch.no_grad():
             model(**cases.text_batch(), labels=LABELS)
-    assert alive == [(2, True), (0, False)] or alive == [(1, True), (0, False)]
+    (collected, cached), slim = alive
+    assert collected >= 1  # how many of the two depends on the version of transformers
+    assert cached
+    assert slim == (0, False)
 
 
 def test_a_forward_without_flags_is_slim_and_restored() -> None:
@@ -329,14 +332,24 @@ def test_wrong_calls_are_refused() -> None:
             function(3)
 
 
-def test_gradient_checkpointing_and_no_word_about_the_cache(caplog: pytest.LogCaptureFixture) -> None:
-    gradients = []
+def test_gradient_checkpointing_and_no_word_about_the_cache(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without slimming, transformers warns that it has to switch the cache off."""
+    from transformers.utils import logging as messages
+
+    gradients, warned = [], []
+    monkeypatch.setattr(messages.get_logger("transformers"), "propagate", True)
     for patch in (unpatch, slim_outputs):
+        messages.warning_once.cache_clear()
+        caplog.clear()
         model = patch(cases.checkpointed(fat()).train())
         output = model(**cases.vision_batch("image"), labels=torch.tensor([1]))
         output.loss.backward()
         gradients.append([each.grad for each in model.parameters() if each.grad is not None])
+        warned.append("use_cache" in caplog.text)
     assert list(output) == ["loss", "logits"]
+    assert warned == [True, False]
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 

@@ -74,7 +74,7 @@ def test_of_several_data_sets_those_that_are_in_are_returned() -> None:
     assert job[0].reports["metrics"] == {
         "eval_first_mae": 1.0,
         "eval_evaluation_failed": 1.0,
-        "eval_evaluation_attempts": 2.0,
+        "eval_evaluation_attempts": 1.0,
         "eval_evaluation_cause_failed": 1.0,
         "eval_evaluation_culprit": 0.0,
         "eval_evaluation_partial_done": 1.0,

@@ -9,7 +9,7 @@ import pytest
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.faults.result import JobResult
+from ncclguard.faults.job import JobResult
 from tests.integrations.evaluation_parts import CULPRIT
 
 PROGRAM = Path(__file__).with_name("watch_cases.py")

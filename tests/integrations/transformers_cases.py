@@ -222,7 +222,7 @@ def stopping(folder: str) -> None:
 
 
 def partial() -> None:
-    """Two data sets; the metric code raises in the second, in every try."""
+    """Two data sets; the metric code raises in the second."""
     with tempfile.TemporaryDirectory() as folder:
         made = trainer(Trainer, folder, [])
         SurvivingEvaluation(made, max_attempts=2)

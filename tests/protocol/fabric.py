@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
-from ncclguard.agreement.decision import Action, Departure, Operation, TroubleKind, Verdict, decide
 from ncclguard.outcome import Cause
+from ncclguard.protocol.decision import Action, Departure, Operation, TroubleKind, Verdict, decide
 from tests.protocol.process import Broken, mask
 from tests.protocol.shared import Shared, decided, put
 from tests.protocol.steps import Info, Job, State, Steps
@@ -197,10 +197,10 @@ class Fabric(Steps):
                 if info.in_call and info.troubled:
                     steps.append((("give up", rank), self._own(state, rank, "give_up", shared=gave_up)))
                 elif info.at == "idle" and not info.over and self._own(state, rank, "enter") == state:
-                    steps.append((("forgo", rank), self._own(state, rank, "forgo", shared=gave_up)))
+                    steps.append((("skip", rank), self._own(state, rank, "skip", shared=gave_up)))
             elif "give up" in kinds and info.at == "idle" and not (info.over or info.frozen or shared.gave_up & bit):
                 gave_up = unlucky._replace(gave_up=shared.gave_up | bit)
-                steps.append((("forgo", rank), self._own(state, rank, "no_turn", shared=gave_up)))
+                steps.append((("skip", rank), self._own(state, rank, "no_turn", shared=gave_up)))
 
     # ------------------------------------------------------------------ verdicts
 

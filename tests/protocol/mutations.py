@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ncclguard.agreement import decision
-from ncclguard.agreement.decision import Action, Departure, Operation, Phase, Report, Verdict
-from ncclguard.agreement.protocol import Entry, Member
 from ncclguard.outcome import Cause
+from ncclguard.protocol import decision
+from ncclguard.protocol.decision import Action, Departure, Operation, Phase, Report, Verdict
+from ncclguard.protocol.member import Entry, Member
 from tests.protocol.fabric import Fabric, Name
 from tests.protocol.process import Call, Draft, Driver, Process, Step
 from tests.protocol.shared import Shared, put
@@ -275,20 +275,20 @@ class GiveUpForgets(Fabric):
 
 
 class _KeepsPlace(Member):
-    def forgo(self, operation: Operation) -> None:
+    def skip(self, operation: Operation) -> None:
         """Does not take a place in the sequence."""
 
 
 class _KeepsPlaceDriver(Driver):
     member_class = _KeepsPlace
 
-    def forgo(self, process: Process) -> Step:
-        step = super().forgo(process)
+    def skip(self, process: Process) -> Step:
+        step = super().skip(process)
         result = step.result
         assert result is not None
         return step._replace(result=result._replace(sequence=result.sequence + 1))
 
 
 @mutation("giving up: a call that could not enter takes no place in the sequence")
-class ForgoKeepsPlace(Fabric):
+class SkipKeepsPlace(Fabric):
     driver_class = _KeepsPlaceDriver

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
-from ncclguard.agreement.decision import PRECEDENCE, Action, Operation, Report, Trouble, TroubleKind, Verdict
-from ncclguard.agreement.protocol import Entry, Member, Resolution
 from ncclguard.outcome import Cause
+from ncclguard.protocol.decision import PRECEDENCE, Action, Operation, Report, Trouble, TroubleKind, Verdict
+from ncclguard.protocol.member import Entry, Member, Resolution
 
 INPUT, TORN, GARBAGE = 0, -1, -2
 IN_CALL = frozenset({"open", "piece", "close"})
@@ -217,19 +217,19 @@ class Driver:
         draft.member.give_up()
         return self._return(draft, operation.sequence, False, None, (), agreed=False)
 
-    def forgo(self, process: Process) -> Step:
+    def skip(self, process: Process) -> Step:
         """Give up a call that could not even enter, because the verdict on the generation before did not come."""
         draft = Draft(process)
         call = self.program[process.call]
-        draft.member.forgo(Operation(0, call.fingerprint, closing=call.closing, shrink=call.shrink))
+        draft.member.skip(Operation(0, call.fingerprint, closing=call.closing, shrink=call.shrink))
         return self._return(draft, draft.member.next_sequence - 1, False, None, (), agreed=False)
 
     def no_turn(self, process: Process) -> Step:
         """Give up a call that another thread's kept from entering; it has to fail for the others."""
         draft = Draft(process)
         call = self.program[process.call]
-        draft.member.forgo(Operation(0, call.fingerprint, closing=call.closing, shrink=call.shrink))
-        revoke = bool(draft.member.given_up)
+        draft.member.skip(Operation(0, call.fingerprint, closing=call.closing, shrink=call.shrink))
+        revoke = bool(draft.member.abandoned)
         if revoke:
             draft.member.in_trouble(draft.member.generation, Trouble(TroubleKind.UNANSWERED))
         sequence = draft.member.next_sequence - 1

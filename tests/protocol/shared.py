@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ncclguard.agreement.decision import Action, Verdict
 from ncclguard.outcome import Cause
+from ncclguard.protocol.decision import Action, Verdict
 from tests.protocol.process import Broken, Result
 
 

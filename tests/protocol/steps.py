@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ncclguard.agreement.decision import Phase, Report, Verdict
+from ncclguard.protocol.decision import Phase, Report, Verdict
 from tests.protocol.process import IN_CALL, Broken, Call, Driver, Label, Process, Step, mask
 from tests.protocol.shared import Shared, put, returned
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import pairwise, permutations, product
 from typing import TYPE_CHECKING
 
-from ncclguard.agreement.decision import Verdict
 from ncclguard.outcome import Cause
+from ncclguard.protocol.decision import Verdict
 from tests.protocol.process import Snapshot, mask
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Symmetry:
             process.at, process.call, process.generation, len(process.group), process.logs, process.piece, sums,
             process.slots, process.keep.bit_count(), len(member.participants), member.generation, member.next_sequence,
             member.completed, member.kept, member.operation, member.phase, member.first_incomplete, member.attempt,
-            member.frozen, member.trouble, len(member.settled), member.committed_through, member.given_up,
+            member.frozen, member.trouble, len(member.settled), member.committed_through, member.abandoned,
             len(member.lost), member.fenced,
         )  # fmt: skip
         self._signatures[number] = signature = self._number(blind)

@@ -1,6 +1,6 @@
 """Store operations of the monitors of up to 1,000 ranks, over a store in memory that counts them and a clock that is turned by hand.
 
-The monitors, their seats, the revocation and the decision are the production code; no thread, no socket and no sleep is in it.
+The monitors, their states, the revocation and the decision are the production code; no thread, no socket and no sleep is in it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from ncclguard.agreement import entries as entries_module
-from ncclguard.agreement import monitor as monitor_module
-from ncclguard.agreement import seat as seat_module
-from ncclguard.agreement.decision import Action, Operation, Report, TroubleKind, Verdict
-from ncclguard.agreement.inquiry import Patience
-from ncclguard.agreement.liveness import Identity, Sight
-from ncclguard.agreement.monitor import Monitor
-from ncclguard.agreement.protocol import Entry, Resolution
-from ncclguard.agreement.seat import OpenCall, Seat
-from ncclguard.agreement.settings import MonitorSettings
-from ncclguard.agreement.store import AgreementStore
-from ncclguard.agreement.timing import Timing
+from ncclguard.coordination import group_state as state_module
+from ncclguard.coordination import monitor as monitor_module
+from ncclguard.coordination import store as entries_module
+from ncclguard.coordination.group_state import GroupState, OpenCall
+from ncclguard.coordination.inquiry import Patience
+from ncclguard.coordination.liveness import Identity, Sight
+from ncclguard.coordination.monitor import Monitor, MonitorSettings
+from ncclguard.coordination.store import AgreementStore
 from ncclguard.outcome import Cause
+from ncclguard.protocol.decision import Action, Operation, Report, TroubleKind, Verdict
+from ncclguard.protocol.member import Entry, Resolution
+from ncclguard.protocol.timing import Timing
 
 SIZES = [16, 128, 1000]
 PER_HOST = 8
@@ -77,7 +76,7 @@ class KnownLiveness:
 
     def __init__(self, rank: int, killed: set[int]) -> None:
         host = f"host{rank // PER_HOST}"
-        self.identity = Identity(rank, host, host, pid=1000 + rank, start_ticks=1, door=None)
+        self.identity = Identity(rank, host, host, pid=1000 + rank, start_ticks=1, port=None)
         self._killed = killed
 
     def look(self, peer: Identity) -> tuple[Sight, str]:
@@ -96,7 +95,7 @@ class Job:
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         clock = types.SimpleNamespace(monotonic=lambda: self.now)
-        for module in (entries_module, seat_module, monitor_module):
+        for module in (entries_module, state_module, monitor_module):
             monkeypatch.setattr(module, "time", clock)
         self.size = size
         self.shared: dict[str, bytes] = {}
@@ -104,13 +103,13 @@ class Job:
         self.killed: set[int] = set()
         self.silent: set[int] = set()
         self.monitors = [self._monitor(rank) for rank in range(size)]
-        self.seats = [monitor.seat(GROUP, tuple(range(size))) for monitor in self.monitors]
+        self.states = [monitor.state(GROUP, tuple(range(size))) for monitor in self.monitors]
         self.until(lambda: all(monitor.session_ready.is_set() for monitor in self.monitors), steps=10)
         self.step(3)  # lists are read and groups are looked up: what only happens once is over
 
     def _monitor(self, rank: int) -> Monitor:
         settings = MonitorSettings(
-            Timing(), lambda seat: Patience(30.0, None), describe=_as_it_is, summarise=_no_incident
+            Timing(), lambda group: Patience(30.0, None), describe=_as_it_is, summarise=_no_incident
         )
         store = AgreementStore(CountingStore(self.shared, self.operations, rank))  # type: ignore[arg-type]
         return Monitor(store, rank, self.size, KnownLiveness(rank, self.killed), settings)  # type: ignore[arg-type]
@@ -137,23 +136,23 @@ class Job:
 
     def enter(self, ranks: Iterable[int], *, closing: bool = True, shrink: bool = False) -> None:
         for rank in ranks:
-            seat = self.seats[rank]
-            entry, _ = seat.member.enter(Operation(0, 7, "all_reduce(1)", closing, shrink))
+            group = self.states[rank]
+            entry, _ = group.member.enter(Operation(0, 7, "all_reduce(1)", closing, shrink))
             assert entry is Entry.START
-            seat.call = OpenCall("all_reduce(1)", self.now, self.now + TIMEOUT, thread=0)
-            seat.resolution = None
+            group.wait_in(OpenCall("all_reduce(1)", self.now, self.now + TIMEOUT, thread=0))
+            group.verdict_within(0.0)
 
     def settled(self) -> bool:
-        return all(self.seats[rank].member.generation == 1 for rank in self.alive)
+        return all(self.states[rank].member.generation == 1 for rank in self.alive)
 
     def verdict(self) -> Verdict:
         """The one that every rank has adopted."""
-        found = {_verdict(self.seats[rank]) for rank in self.alive}
+        found = {_verdict(self.states[rank]) for rank in self.alive}
         assert len(found) == 1
         return found.pop()
 
 
-def _as_it_is(seat: Seat, report: Report) -> Report:
+def _as_it_is(group: GroupState, report: Report) -> Report:
     return report
 
 
@@ -161,9 +160,9 @@ def _no_incident(*_: object) -> str:
     return ""
 
 
-def _verdict(seat: Seat) -> Verdict:
+def _verdict(group: GroupState) -> Verdict:
     """From the caller who waits for it, or from what is kept for a call that has not come."""
-    return seat.resolution[1] if seat.resolution is not None else seat.member.settled[-1]
+    return group.decided[1] if group.decided is not None else group.member.settled[-1]
 
 
 def _highest(job: Job, ranks: Iterable[int]) -> int:
@@ -198,7 +197,7 @@ def test_a_late_rank_costs_a_constant_to_report_and_one_reader_linear(
     job = Job(size, monkeypatch)
     late = size - 1
     job.enter(range(late))
-    assert job.seats[3].trouble(0, TroubleKind.DEADLINE, "not complete")
+    assert job.states[3].trouble(0, TroubleKind.DEADLINE, "not complete")
     job.operations.clear()
     job.until(job.settled, steps=6)
     found = job.verdict()
@@ -217,7 +216,7 @@ def test_every_rank_in_trouble_at_once_gives_one_verdict_and_one_reader(
     job = Job(size, monkeypatch)
     job.enter(job.alive)
     for rank in job.alive:
-        assert job.seats[rank].trouble(0, TroubleKind.TRANSPORT, "connection reset")
+        assert job.states[rank].trouble(0, TroubleKind.TRANSPORT, "connection reset")
     job.operations.clear()
     job.until(job.settled, steps=6)
     found = job.verdict()
@@ -256,8 +255,8 @@ def test_the_coordination_is_taken_over_from_a_rank_that_falls_silent_and_a_seco
     job = Job(size, monkeypatch)
     first = size // 2
     job.enter(job.alive)
-    assert job.seats[first].trouble(0, TroubleKind.TRANSPORT, "connection reset")
-    job.monitors[first]._ring_for_callers(job.now)
+    assert job.states[first].trouble(0, TroubleKind.TRANSPORT, "connection reset")
+    job.monitors[first]._revoke_for_callers(job.now)
     job.silent.add(first)
     job.operations.clear()
     job.until(job.settled, steps=80)
@@ -268,6 +267,6 @@ def test_the_coordination_is_taken_over_from_a_rank_that_falls_silent_and_a_seco
     job.silent.clear()
     job.until(job.settled, steps=4)
     assert job.verdict() == found
-    resolution = job.seats[first].resolution
+    resolution = job.states[first].decided
     assert resolution is not None
     assert resolution[0] is Resolution.FAILED

@@ -16,24 +16,23 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from ncclguard import description as description_module
-from ncclguard.agreement import codec
-from ncclguard.agreement import entries as entries_module
-from ncclguard.agreement import monitor as monitor_module
-from ncclguard.agreement import seat as seat_module
-from ncclguard.agreement import store as store_module
-from ncclguard.agreement.decision import Operation, TroubleKind, Verdict
-from ncclguard.agreement.incidents import from_json, summarise
-from ncclguard.agreement.inquiry import Patience
-from ncclguard.agreement.monitor import Monitor
-from ncclguard.agreement.protocol import Entry
-from ncclguard.agreement.seat import OpenCall
-from ncclguard.agreement.settings import MonitorSettings
-from ncclguard.agreement.store import AgreementStore
-from ncclguard.agreement.timing import GRACE, Timing
-from ncclguard.description import Description
+from ncclguard.coordination import group_state as state_module
+from ncclguard.coordination import monitor as monitor_module
+from ncclguard.coordination import store as entries_module
+from ncclguard.coordination import store as store_module
+from ncclguard.coordination.group_state import OpenCall
+from ncclguard.coordination.incidents import from_json, summarise
+from ncclguard.coordination.inquiry import Patience
+from ncclguard.coordination.monitor import Monitor, MonitorSettings
+from ncclguard.coordination.store import AgreementStore
+from ncclguard.engine import description as description_module
+from ncclguard.engine.description import Description, History
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
+from ncclguard.protocol import codec
+from ncclguard.protocol.decision import Operation, TroubleKind, Verdict
+from ncclguard.protocol.member import Entry
+from ncclguard.protocol.timing import GRACE, Timing
 from tests.protocol.test_scale import CountingStore, KnownLiveness
 
 #: Seconds of the store's host for one request, and for each further key in it: a TCPStore of torch 2.13 took 12 to 16 µs for `add` and
@@ -63,7 +62,7 @@ class TimedJob:
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch, timing: Timing | None = None) -> None:
         self.now = 1000.0
         clock = types.SimpleNamespace(monotonic=lambda: self.now)
-        for module in (entries_module, seat_module, monitor_module, description_module):
+        for module in (entries_module, state_module, monitor_module, description_module):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(description_module, "main_thread_stack", lambda: STACK)
         monkeypatch.setattr(description_module, "other_threads", list)
@@ -79,7 +78,7 @@ class TimedJob:
         self.timing = timing or Timing.of(size)
         self.monitors = [self._monitor(rank) for rank in range(size)]
         members = tuple(range(size))
-        self.seats = [monitor.seat(GROUP, members) for monitor in self.monitors]
+        self.states = [monitor.state(GROUP, members) for monitor in self.monitors]
         self.returned: dict[int, float] = {}  # rank -> when the verdict that its caller waits for was there
         self._due: dict[int, float] = {}
         self._events: list[tuple[float, int, bool]] = []  # when, rank, whether its caller's deadline has passed
@@ -90,10 +89,11 @@ class TimedJob:
         connection = TimedStore(self.shared, self.operations, rank)
         connection.job = self
         monitor: Monitor
+        history = History()
         settings = MonitorSettings(
             self.timing,
-            lambda seat: Patience(30.0, None),
-            describe=lambda seat, report: Description(monitor, f"node{rank // 8}").describe(seat, report),
+            lambda group: Patience(30.0, None),
+            describe=lambda group, report: Description(monitor, f"node{rank // 8}", history).describe(group, report),
             summarise=summarise,
         )
         store = AgreementStore(connection)  # type: ignore[arg-type]
@@ -113,10 +113,10 @@ class TimedJob:
             if rank in self.silent or not (deadline or self._due[rank] == when):
                 continue
             self.now = max(self.now, when)
-            if deadline and not self.seats[rank].trouble(0, TroubleKind.DEADLINE, f"not complete after {TIMEOUT} s"):
+            if deadline and not self.states[rank].trouble(0, TroubleKind.DEADLINE, f"not complete after {TIMEOUT} s"):
                 continue
             self.monitors[rank]._step(self.now)
-            if self.seats[rank].resolution is not None:
+            if self.states[rank].decided is not None:
                 self.returned.setdefault(rank, self.now)
             self._look(rank, self.now + self.monitors[rank]._interval())
 
@@ -129,20 +129,20 @@ class TimedJob:
         """These ranks call the operation now; their deadlines pass within 20 ms of each other."""
         ranks = list(ranks)
         for rank in ranks:
-            seat = self.seats[rank]
-            entry, _ = seat.member.enter(Operation(0, 7, "all_reduce(1)", True))
+            group = self.states[rank]
+            entry, _ = group.member.enter(Operation(0, 7, "all_reduce(1)", True))
             assert entry is Entry.START
             deadline = self.now + TIMEOUT + rank * 0.618034 % 1 * 0.02
-            seat.call = OpenCall("all_reduce(1)", self.now, deadline, thread=0)
+            group.wait_in(OpenCall("all_reduce(1)", self.now, deadline, thread=0))
             heapq.heappush(self._events, (deadline, rank, True))
         return ranks
 
     def verdict(self, waiting: list[int]) -> tuple[Verdict, Incident]:
         """The one that all who wait get; each before it gives up."""
         self.run(lambda: len(self.returned) == len(waiting), TIMEOUT + 4.0)
-        late = {rank: self.returned[rank] - self.seats[rank].call.deadline for rank in waiting}  # type: ignore[union-attr]
+        late = {rank: self.returned[rank] - self.states[rank].call.deadline for rank in waiting}  # type: ignore[union-attr]
         assert max(late.values()) < GRACE
-        found = {seat.resolution[1] for seat in (self.seats[rank] for rank in waiting) if seat.resolution is not None}
+        found = {group.decided[1] for group in (self.states[rank] for rank in waiting) if group.decided is not None}
         (verdict,) = found
         incident = from_json(verdict.incident)
         assert incident is not None

@@ -50,7 +50,7 @@ def walk(fabric: Fabric, seed: int) -> Walked:
             return Walked(f"{error}\n{fabric.describe(state)}", tuple(trace))
         if not steps:
             return Walked("", tuple(trace))
-        free = [step for step in steps if step[0][0] not in (*FAULTS, "forgo")]
+        free = [step for step in steps if step[0][0] not in (*FAULTS, "skip")]
         name, state = rng.choice(free if free and rng.random() > RARELY else steps)
         trace.append(name)
     return Walked(f"the schedule does not end\n{fabric.describe(state)}", tuple(trace))

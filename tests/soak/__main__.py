@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ncclguard import faults
-from ncclguard.faults.connections import run_tool
+from ncclguard.faults.hosts import run_tool
 from tests.soak.judge import Pulse, judge
 from tests.soak.plan import Plan, plan_of
 from tests.soak.ranks import be_a_rank

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard._sockets import connections
-from ncclguard.transport import streams
+from ncclguard.torch_compat.sockets import connections
+from ncclguard.transport.base import live
 from tests.soak.plan import GENEROUS, Plan, block, checksum, plan_of, tensor_of
 
 
@@ -166,7 +166,7 @@ def tell(run: Callable[[], ng.Outcome], one: Prepared | None = None) -> dict[str
 def ends() -> dict[str, Any]:
     """The guard's own connections by the ports of both ends, and the ports of all others, which no fault is to touch."""
     own = []
-    for communicator in tuple(streams._live):
+    for communicator in tuple(live):
         for link in communicator._links.peers.values():
             with contextlib.suppress(OSError):  # broken already, or closed
                 own.append((*link.socket.getsockname()[:2], *link.socket.getpeername()[:2]))

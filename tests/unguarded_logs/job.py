@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ncclguard.faults import effects, isolation
+from ncclguard.faults import effects
 
 LIMIT = 6.0  # seconds of the process group
 STRUCK_STEP = 4
@@ -41,7 +41,7 @@ def load_batch(fault: str) -> None:
     elif fault == "reset":
         effects.reset_own_connections()
     elif fault == "partition":
-        isolation.cut_off(10_000)
+        effects.cut_off(10_000)
 
 
 def gradients(fault: str, struck: bool) -> torch.Tensor:

@@ -31,11 +31,14 @@ from typing import Any
 
 import torch
 
+from tests.unguarded_logs.job import STRUCK_STEP
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RELEASE = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 RANKS = 3
-LONGEST = 150.0  # seconds: the limit of 6 s, and what torch takes for its dumps
+LONGEST = 150.0  # seconds from the fault on: the limit of 6 s, and what torch takes for its dumps
+STARTS_WITHIN = 300.0  # seconds; several torch processes start at a time
 FRAMES = 1  # of a C++ stack that are kept
 FAULTS = {
     "late": 2,
@@ -93,6 +96,7 @@ def run_ranks(folder: Path, backend: str, fault: str, struck: int) -> dict[str, 
         with open(logs / f"rank{rank}.log", "wb") as log:
             own = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"node{rank}"}
             processes.append(subprocess.Popen(command, env=own, cwd=folder, stdout=log, stderr=subprocess.STDOUT))
+    wait_until_struck(logs, struck)
     end = time.monotonic() + LONGEST
     others = [process for rank, process in enumerate(processes) if rank != struck]
     for process in others:
@@ -108,6 +112,16 @@ def run_ranks(folder: Path, backend: str, fault: str, struck: int) -> dict[str, 
         "exit_codes": [process.wait() for process in processes],
         "ended_by_recorder": ended_by_recorder,
     }
+
+
+def wait_until_struck(logs: Path, struck: int) -> None:
+    """Until the rank has done its last step before the fault."""
+    last = f"rank {struck} step {STRUCK_STEP - 1} loss"
+    end = time.monotonic() + STARTS_WITHIN
+    while not any(last in path.read_text(errors="replace") for path in logs.rglob("*.log") if path.is_file()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"rank {struck} did not come to its fault within {STARTS_WITHIN:g} s: see {logs}")
+        time.sleep(0.5)
 
 
 def wait(process: subprocess.Popen[bytes], end: float) -> None:
@@ -127,6 +141,7 @@ def run_torchrun(folder: Path, backend: str, fault: str, struck: int) -> dict[st
         process = subprocess.Popen(
             command, env=env, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
+        wait_until_struck(folder / "torchrun", struck)
         wait(process, time.monotonic() + LONGEST)
         by_recorder = process.poll() is None
         try:
@@ -146,16 +161,19 @@ def anonymous(text: str, folder: Path) -> str:
     """Without what belongs to this machine."""
     prefixes = {str(folder): "/job", str(ROOT): "/job", str(Path(torch.__file__).parent.parent): "/venv/site-packages"}
     prefixes |= {sys.prefix: "/venv", sys.base_prefix: "/usr", socket.gethostname(): "node0", str(Path.home()): "/home"}
-    for found, replacement in prefixes.items():
+    site = Path(torch.__file__).parent.parent
+    if site.is_relative_to(ROOT):
+        prefixes[str(site.relative_to(ROOT))] = "/venv/site-packages"  # as torchrun shortens it
+    for found in sorted(prefixes, key=len, reverse=True):  # one may lie in another
         if len(found) > 1:
-            text = text.replace(found, replacement)
+            text = text.replace(found, prefixes[found])
     return text
 
 
 def kept_lines(lines: list[str]) -> Iterator[str]:
     frames = 0
     for line in lines:
-        if line.startswith(("[fakenccl", "[fakecuda", "[emulated")):
+        if line.startswith("emulated "):
             continue
         frames = frames + 1 if re.match(r"frame #\d+: ", line) else 0
         if frames <= FRAMES:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ncclguard.agreement.decision import Action, Operation, Verdict
-from ncclguard.agreement.protocol import Entry, Member
 from ncclguard.outcome import Cause
+from ncclguard.protocol.decision import Action, Operation, Verdict
+from ncclguard.protocol.member import Entry, Member
 
 LARGE = Operation(0, 7, closing=True)
 SMALL = Operation(0, 8, closing=False)

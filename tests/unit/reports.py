@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ncclguard.agreement.decision import Operation, Phase, Report, Trouble
+from ncclguard.protocol.decision import Operation, Phase, Report, Trouble
 
 
 def entered(

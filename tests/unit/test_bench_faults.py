@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ncclguard.bench.arguments import BenchError, parse_arguments
-from ncclguard.bench.faults import EXPECTED, Record, check_fault, judge_records
+from ncclguard.bench.rehearsal import EXPECTED, Record, check_fault, judge_records
 
 
 def record(rank: int, **changes: Any) -> Record:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from ncclguard.bench.memory import PROCESS_BYTES, free_host_bytes, need, peak_resident_bytes, shortage
+from ncclguard.bench.machine import PROCESS_BYTES, free_host_bytes, need, peak_resident_bytes, shortage
 from ncclguard.bench.operations import shape_for
 
 GIB = 2**30

@@ -12,10 +12,9 @@ from ncclguard.bench.arguments import BenchError, parse_arguments
 from ncclguard.bench.machine import describe
 from ncclguard.bench.measure import LEAST_CYCLES, Samples, plan_for, variants_for
 from ncclguard.bench.operations import shape_for
-from ncclguard.bench.output import check_outputs, write_json, write_plot
-from ncclguard.bench.report import Screen, header, row
+from ncclguard.bench.ranks import World
+from ncclguard.bench.report import Screen, check_outputs, header, row, write_json, write_plot
 from ncclguard.bench.results import BenchResult, SizeResult, judge, summarize
-from ncclguard.bench.world import World
 
 SHAPE = shape_for("all_reduce", 250_000_000, torch.float32, 2)
 VARIANTS = variants_for("all_reduce", (False, True))

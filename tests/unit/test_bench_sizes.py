@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard.bench.sizes import parse_size, sweep
+from ncclguard.bench.arguments import parse_size, sweep
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard.bench.timing import Lag, percentile, ratio, slowest, slowest_rank_times
+from ncclguard.bench.results import Lag, percentile, ratio, slowest, slowest_rank_times
 
 times = st.lists(st.floats(min_value=1e-9, max_value=1e6), min_size=1, max_size=50)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ncclguard.bench.arguments import BenchError
-from ncclguard.bench.world import (
+from ncclguard.bench.ranks import (
     PIPE_VARIABLE,
     World,
     choose_backend,

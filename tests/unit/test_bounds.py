@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from ncclguard.agreement import codec, incidents
-from ncclguard.agreement.decision import Operation, Phase, Report, Trouble, TroubleKind
-from ncclguard.agreement.seat import Seat
-from ncclguard.agreement.store import LONG, AgreementStore
-from ncclguard.description import report_bytes, shortened
+from ncclguard.coordination import incidents
+from ncclguard.coordination.group_state import GroupState
+from ncclguard.coordination.store import LONG, AgreementStore
+from ncclguard.engine.description import report_bytes, shortened
 from ncclguard.incident import bounds
 from ncclguard.incident.model import Incident, RankReport
 from ncclguard.outcome import Cause
+from ncclguard.protocol import codec
+from ncclguard.protocol.decision import Operation, Phase, Report, Trouble, TroubleKind
 
 OPERATION = Operation(sequence=7, fingerprint=1, text="barrier()")
 
@@ -60,7 +61,7 @@ def test_the_verdict_on_4000_culprits_is_far_below_what_a_store_takes(kind: str)
     """Each with another stack, thread list and exception, all as long as they can be."""
     size, draw = 4000, random.Random(1)
     lines = [text(draw, 200) for _ in range(5000)]
-    seat = Seat("0:cpu", 0, tuple(range(size)))
+    group = GroupState("0:cpu", 0, tuple(range(size)))
     reports = {
         rank: Report(rank, 0, 6, details=shortened(maximal(draw, lines), size), trouble=Trouble(TroubleKind.RAISED, text(draw, 1000)))
         for rank in range(1, size)
@@ -69,7 +70,7 @@ def test_the_verdict_on_4000_culprits_is_far_below_what_a_store_takes(kind: str)
         reports = {rank: replace(report, trouble=None) for rank, report in reports.items()}
     waits = Trouble(TroubleKind.DEADLINE, "not complete")
     reports[0] = Report(0, 0, 6, OPERATION, Phase.RUNNING, age=300.0, budget=0.0, trouble=waits)
-    verdict = seat.judge(0, tuple(range(size)), reports, {}, {}, 0, incidents.summarise)
+    verdict = group.judge(0, tuple(range(size)), reports, {}, {}, 0, incidents.summarise)
     assert len(verdict.culprits) == size - 1
     written = codec.dumps(verdict)
     assert len(written) < 600_000
@@ -88,10 +89,10 @@ def test_the_verdict_on_4000_culprits_is_far_below_what_a_store_takes(kind: str)
 
 def test_a_mismatch_with_4000_sides_shows_the_largest() -> None:
     size = 4000
-    seat = Seat("0:cpu", 0, tuple(range(size)))
+    group = GroupState("0:cpu", 0, tuple(range(size)))
     called = {rank: Operation(7, min(rank, 3990), f"all_gather({min(rank, 3990)})") for rank in range(size)}
     reports = {rank: Report(rank, 0, 6, operation, Phase.RUNNING) for rank, operation in called.items()}
-    verdict = seat.judge(0, tuple(range(size)), reports, {}, {}, 0, incidents.summarise)
+    verdict = group.judge(0, tuple(range(size)), reports, {}, {}, 0, incidents.summarise)
     assert verdict.sides[0] == ("all_gather(3990)", tuple(range(3990, 4000)))
     assert len(verdict.sides) == len(Incident.from_json(verdict.incident).sides) == bounds.PLACES
 

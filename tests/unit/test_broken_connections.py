@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ncclguard.agreement import incidents
-from ncclguard.agreement.decision import Operation, Phase, Report, Trouble, TroubleKind, decide
-from ncclguard.agreement.seat import Seat
+from ncclguard.coordination import incidents
+from ncclguard.coordination.group_state import GroupState
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
+from ncclguard.protocol.decision import Operation, Phase, Report, Trouble, TroubleKind, decide
 
 TEXT = "all_reduce(float32[1000], SUM)"
 BOTH = (
@@ -28,7 +28,7 @@ def failed(ends: dict[int, tuple[int, str] | None]) -> Incident:
     reports = {rank: report(rank, end) for rank, end in ends.items()}
     verdict = decide(0, tuple(ends), reports, {}, {})
     assert (verdict.cause, verdict.culprits) == (Cause.NETWORK, ())
-    return Incident.from_json(incidents.summarise(verdict, reports, {}, {}, Seat("0:cpu", 0, tuple(ends))))
+    return Incident.from_json(incidents.summarise(verdict, reports, {}, {}, GroupState("0:cpu", 0, tuple(ends))))
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from ncclguard import buffers
-from ncclguard.buffers import ALIGNMENT, Arena, aligned
+from ncclguard.engine import memory
+from ncclguard.engine.memory import ALIGNMENT, Arena, aligned
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _empty_pool() -> None:
-    buffers._idle.clear()
+    memory._idle.clear()
 
 
 def test_the_largest_buffer_is_used_again() -> None:
@@ -119,4 +119,4 @@ def test_giving_memory_back_raises_nothing_where_cuda_is_broken(monkeypatch: pyt
     arena = Arena(4096, gpu.device)
     gpu.broken = True
     arena.release()
-    assert not buffers._idle
+    assert not memory._idle

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ncclguard.buffers import Arena
-from ncclguard.chunking import plan
-from ncclguard.execution import AllGather, AllReduce, Broadcast, Execution, InUse, ReduceScatter
-from ncclguard.process_group.staged import AllToAll, Gather, Reduce
+from ncclguard.engine.chunking import plan
+from ncclguard.engine.execution import Execution, InUse
+from ncclguard.engine.in_place import AllReduce, Broadcast
+from ncclguard.engine.memory import Arena
+from ncclguard.engine.staged import AllGather, AllToAll, Gather, Reduce, ReduceScatter
 
 RANKS = (0, 1)
 

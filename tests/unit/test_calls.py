@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 import ncclguard as ng
-from ncclguard.calls import check_tensor
+from ncclguard.engine.call import check_tensor
 
 T = torch.ones(4)
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard.chunking import MAX_PIECES, PAGE, default_count, plan
+from ncclguard.engine.chunking import MAX_PIECES, PAGE, default_count, plan
 
 numels = st.one_of(st.integers(0, 10_000), st.integers(0, 10**12))
 element_sizes = st.sampled_from([1, 2, 4, 8, 16])

@@ -8,18 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard.agreement import codec
-from ncclguard.agreement.decision import (
-    Action,
-    Departure,
-    Operation,
-    Phase,
-    Report,
-    Trouble,
-    TroubleKind,
-    Verdict,
-)
 from ncclguard.outcome import Cause
+from ncclguard.protocol import codec
+from ncclguard.protocol.decision import Action, Departure, Operation, Phase, Report, Trouble, TroubleKind, Verdict
 
 ranks = st.integers(0, 5000)
 words = st.text(max_size=20)

@@ -60,10 +60,24 @@ def test_the_rest_of_the_line_goes_to_the_command_and_its_code_comes_back(monkey
     assert seen == [["--fast", "x"]]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.available])
-def test_every_command_that_is_listed_has_help(name: str, forked_python: str) -> None:
+def test_every_command_that_is_listed_has_help(name: str) -> None:
     done = subprocess.run(
-        [forked_python, "-m", "ncclguard", name, "--help"], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-m", "ncclguard", name, "--help"], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["env", "env --help", "report --help"])
+def test_a_command_that_needs_no_torch_does_not_wait_for_it(command: str) -> None:
+    """It takes seconds to import, and a login node may not have it."""
+    program = (
+        "import atexit, sys; from ncclguard.__main__ import main\n"
+        "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
+        f"main({command.split()})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stderr.splitlines()[-1] == "False"

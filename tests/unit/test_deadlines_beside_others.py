@@ -106,7 +106,8 @@ def test_handler_that_the_block_installed_itself_is_kept() -> None:
         signal.signal(signal.SIGALRM, old)
 
 
-def test_alarm_without_a_handler_still_ends_the_process(forked_python: str) -> None:
+@pytest.mark.processes
+def test_alarm_without_a_handler_still_ends_the_process() -> None:
     code = """
         import signal, time
         from ncclguard.deadlines import nccl_timeout_handler
@@ -114,7 +115,7 @@ def test_alarm_without_a_handler_still_ends_the_process(forked_python: str) -> N
         with nccl_timeout_handler(50):
             time.sleep(50)
     """
-    done = subprocess.run([forked_python, "-c", textwrap.dedent(code)], timeout=LONG, check=False)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=LONG, check=False)
     assert done.returncode == -signal.SIGALRM
 
 
@@ -226,6 +227,7 @@ def test_block_of_a_generator_that_another_thread_closes_is_put_back_by_its_alar
     assert remaining_limit() is None
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on fork beside threads
 def test_forked_child_is_free_of_the_parents_limit_and_may_set_its_own() -> None:
     with nccl_timeout_handler(0.2):
@@ -247,6 +249,7 @@ def test_forked_child_is_free_of_the_parents_limit_and_may_set_its_own() -> None
     assert os.waitpid(pid, 0)[1] == 0
 
 
+@pytest.mark.processes
 def test_exit_code_is_zero_and_exit_is_quick_with_a_block_open_in_a_daemon_thread() -> None:
     code = """
         import threading, time

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from ncclguard.agreement.decision import (
+from ncclguard.outcome import Cause
+from ncclguard.protocol.decision import (
     PRECEDENCE,
     Action,
     Departure,
@@ -17,7 +18,6 @@ from ncclguard.agreement.decision import (
     Verdict,
     decide,
 )
-from ncclguard.outcome import Cause
 from tests.unit.reports import entered, outside
 
 DEADLINE = Trouble(TroubleKind.DEADLINE)

@@ -7,17 +7,8 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ncclguard.agreement.decision import (
-    Action,
-    Departure,
-    Phase,
-    Report,
-    Trouble,
-    TroubleKind,
-    Verdict,
-    decide,
-)
 from ncclguard.outcome import Cause
+from ncclguard.protocol.decision import Action, Departure, Phase, Report, Trouble, TroubleKind, Verdict, decide
 from tests.unit.reports import entered, outside
 
 

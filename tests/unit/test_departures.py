@@ -8,8 +8,14 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore
 
-from ncclguard.agreement import codec, incidents
-from ncclguard.agreement.decision import (
+from ncclguard.coordination import incidents
+from ncclguard.coordination.departures import Departures
+from ncclguard.coordination.group_state import GroupState
+from ncclguard.coordination.store import AgreementStore
+from ncclguard.incident.model import Incident, RankReport
+from ncclguard.outcome import Cause
+from ncclguard.protocol import codec
+from ncclguard.protocol.decision import (
     Action,
     Departure,
     Operation,
@@ -20,11 +26,6 @@ from ncclguard.agreement.decision import (
     Verdict,
     decide,
 )
-from ncclguard.agreement.departures import Departures
-from ncclguard.agreement.seat import Seat
-from ncclguard.agreement.store import AgreementStore
-from ncclguard.incident.model import Incident, RankReport
-from ncclguard.outcome import Cause
 
 OPERATION = Operation(sequence=7, fingerprint=1, text="barrier()")
 HISTORY = {"groups": ["0"], "texts": ["barrier()"], "rows": [[0, 7, 0, 1.0, None, 0]]}
@@ -36,7 +37,7 @@ def waiting(rank: int) -> Report:
 
 
 def told(rank: int) -> Departure:
-    return Departure(rank, Cause.LOST, "was sent SIGTERM", 6, {"stack": ["train.py:3 in step: x"]}, told=True)
+    return Departure(rank, Cause.LOST, "was sent SIGTERM", 6, {"stack": ["train.py:3 in step: x"]}, terminated=True)
 
 
 def verdict(waits: list[int], departed: list[Departure]) -> Verdict:
@@ -47,7 +48,7 @@ def verdict(waits: list[int], departed: list[Departure]) -> Verdict:
 def incident_of(waits: list[int], departed: list[Departure]) -> Incident:
     reports, gone = {rank: waiting(rank) for rank in waits}, {departure.rank: departure for departure in departed}
     decided = verdict(waits, departed)
-    return Incident.from_json(incidents.summarise(decided, reports, gone, {}, Seat("0:cpu", 0, (0, 1, 2, 3))))
+    return Incident.from_json(incidents.summarise(decided, reports, gone, {}, GroupState("0:cpu", 0, (0, 1, 2, 3))))
 
 
 def test_ranks_that_a_launcher_ends_because_another_is_gone_are_not_named() -> None:
@@ -84,7 +85,7 @@ def test_one_culprit_is_told_of_in_its_own_words(left: Departure, summary: str) 
 def test_a_departure_travels_with_its_stack_and_history() -> None:
     left = told(2)
     (back, done) = codec.loads_departure(codec.dumps_departure(left, {"0:cpu": 6}, by=1))
-    assert (back.rank, back.cause, back.text, back.told, dict(back.details)) == (
+    assert (back.rank, back.cause, back.text, back.terminated, dict(back.details)) == (
         2, Cause.LOST, "was sent SIGTERM", True, dict(left.details),
     )  # fmt: skip
     assert done == {"0:cpu": 6}
@@ -115,10 +116,10 @@ def test_one_rank_writes_the_report(states: list[str], culprits: tuple[int, ...]
 
 
 def test_the_id_of_an_incident_is_a_file_name_and_no_other_jobs() -> None:
-    seat = Seat("default_pg/../x y:cpu", 0, (0, 1, 2, 3))
-    seat.session = "0123456789ab"
+    group = GroupState("default_pg/../x y:cpu", 0, (0, 1, 2, 3))
+    group.begin_session("0123456789ab")
     decided = verdict([0, 1, 3], [told(2)])
-    found = Incident.from_json(incidents.summarise(decided, {0: waiting(0)}, {2: told(2)}, {}, seat))
+    found = Incident.from_json(incidents.summarise(decided, {0: waiting(0)}, {2: told(2)}, {}, group))
     assert found.id == "01234567-default_pg-..-x-y-cpu-7.0"
     assert "/" not in found.id
 
@@ -152,9 +153,9 @@ def test_many_ranks_are_named_by_their_runs_in_a_summary_and_in_what_one_rank_sa
     reports[0] = replace(waiting(0), trouble=asked)
     decided = decide(0, members, reports, {}, {})
     assert decided.culprit_ranks == members[1:]
-    seat = Seat("0:cpu", 0, members)
-    found = Incident.from_json(incidents.summarise(decided, reports, {}, {}, seat))
+    group = GroupState("0:cpu", 0, members)
+    found = Incident.from_json(incidents.summarise(decided, reports, {}, {}, group))
     assert found.summary == "barrier() failed after 1 s: ranks 1-999 late."
     causes = dict.fromkeys(members[1:], Cause.LOST)
-    alone = incidents.alone(seat, "barrier", "barrier()", 7, Cause.LOST, causes, "the store is gone")
+    alone = incidents.alone(group, "barrier", "barrier()", 7, Cause.LOST, causes, "the store is gone")
     assert alone.summary == "barrier() failed: ranks 1-999 lost; the store is gone."

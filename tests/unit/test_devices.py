@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 import ncclguard as ng
-from ncclguard import _torch, runtime
-from ncclguard.process_group import lane
-from ncclguard.process_group.work import GuardedWork
-from ncclguard.transport.nccl_builder import NcclBuilder
+from ncclguard import torch_compat
+from ncclguard.engine import runtime
+from ncclguard.process_group import work_queue
+from ncclguard.process_group.work_queue import GuardedWork
+from ncclguard.transport.nccl import NcclBuilder
 
 
 def test_the_communicator_is_built_on_the_device_of_the_tensor() -> None:
@@ -30,12 +31,12 @@ def test_a_tensor_on_another_device_is_refused_before_anything_is_sent(
 ) -> None:
     asked: list[Any] = []
 
-    def guard(group: object, device: torch.device, *_: object) -> Any:
+    def guarded(group: object, device: torch.device, *_: object) -> Any:
         asked.append(device)
         return SimpleNamespace(device=torch.device("cuda", 0))
 
-    monkeypatch.setattr(runtime, "current", lambda seconds: SimpleNamespace(guard=guard))
-    monkeypatch.setattr(_torch, "group_ranks", lambda _: (0, 1))
+    monkeypatch.setattr(runtime, "current", lambda seconds: SimpleNamespace(group=guarded))
+    monkeypatch.setattr(torch_compat, "group_ranks", lambda _: (0, 1))
     ng.configure(autostart=False)
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
@@ -59,11 +60,11 @@ def test_the_work_of_a_guarded_group_ends_when_the_last_copies_have(
         order.append(f"drained {device}")
         return True
 
-    monkeypatch.setattr(lane, "drained", drained)
+    monkeypatch.setattr(work_queue, "drained", drained)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
-    row = lane.Lane("collectives", lambda outcome: None)
-    row.issue(lane.Task("all_reduce", lambda: order.append("performed"), work, stream), blocking)
+    row = work_queue.WorkQueue("collectives", lambda outcome: None)
+    row.issue(work_queue.Task("all_reduce", lambda: order.append("performed"), work, stream), blocking)
     work.wait()
     assert order == ["performed", "drained cuda:1"]
     row.close("the test is over")

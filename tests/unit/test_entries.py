@@ -9,14 +9,12 @@ from typing import cast
 import pytest
 from torch.distributed import HashStore
 
-from ncclguard.agreement import entries as entries_module
-from ncclguard.agreement.decision import Departure
-from ncclguard.agreement.departures import Departures
-from ncclguard.agreement.entries import ENTRY_PATIENCE, Entries
-from ncclguard.agreement.liveness import Identity, Liveness, Sight
-from ncclguard.agreement.neighbours import Neighbours
-from ncclguard.agreement.store import BATCH, AgreementStore
+from ncclguard.coordination import store as entries_module
+from ncclguard.coordination.departures import Departures
+from ncclguard.coordination.liveness import Identity, Liveness, Neighbours, Sight
+from ncclguard.coordination.store import BATCH, ENTRY_PATIENCE, AgreementStore, Entries
 from ncclguard.outcome import Cause
+from ncclguard.protocol.decision import Departure
 
 
 class Clock:
@@ -101,7 +99,7 @@ class Looks:
     """A liveness that notes whom it is asked about."""
 
     def __init__(self, rank: int) -> None:
-        self.identity = Identity(rank, f"host{rank}", f"host{rank}", pid=1, start_ticks=1, door=None)
+        self.identity = Identity(rank, f"host{rank}", f"host{rank}", pid=1, start_ticks=1, port=None)
         self.looked: list[int] = []
         self.sought: list[int] = []
 

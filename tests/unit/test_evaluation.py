@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import ncclguard as ng
-from ncclguard.evaluation import Action, record_partial, state, subjects
-from ncclguard.evaluation.batches import divided, smaller
-from ncclguard.evaluation.clock import Labels, start_counting
-from ncclguard.evaluation.sinks import log_to
+from ncclguard.evaluation import Action, record_partial, state
+from ncclguard.evaluation.guarded import Labels, start_counting
+from ncclguard.evaluation.inside import divided, smaller
+from ncclguard.evaluation.report import log_to
 
 
 class Monitor:
@@ -214,6 +214,68 @@ def test_a_callable_says_how_batches_get_smaller() -> None:
     assert divisors == [2, 1, 4, 1]
 
 
+class Broken(ValueError, OSError):
+    """As the error of `requests` for JSON that was cut off: a value that cannot be read because of the network."""
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [
+        (KeyError("f1"), 1),
+        (ZeroDivisionError("no samples"), 1),
+        (UnicodeDecodeError("utf-8", b"", 0, 1, "no text"), 1),
+        (OSError("stale file handle"), 3),
+        (TimeoutError("the server does not answer"), 3),
+        (Broken("half an answer"), 3),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), 3),
+        (ValueError("the allocator is out of memory"), 3),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_an_error_of_the_program_is_tried_once_and_what_may_pass_again(error: Exception, tries: int) -> None:
+    calls: list[int] = []
+
+    @ng.resilient_evaluate(max_attempts=3)
+    def evaluate() -> None:
+        calls.append(1)
+        raise error
+
+    assert evaluate() == (0.0, 0.0)
+    assert evaluate.report is not None
+    assert (len(calls), evaluate.report.attempts) == (tries, tries)
+    assert ("no other try was made" in str(evaluate.report)) == (tries == 1)
+
+
+def test_an_error_on_the_way_out_of_a_lack_of_memory_is_one_of_memory() -> None:
+    sizes: list[int] = []
+
+    @ng.resilient_evaluate(max_attempts=3)
+    def evaluate(batch_size: int = 8) -> int:
+        sizes.append(batch_size)
+        found: dict[str, int] = {}
+        try:
+            if batch_size > 4:
+                raise MemoryError
+            found["loss"] = batch_size
+        finally:
+            batch_size = found["loss"]
+        return batch_size
+
+    assert evaluate() == 4
+    assert sizes == [8, 4]
+    assert evaluate.report is not None
+    assert evaluate.report.failures[0].out_of_memory
+
+
+def test_a_last_try_that_fails_with_an_error_of_the_program_does_not_speak_of_others() -> None:
+    @ng.resilient_evaluate(max_attempts=1)
+    def evaluate() -> None:
+        raise KeyError("f1")
+
+    assert evaluate() == (0.0, 0.0)
+    assert "no other try" not in str(evaluate.report)
+
+
 def test_batch_sizes_are_found_by_a_dotted_name_and_put_back() -> None:
     class Holder:
         size = 5
@@ -237,7 +299,7 @@ def test_an_evaluation_inside_another_is_a_part_of_it() -> None:
     @ng.resilient_evaluate(max_attempts=2)
     def inner() -> None:
         calls.append(1)
-        raise ValueError("in the inner one")
+        raise OSError("in the inner one")
 
     @ng.resilient_evaluate(max_attempts=2, fallback="given up")
     def outer() -> None:
@@ -302,8 +364,8 @@ def test_positions_of_samplers_and_stateful_loaders() -> None:
 def test_models_and_loaders_are_found_where_trainers_keep_them() -> None:
     trainer = Trainer()
     trainer.more = {"eval": DataLoader([1])}  # type: ignore[attr-defined]
-    assert subjects.models_of([trainer, trainer.model]) == (trainer.model,)
-    assert subjects.loaders_of([trainer]) == (trainer.loader, trainer.more["eval"])  # type: ignore[attr-defined]
+    assert state.models_of([trainer, trainer.model]) == (trainer.model,)
+    assert state.loaders_of([trainer]) == (trainer.loader, trainer.more["eval"])  # type: ignore[attr-defined]
 
 
 MODEL = nn.Linear(2, 2)
@@ -337,10 +399,13 @@ def test_labels_follow_training_so_that_a_skipped_evaluation_shifts_nothing() ->
     assert labels.next(100) == "evaluation at step 100, number 2 there"
     assert labels.next(200) == "evaluation at step 200"
     first = labels.next(None)
+    assert first.startswith("evaluation after ")
+    assert labels.next(None) == f"{first}, number 2 there"
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.SGD([parameter], lr=0.1).step()
-    assert labels.next(None) != first
+    steps = int(first.split()[2])
+    assert labels.next(None) == f"evaluation after {steps + 1} optimizer steps"
 
 
 def test_metrics_reach_every_kind_of_sink_and_a_broken_one_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard.agreement.incidents import ADVICE
+from ncclguard.cause import ADVICE
 from ncclguard.evaluation import decision
-from ncclguard.evaluation.results import (
+from ncclguard.evaluation.decision import (
     Action,
-    EvaluationReport,
     Failure,
     Kind,
     Met,
@@ -20,6 +19,7 @@ from ncclguard.evaluation.results import (
     RankResult,
     Terms,
 )
+from ncclguard.evaluation.report import EvaluationReport
 from ncclguard.outcome import Cause
 
 ALL = (0, 1, 2, 3)
@@ -40,6 +40,45 @@ def test_a_rank_out_of_memory_is_named_and_the_last_try_is_the_last(attempt: int
     found = decision.at_end(met(TOLD, RankResult(1), OOM, RankResult(3)), attempt, 3)
     assert found.action is action
     assert found.failure == Failure(attempt, Cause.FAILED, (2,), ((2, OOM.error),), out_of_memory=True)
+
+
+WRONG = RankResult(2, Kind.WRONG, "KeyError at eval.py:9 in step: 'f1'")
+
+
+def collective(rank: int, cause: Cause, *culprits: int) -> RankResult:
+    """The result of a rank whose try ended with the verdict of a collective."""
+    return RankResult(rank, Kind.COLLECTIVE, "all_reduce failed", cause, culprits)
+
+
+@pytest.mark.parametrize(
+    ("others", "action"),
+    [
+        ((), Action.GIVE_UP),  # nothing was raised on any other rank
+        ((TOLD,), Action.GIVE_UP),
+        ((TOLD, collective(1, Cause.FAILED, 0)), Action.GIVE_UP),  # rank 0 had given up because of rank 2
+        ((collective(0, Cause.DIVERGED, 2),), Action.GIVE_UP),
+        ((collective(0, Cause.DIVERGED),), Action.GIVE_UP),
+        ((collective(0, Cause.LATE, 2),), Action.GIVE_UP),  # and then it raised
+        ((RankResult(3, Kind.WRONG, "KeyError: 'f1'"),), Action.GIVE_UP),
+        ((RankResult(3, Kind.OUT_OF_MEMORY, "MemoryError"),), Action.RETRY),
+        ((RankResult(3, Kind.RAISED, "OSError: stale file handle"),), Action.RETRY),
+        ((collective(0, Cause.LATE, 3), collective(3, Cause.LATE, 3)), Action.RETRY),
+        ((collective(0, Cause.DIVERGED, 1, 2),), Action.RETRY),
+        ((collective(0, Cause.NETWORK),), Action.RETRY),
+    ],
+)
+def test_an_error_of_the_program_that_explains_all_ends_the_tries(
+    others: tuple[RankResult, ...], action: Action
+) -> None:
+    found = {rank: RankResult(rank) for rank in ALL} | {result.rank: result for result in (WRONG, *others)}
+    decided = decision.at_end(met(*found.values()), 1, 3)
+    assert decided.action is action
+    assert decided.failure is not None
+    assert decided.failure.final == (action is Action.GIVE_UP)
+    last = decision.at_end(met(*found.values()), 3, 3)
+    assert last.action is Action.GIVE_UP
+    assert last.failure is not None
+    assert not last.failure.final  # there was no other try to make
 
 
 def test_those_who_only_waited_are_not_named() -> None:
@@ -110,7 +149,9 @@ def test_every_exchange_leads_to_one_decision_that_survives_the_wire(values: lis
     assert found == decision.at_end(Met(tuple(values)), attempt, 3)
     assert (found.action is Action.ACCEPT) == all(value.fine for value in values)
     assert (found.failure is None) == (found.action is Action.ACCEPT)
-    own = {v.rank for v in values if v.kind in (Kind.OUT_OF_MEMORY, Kind.RAISED)}
+    own = {v.rank for v in values if v.kind in (Kind.OUT_OF_MEMORY, Kind.RAISED, Kind.WRONG)}
+    if found.action is Action.GIVE_UP and attempt < 3:
+        assert any(v.kind is Kind.WRONG for v in values)
     if own and found.failure is not None:
         assert set(found.failure.culprits) == own
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from ncclguard.chunking import plan
-from ncclguard.execution import AllGather, AllReduce, Broadcast, Execution, ReduceScatter, encode
-from ncclguard.execution.memory import copied
+from ncclguard.engine.chunking import plan
+from ncclguard.engine.execution import Execution, encode
+from ncclguard.engine.in_place import AllReduce, Broadcast
+from ncclguard.engine.memory import copied
+from ncclguard.engine.staged import AllGather, ReduceScatter
 from ncclguard.transport.base import Save
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.distributed import HashStore
 
-from ncclguard.agreement.handshake import Handshake
-from ncclguard.agreement.store import AgreementStore
+from ncclguard.coordination.session import Handshake
+from ncclguard.coordination.store import AgreementStore
 
 
 def agree(store: HashStore, ranks: range, order: list[int]) -> dict[int, str | None]:

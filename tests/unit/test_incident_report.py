@@ -10,6 +10,7 @@ import re
 import resource
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard.incident import history
+from ncclguard import _page
+from ncclguard.incident import timeline
 from ncclguard.incident.model import Incident, RankReport
-from ncclguard.incident.report import timeline
-from ncclguard.incident.report.command import main
-from ncclguard.incident.report.document import Document
-from ncclguard.incident.report.html import render_html
-from ncclguard.incident.report.panel import show
-from ncclguard.incident.report.scale import GIVEN_UP, Scale
-from ncclguard.incident.report.writer import AT_MOST, Writer, write_all
+from ncclguard.incident.page import GIVEN_UP, Scale, render_html
+from ncclguard.incident.report import AT_MOST, Writer, main, show, write_all
+from ncclguard.incident.timeline import Document
 from ncclguard.outcome import Cause
 
 TEXT = "all_reduce(float32[1000], SUM)"
@@ -40,9 +38,9 @@ def histories(ranks: int, offsets: dict[int, float], late: int = 2, silent: tupl
         if rank in silent:
             continue
         at = offsets.get(rank, 0.0)
-        past = [history.Past(n, TEXT, at + n + 0.1 * (rank % 3), at + n + 0.5, True) for n in range(1, 11)]
+        past = [timeline.Past(n, TEXT, at + n + 0.1 * (rank % 3), at + n + 0.5, True) for n in range(1, 11)]
         inside = [] if rank == late else [(GROUP, 11, TEXT, at + 11.0)]
-        found[rank] = json.loads(json.dumps(history.snapshot({GROUP: past}, inside, at + 16.0)))
+        found[rank] = json.loads(json.dumps(timeline.snapshot({GROUP: past}, inside, at + 16.0)))
     return found
 
 
@@ -102,7 +100,7 @@ class TestTimeline:
 
     def test_a_rank_without_a_common_operation_is_laid_by_its_answer(self) -> None:
         data = histories(4, {})
-        data[3] = history.snapshot({"1:cpu:x": [history.Past(1, "barrier()", 0.0, 1.0, True)]}, [], 2.0)
+        data[3] = timeline.snapshot({"1:cpu:x": [timeline.Past(1, "barrier()", 0.0, 1.0, True)]}, [], 2.0)
         found = timeline.build(incident(), data)
         assert found is not None
         assert found.lanes[3].clock == "answer"
@@ -134,11 +132,11 @@ class TestTimeline:
 
     def test_a_snapshot_keeps_the_latest_and_stays_small(self) -> None:
         past = {
-            f"{g}:cpu:abcdefgh": [history.Past(n, TEXT * 9, n + g / 10, n + 0.5, True) for n in range(500)]
+            f"{g}:cpu:abcdefgh": [timeline.Past(n, TEXT * 9, n + g / 10, n + 0.5, True) for n in range(500)]
             for g in range(3)
         }
-        data = history.snapshot(past, [], 501.0)
-        assert len(data["rows"]) == history.KEPT
+        data = timeline.snapshot(past, [], 501.0)
+        assert len(data["rows"]) == timeline.KEPT
         assert len(json.dumps(data)) < 2000
 
 
@@ -243,6 +241,7 @@ class TestFiles:
         assert data.timeline is not None
         assert (tmp_path / "a" / "b" / names[0]).read_text() == render_html(data)
 
+    @pytest.mark.processes
     @pytest.mark.parametrize("kind", ["full_disk", "read_only"])
     def test_where_nothing_can_be_written_it_goes_to_the_folder_for_temporary_files(
         self,
@@ -264,6 +263,7 @@ class TestFiles:
         assert ("No space left" if kind == "full_disk" else "Read-only file system") in caplog.text
         assert str(spare) in caplog.text
 
+    @pytest.mark.processes
     def test_with_no_room_anywhere_it_says_what_to_set(
         self, full_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -303,6 +303,14 @@ class TestFiles:
         Writer(str(tmp_path), False, 0, 4).submit(incident(), "ab", {})
         assert len(list(tmp_path.glob("*.html"))) == 1
 
+    def test_without_jinja2_the_data_are_written_and_the_log_says_what_the_page_needs(
+        self, tmp_path: Path, without_jinja2: None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.WARNING):
+            self.report(tmp_path)
+        assert [file.suffix for file in tmp_path.iterdir()] == [".json"]
+        assert "pip install jinja2" in caplog.text
+
     def test_none_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         self.report(None)
@@ -330,6 +338,26 @@ class TestFiles:
         writer.submit(incident(), "ab", histories(4, {}))
         assert writer.wait(30)
         assert len(list(tmp_path.glob("*.html"))) == 1
+
+
+@pytest.fixture
+def without_jinja2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine that has no torch and so no Jinja2."""
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    _page._environment.cache_clear()
+    yield
+    _page._environment.cache_clear()
+
+
+def test_without_jinja2_the_command_shows_the_panel_and_says_what_the_page_needs(
+    tmp_path: Path, without_jinja2: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.json").write_text(document().model_dump_json())
+    assert main([str(tmp_path / "a.json")]) == 2
+    told = capsys.readouterr()
+    assert "rank 2 late" in told.out
+    assert "pip install jinja2" in told.err
+    assert not (tmp_path / "a.html").exists()
 
 
 def test_the_command_makes_the_page_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,21 +8,24 @@ from typing import Any
 import pytest
 import torch
 
-from ncclguard import buffers
-from ncclguard.agreement.decision import Action, Verdict
-from ncclguard.agreement.seat import Seat
-from ncclguard.chunking import plan
 from ncclguard.config import GuardConfig
-from ncclguard.execution import AllGather, AllReduce, encode
-from ncclguard.execution.memory import copied
-from ncclguard.guard import Guard, Request
+from ncclguard.coordination.group_state import GroupState
+from ncclguard.engine import memory
+from ncclguard.engine.call import Call
+from ncclguard.engine.chunking import plan
+from ncclguard.engine.execution import encode
+from ncclguard.engine.group import GuardedGroup
+from ncclguard.engine.in_place import AllReduce
+from ncclguard.engine.memory import copied
+from ncclguard.engine.staged import AllGather
+from ncclguard.protocol.decision import Action, Operation, Verdict
 
 RANKS = (0, 1, 2, 3)
 RESULT = torch.arange(8.0)
 
 
 class Left:
-    """What of an `Assembly` a late call needs."""
+    """What a late call needs of `Communicators`."""
 
     device = torch.device("cpu")
     in_flight = 2
@@ -32,16 +35,16 @@ class Left:
         self.stop = lambda generation: None
 
 
-def late_guard(donated: str) -> Guard:
+def late_guard(donated: str) -> GuardedGroup:
     """Of rank 2, for which the first operation of the group is over."""
-    seat = Seat("0:cpu", 2, RANKS)
-    seat.adopt(Verdict(0, 1, Action.COMMIT, participants=RANKS, fingerprints=(7,)), None)
+    state = GroupState("0:cpu", 2, RANKS)
+    state.adopt(Verdict(0, 1, Action.COMMIT, participants=RANKS, fingerprints=(7,)), None)
     assembly: Any = Left(donated)
-    return Guard(seat, assembly, lambda: None, GuardConfig())
+    return GuardedGroup(state, assembly, lambda: None, GuardConfig())
 
 
-def request(op: str) -> Request:
-    return Request(op, f"{op}(...)", 7, 3, False, True, 8, 32)
+def call(op: str) -> Call:
+    return Call(op, 8, 32, True, Operation(0, 7, f"{op}(...)", closing=False))
 
 
 @pytest.mark.parametrize("layout", [torch.clone, lambda tensor: torch.stack([tensor, tensor], 1)[:, 0]])
@@ -53,14 +56,14 @@ def test_it_is_written_where_no_memory_can_be_had(
     def no_memory(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(buffers.Arena, "__init__", no_memory)
+    monkeypatch.setattr(memory.Arena, "__init__", no_memory)
     tensor = layout(torch.ones(8))
     work = AllReduce(tensor, "AVG", plan(8), False, staged=False)
-    assert late_guard(encode([copied(4 * RESULT)])).run(work, request("all_reduce"), 5.0).ok
+    assert late_guard(encode([copied(4 * RESULT)])).run(call("all_reduce"), work, 5.0).ok
     assert torch.equal(tensor, RESULT)
 
     slots = [layout(torch.zeros(8)) for _ in RANKS]
     gather = AllGather(slots, torch.ones(8), RANKS, plan(8), False)
     text = encode([copied(rank + RESULT) for rank in RANKS])
-    assert late_guard(text).run(gather, request("all_gather"), 5.0).ok
+    assert late_guard(text).run(call("all_gather"), gather, 5.0).ok
     assert all(torch.equal(slot, rank + RESULT) for rank, slot in enumerate(slots))

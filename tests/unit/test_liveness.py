@@ -1,4 +1,4 @@
-"""What a process sees of its peers, on real processes: killed, zombie, stopped, reused pid, forked child, closed door."""
+"""What a process sees of its peers, on real processes: killed, zombie, stopped, reused pid, forked child, closed port."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from ncclguard.agreement import liveness as liveness_module
-from ncclguard.agreement.liveness import (
+from ncclguard.coordination import liveness as liveness_module
+from ncclguard.coordination.liveness import (
     PROBE_AGAIN,
     PROBE_LIMIT,
     PROBES,
@@ -25,19 +25,19 @@ from ncclguard.agreement.liveness import (
     Liveness,
     Sight,
     host_key,
-    process_state,
 )
+from ncclguard.incident.host_processes import process_state
+
+pytestmark = pytest.mark.processes
 
 LIMIT = 20.0  # seconds, for what must happen at some time
 
-# The file alone, without the package and so without torch: it needs neither, and starts 30 times as fast.
-PEER = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("liveness", {liveness_module.__file__!r})
-module = sys.modules["liveness"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+# Without torch, which it does not need: so it starts 30 times as fast.
+PEER = """
+import sys
+from ncclguard.coordination.liveness import Liveness
 assert "torch" not in sys.modules
-liveness = module.Liveness(rank=1, advertise_address="127.0.0.1")
+liveness = Liveness(rank=1, advertise_address="127.0.0.1")
 print(liveness.identity.to_json(), flush=True)
 sys.stdin.readline()
 """
@@ -70,7 +70,7 @@ def peer_process(program: str = PEER) -> Iterator[tuple[subprocess.Popen[str], I
 
 
 def elsewhere(identity: Identity) -> Identity:
-    """The same process as if it ran on another host, so that only its door can be looked at."""
+    """The same process as if it ran on another host, so that only its port can be looked at."""
     return dataclasses.replace(identity, host="elsewhere", host_key="another host")
 
 
@@ -142,7 +142,7 @@ def test_the_host_key_tells_hostname_network_namespace_and_pid_namespace() -> No
     assert os.readlink("/proc/self/ns/pid") in key
 
 
-def test_an_open_door_shows_a_process_on_another_host(me: Liveness) -> None:
+def test_an_open_port_shows_a_process_on_another_host(me: Liveness) -> None:
     with peer_process() as (_, identity):
         assert "answers" in until(lambda: me.look(elsewhere(identity)), Sight.PRESENT)
 
@@ -153,20 +153,20 @@ def test_a_stopped_process_on_another_host_still_is_present(me: Liveness) -> Non
         until(lambda: me.look(elsewhere(identity)), Sight.PRESENT)
 
 
-def test_a_door_that_was_reached_and_then_refuses_means_gone_for_good(me: Liveness) -> None:
+def test_a_port_that_was_reached_and_then_refuses_means_gone_for_good(me: Liveness) -> None:
     with peer_process() as (process, identity):
         peer = elsewhere(identity)
         me.befriend(peer)
         until(lambda: me.look(peer), Sight.PRESENT)
         process.kill()
         assert "answered before" in until(lambda: me.look(peer), Sight.GONE)
-        assert identity.door is not None
-        with socket.create_server(identity.door):  # another process that is given the port is not the peer
+        assert identity.port is not None
+        with socket.create_server(identity.port):  # another process that is given the port is not the peer
             time.sleep(1.2 * PROBE_AGAIN)
             assert me.look(peer)[0] is Sight.GONE
 
 
-def test_a_door_that_refuses_and_was_never_reached_is_unknown(me: Liveness) -> None:
+def test_a_port_that_refuses_and_was_never_reached_is_unknown(me: Liveness) -> None:
     with peer_process() as (process, identity):
         process.kill()
         process.wait(timeout=LIMIT)
@@ -178,7 +178,7 @@ def test_a_door_that_refuses_and_was_never_reached_is_unknown(me: Liveness) -> N
     assert "never reached before" in evidence
 
 
-def test_a_silent_door_is_unknown_and_no_look_blocks(me: Liveness) -> None:
+def test_a_silent_port_is_unknown_and_no_look_blocks(me: Liveness) -> None:
     """A full queue drops connections without an answer, as a partition does; a hundred looks return at once."""
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
@@ -187,7 +187,7 @@ def test_a_silent_door_is_unknown_and_no_look_blocks(me: Liveness) -> None:
         for one in queued:
             one.setblocking(False)
             one.connect_ex(full.getsockname())
-        peer = dataclasses.replace(elsewhere(me.identity), door=full.getsockname())
+        peer = dataclasses.replace(elsewhere(me.identity), port=full.getsockname())
         longest = 0.0
         evidence = ""
         deadline = time.monotonic() + LIMIT
@@ -203,7 +203,7 @@ def test_a_silent_door_is_unknown_and_no_look_blocks(me: Liveness) -> None:
     assert longest < PROBE_AGAIN / 2  # far above the 20 ms it may wait, far below the probe's own limit
 
 
-def test_many_doors_are_reached_for_at_once_but_not_all_and_no_connection_is_left(
+def test_many_ports_are_reached_for_at_once_but_not_all_and_no_connection_is_left(
     me: Liveness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody asks about them again: `drain`, which every step of the monitor calls, ends what has had its time."""
@@ -217,8 +217,8 @@ def test_many_doors_are_reached_for_at_once_but_not_all_and_no_connection_is_lef
             queued = stack.enter_context(socket.socket())
             queued.setblocking(False)
             queued.connect_ex(full.getsockname())
-        door = full.getsockname()
-        peers = [dataclasses.replace(elsewhere(me.identity), rank=rank, door=door) for rank in range(1, PROBES + 45)]
+        port = full.getsockname()
+        peers = [dataclasses.replace(elsewhere(me.identity), rank=rank, port=port) for rank in range(1, PROBES + 45)]
         since = clock.monotonic()
         me.seek(peers, since)
         me.seek(peers, since)
@@ -234,25 +234,25 @@ def test_many_doors_are_reached_for_at_once_but_not_all_and_no_connection_is_lef
     assert {probe.answer[0] for probe in me._probes.values() if probe.answer} == {Sight.UNKNOWN}
 
 
-def test_doors_that_were_reached_for_have_answered_when_they_are_looked_at(me: Liveness) -> None:
+def test_ports_that_were_reached_for_have_answered_when_they_are_looked_at(me: Liveness) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         peers = [
-            dataclasses.replace(elsewhere(me.identity), rank=rank, door=server.getsockname()) for rank in range(1, 40)
+            dataclasses.replace(elsewhere(me.identity), rank=rank, port=server.getsockname()) for rank in range(1, 40)
         ]
         me.seek(peers, time.monotonic())
         assert {me.look(peer)[0] for peer in peers} == {Sight.PRESENT}
 
 
-def test_a_peer_without_a_door_is_unknown(me: Liveness) -> None:
-    sight, evidence = me.look(dataclasses.replace(elsewhere(me.identity), door=None))
+def test_a_peer_without_a_port_is_unknown(me: Liveness) -> None:
+    sight, evidence = me.look(dataclasses.replace(elsewhere(me.identity), port=None))
     assert sight is Sight.UNKNOWN
     assert "could not open a port" in evidence
 
 
 def test_draining_empties_the_queue_and_never_blocks(me: Liveness) -> None:
     me.drain()
-    assert me.identity.door is not None
-    with socket.create_connection(me.identity.door, timeout=LIMIT) as caller:
+    assert me.identity.port is not None
+    with socket.create_connection(me.identity.port, timeout=LIMIT) as caller:
         caller.settimeout(LIMIT)
         deadline = time.monotonic() + LIMIT
         caller.setblocking(False)
@@ -267,7 +267,7 @@ def test_draining_empties_the_queue_and_never_blocks(me: Liveness) -> None:
             pytest.fail("the connection was not collected")
 
 
-def test_a_forked_child_keeps_nothing_open_so_the_door_shuts_with_the_rank(me: Liveness) -> None:
+def test_a_forked_child_keeps_nothing_open_so_the_port_shuts_with_the_rank(me: Liveness) -> None:
     program = PEER.replace(
         "sys.stdin", "import os, time\nif os.fork() == 0:\n    time.sleep(60); os._exit(0)\nsys.stdin"
     )
@@ -279,7 +279,7 @@ def test_a_forked_child_keeps_nothing_open_so_the_door_shuts_with_the_rank(me: L
         until(lambda: me.look(peer), Sight.GONE)
 
 
-def test_a_started_program_does_not_inherit_the_door(me: Liveness) -> None:
+def test_a_started_program_does_not_inherit_the_port(me: Liveness) -> None:
     program = PEER.replace(
         "sys.stdin", "import subprocess\nsubprocess.Popen(['sleep', '60'], close_fds=False)\nsys.stdin"
     )
@@ -301,12 +301,12 @@ def test_closing_makes_this_process_look_gone_to_its_peers_and_can_be_repeated(m
 
 
 def test_an_advertised_address_that_is_not_local_is_published_as_given() -> None:
-    """Behind address translation the door listens on all addresses and is published under the one that peers use."""
+    """Behind address translation the port listens on all addresses and is published under the one that peers use."""
     liveness = Liveness(rank=0, advertise_address="192.0.2.7")
     try:
-        assert liveness.identity.door is not None
-        assert liveness.identity.door[0] == "192.0.2.7"
-        with socket.create_connection(("127.0.0.1", liveness.identity.door[1]), timeout=LIMIT):
+        assert liveness.identity.port is not None
+        assert liveness.identity.port[0] == "192.0.2.7"
+        with socket.create_connection(("127.0.0.1", liveness.identity.port[1]), timeout=LIMIT):
             pass
     finally:
         liveness.close()
@@ -318,13 +318,13 @@ def test_the_address_is_the_one_from_which_the_master_is_reached(monkeypatch: py
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     liveness = Liveness(rank=0)
     liveness.close()
-    assert liveness.identity.door is not None
-    assert liveness.identity.door[0] == "127.0.0.1"
+    assert liveness.identity.port is not None
+    assert liveness.identity.port[0] == "127.0.0.1"
 
 
 def test_an_identity_survives_json(me: Liveness) -> None:
     assert Identity.from_json(me.identity.to_json()) == me.identity
-    without = dataclasses.replace(me.identity, door=None)
+    without = dataclasses.replace(me.identity, port=None)
     assert Identity.from_json(without.to_json()) == without
 
 

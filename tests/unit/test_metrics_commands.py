@@ -15,9 +15,11 @@ from rich.console import Console
 
 import ncclguard as ng
 from ncclguard.__main__ import main as ncclguard
-from ncclguard.metrics import control, exchange, hook
-from ncclguard.metrics.observer import RecordingObserver
-from ncclguard.metrics.top_view import view
+from ncclguard.metrics import control, exchange
+from ncclguard.metrics.monitoring import answer
+from ncclguard.metrics.registry import RecordingListener
+from ncclguard.metrics.top_command import view
+from tests.unit import observed
 
 Serve = Callable[..., control.ControlSocket]
 
@@ -38,9 +40,9 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     opened_sockets: list[control.ControlSocket] = []
 
     def start(job: str = "job1", rank: int = 0) -> control.ControlSocket:
-        observer = RecordingObserver(job, lambda record: None)
-        observer.succeeded("0:cpu:ab12", "all_reduce", 4096, 0.01, 0.005, 1)
-        opened = control.open_control(job, rank, lambda: observer.snapshot({}))
+        listener = RecordingListener(job, lambda record: None)
+        observed.succeed(listener)
+        opened = control.open_control(job, rank, lambda question: answer(question, lambda: listener.snapshot({})))
         assert opened is not None
         opened_sockets.append(opened)
         return opened
@@ -59,7 +61,7 @@ def test_only_the_user_may_enter_the_folder(serve: Serve, folder: Path) -> None:
 def test_a_folder_that_others_may_enter_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder.mkdir(mode=0o700)
     folder.chmod(0o777)
-    assert control.open_control("job1", 0, lambda: None) is None  # type: ignore[arg-type,return-value]
+    assert control.open_control("job1", 0, dict) is None
     assert "only this user may enter" in caplog.text
 
 
@@ -72,7 +74,7 @@ def test_a_socket_that_a_killed_process_left_is_replaced_and_a_living_one_is_not
     left.close()
     serve()
     assert control.ask(folder / "job1.0.sock", {"command": "status"})["snapshot"]["job"] == "job1"
-    assert control.open_control("job1", 0, lambda: None) is None  # type: ignore[arg-type,return-value]
+    assert control.open_control("job1", 0, dict) is None
     assert "another process answers" in caplog.text
 
 
@@ -170,11 +172,11 @@ def test_top_shows_a_rank_that_does_not_answer(serve: Serve, folder: Path, capsy
 
 def status(rank: int, **changes: Any) -> dict[str, Any]:
     """A rank's answer, by way of JSON as over the socket."""
-    observer = RecordingObserver("job1", lambda record: None)
+    listener = RecordingListener("job1", lambda record: None)
     for _ in range(3):
-        observer.succeeded("0:cpu:ab12", "all_reduce", 4_000_000_000, 0.5, 0.25, 1)
-    observer.registry.failure("0:cpu:ab12", "barrier", "eval", 0, 60.0, 1, "late", (2,))
-    snapshot = json.loads(json.dumps(observer.snapshot({}).to_dict()))
+        observed.succeed(listener, 4_000_000_000, 0.5, 0.25)
+    listener.registry.failure("0:cpu:ab12", "barrier", "eval", 0, 60.0, 1, "late", (2,))
+    snapshot = json.loads(json.dumps(listener.snapshot({}).to_dict()))
     row = {
         "rank": 2,
         "host": "node2",
@@ -240,5 +242,5 @@ def test_the_view_of_many_ranks_keeps_those_that_wait_longest() -> None:
         statuses[rank]["snapshot"]["open"][0]["age"] = float(rank)  # type: ignore[index]
     text = shown(statuses)
     assert " 199.0 " in text
-    assert " 100.0 " not in text
-    assert hook.observer is None
+    assert " 168.0 " in text  # the 32nd
+    assert " 167.0 " not in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import ncclguard as ng
-from ncclguard.agreement.seat import OpenCall, Seat
-from ncclguard.metrics import hook, identity
+from ncclguard.coordination.group_state import OpenCall
+from ncclguard.metrics import identity
 from ncclguard.metrics.records import Record, Snapshot
-
-KEY = "0:cpu:ab12"
+from tests.unit import observed
+from tests.unit.observed import KEY
 
 
 def wait_for(seen: list[Record], kind: str) -> Record:
@@ -30,15 +31,14 @@ def wait_for(seen: list[Record], kind: str) -> Record:
 
 
 def observe_one_success() -> None:
-    assert hook.observer is not None
-    hook.observer.succeeded(KEY, "all_reduce", 4096, 0.01, 0.005, 1)
+    observed.succeed(observed.listener())
 
 
 def test_nothing_is_observed_before_and_after() -> None:
-    assert hook.observer is None
+    assert observed.listening() == []
     with ng.setup_nccl_monitoring(lambda record: None, serve=False):
-        assert hook.observer is not None
-    assert hook.observer is None
+        assert len(observed.listening()) == 1
+    assert observed.listening() == []
 
 
 def test_snapshots_come_every_interval_and_at_the_end() -> None:
@@ -61,8 +61,7 @@ def test_snapshots_come_every_interval_and_at_the_end() -> None:
 def test_a_failure_is_handed_over_at_once() -> None:
     seen: list[Record] = []
     with ng.setup_nccl_monitoring(seen.append, interval=3600, serve=False):
-        assert hook.observer is not None
-        hook.observer.failed(f"{KEY}/7", "barrier", 0, 3.0, 1, ng.Cause.LATE, (2,), True, None)
+        observed.fail(observed.listener(), 3.0)
         record = wait_for(seen, "failure")
     values = record.to_dict()
     assert (values["op_id"], values["cause"], values["culprits"], values["agreed"]) == (f"{KEY}/7", "late", (2,), True)
@@ -71,15 +70,15 @@ def test_a_failure_is_handed_over_at_once() -> None:
 def test_a_call_that_is_open_for_too_long_is_a_hang_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ncclguard.metrics.monitoring.TICK", 0.01)
     seen: list[Record] = []
-    seat = Seat(KEY, 0, (0, 1))
-    hook.register(seat, None)
     now = time.monotonic()
     with ng.setup_nccl_monitoring(seen.append, interval=3600, serve=False) as monitoring:
-        seat.call = OpenCall("barrier()", now - 10, now + 290, 0, sequence=8)
+        short, long = (OpenCall("barrier()", now - age, now - age + 300, 0, sequence=8) for age in (10, 31))
+        observed.listener().call_started(KEY, short)
         assert monitoring.snapshot().hang is False  # warn_after is 30 s
-        seat.call = OpenCall("barrier()", now - 31, now + 269, 0, sequence=8)
+        observed.listener().call_ended(KEY, short, None)
+        observed.listener().call_started(KEY, long)
         hang = wait_for(seen, "snapshot")
-        seat.call = None
+        observed.listener().call_ended(KEY, long, None)
         until = time.monotonic() + 60
         while len(seen) < 2 and time.monotonic() < until:
             time.sleep(0.005)
@@ -115,7 +114,7 @@ def test_setting_up_again_replaces_what_was_there() -> None:
 def test_a_wrong_call_is_refused(options: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error):
         ng.setup_nccl_monitoring(**options)  # type: ignore[arg-type]
-    assert hook.observer is None
+    assert observed.listening() == []
 
 
 def test_the_arguments() -> None:
@@ -147,13 +146,14 @@ class Sink:
     def close(self):
         print("closed", flush=True)
 ng.setup_nccl_monitoring(Sink(), {folder!r}, interval=0.01, serve=False)
-from ncclguard.metrics import hook
-hook.observer.succeeded("0:cpu:ab", "all_reduce", 1, 0.1, 0.1, 1)
+from tests.unit import observed
+observed.succeed(observed.listener(), 1)
 time.sleep(0.05)
 {end}
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("write", "end", "code", "closed"),
     [
@@ -164,31 +164,30 @@ time.sleep(0.05)
     ],
     ids=["healthy", "fails", "exit code", "hangs"],
 )
-def test_the_process_ends_with_its_own_exit_code(
-    write: str, end: str, code: int, closed: bool, tmp_path: Path, forked_python: str
-) -> None:
+def test_the_process_ends_with_its_own_exit_code(write: str, end: str, code: int, closed: bool, tmp_path: Path) -> None:
     """The last records are written at exit; a sink that hangs is left behind after 5 s."""
     program = PROGRAM.format(write=write, end=end, folder=f"jsonl:{tmp_path}/x.jsonl")
-    done = subprocess.run([forked_python, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == code, done.stderr
     assert ("closed" in done.stdout) == closed
     assert '"count": 1' in (tmp_path / "x.jsonl").read_text().splitlines()[-1]
     assert ("not done within 5 s" in done.stderr) == (not closed)
 
 
-def test_a_forked_child_observes_nothing_and_ends(forked_python: str) -> None:
+@pytest.mark.processes
+def test_a_forked_child_observes_nothing_and_ends() -> None:
     """DataLoader workers are forked: they have none of the threads, and closing there must not wait for them."""
     program = """
 import os, sys, ncclguard as ng
-from ncclguard.metrics import hook
+from tests.unit import observed
 monitoring = ng.setup_nccl_monitoring(lambda record: None, interval=0.01, serve=False)
 child = os.fork()
 if child == 0:
-    assert hook.observer is None
+    assert observed.listening() == []
     monitoring.close()
     sys.exit(5)  # with the atexit handlers, as a careless child does
 _, status = os.waitpid(child, 0)
-print(os.waitstatus_to_exitcode(status), hook.observer is not None)
+print(os.waitstatus_to_exitcode(status), len(observed.listening()) == 1)
 """
-    done = subprocess.run([forked_python, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "5 True"), done.stderr

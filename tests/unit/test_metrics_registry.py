@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard.metrics.histogram import (
-    SIZE_BOUNDS,
-    TIME_BOUNDS,
-    empty_times,
-    quantile,
-    size_bucket,
-    time_bucket,
-)
+from ncclguard.metrics.records import SIZE_BOUNDS, TIME_BOUNDS, empty_times, quantile, size_bucket, time_bucket
 from ncclguard.metrics.registry import MAX_CULPRITS, MAX_SERIES, Registry
 
 

@@ -14,12 +14,27 @@ from typing import Any
 
 import pytest
 
-from ncclguard.metrics.records import Change, Failure, OpenOperation, Record, Snapshot, StragglerRow, StragglerTable
+from ncclguard.metrics.records import (
+    TIME_BOUNDS,
+    Change,
+    Failure,
+    OpenOperation,
+    Record,
+    Snapshot,
+    StragglerRow,
+    StragglerTable,
+)
 from ncclguard.metrics.registry import Registry
-from ncclguard.metrics.sinks.base import QUEUE_LENGTH, SinkThread
-from ncclguard.metrics.sinks.jsonl import JsonlSink
-from ncclguard.metrics.sinks.named import make_sinks
-from ncclguard.metrics.sinks.text import LogSink
+from ncclguard.metrics.sinks import (
+    QUEUE_LENGTH,
+    JsonlSink,
+    LogSink,
+    PrometheusSink,
+    SinkThread,
+    TensorBoardSink,
+    WandbSink,
+    make_sinks,
+)
 
 ORIGIN: dict[str, Any] = {"time": 1700000000.0, "job": "job1", "rank": 1, "host": "node1", "pid": 42}
 
@@ -197,8 +212,6 @@ def test_prometheus_scrapes_what_its_own_parser_reads() -> None:
     client = pytest.importorskip("prometheus_client", reason="needs prometheus-client")
     from prometheus_client.parser import text_string_to_metric_families
 
-    from ncclguard.metrics.sinks.prometheus import PrometheusSink
-
     registry = client.CollectorRegistry()
     sink = PrometheusSink(0, address="127.0.0.1", registry=registry)
     sink.write(snapshot(hang=True))
@@ -219,8 +232,15 @@ def test_prometheus_scrapes_what_its_own_parser_reads() -> None:
     assert samples["ncclguard_failures_total", (("cause", "late"), *labels)] == 1
     assert samples["ncclguard_culprits_total", (("culprit", "2"), *labels)] == 1
     assert samples["ncclguard_behind_seconds", (("group", "0:cpu"), ("rank", "1"), ("straggler", "2"))] == 0.25
-    buckets = [value for (name, _), value in samples.items() if name == "ncclguard_duration_seconds_bucket"]
-    assert sorted(buckets) == buckets or max(buckets) == 10
+    buckets = {
+        float(dict(found)["le"]): value
+        for (name, found), value in samples.items()
+        if name == "ncclguard_duration_seconds_bucket"
+    }
+    assert {bound: value for bound, value in buckets.items() if bound < 2**-8} == dict.fromkeys(TIME_BOUNDS[:12], 0)
+    assert {value for bound, value in buckets.items() if 2**-8 <= bound < 64} == {9}  # nine of 2 ms, one of a minute
+    assert {value for bound, value in buckets.items() if bound >= 64} == {10}
+    assert max(buckets) == float("inf")
     sink.write(snapshot())
     assert registry.get_sample_value("ncclguard_hang", {"rank": "1"}) == 0
     sink.close()
@@ -235,8 +255,6 @@ def test_tensorboard_writes_what_its_own_reader_reads(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")  # tensorboard's own
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        from ncclguard.metrics.sinks.tensorboard import TensorBoardSink
-
         sink = TensorBoardSink(tmp_path / "run-{rank}", rank=1)
         for record in (snapshot(uptime=30), FAILURE, snapshot(hang=True, uptime=60)):
             sink.write(record)
@@ -250,12 +268,11 @@ def test_tensorboard_writes_what_its_own_reader_reads(tmp_path: Path) -> None:
     assert "ncclguard/failure/text_summary" in events.Tags()["tensors"]
 
 
+@pytest.mark.processes
 def test_wandb_logs_offline_with_its_own_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # wandb's own
         wandb = pytest.importorskip("wandb", reason="needs wandb")
-        from ncclguard.metrics.sinks.wandb import WandbSink
-
         for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
             monkeypatch.setenv(name, value)
         sink = WandbSink(project="ncclguard-test")
@@ -275,13 +292,12 @@ def test_wandb_logs_offline_with_its_own_client(tmp_path: Path, monkeypatch: pyt
         time.sleep(0.1)
 
 
+@pytest.mark.processes
 def test_in_a_run_of_the_program_wandb_keeps_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program's `log` calls, with steps of their own, must neither be shifted nor dropped, and its run not be finished."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # wandb's own
         wandb = pytest.importorskip("wandb", reason="needs wandb")
-        from ncclguard.metrics.sinks.wandb import WandbSink
-
         monkeypatch.setenv("WANDB_SILENT", "true")
         run = wandb.init(project="ncclguard-test", mode="offline", dir=str(tmp_path))
         sink = WandbSink()

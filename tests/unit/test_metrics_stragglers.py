@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ncclguard.metrics import stragglers as module
-from ncclguard.metrics.combined import combine
 from ncclguard.metrics.records import StragglerTable
-from ncclguard.metrics.statistics import RankStatistics, encode
+from ncclguard.metrics.statistics import RankStatistics, combine, encode
 from ncclguard.metrics.stragglers import WINDOW, Stragglers
 
 

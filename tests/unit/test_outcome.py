@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ncclguard.engine.table import bus_factor
 from ncclguard.errors import (
     CollectiveFailed,
     CollectiveMismatch,
@@ -20,7 +21,7 @@ from ncclguard.errors import (
     error_for,
 )
 from ncclguard.incident.model import Incident
-from ncclguard.outcome import Cause, FailedOutcome, Outcome, bus_factor
+from ncclguard.outcome import Cause, Outcome
 
 
 def fields(cause: Cause | None = None, *, expired: bool | None = None) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def fields(cause: Cause | None = None, *, expired: bool | None = None) -> dict[s
             deadline_expired=expired, attempts=1, participants=(0, 1), summary="What happened.", advice="What to do.",
         )  # fmt: skip
     return {
-        "ok": cause is None, "agreed": True, "op": "all_reduce", "op_id": "0/7", "cause": cause,
+        "agreed": True, "op": "all_reduce", "op_id": "0/7", "cause": cause,
         "culprits": () if cause is None else (2,), "attempts": 1, "chunks": 1, "numel": 10, "nbytes": 40,
         "seconds": 2.5, "algbw": 16.0, "busbw": 21.3, "participants": (0, 1, 2), "torn": False, "incident": incident,
     }  # fmt: skip
@@ -54,10 +55,12 @@ def test_a_success_has_no_error_and_returns_itself() -> None:
 def test_an_outcome_is_frozen_and_takes_keywords_only() -> None:
     outcome = Outcome(**fields())
     with pytest.raises(dataclasses.FrozenInstanceError):
+        outcome.agreed = False  # type: ignore[misc]
+    with pytest.raises((AttributeError, TypeError)):  # TypeError of a frozen class with slots, before Python 3.12
         outcome.ok = False  # type: ignore[misc]
     with pytest.raises(TypeError):
         Outcome(True)  # type: ignore[call-arg]
-    assert [field.name for field in dataclasses.fields(Outcome)] == list(fields())
+    assert [field.name for field in dataclasses.fields(Outcome) if field.init] == list(fields())
 
 
 @pytest.mark.parametrize(
@@ -125,37 +128,60 @@ def test_the_exception_tree() -> None:
     assert issubclass(CollectiveFailed, GuardError)
 
 
-class TestLooks:
-    """A failure knows whether the caller looked at it; its id and its errors alone do not tell what went wrong."""
+class TestAcknowledgement:
+    """A failure knows whether the program asked how the collective ended; reading what happened is no such question."""
+
+    @pytest.mark.parametrize(
+        "ask",
+        [bool, lambda o: not o, lambda o: o.ok, lambda o: o.error, lambda o: o.acknowledge()],
+        ids=["bool", "not", "ok", "error", "acknowledge"],
+    )
+    def test_asking_whether_it_succeeded_counts(self, ask: Any) -> None:
+        outcome = Outcome(**fields(Cause.LATE))
+        assert not outcome.acknowledged
+        ask(outcome)
+        assert outcome.acknowledged
+        ask(outcome)  # again changes nothing
+        assert outcome.acknowledged
+
+    def test_raising_counts(self) -> None:
+        outcome = Outcome(**fields(Cause.LATE))
+        with pytest.raises(CollectiveTimeout):
+            outcome.raise_if_failed()
+        assert outcome.acknowledged
 
     @pytest.mark.parametrize(
         "look",
-        [bool, str, repr, lambda o: o.ok, lambda o: o.cause, lambda o: o.incident, lambda o: o.error, copy.copy],
-        ids=["bool", "str", "repr", "ok", "cause", "incident", "error", "copy"],
-    )
-    def test_reading_counts(self, look: Any) -> None:
-        outcome = FailedOutcome(**fields(Cause.LATE))
-        assert not outcome.examined
+        [repr, str, "{}".format, copy.copy, copy.deepcopy, dataclasses.astuple, lambda o: o == o,  # noqa: PLR0124
+         lambda o: isinstance(o, Outcome)],
+        ids=["repr", "str", "format", "copy", "deepcopy", "astuple", "==", "isinstance"],
+    )  # fmt: skip
+    def test_printing_copying_and_comparing_do_not_count(self, look: Any) -> None:
+        outcome = Outcome(**fields(Cause.LATE, expired=True))
         look(outcome)
-        assert outcome.examined
+        assert not outcome.acknowledged
 
-    def test_raising_counts(self) -> None:
-        outcome = FailedOutcome(**fields(Cause.LATE))
-        with pytest.raises(CollectiveTimeout):
-            outcome.raise_if_failed()
-        assert outcome.examined
+    @pytest.mark.parametrize("name", [*fields(), "failed", "acknowledged"])
+    def test_reading_a_field_does_not_count(self, name: str) -> None:
+        outcome = Outcome(**fields(Cause.LATE, expired=True))
+        getattr(outcome, name)
+        assert not outcome.acknowledged
 
-    def test_the_id_asking_and_the_type_do_not_count(self) -> None:
-        outcome = FailedOutcome(**fields(Cause.LATE))
-        assert outcome.op_id == "0/7"
-        assert isinstance(outcome, Outcome)
-        assert not outcome.examined
-        assert not outcome.examined
+    def test_failed_tells_without_counting(self) -> None:
+        assert Outcome(**fields(Cause.LATE)).failed
+        assert not Outcome(**fields()).failed
 
-    def test_looking_at_one_is_not_looking_at_another(self) -> None:
-        first, second = (FailedOutcome(**fields(Cause.LATE)) for _ in range(2))
+    def test_what_the_text_shows_has_nothing_of_it(self) -> None:
+        outcome = Outcome(**fields(Cause.LATE))
+        before = repr(outcome)
+        outcome.acknowledge()
+        assert repr(outcome) == before
+        assert "acknowledged" not in before
+
+    def test_acknowledging_one_is_not_acknowledging_another(self) -> None:
+        first, second = (Outcome(**fields(Cause.LATE)) for _ in range(2))
         assert not first.ok
-        assert not second.examined
+        assert not second.acknowledged
         assert first == second
 
 

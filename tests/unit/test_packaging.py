@@ -72,6 +72,7 @@ def test_every_folder_with_python_files_is_a_listed_package() -> None:
     assert set(settings["packages"]) == found
 
 
+@pytest.mark.processes
 def test_a_wheel_has_everything(source: Path, tmp_path: Path) -> None:
     python = environment(tmp_path / "environment")
     pip(python, "wheel", "--wheel-dir", tmp_path, source)
@@ -81,6 +82,8 @@ def test_a_wheel_has_everything(source: Path, tmp_path: Path) -> None:
         metadata = archive.read(f"ncclguard-{__version__}.dist-info/METADATA").decode()
     modules = {path.relative_to(source).as_posix() for path in (source / "ncclguard").rglob("*.py")}
     modules |= {f"ncclguard/{path.relative_to(source).as_posix()}" for path in (source / "integrations").rglob("*.py")}
+    modules |= {path.relative_to(source).as_posix() for path in (source / "ncclguard").rglob("templates/*")}
+    assert "ncclguard/incident/templates/base.html.j2" in modules
     assert modules <= names
     assert "ncclguard/py.typed" in names
     assert f"ncclguard-{__version__}.dist-info/licenses/LICENSE" in names
@@ -93,6 +96,7 @@ def test_a_wheel_has_everything(source: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "environment" / "bin" / "ncclguard", "--version") == f"ncclguard {__version__}"
 
 
+@pytest.mark.processes
 def test_an_editable_install_maps_integrations(source: Path, tmp_path: Path) -> None:
     python = environment(tmp_path / "environment")
     pip(python, "install", "--editable", source)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ncclguard.agreement.decision import Action, Operation, Phase, Trouble, TroubleKind
-from ncclguard.agreement.protocol import Entry, Member, Resolution
+from ncclguard.protocol.decision import Action, Operation, Phase, Trouble, TroubleKind
+from ncclguard.protocol.member import Entry, Member, Resolution
 from tests.unit.members import ALL, LARGE, SMALL, in_operation, verdict
 
 # ---------------------------------------------------------------------- the healthy path

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ncclguard.agreement.decision import Action, Operation, Phase, Trouble, TroubleKind
-from ncclguard.agreement.protocol import Entry, Member, Resolution
 from ncclguard.outcome import Cause
+from ncclguard.protocol.decision import Action, Operation, Phase, Trouble, TroubleKind
+from ncclguard.protocol.member import Entry, Member, Resolution
 from tests.unit.members import ALL, LARGE, SMALL, in_operation, verdict
 
 GONE = ((2, Cause.LOST),)
@@ -70,7 +70,7 @@ def test_giving_up_keeps_what_was_promised_until_the_verdict() -> None:
     member.give_up()
     assert member.freeze().phase is Phase.READY
     assert member.adopt(verdict(Action.COMMIT)) is None
-    assert (member.operation, member.given_up, member.frozen) == (None, (), False)
+    assert (member.operation, member.abandoned, member.frozen) == (None, (), False)
 
 
 def test_a_call_that_is_forgone_keeps_its_number_and_is_failed_for_the_others() -> None:
@@ -78,7 +78,7 @@ def test_a_call_that_is_forgone_keeps_its_number_and_is_failed_for_the_others() 
     member.in_trouble(0, Trouble(TroubleKind.DEADLINE))
     member.give_up()
     assert member.enter(SMALL) == (Entry.WAIT, None)
-    member.forgo(SMALL)
+    member.skip(SMALL)
     assert member.next_sequence == 3
     member.adopt(verdict(Action.FAIL))
     report = member.freeze()
@@ -106,9 +106,9 @@ def test_what_was_given_up_is_dropped_when_a_lost_member_ends_it_for_the_others_
     member = in_operation()
     member.in_trouble(0, Trouble(TroubleKind.DEADLINE))
     member.give_up()
-    member.forgo(LARGE)
+    member.skip(LARGE)
     member.adopt(verdict(Action.FAIL, departed=GONE))
-    assert (member.given_up, member.operation, member.frozen) == ((), None, False)
+    assert (member.abandoned, member.operation, member.frozen) == ((), None, False)
     assert member.enter(LARGE) == (Entry.LOST, None)
 
 

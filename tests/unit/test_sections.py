@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from ncclguard.agreement import sections as module
-from ncclguard.agreement.decision import Operation, Phase, Report, Trouble, TroubleKind, decide
-from ncclguard.agreement.protocol import Entry
-from ncclguard.agreement.seat import OpenCall, Seat
-from ncclguard.agreement.sections import FINISHED_AFTER, Sections
+from ncclguard.coordination import sections as module
+from ncclguard.coordination.group_state import GroupState, OpenCall
+from ncclguard.coordination.sections import FINISHED_AFTER, Sections
 from ncclguard.outcome import Cause
+from ncclguard.protocol.decision import Operation, Phase, Report, Trouble, TroubleKind, decide
+from ncclguard.protocol.member import Entry
 
 ALL = (0, 1, 2, 3)
 
 
-def waiting_seat(rank: int = 0, members: tuple[int, ...] = ALL, entered: float | None = None) -> Seat:
+def waiting_state(rank: int = 0, members: tuple[int, ...] = ALL, entered: float | None = None) -> GroupState:
     """A rank in a collective that has not ended."""
-    seat = Seat("g", rank, members)
-    entry, _ = seat.member.enter(Operation(0, 7, "all_reduce()"))
+    state = GroupState("g", rank, members)
+    entry, _ = state.member.enter(Operation(0, 7, "all_reduce()"))
     assert entry is Entry.START
     now = time.monotonic() if entered is None else entered
-    seat.call = OpenCall("all_reduce()", now, now + 100, threading.get_ident(), sequence=1, participants=members)
-    return seat
+    state.wait_in(OpenCall("all_reduce()", now, now + 100, threading.get_ident(), sequence=1, participants=members))
+    return state
+
+
+def served(state: GroupState, standing: Callable[[], Trouble | None]) -> None:
+    """As the monitor takes a group on."""
+    state.serve("session", "", lambda incident: None, standing)
 
 
 def inside(rank: int, posted: list[dict[str, Any]] | None = None) -> Sections:
@@ -47,9 +53,9 @@ def test_a_rank_that_raises_says_so_once_and_reports_it_until_all_have_met() -> 
     assert [(entry["rank"], entry["what"], entry["text"], entry["members"]) for entry in posted] == [
         (2, "raised", "KeyError: 'f1'", list(ALL))
     ]
-    seat = Seat("g", 2, ALL)
-    seat.standing = sections.standing
-    assert seat.answer().trouble == Trouble(TroubleKind.RAISED, "KeyError: 'f1'")
+    state = GroupState("g", 2, ALL)
+    served(state, sections.standing)
+    assert state.answer().trouble == Trouble(TroubleKind.RAISED, "KeyError: 'f1'")
     sections.settle()
     assert sections.standing() is None
 
@@ -65,33 +71,33 @@ def test_a_rank_that_finished_says_so_only_when_nobody_follows() -> None:
 
 
 def test_who_waits_for_a_rank_that_raised_stops_at_once() -> None:
-    sections, seat = inside(0), waiting_seat()
+    sections, state = inside(0), waiting_state()
     sections.hear(news(2, TroubleKind.RAISED))
-    sections.step(time.monotonic(), lambda entry: None, [seat])
-    assert seat.member.trouble == Trouble(TroubleKind.TOLD, "rank 2: KeyError: 'f1'")
+    sections.step(time.monotonic(), lambda entry: None, [state])
+    assert state.member.trouble == Trouble(TroubleKind.TOLD, "rank 2: KeyError: 'f1'")
 
 
 def test_who_waits_for_a_rank_that_finished_stops_after_a_moment() -> None:
     sections = inside(0)
     sections.hear(news(2, TroubleKind.FINISHED))
-    seat = waiting_seat()
+    state = waiting_state()
     now = time.monotonic()
-    sections.step(now, lambda entry: None, [seat])
-    assert seat.member.trouble is None
-    sections.step(now + FINISHED_AFTER + 0.1, lambda entry: None, [seat])
-    assert seat.member.trouble is not None
+    sections.step(now, lambda entry: None, [state])
+    assert state.member.trouble is None
+    sections.step(now + FINISHED_AFTER + 0.1, lambda entry: None, [state])
+    assert state.member.trouble is not None
 
 
 def test_calls_that_have_nothing_to_do_with_it_go_on() -> None:
     sections = inside(0)
-    before, without = waiting_seat(entered=time.monotonic() - 5), waiting_seat(members=(0, 1, 3))
+    before, without = waiting_state(entered=time.monotonic() - 5), waiting_state(members=(0, 1, 3))
     sections.hear(news(2, TroubleKind.RAISED))
     sections.hear({**news(2, TroubleKind.RAISED), "section": "evaluation, try 2"})
     sections.step(time.monotonic(), lambda entry: None, [before, without])
     sections.leave()
-    after = waiting_seat()
+    after = waiting_state()
     sections.step(time.monotonic(), lambda entry: None, [after])
-    assert all(seat.member.trouble is None for seat in (before, without, after))
+    assert all(state.member.trouble is None for state in (before, without, after))
 
 
 def test_news_of_past_sections_do_not_pile_up() -> None:
@@ -126,11 +132,12 @@ def test_the_verdict_names_the_smaller_side_where_one_has_finished() -> None:
 
 
 def test_a_mismatch_at_the_end_is_put_down_to_the_rank_that_raised() -> None:
-    seat = waiting_seat(rank=2)
-    seat.standing = lambda: Trouble(TroubleKind.RAISED, "KeyError")
-    seat.trouble(0, TroubleKind.MISMATCH, "others are elsewhere")
-    assert seat.answer().trouble == Trouble(TroubleKind.RAISED, "KeyError")
-    late = waiting_seat(rank=2)
-    late.standing = seat.standing
+    state = waiting_state(rank=2)
+    raised = Trouble(TroubleKind.RAISED, "KeyError")
+    served(state, lambda: raised)
+    state.trouble(0, TroubleKind.MISMATCH, "others are elsewhere")
+    assert state.answer().trouble == raised
+    late = waiting_state(rank=2)
+    served(late, lambda: raised)
     late.trouble(0, TroubleKind.DEADLINE, "3 s")
     assert late.answer().trouble == Trouble(TroubleKind.DEADLINE, "3 s")

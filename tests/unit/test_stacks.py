@@ -185,6 +185,7 @@ def test_a_huge_message_is_bounded() -> None:
     assert len(text) == stacks.EXCEPTION_LENGTH and text.endswith("...")
 
 
+@pytest.mark.processes
 def test_importing_it_does_not_import_torch() -> None:
     code = f"import sys; sys.path.insert(0, {str(Path(stacks.__file__).parent)!r}); import stacks; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

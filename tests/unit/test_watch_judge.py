@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ncclguard.agreement import codec
-from ncclguard.agreement.decision import Departure, Report, Trouble, TroubleKind
 from ncclguard.outcome import Cause
+from ncclguard.protocol import codec
+from ncclguard.protocol.decision import Departure, Issued, Report, Trouble, TroubleKind, Waiting, Watched
 from ncclguard.watch.judge import (
     BROKEN,
-    DETAIL,
-    ISSUED,
-    RECENT,
     Finding,
     analyse,
     expired,
@@ -29,12 +26,11 @@ def said(
     rank: int, *waits: tuple[str, tuple[int, ...], int, str], done: Mapping[str, int] | None = None, **facts: Any
 ) -> Report:
     """A rank's report: channel, members, number and text of what it waits in; `done` up to where it has ended."""
-    items = [
-        [c, codec.ranges(members), s, hash(text) | 1, f"{text}(group {c}, number {s})", 5.0, False]
-        for c, members, s, text in waits
-    ]
+    items = tuple(
+        Waiting(c, members, s, hash(text) | 1, f"{text}(group {c}, number {s})", 5.0) for c, members, s, text in waits
+    )
     numbers = {c: s - 1 for c, _, s, _ in waits} | dict(done or {})
-    return Report(rank=rank, generation=0, details={DETAIL: {"waits": items, "done": numbers}}, **facts)
+    return Report(rank=rank, generation=0, watched=Watched(waits=items, done=numbers), **facts)
 
 
 def world(sequence: int, text: str = "all_reduce") -> tuple[str, tuple[int, ...], int, str]:
@@ -43,13 +39,12 @@ def world(sequence: int, text: str = "all_reduce") -> tuple[str, tuple[int, ...]
 
 def issued(report: Report, sequence: int, text: str) -> Report:
     """The report of a rank for which this collective has ended already."""
-    recent = [
-        ["0:gloo", sequence - 1, hash("all_reduce") | 1, "all_reduce"],
-        ["0:gloo", sequence, hash(text) | 1, text],
-    ]
-    watched = report.details[DETAIL]
-    assert isinstance(watched, dict)
-    return replace(report, details={DETAIL: {**watched, RECENT: recent}})
+    recent = (
+        Issued("0:gloo", sequence - 1, hash("all_reduce") | 1, "all_reduce"),
+        Issued("0:gloo", sequence, hash(text) | 1, text),
+    )
+    assert report.watched is not None
+    return replace(report, watched=replace(report.watched, recent=recent))
 
 
 def judged(*reports: Report, departed: Mapping[int, Departure] | None = None, **facts: Any) -> Finding:
@@ -120,8 +115,8 @@ def test_a_rank_that_a_mismatch_killed_is_not_blamed() -> None:
     odd = said(2, (*five[:3], "barrier"))
     three = judged(*(said(r, five) for r in (0, 3, 4)), odd, departed=lost, overdue=False)
     assert three.causes == {2: Cause.DIVERGED}
-    last_words = {RECENT: [["0:gloo", 7, hash("all_reduce") | 1, "all_reduce"]]}
-    told = {1: Departure(1, Cause.LOST, "was sent SIGTERM", details=last_words)}
+    last_words = Watched(recent=(Issued("0:gloo", 7, hash("all_reduce") | 1, "all_reduce"),))
+    told = {1: Departure(1, Cause.LOST, "was sent SIGTERM", watched=last_words)}
     assert judged(*(said(r, world(7)) for r in (0, 3)), odd, departed=told, overdue=False).causes == {2: Cause.DIVERGED}
 
 
@@ -140,7 +135,7 @@ def test_the_first_to_die_is_named_and_not_those_that_its_death_ended() -> None:
     departed = {
         1: Departure(1, Cause.FAILED, broken),
         2: Departure(2, Cause.LOST, "its process has ended"),
-        3: Departure(3, Cause.LOST, "was sent SIGTERM", told=True),
+        3: Departure(3, Cause.LOST, "was sent SIGTERM", terminated=True),
     }
     assert judged(said(0, world(7)), departed=departed, overdue=False).causes == {2: Cause.LOST}
 
@@ -153,7 +148,7 @@ def test_an_exception_of_its_own_comes_before_those_who_left() -> None:
 def left(rank: int, **issued: int) -> dict[int, Departure]:
     """It ended its program after it had issued so many in the world and in group b."""
     numbers = {{"world": "0:gloo"}.get(name, f"{name}:gloo"): number for name, number in issued.items()}
-    return {rank: Departure(rank, Cause.EXITED, "ended its program", details={ISSUED: numbers})}
+    return {rank: Departure(rank, Cause.EXITED, "ended its program", watched=Watched(issued=numbers))}
 
 
 def test_a_rank_that_left_before_it_issued_what_is_awaited_is_named() -> None:
@@ -189,9 +184,9 @@ def test_what_it_issued_counts_by_group() -> None:
 def test_the_limit_is_the_callers_also_where_nobody_is_to_be_waited_for() -> None:
     """A rank that saw its collective break, or a peer gone, reports no budget: that is about answers, not about the limit."""
     report = said(0, world(7), budget=0.0)
-    details = {DETAIL: {**dict(report.details[DETAIL]), "limit": 60.0}}  # type: ignore[call-overload]
+    assert report.watched is not None
     dead = {2: Departure(2, Cause.LOST, "killed")}
-    found = judged(replace(report, details=details), departed=dead).reports[0]
+    found = judged(replace(report, watched=replace(report.watched, limit=60.0)), departed=dead).reports[0]
     assert (found.age, found.budget) == (5.0, 55.0)
     assert judged(report, departed=dead).reports[0].budget is None
 
@@ -223,3 +218,16 @@ def test_what_counts_as_a_consequence() -> None:
     assert is_consequence("RuntimeError: NCCL communicator was aborted after a previous error")
     assert is_consequence(f"MyError: step 3 {BROKEN}")
     assert not is_consequence("ValueError at nccl_train.py:3 in gloo_step: boom")
+
+
+def test_what_a_rank_says_of_torchs_collectives_reaches_the_others_as_it_was() -> None:
+    """Through the store's JSON, in a report and in the departure of a rank."""
+    watched = Watched(
+        waits=(Waiting("0:nccl", (0, 1, 2, 5), 7, 3, "all_reduce()", 1.5, broken=True),), done={"0:nccl": 6},
+        issued={"0:nccl": 7}, recent=(Issued("0:nccl", 6, 2, "broadcast()"),), limit=60.0,
+    )  # fmt: skip
+    report = Report(rank=1, generation=2, watched=watched)
+    assert codec.loads_report(codec.dumps(report)) == report
+    left = Departure(1, Cause.EXITED, "ended its program", watched=watched)
+    assert codec.loads_departure(codec.dumps_departure(left, {}, 0)) == (left, {})
+    assert codec.loads_report(codec.dumps(Report(rank=1, generation=2))).watched is None

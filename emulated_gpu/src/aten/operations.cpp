@@ -85,6 +85,10 @@ Stack converted_all(const Stack& arguments, c10::DeviceType to, at::Tensor (*con
   return result;
 }
 
+std::vector<at::Tensor> tensors_of(const IValue& value) {
+  return value.isTensorList() ? value.toTensorVector() : std::vector<at::Tensor>{value.toTensor()};
+}
+
 std::optional<c10::Device> device_of(const Stack& arguments) {
   std::optional<c10::Device> device;
   for (auto& value : arguments) {
@@ -170,23 +174,24 @@ void resize_outputs(const OperatorHandle& operation, const Stack& arguments, Sta
   }
 }
 
-// New CUDA tensors for the results of an operation, by its meta kernel; nothing if that cannot tell.
-std::optional<std::vector<at::Tensor>> allocate_results(const OperatorHandle& operation, const Stack& arguments,
-                                                        c10::Device device) {
+// New CUDA tensors for the results of an operation (tensors, and lists of them: _foreach_sqrt), by its meta kernel;
+// nothing if that cannot tell.
+std::optional<Stack> allocate_results(const OperatorHandle& operation, const Stack& arguments, c10::Device device) {
   for (auto& result : operation.schema().returns())
-    if (result.type()->kind() != c10::TypeKind::TensorType) return std::nullopt;
+    if (!result.type()->isSubtypeOf(*c10::TensorType::get()) &&
+        !result.type()->isSubtypeOf(*c10::ListType::ofTensors()))
+      return std::nullopt;
   Stack meta = converted_all(arguments, at::kMeta, as_meta);
   try {
     call(operation, &meta);
   } catch (const std::exception&) {
     return std::nullopt;
   }
-  std::vector<at::Tensor> results;
-  for (auto& value : meta) {
-    const at::Tensor& shape = value.toTensor();
-    results.push_back(
-        shape.defined() ? at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(device)) : shape);
-  }
+  auto allocate = [&](const at::Tensor& shape) {
+    return shape.defined() ? at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(device)) : shape;
+  };
+  Stack results;
+  for (auto& value : meta) results.push_back(converted(value, at::kCUDA, allocate));
   return results;
 }
 
@@ -213,14 +218,16 @@ void run(const OperatorHandle& operation, Stack* stack) {
   if (!schema.is_mutable() && schema.returns().size() && must_not_wait) {
     if (auto results = allocate_results(operation, arguments, device)) {
       Stack host = converted_all(arguments, at::kCPU, on_host);
-      std::vector<at::Tensor> into;
-      for (auto& result : *results) into.push_back(on_host(result));
+      Stack into = converted_all(*results, at::kCPU, on_host);
       compute_later(operation, [operation, host, into]() mutable {
         call(operation, &host);
-        for (size_t k = 0; k < into.size(); k++)
-          if (into[k].defined()) at::native::copy_(into[k], host[k].toTensor().to(into[k].scalar_type()));
+        for (size_t k = 0; k < into.size(); k++) {
+          std::vector<at::Tensor> to = tensors_of(into[k]), from = tensors_of(host[k]);
+          for (size_t i = 0; i < to.size(); i++)
+            if (to[i].defined()) at::native::copy_(to[i], from[i].to(to[i].scalar_type()));
+        }
       });
-      give(Stack(results->begin(), results->end()));
+      give(*results);
       return;
     }
   }

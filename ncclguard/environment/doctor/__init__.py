@@ -1,1 +1,1 @@
-"""``ncclguard doctor``: checks of host and network, with what to do about each."""
+"""``ncclguard doctor``: checks of the hosts, the network and the settings of a job, each with what to do about it."""

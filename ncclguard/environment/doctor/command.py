@@ -1,21 +1,28 @@
-"""``ncclguard doctor``: run all checks, on one host or on all of them under torchrun or srun."""
+"""``ncclguard doctor``: run all checks, on one host or on all of them under torchrun or srun, and show the findings."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
 
-from ncclguard.environment.doctor.context import Context, read_context
-from ncclguard.environment.doctor.exchange import Exchange, Unreachable
-from ncclguard.environment.doctor.facts import own_facts, paste_block
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ncclguard.environment.doctor.checks import Check, Context, error, exit_code, read_context, skipped
 from ncclguard.environment.doctor.host_checks import HOST_CHECKS
 from ncclguard.environment.doctor.job_checks import JOB_CHECKS
-from ncclguard.environment.doctor.render import plot, print_table, write_json
-from ncclguard.environment.doctor.result import Check, error, exit_code, skipped
-from ncclguard.environment.doctor.survey import MEASURE_SECONDS, Survey, take_survey
+from ncclguard.environment.doctor.rank_checks import Facts, Measured, own_facts
+from ncclguard.environment.doctor.survey import MEASURE_SECONDS, Exchange, Survey, Unreachable, take_survey
 from ncclguard.errors import GuardConfigError
+
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "skipped": "dim"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,77 +42,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_local_checks(context: Context) -> list[Check]:
-    """All checks that need nobody else. One that fails by itself is an error of its own, not the end of the others."""
-    results = []
-    for check in (*JOB_CHECKS, *HOST_CHECKS):
-        try:
-            results.append(check(context))
-        except (OSError, ValueError, RuntimeError) as problem:
-            name = check.__name__.removeprefix("check_").replace("_", " ")
-            results.append(error(name, f"the check itself failed: {problem!r}", "report this with the block below"))
-    return results
-
-
-def _alone(context: Context, local: list[Check]) -> Survey:
-    own = own_facts(context, None, None)
-    note = skipped("connections", "one process: start it on all hosts with torchrun or srun")
-    return Survey([*local, note], {own.rank: own}, [])
-
-
-def _unreachable(context: Context, problem: Unreachable) -> Check:
-    job = context.job
-    return error(
-        "store",
-        f"rank {context.rank} on {context.host} cannot use the store at {job.master_addr}:{job.master_port}: {problem}",
-        f"on {job.master_addr}, allow TCP port {job.master_port} from this host; is rank 0 running? is the port taken?",
-    )
-
-
-def _write(context: Context, survey: Survey, arguments: argparse.Namespace) -> None:
-    print_table(survey.checks, to_stderr=arguments.json == "-")
-    if arguments.json:
-        write_json(survey.checks, arguments.json)
-    if arguments.plot:
-        plot(survey.facts, survey.measured, arguments.plot)
-    lines = [f"{check.status}: {check.name}: {check.detail}" for check in survey.checks if check.status != "ok"]
-    block = paste_block(list(survey.facts.values()), [*lines, str(context.report.limits)])
-    print(f"\nTo paste into an issue:\n\n{block}", file=sys.stderr if arguments.json == "-" else sys.stdout)
-
-
-def _examine(arguments: argparse.Namespace) -> tuple[int, bool]:
-    """The exit code, and whether a call that may never return is still running."""
-    context = read_context()
-    local = run_local_checks(context)
-    if context.world_size == 1:
-        survey = _alone(context, local)
-        _write(context, survey, arguments)
-        return exit_code(survey.checks, fail_on_warnings=arguments.fail_on_warnings), False
-    exchange = None
-    try:
-        if context.job.master_addr is None:
-            raise Unreachable("MASTER_ADDR is not set")
-        exchange = Exchange(context, arguments.wait)
-        found = take_survey(context, local, exchange, arguments.wait)
-        if found is not None:
-            code = exit_code(found.checks, fail_on_warnings=arguments.fail_on_warnings)
-            _write(context, found, arguments)
-            # The others leave with the same code, and this store's host stays until they have it.
-            exchange.put("verdict", code)
-            exchange.collect("goodbye", [rank for rank in found.facts if rank != 0], 5.0)
-        else:
-            code = int(exchange.collect("verdict", [0], MEASURE_SECONDS)[0])
-            exchange.put("goodbye", True)
-    except (Unreachable, KeyError) as problem:
-        reason = problem if isinstance(problem, Unreachable) else Unreachable("rank 0 gave no verdict in time")
-        survey = Survey([*local, _unreachable(context, reason)], {}, [])
-        print_table(survey.checks, to_stderr=True)
-        if context.rank == 0 and arguments.json:
-            write_json(survey.checks, arguments.json)
-        code = 2
-    return code, exchange is None or exchange.bounded.abandoned
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0, 1 (warnings, as asked) or 2 (errors)."""
     arguments = build_parser().parse_args(argv)
@@ -120,3 +56,140 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _examine(arguments: argparse.Namespace) -> tuple[int, bool]:
+    """The exit code, and whether a call that may never return is still running."""
+    # Not above, since `--help` needs no torch; before the versions are read, because where NCCL is no package itself
+    # only a loaded torch tells which one it has.
+    import torch  # noqa: F401
+
+    context = read_context()
+    local = run_local_checks(context)
+    if context.world_size == 1:
+        alone = skipped("connections", "one process: start it on all hosts with torchrun or srun")
+        survey = Survey([*local, alone], {context.rank: own_facts(context)}, [])
+        return _conclude(context, survey, arguments), False
+    exchange = None
+    try:
+        if context.job.master_addr is None:
+            raise Unreachable("MASTER_ADDR is not set")
+        exchange = Exchange(context, arguments.wait)
+        found = take_survey(context, local, exchange, arguments.wait)
+        if found is not None:
+            code = _conclude(context, found, arguments)
+            # The others leave with the same code, and this store's host stays until they have it.
+            exchange.put("verdict", code)
+            exchange.collect("goodbye", [rank for rank in found.facts if rank != 0], 5.0)
+        else:
+            verdict = exchange.collect("verdict", [0], MEASURE_SECONDS)
+            if 0 not in verdict:
+                raise Unreachable("rank 0 gave no verdict in time")
+            code = int(verdict[0])
+            exchange.put("goodbye", True)
+    except Unreachable as problem:
+        checks = [*local, _unreachable(context, problem)]
+        print_table(checks, sys.stderr)
+        if context.rank == 0 and arguments.json:
+            write_json(checks, arguments.json)
+        code = 2
+    return code, exchange is None or exchange.abandoned
+
+
+def run_local_checks(context: Context) -> list[Check]:
+    """All checks that need no other rank; one that fails by itself is an error of its own, and the rest go on."""
+    results = []
+    for check in (*JOB_CHECKS, *HOST_CHECKS):
+        try:
+            results.append(check(context))
+        except (OSError, ValueError, RuntimeError) as problem:
+            name = check.__name__.removeprefix("check_").replace("_", " ")
+            results.append(error(name, f"the check itself failed: {problem!r}", "report this with the block below"))
+    return results
+
+
+def _unreachable(context: Context, problem: Unreachable) -> Check:
+    job = context.job
+    return error(
+        "store",
+        f"rank {context.rank} on {context.host} cannot use the store at {job.master_addr}:{job.master_port}: {problem}",
+        f"on {job.master_addr}, allow TCP port {job.master_port} from this host; is rank 0 running? is the port taken?",
+    )
+
+
+def _conclude(context: Context, survey: Survey, arguments: argparse.Namespace) -> int:
+    """Show what was found, in all the forms that were asked for; returns the exit code."""
+    output = sys.stderr if arguments.json == "-" else sys.stdout
+    print_table(survey.checks, output)
+    if arguments.json:
+        write_json(survey.checks, arguments.json)
+    if arguments.plot:
+        plot(survey.facts, survey.measured, arguments.plot)
+    block = [
+        f"platform: {platform.platform()}, {sys.implementation.name} {platform.python_version()}",
+        *(
+            f"rank {one.rank}: {one.host}, {one.interface}, MTU {one.mtu}, {one.versions}"
+            for one in survey.facts.values()
+        ),
+        *(f"{check.status}: {check.name}: {check.detail}" for check in survey.checks if check.status != "ok"),
+        str(context.report.limits),
+    ]
+    print("\nTo paste into an issue:\n", "```text", *block, "```", sep="\n", file=output)
+    return exit_code(survey.checks, fail_on_warnings=arguments.fail_on_warnings)
+
+
+def print_table(checks: Iterable[Check], output: TextIO) -> None:
+    """One line a check: what it is, how it came out, what to do."""
+    table = Table(show_lines=False, pad_edge=False)
+    table.add_column("check", no_wrap=True)
+    table.add_column("result", overflow="fold", ratio=3)
+    table.add_column("what to do", overflow="fold", ratio=2)
+    for check in checks:
+        status = f"[{_STYLES[check.status]}]{check.status}[/]"
+        table.add_row(check.name, f"{status}: {escape(check.detail)}", escape(check.advice))
+    console = Console(file=output)
+    if not console.is_terminal:  # a log file has no width of its own
+        console = Console(file=output, width=160)
+    console.print(table)
+
+
+def write_json(checks: Iterable[Check], target: str) -> None:
+    """The list of checks, to a file or with "-" to stdout."""
+    text = json.dumps([check.model_dump() for check in checks], indent=2)
+    if target == "-":
+        print(text)
+    else:
+        Path(target).write_text(text + "\n")
+
+
+def plot(facts: Mapping[int, Facts], measured: Sequence[Measured], target: str) -> None:
+    """A rank x rank heat map of round trips (grey: not measured, red: broken), and of bandwidth beside it.
+
+    Raises ModuleNotFoundError without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    ranks = sorted(facts)
+    position = {rank: index for index, rank in enumerate(ranks)}
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    for axes, title, scale, field in (
+        (figure.add_subplot(1, 2, 1), "round trip (ms)", 1e3, "round_trip"),
+        (figure.add_subplot(1, 2, 2), "bandwidth of one connection (MB/s)", 1e-6, "bandwidth"),
+    ):
+        grid = [[float("nan")] * len(ranks) for _ in ranks]
+        for entry in measured:
+            value = getattr(entry, field)
+            if value is not None:
+                grid[position[entry.source]][position[entry.target]] = value * scale
+        image = axes.imshow(grid, cmap="viridis")
+        axes.set_facecolor("lightgrey")  # shows where nothing was measured
+        for entry in measured:
+            if entry.fault is not None:
+                axes.text(position[entry.target], position[entry.source], "x", color="red", ha="center", va="center")
+        axes.set_title(title)
+        axes.set_xlabel("to rank")
+        axes.set_ylabel("from rank")
+        axes.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
+        axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
+        figure.colorbar(image, ax=axes)
+    figure.savefig(target)

@@ -8,8 +8,7 @@ import shutil
 
 import psutil
 
-from ncclguard.environment.doctor.context import Context
-from ncclguard.environment.doctor.result import Check, error, ok, skipped, warning
+from ncclguard.environment.doctor.checks import Check, Context, error, ok, skipped, warning
 
 _GIB = 1 << 30
 #: NCCL puts a few MiB for each pair of ranks there, a DataLoader its batches; docker's default of 64 MiB is too little.

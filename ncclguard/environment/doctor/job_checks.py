@@ -1,24 +1,27 @@
-"""Checks of what this process would do: interface, master, names, variables, limits, port, GPUs, versions."""
+"""Checks of what this process would do: interface, master, names, variables, limits, port, GPUs, and NCCL's RAS."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 
 import psutil
 
-from ncclguard.environment import reach
+from ncclguard.environment import network, ras
 from ncclguard.environment.checks import watched
-from ncclguard.environment.doctor.context import Context
-from ncclguard.environment.doctor.result import Check, error, ok, skipped, warning
-from ncclguard.environment.job import is_loopback_name
-from ncclguard.environment.nccl_conf import read_conf
+from ncclguard.environment.doctor.checks import Check, Context, error, ok, skipped, warning
+from ncclguard.environment.interface import is_loopback_name
+from ncclguard.environment.nccl_names import read_conf
+from ncclguard.environment.versions import within
 
 _SECONDS = 10.0
 #: Looked up so many times, until one takes longer: that many seconds in which the store serves nobody.
 NAME_LOOKUPS, SLOW_LOOKUP = 20, 0.2
+#: The first NCCL with RAS, the seconds that its answer may take, and the lines of it that are shown.
+RAS_FROM, RAS_WITHIN, RAS_SHOWN = "2.24", 5.0, 3
 
 
 def check_interface(context: Context) -> Check:
@@ -51,7 +54,7 @@ def check_master(context: Context) -> Check:
                 "export MASTER_ADDR=<host>",
             )
         return skipped("master", "MASTER_ADDR is not set")
-    addresses = reach.resolve(master)
+    addresses = network.resolve(master)
     if not addresses:
         return error("master", f"{master} does not resolve", "correct the name server, or /etc/hosts on every host")
     detail = f"{master} is {', '.join(addresses)}"
@@ -74,13 +77,13 @@ def check_name_lookup(context: Context) -> Check:
         return skipped("name lookup", "no interface was chosen")
     slowest = 0.0
     for _ in range(NAME_LOOKUPS):
-        slowest = max(slowest, reach.name_seconds(address))
+        slowest = max(slowest, network.name_seconds(address))
         if slowest > SLOW_LOOKUP:
             return warning(
                 "name lookup",
                 f"the resolver took {slowest:.1f} s for the name of {address}; when a rank connects, the store of rank "
                 "0's host asks it likewise and serves nobody meanwhile",
-                f"correct /etc/resolv.conf there, or export RES_OPTIONS='{reach.RES_OPTIONS}'",
+                f"correct /etc/resolv.conf there, or export RES_OPTIONS='{network.RES_OPTIONS}'",
             )
     return ok("name lookup", f"the name of {address} is looked up in {1000 * slowest:.1f} ms at most")
 
@@ -146,10 +149,10 @@ def _held(port: int, pid: int | None, build: Callable[[str, str, str], Check]) -
 
 
 def check_gpus(context: Context) -> Check:
-    """Number, driver, ECC errors and, in the kernel's log, Xid errors; by nvidia-smi."""
+    """Number, driver, ECC errors and, in the kernel's log, Xid errors; by nvidia-smi, else what torch sees."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return skipped("gpus", "nvidia-smi is not installed")
+        return _gpus_of_torch()
     fields = "index,name,driver_version,ecc.errors.uncorrected.volatile.total"
     try:
         done = subprocess.run(
@@ -179,6 +182,17 @@ def check_gpus(context: Context) -> Check:
     if xids:
         return warning("gpus", f"{detail}; kernel log: {xids[-1]}", "look the Xid number up in NVIDIA's list")
     return ok("gpus", detail)
+
+
+def _gpus_of_torch() -> Check:
+    """Their names, of which an emulated GPU's says so."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return skipped("gpus", "nvidia-smi is not installed, and this torch sees no GPU")
+    names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    found = ", ".join(f"{count} x {name}" for name, count in names.items())
+    return ok("gpus", f"{found}, by torch; nvidia-smi is not installed, so errors (ECC) are not known")
 
 
 def _xid_lines() -> list[str]:
@@ -212,6 +226,50 @@ def check_gpu_links(context: Context) -> Check:
     return ok("gpu links", f"direct access between all {count} GPUs")
 
 
+def check_ras(context: Context) -> Check:
+    """What NCCL's RAS says of the job that runs on this host now, if one does."""
+    version = context.report.versions.nccl
+    if version is None:
+        return skipped("ras", "this torch has no NCCL")
+    if not within(version, RAS_FROM, None):
+        return skipped("ras", f"NCCL {version} has none; it came with {RAS_FROM}")
+    try:
+        address = ras.address_of(context.environ)
+    except ras.NoWitness as why:
+        return skipped("ras", f"{why}; without that variable a job that hangs can be asked")
+    try:
+        report = ras.report(address, within=RAS_WITHIN)
+    except ras.NobodyListens as why:
+        return skipped("ras", f"{why}; then `ncclguard explain --ras {address}` tells what it says")
+    except ras.NoWitness as why:
+        return warning(
+            "ras",
+            str(why),
+            "look for stopped processes (ps, state T) and, if it is another program's port, set NCCL_RAS_ADDR=localhost:PORT "
+            "to a free one on all ranks",
+        )
+    head = f"NCCL {report.nccl_version} answers at {address}"
+    if report.communicators is None:
+        head, troubles = f"{head} in text", list(report.lines)
+    else:
+        head = f"{head} for {len(report.communicators)} communicators"
+        troubles = [
+            f"{one.hash} of {one.size} ranks: {'; '.join(defects)}"
+            for one in report.communicators
+            if (defects := one.defects())
+        ]
+    if troubles:
+        more = f" (and {len(troubles) - RAS_SHOWN} more)" if len(troubles) > RAS_SHOWN else ""
+        return warning(
+            "ras",
+            f"{head}; {'; '.join(troubles[:RAS_SHOWN])}{more}",
+            f"`ncclguard explain --ras {address}` asks twice and names the rank that holds the others up",
+        )
+    uneven = sum(bool(one.uneven()) for one in report.communicators or ())
+    note = f"; in {uneven} the ranks have not launched the same number of operations, as in any job that runs"
+    return ok("ras", f"{head}, every rank answers{note if uneven else ''}")
+
+
 JOB_CHECKS = (
     check_interface,
     check_master,
@@ -221,4 +279,5 @@ JOB_CHECKS = (
     check_master_port,
     check_gpus,
     check_gpu_links,
+    check_ras,
 )

@@ -17,12 +17,13 @@ import psutil
 import pytest
 
 from ncclguard.environment.doctor import command, host_checks, job_checks
-from ncclguard.environment.doctor.context import Context
-from ncclguard.environment.doctor.result import Check, Status, error, exit_code, merge, ok, skipped, warning
-from ncclguard.environment.infiniband import Gid, Port
-from ncclguard.environment.job import read_job
-from ncclguard.environment.links import read_links
+from ncclguard.environment.doctor.checks import Check, Context, Status, error, exit_code, merge, ok, skipped, warning
+from ncclguard.environment.interface import read_job
+from ncclguard.environment.network import read_links
+from ncclguard.environment.profiles import Gid, Port
 from ncclguard.environment.setup import plan_environment
+
+pytestmark = pytest.mark.processes
 
 _IB = Port("mlx5_0", 1, "ACTIVE", "LinkUp", "InfiniBand", 400.0)
 
@@ -67,7 +68,7 @@ def test_name_lookup(monkeypatch: pytest.MonkeyPatch, pauses: tuple[float, ...],
         return address[0], "1"
 
     monkeypatch.setattr(socket, "getnameinfo", looked_up)
-    monkeypatch.setattr(job_checks.reach.name_seconds, "__defaults__", (0.5,))
+    monkeypatch.setattr(job_checks.network.name_seconds, "__defaults__", (0.5,))
     check = job_checks.check_name_lookup(make_context())
     done.set()
     assert_says(check, status, "at most" if status == "ok" else f"took {max(pauses) if max(pauses) < 1 else 0.5:.1f} s")

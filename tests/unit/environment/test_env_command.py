@@ -13,8 +13,9 @@ import pytest
 from dotenv import dotenv_values
 
 from ncclguard.environment.catalogue import CATALOGUE, WATCHED_PREFIXES
-from ncclguard.environment.env_command import main
-from ncclguard.environment.formats import FORMATS, render
+from ncclguard.environment.env_command import FORMATS, main, render
+
+pytestmark = pytest.mark.processes
 
 _ODD = {
     "NCCL_SOCKET_IFNAME": "=eth0",

@@ -9,11 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from ncclguard.environment.interface import choose_interface
-from ncclguard.environment.job import Job, read_job
-from ncclguard.environment.links import Link, kind_by_name, link_from_json, links_from_psutil, read_links
-from ncclguard.environment.reach import answers
-from ncclguard.environment.routes import IpRoutes, ProcRoutes, Route, read_routes, routes_from_json
+from ncclguard.environment.interface import Job, choose_interface, read_job
+from ncclguard.environment.network import (
+    IpRoutes,
+    Link,
+    ProcRoutes,
+    Route,
+    answers,
+    kind_by_name,
+    link_from_json,
+    links_from_psutil,
+    read_links,
+    read_routes,
+    routes_from_json,
+)
 
 LO = Link("lo", "loopback", True, True, ("127.0.0.1", "::1"))
 
@@ -197,6 +206,7 @@ def test_kinds_by_name(name: str, kind: str) -> None:
     assert kind_by_name(name) == kind
 
 
+@pytest.mark.processes
 def test_ip_and_psutil_see_the_same_interfaces_on_this_host() -> None:
     """Names, addresses and states of the real host."""
     for first, second in zip(
@@ -215,6 +225,7 @@ def order(name: str) -> int:
     return int(Path(f"/sys/class/net/{name}/ifindex").read_text())
 
 
+@pytest.mark.processes
 def test_ip_and_proc_see_the_same_default_routes_on_this_host() -> None:
     """Only the main table counts here."""
     links = read_links()

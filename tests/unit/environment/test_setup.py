@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ncclguard.environment import nccl_conf, setup
+from ncclguard.environment import nccl_names, setup
 from ncclguard.environment.catalogue import CATALOGUE, WATCHED_PREFIXES
-from ncclguard.environment.report import EnvironmentReport
-from ncclguard.environment.setup import plan_environment, setup_env, setup_nccl_timeout_env
+from ncclguard.environment.setup import EnvironmentReport, plan_environment, setup_env, setup_nccl_timeout_env
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)  # for which one more variable would be set too late
     monkeypatch.setattr(setup, "_written", {})  # another test's values are not ours
-    monkeypatch.setattr(nccl_conf, "SYSTEM_FILE", Path("/nonexistent/nccl.conf"))
+    monkeypatch.setattr(nccl_names, "SYSTEM_FILE", Path("/nonexistent/nccl.conf"))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
 

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from ncclguard.explain.arithmetic import bucket_limit, explain_numel, first_bucket, parameter
+from ncclguard.explain.arithmetic import (
+    bucket_limit,
+    explain_numel,
+    find_model,
+    first_bucket,
+    known_models,
+    parameter,
+    sizes_from_config,
+)
 from ncclguard.explain.facts import Work
-from ncclguard.explain.model_table import find_model, known_models, sizes_from_config
 
 QWEN = find_model("qwen2.5-vl-7b")
 

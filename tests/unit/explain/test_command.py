@@ -16,19 +16,21 @@ from explain_logs import timeout
 
 from ncclguard.explain import explain, follow, main
 from ncclguard.explain.decision import EXIT_CODES
+from tests.unit.ras_server import answering, serving
 
 LOG = "".join(f"{line}\n" for rank in (0, 1, 3) for line in timeout(rank))
 ROOT = Path(__file__).parents[3]
 
 
 def run(*arguments: str, code: str = "", stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "ncclguard.explain", *arguments]
+    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "ncclguard", "explain", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, input=stdin, capture_output=True, text=True, timeout=60, env=environment, check=False
     )
 
 
+@pytest.mark.processes
 def test_no_torch_is_imported_not_even_for_a_dump(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text(LOG)
     (tmp_path / "comm_lib_trace_rank_0").write_bytes(b"\x80\x02}q\x00X\x07\x00\x00\x00entriesq\x01]q\x02s.")
@@ -38,12 +40,13 @@ def test_no_torch_is_imported_not_even_for_a_dump(tmp_path: Path) -> None:
     assert done.stdout.strip() == "(2,)", done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "first", ["import ncclguard", "import torch", "from ncclguard import faults", "import ncclguard.watch.entry"]
 )
 def test_the_guard_hooks_itself_in_when_torch_is_imported(first: str) -> None:
     """Whichever comes first; a name that is also a package stays the function."""
-    code = f"{first}\nimport torch, ncclguard\nfrom ncclguard import runtime\nprint(runtime._installed, callable(ncclguard.watch))"
+    code = f"{first}\nimport torch, ncclguard\nfrom ncclguard.engine import runtime\nprint(runtime._installed, callable(ncclguard.watch))"
     done = run(code=code)
     assert done.stdout.split() == ["True", "True"], done.stderr
     done = run(code="import ncclguard, sys; print('torch' in sys.modules)")
@@ -72,6 +75,7 @@ def test_decision_as_exit_code(tmp_path: Path) -> None:
         assert bool(report.next_step) == report.incident
 
 
+@pytest.mark.processes
 def test_pipe_is_followed_to_its_end(tmp_path: Path) -> None:
     done = run("-", "--follow", "--json", "-", stdin=LOG)
     assert json.loads(done.stdout)["culprits"] == [2], done.stderr
@@ -116,27 +120,26 @@ RAS = """NCCL version 2.27.5 compiled with CUDA 12.9
 
 
 def test_running_job_is_asked_twice_by_its_ras_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service that speaks NCCL's protocol (src/ras/client.cc); counts that do not move between two answers are a hang."""
+    """Counts that do not move between two answers are a hang."""
     monkeypatch.setattr("ncclguard.explain.command.RAS_PAUSE", 0.01)
-    asked: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            for _ in range(2):
-                connection, _ = server.accept()
-                with connection:
-                    data = b""
-                    while b"STATUS\n" not in data:
-                        data += connection.recv(4096)
-                    asked.append(data)
-                    connection.sendall(b"SERVER PROTOCOL 2\nOK\n" + RAS.encode())
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        report = explain([], ras=f"127.0.0.1:{server.getsockname()[1]}")
-        thread.join()
+    asked: list[str] = []
+    with serving(answering(RAS, asked=asked)) as address:
+        report = explain([], ras=address)
     assert report.culprits == (5,) and report.culprit_confidence == "high"
-    assert asked[0].startswith(b"CLIENT PROTOCOL")
+    assert [command.split(" ")[0] for command in asked] == ["CLIENT", "TIMEOUT", "VERBOSE"] * 2
+
+
+def test_without_an_address_ras_is_asked_where_nccl_would_listen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ncclguard.explain.command.RAS_PAUSE", 0.01)
+    with serving(answering(RAS)) as address:
+        monkeypatch.setenv("NCCL_RAS_ADDR", address)
+        assert main(["--ras"]) == 0
+    assert "rank 5" in capsys.readouterr().out
+    monkeypatch.setenv("NCCL_RAS_ENABLE", "0")
+    assert main(["--ras"]) == 2
+    assert "switched off by NCCL_RAS_ENABLE=0" in capsys.readouterr().err
 
 
 def test_nobody_at_the_ras_address_is_unusable(capsys: pytest.CaptureFixture[str]) -> None:

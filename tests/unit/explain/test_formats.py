@@ -10,8 +10,7 @@ from explain_logs import timeout
 from ncclguard.explain import Report
 from ncclguard.explain.facts import Fact, Kind
 from ncclguard.explain.patterns import ROWS, Row, group_of, parse_text, warning_class
-from ncclguard.explain.scanner import GENERAL, NEEDLES, STARTING
-from ncclguard.explain.text import pieces, split_prefix
+from ncclguard.explain.records import GENERAL, NEEDLES, STARTING, pieces, split_prefix
 
 Explain = Callable[..., Report]
 

@@ -14,7 +14,7 @@ from explain_logs import timeout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ncclguard.explain import explain, main, scanner, sources
+from ncclguard.explain import explain, main, records, sources
 
 LOG = "".join(f"{line}\n" for rank in (0, 1, 3) for line in timeout(rank))
 
@@ -92,7 +92,7 @@ def test_needles_by_the_million_do_not_take_memory(tmp_path: Path) -> None:
     st.lists(
         st.one_of(
             st.binary(max_size=80),
-            st.sampled_from([*scanner.GENERAL, *scanner.NEEDLES]),
+            st.sampled_from([*records.GENERAL, *records.NEEDLES]),
             st.sampled_from(LOG.encode().splitlines()),
         ),
         max_size=40,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from ncclguard.explain import Report
+from ncclguard.explain import Report, explain
 
 Explain = Callable[..., Report]
 
@@ -29,9 +30,46 @@ def test_survived_exception_is_no_incident(explain_lines: Explain, lines: list[s
     assert not report.incident and report.culprits == ()
 
 
+def test_what_was_survived_is_listed(explain_lines: Explain) -> None:
+    report = explain_lines([*CAUGHT, RETRY, *(f"step {n} loss 1.9" for n in range(9))])
+    assert not report.incident and report.decision == "unknown"
+    assert [one.line for one in report.survived] == [1]
+    assert "HTTPError" in report.summary
+
+
+def _abort(rank: int, size: int, closed: int) -> list[str]:
+    place = f"h1:{rank + 5}:{rank + 50} [{rank}] NCCL INFO"
+    return [
+        f"{place} [Service thread] Connection closed by localRank {closed}",
+        f"{place} comm 0x7f rank {rank} nranks {size} cudaDev {rank} busId 1000 - Abort COMPLETE",
+    ]
+
+
+def test_aborts_of_all_ranks_with_nothing_before_are_the_end_of_a_job(explain_lines: Explain) -> None:
+    assert not explain_lines([line for rank in range(4) for line in _abort(rank, 4, rank)]).incident
+
+
+def test_aborts_of_some_ranks_are_an_incident(explain_lines: Explain) -> None:
+    assert explain_lines([line for rank in range(3) for line in _abort(rank, 4, rank + 1)]).incident
+
+
+def test_a_store_that_is_gone_before_anybody_finished_is_an_incident(explain_lines: Explain) -> None:
+    gone = "[rank3]:[W611 02:40:13.0 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=71): Failed to recv, got 0 bytes"
+    assert explain_lines(["step 1 loss 2.0", gone]).incident
+    assert not explain_lines(["[rank0]: finished training", gone]).incident
+
+
+@pytest.mark.parametrize("name", ["RuntimeError: [Ran", "RuntimeError: Detected mis"])
+def test_an_exception_that_is_cut_in_its_text_names_nobody(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.log").write_text(f"[rank0]: {name}")
+    report = explain([str(tmp_path / "a.log")])
+    assert report.incident and report.culprits == ()
+
+
 @pytest.mark.parametrize(
     "lines",
     [
+        [*CAUGHT, RETRY],  # it may hang in the second try
         [RETRY, *CAUGHT],
         ["[rank3]: ValueError: bad sample 17", "[rank0]: finished training"],
         ["Training finished, total time 0:33:11", *CAUGHT],

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from torch.distributed import HashStore, Store
 
 from ncclguard.transport.base import Pending
-from ncclguard.transport.exchange import Exchange
 from ncclguard.transport.links import Links, connect
 from ncclguard.transport.streams import StreamCommunicator
+from ncclguard.transport.votes import Exchange
 
 T = TypeVar("T")
 #: Global rank of the first; the others follow.

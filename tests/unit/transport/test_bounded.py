@@ -41,6 +41,7 @@ def test_a_call_that_ignores_its_release_is_left_behind() -> None:
     blocked.set()
 
 
+@pytest.mark.processes
 def test_interpreter_exit_releases_a_call_that_still_runs_and_is_clean() -> None:
     """The call was given up, ends only at its second release, and the process exits with 0 well before the call's 30 s."""
     program = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from ncclguard import _torch
+from ncclguard import torch_compat
 from ncclguard.transport.dtypes import CPU, NCCL, movable_view, reducible_view, reduction
 
 REFUSED = [
@@ -34,7 +34,7 @@ def test_what_cannot_be_carried_is_refused_with_a_sentence(
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp(ReduceOp.SUM)])
 def test_both_forms_of_a_reduce_op_are_taken(op: Any) -> None:
     CPU.check("all_reduce", torch.bfloat16, op)
-    assert reduction(_torch.reduce_op_name(op)).wire == ReduceOp.SUM
+    assert reduction(torch_compat.reduce_op_name(op)).wire == ReduceOp.SUM
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

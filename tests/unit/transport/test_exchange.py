@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ncclguard.transport.base import TransportError
-from ncclguard.transport.exchange import HEADER, Exchange, slot_nbytes
+from ncclguard.transport.votes import HEADER, Exchange, slot_nbytes
 
 from .stream_ranks import exchanges, finish, on_all
 
@@ -83,6 +83,7 @@ def test_a_slot_that_many_ranks_share_gets_smaller_and_stays_aligned() -> None:
     assert all(slot * size <= 256 << 10 for slot, size in zip(slots, sizes, strict=True) if slot > HEADER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("star", [False, True])
 def test_a_message_larger_than_the_sockets_hold_arrives_in_parts(star: bool) -> None:
     """The buffers are made tiny, so that neither side can send all of a hop at once."""

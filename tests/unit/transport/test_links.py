@@ -6,18 +6,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 from torch.distributed import HashStore
 
+from ncclguard.environment import network
 from ncclguard.transport import links as module
 from ncclguard.transport.base import TransportError
-from ncclguard.transport.links import Address, Links, advance, connect, distances, job_address, neighbours
+from ncclguard.transport.links import Address, Links, advance, connect, distances, neighbours
 
 from .stream_ranks import links, on_all
 
@@ -125,7 +122,7 @@ def test_listening_is_on_one_address_only() -> None:
 
 
 def test_ipv6() -> None:
-    if not module._can_listen("::1"):
+    if not network._can_listen(socket.AF_INET6, ("::1", 0)):
         pytest.skip("this host has no IPv6")
     with links(3, host="::1") as made:
         assert all(one.socket.family == socket.AF_INET6 for links_ in made for one in links_.peers.values())
@@ -162,44 +159,6 @@ def test_a_process_with_the_same_number_elsewhere_is_not_taken_for_the_peer() ->
         assert not low._can_read(os.getpid(), where, bytes(16))
         assert not low._can_read(os.getpid(), 8, card)  # nothing is mapped there
         assert not low._can_read(2**22 + 1, where, card)  # no process has this number
-
-
-@contextmanager
-def interfaces(monkeypatch: pytest.MonkeyPatch, names: dict[str, list[str]]) -> Iterator[None]:
-    family = {True: socket.AF_INET6, False: socket.AF_INET}
-    made: Any = {
-        name: [SimpleNamespace(family=family[":" in host], address=host) for host in hosts]
-        for name, hosts in names.items()
-    }
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: made)
-    module._by_name.cache_clear()
-    yield
-    module._by_name.cache_clear()
-
-
-def test_the_address_of_the_job_is_that_of_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"eth0": ["10.1.2.3"], "ib0": ["fe80::1%ib0", "fd00::7"], "down": []}
-    with interfaces(monkeypatch, names):
-        for value, expected in {"eth0": "10.1.2.3", "down, eth0": "10.1.2.3", "ib0": "fd00::7"}.items():
-            monkeypatch.setenv("GLOO_SOCKET_IFNAME", value)
-            assert job_address() == expected
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothere")
-        with pytest.raises(TransportError, match="GLOO_SOCKET_IFNAME=nothere names no interface"):
-            job_address()
-
-
-def test_without_a_name_it_is_what_the_hosts_name_stands_for_or_the_way_to_the_master(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    found = {"here": ["127.0.1.1"], "master": ["127.0.0.1"]}
-    monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(module, "_resolve", lambda name: found.get(name, []))
-    with interfaces(monkeypatch, {}):
-        assert job_address("master") == "127.0.1.1"  # both on this host
-    found["here"] = []
-    with interfaces(monkeypatch, {}):
-        assert job_address("") == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c
 
-from ncclguard import _torch, _torch_nccl, _torch_stores
-from ncclguard.transport import nccl_builder
+from ncclguard import torch_compat
+from ncclguard.torch_compat import groups
+from ncclguard.torch_compat import nccl as torch_nccl
+from ncclguard.transport import nccl
 from ncclguard.transport.base import TransportError
-from ncclguard.transport.nccl_builder import NcclBuilder
+from ncclguard.transport.nccl import NcclBuilder
 from tests.unit.transport.nccl_fakes import CPU, FakeGroup, FakeVotes, Gpu, pretend_cuda
 
 WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_CUDA_EVENT_CACHE": "1"}
@@ -59,11 +61,11 @@ def without_spin_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def make(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], counted: bool = False) -> Seen:
     monkeypatch.setattr(c, "ProcessGroupNCCL", Seen, raising=False)
-    monkeypatch.setattr(_torch, "VERSION", version)
-    monkeypatch.setattr(_torch_nccl, "graphs_count_operations", lambda: counted)
+    monkeypatch.setattr(groups, "VERSION", version)
+    monkeypatch.setattr(torch_nccl, "graphs_count_operations", lambda: counted)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
-    made: Seen = _torch_nccl.new_nccl_group(store, "ncclguard/x/0", (4, 6), 1, timedelta(days=7))
+    made: Seen = torch_compat.new_nccl_group(store, "ncclguard/x/0", (4, 6), 1, timedelta(days=7))
     return made
 
 
@@ -125,9 +127,9 @@ class Attempt:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.group = FakeGroup()
         self.kept: list[object] = []
-        monkeypatch.setattr(nccl_builder, "StreamBuilder", lambda disconnects: SimpleNamespace(build=self.vote))
-        monkeypatch.setattr(_torch_nccl, "new_nccl_group", lambda *_: self.group)
-        monkeypatch.setattr(nccl_builder, "keep_for_ever", self.kept.append)
+        monkeypatch.setattr(nccl, "StreamBuilder", lambda disconnects: SimpleNamespace(build=self.vote))
+        monkeypatch.setattr(torch_compat, "new_nccl_group", lambda *_: self.group)
+        monkeypatch.setattr(nccl, "keep_for_ever", self.kept.append)
 
     def vote(self, *_: object) -> FakeVotes:
         return FakeVotes()
@@ -204,10 +206,10 @@ def test_the_votes_leave_the_store_connected_for_nccl_and_it_is_disconnected_in_
         seen.append(keys.get("id"))
         return FakeGroup()
 
-    monkeypatch.setattr(_torch_nccl, "new_nccl_group", group)
+    monkeypatch.setattr(torch_compat, "new_nccl_group", group)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store: Any = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=30), wait_for_workers=False)  # type: ignore[attr-defined]
-    connection = _torch_stores.clone_store(store)
+    connection = torch_compat.clone_store(store)
     communicator = NcclBuilder(CPU).build(connection, "prefix", (0,), 0, 7, 30.0)
     assert seen == [b"x"]
     with pytest.raises(RuntimeError):

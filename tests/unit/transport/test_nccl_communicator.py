@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from ncclguard.transport import bounded, dtypes, nccl, nccl_pending
+from ncclguard.transport import bounded, dtypes, nccl
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.nccl import NcclCommunicator
 from tests.unit.transport.nccl_fakes import CPU, FakeGroup, FakeVotes, Gpu, pretend_cuda
@@ -143,7 +143,7 @@ def test_memory_that_a_collective_of_a_list_cannot_get_is_a_memory_error(
 def test_an_error_that_nccl_has_seen_ends_the_wait_although_the_kernel_has_not_ended(
     communicator: NcclCommunicator, group: FakeGroup, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_pending, "_ASK_EVERY", 0.0)
+    monkeypatch.setattr(nccl, "_ASK_EVERY", 0.0)
     pending = communicator.all_reduce(torch.ones(1), ReduceOp.SUM)
     until(lambda: gpu.events)
     group.works[0].error = RuntimeError("ncclRemoteError: remote process exited")
@@ -165,7 +165,7 @@ def test_a_kernel_that_ends_because_of_an_error_is_not_taken_for_complete(
 def test_nccl_is_asked_once_for_an_operation_that_takes_less_than_a_question_is_due(
     communicator: NcclCommunicator, group: FakeGroup, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_pending, "_ASK_EVERY", 3600.0)
+    monkeypatch.setattr(nccl, "_ASK_EVERY", 3600.0)
     pending = communicator.all_reduce(torch.ones(1), ReduceOp.SUM)
     assert not pending.wait(0.05)
     gpu.idle.set()
@@ -267,7 +267,7 @@ def test_a_healthy_group_is_shut_and_not_aborted(communicator: NcclCommunicator,
 
 EXIT = """
 import threading, torch
-from ncclguard.transport.launching import Launch, Launcher
+from ncclguard.transport.nccl import Launch, Launcher
 launcher = Launcher("launching")
 first = Launch(lambda: 1)
 launcher.submit(first)
@@ -277,6 +277,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("more", ["", "launcher.submit(Launch(lambda: threading.Event().wait(30)))"])
 def test_the_process_ends_in_bounded_time_and_well_with_the_thread_idle_and_with_a_launch_that_blocks(
     more: str,
@@ -287,7 +288,8 @@ def test_the_process_ends_in_bounded_time_and_well_with_the_thread_idle_and_with
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 
-def test_a_forked_child_waits_for_no_thread_of_its_parent(forked_python: str) -> None:
+@pytest.mark.processes
+def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
     """At its exit, which a child of os.fork runs in full."""
     program = EXIT.format(
         more="""
@@ -300,7 +302,7 @@ assert len(bounded._running) == 1
 assert os.waitpid(pid, 0)[1] == 0
 """
     )
-    done = subprocess.run([forked_python, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 

@@ -280,6 +280,7 @@ def test_a_peer_that_trickles_does_not_hold_a_wait_beyond_its_slice(direct: bool
             assert time.monotonic() - start < 1.0
 
 
+@pytest.mark.slow
 def test_full_socket_buffers_do_not_stall_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEGMENT", 1 << 16)
 

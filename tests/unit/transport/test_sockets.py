@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ncclguard import _sockets, _threads
+from ncclguard.deadlines import stopping
+from ncclguard.torch_compat import sockets
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc, which is Linux's")
 
@@ -34,7 +35,7 @@ def test_only_connected_tcp_sockets_are_found(pair: tuple[socket.socket, socket.
     port = listening.getsockname()[1]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagram:
         datagram.connect(("127.0.0.1", port))
-        found = _sockets.connections(lambda local, remote: port in (local[1], remote[1]))
+        found = sockets.connections(lambda local, remote: port in (local[1], remote[1]))
     assert {one.fd for one in found} == {client.fileno(), server.fileno()}
     assert {one.local for one in found} == {client.getsockname(), server.getsockname()}
 
@@ -45,8 +46,8 @@ def test_a_default_timeout_does_not_make_the_programs_sockets_non_blocking(
     _, client, _ = pair
     socket.setdefaulttimeout(5.0)
     try:
-        found = _sockets.connections(lambda *_: True)
-        for held in _sockets.hold(found):
+        found = sockets.connections(lambda *_: True)
+        for held in sockets.hold(found):
             held.close()
     finally:
         socket.setdefaulttimeout(None)
@@ -59,8 +60,8 @@ def test_shut_reaches_the_peer_although_another_copy_is_open_and_data_sent_befor
     _, client, server = pair
     copy = client.dup()  # what a forked child has
     client.sendall(b"last words")
-    own = [one for one in _sockets.connections(lambda *_: True) if one.fd == client.fileno()]
-    assert _sockets.shut(own) == 1
+    own = [one for one in sockets.connections(lambda *_: True) if one.fd == client.fileno()]
+    assert sockets.shut(own) == 1
     assert server.recv(100) == b"last words"
     assert server.recv(100) == b""
     copy.close()
@@ -70,19 +71,19 @@ def test_a_descriptor_that_was_given_to_another_socket_is_left_alone(
     pair: tuple[socket.socket, socket.socket, socket.socket],
 ) -> None:
     listening, client, _ = pair
-    old = [one for one in _sockets.connections(lambda *_: True) if one.fd == client.fileno()]
+    old = [one for one in sockets.connections(lambda *_: True) if one.fd == client.fileno()]
     with socket.create_connection(listening.getsockname()) as newer:
         os.dup2(newer.fileno(), client.fileno())
         peer, _ = listening.accept()
         with peer:
-            assert _sockets.shut(old) == 0
+            assert sockets.shut(old) == 0
             newer.sendall(b"alive")
             assert peer.recv(10) == b"alive"
 
 
 @pytest.mark.parametrize("published", [b"", b"\x00" * 8, b"\xff" * 40, b"\x01" + b"\x00" * 200])
 def test_an_address_that_cannot_be_read_is_none(published: bytes) -> None:
-    assert _sockets.gloo_address(published) is None
+    assert sockets.gloo_address(published) is None
 
 
 def test_a_running_thread_is_not_asleep_and_a_sleeping_one_is() -> None:
@@ -100,17 +101,17 @@ def test_a_running_thread_is_not_asleep_and_a_sleeping_one_is() -> None:
     while len(ids) < 2:
         time.sleep(0.001)
     try:
-        assert not _threads.asleep(frozenset({ids["busy"], ids["asleep"]}))
+        assert not stopping.asleep(frozenset({ids["busy"], ids["asleep"]}))
         end = time.monotonic() + 20
-        while not _threads.asleep(frozenset({ids["asleep"]})):
+        while not stopping.asleep(frozenset({ids["asleep"]})):
             assert time.monotonic() < end
-        assert not _threads.asleep(frozenset())
+        assert not stopping.asleep(frozenset())
     finally:
         stop.set()
         for thread in threads:
             thread.join()
     end = time.monotonic() + 20
-    while not _threads.asleep(frozenset({ids["asleep"]})):  # has ended: sleeps for good, soon after join() returns,
+    while not stopping.asleep(frozenset({ids["asleep"]})):  # has ended: sleeps for good, soon after join() returns,
         assert time.monotonic() < end  # which waits for the last Python of the thread, not for the kernel's
 
 
@@ -123,9 +124,9 @@ def test_threads_that_wake_up_every_ten_milliseconds_are_not_asleep_for_a_tenth_
         thread.start()
     try:
         ids = [frozenset({thread.native_id or 0}) for thread in (ticking, stuck)]
-        while not _threads.asleep(ids[1], 0.1):  # it may still be starting
+        while not stopping.asleep(ids[1], 0.1):  # it may still be starting
             pass
-        assert not _threads.asleep(ids[0] | ids[1], 0.1)
+        assert not stopping.asleep(ids[0] | ids[1], 0.1)
     finally:
         over.set()
         for thread in (ticking, stuck):

@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ncclguard import _torch, _torch_stores
+import ncclguard
+from ncclguard import torch_compat
+from ncclguard.torch_compat import groups, stores
 
 
 def start() -> None:
     """The default group on a store like the one that ``init_method`` makes."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=30), wait_for_workers=False)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=_torch.PrefixStore("default_pg", store), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=torch_compat.PrefixStore("default_pg", store), rank=0, world_size=1)
 
 
 @pytest.fixture
@@ -36,18 +38,18 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Proc
         dist.destroy_process_group()
 
 
-def test_private_names_of_torch_are_in_the_modules_for_them_only() -> None:
-    """So that another version of torch is met in three files."""
-    package = Path(_torch.__file__).parent
+def test_private_names_of_torch_are_in_the_package_for_them_only() -> None:
+    """So that another version of torch is met in one place."""
+    package = Path(ncclguard.__file__).parent
     files = [*package.rglob("*.py"), *(package.parent / "integrations").rglob("*.py")]
     found = [
         f"{file.relative_to(package.parent)}:{node.lineno}"
         for file in files
-        if not file.name.startswith("_torch")
+        if "torch_compat" not in file.parts
         for node in ast.walk(ast.parse(file.read_text()))
         if any(_private(name) for name in _names(node))
     ]
-    assert len(files) > 200
+    assert len(files) > 100
     assert found == []
 
 
@@ -67,22 +69,22 @@ def _private(name: str) -> bool:
 
 def test_groups_are_described_while_they_live(world: dist.ProcessGroup) -> None:
     other = dist.new_group([0])
-    assert _torch.known_groups() == (world, other)
-    assert _torch.group_ranks(world) == (0,)
-    assert _torch.group_name(world) != _torch.group_name(other)
-    assert isinstance(_torch.gloo_backend(world), dist.ProcessGroupGloo)  # type: ignore[attr-defined]
-    assert _torch.is_member(other)
+    assert torch_compat.known_groups() == (world, other)
+    assert torch_compat.group_ranks(world) == (0,)
+    assert torch_compat.group_name(world) != torch_compat.group_name(other)
+    assert isinstance(torch_compat.gloo_backend(world), dist.ProcessGroupGloo)  # type: ignore[attr-defined]
+    assert torch_compat.is_member(other)
     dist.destroy_process_group(other)
-    assert not _torch.is_member(other)
-    assert not _torch.is_member(dist.GroupMember.NON_GROUP_MEMBER)
-    for ask in (_torch.group_name, _torch.group_ranks):
+    assert not torch_compat.is_member(other)
+    assert not torch_compat.is_member(dist.GroupMember.NON_GROUP_MEMBER)
+    for ask in (torch_compat.group_name, torch_compat.group_ranks):
         with pytest.raises(ValueError, match="new_group"):
             ask(other)  # type: ignore[operator]
 
 
 def test_a_cloned_store_shares_the_keys_and_not_the_connection(world: dist.ProcessGroup) -> None:
-    store = _torch_stores.default_store()
-    clone = _torch_stores.clone_store(store)
+    store = torch_compat.default_store()
+    clone = torch_compat.clone_store(store)
     store.set("key", "value")
     assert clone.get("key") == b"value"
     waited: list[str] = []
@@ -98,7 +100,7 @@ def test_a_cloned_store_shares_the_keys_and_not_the_connection(world: dist.Proce
     time.sleep(0.2)
     store.set("key", "2")  # not held up by the wait on the clone
     assert store.get("key") == b"2"
-    assert _torch_stores.disconnect(clone)
+    assert torch_compat.disconnect(clone)
     thread.join(20)
     assert not thread.is_alive()
     assert waited
@@ -108,31 +110,31 @@ def test_a_cloned_store_shares_the_keys_and_not_the_connection(world: dist.Proce
 @pytest.mark.parametrize("kind", ["file", "hash"])
 def test_stores_without_a_connection_are_cloned_too(kind: str, tmp_path: Path) -> None:
     base = dist.FileStore(str(tmp_path / "store"), 1) if kind == "file" else dist.HashStore()  # type: ignore[attr-defined]
-    store = _torch.PrefixStore("prefix", base)
-    clone = _torch_stores.clone_store(store)
+    store = torch_compat.PrefixStore("prefix", base)
+    clone = torch_compat.clone_store(store)
     store.set("key", "value")
     assert clone.get("key") == b"value"
-    assert not _torch_stores.disconnect(clone)
+    assert not torch_compat.disconnect(clone)
 
 
 def test_the_fallback_for_torch_without_clone_finds_the_prefixes_of_init_process_group(
     world: dist.ProcessGroup,
 ) -> None:
-    store = _torch_stores.default_store()
-    base: Any = _torch_stores.base_store(store)
+    store = torch_compat.default_store()
+    base: Any = torch_compat.base_store(store)
     store.set("key", "value")
-    reopened = _torch_stores._reopen(store, base)
+    reopened = stores._reopen(store, base)
     assert reopened is not store
     assert reopened.get("key") == b"value"
-    unknown = _torch.PrefixStore("a prefix of somebody else", store)
-    assert _torch_stores._reopen(unknown, base) is unknown
+    unknown = torch_compat.PrefixStore("a prefix of somebody else", store)
+    assert stores._reopen(unknown, base) is unknown
 
 
 def test_callbacks_run_once_after_init_and_before_destroy_and_cannot_break_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_torch, "_on_init", [])
-    monkeypatch.setattr(_torch, "_on_destroy", [])
+    monkeypatch.setattr(groups, "_on_init", [])
+    monkeypatch.setattr(groups, "_on_destroy", [])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     calls: list[str] = []
 
@@ -146,9 +148,9 @@ def test_callbacks_run_once_after_init_and_before_destroy_and_cannot_break_them(
         raise RuntimeError("of the callback")
 
     for callback in (broken, after, after):
-        _torch.on_init(callback)
+        torch_compat.on_init(callback)
     for callback in (broken, before, before):
-        _torch.on_destroy(callback)
+        torch_compat.on_destroy(callback)
     assert dist.init_process_group is dist.distributed_c10d.init_process_group
     assert "backend" in inspect.signature(dist.init_process_group).parameters
     assert dist.init_process_group.__doc__
@@ -162,17 +164,17 @@ def test_callbacks_run_once_after_init_and_before_destroy_and_cannot_break_them(
 
 @pytest.mark.parametrize("op", [ReduceOp.PREMUL_SUM, dist._make_nccl_premul_sum(2.0)])
 def test_reduce_ops_are_named_in_both_forms(op: Any) -> None:
-    assert _torch.reduce_op_name(op) == "PREMUL_SUM"
+    assert torch_compat.reduce_op_name(op) == "PREMUL_SUM"
 
 
 @pytest.mark.parametrize("op", ["SUM", None, 0, sum])
 def test_what_is_no_reduce_op_is_a_type_error(op: object) -> None:
     with pytest.raises(TypeError, match="ReduceOp"):
-        _torch.reduce_op_name(op)
+        torch_compat.reduce_op_name(op)
 
 
 def test_a_gloo_group_has_a_set_of_connections_for_each_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
-    group = _torch.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
-    assert _torch.gloo_contexts(group) == 2
+    group = torch_compat.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))  # type: ignore[attr-defined]
+    assert torch_compat.gloo_contexts(group) == 2
     group.allreduce([torch.ones(1)]).wait()  # type: ignore[attr-defined]

@@ -1,0 +1,71 @@
+"""Every public name of the package, and the hooks that go in with them; imported as soon as torch is there."""
+
+from __future__ import annotations
+
+from ncclguard.cause import Cause
+from ncclguard.collectives import (
+    safe_all_gather,
+    safe_all_gather_object,
+    safe_all_reduce,
+    safe_barrier,
+    safe_broadcast,
+    safe_broadcast_object_list,
+    safe_reduce_scatter,
+)
+from ncclguard.config import GuardConfig, configure, current_config
+from ncclguard.deadlines import get_adaptive_timeout, nccl_timeout_handler
+from ncclguard.engine import runtime
+from ncclguard.environment.setup import setup_env, setup_nccl_timeout_env
+from ncclguard.errors import (
+    CollectiveFailed,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GuardConfigError,
+    GuardError,
+    PeerFailed,
+    PeerLost,
+)
+from ncclguard.evaluation import resilient_evaluate
+from ncclguard.incident.model import Incident
+from ncclguard.metrics.monitoring import setup_nccl_monitoring
+from ncclguard.outcome import Outcome
+from ncclguard.phases import phase
+from ncclguard.process_group.group import register
+from ncclguard.watch.entry import watch
+
+__all__ = [
+    "Cause",
+    "CollectiveFailed",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "GuardConfig",
+    "GuardConfigError",
+    "GuardError",
+    "Incident",
+    "Outcome",
+    "PeerFailed",
+    "PeerLost",
+    "configure",
+    "current_config",
+    "get_adaptive_timeout",
+    "nccl_timeout_handler",
+    "phase",
+    "resilient_evaluate",
+    "safe_all_gather",
+    "safe_all_gather_object",
+    "safe_all_reduce",
+    "safe_barrier",
+    "safe_broadcast",
+    "safe_broadcast_object_list",
+    "safe_reduce_scatter",
+    "setup_env",
+    "setup_nccl_monitoring",
+    "setup_nccl_timeout_env",
+    "watch",
+]
+
+
+def install() -> None:
+    """Hook the guard into torch.distributed, and make the backend "ncclguard" known to torch."""
+    register()
+    runtime.install()

@@ -1,1 +1,0 @@
-"""How ranks agree on what happened: a pure protocol, the store it runs over, and the monitor thread."""

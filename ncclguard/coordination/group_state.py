@@ -1,0 +1,360 @@
+"""The state of one group on this rank: what the caller, the monitor and other ranks tell each other about it.
+
+A group state exists from the moment anybody's revoke of the group is heard, even before this rank has made its first
+call there, so that a rank which is late for the very first operation can say so.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ncclguard.cause import Cause
+from ncclguard.incident import bounds
+from ncclguard.incident.model import Incident
+from ncclguard.protocol.decision import (
+    Departure,
+    Operation,
+    Phase,
+    Report,
+    Trouble,
+    TroubleKind,
+    Verdict,
+    Watched,
+    decide,
+)
+from ncclguard.protocol.member import Entry, Member, Resolution
+
+#: Seconds for which a rank tells of its last call that failed, which may be why another group has waited for it.
+TOLD_FOR = 30.0
+#: What a rank has seen of ranks that do not answer, by rank: like the details of a report.
+Sightings = Mapping[int, Mapping[str, object]]
+#: A verdict, what it means for the call in progress here, and the result that another rank has left for that call.
+Decided = tuple[Resolution, Verdict, str | None]
+
+
+class Subject(Protocol):
+    """What an incident says of a group: one that the guard carries, or one of torch's that is watched."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def session(self) -> str: ...
+    @property
+    def sightings(self) -> Sightings: ...
+    @property
+    def guarded(self) -> bool: ...
+
+
+Summarise = Callable[[Verdict, Mapping[int, Report], Mapping[int, Departure], Mapping[int, Cause], Subject], str]
+
+
+@dataclass(slots=True)
+class OpenCall:
+    """The call in progress, as the monitor and those who listen to events see it; times by time.monotonic()."""
+
+    text: str
+    entered: float
+    deadline: float
+    thread: int  # threading.get_ident() of the caller
+    sequence: int = 0
+    generation: int = 0  # it entered on, and who took part in that
+    participants: tuple[int, ...] = ()
+    warned: float = 0.0  # age at the last look at who is awaited
+    opened: float = 0.0  # when all had come; 0 before
+    exchange: bool = False  # carries the group's exchange of statistics
+    overdue: bool = False  # its limit had passed before its turn came: it was issued long before
+
+
+class GroupState:
+    """Thread-safe: `lock`, which is that of `condition`, guards everything; it is never held across I/O.
+
+    The caller's thread enters, moves and ends a call; the monitor's thread answers, adopts verdicts and says that none
+    can come. Each method says whose it is, where that is not any thread's. `member` is the protocol's own state.
+    """
+
+    #: Whether the guard carries out the collectives; else it only watches those of torch.
+    guarded = True
+
+    def __init__(self, key: str, rank: int, members: tuple[int, ...]) -> None:
+        self.key = key
+        self.member = Member(rank, members)
+        self.lock = threading.RLock()
+        self.condition = threading.Condition(self.lock)  # entering the lock itself costs a third: what each call does
+        self._call: OpenCall | None = None
+        self._failed = ("", -math.inf)  # the last call that failed here, and when by time.monotonic()
+        self._decided: Decided | None = None
+        self._unavailable = ""
+        self._session = ""
+        self._sightings: Sightings = {}
+        self._stop: Callable[[int], None] = _no_transport
+        self._result: Callable[[], str | None] = _nothing_kept
+        self._publish_alone: Callable[[Incident], None] = _nobody_reads
+        self._standing: Callable[[], Trouble | None] = _no_trouble
+
+    # ------------------------------------------------------------------ any thread
+
+    @property
+    def call(self) -> OpenCall | None:
+        """The call in progress on this rank."""
+        return self._call
+
+    @property
+    def unavailable(self) -> str:
+        """Why no verdict can come, such as a store that is gone; empty while one can."""
+        return self._unavailable
+
+    @property
+    def session(self) -> str:
+        """The name of the job's session, known some time after the state is made."""
+        return self._session
+
+    @property
+    def sightings(self) -> Sightings:
+        """What was seen of ranks that did not answer the last revoke."""
+        return self._sightings
+
+    def trouble(self, generation: int, kind: TroubleKind, text: str, peer: int = -1, host: str = "") -> bool:
+        """Stop moving in this generation and have it revoked; False when it has had its verdict already."""
+        with self.condition:
+            return self.member.in_trouble(generation, Trouble(kind, text, peer, host))
+
+    def open_calls(self) -> list[tuple[str, int, str, float]]:
+        """What this rank is in, for the timeline: group, sequence, text, and when it entered by `time.monotonic()`."""
+        with self.condition:
+            call = self._call
+        return [] if call is None else [(self.key, call.sequence, call.text, call.entered)]
+
+    def waited_for(self) -> tuple[OpenCall, int] | None:
+        """The open call and its sequence, or None."""
+        with self.condition:
+            operation = self.member.operation
+            if self._call is None or operation is None:
+                return None
+            return self._call, operation.sequence
+
+    def waiting(self) -> tuple[str, float]:
+        """What this rank is waiting in, for the reports of other groups, and 0; empty when it is not.
+
+        Else what it has waited in, in vain, and how many seconds ago that ended.
+        """
+        with self.condition:
+            text, ended = self._failed
+            since = time.monotonic() - ended
+            if self._call is None:
+                return (text, since) if since < TOLD_FOR else ("", 0.0)
+            if self.member.operation is None or self.member.phase is Phase.NONE:
+                return "", 0.0
+            return self._call.text, 0.0
+
+    def publish_alone(self, incident: Incident) -> None:
+        """Have a report written of what this rank could not agree on with the others."""
+        self._publish_alone(incident)
+
+    @property
+    def decided(self) -> Decided | None:
+        """The verdict that the caller has not taken yet."""
+        return self._decided
+
+    def wait_in(self, call: OpenCall | None) -> None:
+        """The monitor sees this rank in `call` from now on, in none with None."""
+        with self.condition:
+            self._call = call
+
+    def make_unavailable(self, why: str) -> None:
+        """No verdict can come any more: whoever waits for one goes by what this rank knows."""
+        with self.condition:
+            self._unavailable = why
+            self.condition.notify_all()
+
+    # ------------------------------------------------------------------ the caller's thread
+
+    def attach(self, stop: Callable[[int], None], result: Callable[[], str | None]) -> None:
+        """From now on a revoke stops the communicator of its generation, and `result()` is what late ranks get."""
+        self._stop, self._result = stop, result
+
+    def enter(self, operation: Operation, call: OpenCall, wait: float, until: float) -> tuple[Entry, Verdict | None]:
+        """Take the next place in the group's sequence, waiting for the verdict of a revoked generation first.
+
+        `wait`: seconds of one wait, between which signals are heeded; `until`: the end of all, by time.monotonic().
+        """
+        with self.lock:
+            while True:
+                entry, verdict = self.member.enter(operation)
+                if entry is not Entry.WAIT:
+                    call.sequence = self.member.next_sequence - 1
+                    if entry is Entry.START:
+                        call.generation, call.participants = self.member.generation, self.member.participants
+                        call.exchange = self.member.exchanges(call.sequence)
+                        self._decided = None
+                        self._call = call
+                    return entry, verdict
+                if self._unavailable or time.monotonic() > until:
+                    call.sequence = self.skip([operation])
+                    return entry, None
+                self.condition.wait(wait)
+
+    def skip(self, operations: list[Operation]) -> int:
+        """Calls that were never entered take their places all the same; returns the last of these."""
+        with self.lock:
+            for operation in operations:
+                self.member.skip(operation)
+            return self.member.next_sequence - 1
+
+    def end(self, call: OpenCall, failed: bool) -> None:
+        """The call returns to its caller."""
+        with self.lock:
+            if self._call is call:
+                self._call = None
+                if failed:
+                    self._failed = (call.text, time.monotonic())
+
+    def await_verdict(self, wait: float, until: float) -> Decided | None:
+        """Wait for the verdict on the call, on local state and by this rank's own clock; None when none came."""
+        with self.condition:
+            while self._decided is None:
+                if self._unavailable or time.monotonic() >= until:
+                    self.member.give_up()
+                    return None
+                self.condition.wait(wait)
+            decided, self._decided = self._decided, None
+            return decided
+
+    def verdict_within(self, seconds: float) -> Decided | None:
+        """The verdict if there is one within so many seconds; the call stays as it is where there is none."""
+        with self.condition:
+            self.condition.wait_for(lambda: self._decided is not None, timeout=max(0.0, seconds))
+            decided, self._decided = self._decided, None
+            return decided
+
+    def take_overruled(self) -> tuple[Verdict, ...]:
+        """Verdicts that failed what had been returned as a success here, once."""
+        with self.condition:
+            overruled, self.member.overruled = self.member.overruled, ()
+            return overruled
+
+    def takes_part(self, verdict: Verdict) -> tuple[int, ...]:
+        """Who takes part in the generation after a verdict: this rank may have left out those that are gone."""
+        with self.condition:
+            member = self.member
+            return member.participants if member.generation == verdict.generation + 1 else verdict.participants
+
+    # ------------------------------------------------------------------ the monitor's thread
+
+    def serve(
+        self,
+        session: str,
+        unavailable: str,
+        publish_alone: Callable[[Incident], None],
+        standing: Callable[[], Trouble | None],
+    ) -> None:
+        """The monitor takes the group on. `standing()`: why others wait in vain for this rank, see `sections`."""
+        self._session, self._unavailable = session, unavailable
+        self._publish_alone, self._standing = publish_alone, standing
+
+    def begin_session(self, session: str) -> None:
+        """The ranks have agreed on their session: communicators can be built."""
+        with self.condition:
+            self._session = session
+            self.condition.notify_all()
+
+    def saw(self, sightings: Sightings) -> None:
+        """Keep what was seen of ranks that do not answer, for the incident."""
+        self._sightings = sightings
+
+    def stop_transport(self, generation: int) -> None:
+        """End everything in flight on this generation."""
+        self._stop(generation)
+
+    def kept_result(self) -> tuple[int, str] | None:
+        """The number of the operation whose result this rank keeps for others, and that result."""
+        with self.condition:
+            kept = self.member.kept
+        text = self._result() if kept else None
+        return None if text is None else (kept, text)
+
+    def last_words(self) -> Watched | None:
+        """What the others may have to know of torch's collectives once this rank has left."""
+        return None
+
+    def answer(self) -> Report:
+        """Freeze the generation and return the promise, with what only the clock of this rank knows."""
+        with self.condition:
+            report = self.member.freeze()
+            standing = self._standing()
+            if standing is not None and _explains(standing, report):
+                report = replace(report, trouble=standing)
+            return self._timed(report)
+
+    def glance(self) -> Report:
+        """Where this rank is, without the promise: nothing is frozen, and no trouble is told."""
+        with self.condition:
+            return self._timed(replace(self.member.report(), trouble=None))
+
+    def _timed(self, report: Report) -> Report:
+        now, call = time.monotonic(), self._call
+        if call is None or report.operation is None:
+            return report
+        return replace(report, age=now - call.entered, budget=call.deadline - now)
+
+    def judge(
+        self,
+        generation: int,
+        members: tuple[int, ...],
+        reports: Mapping[int, Report],
+        departed: Mapping[int, Departure],
+        silent: Mapping[int, Cause],
+        coordinator: int,
+        summarise: Summarise,
+    ) -> Verdict:
+        """The coordinator's verdict on what the members report, with its incident."""
+        verdict = decide(generation, members, reports, departed, silent, coordinator=coordinator)
+        incident = summarise(verdict, reports, departed, silent, self)
+        return replace(verdict, sides=bounds.sides(verdict.sides), incident=incident)
+
+    def adopt(self, verdict: Verdict, donated: str | None) -> None:
+        """Hand the verdict to the caller who waits for it."""
+        with self.condition:
+            resolution = self.member.adopt(verdict)
+            if resolution is Resolution.DONATED and donated is None:
+                resolution = Resolution.MISSED
+            if resolution is not None:
+                self._decided = (resolution, verdict, donated)
+            self.condition.notify_all()
+
+
+def _no_transport(generation: int) -> None:
+    """No communicator has been built for this group yet."""
+
+
+def _nothing_kept() -> str | None:
+    return None
+
+
+def _nobody_reads(incident: Incident) -> None:
+    """No monitor has this group: there is nobody to write a report."""
+
+
+def _no_trouble() -> Trouble | None:
+    return None
+
+
+def _explains(standing: Trouble, report: Report) -> bool:
+    """Whether others wait because of what this rank did in the section: it is in no call, or in one not theirs."""
+    if report.operation is None:
+        return report.trouble is None
+    mismatch = report.trouble is not None and report.trouble.kind is TroubleKind.MISMATCH
+    return standing.kind is TroubleKind.RAISED and mismatch
+
+
+#: Groups that keep a state of another kind, by their key: the one of `watch`.
+KINDS: dict[str, type[GroupState]] = {}
+
+
+def make_state(key: str, rank: int, members: tuple[int, ...]) -> GroupState:
+    """The state of the group with this key, for a monitor."""
+    return KINDS.get(key, GroupState)(key, rank, members)

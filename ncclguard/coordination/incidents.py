@@ -1,0 +1,341 @@
+"""Incidents out of reports: what the coordinator writes beside the verdict, and what one rank can say alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+
+from pydantic import ValidationError
+
+from ncclguard import torch_compat
+from ncclguard.cause import ADVICE, ADVICE_WATCHED, Cause
+from ncclguard.coordination.group_state import GroupState, Subject
+from ncclguard.incident import bounds
+from ncclguard.incident.model import Incident, RankReport, State
+from ncclguard.incident.text import ranks_text
+from ncclguard.protocol.decision import Action, Departure, Phase, Report, Verdict
+
+#: Broken connections that a summary names.
+SHOWN_ENDS = 4
+
+
+def summarise(
+    verdict: Verdict,
+    reports: Mapping[int, Report],
+    departed: Mapping[int, Departure],
+    silent: Mapping[int, Cause],
+    state: Subject,
+) -> str:
+    """The coordinator's incident as JSON; empty for a verdict under which nothing failed."""
+    if verdict.cause is None:
+        return ""
+    causes = dict(verdict.culprits)
+    entered = [r for r in reports.values() if r.operation is not None and r.operation.sequence == verdict.sequence]
+    rightly = [
+        r for r in entered if r.rank not in causes
+    ] or entered  # what the others called, where somebody called another
+    text = rightly[0].operation.text if rightly and rightly[0].operation is not None else "operation"
+    waited = max((r.age for r in entered), default=0.0)
+    timeout = min((r.age + r.budget for r in entered if r.budget is not None), default=None)
+    op_id = f"{state.key}/{verdict.sequence}"
+    resumed = verdict.action is Action.RESUME and bool(causes)
+    incident = Incident(
+        id=_identifier(state, f"{op_id}.{verdict.generation}"),
+        device=torch_compat.emulated_device(),
+        op=text.partition("(")[0],
+        op_id=op_id,
+        group=state.key,
+        generation=verdict.generation,
+        cause=verdict.cause,
+        culprits=verdict.culprit_ranks,
+        deadline_expired=verdict.deadline_expired,
+        timeout=timeout,
+        agreed=True,
+        attempts=verdict.attempt,
+        participants=verdict.participants,
+        ranks=bounds.bounded(
+            (
+                _rank(rank, verdict, reports, departed, silent, causes, state.sightings.get(rank, {}))
+                for rank in {*reports, *departed, *silent}
+            ),
+            causes,
+        ),
+        summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded),
+        advice=("The others go on without it. " if resumed else "") + _advice(verdict.cause, state),
+        sides=bounds.sides(verdict.sides),
+    )
+    said = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
+    return json.dumps({"schema_version": incident.schema_version, **said}, separators=(",", ":"))
+
+
+def alone(
+    state: GroupState,
+    op: str,
+    text: str,
+    sequence: int,
+    cause: Cause,
+    causes: Mapping[int, Cause],
+    why: str,
+    *,
+    agreed: bool = False,
+    expired: bool = False,
+    evidence: Mapping[int, str] | None = None,
+) -> Incident:
+    """What one rank can say without a verdict."""
+    op_id = f"{state.key}/{sequence}"
+    return Incident(
+        id=_identifier(state, f"{op_id}.{state.member.generation}.rank{state.member.rank}"),
+        device=torch_compat.emulated_device(),
+        op=op,
+        op_id=op_id,
+        group=state.key,
+        generation=state.member.generation,
+        cause=cause,
+        culprits=tuple(sorted(causes)),
+        deadline_expired=expired,
+        agreed=agreed,
+        attempts=1,
+        participants=state.member.participants,
+        ranks=tuple(
+            RankReport(rank=rank, state="departed", cause=found, note=(evidence or {}).get(rank) or None)
+            for rank, found in sorted(causes.items())
+        ),
+        summary=f"{text} failed: {_because(causes) or cause.value}; {why}.",
+        advice=_advice(cause, state),
+    )
+
+
+def _advice(cause: Cause, state: Subject) -> str:
+    return ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
+
+
+def histories(reports: Mapping[int, Report], departed: Mapping[int, Departure], culprits: Collection[int] = ()) -> str:
+    """What each rank says of its last operations, as JSON: for the one rank that writes
+    the report, not part of the verdict.
+
+    Where that is more than a store takes, those of the `culprits` come before the others'.
+    """
+    details = _details(reports, departed)
+    found, left = {}, bounds.HISTORIES
+    for rank in sorted(details, key=lambda rank: (rank not in culprits, rank)):
+        history = details[rank].get("history")
+        size = len(json.dumps(history))
+        if history and size <= left:
+            found[rank], left = history, left - size
+    return json.dumps(found, separators=(",", ":"))
+
+
+def writer(incident: Incident) -> int:
+    """The one rank that writes the report: the lowest that answered, and rather one
+    that is not to blame; -1 for none.
+    """
+    live = [report.rank for report in incident.ranks if report.state not in ("silent", "departed")]
+    return min(sorted(set(live) - set(incident.culprits)) or live, default=-1)
+
+
+def from_json(text: str) -> Incident | None:
+    """Read a verdict's incident; None where the coordinator wrote none, or one of another version."""
+    if not text:
+        return None
+    try:
+        return Incident.from_json(text)
+    except ValidationError:
+        return None
+
+
+def _identifier(state: Subject, text: str) -> str:
+    """Fit for a file name, and no other job's: the session's name leads."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{state.session[:8]}-{text}".lstrip("-"))[-120:]
+
+
+def _details(reports: Mapping[int, Report], departed: Mapping[int, Departure]) -> dict[int, Mapping[str, object]]:
+    return {rank: said.details for source in (departed, reports) for rank, said in source.items()}
+
+
+def _rank(
+    rank: int,
+    verdict: Verdict,
+    reports: Mapping[int, Report],
+    departed: Mapping[int, Departure],
+    silent: Mapping[int, Cause],
+    causes: Mapping[int, Cause],
+    sighting: Mapping[str, object],
+) -> RankReport:
+    cause = causes.get(rank)
+    report = reports.get(rank)
+    left = departed.get(rank)
+    if report is None:
+        if left is None:
+            return _silent(rank, cause, silent.get(rank, Cause.UNKNOWN), sighting)
+        return _left(left, cause)
+    details = report.details
+    trouble = report.trouble
+    raised = trouble.text if trouble is not None and cause is Cause.FAILED else None
+    # Where a rank was when it said that it leaves, such as the traceback, tells more than where it is while it ends.
+    stack = (left.details.get("stack") if left is not None else None) or details.get("stack")
+    notes = (
+        _elsewhere(report),
+        left.text if left is not None and left.cause is not Cause.FAILED else "",
+        str(details.get("dead_threads") or ""),
+    )
+    return RankReport(
+        rank=rank,
+        host=str(details.get("host", "")),
+        pid=int(str(details.get("pid", 0))),
+        cause=cause,
+        state=_state(report.phase_at(verdict.sequence)),
+        sequence=report.operation.sequence if report.operation is not None else report.done,
+        operation=str(details.get("call") or details.get("last") or "") or None,
+        age=round(report.age, 3) if report.operation is not None else None,
+        call_site=str(details.get("call_site") or "") or None,
+        peer=trouble.peer if trouble is not None and trouble.peer >= 0 else None,
+        exception=raised or (left.text if left is not None and left.cause is Cause.FAILED else None),
+        stack=_frames(stack) if cause is not None else (),
+        threads=_threads(details) if cause is not None else (),
+        note="; ".join(filter(None, notes)) or None,
+    )
+
+
+def _elsewhere(report: Report) -> str:
+    """What the rank waits in, in another group, or has waited in until the others gave up."""
+    if report.free_for:
+        return f"it waited in {report.elsewhere} until {report.free_for:.3g} s before" if report.elsewhere else ""
+    return f"it waits in {report.elsewhere}" if report.elsewhere else ""
+
+
+def _silent(rank: int, cause: Cause | None, silent: Cause, sighting: Mapping[str, object]) -> RankReport:
+    """A rank that did not answer, by what a rank of its host has seen of it."""
+    note = f"it did not answer: {silent.value}"
+    return RankReport(
+        rank=rank,
+        host=str(sighting.get("host", "")),
+        pid=int(str(sighting.get("pid", 0))),
+        cause=cause,
+        state="silent",
+        stack=_frames(sighting.get("stack")),
+        threads=_threads(sighting),
+        note=f"{note}; {sighting['note']}" if sighting.get("note") else note,
+    )
+
+
+def _frames(stack: object) -> tuple[str, ...]:
+    return tuple(str(frame) for frame in stack) if isinstance(stack, (list, tuple)) else ()
+
+
+def _threads(details: Mapping[str, object]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    threads = details.get("threads")
+    if not isinstance(threads, (list, tuple)):
+        return ()
+    return tuple((str(name), _frames(frames)) for name, frames in threads)
+
+
+def _left(left: Departure, cause: Cause | None) -> RankReport:
+    """A rank that is gone, by what it said when it left, or what its neighbours saw."""
+    raised = left.cause is Cause.FAILED
+    stack = left.details.get("stack")
+    return RankReport(
+        rank=left.rank,
+        host=str(left.details.get("host", "")),
+        pid=int(str(left.details.get("pid", 0))),
+        cause=cause,
+        state="departed",
+        sequence=left.done,
+        operation=str(left.details.get("last") or "") or None,
+        exception=left.text if raised else None,
+        stack=_frames(stack),
+        note=None if raised else left.text,
+    )
+
+
+def _state(phase: Phase) -> State:
+    return _STATES[phase]
+
+
+_STATES: dict[Phase, State] = {
+    Phase.NONE: "none",
+    Phase.RUNNING: "running",
+    Phase.READY: "ready",
+    Phase.DONE: "done",
+}
+
+
+def _summary(
+    text: str,
+    verdict: Verdict,
+    causes: Mapping[int, Cause],
+    waited: float,
+    reports: Mapping[int, Report],
+    departed: Mapping[int, Departure],
+    silent: Mapping[int, Cause],
+    guarded: bool,
+) -> str:
+    # What is only watched goes on, and may complete.
+    failed = f"{text} failed after {waited:.3g} s" if guarded else f"{text} stood still for {waited:.3g} s"
+    because = _alone_to_blame(causes, reports, departed) or _because(causes)
+    if because and verdict.action is Action.RESUME and guarded:
+        return f"{text} starts again after {waited:.3g} s: {because}."
+    if because:
+        return f"{failed}: {because}."
+    if verdict.cause is Cause.DIVERGED:
+        return f"{failed}: the ranks called different operations, and no side is a majority."
+    troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})
+    found = "; ".join(filter(None, [_broken(reports), *troubles[:1]]))
+    detail = f" ({found})" if found else ""
+    quiet = silent.keys() - departed.keys()
+    if quiet:
+        return f"{failed}: {verdict.cause}; {ranks_text(quiet)} did not answer in time{detail}."
+    return f"{failed} although every rank was in it: {verdict.cause}{detail}."
+
+
+def _broken(reports: Mapping[int, Report]) -> str:
+    """Which connections broke, as each side saw it; those that both sides lost first,
+    for the others may be a consequence.
+    """
+    ends = {
+        rank: r.trouble
+        for rank, r in sorted(reports.items())
+        if r.trouble is not None and (r.trouble.peer >= 0 or r.trouble.host)
+    }
+
+    def at(rank: int) -> str:
+        host = str(reports[rank].details.get("host", "")) if rank in reports else ""
+        return f"rank {rank} ({host})" if host else f"rank {rank}"
+
+    both = [(rank, end.peer) for rank, end in ends.items() if end.peer in ends and ends[end.peer].peer == rank]
+    told = [f"{at(rank)} and {at(peer)} lost the connection between them" for rank, peer in both if rank < peer]
+    told += [
+        f"{at(rank)} lost its connection with {at(end.peer) if end.peer >= 0 else f'a rank at {end.host}'}"
+        for rank, end in ends.items()
+        if (rank, end.peer) not in both
+    ]
+    more = [f"{len(told) - SHOWN_ENDS} further: see to_json()"] if len(told) > SHOWN_ENDS else []
+    return ", ".join(told[:SHOWN_ENDS] + more)
+
+
+def _alone_to_blame(
+    causes: Mapping[int, Cause], reports: Mapping[int, Report], departed: Mapping[int, Departure]
+) -> str:
+    """One culprit in its own words: that it raised, and what and where, or that it was
+    sent SIGTERM; empty for any other.
+    """
+    if len(causes) != 1:
+        return ""
+    ((rank, cause),) = causes.items()
+    left, report = departed.get(rank), reports.get(rank)
+    if left is not None and left.terminated:
+        return f"rank {rank} {left.text}"
+    if cause is not Cause.FAILED:
+        return ""
+    trouble = report.trouble if report is not None else None
+    text = left.text if left is not None and left.cause is Cause.FAILED else trouble.text if trouble is not None else ""
+    return f"rank {rank} raised {text.rstrip('.')}" if text else ""
+
+
+def _because(causes: Mapping[int, Cause]) -> str:
+    parts = []
+    for cause in Cause:
+        ranks = [rank for rank, found in causes.items() if found is cause]
+        if ranks:
+            parts.append(f"{ranks_text(ranks)} {cause.value}")
+    return "; ".join(parts)

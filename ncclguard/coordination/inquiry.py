@@ -1,0 +1,253 @@
+"""Looking into calls that take long, without ending them: an early mismatch check, and who is awaited and where it is.
+
+Nothing here is a promise. The first rank that has waited a second in an operation publishes its fingerprint; the others
+compare theirs, so that a mismatch is known in seconds although a further rank has not come and the opening round cannot
+pass. That first rank also asks, when the warning is due, and is the only one to log what the answers say.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ncclguard.cause import Cause
+from ncclguard.coordination.group_state import GroupState, OpenCall
+from ncclguard.coordination.liveness import Sight, silent_cause
+from ncclguard.coordination.store import AgreementStore, HighWaterMarks
+from ncclguard.incident.text import SHOWN_GROUPS, ranks_text
+from ncclguard.protocol import codec
+from ncclguard.protocol.decision import Operation, Phase, Report, TroubleKind
+
+log = logging.getLogger("ncclguard")
+
+#: Seconds after which an open call publishes its fingerprint.
+PUBLISH_AFTER = 1.0
+#: Seconds that members have to answer a question before they are called silent.
+ANSWER_WITHIN = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How many seconds a call may take until its ranks are asked who is awaited, and until a silent one ends it."""
+
+    warn_after: float
+    stuck_timeout: float | None
+
+
+class Surroundings(Protocol):
+    """What an inquiry needs from the monitor."""
+
+    def states(self) -> list[GroupState]: ...
+    def state(self, key: str, members: tuple[int, ...]) -> GroupState: ...
+    def describe(self, state: GroupState, report: Report) -> Report: ...
+    def post(self, entry: dict[str, object]) -> None: ...
+    def seek(self, ranks: Sequence[int], since: float) -> None: ...
+    def sight(self, rank: int) -> tuple[Sight, str]: ...
+    def patience(self, state: GroupState) -> Patience: ...
+
+
+@dataclass(kw_only=True)
+class Question:
+    """What one rank wants to know of the members of a group, and what they have said so far.
+
+    The answers have one key for each asker and rank, which the asker empties when it has read it: with stacks in them,
+    those of all the questions of a long job would fill the store.
+    """
+
+    asker: str
+    number: int
+    asked: float
+    before: int = 0  # answers to earlier questions
+    sought: bool = False  # the processes of those that did not answer are being looked for
+    answers: dict[int, Report] = field(default_factory=dict)
+
+    def entry(self, state: GroupState, rank: int, store: AgreementStore) -> dict[str, object]:
+        """What to post for the others, by `rank`."""
+        self.before = store.count(f"answers/{self.asker}")
+        members = list(state.member.members)
+        return {
+            "kind": "question", "to": self.asker, "id": self.number, "group": state.key, "members": members, "by": rank,
+        }  # fmt: skip
+
+    def silent(self, ranks: Iterable[int], now: float, store: AgreementStore) -> list[int] | None:
+        """Take in the answers that have come; those of `ranks` that gave none in time, None while there is time."""
+        missing = [rank for rank in ranks if rank not in self.answers]
+        in_time = now - self.asked < ANSWER_WITHIN
+        if in_time and store.count(f"answers/{self.asker}") - self.before < len(missing):
+            return None
+        keys = {f"answer/{self.asker}/{rank}": rank for rank in missing}
+        for key, text in store.read_many(list(keys)).items():
+            number, _, report = text.partition(" ")
+            if number == str(self.number):
+                self.answers[keys[key]] = codec.loads_report(report)
+        missing = [rank for rank in missing if rank not in self.answers]
+        if missing and in_time:
+            return None
+        for rank in self.answers:
+            store.put(f"answer/{self.asker}/{rank}", "")
+        return missing
+
+
+def answer(store: AgreementStore, entry: Mapping[str, object], rank: int, report: Report) -> None:
+    """Answer the question that was posted; the count is acknowledged, and what stands
+    before it on this connection with it.
+    """
+    store.put(f"answer/{entry['to']}/{rank}", f"{entry['id']} {codec.dumps(report)}")
+    store.count(f"answers/{entry['to']}", 1)
+
+
+@dataclass(kw_only=True)
+class _Inquiry(Question):
+    state: GroupState
+    generation: int
+    operation: Operation
+    call: OpenCall
+
+
+class Inquiries:
+    """The monitor's questions, and its answers to those of others."""
+
+    def __init__(self, rank: int, surroundings: Surroundings) -> None:
+        self._rank = rank
+        self._around = surroundings
+        self._published: dict[str, tuple[int, int, bool]] = {}  # state -> generation, sequence, am I the one who asks
+        self._marks = HighWaterMarks()
+        self._question: _Inquiry | None = None
+        self._asked = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._question is not None
+
+    def step(self, now: float, store: AgreementStore) -> None:
+        """Publish and compare fingerprints, ask when it is time, and log what the answers add up to."""
+        for state in self._around.states():
+            self._publish(state, now, store)
+        if self._question is not None:
+            self._collect(self._question, now, store)
+            return
+        for state in self._around.states():
+            self._ask_if_due(state, now, store)
+
+    def answer(self, store: AgreementStore, entry: dict[str, object], members: tuple[int, ...]) -> None:
+        """Say where this rank is in the operation that is asked about."""
+        state = self._around.state(str(entry["group"]), members)
+        report = self._around.describe(state, state.glance())
+        answer(store, entry, self._rank, report)
+
+    def _publish(self, state: GroupState, now: float, store: AgreementStore) -> None:
+        with state.condition:
+            call, operation, generation = state.call, state.member.operation, state.member.generation
+            if call is None or operation is None or state.member.frozen or now - call.entered < PUBLISH_AFTER:
+                return
+        if self._published.get(state.key, (-1, -1, False))[:2] == (generation, operation.sequence):
+            return
+        mine: list[int | str] = [operation.fingerprint, self._rank, operation.text]
+        first = self._marks.enter(store, f"{state.key}/open", (generation, operation.sequence), mine)
+        self._published[state.key] = (generation, operation.sequence, first is not None and first[1] == self._rank)
+        if first is not None and first[0] != operation.fingerprint:
+            _, rank, text = first
+            why = f"rank {rank} is in {text}, rank {self._rank} in {operation.text}"
+            state.trouble(generation, TroubleKind.MISMATCH, why)
+
+    def _ask_if_due(self, state: GroupState, now: float, store: AgreementStore) -> None:
+        with state.condition:
+            call, operation, generation = state.call, state.member.operation, state.member.generation
+            if call is None or operation is None or state.member.frozen:
+                return
+        if self._published.get(state.key) != (generation, operation.sequence, True):
+            return
+        age, patience = now - call.entered, self._around.patience(state)
+        due = patience.warn_after if call.warned < patience.warn_after else 2 * call.warned
+        if patience.stuck_timeout is not None and call.warned < patience.stuck_timeout:
+            due = min(due, patience.stuck_timeout)
+        if age < due:
+            return
+        call.warned = age
+        self._asked += 1
+        self._question = _Inquiry(
+            asker=str(self._rank),
+            number=self._asked,
+            asked=now,
+            state=state,
+            generation=generation,
+            operation=operation,
+            call=call,
+        )
+        self._around.post(self._question.entry(state, self._rank, store))
+
+    def _collect(self, question: _Inquiry, now: float, store: AgreementStore) -> None:
+        with question.state.condition:
+            participants = question.state.member.participants
+            over = question.state.member.operation != question.operation
+        if over:
+            self._question = None
+            return
+        silent = question.silent(participants, now, store)
+        if silent is None:
+            return
+        if silent and not question.sought:
+            question.sought = True
+            self._around.seek(silent, now)
+            return
+        self._question = None
+        self._conclude(question, silent, now)
+
+    def _conclude(self, question: _Inquiry, silent: list[int], now: float) -> None:
+        age, stuck_timeout = now - question.call.entered, self._around.patience(question.state).stuck_timeout
+        sequence = question.operation.sequence
+        absent = {rank: r for rank, r in question.answers.items() if r.phase_at(sequence) is Phase.NONE}
+        sights = {rank: self._around.sight(rank) for rank in silent}
+        stuck = [rank for rank, (sight, _) in sights.items() if silent_cause(sight) is Cause.STUCK]
+        lines = [*not_come(absent), *not_answering(sights)]
+        if stuck and stuck_timeout is not None and age >= stuck_timeout:
+            why = f"{ranks_text(stuck)} did not answer for {age:.0f} s (stuck_timeout {stuck_timeout:g} s)"
+            question.state.trouble(question.generation, TroubleKind.STUCK, why)
+        if not lines:
+            lines.append("every rank has entered: the transfer itself is slow or stalled")
+        log.warning(
+            "ncclguard: %s has been waiting for %.0f s (deadline in %.0f s): %s",
+            question.call.text,
+            age,
+            question.call.deadline - now,
+            "; ".join(lines),
+        )
+
+
+def not_come(reports: Mapping[int, Report]) -> list[str]:
+    """Where the ranks are that are awaited, a line for each; where they are many, for each place."""
+    if len(reports) <= SHOWN_GROUPS:
+        return [f"rank {rank} has not come: {whereabouts(report)}" for rank, report in sorted(reports.items())]
+    places: dict[str, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        places.setdefault(whereabouts(report), []).append(rank)
+    lines = [f"{ranks_text(ranks)} not come, of each: {where}" for where, ranks in places.items()]
+    more = [f"and others at {len(lines) - SHOWN_GROUPS} further places"] if len(lines) > SHOWN_GROUPS else []
+    return lines[:SHOWN_GROUPS] + more
+
+
+def not_answering(sights: Mapping[int, tuple[Sight, str]]) -> list[str]:
+    """The silent ranks, with what can be seen of each, or of the first of each kind where they are many."""
+    if len(sights) <= SHOWN_GROUPS:
+        return [
+            f"rank {rank} does not answer: {silent_cause(sight).value} ({evidence})"
+            for rank, (sight, evidence) in sights.items()
+        ]
+    kinds: dict[Cause, list[int]] = {}
+    for rank, (sight, _) in sights.items():
+        kinds.setdefault(silent_cause(sight), []).append(rank)
+    return [
+        f"{ranks_text(ranks)} do not answer: {cause.value} (rank {ranks[0]}: {sights[ranks[0]][1]})"
+        for cause, ranks in kinds.items()
+    ]
+
+
+def whereabouts(report: Report) -> str:
+    if report.elsewhere and not report.free_for:
+        return f"it waits in {report.elsewhere}"
+    stack = report.details.get("stack")
+    if isinstance(stack, (list, tuple)) and stack:
+        return f"it is at {stack[-1]}"
+    return "where it is, is unknown"

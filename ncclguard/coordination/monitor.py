@@ -1,0 +1,404 @@
+"""The monitor: the one thread of a process that talks to the store, so that no caller ever waits for the store.
+
+The monitor revokes generations on behalf of callers in trouble, answers the revokes and questions of other ranks,
+coordinates when it is its turn, and brings verdicts. Idle it looks at one counter twice a second; while a call is open
+for longer than a moment, 20 times a second.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ncclguard.cause import Cause
+from ncclguard.coordination.departures import Departures
+from ncclguard.coordination.group_state import GroupState, Summarise, make_state
+from ncclguard.coordination.inquiry import Inquiries, Patience
+from ncclguard.coordination.liveness import Identity, Liveness, Neighbours, Sight
+from ncclguard.coordination.revocation import Revocation, leave_result, read_revoke, revoke
+from ncclguard.coordination.sections import Sections
+from ncclguard.coordination.session import Handshake
+from ncclguard.coordination.store import AgreementStore, Entries, StoreUnavailable
+from ncclguard.incident.host_processes import Offer
+from ncclguard.incident.model import Incident
+from ncclguard.protocol import codec
+from ncclguard.protocol.decision import Departure, Report, TroubleKind
+from ncclguard.protocol.timing import Timing
+
+
+@dataclass(frozen=True)
+class MonitorSettings:
+    """`describe` adds to a report what only this process knows, `summarise` writes the incident.
+
+    `patience` is asked anew for each look at a call, because it may change in a running job.
+    """
+
+    timing: Timing
+    patience: Callable[[GroupState], Patience]
+    describe: Callable[[GroupState, Report], Report]
+    summarise: Summarise
+    publish: Callable[[Revocation], None] = lambda revocation: None
+    revoked: Callable[[GroupState], None] = lambda state: None  # a revocation begins; returns at once
+    publish_alone: Callable[[Incident], None] = lambda incident: None
+    offer_stacks: Callable[[int], Offer | None] = lambda thread: None  # given the monitor's own thread
+
+
+log = logging.getLogger("ncclguard")
+
+#: Seconds a call may be open before the monitor looks at the store 20 times a second.
+ATTENTION = 0.25
+#: A rank that lost the race to revoke announces it itself when the winner has not after this many seconds.
+ANNOUNCE_AGAIN = 0.5
+#: Seconds for which the handshake of a new session is hurried: the ranks start together, or will take a while.
+EAGER = 5.0
+
+
+class Monitor:
+    """Owns the group states of this process. `start`, then `state` for each group, `wake` when a call is in trouble."""
+
+    def __init__(
+        self, store: AgreementStore, rank: int, world_size: int, liveness: Liveness, settings: MonitorSettings
+    ) -> None:
+        self.rank = rank
+        self.session_ready = threading.Event()
+        self.nonce = ""
+        self.on_step: Callable[[float, AgreementStore], None] | None = None  # done in every step of the monitor
+        self._root = store
+        self._store = store
+        self._settings = settings
+        self._handshake: Handshake | None = Handshake(store, rank, world_size)
+        self._neighbours = Neighbours(rank, world_size, liveness, settings.timing.aside)
+        self._inquiries = Inquiries(rank, self)
+        self.sections = Sections(rank, self.wake)
+        self._states: dict[str, GroupState] = {}
+        self._states_lock = threading.Lock()
+        self._unchecked: set[str] = set()
+        self._revocations: dict[str, Revocation] = {}
+        self._announce_by: dict[tuple[str, int], float] = {}
+        self._events = Entries("events", "event")
+        self._departures = Departures(rank)
+        self._aside = True  # whether this step looks at what only matters later, too
+        self._next_aside = 0.0
+        self.departures_begun = False  # as far as the job's log says
+        self._leaving: Departure | None = None
+        self._left = threading.Event()
+        self._goodbyes = 0
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._unavailable = ""
+        self._eager_until = time.monotonic() + EAGER
+        self._thread = threading.Thread(target=self._run, name="ncclguard-monitor", daemon=True)
+
+    # ------------------------------------------------------------------ any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    @property
+    def unavailable(self) -> str:
+        """Why no agreement is possible any more, or empty."""
+        return self._unavailable
+
+    def state(self, key: str, members: tuple[int, ...]) -> GroupState:
+        """Return this rank's state in a group, made on first use by a caller or by another rank's revoke."""
+        with self._states_lock:
+            state = self._states.get(key)
+            if state is None:
+                state = self._states[key] = make_state(key, self.rank, members)
+                state.serve(self.nonce, self._unavailable, self._settings.publish_alone, self.sections.standing)
+                self._unchecked.add(key)
+            return state
+
+    def states(self) -> list[GroupState]:
+        with self._states_lock:
+            return list(self._states.values())
+
+    def depart(
+        self,
+        cause: Cause,
+        text: str,
+        seconds: float,
+        details: Mapping[str, object] | None = None,
+        *,
+        terminated: bool = False,
+    ) -> bool:
+        """Tell the others that this process leaves, with what it completed; True when it has been written in time."""
+        if not self._thread.is_alive() or threading.current_thread() is self._thread:
+            return False
+        if self._leaving is None:  # the first reason stands
+            self._leaving = Departure(self.rank, cause, text, details=details or {}, terminated=terminated)
+        self._wake.set()
+        return self._left.wait(seconds)
+
+    def settle(self, seconds: float, begins_within: float = 0.0) -> None:
+        """Wait until no verdict is in progress; `begins_within` seconds one may still begin."""
+        now = time.monotonic()
+        while self._thread.is_alive() and not self._unavailable and time.monotonic() < now + seconds:
+            if not self._revocations and time.monotonic() >= now + begins_within:
+                return
+            time.sleep(0.01)
+
+    def stop(self, seconds: float) -> bool:
+        """End the thread; False when it is inside a store call that does not answer."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def goodbyes(self) -> int:
+        """How many ranks of the job are known to have left; counted while this one leaves."""
+        return self._goodbyes
+
+    def peers_here(self) -> list[Identity]:
+        """The other ranks of this host, as far as they are known yet."""
+        return self._neighbours.here()
+
+    def first_here(self) -> bool:
+        """Whether no live rank of this host is lower, as far as is known: it speaks where no agreement can be had."""
+        return self._neighbours.first_here()
+
+    def gone(self, rank: int) -> str:
+        """Local evidence that a peer's process is gone, for verdicts that could not be agreed; empty for none."""
+        return self._neighbours.gone(rank)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                if not self._unavailable:
+                    self._step(time.monotonic())
+            except StoreUnavailable as error:
+                self._lose_store(str(error))
+            except Exception:
+                log.exception("ncclguard: the monitor of rank %d met an unexpected error and goes on", self.rank)
+            self._wake.wait(self._interval())
+            self._wake.clear()
+
+    def _interval(self) -> float:
+        timing = self._settings.timing
+        if self._unavailable:
+            return timing.idle
+        if self._handshake is not None and time.monotonic() < self._eager_until:
+            return timing.handshake * (0.5 + self.rank * 0.618034 % 1)  # so that the ranks do not come all at once
+        return timing.period if self._attentive(time.monotonic()) else timing.idle
+
+    def _attentive(self, now: float) -> bool:
+        return self._leaving is not None or self._pending(now)
+
+    def _pending(self, now: float) -> bool:
+        """Whether something is to be agreed, or may soon have to be."""
+        if self._revocations or self.sections.waiting:
+            return True
+        for state in self.states():
+            if state.member.trouble is not None:
+                return True
+            call = state.call
+            if call is not None and now - call.entered > ATTENTION:
+                return True
+        return self._inquiries.busy
+
+    def _step(self, now: float) -> None:
+        if self._handshake is not None:
+            finished = self._handshake.step()
+            if self._handshake.nonce is not None and not self.session_ready.is_set():
+                self._begin_session(self._handshake.nonce)
+            if finished:
+                self._handshake = None
+        if not self.session_ready.is_set():
+            return
+        if self._leaving is not None and not self._left.is_set():
+            self._announce_departure(self._leaving)
+        if self._leaving is not None:
+            self._goodbyes = self._departures.count(self._store)
+        self._aside = self._settings.timing.aside <= self._settings.timing.period or now >= self._next_aside
+        if self._aside:
+            self._next_aside = now + self._settings.timing.aside
+        pending = self._pending(now)
+        self._neighbours.step(now, pending or self._leaving is not None)
+        self._revoke_for_callers(now)
+        if self._aside or not self._revocations:  # who has answered a revoke waits for its verdict
+            self._hear_events(now)
+        self.sections.step(now, self.post, self.states())
+        if pending:  # not by ranks that only leave: at the end of every job all do, and there are as many entries
+            self.read_departures()
+        if pending or self._leaving is not None:
+            self._witness_departures()
+            self._apply_departures()
+            self._revoke_for_callers(now)
+        for state in self.states():
+            if state.key in self._unchecked:
+                self._unchecked.discard(state.key)
+                self._look_for_revoke(state, now)
+        for key, revocation in list(self._revocations.items()):
+            departed = self._departures.among(revocation.state.member.participants, revocation.state.key)
+            if revocation.step(
+                now,
+                departed,
+                self._settings.describe,
+                self._neighbours.silent_cause,
+                self._settings.summarise,
+                [peer.rank for peer in self._neighbours.here()],
+                self._neighbours.fetch_stacks,
+                self._neighbours.seek,
+            ):
+                del self._revocations[key]
+                self._settings.publish(revocation)
+                self._look_for_revoke(revocation.state, now)
+        if self.on_step is not None:
+            self.on_step(now, self._store)
+        self._inquiries.step(now, self._store)
+
+    def _begin_session(self, nonce: str) -> None:
+        self.nonce = nonce
+        self._store = self._root.below(nonce)
+        self._neighbours.register(self._store, self._settings.offer_stacks(threading.get_native_id()))
+        self.session_ready.set()
+        for state in self.states():
+            state.begin_session(nonce)
+
+    def _lose_store(self, why: str) -> None:
+        self._unavailable = f"the store cannot be used any more ({why})"
+        log.warning("ncclguard: rank %d: %s; verdicts are local from now on", self.rank, self._unavailable)
+        self._left.set()
+        for state in self.states():
+            state.make_unavailable(self._unavailable)
+
+    # ------------------------------------------------------------------ revokes
+
+    def _revoke_for_callers(self, now: float) -> None:
+        for state in self.states():
+            with state.condition:
+                trouble, generation = state.member.trouble, state.member.generation
+            if trouble is None:
+                continue
+            if state.key not in self._revocations:
+                winner = revoke(self._store, state.key, generation, self.rank)
+                self._begin_revocation(state, generation, winner, now)
+                if winner == self.rank:
+                    self._announce_revoke(state, generation)
+                else:
+                    place = state.member.participants.index(self.rank)
+                    self._announce_by[state.key, generation] = now + ANNOUNCE_AGAIN * (1 + place)
+        for (key, generation), due in list(self._announce_by.items()):
+            if key not in self._revocations:
+                del self._announce_by[key, generation]
+            elif now >= due:
+                del self._announce_by[key, generation]
+                self._announce_revoke(self._revocations[key].state, generation)
+
+    def _begin_revocation(self, state: GroupState, generation: int, revoker: int, now: float) -> None:
+        if self.rank in state.member.participants:
+            self._settings.revoked(state)
+            self._revocations[state.key] = Revocation(
+                self._store, state, generation, revoker, now, self._settings.timing
+            )
+
+    def _announce_revoke(self, state: GroupState, generation: int) -> None:
+        self.post(
+            {"kind": "revoke", "group": state.key, "generation": generation, "members": list(state.member.members)}
+        )
+
+    def _look_for_revoke(self, state: GroupState, now: float) -> None:
+        if state.key in self._revocations:
+            return
+        generation = state.member.generation
+        revoker = read_revoke(self._store, state.key, generation)
+        if revoker is not None:
+            self._begin_revocation(state, generation, revoker, now)
+
+    # ------------------------------------------------------------------ the job's log: one counter, few entries
+
+    def post(self, entry: dict[str, object]) -> None:
+        """Append an entry that every monitor of the job reads; `members`, where it has them, are whom it concerns."""
+        members = entry.get("members")
+        short = {**entry, "members": codec.ranges(members)} if isinstance(members, (list, tuple)) else entry
+        self._events.add(self._store, json.dumps(short))
+
+    def _hear_events(self, now: float) -> None:
+        for text in self._events.new(self._store):
+            self._hear(json.loads(text), now)
+
+    def _hear(self, entry: dict[str, object], now: float) -> None:
+        if entry["kind"] == "departed":
+            self.departures_begun = self._aside = True  # read them in this step
+        members = codec.ranks_of(str(entry.get("members", "")))
+        if self.rank not in members:
+            return
+        if entry["kind"] == "revoke":
+            self._announce_by.pop((str(entry["group"]), int(str(entry["generation"]))), None)
+            self._look_for_revoke(self.state(str(entry["group"]), members), now)
+        elif entry["kind"] == "question":
+            self._inquiries.answer(self._store, entry, members)
+        elif entry["kind"] == "section":
+            self.sections.hear(entry)
+
+    # ------------------------------------------------------------------ departures
+
+    def _announce_departure(self, departure: Departure) -> None:
+        done: dict[str, int] = {}
+        for state in self.states():
+            done[state.key] = state.member.completed
+            leave_result(self._store.below(f"{state.key}/result"), state)
+            if departure.cause is Cause.EXITED:
+                departure = replace(departure, watched=state.last_words() or departure.watched)
+        self.witness(departure, done)
+        self._left.set()
+
+    def _witness_departures(self) -> None:
+        for departure in self._neighbours.departures():
+            if departure.rank not in self._departures:
+                self.witness(departure)
+                self._departures.read(self._store)
+
+    def _apply_departures(self) -> None:
+        for state in self.states():
+            waiting = state.waited_for()
+            if waiting is None or not self._departures:
+                continue
+            _, sequence = waiting
+            with state.condition:
+                generation, participants = state.member.generation, state.member.participants
+            for rank, departure in self._departures.among(participants, state.key).items():
+                if departure.done < sequence:
+                    state.trouble(
+                        generation, TroubleKind.DEPARTED, f"rank {rank} {departure.cause.value}: {departure.text}"
+                    )
+
+    # ------------------------------------------------------------------ what the inquiries need
+
+    def waiting_elsewhere(self, key: str) -> tuple[str, float]:
+        """The call of another group that this rank waits in, else one that failed, and how long ago."""
+        found = [state.waiting() for state in self.states() if state.key != key]
+        return min((one for one in found if one[0]), key=lambda one: one[1], default=("", 0.0))
+
+    def read_departures(self) -> dict[int, Departure]:
+        """Every departure that is known to the store, or was a moment ago; from the monitor's own thread only."""
+        if self._aside or any(revocation.coordinates for revocation in self._revocations.values()):
+            self._departures.read(self._store)
+        return self._departures.all()
+
+    def witness(self, departure: Departure, done: dict[str, int] | None = None) -> None:
+        """Enter a departure for all; from the monitor's own thread only."""
+        if self._departures.post(self._store, departure, done or {}):
+            self.post({"kind": "departed"})
+
+    def describe(self, state: GroupState, report: Report) -> Report:
+        return self._settings.describe(state, report)
+
+    def seek(self, ranks: Sequence[int], since: float) -> None:
+        self._neighbours.seek(ranks, since)
+
+    def sight(self, rank: int) -> tuple[Sight, str]:
+        return self._neighbours.look(rank)
+
+    def patience(self, state: GroupState) -> Patience:
+        return self._settings.patience(state)

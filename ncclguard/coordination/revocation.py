@@ -1,0 +1,268 @@
+"""One revoked generation of one group, from the revoke to the adopted verdict, as the monitor works it off.
+
+Where a rank does not answer in time, a live rank of its host fetches its stacks for the verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from ncclguard.cause import Cause
+from ncclguard.coordination.group_state import GroupState, Summarise
+from ncclguard.coordination.incidents import histories
+from ncclguard.coordination.store import BATCH, AgreementStore, Entries
+from ncclguard.protocol import codec
+from ncclguard.protocol.decision import Departure, Report, TroubleKind, Verdict, elsewhere_long_enough
+from ncclguard.protocol.timing import WAIT_FOR_STACKS, Timing
+
+log = logging.getLogger("ncclguard")
+
+#: Seconds after the deadline (or the revoke, if later) at which a rank that has not answered is looked at; and how much
+#: later each further rank of the host does it, should those before it not.
+LOOK_AFTER: Final = 0.35
+NEXT_AFTER: Final = 0.15
+
+Details = dict[str, object]
+Fetch = Callable[[int], Details | None]
+
+
+class StackFetcher:
+    """Belongs to one revocation; `step` in every step of it, by the monitor."""
+
+    def __init__(self, store: AgreementStore, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._claimed: dict[int, bool] = {}  # rank -> whether it is for this one to look at it
+        self._found: dict[int, Details] = {}
+        self._written: set[int] = set()
+        self.closed = False
+
+    def step(self, overdue: float, members: Iterable[int], here: Iterable[int], fetch: Fetch) -> None:
+        """Look at the members of this host that have not answered; `overdue`, from
+        LOOK_AFTER on: seconds since they should have.
+        """
+        neighbours = sorted({*here} & {*members})
+        order = sorted({*neighbours, self._rank}).index(self._rank)
+        for rank in neighbours:
+            if rank not in self._claimed and overdue >= LOOK_AFTER + NEXT_AFTER * order:
+                silent = self._store.read(f"report/{rank}") is None
+                mine = silent and self._store.first(f"fetcher/{rank}", str(self._rank)) == str(self._rank)
+                self._claimed[rank] = mine
+                if mine:
+                    self._store.count("fetchers", 1)
+                    threading.Thread(target=self._run, args=(rank, fetch), name="ncclguard-stacks", daemon=True).start()
+        for rank, details in list(self._found.items()):
+            if rank not in self._written:
+                self._written.add(rank)
+                self._store.first(f"stacks/{rank}", json.dumps(details, default=str))
+
+    def sightings(self, ranks: Sequence[int]) -> tuple[dict[int, Details], bool]:
+        """For the coordinator: what was fetched of these ranks, of the first where they are
+        many, and whether some is still fetched.
+        """
+        found: dict[int, Details] = {}
+        pending = False
+        for rank in ranks[:BATCH] if self._store.count("fetchers") else ():
+            text = self._store.read(f"stacks/{rank}")
+            if text is not None:
+                found[rank] = json.loads(text)
+            else:
+                pending = pending or self._store.read(f"fetcher/{rank}") is not None
+        return found, pending
+
+    def _run(self, rank: int, fetch: Fetch) -> None:
+        try:
+            details = fetch(rank) or {}
+        except Exception:
+            log.exception("ncclguard: the stacks of rank %d could not be fetched", rank)
+            return
+        self._found[rank] = details
+        if self.closed and details:  # the verdict could not wait for them
+            frames = details.get("stack")
+            text = "\n  ".join(str(frame) for frame in frames) if isinstance(frames, (list, tuple)) else ""
+            log.error("ncclguard: rank %d: %s%s", rank, details.get("note"), f"\n  {text}" if text else "")
+
+
+Witness = Callable[[int], Cause]
+Seek = Callable[[Sequence[int], float], None]
+Describe = Callable[[GroupState, Report], Report]
+
+
+class Revocation:
+    """Answers once, coordinates when it is this rank's turn, and adopts the verdict whoever wrote it."""
+
+    def __init__(
+        self,
+        store: AgreementStore,
+        state: GroupState,
+        generation: int,
+        revoker: int,
+        now: float,
+        timing: Timing | None = None,
+    ) -> None:
+        self.state = state
+        self.generation = generation
+        self._store = store.below(f"{state.key}/{generation}")
+        self._results = store.below(f"{state.key}/result")
+        self._members = state.member.participants
+        self._rank = state.member.rank
+        self._revoker = revoker
+        self._since = now
+        self._timing = timing or Timing()
+        self._answered = False
+        self._pulse = (-1, now)
+        self._next_pulse = now
+        self._arrivals = Entries("reports", "arrival")
+        self._reports: dict[int, Report] = {}
+        self._last_pass = now
+        self._deadline: float | None = None
+        self._sought = 0.0  # when the processes of those that had not answered were first looked for
+        self._fetcher = StackFetcher(self._store, self._rank)
+        self.verdict: Verdict | None = None
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this rank is to decide."""
+        return self._revoker == self._rank
+
+    def step(
+        self,
+        now: float,
+        departed: dict[int, Departure],
+        describe: Describe,
+        witness: Witness,
+        summarise: Summarise,
+        here: Iterable[int] = (),
+        fetch: Fetch | None = None,
+        seek: Seek | None = None,
+    ) -> bool:
+        """Do what can be done without waiting; True once the verdict is adopted."""
+        text = self._store.read("verdict")
+        if text is not None:
+            self._adopt(codec.loads_verdict(text))
+            return True
+        if not self._answered:
+            self._answer(describe)
+        overdue = self._overdue(now)
+        if fetch is not None and overdue >= LOOK_AFTER:
+            awaited = [rank for rank in self._members if rank not in departed and rank not in self._reports]
+            self._fetcher.step(overdue, awaited, here, fetch)
+        if not self._my_turn(now):
+            return False
+        self._gather(now)
+        missing = [r for r in self._members if r not in self._reports and r not in departed]
+        silent: dict[int, Cause] = {}
+        if missing:
+            if seek is not None and overdue >= self._timing.patience / 2:
+                self._sought = self._sought or now
+                seek(missing, self._sought)
+            if not self._patience_over(now):
+                return False
+            self._read_reports(missing[:BATCH], now)  # of ranks that ended before they could say that theirs is there
+            still = [rank for rank in missing if rank not in self._reports]
+            sightings, fetching = self._fetcher.sightings(still)
+            if fetching and self._overdue(now) < self._timing.patience + WAIT_FOR_STACKS:
+                return False
+            self.state.saw(sightings)
+            silent = {rank: witness(rank) for rank in still}
+        gone = {rank: d for rank, d in departed.items() if rank in self._members}
+        reports = elsewhere_long_enough(self._reports)
+        verdict = self.state.judge(self.generation, self._members, reports, gone, silent, self._rank, summarise)
+        if verdict.incident:
+            self._store.put(
+                "histories", histories(self._reports, gone, verdict.culprit_ranks)
+            )  # before the verdict, on the same connection
+        self._adopt(codec.loads_verdict(self._store.first("verdict", codec.dumps(verdict))))
+        return True
+
+    def _answer(self, describe: Describe) -> None:
+        report = describe(self.state, self.state.answer())
+        leave_result(self._results, self.state)  # before the report, on the same connection
+        self._store.first(f"report/{self._rank}", codec.dumps(report))
+        self._arrivals.add(self._store, str(self._rank))
+        self._reports[self._rank] = report
+        self._answered = True
+        self._note_deadline(report, self._since)
+        self.state.stop_transport(self.generation)
+
+    def _my_turn(self, now: float) -> bool:
+        if self.coordinates:
+            return True
+        takeover = self._timing.takeover * (1 + self._members.index(self._rank))
+        if now < self._next_pulse:
+            return False
+        self._next_pulse = now + takeover / 4  # a late place has time: in a large job most never look twice
+        pulse = self._store.count("pulse")
+        if pulse != self._pulse[0]:
+            self._pulse = (pulse, now)
+        if now - self._pulse[1] < takeover:
+            return False
+        self._revoker = self._rank
+        return True
+
+    def _gather(self, now: float) -> None:
+        """Read the reports that have come since; the pulse moves in between, because there may be thousands."""
+        self._store.count("pulse", 1)
+        self._read_reports([int(rank) for rank in self._arrivals.new(self._store)], now)
+
+    def _read_reports(self, ranks: list[int], now: float) -> None:
+        for start in range(0, len(ranks), BATCH):
+            some = {f"report/{rank}": rank for rank in ranks[start : start + BATCH] if rank not in self._reports}
+            for key, text in self._store.read_many(list(some)).items():
+                self._reports[some[key]] = codec.loads_report(text)
+                self._note_deadline(self._reports[some[key]], now)
+            if start:
+                self._store.count("pulse", 1)
+
+    def _note_deadline(self, report: Report, now: float) -> None:
+        if report.budget is not None:
+            stuck = report.trouble is not None and report.trouble.kind is TroubleKind.STUCK
+            deadline = now + (0.0 if stuck else max(report.budget, 0.0))
+            self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
+    def _patience_over(self, now: float) -> bool:
+        """Silence never ends an operation before its deadline; one whose caller has gone,
+        or that nobody is in, has none left.
+        """
+        return self._overdue(now) >= self._timing.patience
+
+    def _overdue(self, now: float) -> float:
+        """Seconds since the members should have answered."""
+        return now - (self._since if self._deadline is None else max(self._since, self._deadline))
+
+    def histories(self) -> str | None:
+        """What the ranks remember of their last operations, left by the coordinator beside its verdict."""
+        return self._store.read("histories")
+
+    def _adopt(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        self._fetcher.closed = True
+        with self.state.condition:
+            operation = self.state.member.operation
+        donated = None if operation is None or operation.closing else self._results.read(str(operation.sequence))
+        self.state.adopt(verdict, donated)
+        self.state.stop_transport(self.generation)
+
+
+def leave_result(results: AgreementStore, state: GroupState) -> None:
+    """Leave the result this rank keeps, under its sequence number; every donor has the same one."""
+    kept = state.kept_result()
+    if kept is not None:
+        number, result = kept
+        results.put(str(number), result)
+
+
+def read_revoke(store: AgreementStore, key: str, generation: int) -> int | None:
+    """The rank that revoked this generation first, or None."""
+    text = store.read(f"{key}/{generation}/revoke")
+    return None if text is None else int(json.loads(text)["by"])
+
+
+def revoke(store: AgreementStore, key: str, generation: int, rank: int) -> int:
+    """Revoke a generation; returns the rank whose revoke came first."""
+    text = store.first(f"{key}/{generation}/revoke", json.dumps({"by": rank}))
+    return int(json.loads(text)["by"])

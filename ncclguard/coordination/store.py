@@ -1,0 +1,191 @@
+"""What the ranks of a job write for each other in its store: single keys, numbered logs, and high-water marks.
+
+A TCPStore `set` is not acknowledged: on another connection a later `check` missed it in 187 of 5,000 tries. So whatever
+a decision rests on is written with `compare_set` (acknowledged, the first writer wins), and a plain `set` is only used
+in front of one on the same connection, whose requests the server handles in order.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # ncclguard.coordination.liveness needs this module, but no torch
+    from ncclguard.torch_compat.groups import Store
+
+#: Under the default group's own prefix chain; everything of one session lies below its nonce.
+ROOT = "ncclguard"
+#: Keys of one request: a server that answers a request for many cannot answer anybody else meanwhile.
+BATCH = 256
+#: Characters from which on a value is written compressed, and how such a value begins.
+LONG = 2048
+_COMPRESSED = "zlib:"
+
+
+class StoreUnavailable(Exception):
+    """The store refused, broke off or does not know the key: the agreement cannot go on over this connection."""
+
+
+class AgreementStore:
+    """One connection to the job's store, used by one thread; a call that does not answer is abandoned, never joined."""
+
+    def __init__(self, store: Store, prefix: str = ROOT) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def below(self, prefix: str) -> AgreementStore:
+        """Return the same connection for the keys below `prefix`."""
+        return AgreementStore(self._store, f"{self._prefix}/{prefix}")
+
+    def first(self, key: str, value: str) -> str:
+        """Write `value` if nobody has written `key`; return what is there now. Acknowledged."""
+        return self.replace(key, "", value)
+
+    def replace(self, key: str, expected: str, value: str) -> str:
+        """Write `value` if `expected` is there, or nothing where that is empty; return what
+        is there now. Acknowledged.
+        """
+        try:
+            return _plain(self._store.compare_set(self._key(key), expected and _short(expected), _short(value)))
+        except Exception as error:  # torch raises RuntimeError, DistNetworkError, DistStoreError and more, by version
+            raise StoreUnavailable(f"compare_set {key}: {error}") from error
+
+    def put(self, key: str, value: str) -> None:
+        """Write `value` over whatever is there. Not acknowledged."""
+        try:
+            self._store.set(self._key(key), _short(value))
+        except Exception as error:
+            raise StoreUnavailable(f"set {key}: {error}") from error
+
+    def read(self, key: str) -> str | None:
+        """Return the value, or None when nobody has written it yet; never waits for it."""
+        try:
+            if not self._store.check([self._key(key)]):
+                return None
+            return _plain(self._store.get(self._key(key)))
+        except Exception as error:
+            raise StoreUnavailable(f"get {key}: {error}") from error
+
+    def read_many(self, keys: Sequence[str]) -> dict[str, str]:
+        """Return the values of those keys that somebody has written; where all have been,
+        in two round trips for many keys.
+        """
+        found: dict[str, str] = {}
+        for start in range(0, len(keys), BATCH):
+            self._read_batch(keys[start : start + BATCH], found)
+        return found
+
+    def _read_batch(self, keys: Sequence[str], found: dict[str, str]) -> None:
+        full = [self._key(key) for key in keys]
+        try:
+            if self._store.check(full):
+                found.update(zip(keys, map(_plain, self._store.multi_get(full)), strict=True))
+                return
+        except Exception as error:
+            raise StoreUnavailable(f"multi_get {keys[0]} and {len(keys) - 1} more: {error}") from error
+        middle = len(keys) // 2
+        if middle:
+            self._read_batch(keys[:middle], found)
+            self._read_batch(keys[middle:], found)
+
+    def count(self, key: str, amount: int = 0) -> int:
+        """Add to a counter and return it. Acknowledged."""
+        try:
+            return int(self._store.add(self._key(key), amount))
+        except Exception as error:
+            raise StoreUnavailable(f"add {key}: {error}") from error
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+
+def _short(value: str) -> str:
+    """What is written: a TCPStore's server closes the connection of whoever writes more than 8 MiB at once."""
+    if len(value) < LONG and not value.startswith(_COMPRESSED):
+        return value
+    return _COMPRESSED + base64.b64encode(zlib.compress(value.encode())).decode()
+
+
+def _plain(written: bytes) -> str:
+    text = written.decode()
+    if not text.startswith(_COMPRESSED):
+        return text
+    return zlib.decompress(base64.b64decode(text[len(_COMPRESSED) :])).decode()
+
+
+#: Seconds for which an entry that was counted but not yet written is looked for each
+#: time; from then on once in so many seconds.
+ENTRY_PATIENCE = 10.0
+
+
+class Entries:
+    """One list, under the key `counter` and the keys ``<entry>/<number>``; a reader of
+    its own for each object, and each thread.
+    """
+
+    def __init__(self, counter: str, entry: str) -> None:
+        self._counter = counter
+        self._entry = entry
+        self._counted = 0
+        self._awaited: dict[int, float] = {}  # numbers without an entry yet, and since when they are known
+        self._next_rare = 0.0
+
+    def add(self, store: AgreementStore, text: str) -> int:
+        """Append an entry; returns its number, from 1."""
+        number = store.count(self._counter, 1)
+        store.first(f"{self._entry}/{number}", text)
+        return number
+
+    def count(self, store: AgreementStore) -> int:
+        """How many there are, those included whose writer has not come to write them."""
+        return store.count(self._counter)
+
+    def new(self, store: AgreementStore) -> list[str]:
+        """Those that were written since the last call, in order of their numbers."""
+        now, count = time.monotonic(), self.count(store)
+        self._awaited.update(dict.fromkeys(range(self._counted + 1, count + 1), now))
+        self._counted = max(self._counted, count)
+        rare = now >= self._next_rare
+        if rare:
+            self._next_rare = now + ENTRY_PATIENCE
+        due = [number for number, since in self._awaited.items() if rare or now - since <= ENTRY_PATIENCE]
+        found = store.read_many([f"{self._entry}/{number}" for number in due]) if due else {}
+        texts = [(number, found.get(f"{self._entry}/{number}")) for number in due]
+        for number, text in texts:
+            if text is not None:
+                del self._awaited[number]
+        return [text for _, text in texts if text is not None]
+
+
+#: Characters of a single text in an entry.
+TEXT = 400
+
+Place = tuple[int, ...]
+
+
+class HighWaterMarks:
+    """This process's view of such keys. Places are compared like tuples and only grow:
+    generation, then number, then level.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, str] = {}  # key -> what was there last
+
+    def enter(self, store: AgreementStore, key: str, place: Place, entry: list[int | str]) -> list[int | str] | None:
+        """Write `entry` for a place that nobody has come to; return the entry of its first,
+        None when others are further.
+        """
+        mine = json.dumps([place, *(item[:TEXT] if isinstance(item, str) else item for item in entry)])
+        expected = self._seen.get(key, "")
+        while True:
+            found = self._seen[key] = store.replace(key, expected, mine)
+            at, *said = json.loads(found)
+            if tuple(at) >= place:
+                return said if tuple(at) == place else None
+            if found == expected:
+                return None  # the store has lost it
+            expected = found

@@ -1,0 +1,1 @@
+"""One guarded call from its checked arguments to its outcome, and what a process keeps for that."""

@@ -1,0 +1,315 @@
+"""One guarded call: what the program asks for, checked before anything is sent, and what it is for the ranks.
+
+`Terms` say where, how long and how often; `Call` is what the group, the protocol and the outcome need to know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import numbers
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ncclguard import torch_compat
+from ncclguard.config import GuardConfig, current_config
+from ncclguard.engine.chunking import ChunkPlan, plan
+from ncclguard.engine.table import Arguments, Collective
+from ncclguard.metrics.settings import adjusted, config_of
+from ncclguard.phases import resolve_timeout
+from ncclguard.protocol.decision import EVERYBODY, Operation
+
+Time = float | timedelta | None
+OnLost = Literal["fail", "shrink"] | None
+Atomic = bool | Literal["require"] | None
+_NO_SHAPE = torch.Size()
+_CPU = torch.device("cpu")
+
+
+class Terms(NamedTuple):
+    """Where a call is made and what it may cost: checked, with settings in the place of what was not given.
+
+    `group` is None without a process group. `ranks`: its global ranks. `deadline`: by time.monotonic(). `shrink`: the
+    call may go on without ranks that are lost. `atomic`: True, False or "require". `solo`: there is nobody to
+    communicate with. One call may take several operations, such as sizes and then data: all of them have these terms.
+    """
+
+    group: ProcessGroup | None
+    ranks: tuple[int, ...]
+    config: GuardConfig
+    deadline: float
+    max_attempts: int
+    shrink: bool
+    atomic: bool | str
+    name: str | None
+    solo: bool
+
+    def plan(self, numel: int, chunk_numel: float | None, element_size: int) -> ChunkPlan:
+        """How a tensor is cut: as the caller says, else as the settings say, else by size."""
+        chosen = self.config.chunk_numel if chunk_numel is None else _checked_chunk(chunk_numel)
+        return plan(numel, chosen, element_size)
+
+    def member(self, rank: int) -> int:
+        """Return `rank` if it is a global rank of the group, else raise."""
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"src must be a global rank, not {type(rank).__name__}")
+        if rank not in self.ranks:
+            raise ValueError(f"src {rank} is not a global rank of the group, which has {list(self.ranks)[:16]}")
+        return rank
+
+    def check_length(self, values: Sequence[Any], what: str) -> None:
+        """Raise when a list has not one entry for each rank of the group."""
+        if len(values) != len(self.ranks):
+            raise ValueError(
+                f"{what} has {len(values)} entries, the group has {len(self.ranks)} ranks: give one for each"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One kind of call, as the group, the protocol and the outcome need it; equal calls are one object.
+
+    `nbytes` and `numel` are counted as nccl-tests count. `operation`: what the ranks compare and agree on, without its
+    place in the group's sequence.
+    """
+
+    op: str
+    numel: int
+    nbytes: int
+    atomic: bool | str
+    operation: Operation
+
+    @property
+    def text(self) -> str:
+        """The call for people: all_reduce(float32[1000], SUM, name='loss', phase='eval')."""
+        return self.operation.text
+
+
+def terms_of(
+    group: ProcessGroup | None,
+    timeout: Time,
+    numel: int,
+    *,
+    max_attempts: int | None = None,
+    atomic: Atomic = None,
+    on_lost: OnLost = None,
+    name: str | None = None,
+) -> Terms:
+    """Check what all collectives have in common; raises TypeError or ValueError.
+
+    `numel`: elements that the call moves, by which its limit goes where none is set.
+    """
+    chosen = _checked_group(group)
+    config = current_config()
+    if adjusted and chosen is not None:  # a group of this job has changed settings while it ran
+        config = config_of(torch_compat.group_name(chosen), config)
+    deadline = time.monotonic() + resolve_timeout(timeout, numel, config)
+    attempts, shrink = _checked_attempts(max_attempts, config), _checked_on_lost(on_lost, config) == "shrink"
+    kept = _checked_atomic(atomic, config)
+    if shrink and not kept:
+        raise ValueError(
+            'atomic=False and on_lost="shrink" contradict each other: the survivors start again from their inputs, which '
+            "atomic=False does not keep; change one of the two, argument or setting"
+        )
+    ranks = (0,) if chosen is None else torch_compat.group_ranks(chosen)
+    return Terms(chosen, ranks, config, deadline, attempts, shrink, kept, _checked_name(name), len(ranks) == 1)
+
+
+@lru_cache(maxsize=4096)
+def described(
+    collective: Collective,
+    op: str,
+    root: int,
+    detail: str | None,
+    key: tuple[object, ...] | None,
+    dtype: torch.dtype | None,
+    shape: torch.Size,
+    pieces: int,
+    longest: int,
+    closing: bool,
+    shrink: bool,
+    max_attempts: int,
+    name: str | None,
+    phase: str | None,
+    atomic: bool | str,
+    numel: int,
+    element: int,
+) -> Call:
+    """What describes a call; programs make the same few calls over and over, so it is made once."""
+    arguments = Arguments(op=op, root=root)
+    needs = collective.awaited(arguments)
+    if detail is None:
+        tensor = "" if dtype is None else _described(dtype, shape)
+        detail = ", ".join(filter(None, (tensor, collective.detail(arguments))))
+    if key is None:
+        key = collective.key(arguments)
+    parts = [detail] if detail else []
+    parts += [f"{word}={value!r}" for word, value in (("name", name), ("phase", phase)) if value is not None]
+    operation = Operation(
+        sequence=0,
+        fingerprint=_fingerprint(
+            collective.name, dtype, shape, key, (pieces, longest), shrink, max_attempts, name, phase
+        ),
+        text=f"{collective.name}({', '.join(parts)})",
+        closing=closing,
+        shrink=shrink and needs != EVERYBODY,
+        needs=needs,
+        max_attempts=max_attempts,
+    )
+    return Call(collective.name, numel, numel * element, atomic, operation)
+
+
+def _fingerprint(*parts: object) -> int:
+    """A 63-bit hash that is the same in every process; never the salted `hash()`."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """A tensor for people: float32[1000, 3]."""
+    return _described(tensor.dtype, tensor.shape)
+
+
+@lru_cache(maxsize=4096)
+def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+# ---------------------------------------------------------------------- bad input, refused before anything is sent
+
+
+def _checked_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ValueError(
+                "a group was given, but torch.distributed is not initialised: call init_process_group first"
+            )
+        return None
+    chosen: Any = dist.group.WORLD if group is None else group
+    if chosen is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the group that was given: call guarded collectives on its members only"
+        )
+    if not isinstance(chosen, ProcessGroup):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup, not {type(chosen).__name__}")
+    if not torch_compat.is_member(chosen):
+        raise ValueError("the process group was destroyed: create it again with new_group() or init_process_group()")
+    return chosen
+
+
+def check_tensor(tensor: object, what: str, written: bool = False) -> None:
+    """Raise for what is no dense tensor; if it is to be `written`, also for one whose elements share memory."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise ValueError(f"{what} is a nested tensor: guarded collectives take dense tensors only; pad it first")
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{what} is {tensor.layout}: guarded collectives take dense tensors only; call to_dense() first"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"{what} is a meta tensor without memory: materialise it first")
+    if written and _overlaps(tensor):
+        raise ValueError(
+            f"{what} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, so several of its elements share memory (expand, "
+            "unfold) and cannot hold a result each: pass a clone()"
+        )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements have the same address. Sees every overlap within two
+    dimensions, which is what expand and unfold make.
+    """
+    if tensor.is_contiguous():
+        return False
+    dimensions = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    if any(stride == 0 for stride, _ in dimensions):
+        return True
+    for (one, ones), (other, others) in itertools.combinations(dimensions, 2):
+        both = math.lcm(one, other)  # the first address that steps along either dimension meet at
+        if both // one < ones and both // other < others:
+            return True
+    return False
+
+
+def check_list(tensors: object, like: torch.Tensor, what: str, written: bool = False) -> None:
+    if not isinstance(tensors, Sequence) or isinstance(tensors, torch.Tensor):
+        raise TypeError(f"{what} must be a list of tensors, not {type(tensors).__name__}")
+    for index, tensor in enumerate(tensors):
+        check_tensor(tensor, f"{what}[{index}]", written)
+        if tensor.shape != like.shape or tensor.dtype != like.dtype or tensor.device != like.device:
+            raise ValueError(
+                f"{what}[{index}] is {describe(tensor)} on {tensor.device}, but {describe(like)} on {like.device} is needed"
+            )
+
+
+def check_objects(values: object) -> None:
+    if not isinstance(values, list):
+        raise TypeError(f"object_list must be a list, which is written into, not {type(values).__name__}")
+
+
+def _checked_chunk(value: object) -> int:
+    """People write 5e7 and 50_000_000."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"chunk_numel must be a number of elements, not {type(value).__name__}: give for example 5e7")
+    if not isinstance(value, numbers.Integral) and not float(value).is_integer():
+        raise ValueError(f"chunk_numel must be a whole number of elements, got {value}: give for example 5e7")
+    return int(cast("int", value))
+
+
+def _checked_attempts(value: int | None, config: GuardConfig) -> int:
+    if value is None:
+        return config.max_attempts
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"max_attempts must be a whole number, not {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"max_attempts must be at least 1, got {value}")
+    return value
+
+
+def _checked_on_lost(value: str | None, config: GuardConfig) -> str:
+    if value is None:
+        return config.on_lost
+    if value not in ("fail", "shrink"):
+        raise ValueError(f'on_lost must be "fail" or "shrink", got {value!r}')
+    return value
+
+
+def _checked_atomic(value: Atomic, config: GuardConfig) -> bool | str:
+    if value is None:
+        return config.atomic
+    if value not in (True, False, "require"):
+        raise ValueError(f'atomic must be True, False or "require", got {value!r}')
+    return value
+
+
+def _checked_name(name: str | None) -> str | None:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a string, not {type(name).__name__}")
+    return name
+
+
+def pickled(obj: Any) -> torch.Tensor:
+    try:
+        data = pickle.dumps(obj)
+    except Exception as error:  # whatever an object's own reduction raises
+        raise ValueError(f"the object cannot be pickled ({error}): send plain data instead") from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def unpickled(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

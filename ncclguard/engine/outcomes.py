@@ -1,0 +1,195 @@
+"""Outcomes out of what happened: agreed verdicts, successes, and what this rank could only find out alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ncclguard.cause import Cause
+from ncclguard.coordination.group_state import GroupState, OpenCall
+from ncclguard.coordination.incidents import alone, from_json
+from ncclguard.engine.call import Call
+from ncclguard.engine.table import bus_factor
+from ncclguard.incident.model import Incident
+from ncclguard.outcome import Outcome
+from ncclguard.protocol.decision import NOBODY, PRECEDENCE, Verdict
+from ncclguard.protocol.member import Entry, Resolution
+
+
+def success(key: str, call: Call, opened: OpenCall, attempts: int, chunks: int) -> Outcome:
+    """The operation completed."""
+    seconds = time.monotonic() - opened.entered
+    algbw = call.nbytes / seconds if seconds > 0 else 0.0
+    return Outcome(
+        agreed=True,
+        op=call.op,
+        op_id=f"{key}/{opened.sequence}",
+        cause=None,
+        culprits=(),
+        attempts=attempts,
+        chunks=chunks,
+        numel=call.numel,
+        nbytes=call.nbytes,
+        seconds=seconds,
+        algbw=algbw,
+        busbw=algbw * bus_factor(call.op, len(opened.participants)),
+        participants=opened.participants,
+        torn=False,
+        incident=None,
+    )
+
+
+def from_verdict(
+    resolution: Resolution, verdict: Verdict, state: GroupState, call: Call, opened: OpenCall, torn: bool
+) -> Outcome:
+    """The operation failed by an agreed verdict, or was committed by the others without this rank."""
+    if resolution is Resolution.LOST:
+        return _lost(state, call, opened.sequence, opened.entered, dict(verdict.departed))
+    incident = from_json(verdict.incident)
+    if resolution is Resolution.FAILED:
+        return _failure(
+            state, call, opened.sequence, opened.entered, verdict.cause, verdict.culprit_ranks,
+            attempts=verdict.attempt, participants=verdict.participants, torn=torn, incident=incident,
+        )  # fmt: skip
+    rank = state.member.rank
+    if resolution is Resolution.FENCED:
+        note = f"rank {rank} was found gone by the others, who go on without it: end this process"
+    else:
+        note = f"the others completed {call.text} while rank {rank} did not answer; its own result is incomplete"
+    return _failure(
+        state, call, opened.sequence, opened.entered, Cause.STUCK, (rank,), agreed=False, attempts=verdict.attempt,
+        participants=verdict.participants, torn=torn,
+        incident=alone(state, call.op, call.text, opened.sequence, Cause.STUCK, {rank: Cause.STUCK}, note),
+    )  # fmt: skip
+
+
+def missed(state: GroupState, call: Call, sequence: int, started: float) -> Outcome:
+    """A late call whose operation the others have completed, and whose result is not kept."""
+    rank = state.member.rank
+    note = f"the others completed {call.text} without rank {rank}, which came too late for its result"
+    return _failure(
+        state, call, sequence, started, Cause.LATE, (rank,), agreed=False, participants=state.member.participants,
+        incident=alone(state, call.op, call.text, sequence, Cause.LATE, {rank: Cause.LATE}, note),
+    )  # fmt: skip
+
+
+def not_started(
+    entry: Entry,
+    state: GroupState,
+    call: Call,
+    sequence: int,
+    started: float,
+    verdict: Verdict | None,
+    missing: dict[int, Cause],
+) -> Outcome:
+    """The call ended before it began: decided already, a member known to be gone,
+    fenced, or no verdict on what was before.
+    """
+    if entry is Entry.SETTLED and verdict is not None:
+        return _failure(
+            state, call, sequence, started, verdict.cause, verdict.culprit_ranks, attempts=verdict.attempt,
+            participants=verdict.participants, incident=from_json(verdict.incident),
+        )  # fmt: skip
+    if entry is Entry.MISSED:
+        return missed(state, call, sequence, started)
+    if entry is Entry.LOST:
+        return _lost(state, call, sequence, started, missing)
+    if entry is Entry.FENCED:
+        rank = state.member.rank
+        note = f"rank {rank} was found gone by the others, who go on without it: end this process"
+        return _failure(
+            state, call, sequence, started, Cause.LOST, (rank,), agreed=False,
+            incident=alone(state, call.op, call.text, sequence, Cause.LOST, {rank: Cause.LOST}, note),
+        )  # fmt: skip
+    why = state.unavailable or "no verdict on the operation before it came in time"
+    return _failure(
+        state, call, sequence, started, Cause.UNKNOWN, (), agreed=False,
+        incident=alone(state, call.op, call.text, sequence, Cause.UNKNOWN, {}, why),
+    )  # fmt: skip
+
+
+def _lost(state: GroupState, call: Call, sequence: int, started: float, causes: dict[int, Cause]) -> Outcome:
+    """Agreed before: members are gone, and this call does not go on without them."""
+    cause = min(causes.values(), key=PRECEDENCE.index)
+    note = "gone since an earlier operation: restart what is gone"
+    if call.operation.needs == NOBODY:
+        note += ', or go on without with on_lost="shrink"'
+    return _failure(
+        state, call, sequence, started, cause, tuple(sorted(causes)), participants=state.member.participants,
+        incident=alone(state, call.op, call.text, sequence, cause, causes, note, agreed=True),
+    )  # fmt: skip
+
+
+def local(
+    state: GroupState, call: Call, opened: OpenCall, attempts: int, torn: bool, gone: Callable[[int], str]
+) -> Outcome:
+    """No verdict could be had: this rank's own, which never is a success."""
+    evidence = {rank: gone(rank) for rank in state.member.participants if rank != state.member.rank}
+    causes = {rank: Cause.LOST for rank, text in evidence.items() if text}
+    cause = Cause.LOST if causes else Cause.UNKNOWN
+    why = (
+        state.unavailable
+        or "the agreement did not answer in time: this rank may be cut off, or the store's host stopped"
+    )
+    expired = time.monotonic() >= opened.deadline
+    incident = alone(state, call.op, call.text, opened.sequence, cause, causes, why, expired=expired, evidence=evidence)
+    state.publish_alone(incident)
+    return _failure(
+        state, call, opened.sequence, opened.entered, cause, tuple(sorted(causes)), agreed=False, attempts=attempts,
+        participants=state.member.participants, torn=torn, incident=incident,
+    )  # fmt: skip
+
+
+def busy(state: GroupState, call: Call, started: float, budget: float) -> Outcome:
+    """Another thread of this process kept the group for the call's whole budget."""
+    running = state.call
+    other = running.text if running is not None else "another operation"
+    note = f"another thread of this process was in {other} on this group for the whole budget of {budget:.3g} s"
+    return _failure(
+        state, call, 0, started, Cause.UNKNOWN, (), agreed=False,
+        incident=alone(state, call.op, call.text, 0, Cause.UNKNOWN, {}, note, expired=True),
+    )  # fmt: skip
+
+
+def overruled(key: str, verdict: Verdict) -> Outcome:
+    """A small operation that had returned a success here while this rank was silent, and failed for the others."""
+    incident = from_json(verdict.incident)
+    return Outcome(
+        agreed=True, op=incident.op if incident else "operation", op_id=f"{key}/{verdict.sequence}",
+        cause=verdict.cause or Cause.UNKNOWN, culprits=verdict.culprit_ranks, attempts=verdict.attempt, chunks=0,
+        numel=0, nbytes=0, seconds=0.0, algbw=0.0, busbw=0.0, participants=verdict.participants, torn=False,
+        incident=incident,
+    )  # fmt: skip
+
+
+def _failure(
+    state: GroupState,
+    call: Call,
+    sequence: int,
+    started: float,
+    cause: Cause | None,
+    culprits: tuple[int, ...],
+    *,
+    agreed: bool = True,
+    attempts: int = 1,
+    participants: tuple[int, ...] = (),
+    torn: bool = False,
+    incident: Incident | None = None,
+) -> Outcome:
+    return Outcome(
+        agreed=agreed,
+        op=call.op,
+        op_id=f"{state.key}/{sequence}",
+        cause=cause or Cause.UNKNOWN,
+        culprits=culprits,
+        attempts=attempts,
+        chunks=0,
+        numel=call.numel,
+        nbytes=call.nbytes,
+        seconds=time.monotonic() - started,
+        algbw=0.0,
+        busbw=0.0,
+        participants=participants,
+        torn=torn,
+        incident=incident,
+    )

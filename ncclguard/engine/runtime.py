@@ -1,0 +1,410 @@
+"""One runtime per process and life of the default process group: the monitor, the guards, and a clean departure.
+
+It starts by itself after `init_process_group` (so that a rank that is late for the very first guarded operation can
+still be asked where it is), or with the first guarded call when ncclguard was imported later than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ncclguard import events, lifecycle, torch_compat
+from ncclguard.cause import Cause
+from ncclguard.config import GuardConfig, current_config
+from ncclguard.coordination import incidents
+from ncclguard.coordination.group_state import GroupState
+from ncclguard.coordination.incidents import summarise
+from ncclguard.coordination.inquiry import Patience
+from ncclguard.coordination.liveness import Liveness
+from ncclguard.coordination.monitor import Monitor, MonitorSettings
+from ncclguard.coordination.revocation import Revocation
+from ncclguard.coordination.store import AgreementStore
+from ncclguard.engine.communicators import Communicators
+from ncclguard.engine.description import Description, History, shortened
+from ncclguard.engine.group import GuardedGroup
+from ncclguard.engine.witness import Witness
+from ncclguard.errors import GuardConfigError, GuardError
+from ncclguard.faults.injection import from_environment
+from ncclguard.incident.host_processes import offer
+from ncclguard.incident.model import Incident
+from ncclguard.incident.report import Writer
+from ncclguard.incident.stacks import describe_exception, main_thread_stack, traceback_frames
+from ncclguard.metrics import exchange
+from ncclguard.metrics.settings import config_of
+from ncclguard.protocol.decision import Action
+from ncclguard.protocol.group_key import GroupKey
+from ncclguard.protocol.timing import Timing
+from ncclguard.transport.base import Builder, TransportError
+from ncclguard.transport.bounded import bounded
+from ncclguard.transport.nccl import NcclBuilder
+from ncclguard.transport.streams import StreamBuilder
+
+log = logging.getLogger("ncclguard")
+
+#: Seconds in which the store has to take a connection, at most.
+CONNECT_WITHIN = 30.0
+#: Seconds that leaving may take: the announcement, and the end of the monitor.
+LEAVE_WITHIN = 1.0
+#: Seconds that a report in the making may hold the exit up.
+REPORT_WITHIN = 2.0
+#: The lowest ranks of an operation, one of which writes its report unless several of them are gone or to blame.
+WRITERS = 2
+#: Seconds in which the others notice that rank 0 was sent SIGTERM, and ask for its last answer.
+LINGER_AFTER = 0.5
+#: What a call gets that comes too late, from another thread.
+LEFT = "this process has left the job: its default process group is being destroyed, or its program has ended"
+
+
+class Watcher(Protocol):
+    """What observes the collectives of this process that the guard does not carry: see `ncclguard.watch`."""
+
+    def close(self) -> None:
+        """Stop, after a verdict that is on its way."""
+
+    def uncaught(self, error: BaseException, text: str) -> str:
+        """An exception ends the program; returns `text`, that exception in words, with what more is known of it."""
+
+
+class Runtime:
+    """The monitor and the guards of this process; made by `current`, ended by `leave`."""
+
+    def __init__(self, config: GuardConfig, within: float) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._config = config
+        self._base = base = torch_compat.default_store()
+        self._connection = bounded(
+            "connecting to the store",
+            lambda: torch_compat.clone_store(base),
+            within,
+            lambda: torch_compat.cut_clone(base),
+        )
+        self._liveness = Liveness(self.rank)
+        witness = Witness(torch.cuda.is_initialized, self._known)
+        self._writer = Writer(config.report_dir, config.report_panel, self.rank, self.world_size, witness)
+        settings = MonitorSettings(
+            timing=Timing.of(self.world_size, config.poll_active, config.poll_idle),
+            patience=_patience,
+            describe=lambda state, report: self._description.describe(state, report),
+            summarise=summarise,
+            revoked=self._revoked,
+            publish=self._publish,
+            publish_alone=self._publish_alone,
+            offer_stacks=lambda thread: offer(config.stack_signal, thread),
+        )
+        self.monitor = Monitor(AgreementStore(self._connection), self.rank, self.world_size, self._liveness, settings)
+        self._history = History()
+        events.listen(self._history)
+        self._description = Description(self.monitor, self._liveness.identity.host, self._history)
+        self.watcher: Watcher | None = None  # of watch(), when the program called it
+        self._groups: dict[tuple[str, str, str], tuple[dist.ProcessGroup, GuardedGroup]] = {}
+        self._released: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._left = False
+        self.termination = lifecycle.Termination(self._terminate)
+        self.monitor.start()
+        if config.announce_sigterm:
+            self.termination.install()
+
+    def group(
+        self, group: dist.ProcessGroup, device: torch.device, queue: str = "", ranks: tuple[int, ...] | None = None
+    ) -> GuardedGroup:
+        """Return the guarded group of a process group for one kind of device, made with the first operation on it.
+
+        A `queue` is a guarded group beside that one, with a sequence of its own, for all of the process group or for
+        some `ranks` (global) of it.
+        """
+        name = torch_compat.group_name(group)
+        key = (name, device.type, queue)
+        entry = self._groups.get(key)
+        if entry is not None and entry[0] is group:
+            return entry[1]
+        with self._lock:
+            if self._left:
+                raise GuardError(LEFT)
+            if group in self._released:
+                raise GuardError(f"process group {name} is being destroyed: create it again with new_group()")
+            entry = self._groups.get(key)
+            if entry is None or entry[0] is not group:
+                members = ranks or torch_compat.group_ranks(group)
+                made = GroupKey.of(name, device.type, members, queue, _destroyed[name])
+                entry = self._groups[key] = (group, self._make(made, members, device))
+            return entry[1]
+
+    def release(self, group: dist.ProcessGroup) -> None:
+        """The group is about to be destroyed: give its connections and threads back.
+
+        Its states stay: the others may still ask how its last operation ended here.
+        """
+        with self._lock:
+            self._released.add(group)
+            keys = [key for key, (owner, _) in self._groups.items() if owner is group]
+            closing = [self._groups.pop(key)[1] for key in keys]
+        for guarded in closing:
+            guarded.close("its process group was destroyed")
+
+    def _make(self, key: GroupKey, ranks: tuple[int, ...], device: torch.device) -> GuardedGroup:
+        state = self.monitor.state(str(key), ranks)
+        config = current_config()  # not the one of the start: configure() may have been called since
+        statistics = exchange.of_group(key, config)
+        state.member.exchange_every = 0 if statistics is None else statistics.every
+        communicators = Communicators(
+            state,
+            self.monitor,
+            builder(device),
+            lambda: torch_compat.clone_store(self._base),
+            {"rounds": config.rounds, "closing_nbytes": config.closing_nbytes, **exchange.terms(config)},
+            config.build_slice,
+        )
+        return GuardedGroup(state, communicators, self.monitor.wake, config, statistics)
+
+    def leave(self, cause: Cause, text: str) -> None:
+        """Say goodbye, end the monitor and release the communicators, each within a bound; raises nothing."""
+        with self._lock:
+            if self._left:
+                return
+            self._left = True
+            self.termination.uninstall()
+            closing, self._groups = [group for _, group in self._groups.values()], {}
+        try:
+            if self.watcher is not None:
+                self.watcher.close()
+            self.monitor.depart(cause, text, LEAVE_WITHIN)
+            if self.rank == 0:
+                self._linger()
+            if not self.monitor.stop(LEAVE_WITHIN):
+                torch_compat.disconnect(self._connection)  # a store call that does not answer holds the thread: cut it
+                self.monitor.stop(LEAVE_WITHIN)
+            for group in closing:
+                group.close("this process has left the job")
+            exchange.forget()
+            events.leave(self._history)
+            self._liveness.close()
+            self._writer.wait(REPORT_WITHIN)
+        except Exception:
+            log.exception("ncclguard: leaving failed; the process goes on to its end")
+
+    def announce(self, cause: Cause, text: str, stack: tuple[str, ...] = (), terminated: bool = False) -> None:
+        """Tell the others at once that this process is about to end; `told` when others made it."""
+        details = shortened({**self._description.identity(), "stack": list(stack)}, self.world_size)
+        self.monitor.depart(cause, text, LEAVE_WITHIN, details, terminated=terminated)
+
+    def _terminate(self) -> None:
+        """SIGTERM: finish the verdict in progress, which may be about the rank that this is
+        a consequence of; then go.
+        """
+        self.monitor.settle(LEAVE_WITHIN)
+        self.announce(Cause.LOST, "was sent SIGTERM", main_thread_stack(), terminated=True)
+        if self.rank == 0:  # usually hosts the store, which the others need for their verdict
+            self.monitor.settle(LEAVE_WITHIN, LINGER_AFTER)
+        self._writer.wait(REPORT_WITHIN)
+
+    def _linger(self) -> None:
+        """Rank 0 usually hosts the store: give the others a moment to finish with it."""
+        until = time.monotonic() + self._config.exit_linger
+        while time.monotonic() < until and not self.monitor.unavailable:
+            if self.monitor.goodbyes() >= self.world_size:
+                return
+            time.sleep(0.02)
+
+    # ------------------------------------------------------------------ the report of an incident
+
+    def _revoked(self, state: GroupState) -> None:
+        """Have RAS asked by those who will probably write the report: each question has all processes answer."""
+        if self.rank in state.member.participants[:WRITERS]:
+            self._writer.expect()
+
+    def _known(self, incident: Incident) -> tuple[dict[str, tuple[int, ...]], dict[int, int]]:
+        """The ranks of this process's groups, and the processes of ranks."""
+        pids = {peer.rank: peer.pid for peer in self.monitor.peers_here()} | {self.rank: os.getpid()}
+        pids |= {report.rank: report.pid for report in incident.ranks if report.pid}
+        groups = {}
+        for group in torch_compat.known_groups():
+            with contextlib.suppress(RuntimeError, ValueError, LookupError):  # destroyed meanwhile
+                groups[torch_compat.group_name(group)] = torch_compat.group_ranks(group)
+        return groups, pids
+
+    def _publish(self, revocation: Revocation) -> None:
+        """Write the report if it is for this rank to do, by the agreed incident."""
+        verdict = revocation.verdict
+        if verdict is None or not (verdict.action is Action.FAIL or verdict.culprits):
+            return  # committed, or tried again on all ranks
+        incident = incidents.from_json(verdict.incident)
+        if incident is None or incidents.writer(incident) != self.rank:
+            return
+        said = json.loads(revocation.histories() or "{}")
+        self._writer.submit(incident, self.monitor.nonce, {int(rank): history for rank, history in said.items()})
+
+    def _publish_alone(self, incident: Incident) -> None:
+        """No agreement: one rank of each host reports what it sees."""
+        if self.monitor.first_here():
+            self._writer.submit(incident, self.monitor.nonce, {self.rank: self._description.history()})
+
+
+def _patience(state: GroupState) -> Patience:
+    config = config_of(GroupKey.parse(state.key).process_group, current_config())
+    return Patience(config.warn_after, config.stuck_timeout)
+
+
+_runtime: Runtime | None = None
+#: The default group that this process has said goodbye to: a thread that comes late must not start the runtime again.
+_left: weakref.ref[object] | None = None
+_exiting = False
+_forked = False
+#: Groups of each name that were destroyed since the default group was made: torch gives some names again.
+_destroyed: Counter[str] = Counter()
+_starting = threading.Lock()
+
+
+def current(within: float = CONNECT_WITHIN) -> Runtime:
+    """Return the runtime of the default process group that is initialised now, starting it if need be.
+
+    Raises GuardError when the store cannot be reached `within` so many seconds.
+    """
+    global _runtime
+    runtime = _runtime
+    if runtime is not None:
+        return runtime
+    if _forked:
+        raise GuardError("this process was forked from a rank: the guard works in the rank itself only")
+    with _starting:
+        if _runtime is None:
+            if _exiting or (_left is not None and _left() is dist.group.WORLD):
+                raise GuardError(LEFT)
+            from_environment()
+            try:
+                _runtime = Runtime(current_config(), max(0.001, min(within, CONNECT_WITHIN)))
+            except (TransportError, RuntimeError, ValueError, OSError) as error:
+                raise GuardError(
+                    f"the store of the default process group cannot be reached: {error}. "
+                    "Check that rank 0 (or the launcher's agent) is alive and that this host can connect to it."
+                ) from error
+            lifecycle.watch_multiprocessing(_announce)
+        return _runtime
+
+
+def builder(device: torch.device) -> Builder:
+    """The builder of communicators for tensors on this device. Raises GuardConfigError for a device without one."""
+    if device.type == "cpu":
+        return StreamBuilder()
+    if device.type == "cuda":
+        return NcclBuilder(device)
+    raise GuardConfigError(
+        f"tensors on {device.type!r} cannot be guarded: ncclguard carries CPU tensors itself and CUDA tensors over NCCL. "
+        "Move the tensor to one of these."
+    )
+
+
+# ---------------------------------------------------------------------- start and end with the process group
+
+
+def _after_init() -> None:
+    if current_config().autostart and dist.get_world_size() > 1:
+        current()
+
+
+def _before_destroy() -> None:
+    _end(Cause.EXITED, "called destroy_process_group()")
+    lifecycle.reach(lifecycle.End.QUEUES)
+
+
+def _before_destroy_group(group: dist.ProcessGroup) -> None:
+    if _runtime is not None:
+        _runtime.release(group)
+    _destroyed[torch_compat.group_name(group)] += 1
+
+
+def _end(cause: Cause, text: str) -> None:
+    global _runtime, _left
+    _destroyed.clear()
+    with _starting:
+        runtime, _runtime = _runtime, None
+        _left = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
+    if runtime is not None:
+        runtime.leave(cause, text)
+
+
+_failure = ""
+
+
+def _at_exit() -> None:
+    global _exiting
+    _exiting = True
+    if _failure:
+        _end(Cause.FAILED, _failure)
+    else:
+        _end(Cause.EXITED, "ended its program")
+
+
+def _announce(error: BaseException) -> None:
+    """An uncaught exception is about to end the program."""
+    global _failure
+    _failure = describe_exception(error)
+    runtime = _runtime
+    if runtime is not None:
+        if runtime.watcher is not None:
+            _failure = runtime.watcher.uncaught(error, _failure)
+        runtime.announce(Cause.FAILED, _failure, traceback_frames(error))
+
+
+def _before_fork() -> None:
+    if _runtime is not None:
+        _runtime.termination.before_fork()
+
+
+def _after_fork() -> None:
+    if _runtime is not None:
+        _runtime.termination.after_fork()
+
+
+def _forget_in_child() -> None:
+    """A child of a rank has neither the threads nor the right to speak for it: the guard is off there.
+
+    A child of a process that was in no job may become a rank itself: a notebook's launcher forks all of them.
+    """
+    global _runtime, _starting, _forked
+    if _runtime is not None:
+        _runtime.termination.forget_in_child()
+    _forked = _forked or _runtime is not None or dist.is_initialized()
+    _runtime = None
+    _starting = threading.Lock()
+
+
+_installed = False
+
+
+def install() -> None:
+    """Hook into `init_process_group`, interpreter exit, uncaught exceptions and fork; once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    torch_compat.on_init(_after_init)
+    torch_compat.on_destroy(_before_destroy)
+    torch_compat.on_destroy_group(_before_destroy_group)
+    lifecycle.watch_uncaught(_announce)
+    lifecycle.watch_threads()
+    lifecycle.at_end(lifecycle.End.JOB, _at_exit)
+    lifecycle.around_fork(_before_fork, _after_fork)
+    lifecycle.in_child(_forget_in_child)
+    if dist.is_available() and dist.is_initialized():
+        _try(_after_init)
+
+
+def _try(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except (GuardError, RuntimeError) as error:
+        log.warning("ncclguard could not start with the process group that exists already: %s", error)

@@ -1,0 +1,283 @@
+"""The report of an incident: a panel in the terminal, a page and its data as files, and `ncclguard report`.
+
+In a job a thread of its own writes the reports, so that neither a call nor the agreement ever waits for a disk or a
+terminal. `ncclguard report FILE.json ...` makes the page of a report again, and shows its panel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import io
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, TextIO
+
+from ncclguard import __version__
+from ncclguard._page import PageError
+from ncclguard.incident import timeline
+from ncclguard.incident.model import Incident, as_text
+from ncclguard.incident.page import render_html
+from ncclguard.incident.timeline import Document, RasQuote
+
+log = logging.getLogger("ncclguard")
+
+#: Reports of one process; a loop that fails for hours fills no disk.
+AT_MOST: Final = 50
+#: Ranks up to which the JSON is indented for people.
+_INDENTED: Final = 64
+
+
+class Witness(Protocol):
+    """Who is asked beside the ranks when an incident begins; `ncclguard.engine.witness.Witness` asks NCCL's RAS."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds within which an answer comes, or none."""
+
+    def begin(self) -> bool:
+        """Ask, unless that was done a moment ago, and return at once; False where there is nothing to ask about."""
+
+    def quote(self, incident: Incident, seconds: float) -> RasQuote | None:
+        """The answer, or why there is none; None if that takes longer than `seconds`."""
+
+
+class Writer:
+    """Makes the panel and the files of incidents in a thread of its own; `wait` is for the exit of the process.
+
+    `folder`: where the files go, None for none; `panel`: whether the terminal shows incidents; `witness`: NCCL's RAS.
+    """
+
+    def __init__(
+        self, folder: str | None, panel: bool, rank: int, world_size: int, witness: Witness | None = None
+    ) -> None:
+        self._folder = folder
+        self._panel = panel
+        # Now, because torch puts a buffer in its place while it prints an uncaught exception.
+        self._stream = sys.stderr
+        self._rank = rank
+        self._world_size = world_size
+        self._witness = witness
+        self._waiting: deque[tuple[Incident, str, Mapping[int, Any]]] = deque()
+        self._condition = threading.Condition()
+        self._busy = False
+        self._submitted = 0
+        self._seen: set[str] = set()
+
+    def expect(self) -> None:
+        """An incident begins that this rank may have to report: ask RAS before anything is ended because of it."""
+        if self._witness is not None and (self._folder is not None or self._panel):
+            self._witness.begin()
+
+    def submit(self, incident: Incident, job: str, histories: Mapping[int, Any]) -> None:
+        """Report an incident, once, and return at once.
+
+        `histories` are `timeline.snapshot` by rank, `job` is the name of the job's store. Raises nothing.
+        """
+        with self._condition:
+            if incident.id in self._seen or (self._folder is None and not self._panel):
+                return
+            self._seen.add(incident.id)
+            self._submitted += 1
+            if self._submitted > AT_MOST:
+                if self._submitted == AT_MOST + 1:
+                    log.warning("ncclguard: this is incident %d of this process; no more are reported", AT_MOST + 1)
+                return
+            self._waiting.append((incident, job, histories))
+            if self._busy:
+                return
+            self._busy = True
+        try:
+            threading.Thread(target=self._work, name="ncclguard-report", daemon=True).start()
+        except RuntimeError:  # the program has ended: Python 3.12 starts no threads any more
+            self._work()
+
+    def wait(self, seconds: float) -> bool:
+        """Give the thread this long to finish; False when it did not."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._busy, timeout=seconds)
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                if not self._waiting:
+                    self._busy = False
+                    self._condition.notify_all()
+                    return
+                incident, job, histories = self._waiting.popleft()
+            try:
+                self._report(incident, job, histories)
+            except Exception:
+                log.exception("ncclguard: the report of incident %s could not be made; the job goes on", incident.id)
+
+    def _report(self, incident: Incident, job: str, histories: Mapping[int, Any]) -> None:
+        witness = self._witness if self._witness is not None and self._witness.begin() else None
+        said = witness.quote(incident, 0.0) if witness is not None else None
+        if self._panel:
+            try:
+                show(incident, self._stream, said.evidence if said is not None else ())
+            except (OSError, ValueError) as error:  # closed, full, or a pipe without a reader
+                log.warning("ncclguard: the panel of incident %s could not be shown: %s", incident.id, error)
+        document = self._document(incident, job, histories, said) if self._folder is not None else None
+        if document is not None:
+            self._write_files(document)
+        if witness is None or said is not None:
+            return
+        # RAS waits for processes that do not answer it, and torch may end this one meanwhile: so the report is there
+        # already, and is made again.
+        said = witness.quote(incident, witness.patience)
+        if said is None:
+            return
+        if said.evidence:
+            log.warning("ncclguard: to incident %s: %s", incident.id, "\n".join(said.evidence))
+        if document is not None:
+            self._write_files(document.model_copy(update={"ras": said}), again=True)
+
+    def _document(self, incident: Incident, job: str, histories: Mapping[int, Any], said: RasQuote | None) -> Document:
+        import torch  # not above: `ncclguard report` starts without it
+
+        return Document(
+            written_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            written_by=self._rank,
+            host=socket.gethostname(),
+            job=job,
+            world_size=self._world_size,
+            ncclguard=__version__,
+            torch=str(torch.__version__),
+            incident=incident,
+            timeline=timeline.build(incident, histories),
+            ras=said,
+        )
+
+    def _write_files(self, document: Document, again: bool = False) -> None:
+        name = f"incident-{document.incident.id}"
+        indent = 2 if document.world_size <= _INDENTED else None
+        texts = {f"{name}.json": document.model_dump_json(indent=indent) + "\n"}
+        try:
+            texts[f"{name}.html"] = render_html(document)
+        except PageError as error:
+            log.warning("ncclguard: the report of incident %s has no page: %s", document.incident.id, error)
+        for folder in self._folders():
+            try:
+                write_all(folder, texts)
+            except OSError as error:
+                log.warning("ncclguard: the report of incident %s cannot be written: %s", document.incident.id, error)
+                continue
+            if not again:
+                log.warning(
+                    "ncclguard: the report of incident %s is %s", document.incident.id, folder / list(texts)[-1]
+                )
+            return
+        log.warning("ncclguard: set NCCLGUARD_REPORT_DIR to a folder that can be written, or to none for no files")
+
+    def _folders(self) -> list[Path]:
+        """The folder that was chosen, and the machine's for temporary files in case that does not take them."""
+        chosen = Path(os.path.abspath(os.path.expanduser(self._folder or ".")))
+        with contextlib.suppress(OSError):  # no usable folder for temporary files at all
+            return [chosen, Path(tempfile.gettempdir(), f"ncclguard-incidents-{os.getuid()}")]
+        return [chosen]
+
+
+def write_all(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write all files or none; each appears under its name only when it is complete. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made: dict[Path, Path] = {}
+    try:
+        for name, text in texts.items():
+            unfinished = folder / f".{name}.{os.getpid()}"
+            made[unfinished] = folder / name
+            with open(unfinished, "x", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+        for unfinished, finished in made.items():
+            os.replace(unfinished, finished)
+    except BaseException:
+        for unfinished in made:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+        raise
+
+
+# ----------------------------------------------------------------------------------------------------- in the terminal
+
+#: Columns where the terminal does not tell, as in a launcher's log; and the most that is used of a wide one.
+WIDTH: Final = 110
+WIDEST: Final = 140
+
+
+def show(incident: Incident, stream: TextIO | None = None, evidence: Sequence[str] = ()) -> None:
+    """Print the incident as one panel to `stream`, stderr by default; as plain text where rich or the encoding fails.
+
+    `evidence` is what other witnesses say. The text is written in one piece, so that other ranks' lines do not fall
+    into it. Raises OSError when the stream refuses it.
+    """
+    stream = sys.stderr if stream is None else stream
+    if stream is None:  # pythonw, or a daemon that closed it
+        return
+    try:
+        text = _framed(incident, stream, evidence)
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
+    except (ImportError, UnicodeError, LookupError):
+        encoding = getattr(stream, "encoding", None) or "ascii"
+        with contextlib.suppress(LookupError):
+            text = f"{as_text(incident, evidence)}\n".encode(encoding, "backslashreplace").decode(encoding)
+    stream.write(text)
+    stream.flush()
+
+
+def _framed(incident: Incident, stream: TextIO, evidence: Sequence[str]) -> str:
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    terminal = stream.isatty()
+    made = io.StringIO()
+    width = min(Console(file=stream).width, WIDEST) if terminal else WIDTH
+    console = Console(file=made, width=width, force_terminal=terminal, legacy_windows=False)
+    first, _, rest = as_text(incident, evidence).partition("\n")
+    identifier, _, summary = first.partition(": ")
+    body = Text(summary + "\n", style="bold", overflow="fold")
+    for line in rest.splitlines():
+        style = "green" if line.startswith("  what to do:") else "dim" if line.startswith("  (") else ""
+        body.append(line.removeprefix("  ") + "\n", style=style or "not bold")
+    body.rstrip()
+    console.print(Panel(body, title=identifier, title_align="left", border_style="red", width=width))
+    return made.getvalue()
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+UNUSABLE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page beside each file, or to `--html`; returns 0, or 2 when a file cannot be read or written."""
+    parser = argparse.ArgumentParser(
+        prog="ncclguard report",
+        description="Make the page of an incident's report again, from its JSON, and show its panel.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE.json", type=Path)
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="where the page goes, for one file; default: beside it"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.html is not None and len(arguments.files) > 1:
+        parser.error("--html takes one page: give one FILE.json with it")
+    for file in arguments.files:
+        page = arguments.html or file.with_suffix(".html")
+        try:
+            document = Document.model_validate_json(file.read_text(encoding="utf-8"))
+            show(document.incident, sys.stdout, document.ras.evidence if document.ras is not None else ())
+            page.write_text(render_html(document), encoding="utf-8", errors="backslashreplace")
+        except (OSError, ValueError, PageError) as error:  # pydantic's ValidationError is a ValueError
+            print(f"ncclguard report: {file}: {error}", file=sys.stderr)
+            return UNUSABLE
+        print(page)
+    return 0

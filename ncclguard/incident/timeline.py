@@ -1,0 +1,290 @@
+"""What each rank did before an incident, kept by every process and laid over each other on one axis for the report.
+
+Every process keeps its last few operations: on the path of every call that is one append to a ring, turned into plain
+data only when a report is asked for. Its moments are seconds *before the report*, on its own monotonic clock: no clocks
+of two hosts are ever compared.
+
+An operation that completed ended on all its ranks at nearly the same moment, because none can leave before the last has
+come. So a rank's clock is laid over the reference rank's by the ends of the operations both completed: the median of
+the differences. Where two ranks have no operation in common, their answers to the revoke are laid on each other, which
+is as exact as the monitors' period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any, Final, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from ncclguard.incident.model import Incident, Text
+
+#: Operations kept for each group, and those of all groups together that a report carries.
+KEPT: Final = 20
+TEXT_LENGTH: Final = 120
+_DIGITS: Final = 5  # 10 µs
+
+
+#: A `Past` that costs half as much to make, for the path of every call.
+PastTuple = tuple[int, str, float, float, bool]
+
+
+class Past(NamedTuple):
+    """One finished operation: its place in the group, what it was, begin and end by `time.monotonic()`, and success."""
+
+    sequence: int
+    text: str
+    begin: float
+    end: float
+    ok: bool
+
+
+def snapshot(
+    past: Mapping[str, Iterable[PastTuple]], open_calls: Iterable[tuple[str, int, str, float]], now: float
+) -> dict[str, Any]:
+    """Return the latest operations as small plain data: tables of groups and texts, and rows that point into them.
+
+    `past` by group; `open_calls` are (group, sequence, text, begin). A row is [group, sequence, text, seconds ago
+    begun, seconds ago ended or None, success].
+
+    >>> snapshot({"0": [Past(1, "barrier()", 10.0, 10.5, True)]}, [("0", 2, "barrier()", 11.0)], now=12.0)
+    {'groups': ['0'], 'texts': ['barrier()'], 'rows': [[0, 1, 0, 2.0, 1.5, 1], [0, 2, 0, 1.0, None, 0]]}
+    """
+    ended = [(one[2], group, Past(*one)) for group, ring in past.items() for one in ring]
+    ended = sorted(ended, key=lambda entry: entry[0])[-KEPT:]
+    groups: dict[str, int] = {}
+    texts: dict[str, int] = {}
+
+    def row(group: str, sequence: int, text: str, begin: float, end: float | None, ok: bool) -> list[Any]:
+        return [
+            groups.setdefault(group, len(groups)),
+            sequence,
+            texts.setdefault(text[:TEXT_LENGTH], len(texts)),
+            round(now - begin, _DIGITS),
+            None if end is None else round(now - end, _DIGITS),
+            int(ok),
+        ]
+
+    rows = [row(group, one.sequence, one.text, one.begin, one.end, one.ok) for _, group, one in ended]
+    rows += [row(group, sequence, text, begin, None, False) for group, sequence, text, begin in open_calls]
+    return {"groups": list(groups), "texts": list(texts), "rows": rows}
+
+
+# ------------------------------------------------------------------------------------------------------- on one axis
+
+#: Common operations from which the alignment is taken: the latest ones.
+ALIGN_BY: Final = 16
+
+Key = tuple[str, int]
+
+
+class Bar(BaseModel):
+    """One operation of one rank; seconds from the moment of divergence. `end` is None while it was still in it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    group: Text
+    sequence: int
+    text: Text
+    start: float
+    end: float | None
+    ok: bool
+
+
+class Lane(BaseModel):
+    """What one rank did. `clock` says how its clock was laid over the others'; `spread` how well that fits, in seconds.
+
+    `asked`: when it answered the revoke or announced that it leaves; its open operation is known up to there.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int
+    clock: Literal["reference", "operations", "answer"]
+    common: int = 0
+    spread: float | None = None
+    asked: float
+    bars: tuple[Bar, ...]
+
+
+class Timeline(BaseModel):
+    """The lanes in order of rank. Zero is the moment of divergence: when the first rank entered the failed operation.
+
+    `given_up`: when the first rank answered the revoke, in seconds. Ranks that said nothing have no lane.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    group: Text
+    sequence: int
+    given_up: float
+    lanes: tuple[Lane, ...]
+
+    def lane(self, rank: int) -> Lane | None:
+        """The lane of a rank, if it has one."""
+        return next((lane for lane in self.lanes if lane.rank == rank), None)
+
+
+def build(incident: Incident, histories: Mapping[int, Any]) -> Timeline | None:
+    """Lay the ranks' histories (see `snapshot`) over each other; None when there is nothing to show.
+
+    A history that is no such data is left out: it came from another process.
+    """
+    group, _, number = incident.op_id.rpartition("/")
+    sequence = int(number) if number.isdigit() else 0
+    lanes = {rank: lane for rank, data in sorted(histories.items()) if (lane := _own_clock(rank, data)) is not None}
+    if not lanes:
+        return None
+    reference = max(lanes.values(), key=lambda lane: (len(_ends(lane)), -lane.rank))
+    aligned = [_aligned(lane, reference) for lane in lanes.values()]
+    entries = [bar.start for lane in aligned for bar in lane.bars if (bar.group, bar.sequence) == (group, sequence)]
+    zero = min(entries, default=min(lane.asked for lane in aligned))
+    moved = tuple(_moved(lane, -zero) for lane in aligned)
+    return Timeline(group=group, sequence=sequence, given_up=min(lane.asked for lane in moved), lanes=moved)
+
+
+def _own_clock(rank: int, data: Any) -> Lane | None:
+    """A rank's history on its own clock, zero at its answer."""
+    try:
+        groups, texts = data["groups"], data["texts"]
+        bars = [
+            Bar(
+                group=groups[group],
+                sequence=sequence,
+                text=texts[text],
+                start=-begun,
+                end=None if ended is None else -ended,
+                ok=bool(ok),
+            )
+            for group, sequence, text, begun, ended, ok in data["rows"]
+        ]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+    return Lane(rank=rank, clock="answer", asked=0.0, bars=tuple(sorted(bars, key=lambda bar: bar.start)))
+
+
+def _ends(lane: Lane) -> dict[Key, float]:
+    """When its completed operations ended: the moments that all ranks share."""
+    return {(bar.group, bar.sequence): bar.end for bar in lane.bars if bar.ok and bar.end is not None}
+
+
+def _aligned(lane: Lane, reference: Lane) -> Lane:
+    if lane is reference:
+        return lane.model_copy(update={"clock": "reference"})
+    ours, theirs = _ends(lane), _ends(reference)
+    common = sorted(ours.keys() & theirs.keys(), key=lambda key: ours[key])[-ALIGN_BY:]
+    if not common:
+        return lane
+    differences = [theirs[key] - ours[key] for key in common]
+    offset = median(differences)
+    spread = median(abs(one - offset) for one in differences)
+    update = {"clock": "operations", "common": len(common), "spread": round(spread, 6)}
+    return _moved(lane, offset).model_copy(update=update)
+
+
+def _moved(lane: Lane, by: float) -> Lane:
+    bars = tuple(
+        bar.model_copy(
+            update={
+                "start": round(bar.start + by, 6),
+                "end": None if bar.end is None else round(bar.end + by, 6),
+            }
+        )
+        for bar in lane.bars
+    )
+    return lane.model_copy(update={"bars": bars, "asked": round(lane.asked + by, 6)})
+
+
+# ---------------------------------------------------------------------------------------------------------- the report
+
+#: Raised with every change of a field's name or meaning.
+SCHEMA_VERSION: Final = 1
+
+
+class Quoted(BaseModel):
+    """A communicator that is not in order; `groups` are torch's process groups of the same ranks, as far as known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hash: Text
+    size: int
+    groups: tuple[Text, ...] = ()
+    members: Text
+    troubles: tuple[Text, ...]
+
+
+class RasQuote(BaseModel):
+    """The answer of RAS as far as a report quotes it; `reason` says why there is none, and is None where there is one.
+
+    `count`: the communicators that RAS reports, None for NCCL before 2.28.7, which has no JSON: its own lines about
+    what is not in order are the `lines` then. `more`: how many of what is not in order are not quoted.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: Text = ""
+    nccl: Text = ""
+    count: int | None = None
+    communicators: tuple[Quoted, ...] = ()
+    lines: tuple[Text, ...] = ()
+    more: int = 0
+    reason: Text | None = None
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """The answer as lines of text; nothing where there is no answer."""
+        return () if self.reason is not None else (self.heading, *(f"  {line}" for line in self.statements))
+
+    @property
+    def heading(self) -> str:
+        """Who was asked, and what it came to."""
+        if self.reason is not None:
+            return f"NCCL's RAS is no witness here: {self.reason}"
+        who = f"NCCL's RAS ({self.address}, NCCL {self.nccl})"
+        found = len(self.communicators) + len(self.lines) + self.more
+        if self.count is None:
+            lists = "its errors and warnings" if found else "no errors and no warnings"
+            return f"{who}: {lists}, of this job or of another on this host, which it does not tell"
+        return f"{who}: {found} of {self.count} communicators not in order"
+
+    @property
+    def statements(self) -> tuple[str, ...]:
+        """One line for each communicator that is not in order."""
+        told = [f"{one.hash}, {one.members}: {'; '.join(one.troubles)}" for one in self.communicators]
+        rest = [f"and {self.more} more: ncclguard explain --ras, or ncclras"] if self.more else []
+        return (*told, *self.lines, *rest)
+
+
+class Document(BaseModel):
+    """An incident with its timeline.
+
+    `written_at` is the writer's wall clock, for finding the incident in other logs; `ras` is what NCCL's RAS said when
+    the incident began, None where it was not asked.
+
+    Raises pydantic.ValidationError, a ValueError, for anything else.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = SCHEMA_VERSION
+    written_at: str
+    written_by: int
+    host: Text
+    job: str
+    world_size: int
+    ncclguard: str
+    torch: str
+    incident: Incident
+    timeline: Timeline | None = None
+    ras: RasQuote | None = None
+
+    @field_validator("schema_version")
+    @classmethod
+    def _readable(cls, version: int) -> int:
+        if version != SCHEMA_VERSION:
+            raise ValueError(
+                f"the report has schema version {version}, this ncclguard reads {SCHEMA_VERSION}: read it with the "
+                "version of ncclguard that wrote it"
+            )
+        return version

@@ -1,0 +1,292 @@
+"""Every hook of this process, and the order of its end.
+
+A process begins to take part with `init_process_group` and ends in one of these ways, each of which the others in the
+job have to hear of: `destroy_process_group`, the end of the program, an uncaught exception, SIGTERM, or the end of a
+process that `multiprocessing` started. No other module registers hooks with Python or the operating system; those
+around torch's `init_process_group` and `destroy_process_group` go through `torch_compat.on_init` and its siblings.
+
+At the end of the interpreter, in this order:
+
+1. what was given to `before_end`, the last first: the last snapshot of monitoring, the watchdog of time limits, the
+   last line of a drill. These stand before the exit handlers of packages that were imported before, such as a sink's.
+2. `End.JOB`: this rank says goodbye, the monitor ends, the guarded groups are closed.
+3. `End.QUEUES`: the threads that run asynchronous collectives, which have been ended by then; torch's own kernels.
+4. `End.TRANSPORT`: connections and communicators that are still there.
+5. `End.CALLS`: calls into C++ that were given up are released and waited for. A thread that comes back from C++ into an
+   interpreter that is being torn down would end the process with SIGABRT.
+
+`destroy_process_group` does 2 and 3 only. A forked child has none of the threads and speaks for nobody: it does what
+was given to `in_child`, in the order of registration.
+
+SIGTERM: a Python handler runs only between two bytecodes of the main thread, which may sit in a C call for minutes;
+without more, catching SIGTERM would keep a process alive that the signal used to end at once. So the signal is noticed
+by a thread of its own, through the descriptor that CPython's C handler writes to (`signal.set_wakeup_fd`), and that
+thread ends the process by SIGTERM's default action. A program that has a handler of its own keeps it, and nothing is
+announced then: such programs often go on for a while.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import ctypes
+import logging
+import multiprocessing.util
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from types import FrameType, TracebackType
+from typing import Final
+
+from ncclguard.incident.stacks import describe_exception
+
+_log = logging.getLogger("ncclguard")
+
+
+class End(IntEnum):
+    """The stages of the end of the interpreter, in their order."""
+
+    JOB = 1
+    QUEUES = 2
+    TRANSPORT = 3
+    CALLS = 4
+
+
+_at_end: list[tuple[End, Callable[[], None]]] = []
+_before_fork: list[Callable[[], None]] = []
+_after_fork: list[Callable[[], None]] = []
+_in_child: list[Callable[[], None]] = []
+
+
+def at_end(stage: End, callback: Callable[[], None]) -> None:
+    """Call `callback()` at this stage of the end of the interpreter."""
+    _at_end.append((stage, callback))
+    _at_end.sort(key=lambda entry: entry[0])  # stable: within a stage in the order of registration
+
+
+def before_end(callback: Callable[[], object]) -> None:
+    """Call `callback()` before all stages, and before exit handlers that exist already."""
+    atexit.register(callback)
+
+
+def forget(callback: Callable[[], object]) -> None:
+    """What was given to `before_end` is not needed any more."""
+    atexit.unregister(callback)
+
+
+def reach(*stages: End) -> None:
+    """Do now what these stages do: in `destroy_process_group`, or where no exit handlers run."""
+    _run([callback for stage, callback in _at_end if stage in stages])
+
+
+def around_fork(before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before()` in a process that forks, and `after()` in it once it has."""
+    _before_fork.append(before)
+    _after_fork.append(after)
+
+
+def in_child(callback: Callable[[], None]) -> None:
+    """Call `callback()` in every forked child, where locks that other threads held stay locked for good."""
+    _in_child.append(callback)
+
+
+def _run(callbacks: list[Callable[[], None]]) -> None:
+    for callback in callbacks:
+        try:
+            callback()
+        except Exception:  # noqa: BLE001 - the process is ending, and the next callback matters as much
+            _log.exception("ncclguard: %s failed and was skipped; the process goes on to its end", callback)
+
+
+atexit.register(lambda: _run([callback for _, callback in _at_end]))
+os.register_at_fork(
+    before=lambda: _run(_before_fork[::-1]),
+    after_in_parent=lambda: _run(_after_fork),
+    after_in_child=lambda: _run(_in_child),
+)
+
+# ---------------------------------------------------------------------- SIGTERM
+
+#: Seconds until a process that SIGTERM's default action did not end is ended by `_exit` with the shell's code for it.
+_GRACE: Final = 1.0
+_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
+
+
+class Termination:
+    """Calls `tell` when SIGTERM is about to end this process, then lets it end.
+    `install` in the main thread, else nothing.
+
+    `tell` runs in a thread that is neither the main nor the monitor's; it must end by itself within a few seconds.
+    """
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._ours = self._handle  # one object: a bound method is a new one each time
+        self._begun = _thread.allocate_lock()
+        self._writer: socket.socket | None = None
+        self._installed = False
+        self._masks = threading.local()  # of the threads that are about to fork
+
+    def install(self) -> bool:
+        """Take SIGTERM over where its action is the default; False where it is not, or in
+        another thread than the main.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return False
+        signal.signal(signal.SIGTERM, self._ours)
+        self._installed = True
+        with contextlib.suppress(OSError):  # no descriptors left: the handler alone has to do
+            self._listen()
+        return True
+
+    def uninstall(self) -> None:
+        """Give SIGTERM back; a handler that the program has put there since stays."""
+        if not self._installed or threading.current_thread() is not threading.main_thread():
+            return
+        self._installed = False
+        if signal.getsignal(signal.SIGTERM) is self._ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._close()
+
+    def forget_in_child(self) -> None:
+        """A forked child, such as a data loader's worker, ends by SIGTERM as ever and must
+        not wake the parent's thread.
+        """
+        if self._installed:
+            self._installed = False
+            if signal.getsignal(signal.SIGTERM) is self._ours:
+                _default_action()
+                with contextlib.suppress(ValueError):  # forked from a thread that this interpreter does not call main
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._close()
+        self.after_fork()
+
+    def before_fork(self) -> None:
+        """Hold SIGTERM back in the thread that forks: Python forgets what reaches a child before `forget_in_child`."""
+        if self._installed:
+            self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def after_fork(self) -> None:
+        """Let it through again."""
+        before = self._masks.__dict__.pop("before", None)
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _listen(self) -> None:
+        reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        if before != -1:  # an event loop's: it keeps it, and the handler alone has to do
+            signal.set_wakeup_fd(before)
+            reader.close()
+            writer.close()
+            return
+        self._writer = writer
+        threading.Thread(target=self._watch, args=(reader,), name="ncclguard-sigterm", daemon=True).start()
+
+    def _watch(self, reader: socket.socket) -> None:
+        with reader:
+            while True:
+                heard, extra, _, _ = reader.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
+                if not heard:
+                    return
+                # A child has this handler and this socket too, from its fork until `forget_in_child`: not its signals.
+                own = any(_CREDENTIALS.unpack(data)[0] == os.getpid() for _, _, data in extra)
+                if own and signal.SIGTERM in heard and signal.getsignal(signal.SIGTERM) is self._ours:
+                    self._end()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # In the main thread, which may hold any lock: the work is done by another one, started without Python's own
+        # locks. Called by a handler that was put over this one, it does what the default action would have done there:
+        # nothing.
+        if signal.getsignal(signal.SIGTERM) is self._ours:
+            _thread.start_new_thread(self._end, ())
+
+    def _end(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
+        try:
+            self._tell()
+        finally:
+            _default_action()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_GRACE)
+            os._exit(128 + signal.SIGTERM)
+
+    def _close(self) -> None:
+        """Give the descriptor back; the thread sees the end of its socket and ends."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        with contextlib.suppress(ValueError):  # not in the main thread
+            current = signal.set_wakeup_fd(-1)
+            if current not in (-1, writer.fileno()):  # somebody else's by now
+                signal.set_wakeup_fd(current)
+        writer.close()
+
+
+def _default_action() -> None:
+    """`signal.signal` works in the main thread only; the C function does in all."""
+    function = ctypes.CDLL(None).signal
+    function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    function(int(signal.SIGTERM), None)  # SIG_DFL is 0
+
+
+_dead_threads: list[str] = []
+
+
+def dead_threads() -> str:
+    """What is known of threads of this process that ended with an exception; empty for none. Kept: the first three."""
+    return "; ".join(_dead_threads)
+
+
+def watch_threads() -> None:
+    """Note exceptions that end a thread: its program may wait for that thread, and its peers for the program."""
+    previous = threading.excepthook
+
+    def note(arguments: threading.ExceptHookArgs) -> None:
+        if arguments.exc_value is not None and len(_dead_threads) < 3:
+            name = arguments.thread.name if arguments.thread is not None else "a thread"
+            _dead_threads.append(f"its thread {name!r} had ended with {describe_exception(arguments.exc_value)}")
+        previous(arguments)
+
+    threading.excepthook = note
+
+
+def watch_uncaught(announce: Callable[[BaseException], None]) -> None:
+    """Call `announce` with the exception that ends the program, before other threads and exit handlers keep it busy."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        announce(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def watch_multiprocessing(announce: Callable[[BaseException], None]) -> None:
+    """Do the same in a process that `multiprocessing` started, and then leave the job.
+
+    Such a process ends without `sys.excepthook`, and a forked one without exit handlers.
+    """
+
+    def end() -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit) and error.code not in (None, 0):
+            error = error.__context__  # torch.multiprocessing catches what a rank raises, and exits
+        if isinstance(error, Exception):
+            announce(error)
+        reach(End.JOB, End.QUEUES)
+
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, end, exitpriority=0)

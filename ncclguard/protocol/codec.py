@@ -1,0 +1,159 @@
+"""Reports, verdicts and departures as JSON: what goes through the store is data, never code."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from ncclguard.cause import Cause
+from ncclguard.protocol.decision import (
+    Action,
+    Departure,
+    Issued,
+    Operation,
+    Phase,
+    Report,
+    Trouble,
+    TroubleKind,
+    Verdict,
+    Waiting,
+    Watched,
+)
+
+
+def dumps(value: Report | Verdict | Departure | Operation) -> str:
+    """Serialise; details that are not plain data become strings."""
+    data = dataclasses.asdict(value)
+    if isinstance(value, Verdict):  # of thousands of ranks
+        data |= {
+            "culprits": _by_cause(value.culprits),
+            "departed": _by_cause(value.departed),
+            "participants": ranges(value.participants),
+            "sides": [[text, ranges(ranks)] for text, ranks in value.sides],
+        }
+    elif isinstance(value, Report):
+        data["watched"] = _dumped(value.watched)
+    return json.dumps(data, separators=(",", ":"), default=str)
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Return ranks as a short text, in their order; `ranks_of` reads it.
+
+    >>> ranges([0, 1, 2, 5, 3]), ranks_of("0-2,5,3")
+    ('0-2,5,3', (0, 1, 2, 5, 3))
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+@functools.lru_cache(maxsize=64)
+def ranks_of(text: str) -> tuple[int, ...]:
+    """The ranks that `ranges` wrote; one object for all that read the same."""
+    runs = [part.partition("-") for part in text.split(",")] if text else []
+    return tuple(rank for first, _, last in runs for rank in range(int(first), int(last or first) + 1))
+
+
+def loads_report(text: str) -> Report:
+    data: dict[str, Any] = json.loads(text)
+    if data["operation"] is not None:
+        data["operation"] = Operation(**data["operation"])
+    if data["trouble"] is not None:
+        data["trouble"] = Trouble(**{**data["trouble"], "kind": TroubleKind(data["trouble"]["kind"])})
+    data["phase"] = Phase(data["phase"])
+    data["watched"] = _loaded(data.get("watched"))
+    return Report(**data)
+
+
+def loads_verdict(text: str) -> Verdict:
+    data: dict[str, Any] = json.loads(text)
+    data["action"] = Action(data["action"])
+    data["cause"] = None if data["cause"] is None else Cause(data["cause"])
+    data["culprits"] = _causes(data["culprits"])
+    data["departed"] = _causes(data["departed"])
+    data["participants"] = ranks_of(data["participants"])
+    data["fingerprints"] = tuple(data["fingerprints"])
+    data["sides"] = tuple((text, ranks_of(ranks)) for text, ranks in data["sides"])
+    return Verdict(**data)
+
+
+def loads_departure(text: str) -> tuple[Departure, dict[str, int]]:
+    """Return the departure and, per group, the highest sequence it completed there."""
+    data: dict[str, Any] = json.loads(text)
+    return (
+        Departure(
+            data["rank"],
+            Cause(data["cause"]),
+            data["text"],
+            details=data.get("details", {}),
+            terminated=data.get("terminated", False),
+            watched=_loaded(data.get("watched")),
+        ),
+        {str(group): int(done) for group, done in data["done"].items()},
+    )
+
+
+def dumps_departure(departure: Departure, done: dict[str, int], by: int) -> str:
+    """Serialise, with the rank that writes it: what two witnesses write is never equal,
+    so each knows whose came first.
+    """
+    return json.dumps(
+        {
+            "by": by,
+            "rank": departure.rank,
+            "cause": departure.cause.value,
+            "text": departure.text,
+            "done": done,
+            "details": dict(departure.details),
+            "terminated": departure.terminated,
+            "watched": _dumped(departure.watched),
+        },
+        separators=(",", ":"),
+        default=str,
+    )
+
+
+def _dumped(watched: Watched | None) -> dict[str, Any] | None:
+    """Short: every rank of a job says it at once, and groups have thousands of members."""
+    if watched is None:
+        return None
+    said = {
+        "waits": [[*dataclasses.astuple(w)[:1], ranges(w.members), *dataclasses.astuple(w)[2:]] for w in watched.waits],
+        "done": dict(watched.done),
+        "issued": dict(watched.issued),
+        "recent": [dataclasses.astuple(one) for one in watched.recent],
+        "limit": watched.limit,
+    }
+    return {name: value for name, value in said.items() if value}
+
+
+def _loaded(said: dict[str, Any] | None) -> Watched | None:
+    if said is None:
+        return None
+    return Watched(
+        waits=tuple(Waiting(w[0], ranks_of(w[1]), *w[2:]) for w in said.get("waits", ())),
+        done=said.get("done", {}),
+        issued=said.get("issued", {}),
+        recent=tuple(Issued(*one) for one in said.get("recent", ())),
+        limit=said.get("limit"),
+    )
+
+
+def _by_cause(pairs: Iterable[tuple[int, Cause]]) -> list[list[str]]:
+    runs: list[tuple[Cause, list[int]]] = []
+    for rank, cause in pairs:
+        if not runs or runs[-1][0] is not cause:
+            runs.append((cause, []))
+        runs[-1][1].append(rank)
+    return [[ranges(ranks), cause.value] for cause, ranks in runs]
+
+
+def _causes(runs: list[list[str]]) -> tuple[tuple[int, Cause], ...]:
+    return tuple((rank, Cause(cause)) for ranks, cause in runs for rank in ranks_of(ranks))

@@ -1,0 +1,162 @@
+"""torch's private names for NCCL process groups; the others are in `_torch`.
+
+Written from the sources of torch 2.6, 2.9 and a later main branch; the bindings were looked at in CUDA builds of 2.6.0
+and 2.15.0. Run on an emulated GPU with torch 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as _c
+
+from ncclguard.torch_compat import groups
+
+# With blocking wait ProcessGroupNCCL starts neither watchdog nor monitor (ProcessGroupNCCL.cpp: "NO watchdog thread is
+# created"). From 2.8 on a watchdog that sees an error reports it to the whole job, whatever its error handling
+# (Watchdog::runLoop, broadcastDumpSignal): `exception_dump` in the default store makes the monitor of every rank end
+# its process. The other effect of blocking wait, on wait(), is avoided by make_stream_wait(). Without a watchdog nobody
+# retires the flight recorder's entries, which point at the events; those of the cache are never freed.
+_WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_CUDA_EVENT_CACHE": "1"}
+
+# Before, only the watchdog takes an operation back out of the count that a capture waits for, without a limit
+# (CUDAGraph.cpp, num_pending_event_queries): without it the program's next CUDA graph would hang. Its report can be
+# switched off there.
+_WATCHDOG_WITHOUT_TEETH = {
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # 1 and 3 end the process on an error that the guard handles
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the same, for errors that NCCL reports asynchronously
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # turns error handling 0 into 3
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # ends the process when the watchdog is busy
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # the report, and a minute's sleep
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+
+# How long torch waits for NCCL in abort(). A watchdog would log a timeout of operations that take longer, so it gets
+# the backstop.
+_ABORT_LIMIT = timedelta(seconds=60)
+
+# How long torch spins for a call of a non-blocking communicator that does not come back; 1800 s by default, and an
+# abort does not end it (NCCLUtils.hpp, C10D_NCCL_CHECK_TIMEOUT). Read once, at the process's first communicator.
+_SPINS_FOR = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+
+_environment = threading.Lock()
+
+
+def new_nccl_group(store: groups.Store, name: str, ranks: tuple[int, ...], index: int, backstop: timedelta) -> Any:
+    """A bare NCCL process group that never ends the process: unknown to torch, its watchdog absent or harmless.
+
+    ``name``: what the flight recorder calls it. The variables that ProcessGroupNCCL reads are set while it is
+    constructed only, so that the groups of the program keep theirs. Its operations must be waited for by
+    `make_stream_wait`, never by ``wait``, which would block. Non-blocking communicators where torch and NCCL have
+    working ones (2.10 and 2.26; hangs before: pytorch #153960, #154055, #169484), because only with those does NCCL
+    promise that an abort is safe. Raises RuntimeError where torch was built without NCCL.
+    """
+    group_type: Any = getattr(_c, "ProcessGroupNCCL", None)
+    if group_type is None:
+        raise RuntimeError(
+            "this torch was built without NCCL: install a CUDA build of torch, or move the tensor to the CPU"
+        )
+    needs_watchdog = graphs_count_operations()
+    options = group_type.Options()
+    options._timeout = backstop if needs_watchdog else _ABORT_LIMIT
+    options.group_name = name
+    options.global_ranks_in_group = list(ranks)
+    non_blocking = groups.VERSION >= (2, 10) and torch.cuda.nccl.version() >= (2, 26)  # type: ignore[no-untyped-call]
+    if non_blocking:
+        options.config.blocking = False
+    with _environment:
+        if non_blocking and "TORCH_NCCL_USE_COMM_NONBLOCKING" not in os.environ:  # else the limit is the program's too
+            os.environ.setdefault(_SPINS_FOR, str(spin_limit(dist.get_world_size() if dist.is_initialized() else 1)))
+        if not needs_watchdog:
+            with _variables(_WITHOUT_WATCHDOG):
+                return group_type(store, index, len(ranks), options)
+        with _variables(_WATCHDOG_WITHOUT_TEETH), _no_debugging():
+            return group_type(store, index, len(ranks), options)
+
+
+def spin_limit(ranks: int) -> int:
+    """Seconds that a launch or a connection of a job of so many ranks may take.
+
+    As short as can be, because a launch whose peer died keeps a core busy and its staging memory taken for that
+    long; but connecting has the same limit, and takes longer the more ranks there are.
+    """
+    return min(20 + ranks // 25, 60)
+
+
+#: cudaErrorNvlinkUncorrectable: also what a healthy GPU sees of a peer's that has failed.
+_NVLINK = 220
+
+
+def of_own_device(error: BaseException) -> bool:
+    """Whether CUDA itself failed in this process: an error that lasts and that no other communicator gets round.
+
+    torch raises AcceleratorError for what the CUDA runtime answers (older ones a RuntimeError whose text begins with
+    "CUDA error:"), and DistBackendError for what NCCL answers, whose cause may be any rank.
+    """
+    kind: Any = getattr(torch, "AcceleratorError", None)
+    if kind is None:
+        return isinstance(error, RuntimeError) and str(error).startswith("CUDA error: ") and "NVLink" not in str(error)
+    return isinstance(error, kind) and getattr(error, "error_code", None) != _NVLINK
+
+
+@functools.lru_cache(maxsize=1)
+def graphs_count_operations() -> bool:
+    """Whether a capture into a CUDA graph waits until a watchdog has seen every operation end: torch 2.6, not 2.15."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    try:
+        library = ctypes.CDLL(str(path))  # which is loaded already
+    except OSError:
+        return groups.VERSION < (2, 8)
+    return hasattr(library, "_ZN2at4cuda9CUDAGraph25inc_pending_event_queriesEv")
+
+
+def make_stream_wait(work: dist.Work) -> None:
+    """Have the current stream wait for an operation, and not this thread.
+
+    ``block_current_stream`` is the same function without its warning (ProcessGroupNCCL.hpp, ``WorkNCCL``); older torch,
+    2.6 among it, has ``synchronize`` only, which prints in 2.13 and 2.15 that it is being deprecated.
+    """
+    (work.block_current_stream if hasattr(work, "block_current_stream") else work.synchronize)()
+
+
+def shut_nccl_group(group: Any) -> None:
+    """Release a healthy NCCL group once its operations are done everywhere; blocks until then."""
+    (group.shutdown if hasattr(group, "shutdown") else group._shutdown)()
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _no_debugging() -> Iterator[None]:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL gives a watchdog its teeth back."""
+    before = _c.get_debug_level()
+    if before == _c.DebugLevel.DETAIL:
+        _c.set_debug_level(_c.DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        _c.set_debug_level(before)
