@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = ROOT.as_posix() + (f"[{','.join(options.extras)}]" if options.extras else "")
         say(f"installing ncclguard {'with ' + ', '.join(options.extras) if options.extras else ''}".rstrip())
         pip("install", "-qq", "--editable", name)
+        if "deepspeed" in options.extras:
+            build_deepspeed_extension()
     except subprocess.CalledProcessError as error:
         return fail(f"`{' '.join(map(str, error.cmd))}` ended with {error.returncode}; its own message is above")
     except SetupError as error:
@@ -124,6 +126,26 @@ def install_deepspeed() -> None:
     environment = {**os.environ, "DS_BUILD_OPS": "0"}
     command = [str(PYTHON), "-m", "pip", "install", "-qq", "--no-build-isolation", "deepspeed"]
     subprocess.run(command, check=True, env=environment)
+
+
+def build_deepspeed_extension() -> None:
+    """Build what DeepSpeed on CPUs compiles at its first use, into the folder that tests/conftest.py names.
+
+    A process that is killed while it builds leaves a lock for which every later one waits without a limit, and tests
+    kill processes. Without a compiler DeepSpeed does without the extension.
+    """
+    folder = FOLDER / "torch_extensions"
+    if any(folder.glob("*/*.so")):
+        return
+    say("building the extension that DeepSpeed uses on CPUs")
+    shutil.rmtree(folder, ignore_errors=True)
+    path = os.pathsep.join([str(PYTHON.parent), os.environ.get("PATH", os.defpath)])
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "PATH": path}
+    code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    done = subprocess.run([PYTHON, "-c", code], check=False, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        say("DeepSpeed's extension could not be built: " + (done.stderr.strip().splitlines() or ["no reason given"])[-1])
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def choices() -> list[tuple[str, ...]]:

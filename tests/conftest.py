@@ -23,6 +23,10 @@ hypothesis.settings.register_profile("ncclguard", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("ncclguard")
 # For torchrun and other programs that tests start: faults/launcher.py says why.
 os.environ.setdefault("RES_OPTIONS", network.RES_OPTIONS)
+# A test that kills a rank while DeepSpeed builds an extension leaves a lock for which all later tests would wait:
+# scripts/environment.py has built it.
+if (Path(sys.prefix) / "torch_extensions").is_dir():
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests and their ranks send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
