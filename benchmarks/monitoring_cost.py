@@ -27,8 +27,7 @@ from ncclguard.coordination.group_state import OpenCall
 from ncclguard.engine.call import Call
 from ncclguard.engine.outcomes import success
 from ncclguard.metrics import statistics
-from ncclguard.metrics.adjust import decide
-from ncclguard.metrics.exchange import Exchange
+from ncclguard.metrics.exchange import Exchange, decide
 from ncclguard.metrics.registry import RecordingListener
 from ncclguard.metrics.statistics import combine
 from ncclguard.protocol.decision import Operation

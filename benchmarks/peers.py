@@ -30,7 +30,7 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.bench.arguments import parse_size
 from ncclguard.bench.machine import describe
-from ncclguard.bench.operations import Blocks, choose_pattern, count_wrong, fill
+from ncclguard.bench.measure import Blocks, choose_pattern, count_wrong, fill
 from ncclguard.bench.ranks import World
 from ncclguard.bench.results import percentile, ratio, slowest_rank_times
 

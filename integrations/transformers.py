@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from ncclguard.errors import GuardError
 from ncclguard.evaluation import Action, GuardedEvaluation, record_partial, resilient_evaluate
-from ncclguard.evaluation.report import metrics_of
+from ncclguard.evaluation.decision import metrics_of
 from ncclguard.evaluation.state import Restore
 
 _GUARDS = "_ncclguard_guards"  # attribute of a trainer

@@ -37,7 +37,7 @@ COMMANDS = {
     "env": Command("ncclguard.environment.env_command", "print the environment variables that fit this host"),
     "explain": Command("ncclguard.explain.command", "read what a hung job left and name the rank that held it up"),
     "top": Command("ncclguard.metrics.top_command", "watch the ranks of a running job on this host"),
-    "set": Command("ncclguard.metrics.set_command", "change settings of a running job, on all ranks at once"),
+    "set": Command("ncclguard.metrics.control", "change settings of a running job, on all ranks at once"),
     "report": Command("ncclguard.incident.report", "make the page of an incident again, from its JSON"),
     "drill": Command("ncclguard.faults.drill", "inject a fault into a running job that allows it"),
 }

@@ -31,7 +31,7 @@ from ncclguard.metrics.monitoring import setup_nccl_monitoring
 from ncclguard.outcome import Outcome
 from ncclguard.phases import phase
 from ncclguard.process_group.group import register
-from ncclguard.watch.entry import watch
+from ncclguard.watch.watcher import watch
 
 __all__ = [
     "Cause",

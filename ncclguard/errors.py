@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from ncclguard.cause import Cause
-from ncclguard.incident.text import ranks_text
+from ncclguard.incident.model import ranks_text
 
 if TYPE_CHECKING:
     from ncclguard.outcome import Outcome

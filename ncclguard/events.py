@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ncclguard.coordination.group_state import OpenCall
     from ncclguard.incident.model import Incident
-    from ncclguard.metrics.adjust import SettingChange
+    from ncclguard.metrics.exchange import SettingChange
     from ncclguard.outcome import Outcome
 
 

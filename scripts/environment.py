@@ -139,12 +139,13 @@ def build_deepspeed_extension() -> None:
         return
     say("building the extension that DeepSpeed uses on CPUs")
     shutil.rmtree(folder, ignore_errors=True)
-    path = os.pathsep.join([str(PYTHON.parent), os.environ.get("PATH", os.defpath)])
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "PATH": path}
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder)}  # PATH too: another ninja would build it again
     code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
     done = subprocess.run([PYTHON, "-c", code], check=False, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
-        say("DeepSpeed's extension could not be built: " + (done.stderr.strip().splitlines() or ["no reason given"])[-1])
+        say(
+            "DeepSpeed's extension could not be built: " + (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        )
         shutil.rmtree(folder, ignore_errors=True)
 
 

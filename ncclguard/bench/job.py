@@ -21,11 +21,28 @@ from ncclguard.bench.machine import (
     peak_resident_bytes,
     shortage,
 )
-from ncclguard.bench.measure import Control, GuardedCallFailed, measure, plan_for, variants_for
-from ncclguard.bench.operations import WORKLOADS, choose_pattern, shape_for
+from ncclguard.bench.measure import (
+    WORKLOADS,
+    Control,
+    GuardedCallFailed,
+    choose_pattern,
+    measure,
+    plan_for,
+    shape_for,
+    variants_for,
+)
 from ncclguard.bench.ranks import World, choose_backend, device_of, ranks_sharing, rendezvous_variables
-from ncclguard.bench.report import Screen, check_outputs, header, write_json, write_plot
-from ncclguard.bench.results import BenchResult, SizeResult, judge, summarize
+from ncclguard.bench.results import (
+    BenchResult,
+    Screen,
+    SizeResult,
+    check_outputs,
+    header,
+    judge,
+    summarize,
+    write_json,
+    write_plot,
+)
 
 #: Seconds at least for joining and for the bench's own group, where ranks start at
 #: different times: --timeout is about the calls.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 
 import ncclguard
-from ncclguard.bench.operations import Shape
+from ncclguard.bench.measure import Shape
 from ncclguard.bench.ranks import World
 
 _PREFIXES = ("NCCL_", "NCCLGUARD_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TORCH_FR_", "GLOO_", "OMP_NUM_")

@@ -18,8 +18,7 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.bench.arguments import BenchError, Settings
 from ncclguard.bench.job import join, objection
-from ncclguard.bench.measure import raise_first
-from ncclguard.bench.operations import AllReduce, count_wrong, shape_for
+from ncclguard.bench.measure import AllReduce, count_wrong, raise_first, shape_for
 from ncclguard.bench.ranks import Heartbeat, World
 from ncclguard.cause import Cause
 from ncclguard.outcome import Outcome

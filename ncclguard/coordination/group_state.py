@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ncclguard.cause import Cause
-from ncclguard.incident import bounds
+from ncclguard.incident import model
 from ncclguard.incident.model import Incident
 from ncclguard.protocol.decision import (
     Departure,
@@ -314,7 +314,7 @@ class GroupState:
         """The coordinator's verdict on what the members report, with its incident."""
         verdict = decide(generation, members, reports, departed, silent, coordinator=coordinator)
         incident = summarise(verdict, reports, departed, silent, self)
-        return replace(verdict, sides=bounds.sides(verdict.sides), incident=incident)
+        return replace(verdict, sides=model.sides(verdict.sides), incident=incident)
 
     def adopt(self, verdict: Verdict, donated: str | None) -> None:
         """Hand the verdict to the caller who waits for it."""

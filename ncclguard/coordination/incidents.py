@@ -11,9 +11,8 @@ from pydantic import ValidationError
 from ncclguard import torch_compat
 from ncclguard.cause import ADVICE, ADVICE_WATCHED, Cause
 from ncclguard.coordination.group_state import GroupState, Subject
-from ncclguard.incident import bounds
-from ncclguard.incident.model import Incident, RankReport, State
-from ncclguard.incident.text import ranks_text
+from ncclguard.incident import model
+from ncclguard.incident.model import Incident, RankReport, State, ranks_text
 from ncclguard.protocol.decision import Action, Departure, Phase, Report, Verdict
 
 #: Broken connections that a summary names.
@@ -54,7 +53,7 @@ def summarise(
         agreed=True,
         attempts=verdict.attempt,
         participants=verdict.participants,
-        ranks=bounds.bounded(
+        ranks=model.bounded(
             (
                 _rank(rank, verdict, reports, departed, silent, causes, state.sightings.get(rank, {}))
                 for rank in {*reports, *departed, *silent}
@@ -63,7 +62,7 @@ def summarise(
         ),
         summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded),
         advice=("The others go on without it. " if resumed else "") + _advice(verdict.cause, state),
-        sides=bounds.sides(verdict.sides),
+        sides=model.sides(verdict.sides),
     )
     said = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
     return json.dumps({"schema_version": incident.schema_version, **said}, separators=(",", ":"))
@@ -117,7 +116,7 @@ def histories(reports: Mapping[int, Report], departed: Mapping[int, Departure], 
     Where that is more than a store takes, those of the `culprits` come before the others'.
     """
     details = _details(reports, departed)
-    found, left = {}, bounds.HISTORIES
+    found, left = {}, model.HISTORIES
     for rank in sorted(details, key=lambda rank: (rank not in culprits, rank)):
         history = details[rank].get("history")
         size = len(json.dumps(history))

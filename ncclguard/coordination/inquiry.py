@@ -16,7 +16,7 @@ from ncclguard.cause import Cause
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.liveness import Sight, silent_cause
 from ncclguard.coordination.store import AgreementStore, HighWaterMarks
-from ncclguard.incident.text import SHOWN_GROUPS, ranks_text
+from ncclguard.incident.model import SHOWN_GROUPS, ranks_text
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Operation, Phase, Report, TroubleKind
 

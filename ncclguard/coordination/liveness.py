@@ -31,7 +31,7 @@ from ncclguard import lifecycle
 from ncclguard.cause import Cause
 from ncclguard.coordination.store import AgreementStore, Entries
 from ncclguard.environment.network import address_towards_master
-from ncclguard.incident.host_processes import Offer, fetch, process_state
+from ncclguard.incident.stacks import Offer, fetch, process_state
 from ncclguard.protocol.decision import Departure
 
 Port = tuple[str, int]  # (numeric address, port)
@@ -74,7 +74,7 @@ class Identity:
     pid: int
     start_ticks: int
     port: Port | None  # where it listens, so that others see that it exists
-    stacks: tuple[int, int, int, int] | None = None  # how to have it write its stacks, see incident/host_processes.py
+    stacks: tuple[int, int, int, int] | None = None  # how to have it write its stacks, see incident/stacks.py
 
     def to_json(self) -> str:
         """As a JSON object."""

@@ -15,16 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ncclguard.cause import Cause
-from ncclguard.coordination.departures import Departures
 from ncclguard.coordination.group_state import GroupState, Summarise, make_state
 from ncclguard.coordination.inquiry import Inquiries, Patience
 from ncclguard.coordination.liveness import Identity, Liveness, Neighbours, Sight
 from ncclguard.coordination.revocation import Revocation, leave_result, read_revoke, revoke
 from ncclguard.coordination.sections import Sections
-from ncclguard.coordination.session import Handshake
-from ncclguard.coordination.store import AgreementStore, Entries, StoreUnavailable
-from ncclguard.incident.host_processes import Offer
+from ncclguard.coordination.store import AgreementStore, Departures, Entries, Handshake, StoreUnavailable
 from ncclguard.incident.model import Incident
+from ncclguard.incident.stacks import Offer
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Departure, Report, TroubleKind
 from ncclguard.protocol.timing import Timing

@@ -1,4 +1,4 @@
-"""What the ranks of a job write for each other in its store: single keys, numbered logs, and high-water marks.
+"""What the ranks of a job write for each other in its store: keys, numbered logs, the session's name, who has left.
 
 A TCPStore `set` is not acknowledged: on another connection a later `check` missed it in 187 of 5,000 tries. So whatever
 a decision rests on is written with `compare_set` (acknowledged, the first writer wins), and a plain `set` is only used
@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # ncclguard.coordination.liveness needs this module, but no torch
     from ncclguard.torch_compat.groups import Store
+import secrets
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ncclguard.protocol import codec
+from ncclguard.protocol.decision import Departure
 
 #: Under the default group's own prefix chain; everything of one session lies below its nonce.
 ROOT = "ncclguard"
@@ -189,3 +195,113 @@ class HighWaterMarks:
             if found == expected:
                 return None  # the store has lost it
             expected = found
+
+
+class Departures:
+    """Used by the monitor's thread of one `rank` only; every method that talks to the store is given it."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._known: dict[int, tuple[Departure, dict[str, int]]] = {}
+        self._entries = Entries("departures", "departure")
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._known
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def post(self, store: AgreementStore, departure: Departure, done: dict[str, int]) -> bool:
+        """Enter a departure once per rank, whoever is first: the rank itself or a witness.
+        True when all should be told to look.
+
+        That is with the first, second, fourth, eighth and so on, so that the end of a large job is no flood of news.
+        """
+        text = codec.dumps_departure(departure, done, self._rank)
+        entered = store.first(f"departed/{departure.rank}", text)
+        if entered != text:
+            self._learn(entered)
+            return False
+        number = self._entries.add(store, text)
+        return number & (number - 1) == 0
+
+    def read(self, store: AgreementStore) -> None:
+        """Learn what was entered since."""
+        for text in self._entries.new(store):
+            self._learn(text)
+
+    def count(self, store: AgreementStore) -> int:
+        """How many have been entered."""
+        return self._entries.count(store)
+
+    def _learn(self, text: str) -> None:
+        departure, done = codec.loads_departure(text)
+        self._known.setdefault(departure.rank, (departure, done))
+
+    def among(self, ranks: Iterable[int], group: str = "") -> dict[int, Departure]:
+        """Those of some ranks, with the highest sequence they completed in a group."""
+        if not self._known:  # in every step of every monitor
+            return {}
+        members = frozenset(ranks)
+        return {
+            rank: replace(departure, done=done.get(group, 0))
+            for rank, (departure, done) in self._known.items()
+            if rank in members
+        }
+
+    def all(self) -> dict[int, Departure]:
+        """Every one that is known."""
+        return {rank: departure for rank, (departure, _) in self._known.items()}
+
+
+class Handshake:
+    """Agree on the session's nonce without a collective and without meeting the keys of an earlier life.
+
+    A store may outlive a job's process groups (torchrun's agent store, a store the user made), so that everything in it
+    can be stale. Rank 0 publishes a fresh nonce; each rank registers with a fresh token and the nonce it saw; rank 0
+    acknowledges those that saw its own. A rank believes a nonce when its own token is acknowledged under it. Cost: a
+    few operations per rank, one reader that is linear in the number of ranks, once; nothing in it is a collective, so
+    ranks may come minutes apart.
+    """
+
+    def __init__(self, store: AgreementStore, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._token = secrets.token_hex(8)
+        self._missing = set(range(1, world_size)) if rank == 0 else set()
+        self._hello: str | None = None
+        self._registrations = _registrations("")
+        self.nonce: str | None = None
+
+    def step(self) -> bool:
+        """Do what can be done without waiting; True when nothing is left to do (rank 0: everybody is acknowledged)."""
+        if self._rank == 0:
+            return self._acknowledge()
+        if self.nonce is None:
+            self._register()
+        return self.nonce is not None
+
+    def _register(self) -> None:
+        hello = self._store.read("hello")
+        if hello is None:
+            return
+        if hello != self._hello:
+            self._hello = hello
+            _registrations(hello).add(self._store, json.dumps([self._rank, self._token]))
+        if self._store.read(f"acknowledged/{hello}/{self._token}") is not None:
+            self.nonce = hello
+
+    def _acknowledge(self) -> bool:
+        if self.nonce is None:
+            self.nonce = secrets.token_hex(6)
+            self._registrations = _registrations(self.nonce)
+            self._store.put("hello", self.nonce)
+        for text in self._registrations.new(self._store):
+            rank, token = json.loads(text)
+            self._store.put(f"acknowledged/{self.nonce}/{token}", "1")
+            self._missing.discard(rank)
+        return not self._missing
+
+
+def _registrations(hello: str) -> Entries:
+    return Entries(f"registrations/{hello}", f"registration/{hello}")

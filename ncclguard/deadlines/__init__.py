@@ -7,8 +7,14 @@
 from __future__ import annotations
 
 from ncclguard.deadlines.deadline import Deadline, get_adaptive_timeout
-from ncclguard.deadlines.handler import engine_section, nccl_timeout_handler, remaining_limit
-from ncclguard.deadlines.limit import TimeLimit, enter_engine, leave_engine
+from ncclguard.deadlines.limit import (
+    TimeLimit,
+    engine_section,
+    enter_engine,
+    leave_engine,
+    nccl_timeout_handler,
+    remaining_limit,
+)
 
 __all__ = [
     "Deadline",

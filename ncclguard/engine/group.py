@@ -17,7 +17,7 @@ from ncclguard.engine.attempt import SLICE, Attempts, Statistics
 from ncclguard.engine.call import Call
 from ncclguard.engine.communicators import Communicators
 from ncclguard.engine.execution import Execution, InUse, encode
-from ncclguard.engine.streams import drained, queues
+from ncclguard.engine.memory import drained, queues
 from ncclguard.errors import CollectiveFailed
 from ncclguard.outcome import Outcome
 from ncclguard.protocol.decision import Action, Operation, TroubleKind, Verdict

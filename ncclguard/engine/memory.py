@@ -1,10 +1,12 @@
-"""The memory of callers' tensors as bytes, and buffers of the engine that are kept for the next call."""
+"""The memory of callers' tensors as bytes, the stream it is filled on, and buffers that are kept for the next call."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import threading
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -140,3 +142,29 @@ def _end_of_use(buffer: torch.Tensor) -> torch.cuda.Event | None:
 def aligned(nbytes: int) -> int:
     """Bytes that one `take` of `nbytes` may use."""
     return nbytes + ALIGNMENT
+
+
+_LONGEST_PAUSE = 0.001  # seconds between two looks at an event
+
+
+def queues(device: torch.device) -> bool:
+    """Whether the host does not wait for what is queued there; asked once for each group."""
+    return device.type == "cuda"
+
+
+def drained(device: torch.device, end: float, called_off: Callable[[], bool] = lambda: False) -> bool:
+    """Wait until all that the current stream of `device` has been given so far is done.
+
+    False when `end` passes first, or `called_off()` says so. True at once for the CPU, which has none. Raises
+    RuntimeError when CUDA itself is broken.
+    """
+    if device.type != "cuda":
+        return True
+    event = torch.cuda.current_stream(device).record_event()
+    pause = 0.00002
+    while not event.query():
+        if time.monotonic() >= end or called_off():
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return True

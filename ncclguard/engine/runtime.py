@@ -37,10 +37,9 @@ from ncclguard.engine.group import GuardedGroup
 from ncclguard.engine.witness import Witness
 from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.faults.injection import from_environment
-from ncclguard.incident.host_processes import offer
 from ncclguard.incident.model import Incident
 from ncclguard.incident.report import Writer
-from ncclguard.incident.stacks import describe_exception, main_thread_stack, traceback_frames
+from ncclguard.incident.stacks import describe_exception, main_thread_stack, offer, traceback_frames
 from ncclguard.metrics import exchange
 from ncclguard.metrics.settings import config_of
 from ncclguard.protocol.decision import Action

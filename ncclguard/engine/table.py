@@ -14,9 +14,19 @@ from typing import Literal, NamedTuple
 import torch
 
 from ncclguard.engine.chunking import ChunkPlan
-from ncclguard.engine.execution import Barrier, Execution
-from ncclguard.engine.in_place import AllReduce, Broadcast
-from ncclguard.engine.staged import AllGather, AllToAll, Gather, Reduce, ReduceScatter, Scatter, SparseReduce
+from ncclguard.engine.execution import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Execution,
+    Gather,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+    SparseReduce,
+)
 from ncclguard.protocol.decision import EVERYBODY, NOBODY
 from ncclguard.transport.base import Kind
 

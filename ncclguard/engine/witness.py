@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ncclguard.environment import ras
-from ncclguard.incident.model import Incident
-from ncclguard.incident.text import ranks_text
+from ncclguard.incident.model import Incident, ranks_text
 from ncclguard.incident.timeline import Quoted, RasQuote
 
 #: Seconds that RAS is given, of which it gives a third to the processes that do not answer it; nobody waits for it.

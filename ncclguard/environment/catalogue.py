@@ -1,19 +1,24 @@
-"""The one catalogue of environment variables: what the code sets, what the docs list and what ``doctor`` checks.
+"""The one catalogue of environment variables: what the code sets, what ``doctor`` checks, and the tables of the docs.
 
 Facts come from the source and the binaries of the versions named: torch wheels 2.2 to 2.13 (strings, and the header
 ``torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp`` that every wheel carries), NCCL source tags 2.3.5 to 2.30.7.
 Defaults are those of torch 2.13 unless another version is named.
+
+``python -m ncclguard.environment.catalogue docs/environment.md`` writes the tables.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 
 from ncclguard.environment.nccl_names import NCCL_NAMES, NEWEST_READ
-from ncclguard.environment.versions import Versions, within
+from ncclguard.environment.versions import BUNDLED_NCCL, Versions, within
 
 
 class Reader(str, Enum):
@@ -743,3 +748,88 @@ def closest(name: str, versions: Versions) -> str | None:
     candidates = [known for known in (*CATALOGUE, *NCCL_NAMES) if (entry := lookup(known)) and entry.is_read(versions)]
     matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0.85)
     return matches[0] if matches else None
+
+
+#: What is written by hand ends with this line; what follows it is made from the catalogue.
+MARK = "<!-- Below: `python -m ncclguard.environment.catalogue docs/environment.md`; a test compares. -->"
+
+_HINT = """
+## The catalogue
+
+Versions are those of the reader, both inclusive. "torch with NCCL" means that ProcessGroupNCCL reads the variable. The
+CUDA wheels of torch bring: """
+
+
+def _versions(variable: Variable) -> str:
+    since = variable.since or ""
+    if variable.until:
+        return f"{since} to {variable.until}".strip()
+    return f"{since} on" if since else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _row(variable: Variable) -> str:
+    unit = f" {variable.unit}" if variable.unit and variable.default else ""
+    default = f"{variable.default}{unit}"
+    sentence = variable.sentence
+    if variable.replaced_by:
+        sentence += f" Deprecated since {variable.deprecated_since}; use `{variable.replaced_by}`."
+    cells = (f"`{variable.name}`", _versions(variable), variable.reader.value, default, variable.allowed)
+    return "| " + " | ".join(_cell(cell) for cell in (*cells, variable.read_at, sentence, variable.source)) + " |"
+
+
+def _table(title: str, variables: Sequence[Variable]) -> list[str]:
+    return [
+        "",
+        f"### {title}",
+        "",
+        "| name | versions | reader | default | values | read at | meaning | source |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_row(variable) for variable in variables),
+    ]
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables made anew: what stands above `MARK` is kept.
+
+    Raises ValueError for a text without the mark.
+    """
+    bundled = ", ".join(f"{torch}: NCCL {nccl}" for torch, nccl in BUNDLED_NCCL.items())
+    head = page[: page.index(MARK)] + MARK
+    lines = [f"{head}\n{_HINT}{bundled}."]
+    lines += [
+        "",
+        "### Names that nothing reads",
+        "",
+        "| name | what is known | use instead | source |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{entry.name}` | {entry.sentence} | {_cell(entry.instead or '')} | {entry.source} |"
+        for entry in UNREAD_VARIABLES
+    ]
+    lines += _table("torch and gloo", TORCH_VARIABLES)
+    lines += _table("NCCL", NCCL_VARIABLES)
+    lines += _table("DeepSpeed", DEEPSPEED_VARIABLES)
+    described = {variable.name for variable in NCCL_VARIABLES}
+    lines += [
+        "",
+        "### All other NCCL variables",
+        "",
+        f"Found in the source of NCCL 2.3.5 to {NEWEST_READ}: name, first version, and last one where it is gone.",
+        "",
+    ]
+    lines += [
+        f"- `{name}` {since}{f' to {until}' if until else ''}"
+        for name, (since, until) in NCCL_NAMES.items()
+        if name not in described
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    file.write_text(with_tables(file.read_text()))

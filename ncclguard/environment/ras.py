@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from ncclguard.environment.nccl_names import read_conf
 from ncclguard.environment.network import resolve
-from ncclguard.incident.text import ranks_text
+from ncclguard.incident.model import ranks_text
 
 DEFAULT_ADDRESS: Final = "localhost:28028"
 #: Seconds for the first line of an answer. All processes of a host listen on the one port (SO_REUSEPORT) and the kernel

@@ -1,8 +1,7 @@
 """Evaluation that survives: what fails on one rank is known to all, who decide alike, and training goes on."""
 
-from ncclguard.evaluation.decision import Action, Failure
+from ncclguard.evaluation.decision import Action, EvaluationReport, Failure
 from ncclguard.evaluation.guarded import GuardedEvaluation, resilient_evaluate
-from ncclguard.evaluation.inside import record_partial
-from ncclguard.evaluation.report import EvaluationReport
+from ncclguard.evaluation.runner import record_partial
 
 __all__ = ["Action", "EvaluationReport", "Failure", "GuardedEvaluation", "record_partial", "resilient_evaluate"]

@@ -16,9 +16,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ncclguard import process_group
-from ncclguard.evaluation import inside, state
-from ncclguard.evaluation.decision import Action, Terms
-from ncclguard.evaluation.report import EvaluationReport, log_to, metrics_of
+from ncclguard.evaluation import runner, state
+from ncclguard.evaluation.decision import Action, EvaluationReport, Terms, log_to, metrics_of
 from ncclguard.evaluation.runner import Ended, Evaluation, Job, Options, stopped
 
 log = logging.getLogger("ncclguard")
@@ -67,7 +66,7 @@ class GuardedEvaluation:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function, options = self._function, self._options
-        if inside.recording():  # a part of another evaluation, which survives or fails as a whole
+        if runner.recording():  # a part of another evaluation, which survives or fails as a whole
             return function(*args, **kwargs)
         owner = self._owner if self._owner is not None or not args else args[0]
         step = step_of(function, owner, args, kwargs)
@@ -75,10 +74,10 @@ class GuardedEvaluation:
         models = state.models_of([*holders, *options.models])
         loaders = state.loaders_of([*holders, *options.loaders])
         sink = options.monitor if options.monitor is not None else getattr(owner, "monitor", None)
-        default = inside.default_batch_size(function) if "batch_size" not in kwargs else kwargs["batch_size"]
+        default = runner.default_batch_size(function) if "batch_size" not in kwargs else kwargs["batch_size"]
 
         def run(divisor: int) -> Any:
-            smaller = {} if default is None or divisor == 1 else {"batch_size": inside.smaller(default, divisor)}
+            smaller = {} if default is None or divisor == 1 else {"batch_size": runner.smaller(default, divisor)}
             return function(*args, **{**kwargs, **smaller})
 
         job = Job(

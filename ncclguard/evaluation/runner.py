@@ -1,25 +1,40 @@
-"""Runs one evaluation to a result that all ranks share: try, agree, then try again, take what there is, or give up."""
+"""Runs one evaluation to a result that all ranks share: try, agree, then try again, take what there is, or give up.
+
+During a try the function's collectives run on guarded groups within limits, and all ranks learn of its exception at
+once. From the second try on its batches are smaller. A rank that evaluates alone has a world of one rank. What the
+function records is kept as a partial result.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pickle
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from ncclguard import process_group, torch_compat
 from ncclguard.cause import Cause
 from ncclguard.collectives import safe_all_gather_object, safe_broadcast_object_list
 from ncclguard.config import current_config, seconds
+from ncclguard.coordination.sections import Sections
+from ncclguard.engine import runtime
 from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError
-from ncclguard.evaluation import decision, inside, state
+from ncclguard.evaluation import decision, state
 from ncclguard.evaluation.decision import (
     Action,
     Decision,
+    EvaluationReport,
     Failure,
     Kind,
     Meeting,
@@ -28,11 +43,246 @@ from ncclguard.evaluation.decision import (
     RankResult,
     Terms,
 )
-from ncclguard.evaluation.inside import BatchSize
-from ncclguard.evaluation.report import EvaluationReport
+from ncclguard.incident.model import ranks_text
 from ncclguard.incident.stacks import describe_exception
-from ncclguard.incident.text import ranks_text
 from ncclguard.outcome import Outcome
+from ncclguard.phases import inside_section
+
+#: Seconds between two lines of the countdown of ranks that wait for the one that evaluates alone.
+EVERY = 10.0
+
+#: "eval_batch_size" or "args.per_device_eval_batch_size": an attribute of the owner, a number or a DataLoader.
+#: A callable is called with the divisor before each try, 1, 2, 4, ..., and with 1 after the last.
+BatchSize = str | Callable[[int], object] | None
+
+
+def members_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The global ranks that evaluate together; (0,) without torch.distributed."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return (0,)
+    return torch_compat.group_ranks(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
+
+
+@contextmanager
+def one_try(name: str, members: tuple[int, ...], timeout: float) -> Iterator[process_group.redirected]:
+    """Run a block with limits, on guarded groups, whose exception all ranks learn of at once.
+
+    Every collective in the block has `timeout` seconds. `name` is the same on all ranks and unlike that of any other
+    try. The redirection that is yielded has the failed outcomes of the block's collectives, also afterwards. Call
+    `settle` once all ranks have met.
+    """
+    redirection = process_group.redirected(timeout=timeout)
+    if len(members) == 1:
+        with inside_section(name, timeout):
+            yield redirection
+        return
+    sections = _sections()
+    sections.enter(name, members)
+    try:
+        with inside_section(name, timeout), redirection:
+            yield redirection
+    except BaseException as error:
+        sections.leave(describe_exception(error))
+        raise
+    sections.leave()
+
+
+def settle(members: tuple[int, ...]) -> None:
+    """Say that all ranks have met, or have agreed that they did not: no rank waits for this one inside the try."""
+    if len(members) > 1:
+        _sections().settle()
+
+
+def _sections() -> Sections:
+    return runtime.current().monitor.sections
+
+
+# ---------------------------------------------------------------------- smaller batches
+
+
+@contextmanager
+def divided(owner: Any, batch_size: BatchSize, divisor: int) -> Iterator[None]:
+    """Run a block with batches `divisor` times smaller, and at least of size 1; afterwards they are as before.
+
+    Raises AttributeError or TypeError when `batch_size` names nothing that can be divided.
+    """
+    if batch_size is None or divisor == 1:
+        yield
+        return
+    if callable(batch_size):
+        batch_size(divisor)
+        try:
+            yield
+        finally:
+            batch_size(1)
+        return
+    *path, name = batch_size.split(".")
+    holder = owner
+    for step in path:
+        holder = getattr(holder, step)
+    before = getattr(holder, name)
+    setattr(holder, name, smaller(before, divisor))
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
+
+
+def smaller(value: Any, divisor: int) -> Any:
+    """A batch size, or a DataLoader, with batches `divisor` times smaller and at least 1.
+
+    >>> smaller(32, 4), smaller(2, 8)
+    (8, 1)
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return max(1, value // divisor)
+    if isinstance(value, DataLoader):
+        return _smaller_loader(value, divisor)
+    raise TypeError(
+        f"a batch size is a whole number or a DataLoader, not {type(value).__name__}: give a callable instead"
+    )
+
+
+def _smaller_loader(loader: DataLoader[Any], divisor: int) -> DataLoader[Any]:
+    """The same loader with another batch size, which torch does not let change; the sampler is the same object."""
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise TypeError("this DataLoader has a batch sampler of its own: give `batch_size` as a callable instead")
+    options: dict[str, Any] = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
+    return DataLoader(
+        loader.dataset,
+        batch_size=max(1, loader.batch_size // divisor),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        **options,
+    )
+
+
+def default_batch_size(evaluate: Callable[..., Any]) -> int | None:
+    """The default of `evaluate`'s own parameter `batch_size`, if that is a number."""
+    parameter = inspect.signature(evaluate).parameters.get("batch_size")
+    default = None if parameter is None else parameter.default
+    return default if isinstance(default, int) and not isinstance(default, bool) else None
+
+
+# ---------------------------------------------------------------------- one rank alone
+
+
+@contextmanager
+def alone_in_the_world(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Run a block in which torch.distributed has this rank only, so that collectives return at once.
+
+    DDP sends no buffers in the block.
+
+    Raises ValueError for a model whose parameters are spread over ranks (ZeRO-3): it cannot be evaluated on one of
+    them.
+    """
+    models = tuple(models)
+    if any(hasattr(parameter, "ds_id") for model in models for parameter in model.parameters()):
+        raise ValueError(
+            "the parameters are partitioned over the ranks (ZeRO-3), so one rank cannot evaluate alone: "
+            "use smaller batches, or switch the evaluation off"
+        )
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        yield
+        return
+    wrappers = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    synced = [wrapper.require_forward_param_sync for wrapper in wrappers]
+    for wrapper in wrappers:
+        wrapper.require_forward_param_sync = False
+    try:
+        with torch_compat.world_of_one():
+            yield
+    finally:
+        for wrapper, before in zip(wrappers, synced, strict=True):
+            wrapper.require_forward_param_sync = before
+
+
+@contextmanager
+def countdown(what: str, seconds: float, every: float = EVERY) -> Iterator[None]:
+    """Log how long this rank will wait at most, every few seconds, from a thread of its own."""
+    over = threading.Event()
+    deadline = time.monotonic() + seconds
+
+    def tick() -> None:
+        while not over.wait(every):
+            log.warning("ncclguard: waiting for %s, %.0f s left", what, max(0.0, deadline - time.monotonic()))
+
+    thread = threading.Thread(target=tick, name="ncclguard-countdown", daemon=True)
+    log.warning("ncclguard: waiting for %s, for at most %.0f s", what, seconds)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(1.0)
+
+
+# ---------------------------------------------------------------------- partial results
+
+
+@dataclass
+class Recorder:
+    """What one try has recorded on this rank."""
+
+    results: dict[int, Any] = field(default_factory=dict)  # by count; another rank may be at any of them
+    total: int = 0
+    latest_only: bool = False
+
+    @property
+    def latest(self) -> Any:
+        return self.results[max(self.results)] if self.results else None
+
+    def add(self, result: Any, done: int, total: int) -> None:
+        """Keep a partial result; with `latest_only`, in place of those that cover less."""
+        self.total = total
+        if self.latest_only:
+            if done < max(self.results, default=0):
+                return
+            self.results.clear()
+        self.results[done] = result
+
+
+_current: Recorder | None = None
+
+
+def record_partial(result: Any, done: int, total: int = 0) -> None:
+    """Say inside an evaluation that `result` covers `done` of `total` data sets or batches.
+
+    If the evaluation has to be given up, the result with the largest `done` that *every* rank recorded is returned in
+    its place, so record what is the same on all ranks; with `combine=` the ranks' own parts are combined instead. Every
+    result is kept until the evaluation ends, because another rank may have got less far: record figures, not
+    predictions. With `combine=` only the latest is. Outside of a guarded evaluation it does nothing. Raises ValueError
+    for a count that cannot be.
+
+    >>> record_partial((0.31, 0.9), done=1, total=3)
+    """
+    if done < 0 or (total and done > total):
+        raise ValueError(f"done is {done} of {total}: give the number of data sets or batches that are in")
+    if _current is not None:
+        _current.add(result, done, total)
+
+
+@contextmanager
+def recorded(*, latest_only: bool = False) -> Iterator[Recorder]:
+    """Keep what the block records; with `latest_only`, no result that a later one covers."""
+    global _current
+    _current = recorder = Recorder(latest_only=latest_only)
+    try:
+        yield recorder
+    finally:
+        _current = None
+
+
+def recording() -> bool:
+    """Whether a try is in progress in this process."""
+    return _current is not None
+
 
 log = logging.getLogger("ncclguard")
 
@@ -126,7 +376,7 @@ class Evaluation:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._options = job.options
-        self._members = inside.members_of(job.options.group)
+        self._members = members_of(job.options.group)
         self._rank = dist.get_rank() if len(self._members) > 1 else self._members[0]
         self._failures: list[Failure] = []
         self._attempts = 0
@@ -170,11 +420,11 @@ class Evaluation:
         shares = self._options.same_result and self._rank == self._members[0]
 
         def evaluate() -> tuple[Any, Any]:
-            with inside.divided(job.owner, self._options.batch_size, divisor):
+            with divided(job.owner, self._options.batch_size, divisor):
                 result = job.run(divisor)
             return result, self._packed(result, "the result") if shares else None
 
-        with inside.recorded(latest_only=self._options.combine is not None) as recorder:
+        with recorded(latest_only=self._options.combine is not None) as recorder:
             found, mine = self._inside(f"{job.label}, try {attempt}", evaluate)
         result, shared = found or (None, None)
         mine = replace(self._with_part(mine, recorder), result=shared)
@@ -189,15 +439,15 @@ class Evaluation:
         sent: tuple[Any, RankResult] | None = None
         if self._rank == chosen:
             restore = state.keep(job.keepers)
-            smaller = inside.divided(job.owner, self._options.batch_size, divisor)
+            smaller = divided(job.owner, self._options.batch_size, divisor)
             try:
-                with inside.recorded(), smaller, inside.alone_in_the_world(job.models):
+                with recorded(), smaller, alone_in_the_world(job.models):
                     sent = self._packed(job.run(divisor), "the result"), RankResult(chosen)
             except Exception as error:  # noqa: BLE001 - whatever the evaluation raises is what this is for
                 sent = None, self._result_of(error)
             restore()  # the other ranks have not evaluated: whatever is equal on all ranks stays equal
         what = f"the {job.label} on rank {chosen}"
-        with nullcontext() if sent is not None else inside.countdown(what, self._options.timeout):
+        with nullcontext() if sent is not None else countdown(what, self._options.timeout):
             meeting = self._tell(sent, chosen, f"{job.label} on rank {chosen}, try {attempt}")
         shared = None
         if isinstance(meeting, Met):
@@ -220,7 +470,7 @@ class Evaluation:
         """What the program's own code returns on this rank, and how the try ended; its exceptions go no further."""
         redirection = None
         try:
-            with inside.one_try(name, self._members, self._options.timeout) as redirection:
+            with one_try(name, self._members, self._options.timeout) as redirection:
                 return work(), RankResult(self._rank)
         except Exception as error:  # noqa: BLE001 - whatever the evaluation raises is what this is for
             return None, self._result_of(error, redirection.failures if redirection is not None else ())
@@ -228,7 +478,7 @@ class Evaluation:
     def _meet(self, mine: RankResult, name: str, attempt: int, max_attempts: int) -> tuple[Decision, Meeting]:
         """Exchange with the other ranks how the try ended, and decide what all do next."""
         meeting = self._gather(mine, name, self._options.timeout, repeat=True)
-        inside.settle(self._members)
+        settle(self._members)
         decided = decision.at_end(meeting, attempt, max_attempts)
         if isinstance(meeting, NotMet):
             decided = decision.without_followers(decided, mine)
@@ -250,7 +500,7 @@ class Evaluation:
 
     # ------------------------------------------------------------------ partial results
 
-    def _with_part(self, mine: RankResult, recorder: inside.Recorder) -> RankResult:
+    def _with_part(self, mine: RankResult, recorder: Recorder) -> RankResult:
         """Add what was recorded; a part that cannot be sent fails nothing as long as no rank needs it."""
         mine = replace(mine, done=tuple(sorted(recorder.results)), total=recorder.total)
         if self._options.combine is None or not self._options.accept_partial or not mine.done:
@@ -261,7 +511,7 @@ class Evaluation:
             log.warning("ncclguard: rank %d: %s: %s", self._rank, self._job.label, error)
             return replace(mine, unsent=describe_exception(error))
 
-    def _weigh_part(self, decided: Decision, meeting: Meeting, recorder: inside.Recorder, attempt: int) -> None:
+    def _weigh_part(self, decided: Decision, meeting: Meeting, recorder: Recorder, attempt: int) -> None:
         """Keep the partial result that covers most; all ranks choose the same."""
         if decided.action is Action.ACCEPT or not isinstance(meeting, Met) or not self._options.accept_partial:
             return

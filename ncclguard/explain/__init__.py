@@ -9,19 +9,18 @@ The way from a file to a report, each module resting only on those above it:
     passages    what is longer than a line: tracebacks, reports, JSON documents, progress
     recorder    flight-recorder dumps, and what they prove
     evidence    all facts together: which rank each speaks of, how many ranks there are
-    failures    rules for ranks that failed
-    culprits    rules for ranks that are absent, behind or different, and the order of all rules
+    culprits    rules for ranks that failed, are absent, behind or different, and the order of all rules
     causes      the class of cause
     decision    what to do
     arithmetic  what an element count tells about the tensor
-    report      the report as data, and how it is put together; render_text and render_html print it
+    report      the report as data, and how it is put together; `render` shows it
     command     the command line
 """
 
 from __future__ import annotations
 
 from ncclguard.explain.command import explain, follow, main
+from ncclguard.explain.records import UnusableInput
 from ncclguard.explain.report import Report
-from ncclguard.explain.sources import UnusableInput
 
 __all__ = ["Report", "UnusableInput", "explain", "follow", "main"]

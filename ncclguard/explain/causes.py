@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from ncclguard.explain.culprits import deadly_exits, fabric_errors, hardware_errors, own_exceptions, sticky_cuda
 from ncclguard.explain.evidence import Evidence, World
 from ncclguard.explain.facts import WAITING, Fact, Kind, Verdict, Work
-from ncclguard.explain.failures import deadly_exits, fabric_errors, hardware_errors, own_exceptions, sticky_cuda
 from ncclguard.explain.passages import phase_of
 from ncclguard.explain.patterns import nccl_error_family
 

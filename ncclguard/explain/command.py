@@ -16,10 +16,10 @@ from ncclguard.environment.ras import ask as ask_ras
 from ncclguard.explain.arithmetic import find_model, read_deepspeed
 from ncclguard.explain.decision import EXIT_CODES
 from ncclguard.explain.evidence import Collector
-from ncclguard.explain.render_html import render_html
-from ncclguard.explain.render_text import print_report
+from ncclguard.explain.records import Source, Tail, UnusableInput, find_sources
+from ncclguard.explain.render import print_report, render_html
 from ncclguard.explain.report import Report, diagnose
-from ncclguard.explain.sources import Source, Tail, UnusableInput, find_sources
+from ncclguard.incident.page import PageError
 
 UNUSABLE = 2
 PROGRESS_FROM = 32 << 20
@@ -86,7 +86,7 @@ def explain(
         >>> explain(["no-such.log"])
         Traceback (most recent call last):
         ...
-        ncclguard.explain.sources.UnusableInput: no-such.log: no such file or folder
+        ncclguard.explain.records.UnusableInput: no-such.log: no such file or folder
     """
     if world_size is not None and world_size < 1:
         raise ValueError(f"world size {world_size}: must be 1 or more")
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             report = _with_bar(arguments, errors)
             _show(arguments, report)
-    except (UnusableInput, ValueError) as error:
+    except (UnusableInput, PageError, ValueError) as error:
         errors.print(f"ncclguard explain: {error}", soft_wrap=True)
         return UNUSABLE
     except BrokenPipeError:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from ncclguard.cause import Cause
 from ncclguard.explain.causes import OUT_OF_MEMORY, Finding
+from ncclguard.explain.culprits import own_exceptions
 from ncclguard.explain.evidence import Evidence
 from ncclguard.explain.facts import Fact, Kind, Verdict, ranks_text
-from ncclguard.explain.failures import own_exceptions
 
 #: What `--exit-code` returns for each; 0 is "no incident", 2 an input that cannot be used.
 EXIT_CODES = {"restart": 10, "restart-without": 11, "fix-code": 12, "fix-environment": 13, "raise-limit": 14, "unknown": 15}  # fmt: skip

@@ -14,8 +14,7 @@ from ncclguard.explain import passages
 from ncclguard.explain.facts import MAX_RANK, WAITING, Fact, Group, Kind, Work, united
 from ncclguard.explain.patterns import parse_text
 from ncclguard.explain.recorder import DUMP_LIMIT, Dump, dump_from, is_dump, load_plain
-from ncclguard.explain.records import Record, Scanner
-from ncclguard.explain.sources import Source, UnusableInput, blocks, read_all
+from ncclguard.explain.records import Record, Scanner, Source, UnusableInput, blocks, read_all
 
 # Bounds memory on logs that are nothing but complaints; what was counted before is kept, timeouts and fingerprints
 # always are.

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from ncclguard.cause import Cause
 from ncclguard.explain.facts import Fact, Group, Kind, Verdict, Work, ranks_text
-from ncclguard.explain.sources import UnusableInput
+from ncclguard.explain.records import UnusableInput
 
 DUMP_LIMIT = 1 << 30
 

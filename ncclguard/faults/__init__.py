@@ -9,19 +9,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ncclguard.faults.effects import InjectedFault, reset_own_connections
     from ncclguard.faults.fault import Alteration, Fault
     from ncclguard.faults.hosts import Hosts, namespaces_available, reset_connections
-    from ncclguard.faults.injection import armed, at, before_operation, disarm, from_environment
+    from ncclguard.faults.injection import (
+        InjectedFault,
+        armed,
+        at,
+        before_operation,
+        disarm,
+        from_environment,
+        reset_own_connections,
+    )
     from ncclguard.faults.job import Job, JobResult, RankResult, RanksFailed
     from ncclguard.faults.launcher import run_ranks, start_ranks
     from ncclguard.faults.rank import report, wait_until_told
 
 _HOMES = {
-    "effects": ("InjectedFault", "reset_own_connections"),
     "fault": ("Alteration", "Fault"),
     "hosts": ("Hosts", "namespaces_available", "reset_connections"),
-    "injection": ("armed", "at", "before_operation", "disarm", "from_environment"),
+    "injection": (
+        "InjectedFault",
+        "reset_own_connections",
+        "armed",
+        "at",
+        "before_operation",
+        "disarm",
+        "from_environment",
+    ),
     "job": ("Job", "JobResult", "RankResult", "RanksFailed"),
     "launcher": ("run_ranks", "start_ranks"),
     "rank": ("report", "wait_until_told"),

@@ -1,6 +1,6 @@
 """The command `ncclguard drill`: inject a fault into a real run and see what the job makes of it.
 
-The ranks write events (drill_recorder.py), and `findings_of` tells from these who was struck, who knew of it and when,
+The ranks write events (drill_job.py), and `findings_of` tells from these who was struck, who knew of it and when,
 who was named, and who went on.
 """
 
@@ -26,7 +26,7 @@ from ncclguard.config import GuardConfig
 from ncclguard.errors import GuardConfigError
 from ncclguard.faults.fault import EVENTS_VARIABLE, PARAMETERS, PERMISSION, VARIABLE, Fault, parse
 from ncclguard.faults.launcher import run_ranks
-from ncclguard.incident.text import ranks_text
+from ncclguard.incident.model import ranks_text
 
 #: The cause that each fault should be called by; several where it depends on what the others can see.
 EXPECTED: Final[dict[str, tuple[str, ...]]] = {

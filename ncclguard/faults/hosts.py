@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from ncclguard.faults.cleanup import SEARCH, Cleaner, remove_namespace
-from ncclguard.faults.effects import disconnect
+from ncclguard.faults.injection import disconnect
 from ncclguard.torch_compat.sockets import adopt
 
 if TYPE_CHECKING:

@@ -1,21 +1,211 @@
-"""Arms faults in a rank and lets them strike when that rank enters the operation they are meant for."""
+"""Arms faults in a rank, lets them strike when it enters the operation they are meant for, and does what each is."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
+import signal
+import socket
+import struct
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
+from ncclguard import torch_compat
 from ncclguard.errors import GuardConfigError
-from ncclguard.faults import drill_recorder, effects
+from ncclguard.faults import drill_job
 from ncclguard.faults.fault import PERMISSION, VARIABLE, Alteration, Fault, parse
+from ncclguard.torch_compat.sockets import Connection, connections, hold, tcp_sockets
+from ncclguard.transport.memory import bytes_read
+
+_CHILD_LIVES = 60.0  # seconds that a forked child keeps the sockets open, unless the launcher ends it before
+_PAUSE = 0.001  # seconds between two looks at the bytes that connections have carried
+# In struct tcp_info (linux/tcp.h, since 4.1), in bytes from its start: two 64-bit counters, one after the other.
+_BYTES_ACKED, _BYTES_RECEIVED = 120, 128
+
+
+class InjectedFault(RuntimeError):
+    """Raised by the fault ``exception``: what a rank's own code might have raised."""
+
+
+def late(seconds: float) -> None:
+    """Sleep with the GIL released: other threads of the process go on."""
+    time.sleep(seconds)
+
+
+def kill(children: int) -> None:
+    """SIGKILL this process; ``children`` forked before live on with copies of all its descriptors, as workers do."""
+    for _ in range(children):
+        if os.fork() == 0:
+            time.sleep(_CHILD_LIVES)
+            os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(seconds: float | None) -> None:
+    """SIGSTOP this process; a helper process continues it after ``seconds``, nobody if None."""
+    if seconds is None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    program = f"import os, time; time.sleep({seconds}); os.kill({os.getpid()}, {int(signal.SIGCONT)})"
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", program], start_new_session=True):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_gil(seconds: float) -> None:
+    """Sleep in a C call that does not release the GIL, so that no Python thread of this process runs."""
+    usleep = ctypes.PyDLL(None).usleep  # PyDLL, unlike CDLL, keeps the GIL during the call
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:  # a signal ends usleep early
+        usleep(ctypes.c_uint(min(int(left * 1e6) + 1, 2**31)))
+
+
+def run_out_of_memory() -> None:
+    """Raise what torch raises when a device has no memory left."""
+    raise out_of_memory()
+
+
+def out_of_memory() -> Exception:
+    """What torch raises when a device has no memory left."""
+    return torch.OutOfMemoryError("injected fault: out of memory. Tried to allocate more than there is.")
+
+
+def store_ports() -> set[int]:
+    """The port of the job's store, whose connections a network fault of the transport leaves alone."""
+    ports = {int(os.environ["MASTER_PORT"])} if os.environ.get("MASTER_PORT", "").isdigit() else set()
+    if dist.is_available() and dist.is_initialized():
+        ports.add(getattr(torch_compat.base_store(torch_compat.default_store()), "port", 0))
+    return ports
+
+
+def disconnect(connection: socket.socket) -> bool:
+    """Reset a connection, so that both sides find it reset; False where the kernel refuses.
+
+    On Linux ``connect`` to AF_UNSPEC sends RST at once (tcp_disconnect in net/ipv4/tcp.c). The own side is then not
+    readable yet, and gloo would not look; ``shutdown`` makes it so, though it says "not connected" (inet_shutdown in
+    af_inet.c).
+    """
+    unspecified = ctypes.create_string_buffer(16)  # struct sockaddr with sa_family AF_UNSPEC = 0
+    if ctypes.CDLL(None).connect(connection.fileno(), unspecified, 16) != 0:
+        return False
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    return True
+
+
+def reset_own_connections(keep_ports: Iterable[int] | None = None) -> int:
+    """Reset this process's TCP connections, but those with a local or remote port in ``keep_ports``; returns how many.
+
+    Needs no root. ``keep_ports`` is the job's store by default. Each side finds it reset, as after an RST
+    segment: the first call there says so, later ones find the connection closed.
+    """
+    count = 0
+    for copy in hold(_data_connections(keep_ports)):
+        with copy:
+            count += disconnect(copy)
+    return count
+
+
+def bytes_carried(keep_ports: Iterable[int] | None = None) -> dict[int, int]:
+    """Bytes that each connection of this process has received, or sent and had acknowledged; by the socket's inode."""
+    carried: dict[int, int] = {}
+    for connection in _data_connections(keep_ports):
+        for copy in hold([connection]):
+            with copy:
+                information = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            counters = (information[at : at + 8] for at in (_BYTES_ACKED, _BYTES_RECEIVED))
+            carried[connection.inode] = sum(int.from_bytes(counter, sys.byteorder) for counter in counters)
+    return carried
+
+
+def wait_for_traffic(nbytes: int) -> None:
+    """Block until this process's connections together have carried ``nbytes`` more bytes than now.
+
+    What it has read from the memory of other ranks counts as well: it would have come over a connection else.
+    """
+    ports = store_ports()
+    before, read = bytes_carried(ports), bytes_read()
+    while True:
+        carried = sum(max(0, now - before.get(inode, 0)) for inode, now in bytes_carried(ports).items())
+        if carried + bytes_read() - read >= nbytes:
+            return
+        time.sleep(_PAUSE)
+
+
+def _data_connections(keep_ports: Iterable[int] | None) -> tuple[Connection, ...]:
+    keep = store_ports() if keep_ports is None else set(keep_ports)
+    return connections(lambda local, remote: not {local[1], remote[1]} & keep)
+
+
+# Cutting off works without root and without a reset, as a switch does that drops everything: each TCP socket gets a key
+# for signatures (RFC 2385, TCP_MD5SIG in tcp(7)) that its peers do not have. Each side then drops what it receives from
+# the other before TCP sees it, and neither is told. When the key is taken away, TCP sends again what was lost, so the
+# connections live on, as after a link that came back. The constants are those of linux/tcp.h.
+_TCP_MD5SIG_EXT: Final = 32
+_PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX: the key is for all addresses that begin alike, here for all
+_ANY: Final = struct.pack("=HHI120x", socket.AF_INET, 0, 0)
+_ANY_MAPPED: Final = struct.pack("=HHI16sI100x", socket.AF_INET6, 0, 0, b"\0" * 10 + b"\xff" * 2 + b"\0" * 4, 0)
+_ANY6: Final = struct.pack("=HHI16sI100x", socket.AF_INET6, 0, 0, b"\0" * 16, 0)
+_CUT_AGAIN: Final = 0.005  # seconds between two looks for connections that are new
+
+
+def cut_off(seconds: float) -> threading.Thread:
+    """Drop what this process's TCP sockets send and receive, the store's and new ones too; heals after `seconds`.
+
+    Returns at once, with the thread that heals. TCP finds back within about as long again as it was cut off. Raises
+    RuntimeError where the kernel has no TCP_MD5SIG.
+    """
+    key = os.urandom(16)
+    cut: set[int] = set()
+    failures = _cut_all(cut, key)
+    if failures and not cut:
+        raise RuntimeError(f"this kernel cannot cut connections off ({failures[0]}); choose another fault")
+    thread = threading.Thread(target=_keep_cut, args=(seconds, cut, key), name="ncclguard drill partition", daemon=True)
+    thread.start()
+    return thread
+
+
+def _keep_cut(seconds: float, cut: set[int], key: bytes) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        _cut_all(cut, key)
+        time.sleep(_CUT_AGAIN)
+    for _, found in tcp_sockets():
+        if os.fstat(found.fileno()).st_ino in cut:
+            _set_key(found, b"")
+
+
+def _cut_all(cut: set[int], key: bytes) -> list[OSError]:
+    """Cut the sockets off that are not yet; returns what the kernel said where it could not."""
+    failures = []
+    for _, found in tcp_sockets():
+        inode = os.fstat(found.fileno()).st_ino
+        if inode not in cut:
+            try:
+                _set_key(found, key)
+                cut.add(inode)
+            except OSError as error:
+                failures.append(error)
+    return failures
+
+
+def _set_key(found: socket.socket, key: bytes) -> None:
+    """Set the key for all peers, or take it away where it is empty."""
+    addresses = (_ANY,) if found.family == socket.AF_INET else (_ANY6, _ANY_MAPPED)
+    for number, address in enumerate(addresses):
+        # struct tcp_md5sig: address, flags, prefix length, key length, interface, key.
+        value = address + struct.pack("=BBHi80s", _PREFIX, 0, len(key), 0, key)
+        with contextlib.suppress(OSError) if number or not key else contextlib.nullcontext():
+            found.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, value)
+
 
 log = logging.getLogger("ncclguard")
 
@@ -77,7 +267,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Fault, ..
         )
     found = parse(text)
     _arm(found)
-    drill_recorder.start()
+    drill_job.start()
     return found
 
 
@@ -129,13 +319,13 @@ def _strike(fault: Fault) -> Alteration | None:
     if fault.after or fault.after_bytes:
         threading.Thread(target=_strike_later, args=(fault,), name=f"ncclguard drill {fault}", daemon=True).start()
     elif fault.fault == "late":
-        effects.late(fault.seconds or 0.0)
+        late(fault.seconds or 0.0)
     elif fault.fault == "exception":
-        raise effects.InjectedFault(f"injected fault: {fault}")
+        raise InjectedFault(f"injected fault: {fault}")
     elif fault.fault == "exit":
         sys.exit(fault.code)
     elif fault.fault == "oom":
-        effects.run_out_of_memory()
+        run_out_of_memory()
     elif fault.fault == "mismatch":
         return Alteration.OTHER_SHAPE if fault.of == "shape" else Alteration.OTHER_DTYPE
     elif fault.fault in ("skip", "extra"):
@@ -150,21 +340,21 @@ def _strike_later(fault: Fault) -> None:
     time.sleep(fault.after)
     for _ in range(fault.times):
         if fault.after_bytes:
-            effects.wait_for_traffic(fault.after_bytes)
+            wait_for_traffic(fault.after_bytes)
         _strike_process(fault)
 
 
 def _strike_process(fault: Fault) -> None:
     if fault.fault == "kill":
-        effects.kill(fault.children)
+        kill(fault.children)
     elif fault.fault == "stop":
-        effects.stop(fault.seconds)
+        stop(fault.seconds)
     elif fault.fault == "gil":
-        effects.hold_gil(fault.seconds or 0.0)
+        hold_gil(fault.seconds or 0.0)
     elif fault.fault == "partition":
-        effects.cut_off(fault.seconds or 0.0)
+        cut_off(fault.seconds or 0.0)
     else:
-        log.warning("injected fault: %d connections reset", effects.reset_own_connections())
+        log.warning("injected fault: %d connections reset", reset_own_connections())
 
 
 # A raw fault strikes a rank by the number of collectives that torch has counted in the default group, whoever issues
@@ -202,16 +392,16 @@ def _raise_in_main_thread(error: BaseException) -> None:
 
 def _follow(fault: Fault) -> None:
     """Strike in the struck rank once its default group has issued `fault.op` collectives; at once if it has."""
-    if not drill_recorder.wait_for_collectives(fault.op) or dist.get_rank() != fault.rank:
+    if not drill_job.wait_for_collectives(fault.op) or dist.get_rank() != fault.rank:
         return
     if fault.fault == "late":
         _in_main_thread(lambda: _be_late(fault))
         return
     _say(fault)
     if fault.fault == "exception":
-        _raise_in_main_thread(effects.InjectedFault(f"injected fault: {fault}"))
+        _raise_in_main_thread(InjectedFault(f"injected fault: {fault}"))
     elif fault.fault == "oom":
-        _raise_in_main_thread(effects.out_of_memory())
+        _raise_in_main_thread(out_of_memory())
     elif fault.fault == "exit":
         _raise_in_main_thread(SystemExit(fault.code))
     else:
@@ -220,9 +410,9 @@ def _follow(fault: Fault) -> None:
 
 def _be_late(fault: Fault) -> None:
     _say(fault)
-    effects.late(fault.seconds or 0.0)
+    late(fault.seconds or 0.0)
 
 
 def _say(fault: Fault) -> None:
     log.warning("injected fault on rank %d: %s", fault.rank, fault)
-    drill_recorder.event("struck", rank=fault.rank, fault=str(fault))
+    drill_job.event("struck", rank=fault.rank, fault=str(fault))

@@ -1,19 +1,84 @@
-"""The report of an incident as one self-contained page: what the templates show, computed from the document."""
+"""Self-contained pages for people, from the Jinja2 templates beside this module; and the page of an incident.
+
+Light and dark, everything escaped. Jinja2 comes with torch; on a machine without torch only pages need it
+(`pip install "ncclguard[html]"` or jinja2).
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from ncclguard import _page
 from ncclguard.cause import MEANING, Cause
-from ncclguard.incident.model import Incident, RankReport
-from ncclguard.incident.text import duration, ranks_text
+from ncclguard.incident.model import Incident, RankReport, duration, ranks_text
 from ncclguard.incident.timeline import Bar, Document, Key, Lane, Timeline
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+TEMPLATES: Final = Path(__file__).parent / "templates"
+
+
+class PageError(RuntimeError):
+    """A page cannot be made on this machine; the text says what to install."""
+
+
+def render(template: str, **values: Any) -> str:
+    """The whole page that a template makes of the values, whose texts are escaped.
+
+    Raises PageError where Jinja2 is not installed.
+
+    >>> render("base.html.j2", title="a < b", style="", body="x").startswith("<!doctype html>")
+    True
+    """
+    return _environment().get_template(template).render(values)
+
+
+@functools.cache
+def _environment() -> Environment:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise PageError(
+            "an HTML page needs Jinja2, which is not installed here: pip install jinja2; text and JSON need nothing more"
+        ) from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    environment.filters["prose"] = lambda text: _markup(prose(text))
+    environment.filters["percent"] = lambda part: f"{100 * part:.2f}%"
+    return environment
+
+
+def _markup(html: str) -> str:
+    """HTML that a template puts in as it is."""
+    from markupsafe import Markup  # a part of Jinja2
+
+    return Markup(html)
+
+
+def prose(text: str) -> str:
+    """Text in which `words` stand for what is typed.
+
+    >>> prose("run `a < b`")
+    'run <code>a &lt; b</code>'
+    """
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
+
 
 #: Culprits that get a card of their own, and ranks up to which the table is open.
 CARDS: Final = 16
@@ -44,11 +109,11 @@ STATES: Final = {
 def render_html(document: Document) -> str:
     """The page of a report; everything that came from a program is escaped, and nothing is loaded from elsewhere.
 
-    Raises `_page.PageError` where Jinja2 is not installed.
+    Raises `PageError` where Jinja2 is not installed.
     """
     incident, timeline = document.incident, document.timeline
     culprits = [report for report in incident.ranks if report.rank in incident.culprits]
-    return _page.render(
+    return render(
         "incident.html.j2",
         document=document,
         incident=incident,

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TextIO
 
 from ncclguard import __version__
-from ncclguard._page import PageError
 from ncclguard.incident import timeline
 from ncclguard.incident.model import Incident, as_text
-from ncclguard.incident.page import render_html
+from ncclguard.incident.page import PageError, render_html
 from ncclguard.incident.timeline import Document, RasQuote
 
 log = logging.getLogger("ncclguard")

@@ -1,19 +1,33 @@
-"""Where Python code is: the main thread's stack, the place of a call, the place of an exception, as short texts.
+"""Where Python code is: stacks and places as short texts, of this process, and of another one of its host.
 
 Files are named as they would be imported, relative to the entry of ``sys.path`` they lie under: ``train.py``,
 ``torch/distributed/distributed_c10d.py``.
+
+Every rank offers a signal whose C-level handler (`faulthandler.register`) writes the stacks of all threads into a file
+in memory, without the GIL. A peer sends the signal to a thread of this library, so that no system call of the program
+is interrupted, and reads the file through ``/proc/<pid>/fd``: for processes of one user that needs no right to trace. A
+process that is stopped runs no handler: then /proc says so, and py-spy is tried where it is installed and allowed.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import functools
 import linecache
+import logging
 import os
+import re
+import shutil
+import signal
+import subprocess
 import sys
 import sysconfig
 import threading
+import time
+from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Final
+from typing import IO, Final
 
 SOURCE_LENGTH: Final = 160
 EXCEPTION_LENGTH: Final = 400
@@ -182,3 +196,236 @@ def _shorten(text: str, length: int) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+log = logging.getLogger("ncclguard")
+
+#: Signals that are tried in this order with the setting "auto": nothing that torch, NCCL or Python uses.
+CANDIDATES: Final = tuple(range(signal.SIGRTMAX - 4, signal.SIGRTMAX - 12, -1))
+#: Seconds that a process has to write its stacks; and between two looks.
+WRITE_WITHIN: Final = 1.0
+LOOK_EVERY: Final = 0.01
+#: Seconds that py-spy may take.
+PYSPY_WITHIN: Final = 3.0
+_FILE: Final = "ncclguard-stacks"
+_STATES: Final = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in a system call that cannot be interrupted",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "ended, not yet collected by its parent",
+    "I": "idle",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """How to have a process write its stacks: the signal, the thread to send it to, the file, and the main thread."""
+
+    signal: int
+    thread: int  # native id, of a thread that belongs to this library
+    descriptor: int
+    main: int  # threading.get_ident() of the main thread
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The main thread's frames, outermost first, those of other threads by name, and in `note` how they were had."""
+
+    stack: tuple[str, ...] = ()
+    threads: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    note: str = ""
+
+
+_file: IO[str] | None = None
+_signal = 0
+
+
+def offer(setting: str, thread: int) -> Offer | None:
+    """Install the handler once in this process, and return how to reach it; None without a free or wanted signal.
+
+    ``setting`` is "auto", "none" or a signal's name such as "SIGUSR2"; ``thread`` the native id of a thread of this
+    library. A signal for which anybody has a handler, or which is ignored, is left alone.
+    """
+    global _file, _signal
+    if setting == "none":
+        return None
+    if _file is None:
+        number = _choose(setting)
+        if number == 0:
+            return None
+        try:
+            _file = os.fdopen(os.memfd_create(_FILE, os.MFD_CLOEXEC), "w")
+            faulthandler.register(number, _file, all_threads=True, chain=False)
+        except (OSError, RuntimeError, AttributeError) as error:  # a kernel without memfd, a system without signals
+            log.info("ncclguard: stacks cannot be offered to the other ranks of this host: %s", error)
+            return None
+        _signal = number
+    if signal.getsignal(_signal) is not signal.SIG_DFL:  # the program has set a handler of its own since
+        return None
+    return Offer(_signal, thread, _file.fileno(), threading.main_thread().ident or 0)
+
+
+def fetch(pid: int, given: Offer | None) -> Fetched:
+    """Get the stacks of a process of this host, by its pid; takes up to some seconds, so in a thread of its own."""
+    fields = _status(pid)
+    letter = fields.get("State", "?")[:1]
+    where = f"process {pid} is {_STATES.get(letter, 'in an unknown state')} (state {letter}{_wchan(pid)})"
+    if letter in "ZX?":
+        return Fetched(note=where)
+    if letter in "Tt":
+        why = "a stopped process cannot write its stacks"
+    elif given is None:
+        why = "it offers no stacks (stack_signal)"
+    elif not int(fields.get("SigCgt", "0"), 16) >> (given.signal - 1) & 1:
+        why = f"it does not handle signal {given.signal} any more"
+    else:
+        text = _have_written(pid, given)
+        stack, threads = parse(text, given.main)
+        if stack:
+            return Fetched(stack, threads, f"{where}; its stacks were written by a signal handler, without the GIL")
+        why = "it did not write the stack of its main thread when it was sent the signal"
+    spied = _spy(pid)
+    if spied.stack:
+        return Fetched(spied.stack, spied.threads, f"{where}; {why}: read by py-spy")
+    return Fetched(note=f"{where}; {why}; {spied.note}")
+
+
+def parse(text: str, main: int) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+    """Split faulthandler's output into the main thread's frames and other threads', without this library's threads.
+
+    >>> parse('Current thread 0x01 (most recent call first):\\n  File "/x/train.py", line 3 in step\\n', 1)
+    (('x/train.py:3 in step',), ())
+    """
+    stack: tuple[str, ...] = ()
+    others = []
+    for block in re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE):
+        head = re.match(r"(?:Current t|T)hread 0x([0-9a-f]+)(?: \[([^\]]*)\])?", block)
+        if head is None:
+            continue
+        found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', block, flags=re.MULTILINE)
+        frames = tuple(_frame(file, int(line), function) for file, line, function in reversed(found))
+        if int(head[1], 16) == main:
+            stack = frames
+        elif found and not any(is_own_file(file) for file, _, _ in found):
+            others.append((head[2] or f"thread 0x{head[1].lstrip('0')}", frames))
+    return stack, tuple(others)
+
+
+def parse_spied(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+    """The same for the output of ``py-spy dump``; on Linux the main thread's id is the process's."""
+    stack: tuple[str, ...] = ()
+    others = []
+    process = re.match(r"Process (\d+)", text)
+    for block in re.split(r"^(?=Thread )", text, flags=re.MULTILINE):
+        head = re.match(r'Thread (\S+) \([^)]*\)(?:: "(.*)")?', block)
+        if head is None:
+            continue
+        found = re.findall(r"^ {4}(.*) \((.*):(\d+)\)$", block, flags=re.MULTILINE)
+        frames = tuple(_frame(file, int(line), function) for function, file, line in reversed(found))
+        if head[2] == "MainThread" or (process is not None and head[1] == process[1]):
+            stack = frames
+        elif found and not str(head[2]).startswith("ncclguard"):
+            others.append((head[2] or f"thread {head[1]}", frames))
+    return stack, tuple(others)
+
+
+def process_state(pid: int) -> tuple[str, int] | None:
+    """The state letter and the start ticks of a process, /proc/<pid>/stat fields 3 and 22; None if /proc has none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    fields = text[text.rindex(b")") + 2 :].split()  # the name in field 2 may contain spaces and parentheses
+    return fields[0].decode(), int(fields[19])
+
+
+def _choose(setting: str) -> int:
+    fields = _status(os.getpid())
+    taken = int(fields.get("SigCgt", "0"), 16) | int(fields.get("SigIgn", "0"), 16)
+    if setting != "auto":
+        number = int(getattr(signal, setting, 0))
+        if number == 0 or taken >> (number - 1) & 1:
+            log.warning(
+                "ncclguard: stack_signal %s is unknown or in use: no stacks are offered to other ranks", setting
+            )
+            return 0
+        return number
+    free = [n for n in CANDIDATES if not taken >> (n - 1) & 1 and signal.getsignal(n) is signal.SIG_DFL]
+    return free[0] if free else 0
+
+
+def _have_written(pid: int, given: Offer) -> str:
+    path = f"/proc/{pid}/fd/{given.descriptor}"
+    try:
+        if _FILE not in os.readlink(path):  # the program closed the file and opened another
+            return ""
+        with open(path, errors="replace") as file:
+            file.seek(0, os.SEEK_END)
+            _send(pid, given.thread, given.signal)
+            return _read_all(file)
+    except OSError as error:
+        log.info("ncclguard: the stacks of process %d cannot be read: %s", pid, error)
+        return ""
+
+
+def _read_all(file: IO[str]) -> str:
+    """Read what is being written, until no more comes."""
+    text, quiet, end = "", 0, time.monotonic() + WRITE_WITHIN
+    while time.monotonic() < end and quiet < 5:
+        time.sleep(LOOK_EVERY)
+        more = file.read()
+        quiet = quiet + 1 if text and not more else 0
+        text += more
+    return text
+
+
+def _send(pid: int, thread: int, number: int) -> None:
+    tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)  # glibc 2.30 and musl
+    if tgkill is None:
+        os.kill(pid, number)
+    elif tgkill(pid, thread, number) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def _spy(pid: int) -> Fetched:
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
+    if program is None:
+        return Fetched(note=f"install py-spy to see its stack, or run `gdb -p {pid}`")
+    command = [program, "dump", "--pid", str(pid), "--nonblocking", "--full-filenames"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PYSPY_WITHIN, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Fetched(note=f"py-spy failed: {type(error).__name__}")
+    stack, threads = parse_spied(done.stdout)
+    if not stack:
+        said = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return Fetched(note=f"py-spy could not read it: {said[:160]}")
+    return Fetched(stack, threads)
+
+
+def _frame(file: str, line: int, function: str) -> str:
+    source = linecache.getline(file, line).strip()
+    return place_text(file, line, function, source)
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        with open(f"/proc/{pid}/status", errors="replace") as file:
+            pairs = (row.split(":", 1) for row in file if ":" in row)
+            return {name: value.strip() for name, value in pairs}
+    except OSError:
+        return {}
+
+
+def _wchan(pid: int) -> str:
+    """Where in the kernel its main thread sleeps, where that may be seen."""
+    try:
+        with open(f"/proc/{pid}/wchan") as file:
+            text = file.read().strip()
+    except OSError:
+        return ""
+    return f", in {text}" if text not in ("", "0") else ""

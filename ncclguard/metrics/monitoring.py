@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ncclguard import events, lifecycle
 from ncclguard.config import GuardConfig, current_config, seconds
 from ncclguard.errors import GuardConfigError
-from ncclguard.metrics import identity
+from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlSocket, open_control
 from ncclguard.metrics.exchange import exchanges, proposals
 from ncclguard.metrics.records import Record, Snapshot
@@ -129,9 +129,9 @@ class Monitoring:
 
     def _open_control(self) -> None:
         """Once the rank is known: before that all ranks would want the same address."""
-        if self._serve and self._control is None and identity.initialised():
+        if self._serve and self._control is None and records.initialised():
             self._serve = False  # one try
-            self._control = open_control(self.job, identity.rank(), lambda question: answer(question, self.snapshot))
+            self._control = open_control(self.job, records.rank(), lambda question: answer(question, self.snapshot))
 
 
 _current: Monitoring | None = None
@@ -161,8 +161,8 @@ def setup_nccl_monitoring(
     period = seconds(interval, "interval")
     if period is None:
         raise TypeError("interval must be seconds or a timedelta, not None: give for example 30")
-    name = identity.job_name(job)
-    made = make_sinks(sinks or ("log",), identity.rank())
+    name = records.job_name(job)
+    made = make_sinks(sinks or ("log",), records.rank())
     with _lock:
         previous, _current = _current, None
         if previous is not None:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ncclguard import events
 from ncclguard.config import current_config
-from ncclguard.metrics import identity
-from ncclguard.metrics.adjust import SettingChange
-from ncclguard.metrics.exchange import exchanges
+from ncclguard.metrics import records
+from ncclguard.metrics.exchange import SettingChange, exchanges
 from ncclguard.metrics.records import (
     Change,
     Failure,
@@ -210,7 +209,7 @@ class RecordingListener(events.Listener):
         calls = self.open_operations()
         return Snapshot(
             **self.origin(),
-            world_size=identity.world_size(),
+            world_size=records.world_size(),
             uptime=time.monotonic() - self._started,
             hang=any(call.late for call in calls),
             open=calls,
@@ -238,5 +237,5 @@ class RecordingListener(events.Listener):
     def origin(self) -> dict[str, Any]:
         """The fields that all records share."""
         return {
-            "time": time.time(), "job": self._job, "rank": identity.rank(), "host": identity.host(), "pid": os.getpid(),
+            "time": time.time(), "job": self._job, "rank": records.rank(), "host": records.host(), "pid": os.getpid(),
         }  # fmt: skip

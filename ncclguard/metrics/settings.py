@@ -27,7 +27,7 @@ class Settings:
     """What is in force in one group instead of the configuration, equal on all its ranks; None means not set.
 
     `proposal`: number of the newest proposal adopted. `rate` (bytes/s) and `direction` (1 longer, -1 shorter, 0
-    settled) are the memory of the search for the best length of a piece, see `ncclguard.metrics.adjust`.
+    settled) are the memory of the search for the best length of a piece, see `ncclguard.metrics.exchange`.
     """
 
     values: tuple[tuple[str, float | None], ...] = ()

@@ -22,7 +22,7 @@ from ncclguard.engine import dispatch, runtime
 from ncclguard.engine.call import terms_of
 from ncclguard.engine.chunking import ChunkPlan
 from ncclguard.engine.dispatch import Queue
-from ncclguard.engine.staged import divided
+from ncclguard.engine.execution import divided
 from ncclguard.engine.table import Arguments, Collective
 from ncclguard.metrics.settings import config_of
 from ncclguard.outcome import Outcome

@@ -18,8 +18,8 @@ from ncclguard import torch_compat
 from ncclguard.engine.call import Terms, check_tensor, describe, nbytes_of
 from ncclguard.engine.chunking import EMPTY, ONE, ChunkPlan, plan
 from ncclguard.engine.dispatch import check_carried
+from ncclguard.engine.execution import as_bytes, divided, overwrite
 from ncclguard.engine.memory import writable
-from ncclguard.engine.staged import as_bytes, divided, overwrite
 from ncclguard.engine.table import (
     ALL_GATHER,
     ALL_REDUCE,

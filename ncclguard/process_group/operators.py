@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ncclguard import lifecycle
-from ncclguard.torch_compat.operators import Hook, backend_has, backend_of, boxed_work, group_of, options, reduce_op_of
+from ncclguard.torch_compat.groups import Hook, backend_has, backend_of, boxed_work, group_of, options, reduce_op_of
 
 Route = Callable[[dist.ProcessGroup], Any]
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ncclguard import lifecycle
 from ncclguard.deadlines import engine_section
 from ncclguard.engine.group import GuardedGroup
-from ncclguard.engine.streams import drained
+from ncclguard.engine.memory import drained
 from ncclguard.errors import CollectiveFailed, GuardError
 from ncclguard.outcome import Outcome
 

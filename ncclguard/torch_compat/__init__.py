@@ -5,52 +5,49 @@ Each function says what it does where a version of torch lacks something.
 
 from __future__ import annotations
 
-from ncclguard.torch_compat.failures import broken_collective, from_collective
 from ncclguard.torch_compat.groups import (
     VERSION,
+    Hook,
     ProcessGroupGloo,
     abort_group,
+    backend_has,
+    backend_of,
+    boxed_work,
+    broken_collective,
     emulated_device,
+    from_collective,
     gloo_backend,
     gloo_contexts,
     group_name,
+    group_of,
     group_ranks,
     is_member,
     known_groups,
     on_destroy,
     on_destroy_group,
     on_init,
+    options,
     poison_gloo,
     reduce_op_name,
+    reduce_op_of,
     register_pytree_node,
     under_detail,
     version_of,
     world_of_one,
 )
 from ncclguard.torch_compat.nccl import (
+    backend_error,
     graphs_count_operations,
     make_stream_wait,
     new_nccl_group,
     of_own_device,
-    shut_nccl_group,
-    spin_limit,
-)
-from ncclguard.torch_compat.operators import (
-    Hook,
-    backend_has,
-    backend_of,
-    boxed_work,
-    group_of,
-    options,
-    reduce_op_of,
-)
-from ncclguard.torch_compat.recorder import (
-    backend_error,
     recorded_end,
     recorder_dump,
     recorder_name,
     records_itself,
     sequence_number,
+    shut_nccl_group,
+    spin_limit,
 )
 from ncclguard.torch_compat.stores import (
     PrefixStore,

@@ -1,7 +1,10 @@
-"""torch's private names for process groups, and the hooks around their making and their end.
+"""torch's private names for process groups and their operators, its hooks, and the words in which collectives break.
 
 Ran on torch 2.6.0, 2.13.0 and 2.15.0 (CPU, gloo); the versions between are declared, not run. Where a version lacks
 something the function says what it does instead.
+
+C++ raises plain RuntimeErrors in many places, so that the text has to tell. Sources: gloo's and ProcessGroupNCCL's
+messages as they came out of torch 2.6, 2.13 and 2.15, gloo and NCCL (on an emulated GPU).
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -265,3 +270,96 @@ def register_pytree_node(
     put them together; once for each type.
     """
     pytree.register_pytree_node(cls, flatten, unflatten)
+
+
+_BROKEN: Final = re.compile(
+    r"/gloo/|Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting \d+ms for"
+    r"|Application timeout caused pair closure|ProcessGroup(NCCL|Gloo)|NCCL (error|communicator was aborted)"
+    r"|nccl(Remote|System)Error|DistBackendError"
+    # nccl2 raises a plain RuntimeError: "NCCL Broadcast failed in all_gather: ..." (torch 2.15)
+    r"|NCCL \w+ failed|NCCL operation timed out|failed to pass monitoredBarrier|remote process exited or there was a network error"
+)
+
+
+def broken_collective(text: str) -> bool:
+    """Whether an exception's text is that of a collective whose transport broke or was stopped."""
+    return _BROKEN.search(text) is not None
+
+
+def from_collective(error: BaseException) -> bool:
+    """Whether torch's C++ raised `error` for a collective: a DistError, or a RuntimeError in a backend's words."""
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and broken_collective(str(error))
+
+
+_KEYS = ("CPU", "CUDA")
+_SPARSE = ("SparseCPU", "SparseCUDA")
+_hold_of = dist.ProcessGroup.barrier
+
+
+def options(name: str) -> Any:
+    """A new `name`Options object, such as "Allgather"."""
+    return getattr(_c, f"{name}Options")()
+
+
+def group_of(boxed: Any) -> dist.ProcessGroup:
+    """The process group that an operator was given."""
+    return _c.ProcessGroup.unbox(boxed)
+
+
+def reduce_op_of(boxed: Any) -> dist.ReduceOp:
+    """The reduce op that an operator was given."""
+    return dist.ReduceOp(dist.ReduceOp.RedOpType(boxed.op()))
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What an operator of torch's own hands its arguments to. Raises RuntimeError for a
+    device the group does not serve.
+    """
+    return group._get_backend(device)
+
+
+class _Holder(dist.ProcessGroup):
+    """Makes torch wrap a Work of Python in one of C++ that keeps it alive: only its trampolines do."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self.work: Any = None
+
+    def barrier(self, *_: Any) -> Any:
+        return self.work
+
+
+def boxed_work(work: dist.Work) -> Any:
+    """A work as an operator returns it. One that is written in Python stays alive for as long as C++ holds it."""
+    if type(work).__module__.startswith("ncclguard"):
+        holder = _Holder()
+        holder.work = work
+        work = _hold_of(holder)
+    return work.boxed()
+
+
+def backend_has(method: str) -> bool:
+    """Whether a backend's method can be called from Python."""
+    return hasattr(_c.Backend, method)
+
+
+class Hook:
+    """Kernels in the place of torch's own, until `remove`. `kernels`: by the operator's name without its namespace."""
+
+    def __init__(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
+        library: Any = torch.library.Library  # untyped
+        self._library: Any = library("c10d", "IMPL")  # noqa: TOR901 - ended by remove()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that a kernel is replaced
+            for name, kernel in kernels.items():
+                if hasattr(torch.ops.c10d, name):
+                    for key in (*_KEYS, *_SPARSE) if name == "allreduce_" else _KEYS:
+                        self._library.impl(name, kernel, key)
+
+    def remove(self) -> None:
+        """Torch's own kernels again."""
+        library, self._library = self._library, None
+        if library is not None:
+            library._destroy()

@@ -1,4 +1,4 @@
-"""torch's private names for the stores behind a job; the others are in `_torch`.
+"""torch's private names for the stores behind a job.
 
 Ran on torch 2.6.0, 2.13.0 and 2.15.0 (TCPStore, FileStore); the versions between are declared, not run.
 """

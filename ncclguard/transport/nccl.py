@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.distributed import ReduceOp
 
 from ncclguard import torch_compat
-from ncclguard.transport import dtypes
+from ncclguard.transport import memory
 from ncclguard.transport.base import Agreement, Communicator, Kind, Pending, Save, TransportError, live
 from ncclguard.transport.bounded import Background, bounded, in_background, keep_for_ever
 from ncclguard.transport.streams import StreamBuilder, StreamCommunicator
@@ -254,20 +254,20 @@ class NcclCommunicator(Communicator):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, save: Save | None = None) -> NcclPending:
         options = dist.AllreduceOptions()
-        options.reduceOp = dtypes.NCCL.wire_op(op, tensor.dtype)  # type: ignore[assignment]
-        wire = dtypes.reducible_view(tensor, self.device.type)
+        options.reduceOp = memory.NCCL.wire_op(op, tensor.dtype)  # type: ignore[assignment]
+        wire = memory.reducible_view(tensor, self.device.type)
         return self._start((wire,), lambda group: group.allreduce([wire], options))
 
     def broadcast(self, tensor: torch.Tensor, source_index: int, save: Save | None = None) -> NcclPending:
         options = dist.BroadcastOptions()
         options.rootRank = source_index
         options.rootTensor = 0
-        wire = dtypes.movable_view(tensor, self.device.type)
+        wire = memory.movable_view(tensor, self.device.type)
         return self._start((wire,), lambda group: group.broadcast([wire], options))
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> NcclPending:
-        wire = dtypes.movable_view(tensor, self.device.type).reshape(-1)
-        wires = [dtypes.movable_view(output, self.device.type).reshape(-1) for output in outputs]
+        wire = memory.movable_view(tensor, self.device.type).reshape(-1)
+        wires = [memory.movable_view(output, self.device.type).reshape(-1) for output in outputs]
         with _errors_of_torch():
             flat = wire.new_empty(wire.numel() * self.size)
 
@@ -282,17 +282,17 @@ class NcclCommunicator(Communicator):
         the GPU, before `Pending.wait` says so.
         """
         options = dist.ReduceScatterOptions()
-        options.reduceOp = dtypes.NCCL.wire_op(op, output.dtype)  # type: ignore[assignment]
-        wire = dtypes.reducible_view(output, self.device.type).reshape(-1)
+        options.reduceOp = memory.NCCL.wire_op(op, output.dtype)  # type: ignore[assignment]
+        wire = memory.reducible_view(output, self.device.type).reshape(-1)
         with _errors_of_torch():
-            flat = torch.cat([dtypes.reducible_view(tensor, self.device.type).reshape(-1) for tensor in inputs])
+            flat = torch.cat([memory.reducible_view(tensor, self.device.type).reshape(-1) for tensor in inputs])
         return self._start((wire, flat), lambda group: group._reduce_scatter_base(wire, flat, options))
 
     def reduce(self, tensor: torch.Tensor, root_index: int, op: ReduceOp.RedOpType) -> NcclPending:
         options = dist.ReduceOptions()
-        options.reduceOp = dtypes.NCCL.wire_op(op, tensor.dtype)  # type: ignore[assignment]
+        options.reduceOp = memory.NCCL.wire_op(op, tensor.dtype)  # type: ignore[assignment]
         options.rootRank = root_index
-        wire = dtypes.reducible_view(tensor, self.device.type)
+        wire = memory.reducible_view(tensor, self.device.type)
         return self._start((wire,), lambda group: group.reduce([wire], options))
 
     def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root_index: int) -> NcclPending:
@@ -536,7 +536,7 @@ class NcclBuilder:
         self.device = device
 
     def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:
-        dtypes.NCCL.check(kind, dtype, op)
+        memory.NCCL.check(kind, dtype, op)
 
     def build(
         self,

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 from ncclguard import torch_compat
 from ncclguard.config import current_config
 from ncclguard.environment.network import job_address
-from ncclguard.transport import dtypes
+from ncclguard.transport import memory
 from ncclguard.transport.base import Agreement, Communicator, Disagreement, Kind, Pending, Save, TransportError, live
 from ncclguard.transport.bounded import bounded
 from ncclguard.transport.links import LinkError, Links, Steps, advance, connect
@@ -66,11 +66,11 @@ class StreamCommunicator(Communicator):
         return self._start(self._ring.all_reduce(*_operand(tensor, op), save or _nothing), tensor)
 
     def broadcast(self, tensor: torch.Tensor, source_index: int, save: Save | None = None) -> Pending:
-        wire = dtypes.movable_view(tensor, "cpu")
+        wire = memory.movable_view(tensor, "cpu")
         return self._start(self._ring.broadcast(view_of(wire), source_index, save or _nothing), tensor)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Pending:
-        own, *parts = [view_of(dtypes.movable_view(each, "cpu")) for each in (tensor, *outputs)]
+        own, *parts = [view_of(memory.movable_view(each, "cpu")) for each in (tensor, *outputs)]
         return self._start(self._ring.all_gather(parts, own), tensor, *outputs)
 
     def all_gather_uneven(self, sizes: Sequence[int], data: torch.Tensor) -> tuple[Pending, list[torch.Tensor]]:
@@ -79,7 +79,7 @@ class StreamCommunicator(Communicator):
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> Pending:
         result, itemsize, arithmetic = _operand(output, op)
-        views = [view_of(dtypes.reducible_view(tensor, "cpu")) for tensor in inputs]
+        views = [view_of(memory.reducible_view(tensor, "cpu")) for tensor in inputs]
         return self._start(self._ring.reduce_scatter(result, views, itemsize, arithmetic), output, *inputs)
 
     def reduce(self, tensor: torch.Tensor, root_index: int, op: ReduceOp.RedOpType) -> Pending:
@@ -196,8 +196,8 @@ class Moving(Pending):
 
 def _operand(tensor: torch.Tensor, op: ReduceOp.RedOpType) -> tuple[memoryview, int, Arithmetic]:
     """What is reduced: its bytes, the size of an element, and how two are combined."""
-    wire = dtypes.reducible_view(tensor, "cpu")
-    return view_of(wire), wire.element_size(), Arithmetic(dtypes.CPU.wire_op(op, wire.dtype), wire.dtype)
+    wire = memory.reducible_view(tensor, "cpu")
+    return view_of(wire), wire.element_size(), Arithmetic(memory.CPU.wire_op(op, wire.dtype), wire.dtype)
 
 
 def _nothing(start: int, stop: int) -> None:
@@ -214,7 +214,7 @@ class StreamBuilder:
         self._disconnects = disconnects
 
     def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:
-        dtypes.CPU.check(kind, dtype, op)
+        memory.CPU.check(kind, dtype, op)
 
     def build(
         self,

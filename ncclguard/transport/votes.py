@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ncclguard.transport import dtypes
+from ncclguard.transport import memory
 from ncclguard.transport.base import Agreement, TransportError
 from ncclguard.transport.links import BLOCKS_FOR, NOW, Link, Links, await_events, distances, wants_of
 from ncclguard.transport.memory import Arithmetic, copy_bytes, view_of
@@ -308,7 +308,7 @@ class _Fold:
 
     def __init__(self, slots: torch.Tensor, first: int, dtype: torch.dtype, op: str) -> None:
         dtype = dtype.to_real() if dtype.is_complex else dtype
-        self._arithmetic = Arithmetic(dtypes.CPU.wire_op(getattr(ReduceOp, op), dtype), dtype)
+        self._arithmetic = Arithmetic(memory.CPU.wire_op(getattr(ReduceOp, op), dtype), dtype)
         with torch.inference_mode(False):  # else later calls outside of that mode could not write into it
             slots = slots.view(dtype)
             table = torch.empty(slots.shape, dtype=dtype, device="cpu")

@@ -1,3 +1,1 @@
-"""Every collective of the process observed, also those that the guard does not
-carry; `ncclguard.watch` is in `entry`.
-"""
+"""Every collective of the process observed, also those that the guard does not carry; `watcher` has `watch`."""

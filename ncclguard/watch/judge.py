@@ -28,7 +28,7 @@ from ncclguard.protocol.decision import (
     divergence,
     largest_first,
 )
-from ncclguard.torch_compat.failures import broken_collective
+from ncclguard.torch_compat.groups import broken_collective
 
 #: What a rank adds to its last words when its exception comes from a broken collective.
 BROKEN: Final = "(a collective broke)"

@@ -1,4 +1,4 @@
-"""The thread behind `watch`: sees that a collective stands still or a peer is gone, and delivers the agreed verdict.
+"""`watch` and its thread: sees that a collective stands still or a peer is gone, and delivers the agreed verdict.
 
 The watcher never talks to the store: that is the monitor's part (`ncclguard.watch.coordination`), so a store that does
 not answer cannot blind it.
@@ -9,29 +9,139 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
 from ncclguard import events, torch_compat
 from ncclguard.cause import Cause
-from ncclguard.config import current_config
+from ncclguard.config import current_config, seconds
 from ncclguard.coordination import incidents
+from ncclguard.coordination.liveness import Identity, Sight, look_here
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.deadlines.stopping import Stop
-from ncclguard.errors import CollectiveFailed, error_for
+from ncclguard.engine import runtime
+from ncclguard.errors import CollectiveFailed, GuardError, error_for
 from ncclguard.incident.model import Incident
+from ncclguard.incident.stacks import process_state
 from ncclguard.outcome import of_incident
 from ncclguard.phases import resolve_timeout
 from ncclguard.protocol.decision import TroubleKind, Verdict
-from ncclguard.watch.coordination import WatchCoordination
-from ncclguard.watch.group_state import KEY, WatchState, open_call
+from ncclguard.watch.coordination import KEY, WatchCoordination, WatchState, open_call
 from ncclguard.watch.judge import BROKEN, is_consequence
-from ncclguard.watch.processes import Processes
 from ncclguard.watch.recorder import Pending
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Processes:
+    """Used by one thread, except `wake`. Costs nothing while all live: the kernel ends the wait (pidfd_open(2))."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll.register(self._bell, select.POLLIN)
+        self._peers: dict[int, Identity] = {}
+        self._descriptors: dict[int, int] = {}  # pidfd -> rank
+        self._polled: set[int] = set()  # ranks of which there is no descriptor
+        self._ended: set[int] = set()
+
+    def learn(self, peers: Iterable[Identity]) -> None:
+        """Watch these ranks' processes too."""
+        for peer in peers:
+            if peer.rank in self._peers:
+                continue
+            self._peers[peer.rank] = peer
+            try:
+                descriptor = os.pidfd_open(peer.pid)
+            except (OSError, AttributeError):  # gone already, or an old kernel: looked at with every wait
+                self._polled.add(peer.rank)
+                continue
+            state = process_state(peer.pid)
+            if state is None or state[1] != peer.start_ticks:  # the pid belongs to a later process
+                os.close(descriptor)
+                self._polled.add(peer.rank)
+                continue
+            self._descriptors[descriptor] = peer.rank
+            self._poll.register(descriptor, select.POLLIN)
+
+    def wait(self, seconds: float) -> list[tuple[int, str]]:
+        """Return ranks whose process has ended, with the evidence; earlier than `seconds`
+        when one does, or after `wake`.
+        """
+        events = self._poll.poll(max(seconds, 0.0) * 1000)
+        found = []
+        for descriptor, _ in events:
+            if descriptor == self._bell:
+                self._quieten()
+                continue
+            rank = self._descriptors.pop(descriptor)
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+            if rank not in self._ended:
+                self._ended.add(rank)
+                found.append((rank, self._evidence(rank)))
+        for rank in sorted(self._polled - self._ended):
+            sight, evidence = look_here(self._peers[rank])
+            if sight is Sight.GONE:
+                self._ended.add(rank)
+                found.append((rank, evidence))
+        return found
+
+    def wake(self) -> None:
+        """End the wait; any thread."""
+        try:
+            os.eventfd_write(self._bell, 1)
+        except OSError:  # closed meanwhile
+            return
+
+    def close(self) -> None:
+        """Release the descriptors; not while a thread waits."""
+        for descriptor in (self._bell, *self._descriptors):
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _quieten(self) -> None:
+        try:
+            os.eventfd_read(self._bell)
+        except BlockingIOError:
+            return
+
+    def _evidence(self, rank: int) -> str:
+        peer = self._peers[rank]
+        text = f"process {peer.pid} of rank {rank} on {peer.host} has ended"
+        how = exit_status(peer.pid)
+        return f"{text}: {how}" if how else text
+
+
+def exit_status(pid: int) -> str:
+    """How a process ended, while its parent has not collected it yet; empty when that cannot be seen."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return ""
+    fields = text[text.rindex(b")") + 2 :].split()
+    if fields[0] not in (b"Z", b"X") or len(fields) < 50:
+        return ""
+    status = int(fields[49])  # field 52 of proc(5), 0 to those who may not see it
+    if os.WIFSIGNALED(status):
+        import signal
+
+        try:
+            return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        except ValueError:
+            return f"killed by signal {os.WTERMSIG(status)}"
+    return f"exit code {os.WEXITSTATUS(status)}" if status else ""
 
 
 def interrupt(threads: Iterable[int], incident: Incident, seconds: float) -> None:
@@ -403,3 +513,103 @@ def _from_collective(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+class Watch:
+    """What `watch` returns: the incidents so far, and `stop`; also a context manager that stops at its end."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._watcher: Watcher | None = None
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """Every incident that this process knows of, the oldest first."""
+        return tuple(self._settings.incidents)
+
+    @property
+    def active(self) -> bool:
+        """Whether collectives are observed at present: between ``init_process_group`` and ``destroy_process_group``."""
+        return self._watcher is not None and self._watcher.running
+
+    def stop(self) -> None:
+        """Observe no more; safe to call twice."""
+        global _current
+        if _current is self:
+            _current = None
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.close()
+
+    def _start(self) -> None:
+        """Begin with the default process group that is initialised now."""
+        if dist.get_world_size() < 2:
+            return
+        current = runtime.current()
+        if current.watcher is not None:
+            current.watcher.close()
+        self._watcher = current.watcher = Watcher(
+            current.monitor, dist.get_rank(), dist.get_world_size(), self._settings
+        )
+        self._watcher.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+_current: Watch | None = None
+_lock = threading.Lock()
+
+
+def watch(
+    group: dist.ProcessGroup | None = None,
+    *,
+    timeout: float | timedelta | None = None,
+    on_hang: Literal["report", "abort"] = "report",
+    on_incident: Callable[[Incident], None] | None = None,
+) -> Watch:
+    """Observe every collective of this process, also those of DDP, FSDP, DeepSpeed and
+    Accelerate, until one does not progress.
+
+    When a collective has not progressed for `timeout` (seconds or timedelta; None: phase, then ``NCCLGUARD_TIMEOUT``,
+    then by its size), or at once when a rank it needs died, raised or left, or called another collective, the ranks
+    agree on who is to blame and the incident is reported as for a guarded call, and given to `on_incident` on every
+    rank, in a thread of the library. ``on_hang="abort"`` then also ends the job's collectives with an error, for good,
+    so that a launcher can restart it. `group`: escalate only what is pending on this group; None: on all of them.
+
+    Call it on every rank, before or after ``init_process_group``; a second call replaces the first. With one rank it
+    does nothing. A rank that did not call it, but imported ncclguard, still answers. Raises ValueError for a time or
+    `on_hang` that cannot be, TypeError for a time that is none.
+
+    >>> import ncclguard as ng
+    >>> ng.watch(timeout=120, on_hang="abort").incidents
+    ()
+    """
+    global _current
+    if on_hang not in ("report", "abort"):
+        raise ValueError(f'on_hang must be "report" or "abort", not {on_hang!r}: give one of them')
+    settings = Settings(seconds(timeout, "timeout"), on_hang == "abort", on_incident, group)
+    with _lock:
+        if _current is not None:
+            _current.stop()
+        _current = handle = Watch(settings)
+        runtime.install()
+        torch_compat.on_init(_begin)
+        if dist.is_available() and dist.is_initialized():
+            try:
+                handle._start()
+            except (GuardError, RuntimeError) as error:
+                log.warning("ncclguard: watch() could not start, so hangs are not reported here: %s", error)
+    return handle
+
+
+def _begin() -> None:
+    """After every init_process_group."""
+    handle = _current
+    if handle is not None:
+        handle._start()

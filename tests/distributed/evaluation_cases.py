@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.evaluation import record_partial
-from ncclguard.faults.effects import reset_own_connections
+from ncclguard.faults.injection import reset_own_connections
 from ncclguard.torch_compat.sockets import connections
 
 CULPRIT = 2

@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.bench import operations
+from ncclguard.bench import measure as timed_loop
 from ncclguard.bench.__main__ import main
-from ncclguard.bench.measure import Control, measure, plan_for, variants_for
-from ncclguard.bench.operations import WORKLOADS, shape_for
+from ncclguard.bench.measure import WORKLOADS, Control, measure, plan_for, shape_for, variants_for
 from ncclguard.bench.results import BenchResult
 
 LIMIT = 100.0  # seconds after which a run here has hung
@@ -147,8 +146,8 @@ def sabotaged(how: str) -> None:
             raise RuntimeError("out of paper")
         return real_guarded(tensor, **keywords)
 
-    setattr(operations, "dist", Plain())  # noqa: B010 - mypy: a module attribute of another type
-    operations.ng.safe_all_reduce = guarded
+    setattr(measure, "dist", Plain())  # noqa: B010 - mypy: a module attribute of another type
+    timed_loop.ng.safe_all_reduce = guarded
     faults.report(code=main(["--numel", "1000", "--iters", "10", "--warmup", "0", "--timeout", "20"]))
 
 
@@ -185,7 +184,7 @@ def a_file_in_the_way(path: str) -> None:
         Path(path).touch()
         return real(tensor, **keywords)
 
-    operations.ng.safe_all_reduce = guarded
+    timed_loop.ng.safe_all_reduce = guarded
     faults.report(code=main(["--numel", "1000", "--iters", "2", "--warmup", "0", "--json", path]))
 
 

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.transport.dtypes import CPU
+from ncclguard.transport.memory import CPU
 
 pytestmark = pytest.mark.timeout(180)
 

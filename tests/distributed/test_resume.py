@@ -13,8 +13,7 @@ from torch.distributed import ReduceOp
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.engine.execution import Execution
-from ncclguard.engine.in_place import AllReduce, Broadcast
+from ncclguard.engine.execution import AllReduce, Broadcast, Execution
 from ncclguard.transport.base import Pending
 
 PIECES = 100

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.coordination.group_state import GroupState
-from ncclguard.engine.in_place import AllReduce
-from ncclguard.faults.effects import reset_own_connections
+from ncclguard.engine.execution import AllReduce
+from ncclguard.faults.injection import reset_own_connections
 from ncclguard.transport.base import Communicator, Pending
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.engine import group, streams
+from ncclguard.engine import group, memory
 
 
 class Stream:
@@ -34,7 +34,7 @@ class Stream:
 
 
 def _drained(on: torch.device, device: torch.device, *args: Any) -> bool:
-    return streams.drained(on, *args)
+    return memory.drained(on, *args)
 
 
 def summed(timeout: float) -> list[Any]:

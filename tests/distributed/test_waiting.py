@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.faults.effects import hold_gil
+from ncclguard.faults.injection import hold_gil
 
 
 class Lines(logging.Handler):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ncclguard.faults import effects
+from ncclguard.faults import injection
 
 PROGRAM = """
 import socket, sys
@@ -72,7 +72,7 @@ def test_looking_for_connections_leaves_no_descriptor_behind(tmp_path: Path) -> 
         try:
             before = os.listdir("/proc/self/fd")
             known = {os.fstat(int(name)).st_ino for name in before if os.path.exists(f"/proc/self/fd/{name}")}
-            assert effects._cut_all(known, b"") == []  # all are said to be cut off: none is touched
+            assert injection._cut_all(known, b"") == []  # all are said to be cut off: none is touched
             assert len(os.listdir("/proc/self/fd")) == len(before)
         finally:
             os.close(path)

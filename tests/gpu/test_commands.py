@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ncclguard.bench.results import BenchResult
-from ncclguard.environment.doctor import job_checks
+from ncclguard.environment.doctor import checks
 from ncclguard.environment.doctor.checks import Check, read_context
 from tests.gpu.parts import NEEDS_GPU, SHARED_GPU
 
@@ -84,7 +84,7 @@ def assert_right(gpus: Check, links: Check, number: int) -> None:
 
 def test_doctor_names_the_gpus_that_this_process_sees() -> None:
     context = read_context()
-    assert_right(job_checks.check_gpus(context), job_checks.check_gpu_links(context), torch.cuda.device_count())
+    assert_right(checks.check_gpus(context), checks.check_gpu_links(context), torch.cuda.device_count())
 
 
 def test_the_command_doctor_names_the_gpus_and_their_links(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.engine.in_place import AllReduce
+from ncclguard.engine.execution import AllReduce
 from ncclguard.transport import nccl
 from ncclguard.transport.base import Save, TransportError
 from ncclguard.transport.nccl import NcclCommunicator

@@ -17,8 +17,7 @@ from torch.distributed import ReduceOp
 
 import ncclguard as ng
 from ncclguard import faults, torch_compat
-from ncclguard.environment.doctor.checks import Check, read_context
-from ncclguard.environment.doctor.job_checks import check_ras
+from ncclguard.environment.doctor.checks import Check, check_ras, read_context
 from ncclguard.incident.timeline import Document, RasQuote
 from ncclguard.transport.nccl import NcclBuilder
 from tests.gpu.parts import DEVICE, NEEDS_GPU, SHARED_GPU, join

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ncclguard import faults
-from ncclguard.faults.effects import reset_own_connections, store_ports
+from ncclguard.faults.injection import reset_own_connections, store_ports
 from ncclguard.torch_compat.sockets import connections
 from tests import gloo_aborts
 

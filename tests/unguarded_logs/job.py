@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ncclguard.faults import effects
+from ncclguard.faults import injection
 
 LIMIT = 6.0  # seconds of the process group
 STRUCK_STEP = 4
@@ -27,11 +27,11 @@ def load_batch(fault: str) -> None:
     elif fault == "late-then-comes":
         time.sleep(LIMIT + 3.0)  # its peers have given up by then
     elif fault == "kill":
-        effects.kill(0)
+        injection.kill(0)
     elif fault == "stop":
-        effects.stop(None)
+        injection.stop(None)
     elif fault == "gil":
-        effects.hold_gil(10_000)
+        injection.hold_gil(10_000)
     elif fault == "exception":
         raise ValueError("could not decode sample 1184: unexpected end of file")
     elif fault == "oom":
@@ -39,9 +39,9 @@ def load_batch(fault: str) -> None:
     elif fault == "exit":
         sys.exit(0)
     elif fault == "reset":
-        effects.reset_own_connections()
+        injection.reset_own_connections()
     elif fault == "partition":
-        effects.cut_off(10_000)
+        injection.cut_off(10_000)
 
 
 def gradients(fault: str, struck: bool) -> torch.Tensor:

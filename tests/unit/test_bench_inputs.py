@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ncclguard.bench.arguments import DTYPES
-from ncclguard.bench.operations import Blocks, choose_pattern, count_wrong, fill, largest_exact
+from ncclguard.bench.measure import Blocks, choose_pattern, count_wrong, fill, largest_exact
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ncclguard.bench.machine import PROCESS_BYTES, free_host_bytes, need, peak_resident_bytes, shortage
-from ncclguard.bench.operations import shape_for
+from ncclguard.bench.measure import shape_for
 
 GIB = 2**30
 

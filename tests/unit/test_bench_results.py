@@ -10,11 +10,20 @@ import torch
 
 from ncclguard.bench.arguments import BenchError, parse_arguments
 from ncclguard.bench.machine import describe
-from ncclguard.bench.measure import LEAST_CYCLES, Samples, plan_for, variants_for
-from ncclguard.bench.operations import shape_for
+from ncclguard.bench.measure import LEAST_CYCLES, Samples, plan_for, shape_for, variants_for
 from ncclguard.bench.ranks import World
-from ncclguard.bench.report import Screen, check_outputs, header, row, write_json, write_plot
-from ncclguard.bench.results import BenchResult, SizeResult, judge, summarize
+from ncclguard.bench.results import (
+    BenchResult,
+    Screen,
+    SizeResult,
+    check_outputs,
+    header,
+    judge,
+    row,
+    summarize,
+    write_json,
+    write_plot,
+)
 
 SHAPE = shape_for("all_reduce", 250_000_000, torch.float32, 2)
 VARIANTS = variants_for("all_reduce", (False, True))
@@ -138,6 +147,7 @@ def test_json_has_a_schema_version_and_is_never_overwritten(tmp_path: Path) -> N
     assert BenchResult.model_validate_json(file.read_text()) == result
 
 
+@pytest.mark.processes  # matplotlib, where it has no cache yet, asks fc-list for fonts
 def test_the_plot_is_a_png_and_is_never_overwritten(tmp_path: Path) -> None:
     """Also of a barrier, which has no bytes."""
     file = tmp_path / "r.png"

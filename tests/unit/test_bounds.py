@@ -15,7 +15,7 @@ from ncclguard.coordination import incidents
 from ncclguard.coordination.group_state import GroupState
 from ncclguard.coordination.store import LONG, AgreementStore
 from ncclguard.engine.description import report_bytes, shortened
-from ncclguard.incident import bounds
+from ncclguard.incident import model
 from ncclguard.incident.model import Incident, RankReport
 from ncclguard.outcome import Cause
 from ncclguard.protocol import codec
@@ -94,7 +94,7 @@ def test_a_mismatch_with_4000_sides_shows_the_largest() -> None:
     reports = {rank: Report(rank, 0, 6, operation, Phase.RUNNING) for rank, operation in called.items()}
     verdict = group.judge(0, tuple(range(size)), reports, {}, {}, 0, incidents.summarise)
     assert verdict.sides[0] == ("all_gather(3990)", tuple(range(3990, 4000)))
-    assert len(verdict.sides) == len(Incident.from_json(verdict.incident).sides) == bounds.PLACES
+    assert len(verdict.sides) == len(Incident.from_json(verdict.incident).sides) == model.PLACES
 
 
 def test_nothing_is_left_out_of_a_small_job() -> None:
@@ -104,7 +104,7 @@ def test_nothing_is_left_out_of_a_small_job() -> None:
         RankReport(rank=rank, host="gpu-1", pid=7, cause=Cause.LATE, state="none", stack=stack, threads=threads)
         for rank in range(8)
     ]
-    assert bounds.bounded(reports, range(8)) == tuple(reports)
+    assert model.bounded(reports, range(8)) == tuple(reports)
 
 
 def test_many_culprits_at_one_place_have_one_stack() -> None:
@@ -112,7 +112,7 @@ def test_many_culprits_at_one_place_have_one_stack() -> None:
         RankReport(rank=rank, cause=Cause.LATE, state="none", stack=("a.py:1 in f", "odd" if rank == 70 else "same"))
         for rank in range(1, 100)
     ]
-    kept = {report.rank: report for report in bounds.bounded(reports, range(1, 100))}
+    kept = {report.rank: report for report in model.bounded(reports, range(1, 100))}
     assert [rank for rank, report in kept.items() if report.stack] == [1, 70]
     assert kept[99].note == "its stack is that of rank 1"
     incident = Incident(

@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from ncclguard.engine.chunking import plan
-from ncclguard.engine.execution import Execution, InUse
-from ncclguard.engine.in_place import AllReduce, Broadcast
+from ncclguard.engine.execution import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Execution,
+    Gather,
+    InUse,
+    Reduce,
+    ReduceScatter,
+)
 from ncclguard.engine.memory import Arena
-from ncclguard.engine.staged import AllGather, AllToAll, Gather, Reduce, ReduceScatter
 
 RANKS = (0, 1)
 

@@ -9,9 +9,8 @@ import pytest
 from torch.distributed import HashStore
 
 from ncclguard.coordination import incidents
-from ncclguard.coordination.departures import Departures
 from ncclguard.coordination.group_state import GroupState
-from ncclguard.coordination.store import AgreementStore
+from ncclguard.coordination.store import AgreementStore, Departures
 from ncclguard.incident.model import Incident, RankReport
 from ncclguard.outcome import Cause
 from ncclguard.protocol import codec

@@ -10,9 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from ncclguard.coordination import store as entries_module
-from ncclguard.coordination.departures import Departures
 from ncclguard.coordination.liveness import Identity, Liveness, Neighbours, Sight
-from ncclguard.coordination.store import BATCH, ENTRY_PATIENCE, AgreementStore, Entries
+from ncclguard.coordination.store import BATCH, ENTRY_PATIENCE, AgreementStore, Departures, Entries
 from ncclguard.outcome import Cause
 from ncclguard.protocol.decision import Departure
 

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import ncclguard as ng
 from ncclguard.evaluation import Action, record_partial, state
+from ncclguard.evaluation.decision import log_to
 from ncclguard.evaluation.guarded import Labels, start_counting
-from ncclguard.evaluation.inside import divided, smaller
-from ncclguard.evaluation.report import log_to
+from ncclguard.evaluation.runner import divided, smaller
 
 
 class Monitor:

@@ -12,6 +12,7 @@ from ncclguard.cause import ADVICE
 from ncclguard.evaluation import decision
 from ncclguard.evaluation.decision import (
     Action,
+    EvaluationReport,
     Failure,
     Kind,
     Met,
@@ -19,7 +20,6 @@ from ncclguard.evaluation.decision import (
     RankResult,
     Terms,
 )
-from ncclguard.evaluation.report import EvaluationReport
 from ncclguard.outcome import Cause
 
 ALL = (0, 1, 2, 3)

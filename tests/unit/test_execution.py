@@ -10,10 +10,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from ncclguard.engine.chunking import plan
-from ncclguard.engine.execution import Execution, encode
-from ncclguard.engine.in_place import AllReduce, Broadcast
+from ncclguard.engine.execution import AllGather, AllReduce, Broadcast, Execution, ReduceScatter, encode
 from ncclguard.engine.memory import copied
-from ncclguard.engine.staged import AllGather, ReduceScatter
 from ncclguard.transport.base import Save
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

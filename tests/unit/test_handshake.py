@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import HashStore
 
-from ncclguard.coordination.session import Handshake
-from ncclguard.coordination.store import AgreementStore
+from ncclguard.coordination.store import AgreementStore, Handshake
 
 
 def agree(store: HashStore, ranks: range, order: list[int]) -> dict[int, str | None]:

@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from ncclguard.incident import host_processes
+from ncclguard.incident import stacks
 
 WRITTEN = """\
 Thread 0x00007f1 [loader] (most recent call first):
@@ -36,20 +36,20 @@ Thread 14 (idle): "ncclguard-monitor"
 
 
 def test_the_main_thread_comes_first_and_outermost_first() -> None:
-    stack, threads = host_processes.parse(WRITTEN, main=0x7F2)
+    stack, threads = stacks.parse(WRITTEN, main=0x7F2)
     assert stack == ("app/train.py:14 in <module>", "app/train.py:166 in match")
     assert threads == (("loader", ("app/data.py:3 in run", "app/data.py:7 in fetch")),)
 
 
 def test_the_same_from_py_spy() -> None:
-    stack, threads = host_processes.parse_spied(SPIED)
+    stack, threads = stacks.parse_spied(SPIED)
     assert stack == ("app/train.py:20 in <module>", "app/train.py:9 in step")
     assert threads == (("loader", ("app/data.py:7 in fetch",)),)
 
 
 def test_garbage_is_no_stack() -> None:
-    assert host_processes.parse("\x00\xff no stack at all", 1) == ((), ())
-    assert host_processes.parse_spied("Error: Permission denied") == ((), ())
+    assert stacks.parse("\x00\xff no stack at all", 1) == ((), ())
+    assert stacks.parse_spied("Error: Permission denied") == ((), ())
 
 
 def run(code: str) -> str:
@@ -87,15 +87,15 @@ def test_a_process_that_does_not_handle_the_signal_gets_none() -> None:
     try:
         assert child.stdout is not None
         child.stdout.readline()
-        found = host_processes.fetch(child.pid, host_processes.Offer(host_processes.CANDIDATES[0], child.pid, 5, 1))
+        found = stacks.fetch(child.pid, stacks.Offer(stacks.CANDIDATES[0], child.pid, 5, 1))
         assert "does not handle signal" in found.note
         assert child.poll() is None
         os.kill(child.pid, signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
-        assert "stopped by a signal (state T" in host_processes.fetch(child.pid, None).note
+        assert "stopped by a signal (state T" in stacks.fetch(child.pid, None).note
     finally:
         child.kill()
         child.wait()
         if child.stdout is not None:
             child.stdout.close()
-    assert "unknown state" in host_processes.fetch(child.pid, None).note
+    assert "unknown state" in stacks.fetch(child.pid, None).note

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ncclguard.cause import MEANING
-from ncclguard.incident.model import Incident, RankReport
-from ncclguard.incident.text import ranks_text
+from ncclguard.incident.model import Incident, RankReport, ranks_text
 from ncclguard.outcome import Cause
 
 TEXT = "all_reduce(float32[1000], SUM)"

@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard import _page
-from ncclguard.incident import timeline
+from ncclguard.incident import page, timeline
 from ncclguard.incident.model import Incident, RankReport
 from ncclguard.incident.page import GIVEN_UP, Scale, render_html
 from ncclguard.incident.report import AT_MOST, Writer, main, show, write_all
@@ -344,9 +343,9 @@ class TestFiles:
 def without_jinja2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine that has no torch and so no Jinja2."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    _page._environment.cache_clear()
+    page._environment.cache_clear()
     yield
-    _page._environment.cache_clear()
+    page._environment.cache_clear()
 
 
 def test_without_jinja2_the_command_shows_the_panel_and_says_what_the_page_needs(

@@ -13,11 +13,9 @@ from ncclguard.coordination.group_state import GroupState
 from ncclguard.engine import memory
 from ncclguard.engine.call import Call
 from ncclguard.engine.chunking import plan
-from ncclguard.engine.execution import encode
+from ncclguard.engine.execution import AllGather, AllReduce, encode
 from ncclguard.engine.group import GuardedGroup
-from ncclguard.engine.in_place import AllReduce
 from ncclguard.engine.memory import copied
-from ncclguard.engine.staged import AllGather
 from ncclguard.protocol.decision import Action, Operation, Verdict
 
 RANKS = (0, 1, 2, 3)

@@ -26,7 +26,7 @@ from ncclguard.coordination.liveness import (
     Sight,
     host_key,
 )
-from ncclguard.incident.host_processes import process_state
+from ncclguard.incident.stacks import process_state
 
 pytestmark = pytest.mark.processes
 

@@ -20,8 +20,8 @@ from ncclguard.coordination.inquiry import Patience
 from ncclguard.engine import runtime
 from ncclguard.engine.attempt import Attempts
 from ncclguard.errors import GuardConfigError
-from ncclguard.metrics import adjust, exchange, settings
-from ncclguard.metrics.adjust import Bounds, SettingChange
+from ncclguard.metrics import exchange, settings
+from ncclguard.metrics.exchange import Bounds, SettingChange
 from ncclguard.metrics.settings import SETTINGS, Settings
 from ncclguard.metrics.statistics import MAX_WAITS, PHASES, Combined, RankStatistics, combine, decode, encode, size
 from ncclguard.protocol.group_key import GroupKey
@@ -46,7 +46,7 @@ def together(ranks: Sequence[RankStatistics]) -> Combined:
 
 
 def decide(ranks: Sequence[RankStatistics], bounds: Bounds) -> tuple[Settings, tuple[SettingChange, ...]]:
-    return adjust.decide(together(ranks), bounds)
+    return exchange.decide(together(ranks), bounds)
 
 
 # ---------------------------------------------------------------------- the bytes of an exchange

@@ -13,7 +13,7 @@ import pytest
 
 import ncclguard as ng
 from ncclguard.coordination.group_state import OpenCall
-from ncclguard.metrics import identity
+from ncclguard.metrics import records
 from ncclguard.metrics.records import Record, Snapshot
 from tests.unit import observed
 from tests.unit.observed import KEY
@@ -125,16 +125,16 @@ def test_the_arguments() -> None:
 
 
 def test_the_name_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (*identity.JOB_VARIABLES, "MASTER_PORT"):
+    for variable in (*records.JOB_VARIABLES, "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
-    assert identity.job_name().startswith("pid")
+    assert records.job_name().startswith("pid")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert identity.job_name() == "port29500"
+    assert records.job_name() == "port29500"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert identity.job_name() == "port29500"
+    assert records.job_name() == "port29500"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "my run/7")
-    assert identity.job_name() == "my-run-7"
-    assert identity.job_name("mine") == "mine"
+    assert records.job_name() == "my-run-7"
+    assert records.job_name("mine") == "mine"
 
 
 PROGRAM = """

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard.metrics import stragglers as module
+from ncclguard.metrics import statistics as module
 from ncclguard.metrics.records import StragglerTable
-from ncclguard.metrics.statistics import RankStatistics, combine, encode
-from ncclguard.metrics.stragglers import WINDOW, Stragglers
+from ncclguard.metrics.statistics import WINDOW, RankStatistics, Stragglers, combine, encode
 
 
 def told(waits: list[float], number: int) -> RankStatistics:

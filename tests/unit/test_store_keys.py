@@ -14,8 +14,7 @@ from ncclguard.coordination.monitor import Monitor
 from ncclguard.coordination.store import AgreementStore, HighWaterMarks
 from ncclguard.outcome import Cause
 from ncclguard.protocol.decision import Operation
-from ncclguard.watch.coordination import WatchCoordination
-from ncclguard.watch.group_state import WatchState
+from ncclguard.watch.coordination import WatchCoordination, WatchState
 from ncclguard.watch.recorder import Observation, Pending
 from tests.protocol.test_scale import Job
 

@@ -15,10 +15,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ncclguard.environment.doctor.checks import Check, Context, error, exit_code, read_context, skipped
-from ncclguard.environment.doctor.host_checks import HOST_CHECKS
-from ncclguard.environment.doctor.job_checks import JOB_CHECKS
-from ncclguard.environment.doctor.rank_checks import Facts, Measured, own_facts
+from ncclguard.environment.doctor.checks import (
+    HOST_CHECKS,
+    JOB_CHECKS,
+    Check,
+    Context,
+    Facts,
+    Measured,
+    error,
+    exit_code,
+    own_facts,
+    read_context,
+    skipped,
+)
 from ncclguard.environment.doctor.survey import MEASURE_SECONDS, Exchange, Survey, Unreachable, take_survey
 from ncclguard.errors import GuardConfigError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ncclguard.environment import catalogue_docs
+from ncclguard.environment import catalogue
 from ncclguard.environment.catalogue import (
     CATALOGUE,
     UNREAD_VARIABLES,
@@ -21,8 +21,8 @@ from ncclguard.environment.catalogue import (
     lookup,
     name_for,
 )
-from ncclguard.environment.checks import check_names
 from ncclguard.environment.nccl_names import NCCL_NAMES
+from ncclguard.environment.setup import check_names
 from ncclguard.environment.versions import Versions, detect_versions, parse_version, within
 
 _DATA = Path(__file__).parent / "data"
@@ -127,9 +127,9 @@ def test_entries_are_complete() -> None:
 
 
 def test_the_docs_are_what_the_catalogue_says() -> None:
-    """Run python -m ncclguard.environment.catalogue_docs docs/environment.md after a change."""
+    """Run python -m ncclguard.environment.catalogue docs/environment.md after a change."""
     page = (Path(__file__).parents[3] / "docs/environment.md").read_text()
-    assert page == catalogue_docs.with_tables(page)
+    assert page == catalogue.with_tables(page)
     assert all(f"`{name}`" in page for name in CATALOGUE)
 
 

@@ -16,10 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from ncclguard.environment.doctor import command, host_checks, job_checks
+from ncclguard.environment.doctor import checks, command
 from ncclguard.environment.doctor.checks import Check, Context, Status, error, exit_code, merge, ok, skipped, warning
-from ncclguard.environment.interface import read_job
-from ncclguard.environment.network import read_links
+from ncclguard.environment.network import read_job, read_links
 from ncclguard.environment.profiles import Gid, Port
 from ncclguard.environment.setup import plan_environment
 
@@ -68,23 +67,23 @@ def test_name_lookup(monkeypatch: pytest.MonkeyPatch, pauses: tuple[float, ...],
         return address[0], "1"
 
     monkeypatch.setattr(socket, "getnameinfo", looked_up)
-    monkeypatch.setattr(job_checks.network.name_seconds, "__defaults__", (0.5,))
-    check = job_checks.check_name_lookup(make_context())
+    monkeypatch.setattr(checks.network.name_seconds, "__defaults__", (0.5,))
+    check = checks.check_name_lookup(make_context())
     done.set()
     assert_says(check, status, "at most" if status == "ok" else f"took {max(pauses) if max(pauses) < 1 else 0.5:.1f} s")
     assert all(address == f"::ffff:{make_context().choice.address}" for address in asked)
-    assert len(asked) == (job_checks.NAME_LOOKUPS if status == "ok" else len(pauses))
+    assert len(asked) == (checks.NAME_LOOKUPS if status == "ok" else len(pauses))
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Docker's 64 MiB are too little; none at all is an error."""
-    assert_says(host_checks.check_shared_memory(make_context(root=tmp_path)), "error", "does not exist")
+    assert_says(checks.check_shared_memory(make_context(root=tmp_path)), "error", "does not exist")
     (tmp_path / "dev/shm").mkdir(parents=True)
     for size, status in ((64 << 20, "warning"), (8 << 30, "ok")):
         monkeypatch.setattr(
             shutil, "disk_usage", lambda path, size=size: SimpleNamespace(total=size, used=0, free=size)
         )
-        check = host_checks.check_shared_memory(make_context(root=tmp_path))
+        check = checks.check_shared_memory(make_context(root=tmp_path))
         assert check.status == status, check
 
 
@@ -95,14 +94,14 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_locked_memory(monkeypatch: pytest.MonkeyPatch, limit: int, ports: tuple[Port, ...], status: Status) -> None:
     """RDMA needs it unlimited."""
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
-    assert_says(host_checks.check_locked_memory(make_context(ports=ports)), status, "ulimit -l")
+    assert_says(checks.check_locked_memory(make_context(ports=ports)), status, "ulimit -l")
 
 
 @pytest.mark.parametrize(("soft", "status"), [(1024, "warning"), (65536, "ok"), (resource.RLIM_INFINITY, "ok")])
 def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, status: Status) -> None:
     """More for more ranks."""
     monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, soft))
-    assert_says(host_checks.check_open_files(make_context({"WORLD_SIZE": "8"})), status, f"ulimit -n is {soft}")
+    assert_says(checks.check_open_files(make_context({"WORLD_SIZE": "8"})), status, f"ulimit -n is {soft}")
 
 
 @pytest.mark.parametrize(("free", "status"), [(0.01, "warning"), (0.5, "ok")])
@@ -110,14 +109,14 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, free: float, status: Status) ->
     """A host that is nearly full."""
     total = 64 << 30
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=total, available=int(free * total)))
-    assert_says(host_checks.check_memory(make_context()), status, "of 64.0 GiB available")
+    assert_says(checks.check_memory(make_context()), status, "of 64.0 GiB available")
 
 
 @pytest.mark.parametrize(("load", "status"), [(1000.0, "warning"), (0.1, "ok")])
 def test_load(monkeypatch: pytest.MonkeyPatch, load: float, status: Status) -> None:
     """Ten times more work than processors."""
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
-    assert_says(host_checks.check_load(make_context()), status, f"load {load:.1f}")
+    assert_says(checks.check_load(make_context()), status, f"load {load:.1f}")
 
 
 @pytest.mark.parametrize(
@@ -135,12 +134,12 @@ def test_cgroup(tmp_path: Path, maximum: str, current: str, processors: str, sta
     for name, value in (("memory.max", maximum), ("memory.current", current), ("cpu.max", processors)):
         put(tmp_path, f"sys/fs/cgroup/job/{name}", value)
     environ = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-    assert_says(host_checks.check_cgroup(make_context(environ, root=tmp_path)), status, text)
+    assert_says(checks.check_cgroup(make_context(environ, root=tmp_path)), status, text)
 
 
 def test_cgroup_that_cannot_be_read_is_skipped(tmp_path: Path) -> None:
     """Not a guess."""
-    assert_says(host_checks.check_cgroup(make_context(root=tmp_path)), "skipped", "no cgroup limits")
+    assert_says(checks.check_cgroup(make_context(root=tmp_path)), "skipped", "no cgroup limits")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_link(tmp_path: Path, speed: str, duplex: str, status: Status, text: str
     context = make_context(root=tmp_path, report=context.report.model_copy(update={"interface": choice}))
     put(tmp_path, f"sys/class/net/{link.name}/speed", speed)
     put(tmp_path, f"sys/class/net/{link.name}/duplex", duplex)
-    assert_says(host_checks.check_link(context), status, text)
+    assert_says(checks.check_link(context), status, text)
 
 
 @pytest.mark.parametrize(
@@ -188,17 +187,17 @@ def test_link(tmp_path: Path, speed: str, duplex: str, status: Status, text: str
 )
 def test_infiniband(port: Port, status: Status, text: str) -> None:
     """States of a port, and the address that RoCE needs."""
-    assert_says(host_checks.check_infiniband(make_context(ports=(port,))), status, text)
+    assert_says(checks.check_infiniband(make_context(ports=(port,))), status, text)
 
 
 def test_pci(tmp_path: Path) -> None:
     """An IOMMU that translates, one that passes through, none."""
-    assert_says(host_checks.check_pci(make_context(root=tmp_path)), "ok", "no IOMMU")
+    assert_says(checks.check_pci(make_context(root=tmp_path)), "ok", "no IOMMU")
     put(tmp_path, "sys/kernel/iommu_groups/0/type", "DMA")
     put(tmp_path, "proc/cmdline", "quiet")
-    assert_says(host_checks.check_pci(make_context(root=tmp_path)), "warning", "iommu=pt")
+    assert_says(checks.check_pci(make_context(root=tmp_path)), "warning", "iommu=pt")
     put(tmp_path, "proc/cmdline", "quiet intel_iommu=on iommu=pt")
-    assert_says(host_checks.check_pci(make_context(root=tmp_path)), "ok", "passes through")
+    assert_says(checks.check_pci(make_context(root=tmp_path)), "ok", "passes through")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ def test_pci(tmp_path: Path) -> None:
 )
 def test_interface(environ: dict[str, str], status: Status, text: str) -> None:
     """The choice of setup_env(), and what contradicts it."""
-    assert_says(job_checks.check_interface(make_context(environ)), status, text)
+    assert_says(checks.check_interface(make_context(environ)), status, text)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +225,7 @@ def test_interface(environ: dict[str, str], status: Status, text: str) -> None:
 )
 def test_master(environ: dict[str, str], status: Status, text: str) -> None:
     """Its name and its address."""
-    assert_says(job_checks.check_master(make_context(environ)), status, text)
+    assert_says(checks.check_master(make_context(environ)), status, text)
 
 
 @pytest.mark.parametrize(
@@ -239,21 +238,21 @@ def test_master(environ: dict[str, str], status: Status, text: str) -> None:
 )
 def test_variables(environ: dict[str, str], status: Status, text: str) -> None:
     """Effective values with their origin; wrong ones."""
-    assert_says(job_checks.check_variables(make_context(environ)), status, text)
+    assert_says(checks.check_variables(make_context(environ)), status, text)
 
 
 def test_variables_of_a_file_are_shown_with_it(tmp_path: Path) -> None:
     """NCCL reads them though no environment has them."""
     put(tmp_path, "nccl.conf", "NCCL_ALGO=Ring\n")
-    check = job_checks.check_variables(make_context({"NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}))
+    check = checks.check_variables(make_context({"NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}))
     assert_says(check, "ok", f"NCCL_ALGO=Ring ({tmp_path / 'nccl.conf'})")
 
 
 def test_limits() -> None:
     """The ladder, and one in the wrong order."""
-    assert_says(job_checks.check_limits(make_context()), "ok", "1800 < 1920 < 2040")
+    assert_says(checks.check_limits(make_context()), "ok", "1800 < 1920 < 2040")
     wrong = make_context({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60"})
-    assert_says(job_checks.check_limits(wrong), "error", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=2040")
+    assert_says(checks.check_limits(wrong), "error", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=2040")
 
 
 @pytest.fixture
@@ -265,18 +264,18 @@ def listener() -> Iterator[int]:
 
 def test_a_stale_process_on_the_masters_port_is_named(listener: int) -> None:
     """By its pid and command line, with another port to take."""
-    check = job_checks.check_master_port(make_context({"MASTER_PORT": str(listener)}))
+    check = checks.check_master_port(make_context({"MASTER_PORT": str(listener)}))
     assert_says(check, "error", f"held by process {os.getpid()}")
     assert f"MASTER_PORT={listener + 1}" in check.advice
     launched = make_context({"MASTER_PORT": str(listener), "TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert_says(job_checks.check_master_port(launched), "ok", "held by the launcher")
+    assert_says(checks.check_master_port(launched), "ok", "held by the launcher")
 
 
 def test_a_free_master_port(listener: int) -> None:
     """Nobody listens one port on, or the check says who does."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-    assert_says(job_checks.check_master_port(make_context({"MASTER_PORT": str(port)})), "ok", "is free")
+    assert_says(checks.check_master_port(make_context({"MASTER_PORT": str(port)})), "ok", "is free")
 
 
 @pytest.mark.parametrize(
@@ -293,7 +292,7 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, stat
         put(tmp_path, name, f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert_says(job_checks.check_gpus(make_context()), status, text)
+    assert_says(checks.check_gpus(make_context()), status, text)
 
 
 def test_an_xid_in_the_kernels_log_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,13 +302,13 @@ def test_an_xid_in_the_kernels_log_is_shown(tmp_path: Path, monkeypatch: pytest.
         put(tmp_path, name, f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert_says(job_checks.check_gpus(make_context()), "warning", "Xid (PCI:0000:3b:00): 79")
+    assert_says(checks.check_gpus(make_context()), "warning", "Xid (PCI:0000:3b:00): 79")
 
 
 def test_a_host_without_nvidia_smi_skips_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing to look at is not a warning."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert_says(job_checks.check_gpus(make_context()), "skipped", "not installed")
+    assert_says(checks.check_gpus(make_context()), "skipped", "not installed")
 
 
 def test_gpu_links_are_skipped_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,11 +316,11 @@ def test_gpu_links_are_skipped_without_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert_says(job_checks.check_gpu_links(make_context()), "skipped", "no GPU")
+    assert_says(checks.check_gpu_links(make_context()), "skipped", "no GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a < b)
-    assert_says(job_checks.check_gpu_links(make_context()), "warning", "1->0")
+    assert_says(checks.check_gpu_links(make_context()), "warning", "1->0")
 
 
 def test_the_same_said_by_all_hosts_is_one_line_and_differences_are_named() -> None:
@@ -374,7 +373,7 @@ def test_a_check_that_fails_by_itself_does_not_end_the_others(monkeypatch: pytes
     def check_broken(context: Context) -> Check:
         raise OSError("no such device")
 
-    monkeypatch.setattr(command, "HOST_CHECKS", (check_broken, host_checks.check_load))
+    monkeypatch.setattr(command, "HOST_CHECKS", (check_broken, checks.check_load))
     monkeypatch.setattr(command, "JOB_CHECKS", ())
     first, second = command.run_local_checks(make_context())
     assert first.name == "broken" and first.status == "error" and "no such device" in first.detail

@@ -14,12 +14,19 @@ from typing import Any
 import psutil
 import pytest
 
-from ncclguard.environment.doctor import measure, rank_checks
-from ncclguard.environment.doctor.checks import Context, read_context
+from ncclguard.environment.doctor import checks, survey
+from ncclguard.environment.doctor.checks import (
+    Context,
+    Facts,
+    Measured,
+    check_agreement,
+    check_ranks,
+    check_versions,
+    read_context,
+)
 from ncclguard.environment.doctor.command import plot
-from ncclguard.environment.doctor.rank_checks import Facts, Measured, check_agreement, check_ranks, check_versions
 from ncclguard.environment.doctor.survey import Exchange, Unreachable
-from ncclguard.environment.interface import read_job
+from ncclguard.environment.network import read_job
 
 
 def facts(*ranks: int, **changes: Any) -> dict[int, Facts]:
@@ -56,18 +63,18 @@ def pairs(count: int, **odd: Any) -> list[Measured]:
 @pytest.mark.parametrize(
     ("check", "odd", "status", "text"),
     [
-        (rank_checks.check_pairs, {}, "ok", "all 12 directed pairs"),
-        (rank_checks.check_pairs, {"fault": "refused"}, "error", "node1 (rank 1) -> node0 (rank 0, 10.0.0.1:40000)"),
-        (rank_checks.check_round_trips, {}, "ok", "median 0.10 ms"),
-        (rank_checks.check_round_trips, {"round_trip": 0.03}, "warning", "30.00 ms"),
-        (rank_checks.check_round_trips, {"round_trip": 0.0009}, "ok", "median"),
-        (rank_checks.check_bandwidth, {}, "ok", "1000 MB/s"),
-        (rank_checks.check_bandwidth, {"bandwidth": 1e8}, "warning", "node1 (rank 1) -> node0"),
-        (rank_checks.check_path_mtu, {}, "ok", "1500"),
-        (rank_checks.check_path_mtu, {"largest": 1400, "reported": 1400}, "warning", "1400 bytes"),
-        (rank_checks.check_path_mtu, {"largest": 1400}, "error", "packets over 1400 bytes vanish"),
-        (rank_checks.check_path_mtu, {"largest": None}, "skipped", "no UDP packet arrives"),
-        (rank_checks.check_clocks, {}, "ok", "node1 +1.0 ms"),
+        (checks.check_pairs, {}, "ok", "all 12 directed pairs"),
+        (checks.check_pairs, {"fault": "refused"}, "error", "node1 (rank 1) -> node0 (rank 0, 10.0.0.1:40000)"),
+        (checks.check_round_trips, {}, "ok", "median 0.10 ms"),
+        (checks.check_round_trips, {"round_trip": 0.03}, "warning", "30.00 ms"),
+        (checks.check_round_trips, {"round_trip": 0.0009}, "ok", "median"),
+        (checks.check_bandwidth, {}, "ok", "1000 MB/s"),
+        (checks.check_bandwidth, {"bandwidth": 1e8}, "warning", "node1 (rank 1) -> node0"),
+        (checks.check_path_mtu, {}, "ok", "1500"),
+        (checks.check_path_mtu, {"largest": 1400, "reported": 1400}, "warning", "1400 bytes"),
+        (checks.check_path_mtu, {"largest": 1400}, "error", "packets over 1400 bytes vanish"),
+        (checks.check_path_mtu, {"largest": None}, "skipped", "no UDP packet arrives"),
+        (checks.check_clocks, {}, "ok", "node1 +1.0 ms"),
     ],
 )
 def test_pairs_are_judged(check: Any, odd: dict[str, Any], status: str, text: str) -> None:
@@ -107,20 +114,20 @@ def test_missing_ranks_are_named() -> None:
 
 def test_a_peer_is_reached_and_measured() -> None:
     """Over the loopback: round trip, clock, bandwidth, and a port on which nobody listens."""
-    with measure.PeerServer("127.0.0.1") as server:
-        found = measure.reach("127.0.0.1", server.port, "127.0.0.1")
+    with survey.PeerServer("127.0.0.1") as server:
+        found = survey.reach("127.0.0.1", server.port, "127.0.0.1")
         assert found.fault is None and found.round_trip is not None and found.clock_skew is not None
         assert abs(found.clock_skew) < 10.0
-        speed = measure.bandwidth("127.0.0.1", server.port, "127.0.0.1")
+        speed = survey.bandwidth("127.0.0.1", server.port, "127.0.0.1")
         assert speed is not None and speed > 0
-    assert "refused" in str(measure.reach("127.0.0.1", server.port, "127.0.0.1").fault)
-    assert measure.bandwidth("127.0.0.1", server.port, "127.0.0.1") is None
+    assert "refused" in str(survey.reach("127.0.0.1", server.port, "127.0.0.1").fault)
+    assert survey.bandwidth("127.0.0.1", server.port, "127.0.0.1") is None
 
 
 def test_the_path_mtu_of_the_loopback() -> None:
     """A packet of 9000 bytes passes."""
-    with measure.EchoServer("127.0.0.1") as server:
-        assert measure.probe_mtu("127.0.0.1", server.port, "127.0.0.1", 9000) == measure.PathMtu(9000, None)
+    with survey.EchoServer("127.0.0.1") as server:
+        assert survey.probe_mtu("127.0.0.1", server.port, "127.0.0.1", 9000) == survey.PathMtu(9000, None)
 
 
 def context_of(port: int) -> Context:
@@ -170,6 +177,7 @@ def test_a_stopped_store_host_is_said_in_time() -> None:
             host.stdout.close()
 
 
+@pytest.mark.processes  # matplotlib, where it has no cache yet, asks fc-list for fonts
 def test_a_heat_map_is_drawn(tmp_path: Path) -> None:
     """With a broken pair in it."""
     plot(facts(0, 1, 2), pairs(3, fault="refused", round_trip=None, bandwidth=None), str(tmp_path / "map.png"))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ncclguard.environment.doctor import job_checks
+from ncclguard.environment.doctor import checks
 from ncclguard.environment.doctor.checks import Check, Context, Status
-from ncclguard.environment.interface import read_job
+from ncclguard.environment.network import read_job
 from tests.unit.ras_server import answering, serving
 
 OLD = "NCCL version 2.27.5 compiled with CUDA 12.9\n\nErrors\n======\n\nDEAD\n  1 job process is considered dead\n\nWarnings\n========\n\n"
@@ -22,7 +22,7 @@ def check(address: str, nccl: str | None = "2.30.7", **environ: str) -> Check:
     """The check in a process with that NCCL; nothing else of its surroundings matters."""
     environ = {"NCCL_RAS_ADDR": address, "NCCL_CONF_FILE": "/dev/null", **environ}
     report: Any = SimpleNamespace(versions=SimpleNamespace(nccl=nccl))
-    return job_checks.check_ras(Context(read_job(environ), "node0", environ, report, (), (), Path("/")))
+    return checks.check_ras(Context(read_job(environ), "node0", environ, report, (), (), Path("/")))
 
 
 def assert_says(found: Check, status: Status, *texts: str) -> None:

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from ncclguard.environment.interface import Job, choose_interface, read_job
 from ncclguard.environment.network import (
     IpRoutes,
+    Job,
     Link,
     ProcRoutes,
     Route,
     answers,
+    choose_interface,
     kind_by_name,
     link_from_json,
     links_from_psutil,
+    read_job,
     read_links,
     read_routes,
     routes_from_json,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ncclguard.environment.checks import check_harm
 from ncclguard.environment.profiles import Port, choose_profile, read_ports
+from ncclguard.environment.setup import check_harm
 from ncclguard.environment.versions import Versions
 
 _NEW = Versions(torch="2.13.0", nccl="2.29.7", nccl_source="test")

@@ -42,7 +42,7 @@ def test_no_torch_is_imported_not_even_for_a_dump(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "first", ["import ncclguard", "import torch", "from ncclguard import faults", "import ncclguard.watch.entry"]
+    "first", ["import ncclguard", "import torch", "from ncclguard import faults", "import ncclguard.watch.watcher"]
 )
 def test_the_guard_hooks_itself_in_when_torch_is_imported(first: str) -> None:
     """Whichever comes first; a name that is also a package stays the function."""

@@ -14,7 +14,7 @@ from explain_logs import timeout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ncclguard.explain import explain, main, records, sources
+from ncclguard.explain import explain, main, records
 
 LOG = "".join(f"{line}\n" for rank in (0, 1, 3) for line in timeout(rank))
 
@@ -64,7 +64,7 @@ def test_incident_across_the_edges_of_blocks(tmp_path: Path, monkeypatch: pytest
     )
     path = tmp_path / "train.log"
     path.write_text(filler + trace + filler + LOG)
-    monkeypatch.setattr(sources, "BLOCK", block)
+    monkeypatch.setattr(records, "BLOCK", block)
     report = explain([str(path)])
     assert report.culprits == (2,)
     assert next((event.name, event.line) for event in report.events if event.kind == "python_exception") == (

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from ncclguard import torch_compat
-from ncclguard.transport.dtypes import CPU, NCCL, movable_view, reducible_view, reduction
+from ncclguard.transport.memory import CPU, NCCL, movable_view, reducible_view, reduction
 
 REFUSED = [
     (CPU, "all_reduce", torch.float32, ReduceOp.BAND, ValueError, "integer or bool"),

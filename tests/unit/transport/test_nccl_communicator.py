@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from ncclguard.transport import bounded, dtypes, nccl
+from ncclguard.transport import bounded, memory, nccl
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.nccl import NcclCommunicator
 from tests.unit.transport.nccl_fakes import CPU, FakeGroup, FakeVotes, Gpu, pretend_cuda
@@ -99,12 +99,12 @@ def test_what_nobody_waits_for_is_forgotten_with_the_next_operation(communicator
 
 
 def test_avg_of_floats_is_nccls_own_and_not_divided_again() -> None:
-    how = dtypes.reduction("AVG", "cuda")
+    how = memory.reduction("AVG", "cuda")
     assert (how.wire, how.average) == (ReduceOp.AVG, False)
-    assert dtypes.NCCL.wire_op(ReduceOp.AVG, torch.float16) == ReduceOp.AVG
-    dtypes.NCCL.check("all_reduce", torch.complex64, ReduceOp.AVG)
+    assert memory.NCCL.wire_op(ReduceOp.AVG, torch.float16) == ReduceOp.AVG
+    memory.NCCL.check("all_reduce", torch.complex64, ReduceOp.AVG)
     with pytest.raises(ValueError, match="not a whole number"):
-        dtypes.NCCL.check("all_reduce", torch.int32, ReduceOp.AVG)
+        memory.NCCL.check("all_reduce", torch.int32, ReduceOp.AVG)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The report on a terminal: who, why, where, what to do, in that order."""
+"""The report for people, on a terminal and as a page: who, why, where, what to do, in that order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,55 @@ from rich.table import Table
 from rich.text import Text
 
 from ncclguard.explain.report import Mention, RankRow, Report
+from ncclguard.incident import page
 
 SHOWN_ROWS = 64
 SHOWN_LINES = 12
+#: The columns of the table of ranks, and whether each holds text.
+COLUMNS = (
+    ("rank", False),
+    ("state", True),
+    ("group", True),
+    ("seq", False),
+    ("op", True),
+    ("NumelIn", False),
+    ("NumelOut", False),
+    ("enqueued", False),
+    ("completed", False),
+)
+#: States that are marked.
+BAD = frozenset({"missing", "behind", "ahead", "different", "failed"})
+
+
+def render_html(report: Report) -> str:
+    """The report as one self-contained page; everything that comes from a log is escaped.
+
+    Raises `PageError` where Jinja2 is not installed.
+    """
+    tags = [
+        f"cause: {report.cause.value}",
+        f"class: {report.cause_class} ({report.confidence})",
+        f"world size: {report.world_size if report.world_size is not None else 'unknown'} ({report.world_size_basis})",
+    ]
+    if report.effective_timeout_ms is not None:
+        tags.append(f"effective timeout: {report.effective_timeout_ms / 1000:g} s")
+    named = f"culprits: {', '.join(map(str, report.culprits)) or 'not provable'}"
+    states: dict[int, str] = {}
+    for row in report.ranks:
+        if states.get(row.rank) not in BAD:
+            states[row.rank] = row.state
+    return page.render(
+        "explain.html.j2",
+        title="ncclguard explain",
+        report=report,
+        named=[named] if report.culprits else [],
+        tags=tags if report.culprits else [named, *tags],
+        overturned=[f"would be overturned by {sentence}" for sentence in report.overturned_by],
+        states=[(rank, state, state in BAD) for rank, state in sorted(states.items())],
+        columns=COLUMNS,
+        rows=[(row.state in BAD, _cells(row)) for row in report.ranks],
+        sides=[f"{side.what}: ranks {', '.join(map(str, side.ranks))}" for side in report.sides],
+    )
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -61,29 +107,23 @@ def _collective(report: Report) -> str:
     return ", ".join(parts)
 
 
-def _cell(value: object) -> str:
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+def _cells(row: RankRow) -> tuple[str, ...]:
+    return (
+        str(row.rank),
+        row.state,
+        row.group or "-",
+        "-" if row.seq is None else str(row.seq),
+        row.op or "-",
+        *("-" if n is None else f"{n:,}" for n in (row.numel_in, row.numel_out, row.enqueued, row.completed)),
+    )
 
 
 def _table(rows: Sequence[RankRow]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("rank", "state", "group", "seq", "op", "NumelIn", "NumelOut", "enqueued", "completed"):
-        table.add_column(name, justify="left" if name in ("state", "group", "op") else "right")
+    for name, is_text in COLUMNS:
+        table.add_column(name, justify="left" if is_text else "right")
     for row in rows[:SHOWN_ROWS]:
-        style = "red" if row.state in ("missing", "behind", "ahead", "different", "failed") else None
-        seq = "-" if row.seq is None else str(row.seq)
-        table.add_row(
-            str(row.rank),
-            row.state,
-            Text(row.group or "-"),
-            seq,
-            row.op or "-",
-            _cell(row.numel_in),
-            _cell(row.numel_out),
-            _cell(row.enqueued),
-            _cell(row.completed),
-            style=style,
-        )
+        table.add_row(*map(Text, _cells(row)), style="red" if row.state in BAD else None)
     return table
 
 
