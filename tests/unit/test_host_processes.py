@@ -64,15 +64,15 @@ def test_a_signal_that_the_program_handles_is_never_taken() -> None:
     found = run(
         """
         import signal, threading
-        from ncclguard.incident import host_processes
+        from ncclguard.incident import stacks
         mine = lambda *_: None
         signal.signal(signal.SIGUSR2, mine)
-        signal.signal(host_processes.CANDIDATES[0], mine)
-        print(host_processes.offer("SIGUSR2", 1))
-        offer = host_processes.offer("auto", threading.get_native_id())
-        print(offer.signal == host_processes.CANDIDATES[1], signal.getsignal(signal.SIGUSR2) is mine, host_processes.offer("none", 1))
+        signal.signal(stacks.CANDIDATES[0], mine)
+        print(stacks.offer("SIGUSR2", 1))
+        offer = stacks.offer("auto", threading.get_native_id())
+        print(offer.signal == stacks.CANDIDATES[1], signal.getsignal(signal.SIGUSR2) is mine, host_processes.offer("none", 1))
         signal.signal(offer.signal, mine)
-        print(host_processes.offer("auto", 1))
+        print(stacks.offer("auto", 1))
         """
     )
     assert found.split("\n") == ["None", "True True None", "None"]
