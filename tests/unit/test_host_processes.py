@@ -70,7 +70,7 @@ def test_a_signal_that_the_program_handles_is_never_taken() -> None:
         signal.signal(stacks.CANDIDATES[0], mine)
         print(stacks.offer("SIGUSR2", 1))
         offer = stacks.offer("auto", threading.get_native_id())
-        print(offer.signal == stacks.CANDIDATES[1], signal.getsignal(signal.SIGUSR2) is mine, host_processes.offer("none", 1))
+        print(offer.signal == stacks.CANDIDATES[1], signal.getsignal(signal.SIGUSR2) is mine, stacks.offer("none", 1))
         signal.signal(offer.signal, mine)
         print(stacks.offer("auto", 1))
         """
