@@ -143,14 +143,16 @@ def speed(_: Rank) -> list[float]:
         one, start, end = stream(), event(), event()
         memory = handle("cudaMalloc", size)
         cuda.cudaMemsetAsync(memory, 1, size, one)  # touches the pages
-        cuda.cudaEventRecord(start, one)
-        for _ in range(8):
+        tries = []
+        for _ in range(8):  # other programs lengthen a try, and never shorten one
+            cuda.cudaEventRecord(start, one)
             cuda.cudaMemsetAsync(memory, 1, size, one)
-        cuda.cudaEventRecord(end, one)
-        cuda.cudaEventSynchronize(end)
-        milliseconds = ctypes.c_float()
-        cuda.cudaEventElapsedTime(ctypes.byref(milliseconds), start, end)
-        seconds.append(milliseconds.value)
+            cuda.cudaEventRecord(end, one)
+            cuda.cudaEventSynchronize(end)
+            milliseconds = ctypes.c_float()
+            cuda.cudaEventElapsedTime(ctypes.byref(milliseconds), start, end)
+            tries.append(milliseconds.value)
+        seconds.append(min(tries))
     return seconds
 
 
