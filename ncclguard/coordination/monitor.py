@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ncclguard.cause import Cause
 from ncclguard.coordination.group_state import GroupState, Subject, make_state
@@ -26,7 +27,6 @@ from ncclguard.incident.stacks import Offer
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Departure, Report, TroubleKind, Verdict
 from ncclguard.protocol.timing import Timing
-
 
 #: What `summarise` is given: as in a group state, and the hosts of ranks that cannot say theirs any more.
 SummariseWithHosts = Callable[
@@ -172,6 +172,12 @@ class Monitor:
     def gone(self, rank: int) -> str:
         """Local evidence that a peer's process is gone, for verdicts that could not be agreed; empty for none."""
         return self._neighbours.gone(rank)
+
+    def awaited(self, seconds: float) -> list[dict[str, Any]] | None:
+        """Who is awaited in operations that have not ended here, see `Inquiries.awaited`; None: no answer in time."""
+        if self._unavailable or not self._thread.is_alive():
+            return None
+        return self._inquiries.awaited(seconds)
 
     # ------------------------------------------------------------------ the thread
 

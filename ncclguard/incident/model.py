@@ -290,12 +290,12 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)
 State = Literal["none", "running", "ready", "done", "silent", "departed"]
 
 
-def _encodable(value: object) -> object:
+def encodable(text: str) -> str:
     """File names and messages may hold bytes that are no text; JSON cannot."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
-Text = Annotated[str, BeforeValidator(_encodable)]
+Text = Annotated[str, BeforeValidator(lambda value: encodable(value) if isinstance(value, str) else value)]
 
 
 class RankReport(BaseModel):
@@ -340,9 +340,9 @@ class Incident(BaseModel):
     """Who, why, where and what to do; `timeout` in seconds, `ranks` in order of rank, `culprits` sorted global ranks.
 
     `sides` is filled when ranks diverged: what was called, and by which ranks, the largest side first. `device` is the
-    GPU's name where it is an emulated one, else None. `hosts` is filled in a job of more than 64 ranks: names, and those
-    of their ranks whose own report does not say the host, such as "0-7,12". `str()` is for people, `to_json()` for programs. Raises
-    pydantic.ValidationError, a ValueError, for fields that cannot be.
+    GPU's name where it is an emulated one, else None. `hosts` is filled in a job of more than 64 ranks: names, and
+    those of their ranks whose own report does not say the host, such as "0-7,12". `str()` is for people, `to_json()`
+    for programs. Raises pydantic.ValidationError, a ValueError, for fields that cannot be.
 
     >>> incident = Incident(
     ...     id="0-17.0", op="barrier", op_id="0/17", group="0", generation=0, cause=Cause.LATE, culprits=(2,),
@@ -418,7 +418,8 @@ class Incident(BaseModel):
 def unsaid_hosts(hosts: Mapping[int, str], reports: Sequence[RankReport]) -> tuple[tuple[str, str], ...]:
     """The `hosts` of an incident: those that the reports do not say themselves, in a job of many ranks.
 
-    >>> unsaid_hosts({rank: f"node{rank // 40}" for rank in range(80)}, [RankReport(rank=r, state="none") for r in range(80)])
+    >>> reports = [RankReport(rank=rank, state="none") for rank in range(80)]
+    >>> unsaid_hosts({rank: f"node{rank // 40}" for rank in range(80)}, reports)
     (('node0', '0-39'), ('node1', '40-79'))
     """
     if len(reports) <= FEW_RANKS:
