@@ -400,7 +400,7 @@ def with_one_rank_that_serves() -> None:
         ng.setup_nccl_monitoring(lambda record: None, job="monitored")
     for _ in range(2 * EVERY):
         if rank == 2:  # comes last
-            time.sleep(0.01)
+            time.sleep(0.02)
         ng.safe_all_reduce(torch.ones(4)).raise_if_failed()
     faults.report(exchanged=True)
     if rank == 3:
