@@ -777,7 +777,7 @@ class Scanner:
         self._line = 1  # the number of the line at _done
         self._left = dict.fromkeys(GENERAL, HITS_PER_NEEDLE)
         self._shapes: dict[bytes, int] = {}
-        self._speakers: dict[bytes, set[int]] = {}
+        self._heard: dict[bytes, set[int]] = {}
         self._seen_context = False
 
     def feed(self, data: bytes, final: bool = False, settle: bool = False) -> Iterator[Record]:
@@ -846,7 +846,7 @@ class Scanner:
         found = _RANK_BYTES.search(self._buffer, start, start + 64)
         if found is None:
             return False
-        before = self._speakers.setdefault(shape, set())
+        before = self._heard.setdefault(shape, set())
         new = int(found[1]) not in before
         before.add(int(found[1]))
         return new

@@ -69,7 +69,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def _lanes(states: Mapping[int, str]) -> list[tuple[str, str]]:
-    """The state of each rank; in a job of many ranks of runs of ranks, and where these are many too, of all together."""
+    """The state of each rank; in a job of many ranks that of runs of them, or of all that share it."""
     if len(states) <= FEW_RANKS:
         return [(str(rank), state) for rank, state in sorted(states.items())]
     runs: list[tuple[int, int, str]] = []
