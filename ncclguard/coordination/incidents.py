@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from pydantic import ValidationError
 
@@ -12,7 +13,7 @@ from ncclguard import torch_compat
 from ncclguard.cause import ADVICE, ADVICE_WATCHED, Cause
 from ncclguard.coordination.group_state import GroupState, Subject
 from ncclguard.incident import model
-from ncclguard.incident.model import Incident, RankReport, State, ranks_text
+from ncclguard.incident.model import Hosts, Incident, RankReport, State, ranks_text
 from ncclguard.protocol.decision import Action, Departure, Phase, Report, Verdict
 
 #: Broken connections that a summary names.
@@ -25,8 +26,12 @@ def summarise(
     departed: Mapping[int, Departure],
     silent: Mapping[int, Cause],
     state: Subject,
+    hosts: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
-    """The coordinator's incident as JSON; empty for a verdict under which nothing failed."""
+    """The coordinator's incident as JSON; empty for a verdict under which nothing failed.
+
+    `hosts` of ranks that do not say it themselves, as far as the coordinator knows them.
+    """
     if verdict.cause is None:
         return ""
     causes = dict(verdict.culprits)
@@ -39,6 +44,13 @@ def summarise(
     timeout = min((r.age + r.budget for r in entered if r.budget is not None), default=None)
     op_id = f"{state.key}/{verdict.sequence}"
     resumed = verdict.action is Action.RESUME and bool(causes)
+    said = [
+        _rank(rank, verdict, reports, departed, silent, causes, state.sightings.get(rank, {}))
+        for rank in sorted({*reports, *departed, *silent})
+    ]
+    hosts = {**hosts, **{report.rank: report.host for report in said if report.host}}
+    placed = Hosts(hosts, (report.rank for report in said))
+    told = model.bounded(said, causes)
     incident = Incident(
         id=_identifier(state, f"{op_id}.{verdict.generation}"),
         device=torch_compat.emulated_device(),
@@ -53,19 +65,14 @@ def summarise(
         agreed=True,
         attempts=verdict.attempt,
         participants=verdict.participants,
-        ranks=model.bounded(
-            (
-                _rank(rank, verdict, reports, departed, silent, causes, state.sightings.get(rank, {}))
-                for rank in {*reports, *departed, *silent}
-            ),
-            causes,
-        ),
-        summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded),
+        ranks=told,
+        hosts=model.unsaid_hosts(hosts, told),
+        summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed),
         advice=("The others go on without it. " if resumed else "") + _advice(verdict.cause, state),
         sides=model.sides(verdict.sides),
     )
-    said = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
-    return json.dumps({"schema_version": incident.schema_version, **said}, separators=(",", ":"))
+    fields = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
+    return json.dumps({"schema_version": incident.schema_version, **fields}, separators=(",", ":"))
 
 
 def alone(
@@ -268,10 +275,11 @@ def _summary(
     departed: Mapping[int, Departure],
     silent: Mapping[int, Cause],
     guarded: bool,
+    placed: Hosts,
 ) -> str:
     # What is only watched goes on, and may complete.
     failed = f"{text} failed after {waited:.3g} s" if guarded else f"{text} stood still for {waited:.3g} s"
-    because = _alone_to_blame(causes, reports, departed) or _because(causes)
+    because = _alone_to_blame(causes, reports, departed, placed) or _because(causes, placed)
     if because and verdict.action is Action.RESUME and guarded:
         return f"{text} starts again after {waited:.3g} s: {because}."
     if because:
@@ -283,7 +291,7 @@ def _summary(
     detail = f" ({found})" if found else ""
     quiet = silent.keys() - departed.keys()
     if quiet:
-        return f"{failed}: {verdict.cause}; {ranks_text(quiet)} did not answer in time{detail}."
+        return f"{failed}: {verdict.cause}; {placed.text(quiet)} did not answer in time{detail}."
     return f"{failed} although every rank was in it: {verdict.cause}{detail}."
 
 
@@ -313,7 +321,7 @@ def _broken(reports: Mapping[int, Report]) -> str:
 
 
 def _alone_to_blame(
-    causes: Mapping[int, Cause], reports: Mapping[int, Report], departed: Mapping[int, Departure]
+    causes: Mapping[int, Cause], reports: Mapping[int, Report], departed: Mapping[int, Departure], placed: Hosts
 ) -> str:
     """One culprit in its own words: that it raised, and what and where, or that it was
     sent SIGTERM; empty for any other.
@@ -323,18 +331,18 @@ def _alone_to_blame(
     ((rank, cause),) = causes.items()
     left, report = departed.get(rank), reports.get(rank)
     if left is not None and left.terminated:
-        return f"rank {rank} {left.text}"
+        return f"{placed.text([rank])} {left.text}"
     if cause is not Cause.FAILED:
         return ""
     trouble = report.trouble if report is not None else None
     text = left.text if left is not None and left.cause is Cause.FAILED else trouble.text if trouble is not None else ""
-    return f"rank {rank} raised {text.rstrip('.')}" if text else ""
+    return f"{placed.text([rank])} raised {text.rstrip('.')}" if text else ""
 
 
-def _because(causes: Mapping[int, Cause]) -> str:
+def _because(causes: Mapping[int, Cause], placed: Hosts | None = None) -> str:
     parts = []
     for cause in Cause:
         ranks = [rank for rank, found in causes.items() if found is cause]
         if ranks:
-            parts.append(f"{ranks_text(ranks)} {cause.value}")
+            parts.append(f"{ranks_text(ranks) if placed is None else placed.text(ranks)} {cause.value}")
     return "; ".join(parts)

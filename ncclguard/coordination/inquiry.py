@@ -7,16 +7,18 @@ pass. That first rank also asks, when the warning is due, and is the only one to
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ncclguard.cause import Cause
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.liveness import Sight, silent_cause
 from ncclguard.coordination.store import AgreementStore, HighWaterMarks
-from ncclguard.incident.model import SHOWN_GROUPS, ranks_text
+from ncclguard.incident.model import SHOWN_GROUPS, Hosts, ranks_text
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Operation, Phase, Report, TroubleKind
 
@@ -39,6 +41,7 @@ class Patience:
 class Surroundings(Protocol):
     """What an inquiry needs from the monitor."""
 
+    def wake(self) -> None: ...
     def states(self) -> list[GroupState]: ...
     def state(self, key: str, members: tuple[int, ...]) -> GroupState: ...
     def describe(self, state: GroupState, report: Report) -> Report: ...
@@ -116,13 +119,47 @@ class Inquiries:
         self._marks = HighWaterMarks()
         self._question: _Inquiry | None = None
         self._asked = 0
+        self._wanted = 0  # how often somebody has wanted to know who is awaited, and the last that was looked up
+        self._looked_up = 0
+        self._awaited: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
 
     @property
     def busy(self) -> bool:
         return self._question is not None
 
+    def awaited(self, seconds: float) -> list[dict[str, Any]] | None:
+        """What the last inquiry of each group came to, of operations that have not ended here; by any other thread.
+
+        The monitor looks it up in its next step; None where that did not come within `seconds`. Each entry has the
+        `group`, its `generation` and `sequence`, the `text` of the call, the `lines` of the warning, and which rank
+        asked (`by`) when its own call was `age` seconds old.
+        """
+        with self._changed:
+            self._wanted += 1
+            mine = self._wanted
+            self._around.wake()
+            done = self._changed.wait_for(lambda: self._looked_up >= mine, timeout=seconds)
+            return list(self._awaited) if done else None
+
+    def _look_up(self, store: AgreementStore) -> None:
+        with self._changed:
+            wanted = self._wanted
+        if wanted == self._looked_up:
+            return
+        states = {f"{state.key}/awaited": state for state in self._around.states() if state.guarded}
+        found = []
+        for key, text in store.read_many(list(states)).items() if states else ():
+            said, member = json.loads(text), states[key].member
+            if said["generation"] == member.generation and said["sequence"] > member.completed:
+                found.append(said)
+        with self._changed:
+            self._awaited, self._looked_up = found, wanted
+            self._changed.notify_all()
+
     def step(self, now: float, store: AgreementStore) -> None:
         """Publish and compare fingerprints, ask when it is time, and log what the answers add up to."""
+        self._look_up(store)
         for state in self._around.states():
             self._publish(state, now, store)
         if self._question is not None:
@@ -193,20 +230,27 @@ class Inquiries:
             self._around.seek(silent, now)
             return
         self._question = None
-        self._conclude(question, silent, now)
+        self._conclude(question, silent, now, store)
 
-    def _conclude(self, question: _Inquiry, silent: list[int], now: float) -> None:
+    def _conclude(self, question: _Inquiry, silent: list[int], now: float, store: AgreementStore) -> None:
+        participants = question.state.member.participants
         age, stuck_timeout = now - question.call.entered, self._around.patience(question.state).stuck_timeout
         sequence = question.operation.sequence
         absent = {rank: r for rank, r in question.answers.items() if r.phase_at(sequence) is Phase.NONE}
         sights = {rank: self._around.sight(rank) for rank in silent}
         stuck = [rank for rank, (sight, _) in sights.items() if silent_cause(sight) is Cause.STUCK]
-        lines = [*not_come(absent), *not_answering(sights)]
+        hosts = Hosts({rank: str(r.details.get("host", "")) for rank, r in question.answers.items()}, participants)
+        lines = [*not_come(absent, hosts), *not_answering(sights, hosts)]
         if stuck and stuck_timeout is not None and age >= stuck_timeout:
             why = f"{ranks_text(stuck)} did not answer for {age:.0f} s (stuck_timeout {stuck_timeout:g} s)"
             question.state.trouble(question.generation, TroubleKind.STUCK, why)
         if not lines:
             lines.append("every rank has entered: the transfer itself is slow or stalled")
+        said = {
+            "group": question.state.key, "generation": question.generation, "sequence": sequence, "by": self._rank,
+            "text": question.call.text, "age": round(age, 1), "lines": lines,
+        }  # fmt: skip
+        store.put(f"{question.state.key}/awaited", json.dumps(said))
         log.warning(
             "ncclguard: %s has been waiting for %.0f s (deadline in %.0f s): %s",
             question.call.text,
@@ -216,30 +260,32 @@ class Inquiries:
         )
 
 
-def not_come(reports: Mapping[int, Report]) -> list[str]:
+def not_come(reports: Mapping[int, Report], hosts: Hosts | None = None) -> list[str]:
     """Where the ranks are that are awaited, a line for each; where they are many, for each place."""
+    who = ranks_text if hosts is None else hosts.text
     if len(reports) <= SHOWN_GROUPS:
-        return [f"rank {rank} has not come: {whereabouts(report)}" for rank, report in sorted(reports.items())]
+        return [f"{who([rank])} has not come: {whereabouts(report)}" for rank, report in sorted(reports.items())]
     places: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         places.setdefault(whereabouts(report), []).append(rank)
-    lines = [f"{ranks_text(ranks)} not come, of each: {where}" for where, ranks in places.items()]
+    lines = [f"{who(ranks)} not come, of each: {where}" for where, ranks in places.items()]
     more = [f"and others at {len(lines) - SHOWN_GROUPS} further places"] if len(lines) > SHOWN_GROUPS else []
     return lines[:SHOWN_GROUPS] + more
 
 
-def not_answering(sights: Mapping[int, tuple[Sight, str]]) -> list[str]:
+def not_answering(sights: Mapping[int, tuple[Sight, str]], hosts: Hosts | None = None) -> list[str]:
     """The silent ranks, with what can be seen of each, or of the first of each kind where they are many."""
+    who = ranks_text if hosts is None else hosts.text
     if len(sights) <= SHOWN_GROUPS:
         return [
-            f"rank {rank} does not answer: {silent_cause(sight).value} ({evidence})"
+            f"{who([rank])} does not answer: {silent_cause(sight).value} ({evidence})"
             for rank, (sight, evidence) in sights.items()
         ]
     kinds: dict[Cause, list[int]] = {}
     for rank, (sight, _) in sights.items():
         kinds.setdefault(silent_cause(sight), []).append(rank)
     return [
-        f"{ranks_text(ranks)} do not answer: {cause.value} (rank {ranks[0]}: {sights[ranks[0]][1]})"
+        f"{who(ranks)} do not answer: {cause.value} (rank {ranks[0]}: {sights[ranks[0]][1]})"
         for cause, ranks in kinds.items()
     ]
 

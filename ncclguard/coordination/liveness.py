@@ -29,7 +29,7 @@ from enum import Enum
 
 from ncclguard import lifecycle
 from ncclguard.cause import Cause
-from ncclguard.coordination.store import AgreementStore, Entries
+from ncclguard.coordination.store import BATCH, AgreementStore, Entries
 from ncclguard.environment.network import address_towards_master
 from ncclguard.incident.stacks import Offer, fetch, process_state
 from ncclguard.protocol.decision import Departure
@@ -486,6 +486,16 @@ class Neighbours:
                 self._met[identity.rank] = identity
         peers = [self._known.get(rank) or self._met.get(rank) for rank in ranks]
         self._liveness.seek([peer for peer in peers if peer is not None], since)
+
+    def hosts(self, ranks: Sequence[int]) -> dict[int, str]:
+        """On which host each of these ranks is, as far as that is known here or one request to the store tells."""
+        new = [rank for rank in ranks if rank not in self._known and rank not in self._met][:BATCH]
+        if new and self._store is not None:
+            for text in self._store.read_many([f"identity/{rank}" for rank in new]).values():
+                identity = Identity.from_json(text)
+                self._met[identity.rank] = identity
+        found = {rank: self._known.get(rank) or self._met.get(rank) for rank in ranks}
+        return {rank: peer.host for rank, peer in found.items() if peer is not None}
 
     def silent_cause(self, rank: int) -> Cause:
         return silent_cause(self.look(rank)[0])

@@ -13,19 +13,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ncclguard.cause import Cause
-from ncclguard.coordination.group_state import GroupState, Summarise, make_state
+from ncclguard.coordination.group_state import GroupState, Subject, make_state
 from ncclguard.coordination.inquiry import Inquiries, Patience
 from ncclguard.coordination.liveness import Identity, Liveness, Neighbours, Sight
 from ncclguard.coordination.revocation import Revocation, leave_result, read_revoke, revoke
 from ncclguard.coordination.sections import Sections
 from ncclguard.coordination.store import AgreementStore, Departures, Entries, Handshake, StoreUnavailable
-from ncclguard.incident.model import Incident
+from ncclguard.incident.model import FEW_RANKS, Incident
 from ncclguard.incident.stacks import Offer
 from ncclguard.protocol import codec
-from ncclguard.protocol.decision import Departure, Report, TroubleKind
+from ncclguard.protocol.decision import Departure, Report, TroubleKind, Verdict
 from ncclguard.protocol.timing import Timing
+
+#: What `summarise` is given: as in a group state, and the hosts of ranks that cannot say theirs any more.
+SummariseWithHosts = Callable[
+    [Verdict, Mapping[int, Report], Mapping[int, Departure], Mapping[int, Cause], Subject, Mapping[int, str]], str
+]
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class MonitorSettings:
     timing: Timing
     patience: Callable[[GroupState], Patience]
     describe: Callable[[GroupState, Report], Report]
-    summarise: Summarise
+    summarise: SummariseWithHosts
     publish: Callable[[Revocation], None] = lambda revocation: None
     revoked: Callable[[GroupState], None] = lambda state: None  # a revocation begins; returns at once
     publish_alone: Callable[[Incident], None] = lambda incident: None
@@ -167,6 +173,12 @@ class Monitor:
         """Local evidence that a peer's process is gone, for verdicts that could not be agreed; empty for none."""
         return self._neighbours.gone(rank)
 
+    def awaited(self, seconds: float) -> list[dict[str, Any]] | None:
+        """Who is awaited in operations that have not ended here, see `Inquiries.awaited`; None: no answer in time."""
+        if self._unavailable or not self._thread.is_alive():
+            return None
+        return self._inquiries.awaited(seconds)
+
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
@@ -243,7 +255,7 @@ class Monitor:
                 departed,
                 self._settings.describe,
                 self._neighbours.silent_cause,
-                self._settings.summarise,
+                self._summarise,
                 [peer.rank for peer in self._neighbours.here()],
                 self._neighbours.fetch_stacks,
                 self._neighbours.seek,
@@ -254,6 +266,20 @@ class Monitor:
         if self.on_step is not None:
             self.on_step(now, self._store)
         self._inquiries.step(now, self._store)
+
+    def _summarise(
+        self,
+        verdict: Verdict,
+        reports: Mapping[int, Report],
+        departed: Mapping[int, Departure],
+        silent: Mapping[int, Cause],
+        state: Subject,
+    ) -> str:
+        """The incident, in a large job with the hosts of those that cannot say theirs any more."""
+        absent = sorted({*departed, *silent} - reports.keys())
+        many = len(reports) + len(absent) > FEW_RANKS
+        hosts = self._neighbours.hosts(absent) if many and verdict.cause is not None else {}
+        return self._settings.summarise(verdict, reports, departed, silent, state, hosts)
 
     def _begin_session(self, nonce: str) -> None:
         self.nonce = nonce

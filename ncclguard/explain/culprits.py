@@ -506,11 +506,18 @@ def _enriched(works: dict[int, Work]) -> dict[int, Work]:
         return work.numel_in is None and work.shape is None
 
     whole = [work for work in works.values() if work.op is not None and not bare(work)]
+    more: dict[tuple[object, object], Work | None] = {}  # what others say, by what a cut line says
     found = {}
     for rank, work in works.items():
-        same = [one for one in whole if work.seq in (None, one.seq) and work.op in (None, one.op)]
-        fits = bare(work) and len({one.signature() for one in same}) == 1
-        found[rank] = (united(work, same[0]) or work) if fits else work
+        found[rank] = work
+        if not bare(work):
+            continue
+        key = work.seq, work.op
+        if key not in more:
+            same = [one for one in whole if work.seq in (None, one.seq) and work.op in (None, one.op)]
+            more[key] = same[0] if len({one.signature() for one in same}) == 1 else None
+        if more[key] is not None:
+            found[rank] = united(work, more[key]) or work
     told = {work.seq for work in found.values() if work.op is not None}
     return {r: work for r, work in found.items() if work.op is not None or work.seq not in {None, *told}}
 

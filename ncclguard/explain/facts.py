@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ncclguard.cause import Cause
+from ncclguard.incident.model import ranks_text as runs_text
 
 #: No job has more ranks; a larger number is damage.
 MAX_RANK = 1_000_000
@@ -214,8 +215,12 @@ class Verdict:
     overturned: list[str] = field(default_factory=list)
 
 
+#: Ranks that are told one by one.
+LISTED_RANKS = 16
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return "rank 3" or "ranks 0, 4"; long lists are shortened.
+    """Return "rank 3" or "ranks 0, 4"; of long lists the runs.
 
     Example:
         >>> ranks_text((0, 4))
@@ -224,5 +229,4 @@ def ranks_text(ranks: Iterable[int]) -> str:
     numbers = sorted(ranks)
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
-    shown = ", ".join(str(number) for number in numbers[:16])
-    return f"ranks {shown}" + (f" and {len(numbers) - 16} more" if len(numbers) > 16 else "")
+    return f"ranks {', '.join(map(str, numbers))}" if len(numbers) <= LISTED_RANKS else runs_text(numbers)

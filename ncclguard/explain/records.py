@@ -634,7 +634,8 @@ def pieces(text: str) -> list[str]:
 FOLLOW_BYTES = 1 << 16
 #: Bytes before a hit that are kept: a wrapped line may have begun there; and what stands around an incident.
 CONTEXT_BYTES = 8192
-#: Hits of a general needle in one source, and lines that differ in their numbers only: more of them say nothing new.
+#: Hits of a general needle in one source, and lines that differ in their numbers only: more of them say nothing new,
+#: unless another rank says them.
 HITS_PER_NEEDLE = 10_000
 SAME_SHAPE = 4096
 
@@ -776,6 +777,7 @@ class Scanner:
         self._line = 1  # the number of the line at _done
         self._left = dict.fromkeys(GENERAL, HITS_PER_NEEDLE)
         self._shapes: dict[bytes, int] = {}
+        self._heard: dict[bytes, set[int]] = {}
         self._seen_context = False
 
     def feed(self, data: bytes, final: bool = False, settle: bool = False) -> Iterator[Record]:
@@ -823,7 +825,9 @@ class Scanner:
             stop = self._line_end(start)
             shape = _DIGIT_BYTES.sub(b"", buffer[start : min(stop, start + 160)])
             copies = self._shapes.get(shape, 0)
-            if copies >= SAME_SHAPE or (copies == 0 and len(self._shapes) >= 100_000):
+            if (copies >= SAME_SHAPE and not self._speaks_first(shape, start)) or (
+                copies == 0 and len(self._shapes) >= 100_000
+            ):
                 continue
             self._shapes[shape] = copies + 1
             raw = buffer[start:stop]
@@ -836,6 +840,16 @@ class Scanner:
         limit = max(limit, min(end, len(buffer)))
         self._line = number + buffer.count(b"\n", counted, limit)
         self._done = limit
+
+    def _speaks_first(self, shape: bytes, start: int) -> bool:
+        """Whether the line is of a rank of which none of this shape has been met beyond `SAME_SHAPE`."""
+        found = _RANK_BYTES.search(self._buffer, start, start + 64)
+        if found is None:
+            return False
+        before = self._heard.setdefault(shape, set())
+        new = int(found[1]) not in before
+        before.add(int(found[1]))
+        return new
 
     def _line_end(self, at: int) -> int:
         end = self._buffer.find(b"\n", at, at + LONGEST)

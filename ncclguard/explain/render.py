@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -10,8 +10,11 @@ from rich.text import Text
 
 from ncclguard.explain.report import Mention, RankRow, Report
 from ncclguard.incident import page
+from ncclguard.incident.model import FEW_RANKS, ranks_text
 
+#: Rows of the table of ranks in a terminal, and on a page.
 SHOWN_ROWS = 64
+ROWS = 200
 SHOWN_LINES = 12
 #: The columns of the table of ranks, and whether each holds text.
 COLUMNS = (
@@ -41,7 +44,7 @@ def render_html(report: Report) -> str:
     ]
     if report.effective_timeout_ms is not None:
         tags.append(f"effective timeout: {report.effective_timeout_ms / 1000:g} s")
-    named = f"culprits: {', '.join(map(str, report.culprits)) or 'not provable'}"
+    named = f"culprits: {_numbers(report.culprits) if report.culprits else 'not provable'}"
     states: dict[int, str] = {}
     for row in report.ranks:
         if states.get(row.rank) not in BAD:
@@ -53,11 +56,50 @@ def render_html(report: Report) -> str:
         named=[named] if report.culprits else [],
         tags=tags if report.culprits else [named, *tags],
         overturned=[f"would be overturned by {sentence}" for sentence in report.overturned_by],
-        states=[(rank, state, state in BAD) for rank, state in sorted(states.items())],
+        states=[(who, state, state in BAD) for who, state in _lanes(states)],
         columns=COLUMNS,
-        rows=[(row.state in BAD, _cells(row)) for row in report.ranks],
-        sides=[f"{side.what}: ranks {', '.join(map(str, side.ranks))}" for side in report.sides],
+        rows=[(row.state in BAD, cells) for row, cells in _rows(report.ranks, ROWS)],
+        sides=[f"{side.what}: ranks {_numbers(side.ranks)}" for side in report.sides],
     )
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """Ranks one by one in a job of few ranks, else as runs."""
+    return ", ".join(map(str, ranks)) if len(ranks) <= FEW_RANKS else ranks_text(ranks).split(" ", 1)[1]
+
+
+def _lanes(states: Mapping[int, str]) -> list[tuple[str, str]]:
+    """The state of each rank; in a job of many ranks that of runs of them, or of all that share it."""
+    if len(states) <= FEW_RANKS:
+        return [(str(rank), state) for rank, state in sorted(states.items())]
+    runs: list[tuple[int, int, str]] = []
+    for rank, state in sorted(states.items()):
+        if runs and runs[-1][1] + 1 == rank and runs[-1][2] == state:
+            runs[-1] = runs[-1][0], rank, state
+        else:
+            runs.append((rank, rank, state))
+    if len(runs) <= FEW_RANKS:
+        return [(str(first) if first == last else f"{first}-{last}", state) for first, last, state in runs]
+    together: dict[str, list[int]] = {}
+    for rank, state in sorted(states.items()):
+        together.setdefault(state, []).append(rank)
+    return [(ranks_text(ranks), state) for state, ranks in together.items()]
+
+
+def _rows(ranks: Sequence[RankRow], most: int) -> list[tuple[RankRow, tuple[str, ...]]]:
+    """Rows of the table of ranks, at most so many; in a job of many ranks those that say the same share one."""
+    if len(ranks) <= FEW_RANKS:
+        return [(row, _cells(row)) for row in ranks][:most]
+    places: dict[tuple[str, ...], list[RankRow]] = {}
+    for row in ranks:
+        places.setdefault(_cells(row)[1:], []).append(row)
+    ordered = sorted(places.items(), key=lambda place: (place[1][0].state not in BAD, -len(place[1]), place[1][0].rank))
+    found = [(rows[0], (_numbers([row.rank for row in rows]), *cells)) for cells, rows in ordered[:most]]
+    rest = [row for _, rows in ordered[most:] for row in rows]
+    if rest:
+        blank = ("see --json",) + ("",) * (len(COLUMNS) - 2)
+        found.append((RankRow(rank=rest[0].rank, state=""), (f"{len(rest):,} more", *blank)))
+    return found
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -80,11 +122,9 @@ def print_report(report: Report, console: Console) -> None:
     if report.effective_timeout_ms is not None:
         console.print(Text(f"Effective timeout: {report.effective_timeout_ms / 1000:g} s"))
     for side in report.sides:
-        console.print(Text(f"  {side.what}: ranks {', '.join(map(str, side.ranks[:32]))}"), soft_wrap=True)
+        console.print(Text(f"  {side.what}: ranks {_numbers(side.ranks)}"), soft_wrap=True)
     if report.ranks:
         console.print(_table(report.ranks))
-        if len(report.ranks) > SHOWN_ROWS:
-            console.print(Text(f"{len(report.ranks) - SHOWN_ROWS} more rows: see --json"))
     _mentions("Evidence, in time order", report.evidence, console)
     _mentions("Consequences, not causes", report.consequences, console)
     for stack in report.stacks[:4]:
@@ -122,8 +162,8 @@ def _table(rows: Sequence[RankRow]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, is_text in COLUMNS:
         table.add_column(name, justify="left" if is_text else "right")
-    for row in rows[:SHOWN_ROWS]:
-        table.add_row(*map(Text, _cells(row)), style="red" if row.state in BAD else None)
+    for row, cells in _rows(rows, SHOWN_ROWS):
+        table.add_row(*map(Text, cells), style="red" if row.state in BAD else None)
     return table
 
 

@@ -7,7 +7,8 @@ have the same, then the culprits' other threads, then where the other ranks wait
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
@@ -128,6 +129,150 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(parts)}"
 
 
+#: Ranks of a job up to which each is told by its number alone; in larger jobs they are told by their hosts.
+FEW_RANKS: Final = 64
+#: Kinds of host names that are told apart, names without a pattern that are shown, and hosts of which single ranks are.
+SHOWN_NAMES: Final = 4
+#: Part of all ranks from which on it is shorter to tell the others.
+MOST: Final = 0.9
+#: Bytes of the hosts that an incident tells beside the ranks' own reports: enough for 2,000 hosts of eight ranks.
+HOSTS_BYTES: Final = 96 << 10
+#: Characters of a host's name (HOST_NAME_MAX of Linux).
+HOST_NAME: Final = 64
+
+
+def hosts_text(names: Iterable[str]) -> str:
+    """Return host names for people: numbers in them become ranges, as in the lists of Slurm.
+
+    >>> hosts_text(["node0012", "node0013", "node0019"]), hosts_text(["gpu-a-7"])
+    ('hosts node[0012-0013,0019]', 'host gpu-a-7')
+    >>> hosts_text(["anna", "bert", "carl", "dora", "emil", "fritz"])
+    'hosts anna, bert, carl, dora, ... (6 in all)'
+    """
+    found = sorted(set(names), key=_natural)
+    if not found:
+        return "no host"
+    if len(found) == 1:
+        return f"host {found[0]}"
+    parts, cut = _folded_names(found)
+    more = len(parts) > SHOWN_NAMES
+    parts = [*parts[:SHOWN_NAMES], f"... ({len(found):,} in all)"] if more else parts
+    return f"hosts {', '.join(parts)}" + (f" ({len(found):,} in all)" if cut and not more else "")
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """For an order in which node9 comes before node10."""
+    return [(int(part), part) if part.isdecimal() else (0, part) for part in re.split("([0-9]+)", name)]
+
+
+def _folded_names(names: Sequence[str]) -> tuple[list[str], bool]:
+    """Names that differ in one number share an entry; also whether numbers were left out."""
+    shapes: dict[tuple[str, ...], list[list[str]]] = {}
+    for name in names:
+        parts = re.split("([0-9]+)", name)
+        shapes.setdefault(tuple(parts[::2]), []).append(parts)
+    found, cut = [], False
+    for same in shapes.values():
+        varying = [place for place in range(1, len(same[0]), 2) if len({parts[place] for parts in same}) > 1]
+        if not varying:
+            found.append("".join(same[0]))
+            continue
+        last = varying[-1]
+        series: dict[tuple[str, str], list[str]] = {}
+        for parts in same:
+            series.setdefault(("".join(parts[:last]), "".join(parts[last + 1 :])), []).append(parts[last])
+        for (before, after), numbers in series.items():
+            runs = _runs(numbers)
+            cut = cut or len(runs) > SHOWN_GROUPS
+            shown = [*runs[:SHOWN_GROUPS], "..."] if len(runs) > SHOWN_GROUPS else runs
+            found.append(f"{before}[{','.join(shown)}]{after}" if len(numbers) > 1 else f"{before}{numbers[0]}{after}")
+    return found, cut
+
+
+def _runs(numbers: Sequence[str]) -> list[str]:
+    """Numbers as they are written, runs of equally padded ones as first-last."""
+    runs: list[list[str]] = []
+    for number in numbers:
+        last = runs[-1][1] if runs else ""
+        follows = last != "" and int(number) == int(last) + 1
+        if follows and (len(number) == len(last) or not (number.startswith("0") or last.startswith("0"))):
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [first if first == last else f"{first}-{last}" for first, last in runs]
+
+
+class Hosts:
+    """Which rank is on which host, to tell of ranks by their hosts in a job of more than `FEW_RANKS`.
+
+    `everyone`: all ranks of the job, of which `hosts` knows as many as have said where they are.
+
+    >>> hosts = Hosts({rank: f"node{rank // 8:02}" for rank in range(80)}, range(80))
+    >>> hosts.text(range(16, 40))
+    'hosts node[02-04], all 24 ranks (16-39)'
+    >>> hosts.text(range(20, 40))
+    'hosts node[03-04], all 16 ranks (24-39), and ranks 20-23 on host node02'
+    >>> hosts.text(set(range(80)) - {17})
+    '79 ranks, all but rank 17 on host node02'
+    >>> Hosts({0: "a", 1: "b"}, range(2)).text([1])
+    'rank 1'
+    """
+
+    def __init__(self, hosts: Mapping[int, str], everyone: Iterable[int]) -> None:
+        self._hosts = hosts
+        self._everyone = frozenset(everyone)
+        self._members: dict[str, int] = {}
+        for rank in self._everyone:
+            host = hosts.get(rank, "")
+            if host:
+                self._members[host] = self._members.get(host, 0) + 1
+
+    @property
+    def told(self) -> bool:
+        """Whether ranks are told by their hosts: the job has many, and for most of them it is known."""
+        return len(self._everyone) > FEW_RANKS and 2 * sum(self._members.values()) > len(self._everyone)
+
+    def host(self, rank: int) -> str:
+        """The name of a rank's host, empty where it is not known."""
+        return self._hosts.get(rank, "")
+
+    def text(self, ranks: Iterable[int]) -> str:
+        """Ranks for people: whole hosts, then ranks of others; by their numbers alone in a job of few ranks."""
+        asked = sorted(set(ranks))
+        if not asked or not self.told:
+            return ranks_text(asked)
+        others = self._everyone.difference(asked)
+        if not others:
+            return f"all {len(asked):,} ranks"
+        if len(asked) >= MOST * len(self._everyone):
+            return f"{len(asked):,} ranks, all but {self.text(others)}"
+        found: dict[str, list[int]] = {}
+        for rank in asked:
+            found.setdefault(self.host(rank), []).append(rank)
+        unknown = found.pop("", [])
+        whole = {host: here for host, here in found.items() if 1 < len(here) == self._members.get(host)}
+        parts = []
+        if whole:
+            inside = sorted(rank for here in whole.values() for rank in here)
+            parts.append(f"{hosts_text(whole)}, all {len(inside):,} ranks{_numbers(inside)}")
+        some = {host: here for host, here in found.items() if host not in whole}
+        if len(some) <= SHOWN_NAMES:
+            parts += [f"{ranks_text(here)} on host {host}" for host, here in some.items()]
+        else:
+            inside = sorted(rank for here in some.values() for rank in here)
+            parts.append(f"{len(inside):,} ranks{_numbers(inside)} on {hosts_text(some)}")
+        if unknown:
+            where = " on hosts that are not known" if len(unknown) > 1 else " on a host that is not known"
+            parts.append(f"{ranks_text(unknown)}{where if parts else ''}")
+        return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """Their numbers in brackets, where these are few runs."""
+    text = ranks_text(ranks)
+    return f" ({text.split(' ', 1)[1]})" if text.count(",") < SHOWN_NAMES else ""
+
+
 def duration(seconds: float) -> str:
     """Seconds, with minutes beside them where that helps."""
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s ({seconds / 60:.3g} min)"
@@ -145,12 +290,12 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)
 State = Literal["none", "running", "ready", "done", "silent", "departed"]
 
 
-def _encodable(value: object) -> object:
+def encodable(text: str) -> str:
     """File names and messages may hold bytes that are no text; JSON cannot."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
-Text = Annotated[str, BeforeValidator(_encodable)]
+Text = Annotated[str, BeforeValidator(lambda value: encodable(value) if isinstance(value, str) else value)]
 
 
 class RankReport(BaseModel):
@@ -195,8 +340,9 @@ class Incident(BaseModel):
     """Who, why, where and what to do; `timeout` in seconds, `ranks` in order of rank, `culprits` sorted global ranks.
 
     `sides` is filled when ranks diverged: what was called, and by which ranks, the largest side first. `device` is the
-    GPU's name where it is an emulated one, else None. `str()` is for people, `to_json()` for programs. Raises
-    pydantic.ValidationError, a ValueError, for fields that cannot be.
+    GPU's name where it is an emulated one, else None. `hosts` is filled in a job of more than 64 ranks: names, and
+    those of their ranks whose own report does not say the host, such as "0-7,12". `str()` is for people, `to_json()`
+    for programs. Raises pydantic.ValidationError, a ValueError, for fields that cannot be.
 
     >>> incident = Incident(
     ...     id="0-17.0", op="barrier", op_id="0/17", group="0", generation=0, cause=Cause.LATE, culprits=(2,),
@@ -228,6 +374,7 @@ class Incident(BaseModel):
     sides: tuple[tuple[Text, tuple[int, ...]], ...] = ()
     torn: bool = False
     device: Text | None = None
+    hosts: tuple[tuple[Text, Text], ...] = ()
 
     @field_validator("schema_version")
     @classmethod
@@ -258,8 +405,46 @@ class Incident(BaseModel):
         """Read what `to_json` wrote. Raises pydantic.ValidationError, a ValueError, for anything else."""
         return cls.model_validate_json(text)
 
+    def placed(self) -> Hosts:
+        """Which rank is on which host, as far as the ranks said or others knew."""
+        found = {rank: host for host, ranks in self.hosts for rank in _ranks_of(ranks)}
+        found |= {report.rank: report.host for report in self.ranks if report.host}
+        return Hosts(found, {*self.participants, *(report.rank for report in self.ranks)})
+
     def __str__(self) -> str:
         return as_text(self)
+
+
+def unsaid_hosts(hosts: Mapping[int, str], reports: Sequence[RankReport]) -> tuple[tuple[str, str], ...]:
+    """The `hosts` of an incident: those that the reports do not say themselves, in a job of many ranks.
+
+    >>> reports = [RankReport(rank=rank, state="none") for rank in range(80)]
+    >>> unsaid_hosts({rank: f"node{rank // 40}" for rank in range(80)}, reports)
+    (('node0', '0-39'), ('node1', '40-79'))
+    """
+    if len(reports) <= FEW_RANKS:
+        return ()
+    ranks: dict[str, list[int]] = {}
+    for report in reports:
+        host = hosts.get(report.rank, "")
+        if host and not report.host:
+            ranks.setdefault(host[:HOST_NAME], []).append(report.rank)
+    found, left = [], HOSTS_BYTES
+    for host, here in ranks.items():
+        text = ",".join(_runs([str(rank) for rank in here]))
+        left -= len(host) + len(text)
+        if left < 0:
+            break
+        found.append((host, text))
+    return tuple(found)
+
+
+def _ranks_of(text: str) -> Iterable[int]:
+    """The ranks that `unsaid_hosts` wrote; none from a text of another kind, which came from another process."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and (last or first).isdecimal() and int(last or first) - int(first) < 1 << 20:
+            yield from range(int(first), int(last or first) + 1)
 
 
 def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
@@ -267,24 +452,26 @@ def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
 
     `evidence` is what other witnesses say, for the report.
     """
-    culprits = [report for report in incident.ranks if report.rank in incident.culprits]
+    blamed, placed = frozenset(incident.culprits), incident.placed()
+    culprits = [report for report in incident.ranks if report.rank in blamed]
     lines = [f"ncclguard incident {incident.id}: {incident.summary}"]
     lines.append(f"  cause: {incident.cause}, {MEANING[incident.cause]}")
-    if len(culprits) > SHOWN_GROUPS:
-        culprits.sort(key=lambda report: not (report.stack or report.exception))
-    for report in culprits[:SHOWN_GROUPS]:
-        lines += _culprit(report)
-    rest = culprits[SHOWN_GROUPS:]
-    alike = [report.rank for report in rest if SAME_STACK in (report.note or "")]
-    if alike:
-        lines.append(f"  and {ranks_text(alike)}, each at the same place as a rank above: see to_json()")
-    if len(rest) > len(alike):
-        lines.append(f"  and {ranks_text({report.rank for report in rest} - {*alike})}: see to_json()")
-    unreported = sorted(set(incident.culprits) - {report.rank for report in culprits})
+    groups = alike(culprits) if placed.told else [[report] for report in culprits]
+    if len(groups) > SHOWN_GROUPS:
+        groups.sort(key=lambda group: not (group[0].stack or group[0].exception))
+    for group in groups[:SHOWN_GROUPS]:
+        lines += _culprit(group, placed)
+    rest = [report for group in groups[SHOWN_GROUPS:] for report in group]
+    repeated = [report.rank for report in rest if SAME_STACK in (report.note or "")]
+    if repeated:
+        lines.append(f"  and {placed.text(repeated)}, each at the same place as a rank above: see to_json()")
+    if len(rest) > len(repeated):
+        lines.append(f"  and {placed.text({report.rank for report in rest} - {*repeated})}: see to_json()")
+    unreported = sorted(blamed - {report.rank for report in culprits})
     if unreported:
-        lines.append(f"  {ranks_text(unreported)}: nothing more is known")
-    lines += _sides(incident.sides)
-    lines += _waiting([report for report in incident.ranks if report.rank not in incident.culprits])
+        lines.append(f"  {placed.text(unreported)}: nothing more is known")
+    lines += _sides(incident.sides, placed)
+    lines += _waiting([report for report in incident.ranks if report.rank not in blamed], placed)
     limit = "" if incident.timeout is None else f"limit {duration(incident.timeout)}, "
     passed = "passed" if incident.deadline_expired else "not passed"
     lines.append(f"  time: {limit}deadline {passed}; tries: {incident.attempts}")
@@ -300,9 +487,27 @@ def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
     return "\n".join(lines).translate(_CONTROL)
 
 
-def _culprit(report: RankReport) -> list[str]:
+def alike(reports: Sequence[RankReport]) -> list[list[RankReport]]:
+    """Ranks that say the same of themselves, but for their host and process and what others saw of them."""
+    stacks = {report.rank: report.stack for report in reports}
+    found: dict[tuple[object, ...], list[RankReport]] = {}
+    for report in reports:
+        _, same, first = (report.note or "").partition(SAME_STACK)
+        stack = stacks.get(int(first), ()) if same and first.isdecimal() else report.stack
+        key = report.cause, report.state, report.exception, report.operation, report.call_site, stack
+        found.setdefault(key, []).append(report)
+    return list(found.values())
+
+
+def _culprit(group: Sequence[RankReport], placed: Hosts) -> list[str]:
+    """The first of ranks that say the same, and who the others are."""
+    report = group[0]
     cause = report.cause or Cause.UNKNOWN
-    lines = [f"  rank {report.rank}{f' ({report.place})' if report.place else ''}: {cause}"]
+    if len(group) > 1:
+        lines = [f"  {placed.text(each.rank for each in group)}: {cause}; the first, rank {report.rank}:"]
+    else:
+        place = report.place or (f"host {placed.host(report.rank)}" if placed.host(report.rank) else "")
+        lines = [f"  rank {report.rank}{f' ({place})' if place else ''}: {cause}"]
     if report.exception:
         lines.append(f"    raised {_indented(report.exception)}")
     if report.note:
@@ -324,14 +529,14 @@ def _culprit(report: RankReport) -> list[str]:
     return lines
 
 
-def _sides(sides: Sequence[tuple[str, tuple[int, ...]]]) -> list[str]:
-    lines = [f"  {ranks_text(ranks)} called {text}" for text, ranks in sides[:SHOWN_GROUPS]]
+def _sides(sides: Sequence[tuple[str, tuple[int, ...]]], placed: Hosts) -> list[str]:
+    lines = [f"  {placed.text(ranks)} called {text}" for text, ranks in sides[:SHOWN_GROUPS]]
     if len(sides) > SHOWN_GROUPS:
         lines.append(f"  and {len(sides) - SHOWN_GROUPS} further calls: see to_json()")
     return lines
 
 
-def _waiting(reports: Sequence[RankReport]) -> list[str]:
+def _waiting(reports: Sequence[RankReport], placed: Hosts) -> list[str]:
     """What the ranks that are not to blame were in, and for how long; ranks in the same place share a line."""
     places: dict[tuple[str, str], list[RankReport]] = {}
     for report in reports:
@@ -343,12 +548,13 @@ def _waiting(reports: Sequence[RankReport]) -> list[str]:
         ages = [report.age for report in group if report.age is not None]
         since = f" for {'up to ' if len(group) > 1 else ''}{duration(max(ages))}" if ages else ""
         where = f", called at {call_site}" if call_site else ""
-        lines.append(f"  waiting{since}: {ranks_text(report.rank for report in group)} in {operation}{where}")
+        who = placed.text(report.rank for report in group)
+        lines.append(f"  waiting{since}: {who}{',' * placed.told} in {operation}{where}")
     if len(places) > SHOWN_GROUPS:
         lines.append(f"  and ranks waiting in {len(places) - SHOWN_GROUPS} further places: see to_json()")
     silent = [report.rank for report in reports if report.state == "silent"]
     if silent:
-        lines.append(f"  no answer from {ranks_text(silent)}")
+        lines.append(f"  no answer from {placed.text(silent)}")
     return lines
 
 

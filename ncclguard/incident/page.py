@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from ncclguard.cause import MEANING, Cause
-from ncclguard.incident.model import Incident, RankReport, duration, ranks_text
+from ncclguard.incident.model import FEW_RANKS, Hosts, Incident, RankReport, alike, duration, ranks_text
 from ncclguard.incident.timeline import Bar, Document, Key, Lane, Timeline
 
 if TYPE_CHECKING:
@@ -86,6 +86,9 @@ OPEN_TABLE: Final = 16
 #: Above so many ranks those that are not to blame share lanes; above the second number also the culprits do.
 EACH: Final = 80
 CULPRITS: Final = 48
+#: Of a job of many ranks: lanes of ranks that are together, rows of a table, and operations of one lane.
+PLACES: Final = 64
+ROWS: Final = 200
 #: Where the divergence stands when there is something before it, and where the report ends, in parts of the width.
 DIVERGED: Final = 0.62
 DIVERGED_AT_ONCE: Final = 0.06
@@ -112,25 +115,38 @@ def render_html(document: Document) -> str:
     Raises `PageError` where Jinja2 is not installed.
     """
     incident, timeline = document.incident, document.timeline
-    culprits = [report for report in incident.ranks if report.rank in incident.culprits]
+    blamed, placed = frozenset(incident.culprits), incident.placed()
+    culprits = [report for report in incident.ranks if report.rank in blamed]
+    groups = alike(culprits) if placed.told else [[report] for report in culprits]
+    if len(groups) > CARDS:
+        groups.sort(key=lambda group: not (group[0].stack or group[0].exception))
+    columns, rows = _table(incident, placed)
     return render(
         "incident.html.j2",
         document=document,
         incident=incident,
-        named=f"{ranks_text(incident.culprits) if incident.culprits else 'nobody is named'}: {incident.cause}",
+        named=f"{placed.text(blamed) if blamed else 'nobody is named'}: {incident.cause}",
         tags=_tags(document),
-        culprits=culprits,
-        unreported=sorted(set(incident.culprits) - {report.rank for report in culprits}),
+        culprits=[(_heading(group, placed), group[0]) for group in groups[:CARDS]],
+        further=[report.rank for group in groups[CARDS:] for report in group],
+        unreported=sorted(blamed - {report.rank for report in culprits}),
         chart=None if timeline is None else lay_out(incident, timeline),
-        operations=() if timeline is None else _operations(timeline),
-        ranks=[(report.rank in incident.culprits, _cells(report)) for report in incident.ranks],
-        cards=CARDS,
+        operations=() if timeline is None else _operations(timeline, len(incident.ranks) > FEW_RANKS),
+        columns=columns,
+        rows=rows,
         open_table=OPEN_TABLE,
         meaning=MEANING,
         unknown=Cause.UNKNOWN,
-        ranks_text=ranks_text,
+        ranks_text=placed.text,
         duration=duration,
     )
+
+
+def _heading(group: Sequence[RankReport], placed: Hosts) -> str:
+    """Who a card is about, and where they are; of several the first is shown."""
+    if len(group) > 1:
+        return f"{placed.text(report.rank for report in group)}; the first, rank {group[0].rank}"
+    return f"rank {group[0].rank}" if group[0].host else placed.text([group[0].rank])
 
 
 def _tags(document: Document) -> list[str]:
@@ -149,8 +165,56 @@ def _tags(document: Document) -> list[str]:
     return tags
 
 
+#: Of the table of ranks, and whether each is text; in a job of many ranks those in one place share a row.
+_EACH: Final = (
+    ("rank", False), ("cause", True), ("state", True), ("operation", True), ("for", False), ("called at", True),
+    ("host", True), ("pid", False), ("more", True),
+)  # fmt: skip
+_TOGETHER: Final = (
+    ("ranks", False), ("who", True), ("cause", True), ("state", True), ("operation", True), ("for", False),
+    ("called at", True), ("more, of the first", True),
+)  # fmt: skip
+_Cells = tuple[bool, tuple[Any, ...]]
+
+
+def _table(incident: Incident, placed: Hosts) -> tuple[tuple[tuple[str, bool], ...], list[_Cells]]:
+    """Columns and rows of the table of ranks: a row each, or above 64 ranks one for all that are in the same place."""
+    blamed = frozenset(incident.culprits)
+    if len(incident.ranks) <= FEW_RANKS:
+        return _EACH, [(report.rank in blamed, _cells(report)) for report in incident.ranks]
+    places: dict[tuple[Any, ...], list[RankReport]] = {}
+    for report in incident.ranks:
+        bad = report.rank in blamed
+        places.setdefault((bad, report.cause, report.state, report.operation, report.call_site), []).append(report)
+    ordered = sorted(places.items(), key=lambda entry: (not entry[0][0], -len(entry[1]), entry[1][0].rank))
+    rows: list[_Cells] = [(key[0], _together(group, placed)) for key, group in ordered[:ROWS]]
+    rest = [report.rank for _, group in ordered[ROWS:] for report in group]
+    if rest:
+        rows.append(
+            (False, (f"{len(rest):,}", placed.text(rest), "", "in further places: see the JSON", "", "", "", ""))
+        )
+    return _TOGETHER, rows
+
+
+def _together(group: Sequence[RankReport], placed: Hosts) -> tuple[Any, ...]:
+    """A row of ranks that are in the same place."""
+    first, ages = group[0], [report.age for report in group if report.age is not None]
+    least, most = min(ages, default=0.0), max(ages, default=0.0)
+    more = next((report for report in group if report.exception or report.note), first)
+    return (
+        f"{len(group):,}",
+        placed.text(report.rank for report in group),
+        first.cause or "",
+        STATES[first.state],
+        first.operation or "",
+        "" if not ages else f"{most:.3g} s" if f"{least:.3g}" == f"{most:.3g}" else f"{least:.3g} to {most:.3g} s",
+        first.call_site or "",
+        more.exception or more.note or "",
+    )
+
+
 def _cells(report: RankReport) -> tuple[Any, ...]:
-    """A row of the table of ranks."""
+    """A row of one rank."""
     return (
         report.rank,
         report.cause or "",
@@ -164,21 +228,61 @@ def _cells(report: RankReport) -> tuple[Any, ...]:
     )
 
 
-def _operations(timeline: Timeline) -> list[tuple[bool, tuple[str, ...]]]:
-    """Rows of the table of operations, in order: when each began, how long it took, and which rank came last to it."""
-    found: dict[Key, list[tuple[int, Bar]]] = {}
-    for lane in timeline.lanes:
-        for bar in lane.bars:
-            found.setdefault((bar.group, bar.sequence), []).append((lane.rank, bar))
-    rows: list[tuple[bool, tuple[str, ...]]] = []
-    for (group, sequence), bars in sorted(found.items(), key=lambda item: min(bar.start for _, bar in item[1])):
-        first_rank, first = min(bars, key=lambda entry: entry[1].start)
-        last_rank, last = max(bars, key=lambda entry: entry[1].start)
-        end = _envelope([bar for _, bar in bars]).end
-        took = "not complete" if end is None else f"{end - first.start:.3g} s"
-        behind = f"rank {last_rank}, {last.start - first.start:.3g} s after rank {first_rank}" if len(bars) > 1 else ""
-        rows.append((False, (f"{first.start:.3f} s", first.text, f"{group}/{sequence}", took, behind)))
+def _operations(timeline: Timeline, many: bool) -> list[_Cells]:
+    """Rows of the table of operations, in order: when each began, how long it took, and which rank came last to it.
+
+    Of `many` ranks, which may have many groups, the latest.
+    """
+    rows: list[_Cells] = []
+    spans = sorted(_spans(timeline.lanes).items(), key=lambda entry: entry[1].first.start)
+    for (group, sequence), span in spans[-ROWS:] if many else spans:
+        took = "not complete" if span.end is None else f"{span.end - span.first.start:.3g} s"
+        after = f"{span.last.start - span.first.start:.3g} s"
+        behind = f"rank {span.last_rank}, {after} after rank {span.first_rank}" if span.count > 1 else ""
+        rows.append((False, (f"{span.first.start:.3f} s", span.first.text, f"{group}/{sequence}", took, behind)))
     return rows
+
+
+class _Span:
+    """One operation over several ranks: who began first and last, and when the last ended."""
+
+    __slots__ = ("count", "end", "first", "first_rank", "last", "last_rank", "ok", "text")
+
+    def __init__(self, rank: int, bar: Bar) -> None:
+        self.count = 1
+        self.first = self.last = bar
+        self.first_rank = self.last_rank = rank
+        self.end, self.ok, self.text = bar.end, bar.ok, bar.text
+
+    def add(self, rank: int, bar: Bar) -> None:
+        self.count += 1
+        if bar.start < self.first.start:
+            self.first, self.first_rank = bar, rank
+        if bar.start > self.last.start:
+            self.last, self.last_rank = bar, rank
+        self.end = None if bar.end is None or self.end is None else max(self.end, bar.end)
+        self.ok = self.ok and bar.ok
+
+    def whole(self) -> Bar:
+        """From the first that began to the last that ended."""
+        first = self.first
+        return Bar(
+            group=first.group, sequence=first.sequence, text=self.text, start=first.start, end=self.end, ok=self.ok
+        )
+
+
+def _spans(lanes: Iterable[Lane]) -> dict[Key, _Span]:
+    """The operations of these ranks, in the order in which they are met; in one pass, because there may be many."""
+    found: dict[Key, _Span] = {}
+    for lane in lanes:
+        for bar in lane.bars:
+            key = bar.group, bar.sequence
+            span = found.get(key)
+            if span is None:
+                found[key] = _Span(lane.rank, bar)
+            else:
+                span.add(lane.rank, bar)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ the axis
@@ -233,7 +337,10 @@ def _knots(timeline: Timeline) -> list[float]:
     for lane in timeline.lanes:
         for bar in lane.bars:
             if bar.end is not None:
-                span = envelopes.setdefault((bar.group, bar.sequence), [bar.start, bar.end])
+                span = envelopes.get((bar.group, bar.sequence))
+                if span is None:
+                    envelopes[bar.group, bar.sequence] = [bar.start, bar.end]
+                    continue
                 span[:] = min(span[0], bar.start), max(span[1], bar.end)
     kept: list[float] = []
     for moment in sorted({moment for span in envelopes.values() for moment in span if moment < 0.0}):
@@ -288,16 +395,20 @@ def lay_out(incident: Incident, timeline: Timeline) -> Chart:
     """The lanes, culprits first; above 80 ranks those that are not to blame share lanes by what they were in."""
     reports = {report.rank: report for report in incident.ranks}
     everyone = sorted({*incident.participants, *reports, *(lane.rank for lane in timeline.lanes)})
-    culprits = [rank for rank in everyone if rank in incident.culprits]
-    others = [rank for rank in everyone if rank not in incident.culprits]
-    layout = _Layout(incident, timeline, reports)
+    blamed, placed = frozenset(incident.culprits), incident.placed()
+    culprits = [rank for rank in everyone if rank in blamed]
+    others = [rank for rank in everyone if rank not in blamed]
+    layout = _Layout(incident, timeline, reports, placed)
     rows = [layout.one(rank) for rank in culprits[:CULPRITS]]
     if len(culprits) > CULPRITS:
         rows.append(layout.together(culprits[CULPRITS:]))
     if len(everyone) <= EACH:
         rows += [layout.one(rank) for rank in others]
     else:
-        rows += [layout.together(ranks) for ranks in _alike(others, reports)]
+        places = _by_place(others, reports)
+        rows += [layout.together(ranks) for ranks in places[:PLACES]]
+        rest = [rank for ranks in places[PLACES:] for rank in ranks]
+        rows += [layout.together(rest)] if rest else []
     parted = incident.cause not in (Cause.NETWORK, Cause.UNKNOWN)
     what = "here the ranks part" if parted else "the operation that failed"
     return Chart(rows, layout.scale, what, _clocks(timeline))
@@ -306,9 +417,12 @@ def lay_out(incident: Incident, timeline: Timeline) -> Chart:
 class _Layout:
     """Lays out the lanes of one timeline."""
 
-    def __init__(self, incident: Incident, timeline: Timeline, reports: Mapping[int, RankReport]) -> None:
+    def __init__(
+        self, incident: Incident, timeline: Timeline, reports: Mapping[int, RankReport], placed: Hosts
+    ) -> None:
         self.scale = Scale(timeline)
-        self._incident = incident
+        self._blamed = frozenset(incident.culprits)
+        self._placed = placed
         self._timeline = timeline
         self._reports = reports
         self._lanes = {lane.rank: lane for lane in timeline.lanes}
@@ -318,7 +432,7 @@ class _Layout:
     def one(self, rank: int) -> Row:
         """The lane of one rank."""
         report = self._reports.get(rank)
-        bad = rank in self._incident.culprits
+        bad = rank in self._blamed
         lane = self._lanes.get(rank)
         bars = [self._bar(bar) for bar in lane.bars] if lane is not None else self._inferred()
         said, place = self._said(report, lane) if bad or lane is None else ("", 0.0)
@@ -330,20 +444,17 @@ class _Layout:
 
     def together(self, ranks: Sequence[int]) -> Row:
         """One lane for ranks that were in the same place: from the first that began to the last that ended."""
-        spans: dict[Key, list[Bar]] = {}
-        for rank in ranks:
-            lane = self._lanes.get(rank)
-            for bar in lane.bars if lane is not None else ():
-                spans.setdefault((bar.group, bar.sequence), []).append(bar)
+        spans = _spans(self._lanes[rank] for rank in ranks if rank in self._lanes)
+        latest = sorted(spans.values(), key=lambda span: span.first.start)[-ROWS:]
         report = self._reports.get(ranks[0])
         return Row(
             name=f"{len(ranks)} ranks",
             about=STATES[report.state] if report is not None else "unknown",
-            bad=any(rank in self._incident.culprits for rank in ranks),
-            bars=[self._bar(_envelope(bars)) for bars in spans.values()],
-            said="" if spans else f"no answer: {ranks_text(ranks)}",
+            bad=not self._blamed.isdisjoint(ranks),
+            bars=[self._bar(span.whole()) for span in latest],
+            said="" if spans else f"no answer: {self._placed.text(ranks)}",
             said_at=self.scale.diverged,
-            members=ranks_text(ranks),
+            members=self._placed.text(ranks),
         )
 
     def _bar(self, bar: Bar) -> Drawn:
@@ -359,17 +470,20 @@ class _Layout:
 
     def _inferred(self) -> list[Drawn]:
         """A rank that says nothing entered what the other ranks completed with it: when, is not known."""
-        spans: dict[int, list[Bar]] = {}
-        for lane in self._timeline.lanes:
-            for bar in lane.bars:
-                if bar.group == self._timeline.group and bar.ok:
-                    spans.setdefault(bar.sequence, []).append(bar)
         drawn = []
-        for _, bars in sorted(spans.items()):
-            whole = _envelope(bars)
+        for whole in self._common:
             title = f"{whole.text}\n{whole.group}/{whole.sequence}\nthe others completed it, so this rank was in it"
             drawn.append(self._drawn("guess", whole, title))
         return drawn
+
+    @functools.cached_property
+    def _common(self) -> list[Bar]:
+        """The operations of the group that ranks completed, in order."""
+        done = (
+            lane.model_copy(update={"bars": [bar for bar in lane.bars if bar.ok and bar.group == self._timeline.group]})
+            for lane in self._timeline.lanes
+        )
+        return [span.whole() for _, span in sorted(_spans(done).items())]
 
     def _said(self, report: RankReport | None, lane: Lane | None) -> tuple[str, float]:
         """What kept this rank, and the place where its bars end; nothing where it is in the operation itself."""
@@ -385,20 +499,7 @@ class _Layout:
         return f"{cause}: {text.removesuffix(f': {cause}')}", place
 
 
-def _envelope(bars: Sequence[Bar]) -> Bar:
-    """One operation over several ranks: from the first that began to the last that ended."""
-    ends = [bar.end for bar in bars if bar.end is not None]
-    return Bar(
-        group=bars[0].group,
-        sequence=bars[0].sequence,
-        text=bars[0].text,
-        start=min(bar.start for bar in bars),
-        end=max(ends) if len(ends) == len(bars) else None,
-        ok=all(bar.ok for bar in bars),
-    )
-
-
-def _alike(ranks: Iterable[int], reports: Mapping[int, RankReport]) -> list[list[int]]:
+def _by_place(ranks: Iterable[int], reports: Mapping[int, RankReport]) -> list[list[int]]:
     """Ranks by what they were in, the largest group first."""
     found: dict[tuple[str, str, str], list[int]] = {}
     for rank in ranks:

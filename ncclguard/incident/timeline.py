@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from ncclguard.incident.model import Incident, Text
+from ncclguard.incident.model import Incident, Text, encodable
 
 #: Operations kept for each group, and those of all groups together that a report carries.
 KEPT: Final = 20
@@ -133,67 +133,90 @@ def build(incident: Incident, histories: Mapping[int, Any]) -> Timeline | None:
     """
     group, _, number = incident.op_id.rpartition("/")
     sequence = int(number) if number.isdigit() else 0
-    lanes = {rank: lane for rank, data in sorted(histories.items()) if (lane := _own_clock(rank, data)) is not None}
-    if not lanes:
+    own = {rank: rows for rank, data in sorted(histories.items()) if (rows := _own_clock(data)) is not None}
+    if not own:
         return None
-    reference = max(lanes.values(), key=lambda lane: (len(_ends(lane)), -lane.rank))
-    aligned = [_aligned(lane, reference) for lane in lanes.values()]
-    entries = [bar.start for lane in aligned for bar in lane.bars if (bar.group, bar.sequence) == (group, sequence)]
-    zero = min(entries, default=min(lane.asked for lane in aligned))
-    moved = tuple(_moved(lane, -zero) for lane in aligned)
-    return Timeline(group=group, sequence=sequence, given_up=min(lane.asked for lane in moved), lanes=moved)
+    ends = {rank: _ends(rows) for rank, rows in own.items()}
+    reference = max(own, key=lambda rank: (len(ends[rank]), -rank))
+    fits = {rank: _fit(ends[rank], ends[reference]) if rank != reference else _Fit("reference") for rank in own}
+    entries = [row[3] + fits[rank].offset for rank, rows in own.items() for row in rows if row[:2] == (group, sequence)]
+    zero = min(entries, default=min(fit.offset for fit in fits.values()))
+    lanes = [_lane(rank, rows, fits[rank], zero) for rank, rows in own.items()]
+    given_up = min(lane["asked"] for lane in lanes)
+    return Timeline.model_validate({"group": group, "sequence": sequence, "given_up": given_up, "lanes": lanes})
 
 
-def _own_clock(rank: int, data: Any) -> Lane | None:
-    """A rank's history on its own clock, zero at its answer."""
+#: A `Bar` on its rank's own clock: group, sequence, text, start, end, success. Plain, because there are many.
+_Row = tuple[str, int, str, float, "float | None", bool]
+
+
+class _Fit(NamedTuple):
+    """How a rank's clock is laid over the reference rank's; `offset` in seconds."""
+
+    clock: Literal["reference", "operations", "answer"]
+    offset: float = 0.0
+    common: int = 0
+    spread: float | None = None
+
+
+def _own_clock(data: Any) -> list[_Row] | None:
+    """A rank's history on its own clock, zero at its answer, in order of time."""
     try:
-        groups, texts = data["groups"], data["texts"]
-        bars = [
-            Bar(
-                group=groups[group],
-                sequence=sequence,
-                text=texts[text],
-                start=-begun,
-                end=None if ended is None else -ended,
-                ok=bool(ok),
+        groups, texts = [_text(one) for one in data["groups"]], [_text(one) for one in data["texts"]]
+        rows: list[_Row] = [
+            (
+                groups[group],
+                int(sequence),
+                texts[text],
+                -float(begun),
+                None if ended is None else -float(ended),
+                bool(ok),
             )
             for group, sequence, text, begun, ended, ok in data["rows"]
         ]
     except (KeyError, IndexError, TypeError, ValueError):
         return None
-    return Lane(rank=rank, clock="answer", asked=0.0, bars=tuple(sorted(bars, key=lambda bar: bar.start)))
+    return sorted(rows, key=lambda row: row[3])
 
 
-def _ends(lane: Lane) -> dict[Key, float]:
+def _text(value: object) -> str:
+    """A text that JSON can carry. Raises TypeError for anything else."""
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return encodable(value)
+
+
+def _ends(rows: Iterable[_Row]) -> dict[Key, float]:
     """When its completed operations ended: the moments that all ranks share."""
-    return {(bar.group, bar.sequence): bar.end for bar in lane.bars if bar.ok and bar.end is not None}
+    return {(group, sequence): end for group, sequence, _, _, end, ok in rows if ok and end is not None}
 
 
-def _aligned(lane: Lane, reference: Lane) -> Lane:
-    if lane is reference:
-        return lane.model_copy(update={"clock": "reference"})
-    ours, theirs = _ends(lane), _ends(reference)
+def _fit(ours: Mapping[Key, float], theirs: Mapping[Key, float]) -> _Fit:
     common = sorted(ours.keys() & theirs.keys(), key=lambda key: ours[key])[-ALIGN_BY:]
     if not common:
-        return lane
+        return _Fit("answer")
     differences = [theirs[key] - ours[key] for key in common]
     offset = median(differences)
     spread = median(abs(one - offset) for one in differences)
-    update = {"clock": "operations", "common": len(common), "spread": round(spread, 6)}
-    return _moved(lane, offset).model_copy(update=update)
+    return _Fit("operations", offset, len(common), round(spread, 6))
 
 
-def _moved(lane: Lane, by: float) -> Lane:
-    bars = tuple(
-        bar.model_copy(
-            update={
-                "start": round(bar.start + by, 6),
-                "end": None if bar.end is None else round(bar.end + by, 6),
-            }
-        )
-        for bar in lane.bars
-    )
-    return lane.model_copy(update={"bars": bars, "asked": round(lane.asked + by, 6)})
+def _lane(rank: int, rows: Iterable[_Row], fit: _Fit, zero: float) -> dict[str, Any]:
+    """The values of a `Lane`."""
+    by = fit.offset - zero
+    bars = [
+        {
+            "group": group,
+            "sequence": sequence,
+            "text": text,
+            "start": round(start + by, 6),
+            "end": None if end is None else round(end + by, 6),
+            "ok": ok,
+        }
+        for group, sequence, text, start, end, ok in rows
+    ]
+    asked = round(by, 6)
+    return {"rank": rank, "clock": fit.clock, "common": fit.common, "spread": fit.spread, "asked": asked, "bars": bars}
 
 
 # ---------------------------------------------------------------------------------------------------------- the report

@@ -12,9 +12,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ncclguard import events
 from ncclguard.cause import Cause
@@ -244,6 +244,10 @@ def terms(config: GuardConfig) -> dict[str, object]:
     }
 
 
+#: Given the seconds that it may take: what the last inquiry of each group came to.
+Awaited = Callable[[float], "list[dict[str, Any]] | None"]
+
+
 class Exchange(events.Listener):
     """One group's exchange on this rank: what it says, and what follows from what all have said.
 
@@ -251,9 +255,13 @@ class Exchange(events.Listener):
     of the group there are for one that carries the exchange.
     """
 
-    def __init__(self, key: GroupKey, config: GuardConfig, names: tuple[str, ...] = SETTINGS) -> None:
+    def __init__(
+        self, key: GroupKey, config: GuardConfig, names: tuple[str, ...] = SETTINGS, awaited: Awaited | None = None
+    ) -> None:
         self.every = config.exchange_every
         self.group = key.short
+        #: Who is awaited in any group, as `Monitor.awaited` says; None where there is no monitor.
+        self.awaited = awaited
         self.settings = Settings()
         self.adopted_after = ""  # the operation after which the newest proposal came into force
         self._key = str(key)
@@ -381,12 +389,12 @@ class Exchange(events.Listener):
                 listener.settings_changed(op_id, changes)
 
 
-def of_group(key: GroupKey, config: GuardConfig) -> Exchange | None:
+def of_group(key: GroupKey, config: GuardConfig, awaited: Awaited | None = None) -> Exchange | None:
     """The exchange of a guarded group that is being made, which listens from now on; None where there is to be none."""
     names = _names(key)
     if not (config.exchange_every and names):
         return None
-    exchange = Exchange(key, config, names)
+    exchange = Exchange(key, config, names, awaited)
     for old in [one for one in exchanges() if one._key == exchange._key]:
         events.leave(old)
     events.listen(exchange)

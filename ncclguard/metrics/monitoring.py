@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ log = logging.getLogger("ncclguard")
 
 #: Seconds between two looks at what is open, so that a hang shows soon whatever the interval is.
 TICK = 1.0
+#: Seconds in which the monitor must have looked who is awaited, when a command wants to know.
+AWAITED_WITHIN = 1.0
 #: Seconds that closing waits for slow sinks, all together.
 CLOSE_WITHIN = 5.0
 
@@ -178,7 +181,10 @@ def setup_nccl_monitoring(
 
 
 def answer(question: dict[str, Any], snapshot: Callable[[], Snapshot]) -> dict[str, Any]:
-    """The rank's answer to {"command": "status"}, or to {"command": "set", "values": {name: number or null}}."""
+    """The rank's answer to a question such as {"command": "status"}.
+
+    Others are {"command": "job", "known": [key of a group]} and {"command": "set", "values": {name: number or null}}.
+    """
     command = question.get("command")
     if command == "status":
         config = current_config()
@@ -191,9 +197,35 @@ def answer(question: dict[str, Any], snapshot: Callable[[], Snapshot]) -> dict[s
             "proposed": dict(proposed),
             "adopted": adopted(),
         }
+    if command == "job":
+        return _job(question.get("known"), snapshot())
     if command == "set":
         return _propose(question.get("values"))
-    return {"error": f"the command {command!r} is not known; this rank knows status and set"}
+    return {"error": f"the command {command!r} is not known; this rank knows status, job and set"}
+
+
+def _job(known: object, snapshot: Snapshot) -> dict[str, Any]:
+    """What this rank knows of all ranks of its groups: the last exchange of each, and who is awaited.
+
+    Of groups that are `known` already no table is sent: it is the same on all ranks, and large.
+    """
+    left_out = known if isinstance(known, list) else []
+    tables = {table.through.rpartition("/")[0]: table for table in snapshot.stragglers}
+    monitored = next((one.awaited for one in exchanges() if one.awaited is not None), None)
+    config = current_config()
+    return {
+        "rank": snapshot.rank,
+        "world_size": snapshot.world_size,
+        "statistics_every": config.exchange_every,
+        "warn_after": config.warn_after,
+        "open": [asdict(call) for call in snapshot.open],
+        "tables": {
+            key: {**asdict(replace(table, rows=())), "rows": [astuple(row) for row in table.rows]}
+            for key, table in tables.items()
+            if key not in left_out
+        },
+        "awaited": None if monitored is None else monitored(AWAITED_WITHIN),
+    }
 
 
 def adopted() -> dict[str, tuple[int, str]]:

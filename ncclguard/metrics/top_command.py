@@ -1,11 +1,16 @@
-"""`ncclguard top`: a live view of the ranks of a job on this host."""
+"""`ncclguard top`: a live view of the ranks of a job on this host, or with `--all` of all its hosts.
+
+A rank knows of the others what the last exchange of statistics brought, and, while a call waits, what the last inquiry
+came to. So any rank can answer for all ranks of its groups, and nothing has to reach another host.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ncclguard.incident.model import Hosts
 from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlError, ask, choose
 from ncclguard.metrics.settings import shown
@@ -28,19 +34,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         job, ranks = choose(options.job)
+        picture = whole_job if options.all else this_host
         if options.once or not console.is_terminal:
-            console.print(view(job, statuses(ranks)))
+            console.print(picture(job, ranks))
             return 0
-        with Live(view(job, statuses(ranks)), console=console, screen=True, auto_refresh=False) as live:
+        with Live(picture(job, ranks), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(options.interval)
                 job, ranks = choose(job)
-                live.update(view(job, statuses(ranks)), refresh=True)
+                live.update(picture(job, ranks), refresh=True)
     except KeyboardInterrupt:
         return 0
     except ControlError as error:
         print(f"ncclguard top: {error}", file=sys.stderr)
         return 2
+
+
+def this_host(job: str, ranks: dict[int, Path]) -> Group:
+    """The picture of the ranks on this host."""
+    return view(job, statuses(ranks))
+
+
+def whole_job(job: str, ranks: dict[int, Path]) -> Group:
+    """The picture of all ranks of the groups that ranks on this host are in."""
+    return job_view(job, job_answers(ranks))
 
 
 def statuses(ranks: dict[int, Path]) -> dict[int, dict[str, Any] | str]:
@@ -54,13 +71,32 @@ def statuses(ranks: dict[int, Path]) -> dict[int, dict[str, Any] | str]:
     return found
 
 
+def job_answers(ranks: dict[int, Path]) -> dict[int, dict[str, Any] | str]:
+    """Rank -> what it says of the whole job, or why it says nothing; the table of each group from one of them only."""
+    found: dict[int, dict[str, Any] | str] = {}
+    known: set[str] = set()
+    for rank, path in sorted(ranks.items()):
+        try:
+            answer = found[rank] = ask(path, {"command": "job", "known": sorted(known)})
+            known |= answer["tables"].keys()
+        except ControlError as error:
+            found[rank] = str(error)
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ncclguard top",
         description="Show the ranks of a job on this host: what they are in, how long they wait, and who comes last. The job "
-        "needs setup_nccl_monitoring(). Ranks of other hosts are in the table of arrivals only.",
+        "needs setup_nccl_monitoring(). Ranks of other hosts are in the table of arrivals only; see --all.",
     )
     parser.add_argument("--job", help="name of the job; not needed when there is one on this host")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="show the hosts of the whole job, by what the ranks here know of the others: how they arrived as of the last "
+        "exchange of statistics, and who is awaited as of the last inquiry",
+    )
     parser.add_argument("--once", action="store_true", help="show one picture and end")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two pictures (default 1)")
     return parser
@@ -131,12 +167,7 @@ def _urgency(item: tuple[int, dict[str, Any] | str]) -> tuple[float, int]:
 
 def _stragglers(status: dict[str, Any]) -> list[RenderableType]:
     if not status["statistics_every"]:
-        return [
-            Text(
-                "no table of stragglers: start the job without NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false",
-                style="dim",
-            )
-        ]
+        return _no_exchange()
     tables: list[RenderableType] = []
     for one in status["snapshot"]["stragglers"]:
         table = Table(
@@ -158,6 +189,11 @@ def _stragglers(status: dict[str, Any]) -> list[RenderableType]:
             )
         tables.append(table)
     return tables or [Text(f"arrivals are known after operation {status['statistics_every']} of a group", style="dim")]
+
+
+def _no_exchange() -> list[RenderableType]:
+    advice = "no table of stragglers: start the job without NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false"
+    return [Text(advice, style="dim")]
 
 
 def _operations(status: dict[str, Any]) -> Table:
@@ -192,3 +228,125 @@ def _settings(status: dict[str, Any]) -> list[RenderableType]:
         proposed = ", ".join(f"{name}={shown(value)}" for name, value in status["proposed"].items())
         lines.append(Text(f"proposed, not yet in force in group {', '.join(late)}: {proposed}", style="yellow"))
     return list(lines)
+
+
+# ---------------------------------------------------------------------- the picture of the whole job
+
+#: Ranks of a large job that are shown by themselves because they come last, and how far behind the median one they are.
+SINGLED_OUT = 8
+FAR_BEHIND = 2.0
+#: Hosts that arrive within so many seconds of the first rank are not told apart.
+TOGETHER = 1e-4
+
+
+def job_view(job: str, answers: Mapping[int, dict[str, Any] | str]) -> Group:
+    """Who waits for whom, and how all ranks arrived by the last exchanges; `answers` are of ranks on this host."""
+    said = {rank: answer for rank, answer in answers.items() if not isinstance(answer, str)}
+    tables: dict[str, dict[str, Any]] = {}
+    for answer in said.values():
+        tables = {**answer["tables"], **tables}
+    hosts = {row[0]: row[1] for table in tables.values() for row in table["rows"]}
+    size = max((answer["world_size"] for answer in said.values()), default=0)
+    title = Text(f"job {job}: {size or '?'} ranks; {len(hosts):,} on {len(set(hosts.values())):,} hosts are known here")
+    if 0 < len(hosts) < size:
+        title.append(
+            " (the others share no group with a rank on this host, or no exchange has taken place)", style="dim"
+        )
+    placed = Hosts(hosts, range(size) if size else hosts)
+    parts: list[RenderableType] = [title]
+    parts += [
+        Text(f"rank {rank}: {answer}", style="red") for rank, answer in answers.items() if isinstance(answer, str)
+    ]
+    if not said:
+        return Group(*parts)
+    parts += _who_waits(said)
+    first = said[min(said)]
+    if not first["statistics_every"]:
+        return Group(*parts, *_no_exchange())
+    for table in sorted(tables.values(), key=lambda one: -len(one["rows"])):
+        parts.append(_arrivals(table, placed))
+    if not tables:
+        parts.append(Text(f"arrivals are known after operation {first['statistics_every']} of a group", style="dim"))
+    return Group(*parts)
+
+
+def _who_waits(said: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
+    """The open operations of ranks here and those that others wait in, with whom they wait for."""
+    waiting: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for rank, answer in said.items():
+        for call in answer["open"]:
+            waiting.setdefault(call["op_id"], []).append((rank, call))
+    known = {
+        f"{entry['group']}/{entry['sequence']}": entry for answer in said.values() for entry in answer["awaited"] or ()
+    }
+    unanswered = [rank for rank, answer in said.items() if answer["awaited"] is None]
+    lines: list[RenderableType] = []
+    for op_id in sorted({*waiting, *known}):
+        calls, entry = waiting.get(op_id, []), known.get(op_id)
+        text = calls[0][1]["text"] if calls else entry["text"] if entry is not None else ""
+        late = entry is not None or any(call["late"] for _, call in calls)
+        if calls:
+            rank, call = max(calls, key=lambda one: float(one[1]["age"]))
+            where = f"for {call['age']:.1f} s of {call['limit']:g} s on rank {rank}, and on {len(calls) - 1} more here"
+        else:
+            where = "not entered by a rank on this host"
+        lines.append(Text(f"waiting: {text} ({op_id}), {where}", style="red" if late else "yellow"))
+        if entry is not None:
+            lines += [Text(f"  {line}") for line in entry["lines"]]
+            asked = f"  asked by rank {entry['by']}, when it had waited for {entry['age']:g} s"
+            lines.append(Text(asked, style="dim"))
+        else:
+            patience = min(answer["warn_after"] for answer in said.values())
+            lines.append(
+                Text(f"  the ranks are asked who is awaited {patience:g} s after the first began", style="dim")
+            )
+    if unanswered and len(unanswered) == len(said):
+        lines.append(
+            Text("who is awaited could not be looked up: the job's store did not answer in time", style="yellow")
+        )
+    return lines or [Text("no operation waits on this host, and none for a rank on it", style="dim")]
+
+
+def _arrivals(table: Mapping[str, Any], placed: Hosts) -> Table:
+    """How the ranks of a group arrived: a row each, or in a large group the last ones and the others by their hosts."""
+    made = Table(
+        title=f"arrivals in group {table['group']}, {table['operations']} operations through {table['through']}; exchanged "
+        f"{table['age']:.0f} s ago",
+        title_justify="left",
+    )
+    for name in ("who", "ranks", "came last", "behind first ms", "longest ms", "held all up s", "waited ms"):
+        made.add_column(name, justify="left" if name == "who" else "right", overflow="fold")
+    for ranks in _rows_of(table["rows"]):
+        who = f"rank {ranks[0][0]} on host {ranks[0][1]}" if len(ranks) == 1 else placed.text(row[0] for row in ranks)
+        made.add_row(
+            Text(who),
+            f"{len(ranks):,}",
+            str(sum(row[3] for row in ranks)),
+            f"{_mean(row[4] for row in ranks) * 1e3:.2f}",
+            f"{max(row[5] for row in ranks) * 1e3:.2f}",
+            f"{sum(row[6] for row in ranks):.3f}",
+            f"{_mean(row[7] for row in ranks) * 1e3:.2f}",
+        )
+    return made
+
+
+def _rows_of(rows: Sequence[Sequence[Any]]) -> list[list[Sequence[Any]]]:
+    """Ranks that share a row of the table: hosts that arrive alike, by doubling times behind the first rank."""
+    if len(rows) <= MAX_ROWS:
+        return [[row] for row in rows]
+    ordered = sorted(rows, key=lambda row: (-row[4], row[0]))
+    usual = ordered[len(ordered) // 2][4]
+    alone = [row for row in ordered[:SINGLED_OUT] if row[3] and row[4] > FAR_BEHIND * max(usual, TOGETHER)]
+    hosts: dict[str, list[Sequence[Any]]] = {}
+    for row in ordered[len(alone) :]:
+        hosts.setdefault(row[1], []).append(row)
+    alike: dict[int, list[Sequence[Any]]] = {}
+    for here in hosts.values():
+        behind = max(_mean(row[4] for row in here), TOGETHER)
+        alike.setdefault(math.frexp(behind / TOGETHER)[1], []).extend(here)
+    return [*([row] for row in alone), *(ranks for _, ranks in sorted(alike.items(), reverse=True))]
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0

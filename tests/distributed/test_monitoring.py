@@ -390,3 +390,58 @@ def test_ranks_that_are_configured_differently_are_told_so_at_once() -> None:
     assert result.values("ok") == {0: False, 1: False}, result
     assert result.values("cause") == {0: "failed", 1: "failed"}
     assert all("group-wide settings differ" in text for text in result.values("text").values())
+
+
+def with_one_rank_that_serves() -> None:
+    """Only rank 0 can be asked. Rank 3 does not come to the last operation, until it is told to."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if rank == 0:
+        ng.setup_nccl_monitoring(lambda record: None, job="monitored")
+    for _ in range(2 * EVERY):
+        if rank == 2:  # comes last
+            time.sleep(0.02)
+        ng.safe_all_reduce(torch.ones(4)).raise_if_failed()
+    faults.report(exchanged=True)
+    if rank == 3:
+        faults.wait_until_told("come")
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    faults.report(came=True)
+    if rank == 0:
+        faults.wait_until_told("end")
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    dist.destroy_process_group()
+
+
+def test_one_rank_answers_for_the_whole_job_and_says_who_is_awaited(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures of rank 3 are those of its last exchange; that it is awaited is what the ranks were asked since."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+    settings = {
+        "NCCLGUARD_STATISTICS_EVERY": str(EVERY),
+        "NCCLGUARD_WARN_AFTER": "1",
+        "NCCLGUARD_REPORT_DIR": "none",
+        "NCCLGUARD_REPORT_PANEL": "false",
+    }
+    with faults.start_ranks(with_one_rank_that_serves, 4, env=settings, timeout=100) as started:
+        started.wait_for("exchanged")
+        until, hanging = time.monotonic() + 40, ""
+        while "asked by rank" not in hanging and time.monotonic() < until:
+            time.sleep(0.2)
+            code, hanging = run("top", "--once", "--all")
+            assert code in (0, 2), hanging  # 2: before rank 0 serves
+        started.tell("come")
+        started.wait_for("came")
+        _, after = run("top", "--once", "--all")
+        started.tell("end")
+        result = started.wait()
+    assert [rank.end for rank in result] == ["exit 0"] * 4, result
+    assert "job monitored: 4 ranks; 4 on 1 hosts are known here" in hanging
+    assert "waiting: barrier(" in hanging
+    assert "rank 3 has not come: it is at" in hanging
+    assert f"{2 * EVERY} operations through 0:cpu:" in hanging
+    (slowest,) = (line for line in hanging.splitlines() if line.startswith("│ rank 2 on host"))
+    assert int(slowest.split("│")[3]) > EVERY, slowest  # came last
+    assert "rank 3 has not come" not in after

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard.incident import page, timeline
+from ncclguard.incident import model, page, timeline
 from ncclguard.incident.model import Incident, RankReport
 from ncclguard.incident.page import GIVEN_UP, Scale, render_html
 from ncclguard.incident.report import AT_MOST, Writer, main, show, write_all
@@ -377,3 +377,95 @@ def test_the_history_of_a_thousand_ranks_is_laid_out_in_order() -> None:
     found = timeline.build(incident(1000), dict(data))
     assert found is not None
     assert [lane.rank for lane in found.lanes] == list(range(1000))
+
+
+def of_many(ranks: int, blamed: range, cause: Cause = Cause.LATE, host: str = "node{:04}") -> Incident:
+    """Hosts of 8; of those that are lost nobody has a word, and where they were stands beside the reports."""
+    lost = cause is Cause.LOST
+    reports = [
+        RankReport(
+            rank=rank, cause=cause if rank in blamed else None, state="departed" if lost else "none",
+            note=f"process {rank} does not exist any more" if lost else None, stack=() if lost else ("train.py:8 in save",),
+        )
+        if rank in blamed
+        else RankReport(rank=rank, state="running", operation=TEXT, age=5.0, call_site="train.py:7 in step")
+        for rank in range(ranks)
+    ]  # fmt: skip
+    hosts = model.unsaid_hosts({rank: host.format(rank // 8) for rank in range(ranks)}, reports)
+    changes = {"participants": tuple(range(ranks)), "ranks": tuple(reports), "culprits": tuple(blamed), "cause": cause}
+    return Incident.from_json(incident().model_copy(update={**changes, "hosts": hosts}).to_json())
+
+
+class TestManyRanks:
+    """Ten thousand ranks are told by their hosts, in a text and on a page that do not grow with them."""
+
+    @pytest.mark.parametrize("ranks", [512, 10_000, 16_384])
+    def test_one_late_rank_and_where_it_is(self, ranks: int) -> None:
+        stream = io.StringIO()
+        found = of_many(ranks, range(77, 78))
+        show(found, stream)
+        text = stream.getvalue()
+        assert "rank 77 (host node0009): late" in text
+        assert f"waiting for up to 5 s: {ranks - 1:,} ranks, all but rank 77 on host node0009, in all_reduce(" in text
+        assert len(text.splitlines()) < 16
+        made = document(4).model_copy(
+            update={"incident": found, "timeline": timeline.build(found, histories(min(ranks, 1000), {}, late=77))}
+        )
+        html = render_html(made)
+        assert "rank 77 on host node0009" in html
+        assert "train.py:8 in save" in html
+        assert len(html) < 30_000
+        assert html.count("<tr") < 30
+
+    def test_a_host_that_is_gone_is_one_entry(self) -> None:
+        text = str(of_many(10_000, range(4712, 4720), Cause.LOST))
+        assert "  host node0589, all 8 ranks (4712-4719): lost; the first, rank 4712:" in text
+        assert "process 4712 does not exist any more" in text
+        assert "9,992 ranks, all but host node0589, all 8 ranks (4712-4719), in" in text
+        assert "process 4713" not in text
+
+    def test_half_of_the_job_on_hosts_without_a_pattern(self) -> None:
+        found = of_many(512, range(256))
+        letters = str.maketrans("0123456789", "abcdefghij")
+        found = found.model_copy(update={"hosts": tuple((name.translate(letters), text) for name, text in found.hosts)})
+        text = str(found)
+        assert "  hosts nodeaaaa, nodeaaab, nodeaaac, nodeaaad, ... (32 in all), all 256 ranks (0-255): late" in text
+        assert len(text.splitlines()) < 16
+
+    def test_each_of_500_culprits_elsewhere_is_bounded(self) -> None:
+        found = of_many(10_000, range(500))
+        reports = tuple(
+            report.model_copy(update={"stack": tuple(f"a.py:{report.rank} in f{n}" for n in range(30))})
+            if report.cause
+            else report
+            for report in found.ranks
+        )
+        found = found.model_copy(update={"ranks": reports})
+        assert len(str(found).splitlines()) < 110
+        assert len(render_html(document(4).model_copy(update={"incident": found, "timeline": None}))) < 100_000
+
+    def test_in_a_job_of_few_ranks_nothing_is_told_by_hosts(self) -> None:
+        found = incident(16)
+        assert model.unsaid_hosts({rank: "a" for rank in range(16)}, found.ranks) == ()
+        assert "waiting for up to 5 s: ranks 0-1, 3-15 in all_reduce" in str(found)
+        assert '"hosts":[]' in found.to_json()
+
+    @pytest.mark.parametrize(
+        ("names", "text"),
+        [
+            (["n9", "n10", "n11"], "hosts n[9-11]"),
+            (["gpu-a-7", "gpu-a-8", "gpu-b-7"], "hosts gpu-a-[7-8], gpu-b-7"),
+            (["node08.x1.org", "node09.x1.org", "node11.x1.org"], "hosts node[08-09,11].x1.org"),
+            (["ip-10-0-1-7", "ip-10-0-2-7", "ip-10-0-2-8"], "hosts ip-10-0-1-7, ip-10-0-2-[7-8]"),
+            ([f"n{n:02}" for n in range(0, 60, 2)], "hosts n[00,02,04,06,08,10,12,14,...] (30 in all)"),
+            (["a", "b", "c", "d", "e"], "hosts a, b, c, d, ... (5 in all)"),
+            (["09", "9"], "hosts [09,9]"),
+        ],
+    )  # fmt: skip
+    def test_names_of_hosts_become_ranges(self, names: list[str], text: str) -> None:
+        assert model.hosts_text(names) == text
+
+    @pytest.mark.parametrize("text", ["", "x", "5-", "-5", "0-99999999999", "1-x,4"])
+    def test_hosts_that_cannot_be_read_are_not_known(self, text: str) -> None:
+        found = of_many(512, range(77, 78)).model_copy(update={"hosts": (("node1", text),)})
+        assert "ranks 0-76, 78-511" in str(found)

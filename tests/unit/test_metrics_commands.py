@@ -18,7 +18,7 @@ from ncclguard.__main__ import main as ncclguard
 from ncclguard.metrics import control, exchange
 from ncclguard.metrics.monitoring import answer
 from ncclguard.metrics.registry import RecordingListener
-from ncclguard.metrics.top_command import view
+from ncclguard.metrics.top_command import job_view, view
 from tests.unit import observed
 
 Serve = Callable[..., control.ControlSocket]
@@ -244,3 +244,64 @@ def test_the_view_of_many_ranks_keeps_those_that_wait_longest() -> None:
     assert " 199.0 " in text
     assert " 168.0 " in text  # the 32nd
     assert " 167.0 " not in text
+
+
+def job_answer(ranks: int, slow: int, **changes: Any) -> dict[str, Any]:
+    """What rank 0 knows of a job on hosts of 8 ranks, one of which comes last by 300 ms."""
+    rows = [
+        [rank, f"node{rank // 8:04}", 1, 90 * (rank == slow), 0.3 if rank == slow else 1e-4, 0.5, 0.1, 0.01]
+        for rank in range(ranks)
+    ]
+    table = {"group": "0:cpu", "through": "0:cpu:ab12/100", "age": 12.4, "operations": 100, "rows": rows}
+    call = {"group": "0:cpu", "op_id": "0:cpu:ab12/101", "text": "barrier()", "age": 47.0, "limit": 300.0, "late": True}
+    lines = [f"rank {slow} on host node{slow // 8:04} has not come: it is at train.py:8 in save"]
+    awaited = {
+        "group": "0:cpu:ab12",
+        "generation": 0,
+        "sequence": 101,
+        "by": 9,
+        "text": "barrier()",
+        "age": 30.1,
+        "lines": lines,
+    }
+    answer = {"rank": 0, "world_size": ranks, "statistics_every": 100, "warn_after": 30.0, "open": [call]}
+    return {**answer, "tables": {"0:cpu:ab12": table}, "awaited": [awaited], **changes}
+
+
+def shown_job(answers: dict[int, dict[str, Any] | str]) -> str:
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(job_view("job1", answers))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("ranks", [16, 512, 10_000, 16_384])
+def test_the_view_of_a_job_has_few_lines_however_many_ranks_there_are(ranks: int) -> None:
+    text = shown_job({0: job_answer(ranks, 11)})
+    assert f"{ranks:,} on {ranks // 8:,} hosts are known here" in text
+    assert "waiting: barrier() (0:cpu:ab12/101), for 47.0 s of 300 s on rank 0, and on 0 more here" in text
+    assert "rank 11 on host node0001 has not come: it is at train.py:8 in save" in text
+    assert "asked by rank 9, when it had waited for 30.1 s" in text
+    assert "arrivals in group 0:cpu, 100 operations through 0:cpu:ab12/100; exchanged 12 s ago" in text
+    assert "rank 11 on host node0001" in text
+    assert "300.00" in text
+    if ranks > 16:
+        assert f"{ranks - 1:,} ranks, all but rank 11 on host node0001" in text
+    assert len(text.splitlines()) < 30
+
+
+def test_the_view_of_a_job_says_what_is_not_known() -> None:
+    assert "does not answer" in shown_job({0: "the rank at job1.0.sock does not answer"})
+    assert "asked who is awaited 30 s after the first began" in shown_job({0: job_answer(16, 1, awaited=[])})
+    assert "the job's store did not answer in time" in shown_job({0: job_answer(16, 1, awaited=None)})
+    assert "without NCCLGUARD_STATISTICS_EVERY=0" in shown_job({0: job_answer(16, 1, statistics_every=0)})
+    assert "the others share no group with a rank on this host" in shown_job({0: job_answer(16, 1, world_size=64)})
+    late_here = shown_job({0: job_answer(16, 1, open=[])})
+    assert "waiting: barrier() (0:cpu:ab12/101), not entered by a rank on this host" in late_here
+    assert "no operation waits on this host" in shown_job({0: job_answer(16, 1, open=[], awaited=[])})
+
+
+def test_a_rank_answers_for_the_job_and_leaves_out_tables_that_are_known(serve: Serve, folder: Path) -> None:
+    serve()
+    answer = control.ask(folder / "job1.0.sock", {"command": "job", "known": []})
+    assert (answer["rank"], answer["tables"], answer["awaited"]) == (0, {}, None)

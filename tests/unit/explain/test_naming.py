@@ -8,6 +8,7 @@ import pytest
 from explain_logs import pg, prefix, status, timeout
 
 from ncclguard.explain import Report
+from ncclguard.explain.render import render_html
 from ncclguard.outcome import Cause
 
 Explain = Callable[..., Report]
@@ -375,3 +376,20 @@ def test_saving_by_rank_0_says_nothing_about_another_culprit(explain_lines: Expl
     assert report.culprits == (2,) and report.cause_class == "unknown" and report.cause is Cause.UNKNOWN
     report = explain_lines(["Saving model checkpoint to out/checkpoint-500", *waiting(1, 2, 3)])
     assert report.culprits == (0,) and report.cause_class == "checkpoint_io" and report.cause is Cause.LATE
+
+
+def test_the_silent_one_of_4300_ranks_in_one_log_is_named_and_the_page_stays_small(
+    explain_lines: Explain,
+) -> None:
+    """No rank is taken for silent because more than 4,096 others printed the same before it."""
+    line = (
+        "[rank{r}]:[E709 17:05:38.162555850 ProcessGroupNCCL.cpp:632] [PG ID 0 PG GUID 0(default_pg) Rank {r}] [Rank {r}] "
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, "
+        "Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+    )
+    report = explain_lines([line.format(r=rank) for rank in range(4300) if rank != 77], 4300)
+    assert report.culprits == (77,)
+    assert len(report.ranks) == 4300
+    html = render_html(report)
+    assert len(html) < 200_000
+    assert "0-76, 78-4299" in html
