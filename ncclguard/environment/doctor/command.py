@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -20,6 +19,7 @@ from ncclguard.environment.doctor.checks import (
     JOB_CHECKS,
     Check,
     Context,
+    DoctorReport,
     Facts,
     Measured,
     error,
@@ -163,8 +163,8 @@ def print_table(checks: Iterable[Check], output: TextIO) -> None:
 
 
 def write_json(checks: Iterable[Check], target: str) -> None:
-    """The list of checks, to a file or with "-" to stdout."""
-    text = json.dumps([check.model_dump() for check in checks], indent=2)
+    """The checks, to a file or with "-" to stdout."""
+    text = DoctorReport(checks=tuple(checks)).model_dump_json(indent=2)
     if target == "-":
         print(text)
     else:
