@@ -67,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pythons, torches = options.python or ["3.11"], options.torch or ["2.13"]
         pairs = [(python, torch) for python in pythons for torch in torches]
     began = time.monotonic()
-    rows = []
-    for python, torch in pairs:
+    rows: list[Row] = []
+    command = shlex.join(["./scripts/matrix", *(sys.argv[1:] if arguments is None else arguments)])
+    for number, (python, torch) in enumerate(pairs, 1):
         rows.append(run(python, torch))
         print("| " + " | ".join(cells(rows[-1])) + " |", flush=True)
-    minutes = (time.monotonic() - began) / 60
-    if options.write is not None:
-        command = shlex.join(["./scripts/matrix", *(sys.argv[1:] if arguments is None else arguments)])
-        options.write.write_text(page(rows, command, minutes))
+        if options.write is not None:  # after each, because the whole takes long and may be ended
+            left = [Row(python, torch, "-", "not run", "not run") for python, torch in pairs[number:]]
+            options.write.write_text(page([*rows, *left], command, (time.monotonic() - began) / 60))
     return 0 if all(row.works for row in rows) else 1
 
 

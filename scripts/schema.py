@@ -33,6 +33,9 @@ def schemas() -> dict[str, str]:
     for name, (document, version, source) in DOCUMENTS.items():
         made = document.model_json_schema(mode="serialization")
         made["properties"]["schema_version"]["const"] = version
+        for part in (made, *made.get("$defs", {}).values()):
+            if "properties" in part:
+                part["required"] = list(part["properties"])  # defaults are written too
         head = {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "$id": f"urn:ncclguard:schema:{name}:{version}",
