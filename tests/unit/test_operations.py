@@ -112,7 +112,9 @@ def test_rules_and_dashboard_use_only_labels_that_these_metrics_have(exposed: di
     assert len(alerts) == RULES.read_text().count("- alert:")
     for expression in [*alerts, *queries()]:
         known = FROM_PROMETHEUS.union(*(exposed[name] for name in metrics(expression)))
-        used = {name.strip() for names in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression) for name in names.split(",")}
+        used = {
+            name.strip() for names in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression) for name in names.split(",")
+        }
         used |= set(re.findall(r'(\w+)=~"', expression))
         assert used <= known, expression
 
@@ -142,7 +144,12 @@ def tool(name: str) -> str:
 @pytest.mark.parametrize("arguments", ["check rules rules.yml", "check config scrape.yml", "test rules rules_test.yml"])
 def test_promtool_accepts_the_rules_and_each_alert_fires_when_it_should(arguments: str) -> None:
     done = subprocess.run(
-        [tool("promtool"), *arguments.split()], cwd=RULES.parent, capture_output=True, text=True, timeout=60, check=False
+        [tool("promtool"), *arguments.split()],
+        cwd=RULES.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
