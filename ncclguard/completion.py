@@ -79,7 +79,8 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[Option]:
             metavar = action.metavar if isinstance(action.metavar, str) else ""
             yield Option(
                 names=tuple(action.option_strings),
-                help=re.split(r"[;(]|: ", action.help or "")[0].strip(),
+                help=re.split(r"[;(]|,? ?default:", action.help or "")[0].strip()
+                or action.option_strings[-1].strip("-"),
                 takes_value=action.nargs != 0,
                 choices=tuple(map(str, action.choices or ())),
                 file=metavar.startswith(_FILES) or action.type is Path,

@@ -307,11 +307,11 @@ def test_a_real_incident_and_its_report_are_what_their_schemas_say(tmp_path: Pat
 
 def test_a_real_explanation_is_what_its_schema_says(tmp_path: Path) -> None:
     found = []
-    for case in sorted((ROOT / "tests" / "unguarded_logs").iterdir()):
-        out = tmp_path / f"{case.name}.json"
-        if case.is_dir() and explain.main([str(case), "--json", str(out)]) == 0:
-            found.append(validate("explain-1.json", out.read_text())["incident"])
-    assert any(found)
+    for case in ("legacy-late", "nccl2-mismatch-shape", "legacy-exit-torchrun"):
+        out = tmp_path / f"{case}.json"
+        assert explain.main([str(ROOT / "tests" / "unguarded_logs" / case), "--json", str(out)]) == 0
+        found.append(validate("explain-1.json", out.read_text())["incident"])
+    assert all(found)
 
 
 @pytest.mark.processes
