@@ -66,7 +66,9 @@ def progress(what: str | Callable[[], str], *, shown: bool = True, stream: TextI
         def render(self, task: Task) -> Text:
             return Text(now[0]())
 
-    with Progress(SpinnerColumn(), Now(), TimeElapsedColumn(), console=Console(file=stream), transient=True) as bar:
+    columns = (SpinnerColumn(), Now(), TimeElapsedColumn())
+    # What is printed meanwhile stays on stdout, which may be a pipe.
+    with Progress(*columns, console=Console(file=stream), transient=True, redirect_stdout=False) as bar:
         bar.add_task("", total=None)
         yield tell
 

@@ -135,7 +135,7 @@ def make(folder: Path, python: str, torch: str) -> Path:
 
 def run_fast(interpreter: Path) -> tuple[str, tuple[str, ...]]:
     """Counts of the fast tier, and the names of what failed."""
-    command = [interpreter, "-m", "pytest", "-q", "-m", "fast", "-n", "2", "tests/unit"]
+    command: list[str | Path] = [interpreter, "-m", "pytest", "-q", "-m", "fast", "-n", "2", "tests/unit"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         done = subprocess.run(
