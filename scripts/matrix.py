@@ -29,7 +29,7 @@ FOLDER = ROOT / ".matrix"
 #: The pairs that are run when nobody names others: the ends of both ranges, and what people have most.
 PAIRS = (("3.10", "2.6"), ("3.11", "2.13"), ("3.12", "2.15"), ("3.13", "2.6"), ("3.13", "2.15"))
 #: Seconds for an installation, for the fast tier and for the smoke run.
-INSTALL, FAST, SMOKE = 1800, 1500, 300
+INSTALL, FAST, SMOKE = 1800, 1500, 700
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
