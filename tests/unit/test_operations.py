@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -380,8 +382,9 @@ def test_the_exit_code_of_the_command_counts_whatever_explains_it(tmp_path: Path
 @pytest.mark.processes
 def test_sigterm_reaches_the_command(tmp_path: Path) -> None:
     program = "trap 'echo ended in order; exit 3' TERM; echo ready; while :; do sleep 0.1; done"
+    command = [HOOK, tmp_path / "logs", "sh", "-c", program]
     process = subprocess.Popen(
-        [HOOK, tmp_path / "logs", "sh", "-c", program], env=on_path(tmp_path / "bin"), stdout=subprocess.PIPE, text=True
+        command, env=on_path(tmp_path / "bin"), stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         assert process.stdout is not None
@@ -389,7 +392,8 @@ def test_sigterm_reaches_the_command(tmp_path: Path) -> None:
         process.terminate()
         rest, _ = process.communicate(timeout=60)
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)
     assert "ended in order" in rest
     assert process.returncode == 3
