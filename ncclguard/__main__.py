@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from ncclguard import __version__
 
 USAGE = 2
+EXIT_CODES = {0: "help or the version was shown", USAGE: "there is no such command"}
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: the module with its `main(argv) -> int`, imported only when it is called, and what it is for."""
+    """A subcommand: its module, imported only when it is called, and what it is for.
+
+    The module has `main(argv) -> int`, `build_parser()` and `EXIT_CODES`, code to meaning.
+    """
 
     module: str
     help: str
@@ -40,6 +44,7 @@ COMMANDS = {
     "set": Command("ncclguard.metrics.control", "change settings of a running job, on all ranks at once"),
     "report": Command("ncclguard.incident.report", "make the page of an incident again, from its JSON"),
     "drill": Command("ncclguard.faults.drill", "inject a fault into a running job that allows it"),
+    "completion": Command("ncclguard.completion", "print a script with which bash, zsh or fish completes all this"),
 }
 
 
@@ -67,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """The commands that this installation has, one a line."""
     lines = ["usage: ncclguard [--version] COMMAND [ARGUMENT ...]", "", "commands:"]
-    lines += [f"  {name:<9}{command.help}" for name, command in COMMANDS.items() if command.available]
-    return "\n".join([*lines, "", "`ncclguard COMMAND --help` shows the arguments of one."])
+    lines += [f"  {name:<11}{command.help}" for name, command in COMMANDS.items() if command.available]
+    return "\n".join([*lines, "", "`ncclguard COMMAND --help` shows the arguments, examples and exit codes of one."])
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ncclguard.bench.arguments import BenchError, parse_arguments
+from ncclguard.bench.arguments import EXIT_CODES, BenchError, build_parser, parse_arguments
 from ncclguard.bench.job import objection, run_rank
 from ncclguard.bench.ranks import STALL_GRACE, Supervisor, World, choose_backend, choose_ranks, detect
 from ncclguard.bench.rehearsal import check_fault, run_fault
+
+__all__ = ["EXIT_CODES", "build_parser", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 
+from ncclguard.command_line import described
 from ncclguard.config import seconds
 from ncclguard.errors import GuardConfigError
 
@@ -123,6 +124,19 @@ DTYPES = {
 DEFAULT_NUMELS = (1, 10_000, 1_000_000, 100_000_000)  # latency, small, middle, and one that is cut into pieces
 FAULT_NUMEL = 1_000_000
 RESET_NUMEL = 100_000_000  # long enough on loopback to break its connections half-way
+EXIT_CODES = {
+    0: "nothing was wrong",
+    1: "a result was wrong, a call failed, or a file could not be written",
+    2: "the request cannot be met; nothing was started",
+    130: "Ctrl-C; what was measured until then is printed",
+}
+EXAMPLES = {
+    "ncclguard bench": "four sizes of all_reduce, with as many ranks as there are GPUs, else 2",
+    "ncclguard bench --numel 5e8 --ranks 4 --json figures.json": "one size, and every figure in a file",
+    "ncclguard bench --min 1KiB --max 1GiB --factor 4 --plot sweep.png": "a sweep, drawn",
+    "ncclguard bench --fault kill --ranks 4": "kill a rank and see what the guard says",
+    "torchrun --nnodes 2 ... -m ncclguard.bench --op all_gather": "in the world of a launcher",
+}
 LIMITS = {"late": 5.0, "stop": 5.0}  # seconds: these faults are over at the deadline, so it is a short one
 
 
@@ -206,9 +220,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="ncclguard bench",
         description="Compare plain torch.distributed collectives with guarded ones, side by side in one run, and check "
-        "every element of every result.",
-        epilog="Sizes: 5e8 or 500_000_000 count elements; 1.5GiB or 64MB count bytes. Exit code: 0 when nothing was "
-        "wrong, 1 when something was, 2 when the request cannot be met, 130 after Ctrl-C.",
+        "every element of every result. Sizes: 5e8 or 500_000_000 count elements; 1.5GiB or 64MB count bytes.",
     )
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument(
@@ -267,7 +279,7 @@ def build_parser() -> argparse.ArgumentParser:
     fault = parser.add_argument_group("rehearsal")
     fault.add_argument("--fault", choices=FAULTS, help="make one rank misbehave and show what the guard says and does")
     fault.add_argument("--rank", type=_count(0), metavar="R", help="the rank that misbehaves (default: 2)")
-    return parser
+    return described(parser, EXAMPLES, EXIT_CODES)
 
 
 def parse_arguments(argv: Sequence[str]) -> Settings:

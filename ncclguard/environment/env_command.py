@@ -12,10 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Literal, get_args
 
+from ncclguard.command_line import described
 from ncclguard.environment.catalogue import CATALOGUE
 from ncclguard.environment.profiles import PROFILE_NAMES
 from ncclguard.environment.setup import EnvironmentReport, plan_environment
 from ncclguard.errors import GuardConfigError
+
+EXIT_CODES = {0: "the variables were printed; what is wrong is on stderr", 2: "a setting cannot be used"}
+EXAMPLES = {
+    'eval "$(ncclguard env)"': "set them in this shell",
+    "ncclguard env --explain": "each with a sentence and its source",
+    "ncclguard env --format slurm >> train.sbatch": "for a batch script; also k8s, deepspeed, dotenv, json",
+    "ncclguard env --master-addr node-0 --debug info": "the interface that leads to node-0, and what NCCL says",
+}
 
 Format = Literal["shell", "dotenv", "json", "slurm", "k8s", "deepspeed"]
 FORMATS: tuple[str, ...] = get_args(Format)
@@ -126,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--debug", choices=("warn", "info", "all"), default="warn", help="what NCCL logs, default: warn"
     )
-    return parser
+    return described(parser, EXAMPLES, EXIT_CODES)
 
 
 def _values(report: EnvironmentReport) -> dict[str, str]:

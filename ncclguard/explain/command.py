@@ -11,10 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ncclguard.command_line import described
 from ncclguard.environment.ras import NoWitness, address_of
 from ncclguard.environment.ras import ask as ask_ras
 from ncclguard.explain.arithmetic import find_model, read_deepspeed
-from ncclguard.explain.decision import EXIT_CODES
+from ncclguard.explain.decision import EXIT_CODES as DECISIONS
 from ncclguard.explain.evidence import Collector
 from ncclguard.explain.records import Source, Tail, UnusableInput, find_sources
 from ncclguard.explain.render import print_report, render_html
@@ -22,6 +23,18 @@ from ncclguard.explain.report import Report, diagnose
 from ncclguard.incident.page import PageError
 
 UNUSABLE = 2
+EXIT_CODES = {
+    0: "a report was made, whether or not there was an incident; with --exit-code: no incident",
+    UNUSABLE: "an input cannot be used, or the report cannot be written",
+    **{code: f"with --exit-code: {decision}" for decision, code in DECISIONS.items()},
+}
+EXAMPLES = {
+    "ncclguard explain logs/": "a folder of torchrun (--log-dir), with flight-recorder dumps and dmesg beside it",
+    "kubectl logs job/train | ncclguard explain -": "a pipe",
+    "ncclguard explain slurm-42.out --world-size 64 --html page.html": "one log of all ranks, as a page",
+    "ncclguard explain logs/ --exit-code --json explain.json": "for a script that decides about a restart",
+    "ncclguard explain --follow train.log": "while the job runs",
+}
 PROGRESS_FROM = 32 << 20
 #: Seconds between two looks at a log that is followed, between two questions to RAS, and for each of its answers.
 FOLLOW_EVERY = 0.5
@@ -29,14 +42,12 @@ RAS_PAUSE = 3.0
 RAS_WITHIN = 20.0
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the argument parser."""
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
     made = argparse.ArgumentParser(
         prog="ncclguard explain",
         description="Read what a hung or timed-out job left (logs, torchrun log folders, error files, flight-recorder dumps, "
         "dmesg, scheduler events, NCCL's RAS report) and say which rank held it up, why, and what to do.",
-        epilog="Exit code 0 whether or not an incident was found, 2 when an input cannot be used. With --exit-code: 0 no "
-        "incident, " + ", ".join(f"{code} {name}" for name, code in EXIT_CODES.items()) + ".",
     )
     made.add_argument(
         "paths",
@@ -63,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         help="also ask the RAS service of NCCL (2.24 and newer) of a running job; by default at NCCL_RAS_ADDR, else "
         "localhost:28028",
     )
-    return made
+    return described(made, EXAMPLES, EXIT_CODES)
 
 
 def explain(
@@ -191,7 +202,7 @@ def _show(arguments: argparse.Namespace, report: Report) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, 2 for unusable input, or with --exit-code the code of the decision."""
-    arguments = parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     errors = Console(stderr=True, highlight=False, markup=False)
     try:
         if not arguments.paths and arguments.ras is None:
@@ -212,4 +223,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         errors.print(f"ncclguard explain: cannot write the report: {error}", soft_wrap=True)
         return UNUSABLE
-    return EXIT_CODES[report.decision] if arguments.exit_code and report.incident else 0
+    return DECISIONS[report.decision] if arguments.exit_code and report.incident else 0

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from ncclguard.command_line import described, progress
 from ncclguard.config import GuardConfig
 from ncclguard.errors import GuardConfigError
 from ncclguard.faults.fault import EVENTS_VARIABLE, PARAMETERS, PERMISSION, VARIABLE, Fault, parse
@@ -202,6 +203,16 @@ def findings_of(fault: str, rank: int, events: list[Event], raw: bool = False) -
 
 
 USAGE: Final = 2
+EXIT_CODES: Final = {
+    0: "all others named the struck rank and nobody else, or the fault was over in time",
+    1: "they did not, or the fault never struck",
+    USAGE: f"a wrong call, or {PERMISSION} is not 1",
+}
+EXAMPLES: Final = {
+    f"{PERMISSION}=1 ncclguard drill --fault late": "the built-in job, with a rank that comes too late",
+    f"{PERMISSION}=1 ncclguard drill --fault kill --rank 2 -- torchrun --nproc-per-node 4 train.py": "a program of one's own",
+    f"{PERMISSION}=1 ncclguard drill --fault stop --rank 1 --seconds 60 --raw -- torchrun ... train.py": "under watch()",
+}
 #: Seconds between SIGTERM and SIGKILL for a command that has not ended at the timeout.
 _GRACE: Final = 10.0
 #: The built-in job: its ranks, steps and elements, and how long a lasting fault outlasts its limit, in seconds.
@@ -222,15 +233,14 @@ class Ended:
     seconds: float
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the argument parser."""
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
     made = argparse.ArgumentParser(
         prog="ncclguard drill",
         usage="ncclguard drill --fault KIND [--rank R] [options] [-- COMMAND ...]",
         description="Inject a fault into one rank of a real run, without changing the program, and print what happened, how long "
-        "until everyone knew, who was named and whether the job went on. Without a command a small built-in job is run.",
-        epilog=f"Refuses to run unless {PERMISSION}=1 is set. Exit code 0 when the struck rank was named by all others (or the "
-        "fault was over in time), 1 when not, 2 for a wrong call.",
+        "until everyone knew, who was named and whether the job went on. Without a command a small built-in job is run. "
+        f"Refuses to run unless {PERMISSION}=1 is set.",
     )
     made.add_argument("--fault", required=True, choices=sorted(PARAMETERS), help="what happens to the rank")
     made.add_argument("--rank", type=int, help="the global rank that is struck (built-in job: by the seed)")
@@ -247,14 +257,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--json", metavar="FILE", help="write the findings as JSON too; - for stdout, which then holds nothing else"
     )
-    return made
+    return described(made, EXAMPLES, EXIT_CODES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one drill; returns 0 when it went as it should, 1 when not, 2 for a wrong call or without permission."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
-    arguments, command = parser().parse_args(words[:at]), words[at + 1 :]
+    arguments, command = build_parser().parse_args(words[:at]), words[at + 1 :]
     if os.environ.get(PERMISSION) != "1":
         print(
             f"ncclguard drill: a drill breaks the job on purpose, and {PERMISSION} is not 1; set {PERMISSION}=1 where that may "
@@ -348,13 +358,26 @@ def _built_in(arguments: argparse.Namespace, fault: Fault, env: Mapping[str, str
     after = _STEPS_OF_PARTITION if fault.fault == "partition" else _STEPS
     values = [fault.op + after, arguments.limit, _NUMEL, arguments.seed]
     program = "ncclguard.faults.drill_job:train_watched" if fault.raw else "ncclguard.faults.drill_job:train"
-    result = run_ranks(program, arguments.ranks, args=values, env=env, timeout=arguments.timeout, launcher="fork")
+    events = Path(env[EVENTS_VARIABLE])
+    with progress(lambda: _state_of(arguments.ranks, read_events(events))):
+        result = run_ranks(program, arguments.ranks, args=values, env=env, timeout=arguments.timeout, launcher="fork")
     for rank in result:
         sys.stderr.write(rank.output)
     ends: dict[str, list[str]] = {}
     for rank in result:
         ends.setdefault(rank.end, []).append(str(rank.rank))
     return Ended("; ".join(f"{end}: {', '.join(ranks)}" for end, ranks in ends.items()), result.seconds)
+
+
+def _state_of(ranks: int, events: Sequence[Event]) -> str:
+    """How far a drill is, for people."""
+    kinds = {kind: {event.rank for event in events if event.kind == kind} for kind in ("started", "failed", "went on")}
+    if not any(event.kind == "struck" for event in events):
+        return f"{len(kinds['started'])} of {ranks} ranks have started"
+    if not kinds["failed"] | kinds["went on"]:
+        return "the fault has struck, and nobody knows of it yet"
+    known = ranks_text(kinds["failed"]) if kinds["failed"] else "nobody had to give up a call"
+    return f"{known}; went on: {ranks_text(kinds['went on'])}" if kinds["went on"] else f"known by {known}"
 
 
 def _report_folder() -> Path | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TextIO
 
 from ncclguard import __version__
+from ncclguard.command_line import described
 from ncclguard.incident import timeline
 from ncclguard.incident.model import Incident, as_text
 from ncclguard.incident.page import PageError, render_html
@@ -254,10 +255,15 @@ def _framed(incident: Incident, stream: TextIO, evidence: Sequence[str]) -> str:
 # --------------------------------------------------------------------------------------------------------- the command
 
 UNUSABLE = 2
+EXIT_CODES = {0: "the pages were written", UNUSABLE: "a file cannot be read or written; the files before it are done"}
+EXAMPLES = {
+    "ncclguard report ncclguard-incidents/*.json": "all panels of a job, and a page beside each file",
+    "ncclguard report incident-0-17.0.json --html /tmp/page.html": "one page, elsewhere",
+}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page beside each file, or to `--html`; returns 0, or 2 when a file cannot be read or written."""
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(
         prog="ncclguard report",
         description="Make the page of an incident's report again, from its JSON, and show its panel.",
@@ -266,6 +272,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--html", metavar="FILE", type=Path, help="where the page goes, for one file; default: beside it"
     )
+    return described(parser, EXAMPLES, EXIT_CODES)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page beside each file, or to `--html`; returns 0, or 2 when a file cannot be read or written."""
+    parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.html is not None and len(arguments.files) > 1:
         parser.error("--html takes one page: give one FILE.json with it")

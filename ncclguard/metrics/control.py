@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ncclguard.command_line import described
 from ncclguard.metrics.settings import SETTINGS
 
 log = logging.getLogger("ncclguard")
@@ -227,13 +228,23 @@ def _sockets() -> Iterator[tuple[str, int, Path]]:
             yield name, int(rank), path
 
 
+EXIT_CODES = {
+    0: "in force on all ranks of all groups of the rank that was asked",
+    1: "proposed, and not yet in force after --wait seconds",
+    2: "refused, or there is no such job",
+}
+EXAMPLES = {
+    "ncclguard set timeout_eval=3600": "an hour for collectives of evaluation, on all ranks",
+    "ncclguard set timeout=none chunk_numel=5e7 --job 4711": "two settings of one of several jobs",
+    "ncclguard set warn_after=10 --wait 0": "propose, and do not wait for the agreement",
+}
 #: Seconds between two looks at whether the ranks have agreed.
 LOOK = 0.2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Propose the settings and wait for the agreement; 0: in force, 1: not yet, 2: refused or not possible."""
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     try:
         job, ranks = choose(options.job)
         values = dict(map(_assignment, options.settings))
@@ -279,7 +290,8 @@ def _assignment(text: str) -> tuple[str, float | None]:
         raise ValueError(f"{text!r} has no number: write for example {name}=900, or {name}=none") from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(
         prog="ncclguard set",
         description="Change settings of a running job, on all its ranks after the same operation. The job needs "
@@ -290,4 +302,4 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--job", help="name of the job; not needed when there is one on this host")
     parser.add_argument("--wait", type=float, default=30.0, help="seconds to wait for the agreement (default 30)")
-    return parser
+    return described(parser, EXAMPLES, EXIT_CODES)

@@ -19,18 +19,25 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ncclguard.command_line import described
 from ncclguard.incident.model import Hosts
 from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlError, ask, choose
 from ncclguard.metrics.settings import shown
 
+EXIT_CODES = {0: "shown, until Ctrl-C", 2: "there is no such job of this user on this host, or no rank answers"}
+EXAMPLES = {
+    "ncclguard top": "live, where one job runs on this host",
+    "ncclguard top --job 4711 --interval 5": "one of several, by the id of its scheduler or launcher",
+    "ncclguard top --once > top.txt": "one picture, as in any pipe",
+}
 #: Rows of a table; of larger jobs the most telling ones are shown.
 MAX_ROWS = 32
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show until Ctrl-C; 0, or 2 when there is no such job. `--once` and a stdout that is no terminal: one picture."""
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         job, ranks = choose(options.job)
@@ -84,7 +91,8 @@ def job_answers(ranks: dict[int, Path]) -> dict[int, dict[str, Any] | str]:
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(
         prog="ncclguard top",
         description="Show the ranks of a job on this host: what they are in, how long they wait, and who comes last. The job "
@@ -99,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--once", action="store_true", help="show one picture and end")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two pictures (default 1)")
-    return parser
+    return described(parser, EXAMPLES, EXIT_CODES)
 
 
 # ---------------------------------------------------------------------- the picture

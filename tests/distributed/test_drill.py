@@ -109,10 +109,10 @@ def test_a_fault_that_strikes_nowhere_fails_the_drill(tmp_path: Path) -> None:
 
 
 def test_the_seed_chooses_the_same_again() -> None:
-    from ncclguard.faults.drill import chosen, parser
+    from ncclguard.faults.drill import build_parser, chosen
 
     def fault(seed: int) -> str:
-        return str(chosen(parser().parse_args(["--fault", "late", "--seed", str(seed)]), has_command=False))
+        return str(chosen(build_parser().parse_args(["--fault", "late", "--seed", str(seed)]), has_command=False))
 
     assert fault(7) == fault(7)
     assert len({fault(seed) for seed in range(20)}) > 5

@@ -36,7 +36,7 @@ def run(hosts: faults.Hosts, folder: Path, ranks: int, wait: float = 30.0) -> tu
     hosts.until_settled()
     result = faults.run_ranks(examine, ranks, args=[str(file), wait], hosts=hosts, timeout=180.0)
     assert not result.timed_out, str(result)
-    checks = json.loads(file.read_text())
+    checks = json.loads(file.read_text())["checks"]
     assert all(set(check) == {"name", "status", "detail", "advice"} for check in checks)
     return result, {check["name"]: check for check in checks}
 
@@ -131,7 +131,7 @@ def test_a_rank_that_was_never_started_is_named(tmp_path: Path) -> None:
         result = faults.run_ranks(examine_as_one_of_three, 2, args=arguments, hosts=hosts, timeout=180.0)
     assert not result.timed_out, str(result)
     assert codes(result) == [2, 2], str(result)
-    checks = {check["name"]: check for check in json.loads(file.read_text())}
+    checks = {check["name"]: check for check in json.loads(file.read_text())["checks"]}
     assert "ranks 2 did not reach the store within 8 s" in checks["ranks"]["detail"]
     assert checks["connections"]["status"] == "ok"
 
@@ -147,7 +147,7 @@ def test_under_torchrun_the_launchers_store_is_used(tmp_path: Path) -> None:
     file = tmp_path / "doctor.json"
     result = faults.run_ranks(examine, 2, args=[str(file), 30.0], launcher="torchrun", timeout=180.0)
     assert not result.timed_out, str(result)
-    checks = {check["name"]: check for check in json.loads(file.read_text())}
+    checks = {check["name"]: check for check in json.loads(file.read_text())["checks"]}
     assert checks["interface"]["detail"].startswith("lo (127.0.0.1)")
     assert "held by the launcher" in checks["master port"]["detail"]
     assert checks["connections"]["status"] == "ok"

@@ -90,7 +90,7 @@ def test_doctor_names_the_gpus_that_this_process_sees() -> None:
 def test_the_command_doctor_names_the_gpus_and_their_links(tmp_path: Path) -> None:
     """Where the GPUs are emulated, three of them."""
     done = run("doctor", "--json", "-", folder=tmp_path, **({"EMULATED_GPUS": "3"} if EMULATED else {}))
-    found = {one["name"]: Check.model_validate(one) for one in json.loads(done.stdout)}
+    found = {one["name"]: Check.model_validate(one) for one in json.loads(done.stdout)["checks"]}
     assert_right(found["gpus"], found["gpu links"], 3 if EMULATED else torch.cuda.device_count())
     assert found["ras"].status == "skipped" and "NCCL_RAS_ENABLE=0" in found["ras"].detail
     assert ("emulated" in done.stderr) is EMULATED  # the table

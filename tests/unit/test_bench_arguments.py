@@ -133,5 +133,5 @@ def test_help_names_every_option_and_the_exit_codes(capsys: pytest.CaptureFixtur
         parse_arguments(["--help"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for word in ("--numel", "--fault", "--no-atomic", "--no-rounds", "--json", "--plot", "Exit code"):
+    for word in ("--numel", "--fault", "--no-atomic", "--no-rounds", "--json", "--plot", "exit codes:"):
         assert word in text

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib
+import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
+import time
 import types
+from pathlib import Path
 
 import pytest
 
-from ncclguard import __version__
-from ncclguard.__main__ import COMMANDS, Command, main
+from ncclguard import __version__, completion
+from ncclguard.__main__ import COMMANDS, EXIT_CODES, Command, main
+from ncclguard.command_line import progress
 
 
 def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,14 +70,127 @@ def test_the_rest_of_the_line_goes_to_the_command_and_its_code_comes_back(monkey
     assert seen == [["--fast", "x"]]
 
 
+NAMES = [name for name, command in COMMANDS.items() if command.available]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_examples_of_itself_and_its_exit_codes_in_its_help(name: str) -> None:
+    """The examples are calls that its own parser takes, as far as they are no pipes and name no other launcher."""
+    module = importlib.import_module(COMMANDS[name].module)
+    parser: argparse.ArgumentParser = module.build_parser()
+    text = parser.format_help()
+    examples = re.findall(r"^  (\S.*)$", text[text.index("examples:\n") : text.index("exit codes:\n")], re.MULTILINE)
+    assert len(examples) >= 2
+    for example in examples:
+        assert re.search(rf"ncclguard[ .]{name}\b", example), example
+        call = re.search(rf"\bncclguard {name}\b([^|>)]*)", example)
+        if call is not None and "..." not in example:
+            words = shlex.split(call[1].replace("*", "x").split(" -- ")[0].replace('"', ""))
+            parser.parse_args(words)
+    shown = {int(code): meaning for code, meaning in re.findall(r"^ +(\d+)  (\S.*)$", text, re.MULTILINE)}
+    assert shown == dict(module.EXIT_CODES)
+
+
+def test_the_page_of_exit_codes_is_what_the_commands_say() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text()
+    rows = re.findall(r"^\| `ncclguard ?(\w*)` \| (\d+) \| (.*) \|$", page, re.MULTILINE)
+    expected = [("", code, meaning) for code, meaning in EXIT_CODES.items()]
+    for name in NAMES:
+        codes = importlib.import_module(COMMANDS[name].module).EXIT_CODES
+        expected += [(name, code, meaning) for code, meaning in codes.items()]
+    assert [(name, int(code), meaning.replace("`", "")) for name, code, meaning in rows] == expected
+
+
+# ---------------------------------------------------------------------- completion
+
+
+def completed(script: str, line: str) -> list[str]:
+    """What bash offers where the cursor is at the end of the line."""
+    words = line.split(" ")
+    program = f"{script}\nCOMP_WORDS=({' '.join(map(shlex.quote, words))}); COMP_CWORD={len(words) - 1}\n"
+    program += '_ncclguard; printf "%s\\n" "${COMPREPLY[@]}"'
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.split()
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.available])
-def test_every_command_that_is_listed_has_help(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ncclguard", name, "--help"], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "usage:" in done.stdout
+def test_bash_completes_commands_options_values_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = completion.bash(completion.syntax())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.log").touch()
+    assert set(NAMES) <= set(completed(script, "ncclguard "))
+    assert completed(script, "ncclguard do") == ["doctor"]
+    assert completed(script, "ncclguard doctor --fail") == ["--fail-on-warnings"]
+    assert completed(script, "ncclguard bench --op all_g") == ["all_gather"]
+    assert completed(script, "ncclguard drill --fault st") == ["stop"]
+    assert completed(script, "ncclguard explain tr") == ["train.log"]
+    assert completed(script, "ncclguard explain --html tr") == ["train.log"]
+    assert completed(script, "ncclguard completion f") == ["fish"]
+    assert completed(script, "ncclguard bench --seconds ") == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_shells_can_read_their_scripts(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for name in NAMES:
+        assert name in script
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} here to read its script")
+    (tmp_path / "script").write_text(script)
+    done = subprocess.run([shell, "-n", tmp_path / "script"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_command_whose_packages_are_missing_is_completed_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_more.py").write_text("import ncclguard_no_such_package\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(COMMANDS, "bench", Command("needs_more", "as without torch"))
+    found = completion.syntax()
+    assert [option.names for option in found["bench"].options] == [("-h", "--help")]
+    assert len(found["explain"].options) > 5
+
+
+# ---------------------------------------------------------------------- progress
+
+
+def shown(terminal: bool) -> str:
+    """What `progress` writes to a stream that is a terminal, or a pipe."""
+    reader, writer = os.openpty() if terminal else os.pipe()
+    with os.fdopen(writer, "w") as stream, progress("connecting", stream=stream) as tell:
+        time.sleep(0.3)
+        tell("measuring: host 2 of 8")
+        time.sleep(0.5)
+    parts = []
+    with contextlib.suppress(OSError):  # a terminal whose other end is closed
+        while part := os.read(reader, 65536):
+            parts.append(part)
+    os.close(reader)
+    return b"".join(parts).decode()
+
+
+def test_progress_is_shown_on_a_terminal_and_taken_away_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # rich animates nothing on a dumb one
+    text = shown(terminal=True)
+    assert "connecting" in text and "measuring: host 2 of 8" in text
+    assert text.index("connecting") < text.index("measuring")
+    assert "\x1b[2K" in text[text.rindex("measuring") :]
+
+
+def test_nothing_of_progress_is_in_a_pipe() -> None:
+    assert shown(terminal=False) == ""
+
+
+@pytest.mark.processes
+def test_help_comes_from_the_command_as_it_is_started() -> None:
+    for name in ("bench", "explain"):
+        command = [sys.executable, "-m", "ncclguard", name, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "usage:" in done.stdout
 
 
 @pytest.mark.processes

@@ -93,6 +93,19 @@ class Check(BaseModel):
     advice: str = ""
 
 
+#: Raised with every change of a field's name or meaning.
+SCHEMA_VERSION = 1
+
+
+class DoctorReport(BaseModel):
+    """What `--json` writes: the checks of all hosts, in the order of the table, and the version of these fields."""
+
+    model_config = ConfigDict(frozen=True)
+
+    schema_version: int = SCHEMA_VERSION
+    checks: tuple[Check, ...]
+
+
 def ok(name: str, detail: str) -> Check:
     """A check that found nothing wrong."""
     return Check(name=name, status="ok", detail=detail)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -15,11 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ncclguard.command_line import described, progress
 from ncclguard.environment.doctor.checks import (
     HOST_CHECKS,
     JOB_CHECKS,
     Check,
     Context,
+    DoctorReport,
     Facts,
     Measured,
     error,
@@ -32,6 +33,17 @@ from ncclguard.environment.doctor.survey import MEASURE_SECONDS, Exchange, Surve
 from ncclguard.errors import GuardConfigError
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "skipped": "dim"}
+EXIT_CODES = {
+    0: "no error was found",
+    1: "with --fail-on-warnings: a warning, and no error",
+    2: "an error, on any host; or a setting that cannot be used",
+}
+EXAMPLES = {
+    "ncclguard doctor": "this host",
+    "srun --ntasks-per-node 1 ncclguard doctor --json doctor.json": "all hosts of a Slurm job, with MASTER_ADDR set",
+    "torchrun --nnodes 2 --nproc-per-node 1 ... --no-python ncclguard doctor": "all hosts, each pair of them",
+    "ncclguard doctor --fail-on-warnings --json -": "in a script: JSON on stdout, the table on stderr",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,8 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ncclguard doctor",
         description="Check host, network and settings of a distributed job. On one host as it is; for all hosts: "
-        "torchrun --nnodes ... --no-python ncclguard doctor, or srun ncclguard doctor with MASTER_ADDR set. Exit code "
-        "0; 2 for an error; 1 for a warning with --fail-on-warnings.",
+        "torchrun --nnodes ... --no-python ncclguard doctor, or srun ncclguard doctor with MASTER_ADDR set.",
     )
     parser.add_argument(
         "--json", metavar="FILE", help="write the checks as JSON, - for stdout (the table goes to stderr)"
@@ -48,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", metavar="FILE", help="write a rank x rank heat map (needs matplotlib)")
     parser.add_argument("--fail-on-warnings", action="store_true", help="exit with code 1 on a warning")
     parser.add_argument("--wait", type=float, default=20.0, metavar="SECONDS", help="wait for other ranks, default: 20")
-    return parser
+    return described(parser, EXAMPLES, EXIT_CODES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +85,9 @@ def _examine(arguments: argparse.Namespace) -> tuple[int, bool]:
     import torch  # noqa: F401
 
     context = read_context()
-    local = run_local_checks(context)
+    shown = context.rank == 0  # of the ranks of a host that share a terminal one
+    with progress("checking this host", shown=shown):
+        local = run_local_checks(context)
     if context.world_size == 1:
         alone = skipped("connections", "one process: start it on all hosts with torchrun or srun")
         survey = Survey([*local, alone], {context.rank: own_facts(context)}, [])
@@ -84,7 +97,8 @@ def _examine(arguments: argparse.Namespace) -> tuple[int, bool]:
         if context.job.master_addr is None:
             raise Unreachable("MASTER_ADDR is not set")
         exchange = Exchange(context, arguments.wait)
-        found = take_survey(context, local, exchange, arguments.wait)
+        with progress("waiting for the other ranks", shown=shown) as tell:
+            found = take_survey(context, local, exchange, arguments.wait, tell)
         if found is not None:
             code = _conclude(context, found, arguments)
             # The others leave with the same code, and this store's host stays until they have it.
@@ -163,8 +177,8 @@ def print_table(checks: Iterable[Check], output: TextIO) -> None:
 
 
 def write_json(checks: Iterable[Check], target: str) -> None:
-    """The list of checks, to a file or with "-" to stdout."""
-    text = json.dumps([check.model_dump() for check in checks], indent=2)
+    """The checks, to a file or with "-" to stdout."""
+    text = DoctorReport(checks=tuple(checks)).model_dump_json(indent=2)
     if target == "-":
         print(text)
     else:

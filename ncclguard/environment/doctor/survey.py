@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ncclguard.command_line import Tell
 from ncclguard.environment.doctor.checks import (
     Check,
     Context,
@@ -421,8 +422,13 @@ class Survey:
     measured: list[Measured]
 
 
-def take_survey(context: Context, local: Sequence[Check], exchange: Exchange, wait: float) -> Survey | None:
-    """Does this rank's part; on rank 0 returns the merged result, on the other ranks None. Raises Unreachable."""
+def take_survey(
+    context: Context, local: Sequence[Check], exchange: Exchange, wait: float, tell: Tell = lambda text: None
+) -> Survey | None:
+    """Does this rank's part; on rank 0 returns the merged result, on the other ranks None. Raises Unreachable.
+
+    ``tell`` gets what is being done, for people.
+    """
     checks = [*local, _check_store(exchange)]
     address = context.choice.address
     with ExitStack() as stack:
@@ -433,8 +439,10 @@ def take_survey(context: Context, local: Sequence[Check], exchange: Exchange, wa
             own = own_facts(context, server.port, echo.port)
         said = exchange.gather("facts", own.model_dump(), wait)
         facts = {rank: Facts.model_validate(entry) for rank, entry in said.items()}
-        measured = [] if address is None else _measure(own, address, facts, exchange)
+        measured = [] if address is None else _measure(own, address, facts, exchange, tell)
+        tell(f"a real all-reduce between {len(leaders(facts))} hosts")
         checks += _all_reduce(own, facts, exchange)
+        tell("waiting until all have measured")
         # Nobody stops its servers before all have measured.
         exchange.gather("measured", True, MEASURE_SECONDS, facts)
     mine = {
@@ -468,18 +476,21 @@ def _check_store(exchange: Exchange) -> Check:
     return ok("store", detail)
 
 
-def _measure(own: Facts, address: str, facts: dict[int, Facts], exchange: Exchange) -> list[Measured]:
+def _measure(own: Facts, address: str, facts: dict[int, Facts], exchange: Exchange, tell: Tell) -> list[Measured]:
     peers = {
         rank: (entry.address, entry.port)
         for rank, entry in facts.items()
         if rank != own.rank and entry.address is not None and entry.port is not None
     }
+    tell(f"connecting to {len(peers)} ranks")
     measured = {
         rank: Measured(source=own.rank, target=rank, **asdict(reached))
         for rank, reached in reach_all(peers, address).items()
     }
     exchange.gather("reached", True, MEASURE_SECONDS, facts)
-    for rank in _turns(own, facts):
+    turns = _turns(own, facts)
+    for number, rank in enumerate(turns, 1):
+        tell(f"bandwidth and path MTU: host {number} of {len(turns)}, {facts[rank].host}")
         if rank in measured and measured[rank].fault is None:
             more: dict[str, Any] = {"bandwidth": bandwidth(*peers[rank], address)}
             echo_port = facts[rank].echo_port
