@@ -59,6 +59,7 @@ class Memory(Protocol):
 
     def read(self, at: int, size: int) -> bytes: ...
     def write(self, at: int, data: bytes) -> None: ...
+    def hide(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -83,6 +84,9 @@ class Known:
 class HostPage:
     """Used by one thread of each process. `now` is time.monotonic() throughout.
 
+    `ranks`: how many of this host there are, where that is known: the file loses its name when all have opened it, so
+    that nothing is left behind when all of them are killed.
+
     >>> page, other_rank = (lambda memory: (HostPage(memory), HostPage(memory)))(LocalMemory())
     >>> page.publish("events", 100.0, 7)
     >>> known = other_rank.look("events")
@@ -90,8 +94,9 @@ class HostPage:
     (7, True, False)
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, ranks: int = 0) -> None:
         self._memory: Memory | None = memory
+        self._awaited = ranks
 
     def look(self, key: str) -> Known | None:
         """What is known of a key; None for nothing."""
@@ -130,6 +135,12 @@ class HostPage:
             return False
         self.publish(key, now, 0)
         return True
+
+    def opened_by(self, ranks: int) -> None:
+        """So many ranks of this host are known to have opened their page: with all of them nobody looks for it again."""
+        if self._awaited and ranks >= self._awaited and self._memory is not None:
+            self._awaited = 0
+            self._memory.hide()
 
     def close(self) -> None:
         """The page is not used by this process any more; the last one removes the file. Safe to call twice."""
@@ -197,6 +208,8 @@ class LocalMemory:
     def write(self, at: int, data: bytes) -> None:
         self._bytes[at : at + len(data)] = data
 
+    def hide(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -232,6 +245,11 @@ class SharedFile:
         if os.pwrite(self._file, data, at) < len(data):
             raise OSError(f"{self._path} takes no more")
 
+    def hide(self) -> None:
+        """Remove its name: those who have it open keep it."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
     def close(self) -> None:
         """Give the file up; remove it where nobody else has it."""
         file, self._file = self._file, -1
@@ -263,18 +281,19 @@ lifecycle.in_child(_close_all_in_child)
 def open_page(session: str, host_key: str) -> HostPage | None:
     """The page of this host in a session of the job; None where there is no memory for one.
 
-    `host_key` is equal for those processes only that share a host, and its clock; see `liveness.host_key`.
+    How many ranks this host has is what its launcher says. `host_key` is equal for those processes only that share a host, and its clock; see `liveness.host_key`.
     """
     try:
         clock = os.readlink("/proc/self/ns/time")
     except OSError:  # a kernel without namespaces of time
         clock = ""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     text = f"{os.geteuid()} {session} {host_key} {clock}"
     name = PREFIX + hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     for folder in FOLDERS:
         try:
             _remove_left_behind(folder)
-            return HostPage(SharedFile(os.path.join(folder, name)))
+            return HostPage(SharedFile(os.path.join(folder, name)), int(ranks) if ranks.isdigit() else 0)
         except OSError:
             continue
     return None

@@ -247,6 +247,8 @@ class Monitor:
             self._next_aside = now + self._settings.timing.aside
         pending = self._pending(now)
         self._neighbours.step(now, pending or self._leaving is not None)
+        if self._connection.page is not None:
+            self._connection.page.opened_by(1 + len(self._neighbours.here()))
         self._revoke_for_callers(now)
         if self._aside or not self._revocations:  # who has answered a revoke waits for its verdict
             self._hear_events(now)

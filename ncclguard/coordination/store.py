@@ -72,8 +72,11 @@ class AgreementStore:
 
     def __init__(self, store: Store | Connection, prefix: str = ROOT) -> None:
         self.connection = store if isinstance(store, Connection) else Connection(store)
-        self._store = self.connection.store
         self._prefix = prefix
+
+    @property
+    def _store(self) -> Store:
+        return self.connection.store
 
     def below(self, prefix: str) -> AgreementStore:
         """Return the same connection for the keys below `prefix`."""

@@ -289,7 +289,7 @@ def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
     lines += _waiting([report for report in incident.ranks if report.rank not in incident.culprits])
     limit = "" if incident.timeout is None else f"limit {duration(incident.timeout)}, "
     passed = "passed" if incident.deadline_expired else "not passed"
-    decided = "" if incident.decided_after is None else f"; decided {duration(incident.decided_after)} later"
+    decided = "" if incident.decided_after is None else f"; decided {duration(incident.decided_after)} after the revoke"
     lines.append(f"  time: {limit}deadline {passed}; tries: {incident.attempts}{decided}")
     if incident.torn:
         lines.append("  the tensor is torn: it holds neither its input nor the result")
