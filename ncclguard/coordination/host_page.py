@@ -40,8 +40,8 @@ _TEXTS_AT: Final = SLOTS * SLOT + SLOT
 SIZE: Final = _TEXTS_AT + TEXTS
 #: A text longer than this is left to the store.
 LONGEST_TEXT: Final = TEXTS // 4
-#: Where the file is made: the first folder in which that is possible.
-FOLDERS: Final = ("/dev/shm", tempfile.gettempdir())
+#: Where the file is made: the first folder in which that is possible; "" stands for the folder of temporary files.
+FOLDERS: Final = ("/dev/shm", "")
 #: Beginning of the file's name, and seconds after which one that no process holds is taken for left behind.
 PREFIX: Final = "ncclguard-page-"
 LEFT_BEHIND: Final = 60.0
@@ -137,7 +137,7 @@ class HostPage:
         return True
 
     def opened_by(self, ranks: int) -> None:
-        """So many ranks of this host are known to have opened their page: with all of them nobody looks for it again."""
+        """So many ranks of this host are known to have opened their page: once all have, nobody looks for it again."""
         if self._awaited and ranks >= self._awaited and self._memory is not None:
             self._awaited = 0
             self._memory.hide()
@@ -281,7 +281,8 @@ lifecycle.in_child(_close_all_in_child)
 def open_page(session: str, host_key: str) -> HostPage | None:
     """The page of this host in a session of the job; None where there is no memory for one.
 
-    How many ranks this host has is what its launcher says. `host_key` is equal for those processes only that share a host, and its clock; see `liveness.host_key`.
+    How many ranks this host has is what its launcher says. `host_key` is equal for those processes only that share a
+    host; see `liveness.host_key`.
     """
     try:
         clock = os.readlink("/proc/self/ns/time")
@@ -292,6 +293,7 @@ def open_page(session: str, host_key: str) -> HostPage | None:
     name = PREFIX + hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     for folder in FOLDERS:
         try:
+            folder = folder or tempfile.gettempdir()
             _remove_left_behind(folder)
             return HostPage(SharedFile(os.path.join(folder, name)), int(ranks) if ranks.isdigit() else 0)
         except OSError:
