@@ -30,9 +30,11 @@ RESERVE: Final = 10.0
 ALIVE: Final = 1.5
 #: Seconds without a further answer before those that have not answered may be called silent.
 QUIET: Final = 0.3
-#: How often a delay that the coordinator has met itself is added to its patience, and the longest such delay, in
-#: seconds: together less than half of RESERVE, so that callers are still there for the verdict.
+#: How often a delay that the coordinator has met itself is added to its patience: what it is beyond COVERED, for which
+#: the patience has room, and up to LONGEST_DELAY, in seconds. Together less than half of RESERVE, so that callers are
+#: still there for the verdict.
 PER_DELAY: Final = 4.0
+COVERED: Final = 0.15
 LONGEST_DELAY: Final = 1.0
 #: Looks a second of all ranks together while a call is pending. Each costs the store's host one to two
 #: requests, of 12 to 16 µs on one core (measured, TCPStore of torch 2.13): about half of what it can do.
@@ -95,14 +97,19 @@ class Timing:
         They should have `overdue` seconds ago; `since_arrival`: seconds since the last answer of another; `delay`: the
         longest that the coordinator has met of late.
         """
-        slack = PER_DELAY * min(delay, LONGEST_DELAY)
+        slack = _slack(delay)
         if overdue >= self.patience + RESERVE / 2:
             return True
         return overdue >= self.patience + slack and since_arrival >= QUIET + slack
 
     def taken_over(self, place: int, standing: float, delay: float) -> bool:
         """Whether the rank at this place coordinates, the pulse having stood still for so many seconds."""
-        return standing >= self.takeover * (1 + place) + PER_DELAY * min(delay, LONGEST_DELAY)
+        return standing >= self.takeover * (1 + place) + _slack(delay)
+
+
+def _slack(delay: float) -> float:
+    """What is added to the coordinator's patience for a delay that it has met."""
+    return PER_DELAY * max(0.0, min(delay, LONGEST_DELAY) - COVERED)
 
 
 class Pace:

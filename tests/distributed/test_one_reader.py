@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import threading
 import time
 from collections import Counter
 from typing import Any
@@ -17,7 +17,7 @@ from ncclguard import faults
 from ncclguard.engine import runtime
 
 LATE = 4
-TIMEOUT = 12.0
+TIMEOUT = 8.0
 
 
 class Counting:
@@ -48,8 +48,6 @@ def waits_for_the_last() -> None:
         time.sleep(4.0)
         faults.report(asked=sum(1 < at - started < 4 for at in counting.times), shared=connection.page is not None)
 
-    import threading
-
     threading.Thread(target=tell, daemon=True).start()
     outcome = ng.safe_all_reduce(torch.ones(4), timeout=TIMEOUT)
     faults.report(
@@ -76,5 +74,3 @@ def test_the_others_agree_when_the_rank_that_asks_the_store_is_gone(how: str) ->
         expected = ["lost", [speaker]] if how == "kill" else ["stuck", sorted([speaker, LATE])]
         assert found == {rank: [False, True, *expected] for rank in rest}
         assert max(seconds.values()) < TIMEOUT + 2.0, seconds
-        for rank in range(5):
-            os.kill(job.pid(rank), signal.SIGKILL)
