@@ -49,7 +49,7 @@ class StackFetcher:
         order = sorted({*neighbours, self._rank}).index(self._rank)
         for rank in neighbours:
             if rank not in self._claimed and overdue >= LOOK_AFTER + NEXT_AFTER * order:
-                silent = self._store.read(f"report/{rank}") is None
+                silent = self._store.find(f"report/{rank}") is None
                 mine = silent and self._store.first(f"fetcher/{rank}", str(self._rank)) == str(self._rank)
                 self._claimed[rank] = mine
                 if mine:
