@@ -341,7 +341,8 @@ class Incident(BaseModel):
 
     `sides` is filled when ranks diverged: what was called, and by which ranks, the largest side first. `device` is the
     GPU's name where it is an emulated one, else None. `hosts` is filled in a job of more than 64 ranks: names, and
-    those of their ranks whose own report does not say the host, such as "0-7,12". `str()` is for people, `to_json()`
+    those of their ranks whose own report does not say the host, such as "0-7,12". `decided_after`: seconds from the
+    revoke to the verdict, on the rank that decided; None where nothing was agreed. `str()` is for people, `to_json()`
     for programs. Raises pydantic.ValidationError, a ValueError, for fields that cannot be.
 
     >>> incident = Incident(
@@ -375,6 +376,7 @@ class Incident(BaseModel):
     torn: bool = False
     device: Text | None = None
     hosts: tuple[tuple[Text, Text], ...] = ()
+    decided_after: float | None = None
 
     @field_validator("schema_version")
     @classmethod
@@ -474,7 +476,8 @@ def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
     lines += _waiting([report for report in incident.ranks if report.rank not in blamed], placed)
     limit = "" if incident.timeout is None else f"limit {duration(incident.timeout)}, "
     passed = "passed" if incident.deadline_expired else "not passed"
-    lines.append(f"  time: {limit}deadline {passed}; tries: {incident.attempts}")
+    decided = "" if incident.decided_after is None else f"; decided {duration(incident.decided_after)} after the revoke"
+    lines.append(f"  time: {limit}deadline {passed}; tries: {incident.attempts}{decided}")
     if incident.torn:
         lines.append("  the tensor is torn: it holds neither its input nor the result")
     if not incident.agreed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -9,11 +10,12 @@ from torch.distributed import HashStore
 
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.revocation import Revocation
-from ncclguard.coordination.store import AgreementStore
+from ncclguard.coordination.store import AgreementStore, Entries
 from ncclguard.outcome import Cause
-from ncclguard.protocol.decision import Action, Operation, TroubleKind
+from ncclguard.protocol import codec
+from ncclguard.protocol.decision import Action, Operation, Report, TroubleKind
 from ncclguard.protocol.member import Entry
-from ncclguard.protocol.timing import Timing
+from ncclguard.protocol.timing import ALIVE, GRACE, QUIET, RESERVE, Pace, Timing
 
 REVOKED = 100.0
 PATIENCE = Timing().patience
@@ -96,3 +98,63 @@ def test_a_call_with_time_left_is_waited_for_until_its_deadline(budget: float) -
     assert not step(revocation, REVOKED)
     assert not step(revocation, REVOKED + budget - 1.0 + PATIENCE)
     assert step(revocation, REVOKED + budget + PATIENCE)
+
+
+def test_nobody_is_called_silent_while_answers_keep_coming_but_not_for_ever() -> None:
+    """On a machine where 64 ranks share two cores they answer one after the other, for seconds."""
+    store, state = AgreementStore(HashStore()), GroupState("group", 0, tuple(range(50)))
+    enter(state, 0.0)
+    state.trouble(0, TroubleKind.DEADLINE, "not complete")
+    revocation, arrivals = Revocation(store, state, 0, 0, REVOKED), Entries("reports", "arrival")
+    below = store.below("group/0")
+    for rank in range(1, 10):
+        below.first(f"report/{rank}", codec.dumps(Report(rank, 0)))
+        arrivals.add(below, str(rank))
+        last = REVOKED + 0.25 * rank
+        assert not step(revocation, last), rank
+    assert last > REVOKED + PATIENCE + QUIET
+    assert not step(revocation, last + QUIET - 0.01)
+    assert step(revocation, last + QUIET + 0.01)
+    assert revocation.verdict is not None
+    assert dict(revocation.verdict.culprits).keys() == {*range(1, 50)}  # late the first nine, unknown the others
+    assert state.decided_after == pytest.approx(last + QUIET + 0.01 - REVOKED)
+    assert Timing().is_silence(PATIENCE + RESERVE / 2, since_arrival=0.0, delay=1.0)
+
+
+def test_a_coordinator_whose_own_turn_comes_late_gives_the_others_as_much_more_time() -> None:
+    state, pace = state_of_rank_0(), Pace()
+    pace.met(0.65, REVOKED - 1.0)
+    revocation = Revocation(AgreementStore(HashStore()), state, 0, 0, REVOKED, pace=pace)
+    assert not step(revocation, REVOKED)
+    assert not step(revocation, REVOKED + PATIENCE + 1.9)
+    assert step(revocation, REVOKED + PATIENCE + 2.01)
+
+
+@pytest.mark.parametrize("size", [2, 64, 1000, 16_384, 100_000])
+def test_callers_are_still_there_when_the_slowest_coordinator_decides(size: int) -> None:
+    timing = Timing.of(size)
+    assert timing.caller_waits(since_answer=ALIVE) == timing.grace < 2.0 + size / 5000
+    waits = timing.caller_waits(since_answer=0.0)
+    assert waits == timing.grace + RESERVE
+    assert timing.is_silence(timing.patience + RESERVE / 2, since_arrival=0.0, delay=9.0)
+    assert timing.patience + RESERVE / 2 + 2.0 + 6 * timing.period < waits
+
+
+def test_a_caller_waits_beyond_its_budget_only_while_the_store_answers() -> None:
+    """A verdict of all, a little later, is worth more than one of each rank for itself."""
+    state, grace = state_of_rank_0(), [GRACE + RESERVE]
+    state.serve("session", "", lambda incident: None, lambda: None, lambda: grace[0])
+    enter(state, -GRACE - 0.1)
+    call = state.call
+    assert call is not None
+    started = time.monotonic()
+
+    def no_more() -> None:
+        time.sleep(0.2)
+        grace[0] = GRACE
+
+    thread = threading.Thread(target=no_more)
+    thread.start()
+    assert state.await_verdict(0.01, call) is None
+    assert time.monotonic() - started >= 0.2
+    thread.join()
