@@ -352,16 +352,14 @@ class _Greeting:
 
 
 def neighbours(size: int, index: int, star: bool = False) -> list[int]:
-    """The ranks that votes need: those at distance 1, 2, 4, ... to both sides; in a star the first one, of it all."""
-    if star:
-        return [0] if index else list(range(1, size))
-    found = {(index + sign * distance) % size for distance in distances(size) for sign in (1, -1)}
+    """The ranks that votes and rings need: those at distance 1, 2, 4, ... to both sides, in a star those beside and the
+    first one.
+    """
+    if star and index == 0:
+        return list(range(1, size))
+    reach = [1] if star else distances(size)
+    found = {(index + sign * distance) % size for distance in reach for sign in (1, -1)} | ({0} if star else set())
     return sorted(found - {index})
-
-
-def beside(size: int, index: int) -> list[int]:
-    """The ranks that rings and chains need: in a star they are connected with by the first of these."""
-    return sorted({(index + 1) % size, (index - 1) % size} - {index})
 
 
 def _crowded(size: int) -> bool:
@@ -383,6 +381,12 @@ def connect(keys: Store, host: str, size: int, index: int, end: float, direct: b
     ``star``: see `Links`, as the first rank has it; None: where more ranks than cores are on one host.
     """
     links: Links | None = None
+
+    def higher() -> set[int]:
+        """Those that this rank connects to."""
+        assert links is not None
+        return {peer for peer in neighbours(size, index, links.star) if peer > index}
+
     try:
         links = Links(host, size, index, direct)
         # Equal on all ranks as a rule, so that one question is enough; the first rank has the last word.
@@ -391,9 +395,10 @@ def connect(keys: Store, host: str, size: int, index: int, end: float, direct: b
             links.own = replace(links.own, star=links.star)
         keys.set(f"streams/{index}", links.own.to_json())
         if index and size > 2:
-            links.star = _ask(keys, links, {0}, end)[0].star
+            _ask(keys, links, {0, *higher()}, end)
+            links.star = links.addresses[0].star
+        _ask(keys, links, higher(), end)
         peers = neighbours(size, index, links.star)
-        _ask(keys, links, (), end)
         if not advance(links.meet(peers), end):
             missing = [peer for peer in peers if peer not in links]
             raise TransportError(f"the ranks at {missing} of the group did not come to connect")
@@ -411,13 +416,12 @@ def connect(keys: Store, host: str, size: int, index: int, end: float, direct: b
     raise failure
 
 
-def _ask(keys: Store, links: Links, others: Iterable[int], end: float) -> Mapping[int, Address]:
-    """Read the addresses of all ranks that this one may have to reach, and of ``others``, unless they are known.
+def _ask(keys: Store, links: Links, peers: set[int], end: float) -> None:
+    """Read the addresses of ``peers``, unless they are known. Raises TransportError for those that have none at ``end``.
 
     In questions that are answered at once, again and again, so that others may use the same connection to the store.
     """
-    near = {*neighbours(links.size, links.index, links.star), *beside(links.size, links.index)}
-    asked = sorted({*others, *(peer for peer in near if peer > links.index)} - links.addresses.keys())
+    asked = sorted(peers - links.addresses.keys())
     names = [f"streams/{peer}" for peer in asked]
     pause, longest = ADDRESS_POLL
     while names and not keys.check(names):
@@ -428,7 +432,6 @@ def _ask(keys: Store, links: Links, others: Iterable[int], end: float) -> Mappin
         pause = min(2 * pause, longest)
     found = map(Address.from_json, keys.multi_get(names)) if names else ()
     links.addresses.update(zip(asked, found, strict=True))
-    return links.addresses
 
 
 # ---------------------------------------------------------------------- waiting

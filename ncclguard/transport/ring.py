@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from ncclguard.transport.base import Save
-from ncclguard.transport.links import NOW, Address, Link, LinkError, Links, Steps, beside, wants_of
+from ncclguard.transport.links import NOW, Address, Link, LinkError, Links, Steps, wants_of
 from ncclguard.transport.memory import Arithmetic, address_of, copy_bytes, read_process
 
 #: Bytes of one segment: long enough that handling it costs little beside moving it, short enough that it is still in
@@ -69,7 +69,6 @@ class Ring:
         size, index = self._size, self._index
         if size == 1:
             return
-        yield from self._join()
         rounds = size - 1
         cut = _Cut(len(data) // itemsize, size, itemsize)
         whole, scratch = arithmetic.array(data), arithmetic.array(self._scratch)
@@ -111,7 +110,6 @@ class Ring:
         if size == 1:
             _copy(output, inputs[0])
             return
-        yield from self._join()
         last_step = size - 2
         segments = _segments(len(output), itemsize)
         scratch, result = arithmetic.array(self._scratch), arithmetic.array(output)
@@ -153,7 +151,6 @@ class Ring:
         _copy(parts[index], own)
         if size == 1:
             return
-        yield from self._join()
         cut = [_segments(len(part), 1) for part in parts]
         longest = max(map(len, cut))
         arrived: set[tuple[int, int]] = set()
@@ -203,7 +200,6 @@ class Ring:
 
     def _chain(self, data: memoryview, itemsize: int, place: int, receives: Iterator[tuple[memoryview, bool]]) -> Steps:
         """Pass the segments of ``data`` on, each once ``receives`` has done with it; the rank at ``place`` 0 begins."""
-        yield from self._join()
         ready = 0
 
         def counted() -> Iterator[tuple[memoryview, bool]]:
@@ -257,12 +253,7 @@ class Ring:
             to, by = (self._index + distance) % self._size, (self._index - distance) % self._size
             yield from self._flow(self._links[to], _whole(sent[to]), self._links[by], _whole(received[by]))
 
-    # --- connections that votes do not need -----------------------------------------------------------------------------
-
-    def _join(self) -> Steps:
-        """Connect with the ranks before and after this one, with the first operation in a star."""
-        if self._next not in self._links or self._previous not in self._links:
-            yield from self._links.meet(beside(self._size, self._index))
+    # --- connections that votes and rings do not need -----------------------------------------------------------------
 
     def _meet(self, peers: Iterable[int]) -> Steps:
         """Connect with further ranks. All ranks of the group have to be in the same operation."""
