@@ -152,10 +152,6 @@ class Entries:
 
     def new(self, store: AgreementStore) -> list[str]:
         """Those that were written since the last call, in order of their numbers."""
-        return list(self.numbered(store).values())
-
-    def numbered(self, store: AgreementStore) -> dict[int, str]:
-        """The same by their numbers."""
         now, count = time.monotonic(), self.count(store)
         self._awaited.update(dict.fromkeys(range(self._counted + 1, count + 1), now))
         self._counted = max(self._counted, count)
@@ -164,10 +160,11 @@ class Entries:
             self._next_rare = now + ENTRY_PATIENCE
         due = [number for number, since in self._awaited.items() if rare or now - since <= ENTRY_PATIENCE]
         found = store.read_many([f"{self._entry}/{number}" for number in due]) if due else {}
-        texts = {number: found[f"{self._entry}/{number}"] for number in due if f"{self._entry}/{number}" in found}
-        for number in texts:
-            del self._awaited[number]
-        return texts
+        texts = [(number, found.get(f"{self._entry}/{number}")) for number in due]
+        for number, text in texts:
+            if text is not None:
+                del self._awaited[number]
+        return [text for _, text in texts if text is not None]
 
 
 #: Characters of a single text in an entry.
@@ -278,7 +275,6 @@ class Handshake:
         self._acknowledged: set[int] = set()  # of rank 0: the numbers
         self._hello: str | None = None
         self._number = 0
-        self._registrations = _registrations("")
         self._next_try = 0.0
         self._pause = HANDSHAKE_POLL[0]
         self.nonce: str | None = None
@@ -299,7 +295,8 @@ class Handshake:
             return
         if hello != self._hello:
             self._hello = hello
-            self._number = _registrations(hello).add(self._store, json.dumps(self._rank))
+            self._number = self._store.count(f"registrations/{hello}", 1)
+            self._store.first(f"registration/{hello}/{self._number}", str(self._rank))
             self._pause = HANDSHAKE_POLL[0]
         if self._number in codec.ranks_of(self._store.read(f"acknowledged/{hello}") or ""):
             self.nonce = hello
@@ -307,15 +304,13 @@ class Handshake:
     def _acknowledge(self) -> bool:
         if self.nonce is None:
             self.nonce = secrets.token_hex(6)
-            self._registrations = _registrations(self.nonce)
             self._store.put("hello", self.nonce)
-        new = self._registrations.numbered(self._store)
-        if new:
-            self._acknowledged.update(new)
-            self._missing.difference_update(map(json.loads, new.values()))
+        count = self._store.count(f"registrations/{self.nonce}")
+        awaited = [number for number in range(1, count + 1) if number not in self._acknowledged]
+        keys = {f"registration/{self.nonce}/{number}": number for number in awaited}
+        found = self._store.read_many(list(keys)) if keys else {}
+        if found:
+            self._acknowledged.update(keys[key] for key in found)
+            self._missing.difference_update(map(int, found.values()))
             self._store.put(f"acknowledged/{self.nonce}", codec.ranges(sorted(self._acknowledged)))
         return not self._missing
-
-
-def _registrations(hello: str) -> Entries:
-    return Entries(f"registrations/{hello}", f"registration/{hello}")

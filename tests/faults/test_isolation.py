@@ -16,7 +16,7 @@ from ncclguard.faults import injection
 
 PROGRAM = """
 import socket, sys
-from ncclguard.faults.effects import cut_off
+from ncclguard.faults.injection import cut_off
 server = socket.create_server((sys.argv[1], 0), family=int(sys.argv[2]), dualstack_ipv6=False)
 print(server.getsockname()[1], flush=True)
 peer, _ = server.accept()
