@@ -1,4 +1,4 @@
-"""How many of many real ranks on this machine get the right verdict, how soon, and what joining costs beside gloo's own.
+"""How many of many real ranks on this machine get the right verdict, how soon, and what joining costs beside gloo.
 
     python benchmarks/many_ranks.py [--ranks 64] [--fault killed late stopped] [--busy 1] [--runs 10] [--json FILE]
     python benchmarks/many_ranks.py --hosts 8 --ranks-per-host 4 [--fault killed late stopped cut store-cut] [...]
@@ -6,10 +6,10 @@
 Each run is a job of plain gloo and a job with the guard, in alternating order, whose ranks start at one moment and are
 timed until the last has left its first barrier. Then one rank of the guarded job, or one host, is struck while all
 others are in an all-reduce. A line for each run says how many survivors had an agreed verdict with exactly the right
-cause and culprits, how long after the kill or after its own deadline the last of them returned, and how many ranks then
+cause and culprits, how long after the kill or its own deadline the last of them returned, and how many ranks then
 completed another operation. `--busy N` keeps N programs computing beside both jobs. Hosts are network namespaces, which
-need root; `cut` separates one of them from the rest, `store-cut` that of rank 0, with the job's store, for 5 s while all
-wait for a rank that is late. Rank 0 itself is never struck: without the store nothing can be agreed.
+need root: `cut` separates one of them from the rest; `store-cut` that of rank 0, with the job's store, for 5 s while
+all wait for a rank that is late. Rank 0 itself is never struck: without the store nothing can be agreed.
 """
 
 from __future__ import annotations

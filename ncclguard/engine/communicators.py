@@ -44,7 +44,7 @@ class Communicators:
     """Constructed by a helper thread in bounded slices, so that the caller stays revocable.
 
     ``store`` is the connection of the monitor, which only short questions are asked; `connect` makes one of its own.
-    Each connection costs the store's host a descriptor and torch a look-up of a name, in the one thread that serves all.
+    Each connection costs the store's host a descriptor, and a look-up of a name in the one thread that serves all.
     """
 
     def __init__(

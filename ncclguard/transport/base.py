@@ -237,8 +237,8 @@ class Builder(Protocol):
         """Connect to the other ``ranks``, which must do the same within ``seconds``; else raises TransportError.
 
         ``store``, unless the builder ``shares``, is a connection of its own, made by `torch_compat.clone_store`: when
-        the time is over it is cut, and is unusable then. ``prefix`` must never have been used before, neither by an attempt that failed: keys
-        of two attempts do not mix.
+        the time is over it is cut, and is unusable then. ``prefix`` must never have been used before, neither by an
+        attempt that failed: keys of two attempts do not mix.
         """
 
     def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:

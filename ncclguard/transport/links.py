@@ -417,7 +417,7 @@ def connect(keys: Store, host: str, size: int, index: int, end: float, direct: b
 
 
 def _ask(keys: Store, links: Links, peers: set[int], end: float) -> None:
-    """Read the addresses of ``peers``, unless they are known. Raises TransportError for those that have none at ``end``.
+    """Read the addresses of ``peers``, unless they are known; raises TransportError where one has none at ``end``.
 
     In questions that are answered at once, again and again, so that others may use the same connection to the store.
     """

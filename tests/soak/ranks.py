@@ -125,9 +125,10 @@ def one_round(seed: int, plan: Plan, folder: Path) -> None:
             patterns += [torch.full((nbytes,), mark, dtype=torch.uint8) for nbytes in one.free()]
     after: list[dict[str, Any]] = []
     while len(after) < 3 and not (after and after[-1]["ok"]):
-        tensor = torch.full((5,), float(2**rank))
+        tensor = torch.zeros(size, dtype=torch.int64)
+        tensor[rank] = 1
         again = functools.partial(ng.safe_all_reduce, tensor, timeout=GENEROUS / 2, on_lost="shrink")
-        after.append(tell(again) | {"total": tensor[0].item()})
+        after.append(tell(again) | {"counted": tensor.nonzero()[:, 0].tolist(), "most": int(tensor.max())})
     time.sleep(0.02)
     changed = sum(int(one.min()) != mark or int(one.max()) != mark for one in patterns)
     starved = max(seconds - before.get(thread, 0.0) for thread, seconds in threads_waited().items())
