@@ -349,31 +349,39 @@ class Departures:
         return {rank: departure for rank, (departure, _) in self._known.items()}
 
 
+#: Seconds between two tries of a rank that waits for rank 0 in the handshake; doubled up to the longest.
+HANDSHAKE_POLL = (0.01, 0.1)
+
+
 class Handshake:
     """Agree on the session's nonce without a collective and without meeting the keys of an earlier life.
 
     A store may outlive a job's process groups (torchrun's agent store, a store the user made), so that everything in it
-    can be stale. Rank 0 publishes a fresh nonce; each rank registers with a fresh token and the nonce it saw; rank 0
-    acknowledges those that saw its own. A rank believes a nonce when its own token is acknowledged under it. Cost: a
-    few operations per rank, one reader that is linear in the number of ranks, once; nothing in it is a collective, so
-    ranks may come minutes apart.
+    can be stale. Rank 0 publishes a fresh nonce; each rank registers under the nonce it saw, and is given a number that
+    nobody had before; rank 0 acknowledges the numbers that came to its own nonce, all that it has read at a time in one
+    write. A rank believes a nonce when its own number is acknowledged under it. Cost: a few operations per rank; of
+    rank 0 a few for each `BATCH` ranks. Nothing in it is a collective, so ranks may come minutes apart.
     """
 
     def __init__(self, store: AgreementStore, rank: int, world_size: int) -> None:
         self._store = store
         self._rank = rank
-        self._token = secrets.token_hex(8)
         self._missing = set(range(1, world_size)) if rank == 0 else set()
+        self._acknowledged: set[int] = set()  # of rank 0: the numbers
         self._hello: str | None = None
-        self._registrations = _registrations("")
+        self._number = 0
+        self._next_try = 0.0
+        self._pause = HANDSHAKE_POLL[0]
         self.nonce: str | None = None
 
     def step(self) -> bool:
         """Do what can be done without waiting; True when nothing is left to do (rank 0: everybody is acknowledged)."""
         if self._rank == 0:
             return self._acknowledge()
-        if self.nonce is None:
+        now = time.monotonic()
+        if self.nonce is None and now >= self._next_try:
             self._register()
+            self._next_try, self._pause = now + self._pause, min(2 * self._pause, HANDSHAKE_POLL[1])
         return self.nonce is not None
 
     def _register(self) -> None:
@@ -382,21 +390,22 @@ class Handshake:
             return
         if hello != self._hello:
             self._hello = hello
-            _registrations(hello).add(self._store, json.dumps([self._rank, self._token]))
-        if self._store.read(f"acknowledged/{hello}/{self._token}") is not None:
+            self._number = self._store.count(f"registrations/{hello}", 1)
+            self._store.first(f"registration/{hello}/{self._number}", str(self._rank))
+            self._pause = HANDSHAKE_POLL[0]
+        if self._number in codec.ranks_of(self._store.read(f"acknowledged/{hello}") or ""):
             self.nonce = hello
 
     def _acknowledge(self) -> bool:
         if self.nonce is None:
             self.nonce = secrets.token_hex(6)
-            self._registrations = _registrations(self.nonce)
             self._store.put("hello", self.nonce)
-        for text in self._registrations.new(self._store):
-            rank, token = json.loads(text)
-            self._store.put(f"acknowledged/{self.nonce}/{token}", "1")
-            self._missing.discard(rank)
+        count = self._store.count(f"registrations/{self.nonce}")
+        awaited = [number for number in range(1, count + 1) if number not in self._acknowledged]
+        keys = {f"registration/{self.nonce}/{number}": number for number in awaited}
+        found = self._store.read_many(list(keys)) if keys else {}
+        if found:
+            self._acknowledged.update(keys[key] for key in found)
+            self._missing.difference_update(map(int, found.values()))
+            self._store.put(f"acknowledged/{self.nonce}", codec.ranges(sorted(self._acknowledged)))
         return not self._missing
-
-
-def _registrations(hello: str) -> Entries:
-    return Entries(f"registrations/{hello}", f"registration/{hello}")

@@ -41,8 +41,10 @@ class OutOfTime(Exception):
 
 
 class Communicators:
-    """Constructed by a helper thread in bounded slices, on a store connection of its
-    own, so that the caller stays revocable.
+    """Constructed by a helper thread in bounded slices, so that the caller stays revocable.
+
+    ``store`` is the connection of the monitor, which only short questions are asked; `connect` makes one of its own.
+    Each connection costs the store's host a descriptor, and a look-up of a name in the one thread that serves all.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Communicators:
         state: GroupState,
         monitor: Monitor,
         builder: Builder,
+        store: Store,
         connect: Callable[[], Store],
         terms: dict[str, object],
         build_slice: float,
@@ -59,6 +62,7 @@ class Communicators:
         self._state = state
         self._monitor = monitor
         self._builder = builder
+        self._store = store
         self._connect = connect
         self._terms = terms
         self._build_slice = build_slice
@@ -152,12 +156,11 @@ class Communicators:
             while not self._monitor.session_ready.wait(0.05):
                 if self._abandoned(generation):
                     return
-            connection = self._connect()
             prefix = f"{ROOT}/{self._monitor.nonce}/{state.key}/{generation}"
-            if not self._everybody_ready(AgreementStore(connection, prefix), generation, participants):
+            if not self._everybody_ready(AgreementStore(self._store, prefix), generation, participants):
                 return
             built = self._builder.build(
-                connection,
+                self._store if self._builder.shares else self._connect(),
                 f"{prefix}/communicator",
                 participants,
                 participants.index(state.member.rank),

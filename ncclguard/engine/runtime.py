@@ -165,6 +165,7 @@ class Runtime:
             state,
             self.monitor,
             builder(device),
+            self._connection,
             lambda: torch_compat.clone_store(self._base),
             {"rounds": config.rounds, "closing_nbytes": config.closing_nbytes, **exchange.terms(config)},
             config.build_slice,
@@ -299,7 +300,7 @@ def current(within: float = CONNECT_WITHIN) -> Runtime:
 def builder(device: torch.device) -> Builder:
     """The builder of communicators for tensors on this device. Raises GuardConfigError for a device without one."""
     if device.type == "cpu":
-        return StreamBuilder()
+        return StreamBuilder(shares=True)
     if device.type == "cuda":
         return NcclBuilder(device)
     raise GuardConfigError(

@@ -11,6 +11,7 @@ usual guard. The server ends with the process that has started it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import multiprocessing
@@ -90,7 +91,9 @@ class ForkedRank:
     """A rank that was forked: to be used like a subprocess.Popen."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], output: Path, entrance: Sequence[str]) -> None:
-        """`arguments` are those of `python -m ncclguard.faults`; `entrance` what `Hosts.entrance` gives, or nothing."""
+        """`arguments` are those of `python -m ncclguard.faults`; `entrance` what `Hosts.entrance` gives, or the path of
+        a file that takes the place of /etc/hosts where that is permitted, or nothing.
+        """
         given = (list(arguments), dict(env), str(output), list(entrance), os.getcwd(), sys.executable)
         self._process: ForkServerProcess = multiprocessing.get_context("forkserver").Process(target=_run, args=given)
         self._process.start()
@@ -141,7 +144,10 @@ def _run(
     sys.argv = ["ncclguard.faults", *arguments]
     code: object = 0
     try:
-        if entrance:
+        if len(entrance) == 1:
+            with contextlib.suppress(OSError):  # not root
+                _put_over_hosts(*entrance)
+        elif entrance:
             _enter_host(*entrance)
         runpy.run_module("ncclguard.faults", run_name="__main__", alter_sys=True)
     except SystemExit as leaving:
@@ -173,23 +179,32 @@ def _enter_host(namespace: str, hosts_file: str, hostname: str) -> None:
 
     Raises OSError where the kernel refuses.
     """
-    new_mounts, new_uts, new_network = 0x20000, 0x4000000, 0x40000000  # CLONE_* of sched.h
-    bind, recursive, slave, detach = 0x1000, 0x4000, 0x80000, 2  # MS_* and MNT_DETACH of sys/mount.h
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def call(function: str, *arguments: str | int | None) -> None:
-        if getattr(libc, function)(*(a.encode() if isinstance(a, str) else a for a in arguments)) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"{function}{arguments}: {os.strerror(number)}")
-
     with open(f"/run/netns/{namespace}", "rb") as file:
-        call("setns", file.fileno(), new_network)
-    call("unshare", new_mounts | new_uts)
-    call("mount", "", "/", "none", recursive | slave, None)
-    call("umount2", "/sys", detach)
-    call("mount", namespace, "/sys", "sysfs", 0, None)
-    call("mount", hosts_file, "/etc/hosts", "none", bind, None)
+        _call("setns", file.fileno(), _NEW_NETWORK)
+    _call("unshare", _NEW_UTS)
+    _put_over_hosts(hosts_file)
+    _call("umount2", "/sys", _DETACH)
+    _call("mount", namespace, "/sys", "sysfs", 0, None)
     socket.sethostname(hostname)
+
+
+def _put_over_hosts(hosts_file: str) -> None:
+    """Have this process, and its forks, read another file for /etc/hosts. Raises OSError where the kernel refuses."""
+    _call("unshare", _NEW_MOUNTS)
+    _call("mount", "", "/", "none", _RECURSIVE | _SLAVE, None)
+    _call("mount", hosts_file, "/etc/hosts", "none", _BIND, None)
+
+
+_NEW_MOUNTS, _NEW_UTS, _NEW_NETWORK = 0x20000, 0x4000000, 0x40000000  # CLONE_* of sched.h
+_BIND, _RECURSIVE, _SLAVE, _DETACH = 0x1000, 0x4000, 0x80000, 2  # MS_* and MNT_DETACH of sys/mount.h
+
+
+def _call(function: str, *arguments: str | int | None) -> None:
+    """A function of the C library; OSError where it fails."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, function)(*(a.encode() if isinstance(a, str) else a for a in arguments)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}{arguments}: {os.strerror(number)}")
 
 
 def _end(code: int) -> NoReturn:

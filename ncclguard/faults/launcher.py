@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -129,9 +130,10 @@ class Plan:
 def rank_commands(plan: Plan, forked: bool) -> list[Command]:
     """One process a rank."""
     commands = []
+    known = [str(hosts_file(plan.directory))] if forked and plan.hosts is None else []
     for number, own in enumerate(variables(plan)):
         argv: Sequence[str] = plan.rank_command
-        entrance: Sequence[str] = ()
+        entrance: Sequence[str] = known
         if plan.hosts is not None:
             host = plan.hosts.names[int(own["GROUP_RANK"])]
             argv, entrance = (argv, plan.hosts.entrance(host)) if forked else (plan.hosts.command(host, argv), ())
@@ -139,6 +141,19 @@ def rank_commands(plan: Plan, forked: bool) -> list[Command]:
         env = {**plan.env, **own}
         commands.append(Command(argv, env, output, (number,), is_rank=True, forked=forked, entrance=entrance))
     return commands
+
+
+def hosts_file(directory: Path) -> Path:
+    """This host's /etc/hosts, and a name for the address by which a TCPStore knows who connects on this host.
+
+    It asks for that name at each connection and serves nobody meanwhile (torch/csrc/distributed/c10d/socket.cpp). No
+    /etc/hosts has one, so that a name server is asked: an answer that was lost has cost 64 ranks 1 s, and without
+    `RES_OPTIONS` 5 s and more.
+    """
+    file = directory / "hosts"
+    with contextlib.suppress(OSError):
+        file.write_text(Path("/etc/hosts").read_text() + "\n::ffff:127.0.0.1 localhost.mapped\n::1 localhost.mapped\n")
+    return file
 
 
 def variables(plan: Plan) -> list[dict[str, str]]:

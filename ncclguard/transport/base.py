@@ -217,10 +217,13 @@ class Builder(Protocol):
 
     ``max_in_flight``: more operations at a time than this bring nothing; the same on all ranks, because what a rank
     keeps restorable rests on how far ahead of it another may be.
+    ``shares``: whether the store may be a connection that others use at the same time, because it is only asked what is
+    answered at once, and is never cut.
     """
 
     device: torch.device
     max_in_flight: int
+    shares: bool
 
     def build(
         self,
@@ -233,9 +236,9 @@ class Builder(Protocol):
     ) -> Communicator:
         """Connect to the other ``ranks``, which must do the same within ``seconds``; else raises TransportError.
 
-        ``store`` is a connection of its own, made by `torch_compat.clone_store`: when the time is over it is
-        cut, and is unusable then. ``prefix`` must never have been used before, neither by an attempt that failed: keys
-        of two attempts do not mix.
+        ``store``, unless the builder ``shares``, is a connection of its own, made by `torch_compat.clone_store`: when
+        the time is over it is cut, and is unusable then. ``prefix`` must never have been used before, neither by an
+        attempt that failed: keys of two attempts do not mix.
         """
 
     def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:

@@ -46,6 +46,8 @@ _FAREWELL = b"\xff"
 #: The most ranks of one host that exchange through the first of them, where they are more than its cores: a thread
 #: that sleeps once for each hop costs nothing where it has a core, and a turn of somebody else's where it has none.
 _LARGEST_STAR = 256
+#: Seconds between two looks for the addresses of other ranks; doubled up to the longest.
+ADDRESS_POLL = (0.002, 0.05)
 _STRANGERS = 64  # connections at a time that have not shown the key yet; the oldest gives way
 _ADDRESS = struct.Struct("=16sH64s")  # key, port, host: what ranks tell each other of where they listen
 
@@ -379,28 +381,30 @@ def connect(keys: Store, host: str, size: int, index: int, end: float, direct: b
     ``star``: see `Links`, as the first rank has it; None: where more ranks than cores are on one host.
     """
     links: Links | None = None
-    at = index
+
+    def higher() -> set[int]:
+        """Those that this rank connects to."""
+        assert links is not None
+        return {peer for peer in neighbours(size, index, links.star) if peer > index}
+
     try:
         links = Links(host, size, index, direct)
-
-        def address_of(peer: int) -> Address:
-            nonlocal at
-            at = peer
-            return Address.from_json(keys.get(f"streams/{peer}"))
-
+        # Equal on all ranks as a rule, so that one question is enough; the first rank has the last word.
+        links.star = size > 2 and (_crowded(size) if star is None else star)
         if index == 0:
-            links.own = replace(links.own, star=_crowded(size) if star is None else star)
+            links.own = replace(links.own, star=links.star)
         keys.set(f"streams/{index}", links.own.to_json())
-        if size > 2:
-            links.star = links.own.star if index == 0 else address_of(0).star
+        if index and size > 2:
+            _ask(keys, links, {0, *higher()}, end)
+            links.star = links.addresses[0].star
+        _ask(keys, links, higher(), end)
         peers = neighbours(size, index, links.star)
-        links.addresses.update({peer: address_of(peer) for peer in peers if peer > index})
         if not advance(links.meet(peers), end):
             missing = [peer for peer in peers if peer not in links]
             raise TransportError(f"the ranks at {missing} of the group did not come to connect")
         return links
     except (OSError, ValueError, RuntimeError) as error:
-        failure: Exception = TransportError(f"waiting for the rank at {at} of the group: {error}")
+        failure: Exception = TransportError(f"asking the store where the ranks of the group listen: {error}")
     except LinkError as error:
         failure = TransportError(f"connecting with the rank at {error.peer} of the group: {error}")
     except BaseException:
@@ -410,6 +414,24 @@ def connect(keys: Store, host: str, size: int, index: int, end: float, direct: b
     if links is not None:
         links.close()
     raise failure
+
+
+def _ask(keys: Store, links: Links, peers: set[int], end: float) -> None:
+    """Read the addresses of ``peers``, unless they are known; raises TransportError where one has none at ``end``.
+
+    In questions that are answered at once, again and again, so that others may use the same connection to the store.
+    """
+    asked = sorted(peers - links.addresses.keys())
+    names = [f"streams/{peer}" for peer in asked]
+    pause, longest = ADDRESS_POLL
+    while names and not keys.check(names):
+        if time.monotonic() >= end:
+            missing = [peer for peer, name in zip(asked, names, strict=True) if not keys.check([name])]
+            raise TransportError(f"the ranks at {missing} of the group did not come to connect")
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    found = map(Address.from_json, keys.multi_get(names)) if names else ()
+    links.addresses.update(zip(asked, found, strict=True))
 
 
 # ---------------------------------------------------------------------- waiting

@@ -531,6 +531,7 @@ class NcclBuilder:
 
     # Enough to keep the GPU busy; collectives of lists need memory for each, of the size of all its parts.
     max_in_flight = 8
+    shares = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 from torch.distributed import ReduceOp
@@ -28,8 +27,8 @@ from ncclguard.transport.memory import Arithmetic, view_of
 from ncclguard.transport.ring import Mismatch, Ring
 from ncclguard.transport.votes import Exchange
 
+_CONNECT_SHARE = 0.9  # of the time for a build, after which it says who has not come
 _CLOSE_WAIT = 0.5  # seconds that close() waits for a thread that is still in an operation
-_STORE_SHARE = 0.9  # of the time for a build, after which a store call has to come back
 
 
 class StreamCommunicator(Communicator):
@@ -205,13 +204,16 @@ def _nothing(start: int, stop: int) -> None:
 
 
 class StreamBuilder:
-    """Builds `StreamCommunicator`, see `Builder`. ``disconnects``: whether the store is disconnected afterwards."""
+    """Builds `StreamCommunicator`, see `Builder`. ``disconnects``: whether the store is disconnected afterwards, which
+    it never is with ``shares``.
+    """
 
     max_in_flight = 1  # the caller's thread is the only one that moves bytes, and keeps both directions busy
 
-    def __init__(self, disconnects: bool = True) -> None:
+    def __init__(self, disconnects: bool = True, shares: bool = False) -> None:
         self.device = torch.device("cpu")
-        self._disconnects = disconnects
+        self.shares = shares
+        self._disconnects = disconnects and not shares
 
     def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:
         memory.CPU.check(kind, dtype, op)
@@ -225,11 +227,10 @@ class StreamBuilder:
         generation: int,
         seconds: float,
     ) -> StreamCommunicator:
-        end = time.monotonic() + seconds
+        end = time.monotonic() + seconds * _CONNECT_SHARE
         direct = current_config().cross_memory
 
         def build() -> StreamCommunicator:
-            store.set_timeout(timedelta(seconds=max(0.001, seconds * _STORE_SHARE)))
             keys = torch_compat.PrefixStore(prefix, store)
             links = connect(keys, job_address(), len(ranks), index, end, direct)
             if self._disconnects:
@@ -237,4 +238,4 @@ class StreamBuilder:
             return StreamCommunicator(links, ranks, generation)
 
         what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers"
-        return bounded(what, build, seconds, lambda: torch_compat.disconnect(store))
+        return bounded(what, build, seconds, lambda: self.shares or torch_compat.disconnect(store))

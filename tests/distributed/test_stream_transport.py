@@ -112,7 +112,7 @@ def test_build_gives_up_in_time_when_a_peer_does_not_come() -> None:
         job.tell("leave")
         result = job.wait().check()
     for rank in (0, 1):
-        assert "the rank at 2 of the group" in result[rank].reports["error"]
+        assert "the ranks at [2] of the group did not come" in result[rank].reports["error"]
         assert result[rank].reports["after"] < 5.0
 
 

@@ -90,3 +90,16 @@ def test_a_lost_answer_costs_the_ranks_of_a_job_a_second(monkeypatch: pytest.Mon
     monkeypatch.delenv("RES_OPTIONS")
     assert environment_of(None, None)["RES_OPTIONS"] == "timeout:1 attempts:1"
     assert environment_of({"RES_OPTIONS": "ndots:2"}, None)["RES_OPTIONS"] == "ndots:2"
+
+
+def name_of_the_loopback() -> None:
+    faults.report(name=socket.gethostbyaddr("::ffff:127.0.0.1")[0], hosts=Path("/etc/hosts").read_text())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another /etc/hosts needs root")
+def test_ranks_of_this_host_need_no_name_server_either_and_its_own_names_stay() -> None:
+    before = Path("/etc/hosts").read_text()
+    result = faults.run_ranks(name_of_the_loopback, 1, timeout=LIMIT, launcher="fork").check()
+    assert result[0].reports["name"] == "localhost.mapped"
+    assert result[0].reports["hosts"].startswith(before)
+    assert Path("/etc/hosts").read_text() == before

@@ -1,5 +1,8 @@
 """Random guarded operations with random faults on real ranks, judged from outside: ``python -m tests.soak --seed 1``.
 
+``--minutes 60 --ranks 64`` goes on for an hour; ``--hosts 8 --ranks 32`` has the ranks on network namespaces, of which
+one is cut off at times, that of the store too, but for less than the limit then.
+
 Everything is derived from the seed: what each round calls, on which data, which fault strikes whom and when. The ranks
 do as the plan of the round says and report what they were told, with checksums of what is in their tensors. The parent
 process makes the faults, computes every expected result from the seed by itself, and judges: one verdict on all ranks,
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -32,19 +36,24 @@ from typing import Any, Final
 from ncclguard import faults
 from ncclguard.faults.hosts import run_tool
 from tests.soak.judge import Pulse, judge
-from tests.soak.plan import Plan, plan_of
+from tests.soak.plan import MANY, Plan, plan_of
 from tests.soak.ranks import be_a_rank
 
 #: Rounds of one job, unless a kill ends it before.
 ROUNDS_OF_A_JOB: Final = 20
 
 
-def strike(plan: Plan, job: faults.Job, folder: Path, ready: Mapping[int, dict[str, Any]]) -> None:
+def strike(
+    plan: Plan, job: faults.Job, folder: Path, ready: Mapping[int, dict[str, Any]], hosts: faults.Hosts | None
+) -> None:
     """Let the round begin, and make its fault."""
     number = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}.get(plan.fault)
     if number is not None and plan.delay < 0:
         job.send_signal(plan.victim, number)
-    start = time.monotonic() + 0.1
+    if plan.fault == "cut":
+        assert hosts is not None
+        hosts.partition(hosts.names[plan.victim])
+    start = time.monotonic() + (0.1 if len(ready) <= MANY else 0.5)
     (folder / "part").write_text(repr(start))
     os.replace(folder / "part", folder / f"start{plan.number}")
     time.sleep(max(0.0, start + plan.delay - time.monotonic()))
@@ -53,11 +62,18 @@ def strike(plan: Plan, job: faults.Job, folder: Path, ready: Mapping[int, dict[s
     if plan.fault == "stop":
         time.sleep(plan.seconds)
         job.send_signal(plan.victim, signal.SIGCONT)
+    elif plan.fault == "cut":
+        assert hosts is not None
+        time.sleep(plan.seconds)
+        hosts.heal()
     elif plan.fault == "reset":
         faults.reset_connections(job.pid(plan.victim), keep_ports=ready[plan.victim]["keep"])
     elif plan.fault == "half":
+        there: list[str] = []
+        if hosts is not None:
+            there = ["ip", "netns", "exec", hosts.namespace(hosts.names[plan.victim * plan.hosts // len(ready)])]
         for host, port, other, remote in ready[plan.victim]["own"]:
-            run_tool(["ss", "-K", "-H", "-n", "-t", "src", f"{host}:{port}", "dst", f"{other}:{remote}"])
+            run_tool([*there, "ss", "-K", "-H", "-n", "-t", "src", f"{host}:{port}", "dst", f"{other}:{remote}"])
 
 
 def run(
@@ -67,38 +83,50 @@ def run(
     first: int = 0,
     env: Mapping[str, str] | None = None,
     say: Callable[[str], None] = print,
+    hosts: int = 0,
+    minutes: float = math.inf,
 ) -> list[str]:
-    """Run the rounds; returns what was wrong, a line each. After a round that went wrong the next one has a new job."""
+    """Run the rounds, as many as begin within some minutes; returns what was wrong, a line each.
+
+    After a round that went wrong the next one has a new job.
+    """
     failures: list[str] = []
-    number, end = first, first + rounds
-    while number < end:
+    number, end, until = first, first + rounds, time.monotonic() + 60 * minutes
+    while number < end and time.monotonic() < until:
         plans: list[Plan] = []
         while len(plans) < min(ROUNDS_OF_A_JOB, end - number) and not (plans and plans[-1].ends_job):
-            plans.append(plan_of(seed, number + len(plans), ranks))
-        done, wrong = one_job(seed, plans, ranks, env, say)
+            plans.append(plan_of(seed, number + len(plans), ranks, hosts))
+        done, wrong = one_job(seed, plans, ranks, env, say, until)
         at = plans[done - 1].number
         if wrong:
             again = f"python -m tests.soak --seed {seed} --first {number} --rounds {done} --ranks {ranks}"
+            again += f" --hosts {hosts}" if hosts else ""
             failures += [f"seed {seed}, {plans[done - 1]}", *(f"  {line}" for line in wrong), f"  again: {again}"]
         number = at + 1
     return failures
 
 
 def one_job(
-    seed: int, plans: list[Plan], ranks: int, env: Mapping[str, str] | None, say: Callable[[str], None]
+    seed: int, plans: list[Plan], ranks: int, env: Mapping[str, str] | None, say: Callable[[str], None], until: float
 ) -> tuple[int, list[str]]:
-    """How many rounds have been run, and what was wrong with the last one or with how the ranks ended."""
+    """How many rounds have been run until then, and what was wrong with the last one or with how the ranks ended."""
     folder, pulse, done = Path(tempfile.mkdtemp(prefix="ncclguard-soak-")), Pulse(), 0
-    args = [seed, plans[0].number, plans[-1].number + 1, str(folder)]
-    limit = 120.0 + 90.0 * len(plans)
+    args = [seed, plans[0].number, plans[-1].number + 1, str(folder), plans[0].hosts]
+    limit = 120.0 + (90.0 + 2 * ranks) * len(plans)
     live = list(range(ranks))
     try:
-        with faults.start_ranks(be_a_rank, ranks, args=args, env=env, timeout=limit, launcher="fork") as job:
+        with contextlib.ExitStack() as stack:
+            hosts = stack.enter_context(faults.Hosts(plans[0].hosts)) if plans[0].hosts else None
+            job = stack.enter_context(
+                faults.start_ranks(be_a_rank, ranks, args=args, env=env, timeout=limit, hosts=hosts, launcher="fork")
+            )
             for plan in plans:
+                if done and time.monotonic() > until:
+                    return done, []
                 done += 1
-                ready = job.wait_for(f"ready{plan.number}", live, seconds=90)
+                ready = job.wait_for(f"ready{plan.number}", live, seconds=90 + 2 * ranks)
                 pulse.worst = 0.0
-                strike(plan, job, folder, ready)
+                strike(plan, job, folder, ready, hosts)
                 if plan.fault == "kill":
                     live.remove(plan.victim)
                 found = job.wait_for(f"done{plan.number}", live, seconds=90 + plan.seconds)
@@ -126,18 +154,29 @@ def outcome_of(one: Mapping[str, Any]) -> str:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, help="default: 100, or as many as there is time for")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no round after so many")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--hosts", type=int, default=0, help="network namespaces for the ranks, which it has to divide")
     parser.add_argument("--first", type=int, default=0, help="the first round, to repeat one that failed")
     chosen = parser.parse_args(arguments)
     if chosen.ranks < 2:
         parser.error("--ranks has to be 2 or more")
-    missing = needs()
+    if chosen.hosts and (chosen.hosts < 3 or chosen.ranks % chosen.hosts):
+        parser.error("--hosts has to be 3 or more, with equally many of the --ranks each")
+    missing = needs() or (chosen.hosts and faults.namespaces_available())
     if missing:
         parser.error(missing)
-    failures = run(chosen.seed, chosen.rounds, chosen.ranks, chosen.first)
+    rounds = chosen.rounds or (100 if math.isinf(chosen.minutes) else sys.maxsize)
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
+    failures = run(chosen.seed, rounds, chosen.ranks, chosen.first, say=say, hosts=chosen.hosts, minutes=chosen.minutes)
     with contextlib.suppress(BrokenPipeError):
-        print("\n".join(failures) if failures else f"{chosen.rounds} rounds of seed {chosen.seed}: nothing wrong")
+        print("\n".join(failures) if failures else f"{len(lines)} rounds of seed {chosen.seed}: nothing wrong")
     return 1 if failures else 0
 
 

@@ -38,7 +38,11 @@ def judge(seed: int, plan: Plan, size: int, found: Mapping[int, Mapping[str, Any
     wrong = [f"rank {rank}: {found[rank]['changed']} patterns have changed" for rank in found if found[rank]["changed"]]
     for index, call in enumerate(plan.calls):
         told = {rank: found[rank]["calls"][index] for rank in found}
-        lines = [*verdicts(plan, call, found, told), *names(plan, call, found, told), *fitting(plan, call, size, told)]
+        lines = [
+            *verdicts(plan, call, size, found, told),
+            *names(plan, call, size, found, told),
+            *fitting(plan, call, size, told),
+        ]
         for rank, one in told.items():
             lines += bits(seed, plan, index, rank, size, one) + times(plan, call, rank, one, worst)
         wrong += [f"call {index}, {call}: {line}" for line in lines]
@@ -47,8 +51,15 @@ def judge(seed: int, plan: Plan, size: int, found: Mapping[int, Mapping[str, Any
     return wrong
 
 
-def may_stay_alone(plan: Plan, rank: int) -> bool:
-    """Whether the fault may keep a rank from the others' verdict: one that is stopped, and without rank 0 everybody."""
+def away(plan: Plan) -> bool:
+    """Whether a host is cut off for longer than the limit."""
+    return plan.fault == "cut" and plan.seconds > plan.calls[0].timeout
+
+
+def may_stay_alone(plan: Plan, rank: int, size: int) -> bool:
+    """Whether the fault may keep a rank from the others' verdict: one that is stopped or cut off, without rank 0 all."""
+    if plan.fault == "cut":
+        return away(plan) and rank in plan.on_host(size)
     return (plan.fault == "stop" and plan.victim in (0, rank)) or (plan.fault == "kill" and plan.victim == 0)
 
 
@@ -59,7 +70,7 @@ def overruled(plan: Plan, call: Call, found: Mapping[int, Mapping[str, Any]], ra
 
 
 def verdicts(
-    plan: Plan, call: Call, found: Mapping[int, Mapping[str, Any]], told: Mapping[int, Mapping[str, Any]]
+    plan: Plan, call: Call, size: int, found: Mapping[int, Mapping[str, Any]], told: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[str]:
     different = {}
     for rank, one in told.items():
@@ -67,16 +78,18 @@ def verdicts(
             yield f"rank {rank} raised {one['raised']}"
         elif one["agreed"] and not overruled(plan, call, found, rank):
             different[one["ok"], one["cause"], tuple(one["culprits"]), one["op_id"]] = rank
-        elif not one["agreed"] and (one["ok"] or not may_stay_alone(plan, rank)):
+        elif not one["agreed"] and (one["ok"] or not may_stay_alone(plan, rank, size)):
             yield f"rank {rank} did not agree: {one}"
     if len(different) > 1:
         yield f"different verdicts, each with one of its ranks: {different}; {told}"
 
 
 def names(
-    plan: Plan, call: Call, found: Mapping[int, Mapping[str, Any]], told: Mapping[int, Mapping[str, Any]]
+    plan: Plan, call: Call, size: int, found: Mapping[int, Mapping[str, Any]], told: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[str]:
     guilty = {plan.victim} if plan.fault in ("late", "hesitant", "stop", "kill", "shape") else set()
+    if away(plan):
+        guilty = set(plan.on_host(size))
     lags = {rank: one["entered"] - min(one["entered"] for one in told.values()) for rank, one in told.items()}
     accused = {
         (culprit, one["cause"]): one for one in told.values() if "raised" not in one for culprit in one["culprits"]
@@ -93,6 +106,12 @@ def names(
 def fitting(plan: Plan, call: Call, size: int, told: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
     """Where the fault determines what is said of it."""
     victim, before = plan.victim, plan.delay < 0
+    if plan.fault == "cut":
+        wanted = (False, "unknown", plan.on_host(size)) if away(plan) else (True, "None", [])
+        for rank, one in told.items():
+            if one["agreed"] and (one["ok"], one["cause"], one["culprits"]) != wanted:
+                yield f"rank {rank} was told {one}, not {wanted}"
+        return
     short = plan.fault == "stop" and call.timeout == GENEROUS
     for rank, one in told.items():
         if "raised" in one or not one["agreed"]:
@@ -160,9 +179,9 @@ def recovery(plan: Plan, found: Mapping[int, Mapping[str, Any]]) -> Iterator[str
     for rank, one in found.items():
         tries, last = len(one["after"]), one["after"][-1]
         took_part = last.get("participants")
-        if not last["ok"] or took_part not in parts or last["total"] != sum(2**other for other in took_part):
+        if not last["ok"] or took_part not in parts or (last["counted"], last["most"]) != (took_part, 1):
             yield f"rank {rank} afterwards: {one['after']}"
         elif took_part != next(iter(found.values()))["after"][-1]["participants"]:
             yield f"rank {rank} has seen {took_part} take part afterwards, others have not"
-        elif tries > 1 and plan.fault != "stop":
+        elif tries > 1 and plan.fault not in ("stop", "cut"):
             yield f"rank {rank} needed {tries} calls afterwards: {one['after']}"

@@ -14,6 +14,8 @@ import torch
 
 #: Bytes of the largest operation, all ranks' parts together where they are gathered or scattered.
 LARGEST: Final = 48 << 20
+#: Ranks up to which that holds; where they are more on one machine, they share the memory of so many.
+MANY: Final = 8
 #: Elements after which the data repeats: a prime, so that no piece or segment begins where another does.
 PERIOD: Final = 8191
 #: A limit that no operation needs on a machine that is busy, and the one of the operations that show that all is well.
@@ -37,6 +39,8 @@ FAULTS: Final = {
     "half": 2,  # connections ended at one end only
     "shape": 1,
 }
+#: More of them where the ranks are on several hosts: one is cut off, for longer than the limit or for less.
+CUTS: Final = {"cut": 3}
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """One round: its calls, and the fault that strikes `victim`, `delay` seconds after the start; below 0: before."""
+    """One round: its calls, and the fault that strikes `victim`, `delay` seconds after the start; below 0: before.
+
+    With `hosts` (0: all ranks are on one) the `victim` of a cut is a host.
+    """
 
     number: int
     fault: str
@@ -74,20 +81,28 @@ class Plan:
     delay: float
     seconds: float  # how long it is late or stopped
     calls: tuple[Call, ...]
+    hosts: int = 0
+
+    def on_host(self, size: int) -> list[int]:
+        """The ranks of the host that is cut off."""
+        share = size // self.hosts
+        return list(range(self.victim * share, (self.victim + 1) * share))
 
     @property
     def ends_job(self) -> bool:
         return self.fault == "kill"
 
     def __str__(self) -> str:
-        fault = f"{self.fault} rank {self.victim} at {self.delay:.3g} s for {self.seconds:.3g} s"
+        whom = "host" if self.fault == "cut" else "rank"
+        fault = f"{self.fault} {whom} {self.victim} at {self.delay:.3g} s for {self.seconds:.3g} s"
         return f"round {self.number}: {fault}: {'; '.join(map(str, self.calls))}"
 
 
-def plan_of(seed: int, number: int, size: int) -> Plan:
+def plan_of(seed: int, number: int, size: int, hosts: int = 0) -> Plan:
     """The same in every process."""
-    rng = random.Random(f"{seed}/{number}/{size}")
-    fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
+    rng = random.Random(f"{seed}/{number}/{size}/{hosts}" if hosts else f"{seed}/{number}/{size}")
+    faults = {**FAULTS, **CUTS} if hosts else FAULTS
+    fault = rng.choices(list(faults), list(faults.values()))[0]
     victim = rng.randrange(size) if rng.random() < 0.3 else rng.randrange(1, size)
     delay = rng.choice((-1.0, rng.uniform(0.0, 0.05), rng.uniform(0.0, 0.3)))
     seconds, timeout = 0.0, GENEROUS
@@ -96,6 +111,14 @@ def plan_of(seed: int, number: int, size: int) -> Plan:
     elif fault in ("late", "hesitant"):
         timeout = rng.uniform(0.3, 1.5) if fault == "late" else GENEROUS
         seconds = timeout + rng.uniform(2.2, 3.0) if fault == "late" else rng.uniform(0.01, 1.0)
+    elif fault == "cut":
+        victim, delay, away = rng.randrange(hosts), -1.0, rng.random() < 0.5
+        # Without the host of the store nothing can be agreed: it is away for less than the limit, as is any other at times.
+        if victim and away:
+            timeout = rng.uniform(1.0, 2.0)
+            seconds = timeout + rng.uniform(3.0, 4.0)
+        else:
+            seconds = rng.uniform(1.0, 5.0)
     elif fault == "stop":
         long, around, short = (1.0, rng.uniform(4.6, 5.5)), (1.0, rng.uniform(0.8, 3.0)), (GENEROUS, rng.uniform(0, 2))
         timeout, seconds = rng.choice((long, around, short))
@@ -107,7 +130,7 @@ def plan_of(seed: int, number: int, size: int) -> Plan:
         if fault == "limit":
             timeout = rng.choice((rng.uniform(0.01, 0.05), rng.uniform(0.01, 0.25)))
         calls.append(call_of(rng, size, timeout, large and rng.random() < 0.8, shaped=fault == "shape"))
-    return Plan(number, fault, victim, delay, seconds, tuple(calls))
+    return Plan(number, fault, victim, delay, seconds, tuple(calls), hosts)
 
 
 def call_of(rng: random.Random, size: int, timeout: float, large: bool, shaped: bool) -> Call:
@@ -117,7 +140,7 @@ def call_of(rng: random.Random, size: int, timeout: float, large: bool, shaped: 
     dtype, reduction = rng.choice(REDUCTIONS)
     itemsize = 1 if op == "all_gather_object" else getattr(torch, dtype).itemsize
     parts = size if op in ("all_gather", "all_gather_object", "reduce_scatter") else 1
-    most = LARGEST // itemsize // parts
+    most = LARGEST * MANY // max(size, MANY) // itemsize // parts
     numel = rng.randint(most // 6, most) if large else int(math.exp(rng.uniform(0.0, math.log(most))))
     chunk = max(1, numel // rng.randint(2, 40)) if rng.random() < 0.5 else None
     return Call(

@@ -17,7 +17,7 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.torch_compat.sockets import connections
 from ncclguard.transport.base import live
-from tests.soak.plan import GENEROUS, Plan, block, checksum, plan_of, tensor_of
+from tests.soak.plan import GENEROUS, MANY, Plan, block, checksum, plan_of, tensor_of
 
 
 class Prepared:
@@ -95,12 +95,12 @@ def _waited(thread: Path) -> float:
     return int((thread / "schedstat").read_text().split()[1]) / 1e9
 
 
-def be_a_rank(seed: int, first: int, last: int, folder: str) -> None:
+def be_a_rank(seed: int, first: int, last: int, folder: str, hosts: int = 0) -> None:
     """The program of a rank: the rounds from `first` to before `last`, each when the parent has written its start."""
     dist.init_process_group("gloo")
-    ng.safe_barrier(timeout=60).raise_if_failed()
+    ng.safe_barrier(timeout=120).raise_if_failed()
     for number in range(first, last):
-        one_round(seed, plan_of(seed, number, dist.get_world_size()), Path(folder))
+        one_round(seed, plan_of(seed, number, dist.get_world_size(), hosts), Path(folder))
     dist.destroy_process_group()
 
 
@@ -110,7 +110,7 @@ def one_round(seed: int, plan: Plan, folder: Path) -> None:
     faults.report(**{f"ready{plan.number}": ends()})
     file = folder / f"start{plan.number}"
     while not file.exists():
-        time.sleep(0.002)
+        time.sleep(0.002 if size <= MANY else 0.02)
     start, before = float(file.read_text()), threads_waited()
     if rank == plan.victim and plan.fault in ("late", "hesitant"):
         start += plan.seconds
@@ -125,9 +125,10 @@ def one_round(seed: int, plan: Plan, folder: Path) -> None:
             patterns += [torch.full((nbytes,), mark, dtype=torch.uint8) for nbytes in one.free()]
     after: list[dict[str, Any]] = []
     while len(after) < 3 and not (after and after[-1]["ok"]):
-        tensor = torch.full((5,), float(2**rank))
+        tensor = torch.zeros(size, dtype=torch.int64)
+        tensor[rank] = 1
         again = functools.partial(ng.safe_all_reduce, tensor, timeout=GENEROUS / 2, on_lost="shrink")
-        after.append(tell(again) | {"total": tensor[0].item()})
+        after.append(tell(again) | {"counted": tensor.nonzero()[:, 0].tolist(), "most": int(tensor.max())})
     time.sleep(0.02)
     changed = sum(int(one.min()) != mark or int(one.max()) != mark for one in patterns)
     starved = max(seconds - before.get(thread, 0.0) for thread, seconds in threads_waited().items())

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import types
+
+import pytest
 from torch.distributed import HashStore
 
+from ncclguard.coordination import store as store_module
 from ncclguard.coordination.store import AgreementStore, Handshake
+
+
+@pytest.fixture(autouse=True)
+def _a_second_between_two_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that every step is a try."""
+    seconds = itertools.count(1000.0)
+    monkeypatch.setattr(store_module, "time", types.SimpleNamespace(monotonic=lambda: next(seconds)))
 
 
 def agree(store: HashStore, ranks: range, order: list[int]) -> dict[int, str | None]:
@@ -47,3 +59,51 @@ def test_a_rank_that_never_comes_leaves_rank_0_waiting_and_the_others_served() -
         one.step()
     assert one.nonce == zero.nonce is not None
     assert not finished
+
+
+class Counting(AgreementStore):
+    """Counts what it is asked to write, and to read."""
+
+    written = read_ = 0
+
+    def put(self, key: str, value: str) -> None:
+        self.written += 1
+        super().put(key, value)
+
+    def read(self, key: str) -> str | None:
+        self.read_ += 1
+        return super().read(key)
+
+
+def test_rank_0_acknowledges_all_that_have_come_with_one_write() -> None:
+    store, size = HashStore(), 300
+    counting = Counting(store)
+    zero = Handshake(counting, 0, size)
+    zero.step()
+    others = [Handshake(AgreementStore(store), rank, size) for rank in range(1, size)]
+    assert not any(shake.step() for shake in others)
+    assert counting.written == 1
+    assert zero.step()
+    assert counting.written == 2
+    assert all(shake.step() for shake in others)
+    assert {shake.nonce for shake in others} == {zero.nonce}
+
+
+def test_a_number_of_an_earlier_life_is_no_acknowledgement_in_this_one() -> None:
+    """Rank 0 of the first life is gone: what it has acknowledged stays, and covers nobody who comes later."""
+    store = HashStore()
+    agree(store, range(3), [0, 1, 2])
+    late = Handshake(AgreementStore(store), 1, 3)
+    for _ in range(5):
+        assert not late.step()
+
+
+def test_a_rank_that_waits_for_rank_0_asks_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(store_module, "time", types.SimpleNamespace(monotonic=lambda: now))
+    counting = Counting(HashStore())
+    one = Handshake(counting, 1, 2)
+    for _ in range(1000):
+        one.step()
+        now += 0.01
+    assert 80 <= counting.read_ <= 110

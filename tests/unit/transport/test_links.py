@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -28,16 +29,35 @@ class Visited(HashStore):
         self.stay = stay
         self.open: list[socket.socket] = []
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = super().multi_get(keys)
+        for address in map(Address.from_json, found):
+            for words in self.words:
+                stranger = socket.create_connection((address.host, address.port), timeout=5)
+                stranger.sendall(words)
+                if self.stay:
+                    self.open.append(stranger)
+                else:
+                    stranger.close()
+        return found
+
+
+class Asked(HashStore):
+    """Counts the calls that wait where a key is not there."""
+
+    blocking = 0
+
     def get(self, key: str) -> bytes:
-        address = Address.from_json(super().get(key))
-        for words in self.words:
-            stranger = socket.create_connection((address.host, address.port), timeout=5)
-            stranger.sendall(words)
-            if self.stay:
-                self.open.append(stranger)
-            else:
-                stranger.close()
-        return address.to_json().encode()
+        self.blocking += 1
+        return super().get(key)
+
+    def wait(self, *arguments: object) -> None:
+        self.blocking += 1
+        super().wait(*arguments)  # type: ignore[call-overload]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.blocking += not self.check(keys)
+        return super().multi_get(keys)
 
 
 @pytest.mark.parametrize("stay", [True, False])
@@ -185,6 +205,16 @@ def test_in_a_star_all_but_the_first_have_three_connections(size: int) -> None:
         peers = neighbours(size, index, star=True)
         assert 0 in peers and len(peers) <= 3
         assert all(index in neighbours(size, peer, star=True) for peer in peers)
+
+
+def test_an_address_that_comes_late_is_waited_for_without_holding_the_connection_to_the_store() -> None:
+    """Others use that connection too: what is asked of it is answered at once, and no `get` waits in it."""
+    keys = Asked()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(connect, keys, "127.0.0.1", 3, 1, time.monotonic() + 0.4, True, False)
+        with pytest.raises(TransportError, match=r"the ranks at \[0, 2\] of the group did not come"):
+            waiting.result(20)
+    assert keys.blocking == 0
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 13, 64, 1000])
