@@ -91,6 +91,8 @@ class GroupState:
         self._unavailable = ""
         self._session = ""
         self._sightings: Sightings = {}
+        #: What ends this process from outside, as the monitor has announced it, such as "was sent SIGTERM".
+        self.terminated = ""
         self._stop: Callable[[int], None] = _no_transport
         self._result: Callable[[], str | None] = _nothing_kept
         self._publish_alone: Callable[[Incident], None] = _nobody_reads
