@@ -42,6 +42,19 @@ def known_groups() -> tuple[dist.ProcessGroup, ...]:
     return tuple(c10d._world.pg_map)
 
 
+def move_ddp(wrapper: Any, group: dist.ProcessGroup) -> None:
+    """Have a DistributedDataParallel reduce on another group, also after a backward that failed half-way.
+
+    From then on it divides by that group's size. Raises RuntimeError where torch lacks this (before 2.4), or where the
+    wrapper has a communication hook of its own, which would go on with the old group.
+    """
+    if not hasattr(wrapper, "_update_process_group") or not hasattr(wrapper.reducer, "_reset_state"):
+        raise RuntimeError(f"torch {torch.__version__} cannot give a DistributedDataParallel another group: use 2.4")
+    if getattr(wrapper, "_comm_hooks", None):
+        raise RuntimeError("a communication hook of DistributedDataParallel would go on with the group as it was")
+    wrapper._update_process_group(group)
+
+
 def is_member(group: Any) -> bool:
     """Whether ``group`` is a living process group that this process belongs to.
 
