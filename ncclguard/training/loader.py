@@ -37,7 +37,8 @@ class ElasticLoader:
         if self._length < 1 or batch_size < 1:
             raise ValueError(f"{self._length} samples in batches of {batch_size}: there must be at least 1 of both")
         self._seed, self._shuffle = seed, shuffle
-        self._options = options
+        # An iterator draws a seed for its workers when it begins, which must not shift the program's random numbers.
+        self._options = {"generator": torch.Generator().manual_seed(seed), **options}
         self._orders: dict[int, list[int]] = {}
         self._made: tuple[object, ...] = ()  # what `_batches` are for: the next position, ranks, rank, batch size
         self._batches: Iterator[Any] = iter(())
