@@ -221,7 +221,9 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> GuardedWork:
         asked, tensor = asked_for(opts, op=op, timeout=timeout, **named), only(tensors)
-        return self._issue("reduce", tensor, asked, [tensor], lambda o: o.reduce(tensor, self._place(asked.root), asked.op))
+        return self._issue(
+            "reduce", tensor, asked, [tensor], lambda o: o.reduce(tensor, self._place(asked.root), asked.op)
+        )
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
@@ -283,14 +285,18 @@ class GuardedProcessGroup(dist.ProcessGroup):
     ) -> GuardedWork:
         asked, tensor = asked_for(opts, timeout=timeout, **named), only(tensors)
         gathered = outputs if isinstance(tensors, torch.Tensor) else only(outputs) if outputs else []
-        return self._issue("gather", tensor, asked, [gathered], lambda o: o.gather(gathered, tensor, self._place(asked.root)))
+        return self._issue(
+            "gather", tensor, asked, [gathered], lambda o: o.gather(gathered, tensor, self._place(asked.root))
+        )
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> GuardedWork:
         asked, output = asked_for(opts, timeout=timeout, **named), only(outputs)
         sent = inputs if isinstance(outputs, torch.Tensor) else only(inputs) if inputs else []
-        return self._issue("scatter", output, asked, [output], lambda o: o.scatter(output, sent, self._place(asked.root)))
+        return self._issue(
+            "scatter", output, asked, [output], lambda o: o.scatter(output, sent, self._place(asked.root))
+        )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GuardedWork:
         return self._issue("all_to_all", inputs[0], asked_for(opts), outputs, lambda o: o.all_to_all(outputs, inputs))

@@ -76,11 +76,12 @@ def launch(arguments: Any, judge: Judge, started: Callable[[], None]) -> None:
     Raises ChildFailedError as torchrun does when workers have failed.
     """
     agent = type("Agent", (Agent,), {"judge": staticmethod(judge), "started": staticmethod(started)})
-    before, launcher.LocalElasticAgent = launcher.LocalElasticAgent, agent  # type: ignore[misc]
+    before = vars(launcher)["LocalElasticAgent"]
+    vars(launcher)["LocalElasticAgent"] = agent  # where `launch_agent` looks it up; there is no argument for it
     try:
         record(torchrun.run)(arguments)
     finally:
-        launcher.LocalElasticAgent = before  # type: ignore[misc]
+        vars(launcher)["LocalElasticAgent"] = before
 
 
 def failed(error: BaseException) -> bool:

@@ -54,7 +54,7 @@ class ElasticLoader:
         wanted = (self.position, ranks, rank, self.batch_size)
         if wanted != self._made:
             share = _Share(self, self.position, ranks.index(rank), len(ranks), self.batch_size)
-            self._batches = iter(DataLoader(self.dataset, batch_sampler=share, **self._options))  # type: ignore[arg-type]
+            self._batches = iter(DataLoader(self.dataset, batch_sampler=share, **self._options))
         batch = next(self._batches)
         self._taken = self.batch_size * len(ranks)
         self._made = (self.position + self._taken, *wanted[1:])

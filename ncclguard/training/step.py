@@ -28,7 +28,7 @@ from ncclguard.engine.call import terms_of
 from ncclguard.engine.chunking import EMPTY
 from ncclguard.engine.dispatch import Queue
 from ncclguard.engine.table import BARRIER, Arguments
-from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError
+from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.evaluation import state
 from ncclguard.evaluation.runner import failed_collective, is_gone
 from ncclguard.incident.model import ranks_text
@@ -196,7 +196,9 @@ class ResilientStep:
         while True:
             self._stepped = False
             try:
-                batch = () if self._loader is None else (self._loader.take(self.ranks, 0 if going is None else going.rank),)
+                batch = (
+                    () if self._loader is None else (self._loader.take(self.ranks, 0 if going is None else going.rank),)
+                )
                 result = self._function(*batch, *args, **kwargs)
             except Exception as error:
                 if going is None or not self._goes_on_after(error, going):
