@@ -124,7 +124,7 @@ def main() -> None:
         tells = rank == train.ranks[0]
         record.add(samples, tells)
         if tells:
-            print(f"step {step}: loss {loss:.6f}, ranks {spans(train.ranks)}", flush=True)
+            print(f"step {step}: loss {loss:.6f}, ranks {spans(train.made_by)}", flush=True)
         if step % 50 == 0:
             right = evaluate()
             if tells:

@@ -73,6 +73,9 @@ class Continuation:
                     "a DistributedDataParallel of another process group cannot go on without a rank: make it on the "
                     'group of resilient_step, which init_process_group("ncclguard") gives'
                 )
+            obstacle = torch_compat.ddp_stays(model)
+            if obstacle:
+                raise GuardConfigError(f"a DistributedDataParallel cannot go on without a rank: {obstacle}")
             self._wrappers.append(model)
 
     @property
@@ -129,7 +132,8 @@ _continuations: dict[int, Continuation] = {}  # by id of the group, which they h
 class ResilientStep:
     """What `resilient_step` makes of a function.
 
-    Attributes: `ranks`, global ranks that take part now, in order; `losses`, for each time that ranks were lost, which
+    Attributes: `ranks`, global ranks that take part now, in order; `made_by`, those that made the last completed step,
+    of which some may have been lost behind the optimizer's step; `losses`, for each time that ranks were lost, which
     ones and the seconds from the beginning of the step to the beginning of the try without them.
     """
 
@@ -166,6 +170,7 @@ class ResilientStep:
         self._timeout = seconds(timeout, "timeout")
         self._continuation: Continuation | None = None
         self._inside = self._stepped = False
+        self.made_by: tuple[int, ...] = ()
         self.losses: list[tuple[tuple[int, ...], float]] = []
         for one in self._optimizers:
             one.register_step_pre_hook(self._before_optimizer)
@@ -194,7 +199,7 @@ class ResilientStep:
             going.failures.clear()
         restore = state.keep(self._keepers())
         while True:
-            self._stepped = False
+            self._stepped, taking_part = False, self.ranks
             try:
                 batch = (
                     () if self._loader is None else (self._loader.take(self.ranks, 0 if going is None else going.rank),)
@@ -213,6 +218,7 @@ class ResilientStep:
                 self._without_lost(going, None, started)
             if self._loader is not None:
                 self._loader.done()
+            self.made_by = taking_part
             return result
 
     def _begin(self) -> Continuation | None:

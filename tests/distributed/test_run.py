@@ -42,11 +42,11 @@ def rank_of(process: psutil.Process) -> str:
         return ""
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_the_example_ends_well_whichever_rank_is_killed(rank: int, tmp_path: Path) -> None:
-    """Killed from outside, at any moment; then another one. All steps, each sample once in an epoch."""
-    rng, steps, killed, lines = random.Random(rank), 60, list[int](), list[str]()
-    victims = [rank, rng.choice([other for other in range(4) if other != rank])]
+@pytest.mark.timeout(300)  # four processes import torch, which takes a minute where others compute on all cores
+def test_the_example_ends_well_when_rank_0_and_another_are_killed(tmp_path: Path) -> None:
+    """Killed from outside, at any moment. All steps are done, with each sample once in an epoch."""
+    steps, killed, lines = 60, list[int](), list[str]()
+    victims = [0, random.Random(17).choice([1, 2, 3])]
     script = [str(ROOT / "examples" / "train_surviving.py"), "--steps", str(steps), "--samples", "samples"]
     job = start(tmp_path, "--nproc-per-node", "4", *script)
     try:
@@ -79,11 +79,12 @@ def test_the_example_ends_well_whichever_rank_is_killed(rank: int, tmp_path: Pat
         assert re.search(rf"went on without rank {lost} after [0-4]\.\d s", errors), errors
 
 
+@pytest.mark.timeout(300)
 def test_a_program_that_does_not_go_on_is_ended_as_by_torchrun(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(UNDECLARED)
     job = start(tmp_path, "--nproc-per-node", "3", "program.py")
     try:
-        _, errors = job.communicate(timeout=90)
+        _, errors = job.communicate(timeout=240)
     finally:
         job.kill()
     assert job.returncode == 1

@@ -21,7 +21,7 @@ SIZE, STEPS, BATCH, SAMPLES, WIDTH = 4, 8, 3, 50, 96
 #: Rank, step, moment.
 Kill = tuple[int, int, str]
 BEFORE = ("forward", "backward", "reduction")  # the optimizer's step has not begun: the step is done again
-MOMENTS = (*BEFORE, "optimizer")
+MOMENTS = (*BEFORE, "optimizer", "behind")
 
 
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -93,7 +93,7 @@ def train(kills: list[Kill], floor: int, port: int) -> None:
     next(wrapped.module[3].parameters()).register_hook(lambda _: strike.at("backward"))
     optimizer.register_step_pre_hook(lambda *_: strike.at("optimizer"))
     torch.manual_seed(100 + rank)
-    changes = []
+    changes, counts = [], list[int]()
 
     @ng.resilient_step(
         wrapped, optimizer, loader=loader, keep=[scheduler], min_ranks=floor,
@@ -110,6 +110,10 @@ def train(kills: list[Kill], floor: int, port: int) -> None:
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
         optimizer.step()
         scheduler.step()
+        strike.at("behind")
+        count = torch.ones(1)  # goes on without a rank that is lost from here on, and the step stands
+        dist.all_reduce(count)
+        counts.append(int(count))
         return mean.item(), batch[1].tolist()
 
     @ng.resilient_step
@@ -131,12 +135,13 @@ def train(kills: list[Kill], floor: int, port: int) -> None:
     ranks = []
     for strike.step in range(STEPS):
         loss, samples = one()
-        ranks.append(list(one.ranks))
+        ranks.append(list(one.made_by))
         # Told step by step: a rank that is killed later has told of the steps before.
         faults.report(**{f"step {strike.step}": [loss, samples, ranks[-1]]})
     count = evaluate()
     faults.report(
         end=[ranks, count, changes, [seconds for _, seconds in one.losses + evaluate.losses]],
+        counts=counts,
         parameters=float(sum(p.double().abs().sum() for p in wrapped.parameters())),
         rate=scheduler.get_last_lr(),
     )
@@ -187,6 +192,9 @@ def check(kills: list[Kill], expected: list[list[int]]) -> None:
     assert all(end[2] == [pair for pair in changed if pair[0] != pair[1]] for end in ends.values()), (ends, changed)
     assert all(seconds < 5 for end in ends.values() for seconds in end[3]), ends
     assert len(set(job.values("parameters").values())) == 1  # to the last bit
+    known = [len(members) for members in [*expected[1:], survivors]]
+    for counts in job.values("counts").values():
+        assert all(count in {len(made), now} for count, made, now in zip(counts, expected, known, strict=True)), counts
     told = [job.values(f"step {step}") for step in range(STEPS)]
     reference = undisturbed(expected)
     loader, position = ng.ElasticLoader(Rows(), BATCH, seed=7), 0
@@ -214,11 +222,16 @@ def test_nobody_is_killed() -> None:
 def test_a_rank_is_killed_at_two_moments(rank: int) -> None:
     """Each rank, 0 too; then another one. Each is a step later, at any moment of it."""
     rng = random.Random(rank)
-    first, second = rng.randrange(3), rng.randrange(4, 7)
-    moments = [MOMENTS[rank], rng.choice(MOMENTS)]
+    first, second = rng.randrange(3), rng.randrange(4, 6)
+    moments = [MOMENTS[rank], rng.choice(MOMENTS)]  # each of the first four once
     other = (rank + 1 + rng.randrange(SIZE - 1)) % SIZE
     kills = [(rank, first, moments[0]), (other, second, moments[1])]
     check(kills, without({who: step + (moment not in BEFORE) for who, step, moment in kills}))
+
+
+def test_a_rank_is_killed_behind_the_optimizers_step() -> None:
+    """What follows in the step goes on without it, the step stands, and the next one is made by the others."""
+    check([(0, 2, "behind"), (3, 5, "behind")], without({0: 3, 3: 6}))
 
 
 def test_two_ranks_are_killed_at_once() -> None:
