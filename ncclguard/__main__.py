@@ -42,6 +42,9 @@ COMMANDS = {
     "explain": Command("ncclguard.explain.command", "read what a hung job left and name the rank that held it up"),
     "top": Command("ncclguard.metrics.top_command", "watch the ranks of a running job on this host"),
     "set": Command("ncclguard.metrics.control", "change settings of a running job, on all ranks at once"),
+    "run": Command(
+        "ncclguard.training.launcher", "torchrun, except that ranks which go on without a lost one are left alone"
+    ),
     "report": Command("ncclguard.incident.report", "make the page of an incident again, from its JSON"),
     "drill": Command("ncclguard.faults.drill", "inject a fault into a running job that allows it"),
     "completion": Command("ncclguard.completion", "print a script with which bash, zsh or fish completes all this"),

@@ -31,6 +31,7 @@ from ncclguard.metrics.monitoring import setup_nccl_monitoring
 from ncclguard.outcome import Outcome
 from ncclguard.phases import phase
 from ncclguard.process_group.group import register
+from ncclguard.training import ElasticLoader, resilient_step
 from ncclguard.watch.watcher import watch
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "CollectiveFailed",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "ElasticLoader",
     "GuardConfig",
     "GuardConfigError",
     "GuardError",
@@ -51,6 +53,7 @@ __all__ = [
     "nccl_timeout_handler",
     "phase",
     "resilient_evaluate",
+    "resilient_step",
     "safe_all_gather",
     "safe_all_gather_object",
     "safe_all_reduce",

@@ -19,14 +19,15 @@ from ncclguard.errors import GuardConfigError
 log = logging.getLogger("ncclguard")
 
 PREFIX = "NCCLGUARD_"
-#: Variables with this prefix that are not settings of the guard: those of drills, and of ranks that
-#: `ncclguard.faults` starts.
+#: Variables with this prefix that are not settings of the guard: those of drills, of ranks that
+#: `ncclguard.faults` starts, and of `ncclguard run`.
 OTHER_VARIABLES = frozenset(
     {
         "NCCLGUARD_ALLOW_DRILL",
         "NCCLGUARD_FAULT",
         "NCCLGUARD_JOB",
         "NCCLGUARD_PARENT_PATH",
+        "NCCLGUARD_RUN_DIR",
     }
 )
 #: torch counts time limits in whole milliseconds, and takes 0 for none at all.

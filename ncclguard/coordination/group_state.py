@@ -96,6 +96,8 @@ class GroupState:
         self._sightings: Sightings = {}
         self._decided_after: float | None = None
         self._grace: Callable[[], float] = lambda: GRACE
+        #: What ends this process from outside, as the monitor has announced it, such as "was sent SIGTERM".
+        self.terminated = ""
         self._stop: Callable[[int], None] = _no_transport
         self._result: Callable[[], str | None] = _nothing_kept
         self._publish_alone: Callable[[Incident], None] = _nobody_reads

@@ -399,6 +399,7 @@ class Monitor:
         done: dict[str, int] = {}
         for state in self.states():
             done[state.key] = state.member.completed
+            state.terminated = departure.text if departure.terminated else ""
             leave_result(self._store.below(f"{state.key}/result"), state)
             if departure.cause is Cause.EXITED:
                 departure = replace(departure, watched=state.last_words() or departure.watched)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from ncclguard import events
+from ncclguard.cause import Cause
 from ncclguard.config import GuardConfig
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.deadlines import enter_engine, leave_engine, remaining_limit
@@ -164,6 +165,7 @@ class GuardedGroup:
 
     def _until_verdict(self, call: Call, work: Execution, opened: OpenCall) -> Outcome:
         from_piece, attempts, reserved = 0, 1, False
+        named: dict[int, Cause] = {}  # by verdicts after which this operation is tried again
         while True:
             generation = opened.generation
             try:
@@ -184,6 +186,7 @@ class GuardedGroup:
             if resolution in (Resolution.RESUMED, Resolution.RESTARTED):
                 from_piece = verdict.from_piece if resolution is Resolution.RESUMED else 0
                 attempts = verdict.attempt if resolution is Resolution.RESUMED else 1
+                named |= dict(verdict.culprits)
                 work.restore(from_piece)
                 opened.generation, opened.participants = verdict.generation + 1, self._state.takes_part(verdict)
                 continue
@@ -192,7 +195,7 @@ class GuardedGroup:
             if resolution is Resolution.DONATED and donated is not None:
                 return self._take_donated(call, work, opened, attempts, donated)
             work.abandon()
-            return outcomes.from_verdict(resolution, verdict, self._state, call, opened, work.may_be_torn)
+            return outcomes.from_verdict(resolution, verdict, self._state, call, opened, work.may_be_torn, named)
 
     def _trouble(self, generation: int, kind: TroubleKind, text: str, peer: int = -1) -> None:
         self._state.trouble(generation, kind, text, peer)

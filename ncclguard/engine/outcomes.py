@@ -40,9 +40,18 @@ def success(key: str, call: Call, opened: OpenCall, attempts: int, chunks: int) 
 
 
 def from_verdict(
-    resolution: Resolution, verdict: Verdict, state: GroupState, call: Call, opened: OpenCall, torn: bool
+    resolution: Resolution,
+    verdict: Verdict,
+    state: GroupState,
+    call: Call,
+    opened: OpenCall,
+    torn: bool,
+    before: dict[int, Cause] | None = None,
 ) -> Outcome:
-    """The operation failed by an agreed verdict, or was committed by the others without this rank."""
+    """The operation failed by an agreed verdict, or was committed by the others without this rank.
+
+    `before`: whom earlier verdicts on this operation, after which it was tried again, have named.
+    """
     if resolution is Resolution.LOST:
         return _lost(state, call, opened.sequence, opened.entered, dict(verdict.departed))
     incident = from_json(verdict.incident)
@@ -53,9 +62,11 @@ def from_verdict(
         )  # fmt: skip
     rank = state.member.rank
     if resolution is Resolution.FENCED:
-        note = f"rank {rank} was found gone by the others, who go on without it: end this process"
-    else:
-        note = f"the others completed {call.text} while rank {rank} did not answer; its own result is incomplete"
+        return _fenced(
+            state, call, opened.sequence, opened.entered, before, attempts=verdict.attempt,
+            participants=verdict.participants, torn=torn,
+        )  # fmt: skip
+    note = f"the others completed {call.text} while rank {rank} did not answer; its own result is incomplete"
     return _failure(
         state, call, opened.sequence, opened.entered, Cause.STUCK, (rank,), agreed=False, attempts=verdict.attempt,
         participants=verdict.participants, torn=torn,
@@ -95,16 +106,43 @@ def not_started(
     if entry is Entry.LOST:
         return _lost(state, call, sequence, started, missing)
     if entry is Entry.FENCED:
-        rank = state.member.rank
-        note = f"rank {rank} was found gone by the others, who go on without it: end this process"
-        return _failure(
-            state, call, sequence, started, Cause.LOST, (rank,), agreed=False,
-            incident=alone(state, call.op, call.text, sequence, Cause.LOST, {rank: Cause.LOST}, note),
-        )  # fmt: skip
+        return _fenced(state, call, sequence, started)
     why = state.unavailable or "no verdict on the operation before it came in time"
     return _failure(
         state, call, sequence, started, Cause.UNKNOWN, (), agreed=False,
         incident=alone(state, call.op, call.text, sequence, Cause.UNKNOWN, {}, why),
+    )  # fmt: skip
+
+
+def _fenced(
+    state: GroupState,
+    call: Call,
+    sequence: int,
+    started: float,
+    before: dict[int, Cause] | None = None,
+    *,
+    attempts: int = 1,
+    participants: tuple[int, ...] = (),
+    torn: bool = False,
+) -> Outcome:
+    """The others go on without this rank: it was found gone, or had announced its own end.
+
+    A launcher ends all ranks with SIGTERM when one is gone. A rank that has announced that is not the reason: named
+    here are those that left by themselves, else those whom this operation had lost `before`, else nobody.
+    """
+    rank, causes = state.member.rank, dict(state.member.fenced_for)
+    if state.terminated or (causes and rank not in causes):
+        if rank in causes:  # then all whom it names were ended from outside
+            causes = before or {}
+        note = f"rank {rank} {state.terminated or 'had announced its end'}, and the others go on without it"
+    else:
+        causes = {rank: causes.get(rank, Cause.LOST)}
+        note = f"rank {rank} was found gone by the others, who go on without it: end this process"
+    cause = min(causes.values(), key=PRECEDENCE.index, default=Cause.UNKNOWN)
+    return _failure(
+        state, call, sequence, started, cause, tuple(sorted(causes)), agreed=False, attempts=attempts,
+        participants=participants, torn=torn,
+        incident=alone(state, call.op, call.text, sequence, cause, causes, note),
     )  # fmt: skip
 
 

@@ -486,7 +486,7 @@ class Evaluation:
 
     def _result_of(self, error: Exception, failures: Sequence[Outcome] = ()) -> RankResult:
         """What this rank says of its exception, which itself is not kept, because its frames hold memory."""
-        outcome = _failed_collective(error, failures)
+        outcome = failed_collective(error, failures)
         if outcome is not None:
             text = outcome.incident.summary if outcome.incident is not None else str(outcome.error)
             log.info("ncclguard: rank %d: %s ended here: %s", self._rank, self._job.label, text)
@@ -614,7 +614,7 @@ def _with_origins(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or current.__context__
 
 
-def _failed_collective(error: BaseException, failures: Sequence[Outcome]) -> Outcome | None:
+def failed_collective(error: BaseException, failures: Sequence[Outcome]) -> Outcome | None:
     """The outcome of the failed collective that an exception is, or came from; None for an error of this rank's own."""
     for each in _with_origins(error):
         if isinstance(each, CollectiveFailed):
@@ -640,7 +640,7 @@ def meet(once: Callable[[], tuple[Outcome, tuple[Any, ...]]], repeat: bool) -> M
         outcome, values = _outcome_of(once)
         if outcome.ok:
             return Met(values)
-        gone = _gone(outcome)
+        gone = is_gone(outcome)
         if gone or not outcome.agreed or outcome.cause not in _STILL_INSIDE:
             break
     return NotMet(
@@ -665,7 +665,7 @@ def _outcome_of(once: Callable[[], tuple[Outcome, tuple[Any, ...]]]) -> tuple[Ou
             log.warning("ncclguard: the evaluation did not look at a failed outcome: %s", error)
 
 
-def _gone(outcome: Outcome) -> bool:
+def is_gone(outcome: Outcome) -> bool:
     """Whether the process of a culprit has ended, and not only its try."""
     if outcome.cause in (Cause.LOST, Cause.EXITED):
         return True

@@ -1,4 +1,4 @@
-"""What an evaluation that fails must leave as it was, and how to restore it.
+"""What an evaluation, or a training step, that fails must leave as it was, and how to restore it.
 
 The state is the modes and gradients of models, random numbers, and the positions of loaders. The models and loaders
 are those that the evaluation's owner, such as a trainer, or its arguments hold, or that its code names.
@@ -44,14 +44,14 @@ def keep(keepers: Iterable[Keeper]) -> Restore:
         try:
             restores.append(keeper())
         except Exception:
-            log.exception("ncclguard: a part of the state cannot be kept; an evaluation that fails may change it")
+            log.exception("ncclguard: a part of the state cannot be kept; a try that fails may change it")
 
     def restore() -> None:
         for step in reversed(restores):
             try:
                 step()
             except Exception:
-                log.exception("ncclguard: a part of the state was not restored after an evaluation that failed")
+                log.exception("ncclguard: a part of the state was not restored after a try that failed")
 
     return restore
 
@@ -254,3 +254,82 @@ def _unique(values: Iterable[Any]) -> tuple[Any, ...]:
     for value in values:
         found.setdefault(id(value), value)
     return tuple(found.values())
+
+
+# ---------------------------------------------------------------------- what a training step changes
+
+
+def no_gradients(modules: Iterable[nn.Module]) -> Keeper:
+    """Gradients are cleared when a step is done again: it begins by clearing them."""
+    roots = tuple(modules)
+
+    def restore() -> None:
+        for root in roots:
+            root.zero_grad(set_to_none=True)
+
+    return lambda: restore
+
+
+def gradient_values(modules: Iterable[nn.Module]) -> Keeper:
+    """The gradients that are there, by a copy."""
+    roots = tuple(modules)
+
+    def keeper() -> Restore:
+        kept = [(p, None if p.grad is None else p.grad.clone()) for root in roots for p in root.parameters()]
+
+        def restore() -> None:
+            for parameter, grad in kept:
+                parameter.grad = None if grad is None else grad.clone()
+
+        return restore
+
+    return keeper
+
+
+def buffers(modules: Iterable[nn.Module]) -> Keeper:
+    """What forward changes beside gradients, such as running means, by a copy."""
+    roots = tuple(modules)
+
+    def keeper() -> Restore:
+        kept = [(buffer, buffer.clone()) for root in roots for buffer in root.buffers()]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for buffer, before in kept:
+                    buffer.copy_(before)
+
+        return restore
+
+    return keeper
+
+
+def hyperparameters(optimizers: Iterable[torch.optim.Optimizer]) -> Keeper:
+    """What a scheduler may change in the optimizers' groups: learning rates and their like."""
+    given = tuple(optimizers)
+
+    def keeper() -> Restore:
+        kept = [(group, {k: v for k, v in group.items() if k != "params"}) for o in given for group in o.param_groups]
+
+        def restore() -> None:
+            for group, before in kept:
+                group.update(before)
+
+        return restore
+
+    return keeper
+
+
+def states_of(objects: Iterable[Any]) -> Keeper:
+    """Whatever has `state_dict()` and `load_state_dict()`, such as schedulers and scalers."""
+    given = tuple(objects)
+
+    def keeper() -> Restore:
+        kept = [(one, dict(one.state_dict())) for one in given]
+
+        def restore() -> None:
+            for one, before in kept:
+                one.load_state_dict(before)
+
+        return restore
+
+    return keeper

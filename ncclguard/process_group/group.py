@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from ncclguard.engine.chunking import ChunkPlan
 from ncclguard.engine.dispatch import Queue
 from ncclguard.engine.execution import divided
 from ncclguard.engine.table import Arguments, Collective
+from ncclguard.errors import GuardError
+from ncclguard.incident.model import ranks_text
 from ncclguard.metrics.settings import config_of
 from ncclguard.outcome import Outcome
 from ncclguard.phases import current_phase
@@ -96,6 +98,11 @@ class GuardedProcessGroup(dist.ProcessGroup):
     True
     """
 
+    #: What a collective does that finds a rank gone: "fail", or "shrink": go on without it, with a smaller group.
+    on_lost: Literal["fail", "shrink"] = "fail"
+    #: Global ranks that took part in the last collective that succeeded; empty before the first.
+    participants: tuple[int, ...] = ()
+
     def __init__(self, rank: int, size: int, timeout: float | None = None, stands_for: Any = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # torch's stub lacks the form for subclasses
         self._index = rank
@@ -103,6 +110,9 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._identity = self if stands_for is None else stands_for
         self._name = ""
+        self.whole = self  # the group that this one stands for while it goes on without some ranks
+        self._survivors: tuple[int, ...] | None = None  # global ranks, once it goes on without some
+        self._lane = "backend"  # the sequence of collectives among those that take part
         self._limits: list[float | None] = []  # of the scopes that this group is in
         self._observers: list[Callable[[Outcome], None]] = []
         self._queue = WorkQueue("collectives", self._tell)
@@ -166,6 +176,37 @@ class GuardedProcessGroup(dist.ProcessGroup):
         """The sequences of collectives on this group: its own, and one for each pair of ranks that sends messages."""
         return [self._queue, *self._pairs.values()]
 
+    # ------------------------------------------------------------------ without ranks that are gone
+
+    def go_on(self, survivors: tuple[int, ...], number: int) -> GuardedProcessGroup:
+        """From now on its collectives are those of `survivors`, global ranks in order, in a sequence of their own.
+
+        All survivors call this at the same place, `number` times so far, with nothing pending. `rank()` and `size()`
+        stay, and a root is named as before. Returns a group that has as many ranks as survivors, for what divides by
+        the size or counts on rank 0, such as DDP; it shares this one's sequence of collectives.
+        """
+        self._survivors, self._lane = survivors, f"backend-{number}"
+        self.participants = survivors
+        index = survivors.index(dist.get_rank())
+        smaller = GuardedProcessGroup(index, len(survivors), self._timeout, self._identity)
+        smaller._survivors, smaller._lane, smaller.whole = survivors, self._lane, self
+        smaller._queue, smaller._pairs = self._queue, self._pairs
+        smaller._limits, smaller._observers = self._limits, self._observers
+        self._pairs.clear()
+        return smaller
+
+    def _place(self, root: int) -> int:
+        """Where a root is among those that take part; raises GuardError for one that is gone."""
+        if self._survivors is None or self.whole is not self or not 0 <= root < self._count:
+            return root
+        rank = torch_compat.group_ranks(self._identity)[root]
+        if rank not in self._survivors:
+            raise GuardError(
+                f"rank {rank} is gone, and {ranks_text(self._survivors)} go on without it: "
+                "broadcast from, or collect on, one of these"
+            )
+        return self._survivors.index(rank)
+
     # ------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any) -> GuardedWork:
@@ -180,7 +221,9 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> GuardedWork:
         asked, tensor = asked_for(opts, op=op, timeout=timeout, **named), only(tensors)
-        return self._issue("reduce", tensor, asked, [tensor], lambda o: o.reduce(tensor, asked.root, asked.op))
+        return self._issue(
+            "reduce", tensor, asked, [tensor], lambda o: o.reduce(tensor, self._place(asked.root), asked.op)
+        )
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
@@ -211,7 +254,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any) -> GuardedWork:
         asked, tensor = asked_for(opts, timeout=timeout, **named), only(tensors)
-        return self._issue("broadcast", tensor, asked, [tensor], lambda o: o.broadcast(tensor, asked.root))
+        return self._issue("broadcast", tensor, asked, [tensor], lambda o: o.broadcast(tensor, self._place(asked.root)))
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> GuardedWork:
         asked, tensor = asked_for(opts, timeout=timeout), only(tensors)
@@ -242,14 +285,18 @@ class GuardedProcessGroup(dist.ProcessGroup):
     ) -> GuardedWork:
         asked, tensor = asked_for(opts, timeout=timeout, **named), only(tensors)
         gathered = outputs if isinstance(tensors, torch.Tensor) else only(outputs) if outputs else []
-        return self._issue("gather", tensor, asked, [gathered], lambda o: o.gather(gathered, tensor, asked.root))
+        return self._issue(
+            "gather", tensor, asked, [gathered], lambda o: o.gather(gathered, tensor, self._place(asked.root))
+        )
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> GuardedWork:
         asked, output = asked_for(opts, timeout=timeout, **named), only(outputs)
         sent = inputs if isinstance(outputs, torch.Tensor) else only(inputs) if inputs else []
-        return self._issue("scatter", output, asked, [output], lambda o: o.scatter(output, sent, asked.root))
+        return self._issue(
+            "scatter", output, asked, [output], lambda o: o.scatter(output, sent, self._place(asked.root))
+        )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GuardedWork:
         return self._issue("all_to_all", inputs[0], asked_for(opts), outputs, lambda o: o.all_to_all(outputs, inputs))
@@ -330,24 +377,30 @@ class GuardedProcessGroup(dist.ProcessGroup):
         issued: WorkQueue,
         pair: tuple[int, int] | None = None,
     ) -> Operation:
-        terms = terms_of(
-            self._identity, self.limit(timeout), 0 if tensor is None else tensor.numel(), atomic=True, on_lost="fail"
-        )
-        queue = Queue("backend")
+        numel, whole = 0 if tensor is None else tensor.numel(), self.whole
+        on_lost = whole.on_lost if pair is None else "fail"
+        terms = terms_of(self._identity, self.limit(timeout), numel, atomic=True, on_lost=on_lost)
+        index = self._index
+        if self._survivors is not None:
+            terms = terms._replace(ranks=self._survivors, solo=len(self._survivors) == 1)
+            index = self._survivors.index(dist.get_rank())
+        queue = Queue(self._lane, self._survivors)
         if pair is not None:
-            source, target = (terms.ranks[index] for index in pair)
-            queue = Queue(f"backend:{source}>{target}", tuple(sorted((source, target))))
+            source, target = (terms.ranks[self._place(place)] for place in pair)
+            queue = Queue(f"{self._lane}:{source}>{target}", tuple(sorted((source, target))))
 
         def run(collective: Collective, arguments: Arguments, cut: ChunkPlan, **said: Any) -> None:
             like = said.get("like", arguments.tensor)
             device = like.device
             issued.running(runtime.current().group(self._identity, device, queue.name, queue.ranks))
             try:
-                dispatch.run(collective, arguments, terms, cut, queue=queue, **said).raise_if_failed()
+                outcome = dispatch.run(collective, arguments, terms, cut, queue=queue, **said).raise_if_failed()
             finally:
                 issued.running(None)
+            if pair is None:
+                whole.participants = outcome.participants
 
-        return Operation(terms, self._index, run)
+        return Operation(terms, index, run)
 
     def _start(
         self, queue: WorkQueue, op: str, tensor: torch.Tensor | None, results: Any, perform: Perform, blocking: bool
@@ -375,7 +428,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         if queue is None:
             queue = self._pairs[pair] = WorkQueue(f"messages-{source}-{target}", self._tell)
         operation = self._operation(tensor, None, queue, pair)
-        perform = operation.message(tensor, source, target, tag)
+        perform = operation.message(tensor, self._place(source), self._place(target), tag)
         return self._start(queue, "send_recv", tensor, [tensor], perform, False)
 
     # ------------------------------------------------------------------ scopes

@@ -68,6 +68,7 @@ class Member:
     lost: tuple[tuple[int, Cause], ...] = ()  # participants that an agreed verdict found gone
     left: tuple[tuple[int, Cause], ...] = ()  # members that do not take part any more, and why
     fenced: bool = False
+    fenced_for: tuple[tuple[int, Cause], ...] = ()  # whom the verdict named that left this rank out
     exchange_every: int = 0  # every so many-th operation carries the exchange of statistics; 0 for none
     numbered: bool = True  # whether verdicts are numbered by the calls of this group; not so where torch's are watched
 
@@ -243,7 +244,7 @@ class Member:
                 self.settled = (*self.settled, verdict)
             self.committed_through = max(self.committed_through, verdict.sequence - 1)
         if self.rank not in verdict.participants:
-            self.fenced = True
+            self.fenced, self.fenced_for = True, verdict.culprits
         if self.abandoned:
             self._carry_over(verdict)
         if resolution is Resolution.RESTARTED and self.operation and not self._goes_on_without_lost(self.operation):

@@ -42,6 +42,23 @@ def known_groups() -> tuple[dist.ProcessGroup, ...]:
     return tuple(c10d._world.pg_map)
 
 
+def ddp_stays(wrapper: Any) -> str:
+    """Why a DistributedDataParallel cannot be given another group; empty where it can."""
+    if not hasattr(wrapper, "_update_process_group") or not hasattr(wrapper.reducer, "_reset_state"):
+        return f"torch {torch.__version__} has no DistributedDataParallel._update_process_group: torch 2.13 has"
+    if getattr(wrapper, "_comm_hooks", None):
+        return "its communication hook would go on with the group, and the number of ranks, as they were"
+    return ""
+
+
+def move_ddp(wrapper: Any, group: dist.ProcessGroup) -> None:
+    """Have a DistributedDataParallel reduce on another group, also after a backward that failed half-way.
+
+    From then on it divides by that group's size. It needs a wrapper that `ddp_stays` has nothing against.
+    """
+    wrapper._update_process_group(group)
+
+
 def is_member(group: Any) -> bool:
     """Whether ``group`` is a living process group that this process belongs to.
 

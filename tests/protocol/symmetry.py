@@ -110,6 +110,7 @@ class Symmetry:
                 settled=tuple(_verdict(verdict, naming) for verdict in process.member.settled),
                 lost=_causes(process.member.lost, naming),
                 left=_causes(process.member.left, naming),
+                fenced_for=_causes(process.member.fenced_for, naming),
             )
             renamed = process._replace(
                 snapshot=Snapshot.of(member),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from ncclguard.coordination.group_state import GroupState, OpenCall
+from ncclguard.engine import outcomes
+from ncclguard.engine.call import Call
 from ncclguard.outcome import Cause
 from ncclguard.protocol.decision import Action, Operation, Phase, Trouble, TroubleKind
 from ncclguard.protocol.member import Entry, Member, Resolution
 from tests.unit.members import ALL, LARGE, SMALL, in_operation, verdict
 
-GONE = ((2, Cause.LOST),)
+Gone = tuple[tuple[int, Cause], ...]
+GONE: Gone = ((2, Cause.LOST),)
 
 
 def test_a_lost_member_fails_the_next_calls_at_once_and_each_uses_up_its_number() -> None:
@@ -58,6 +64,43 @@ def test_a_rank_that_was_left_out_while_it_was_elsewhere_is_fenced_at_its_next_c
     member = Member(0, ALL)
     assert member.adopt(verdict(Action.RESUME, participants=(1, 2), departed=((0, Cause.LOST),))) is None
     assert member.enter(LARGE) == (Entry.FENCED, None)
+
+
+OWN, OTHER = (0, Cause.LOST), (2, Cause.LOST)
+
+
+@pytest.mark.parametrize(
+    ("terminated", "named", "before", "culprits"),
+    [
+        ("was sent SIGTERM", (OTHER,), (), (2,)),
+        ("was sent SIGTERM", (OWN,), (OTHER,), (2,)),  # this operation had been tried again without rank 2
+        ("was sent SIGTERM", (OWN, (1, Cause.LOST)), (OTHER,), (2,)),
+        ("was sent SIGTERM", (OWN, (1, Cause.LOST)), (), ()),
+        ("", (OWN,), (OTHER,), (0,)),
+    ],
+)
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_rank_that_a_launcher_ended_is_not_named_for_the_one_that_was_lost(
+    terminated: str, named: Gone, before: Gone, culprits: tuple[int, ...], inside: bool
+) -> None:
+    """torchrun sends SIGTERM to rank 0 because rank 2 is gone: rank 0 announces it, and rank 1 goes on alone."""
+    state = GroupState("0:cpu", 0, ALL)
+    state.terminated = terminated
+    state.member = in_operation() if inside else state.member
+    call = Call("all_reduce", 3, 12, True, LARGE)
+    fence = replace(verdict(Action.RESUME, participants=(1,), departed=(OWN, OTHER)), culprits=named)
+    resolution = state.member.adopt(fence)
+    if inside:
+        assert resolution is Resolution.FENCED
+        opened = OpenCall(call.text, 0.0, 0.0, 0, sequence=1)
+        outcome = outcomes.from_verdict(resolution, fence, state, call, opened, False, dict(before))
+    else:
+        entry, _ = state.member.enter(LARGE)
+        outcome = outcomes.not_started(entry, state, call, 1, 0.0, None, {})
+        culprits = tuple(rank for rank in culprits if (rank, Cause.LOST) not in before)
+    assert (outcome.cause, outcome.culprits) == (Cause.LOST if culprits else Cause.UNKNOWN, culprits)
+    assert not outcome.agreed
+    assert terminated in str(outcome.incident)
 
 
 # ---------------------------------------------------------------------- calls that returned without a verdict
