@@ -20,8 +20,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
-import build
 import symbols
+
+import build
 
 #: What torch's CUDA wheel requires and the emulator stands in for, or nothing of it runs here.
 NOT_NEEDED = re.compile(r"^Requires-Dist: (nvidia-|cuda-|triton)")

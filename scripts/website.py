@@ -31,7 +31,7 @@ try:
 except ImportError:  # `renew` and the tests need neither
     griffe = None
 
-    def event_priority(priority: float) -> Any:  # noqa: D103
+    def event_priority(priority: float) -> Any:
         return lambda function: function
 
 
@@ -104,7 +104,9 @@ def on_post_page(output: str, *, page: Any, **_: Any) -> str:
     """Relative links between the languages' first pages, so that the site can lie in any folder."""
     if page.url not in ("", "./", "zh/"):
         return output
-    return re.sub(r'href="/(zh/)?"', lambda match: f'href="{"../" * (page.url == "zh/")}{match[1] or ""}index.html"', output)
+    return re.sub(
+        r'href="/(zh/)?"', lambda match: f'href="{"../" * (page.url == "zh/")}{match[1] or ""}index.html"', output
+    )
 
 
 def pages_of(nav: Any) -> Iterator[str]:
@@ -171,7 +173,12 @@ def api_page() -> str:
         subjects[SUBJECTS[str(node.module)]] += [f"{node.module}.{alias.name}" for alias in node.names]
     for subject, names in FURTHER.items():
         subjects.setdefault(subject, []).extend(names)
-    lines = ["# Python API", "", "Made from the docstrings. `import ncclguard as ng`; errors and their meaning are in", ""]
+    lines = [
+        "# Python API",
+        "",
+        "Made from the docstrings. `import ncclguard as ng`; errors and their meaning are in",
+        "",
+    ]
     lines[2] += " [errors](../errors.md), settings in [configuration](../configuration.md)."
     for subject, names in subjects.items():
         lines += ["", f"## {subject}"]
@@ -189,7 +196,14 @@ def command_page() -> str:
 
     lines = ["# Command line", "", "What `ncclguard COMMAND --help` prints.", "", *fenced(helped())]
     for name, entry in command.COMMANDS.items():
-        lines += ["", f"## ncclguard {name}", "", f"{entry.help[0].upper()}{entry.help[1:]}.", "", *fenced(helped(name))]
+        lines += [
+            "",
+            f"## ncclguard {name}",
+            "",
+            f"{entry.help[0].upper()}{entry.help[1:]}.",
+            "",
+            *fenced(helped(name)),
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -19,7 +19,11 @@ BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 def run(script: str, folder: Path) -> str:
     """What bash prints, stdout and stderr as they come; it stops at the first command that fails."""
     # The programs of the environment that runs the tests come first, so that `python3` is one that the project takes.
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     process = subprocess.Popen(
         ["bash", "-e"],
         cwd=folder,
