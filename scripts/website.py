@@ -1,8 +1,8 @@
-"""The site beside docs/: pages of the repository and pages made from the code, links between them, and what lags behind.
+"""The site beside docs/: pages of the repository and pages made from the code, their links, and what lags behind.
 
-mkdocs.yml names this file as a hook. Before a build it writes `build/docs`: a copy of docs/, the pages of the repository
-that are elsewhere (`PAGES`), the reference of commands (from argparse) and of names (for mkdocstrings), with links as
-the site needs them. What is in docs/ stays readable, with its links, where the repository is browsed.
+mkdocs.yml names this file as a hook. Before a build it writes `build/docs`: a copy of docs/, the pages of the
+repository that are elsewhere (`PAGES`), the reference of commands (from argparse) and of names (for mkdocstrings), with
+links as the site needs them. What is in docs/ stays readable, with its links, where the repository is browsed.
 
     python scripts/website.py check            every link of the built site leads somewhere in it
     python scripts/website.py renew PAGE ...   after a Chinese page was brought up to its English one
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,16 +26,23 @@ from posixpath import normpath, relpath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-try:
-    import griffe
-    from mkdocs.plugins import event_priority
-except ImportError:  # `renew` and the tests need neither
-    griffe = None
 
-    def event_priority(priority: float) -> Any:
-        return lambda function: function
+def optional(name: str) -> Any:
+    """A module of the packages that build the site, or None: `renew` and the tests need none of them."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
 
 
+def early(function: Callable[..., Any]) -> Any:
+    """Have a hook of MkDocs run before the plugins' own."""
+    plugins = optional("mkdocs.plugins")
+    return plugins.event_priority(100)(function) if plugins else function
+
+
+griffe = optional("griffe")
+Extension: Any = griffe.Extension if griffe else object
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SOURCE = ROOT / "build" / "docs"
@@ -85,7 +93,7 @@ SUBJECTS = {
 }
 
 
-@event_priority(100)  # before the plugin that sorts the languages looks at the folder
+@early  # before the plugin that sorts the languages looks at the folder
 def on_config(config: Any) -> Any:
     """Write the folder from which MkDocs builds, point it there, and list the pages that the nav does not name."""
     if Path(config["docs_dir"]) != SOURCE:
@@ -219,16 +227,14 @@ def fenced(text: str) -> list[str]:
     return ["```text", *text.rstrip().splitlines(), "```"]
 
 
-if griffe is not None:
+class Examples(Extension):  # type: ignore[misc]
+    """Examples in docstrings become blocks of code: in Markdown, which docstrings are, `>>>` is a quotation."""
 
-    class Examples(griffe.Extension):  # type: ignore[misc, unused-ignore]
-        """Examples in docstrings become blocks of code: docstrings are Markdown otherwise, where `>>>` is a quotation."""
-
-        def on_object(self, *, obj: Any, **_: Any) -> None:
-            if obj.docstring and ">>>" in obj.docstring.value:
-                obj.docstring.value = re.sub(
-                    r"(?:^|(?<=\n\n))(>>> (?:.|\n(?!\n))*)", r"```pycon\n\1\n```", obj.docstring.value
-                )
+    def on_object(self, *, obj: Any, **_: Any) -> None:
+        if obj.docstring and ">>>" in obj.docstring.value:
+            obj.docstring.value = re.sub(
+                r"(?:^|(?<=\n\n))(>>> (?:.|\n(?!\n))*)", r"```pycon\n\1\n```", obj.docstring.value
+            )
 
 
 class _Links(HTMLParser):
