@@ -165,8 +165,10 @@ def for_site(page: Path) -> str:
         place = place_of(normpath(f"{Path(path).parent.as_posix()}/{target}"))
         if place is None:
             return text
-        # The languages' plugin finds a page's translation by the English page's name.
-        return f"[{text}]({relpath(place.replace('.zh.md', '.md'), Path(here).parent.as_posix() or '.')}{anchor})"
+        place = place.replace(".zh.md", ".md")  # by which the languages' plugin finds the translation
+        if place == here.replace(".zh.md", ".md") and not anchor:
+            return ""  # the same page in the other language: the site has a switch for that
+        return f"[{text}]({relpath(place, Path(here).parent.as_posix() or '.')}{anchor})"
 
     parts = re.split(r"(^```.*?^```$)", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return "".join(part if part.startswith("```") else LINK.sub(renewed, part) for part in parts)
