@@ -20,9 +20,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
-import symbols
-
 import build
+import symbols
 
 #: What torch's CUDA wheel requires and the emulator stands in for, or nothing of it runs here.
 NOT_NEEDED = re.compile(r"^Requires-Dist: (nvidia-|cuda-|triton)")

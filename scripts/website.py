@@ -1,6 +1,6 @@
 """The site beside docs/: pages of the repository and pages made from the code, their links, and what lags behind.
 
-mkdocs.yml names this file as a hook. Before a build it writes `build/docs`: a copy of docs/, the pages of the
+mkdocs.yml names this file as a hook. Before a build it writes `.site/docs`: a copy of docs/, the pages of the
 repository that are elsewhere (`PAGES`), the reference of commands (from argparse) and of names (for mkdocstrings), with
 links as the site needs them. What is in docs/ stays readable, with its links, where the repository is browsed.
 
@@ -45,9 +45,9 @@ griffe = optional("griffe")
 Extension: Any = griffe.Extension if griffe else object
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-SOURCE = ROOT / "build" / "docs"
-API = ROOT / "build" / "docs-api"
-SITE = ROOT / "build" / "site"
+SOURCE = ROOT / ".site" / "docs"
+API = ROOT / ".site" / "api"
+SITE = ROOT / ".site" / "html"
 #: Pages of the repository outside of docs/ and where the site has them.
 PAGES = {
     "README.md": "index.md",
@@ -130,7 +130,7 @@ def pages_of(nav: Any) -> Iterator[str]:
 
 
 def assemble() -> None:
-    """Write `build/docs` and the sources that mkdocstrings reads."""
+    """Write `.site/docs` and the sources that mkdocstrings reads."""
     for folder in (SOURCE, API):
         shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(DOCS, SOURCE)
