@@ -49,16 +49,11 @@ SOURCE = ROOT / ".site" / "docs"
 API = ROOT / ".site" / "api"
 SITE = ROOT / ".site" / "html"
 #: Pages of the repository outside of docs/ and where the site has them.
-PAGES = {
-    "README.md": "index.md",
-    "README.zh-CN.md": "index.zh.md",
-    "CHANGELOG.md": "changelog.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "examples/README.md": "examples.md",
-    "emulated_gpu/README.md": "emulated_gpu.md",
-    "benchmarks/README.md": "benchmarks/index.md",
-    "benchmarks/results/README.md": "benchmarks/results.md",
-    "benchmarks/diagnosis/README.md": "benchmarks/diagnosis.md",
+PAGES = {"README.md": "index.md", "README.zh-CN.md": "index.zh.md"} | {
+    path.relative_to(ROOT).as_posix(): path.relative_to(ROOT).as_posix().replace("README.md", "index.md").lower()
+    for pattern in ("*.md", "[a-z]*/README.md", "[a-z]*/[a-z]*/README.md")
+    for path in sorted(ROOT.glob(pattern))
+    if not path.name.startswith("README.") or path.relative_to(ROOT).parts[0] not in (path.name, "docs", "tests")
 }
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 MARK = re.compile(r"^<!-- english: (\S+) sha256:([0-9a-f]{64}) -->$", re.MULTILINE)
