@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import os
 import re
 import signal
@@ -44,9 +43,9 @@ def run(script: str, folder: Path) -> str:
     return output
 
 
-def said(expected: str, lines: list[str]) -> bool:
-    """Whether a line of the page was printed, with anything where the page has `...`."""
-    return any(doctest.OutputChecker().check_output(expected, line, doctest.ELLIPSIS) for line in lines)
+def said(expected: str, output: str) -> bool:
+    """Whether a line of the page was printed, with anything where the page has `...`; ranks may end each other's lines."""
+    return re.search(re.escape(expected.strip()).replace(r"\.\.\.", ".*"), output) is not None
 
 
 @pytest.mark.slow
@@ -58,8 +57,7 @@ def test_the_tour_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
             (tmp_path / path.name).symlink_to(path)
     blocks = BLOCK.findall((ROOT / "docs" / "tour.md").read_text())
     output = run("".join(text for kind, text in blocks if kind == "sh"), tmp_path)
-    lines = [line.rstrip() for line in output.splitlines()]
-    missing = [line for kind, text in blocks if kind == "text" for line in text.splitlines() if not said(line, lines)]
+    missing = [line for kind, text in blocks if kind == "text" for line in text.splitlines() if not said(line, output)]
     assert not missing, f"{missing}\nwere not printed:\n{output}"
     assert len(blocks) > 8
     assert list((tmp_path / "tour" / "ncclguard-incidents").glob("*.html"))
