@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,7 +20,23 @@ from ncclguard.config import PREFIX, GuardConfig, allowed_values
 from ncclguard.outcome import Cause
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def script(name: str) -> ModuleType:
+    """A program of scripts/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+website = script("website")
+PAGES = [
+    *(ROOT / name for name in ("README.md", "README.zh-CN.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(ncclguard.__path__, "ncclguard.")
@@ -74,8 +93,24 @@ def test_the_page_of_errors_has_every_exception_and_no_other() -> None:
     assert all(kind in tree for kind in kinds - {"GuardError"})
 
 
-def test_the_readme_has_every_cause() -> None:
-    assert {cause.value for cause in Cause} <= set(rows(ROOT / "README.md"))
+@pytest.mark.parametrize("page", ["causes.md", "causes.zh.md"])
+def test_the_page_of_causes_has_every_cause_and_what_to_do(page: str) -> None:
+    causes = [cause.value for cause in Cause]
+    assert list(rows(ROOT / "docs" / page)) == causes
+    assert re.findall(r"^## (\w+)$", (ROOT / "docs" / page).read_text(), re.MULTILINE) == causes
+
+
+def test_the_page_of_names_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "names.md").read_text() + (ROOT / "docs" / "errors.md").read_text()
+    assert [name for name in ncclguard.__all__ if name != "__version__" and f"`{name}" not in text] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The names under which the headings of a page can be linked to where the repository is browsed."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -83,8 +118,36 @@ def test_names_and_links_on_a_page_exist(page: Path) -> None:
     text = page.read_text()
     for name in set(re.findall(r"\bng\.(\w+)", text)):
         assert hasattr(ncclguard, name), name
-    for target in set(re.findall(r"\]\((?!https?:)([^)#]+)", text)):
-        assert (page.parent / target).exists(), target
+    for target, anchor in set(re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)", text)):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
+
+
+def test_chinese_pages_say_what_the_english_ones_say_now() -> None:
+    """A changed English page makes its Chinese one lag: bring it up to date, and then renew what it notes of the English text."""
+    pages = website.lagging()
+    assert not pages, (
+        f"these Chinese pages lag behind their English ones: {', '.join(pages)}. Bring them up to date, then run: "
+        f"python scripts/website.py renew {' '.join(pages)}"
+    )
+
+
+@pytest.mark.parametrize("page", website.chinese_pages(), ids=lambda page: page.name)
+def test_a_chinese_page_has_the_commands_and_code_of_the_english_one(page: Path) -> None:
+    assert code(page) == code(website.english_of(page))
+
+
+def code(page: Path) -> list[list[str]]:
+    """The blocks of a page without comments, which are translated in places."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [[re.sub(r"(^|\s+)#.*", "", line) for line in block.splitlines()] for block in blocks]
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "how-to").glob("*.md")), ids=lambda page: page.name)
+def test_python_on_a_page_of_how_to_compiles(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+        ast.parse(block)
 
 
 @pytest.mark.processes
