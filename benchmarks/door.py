@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parent))
-from peers import HEADS, columns, figures, write
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.peers.cost import HEADS, columns, figures, write
 
 import ncclguard  # noqa: F401 - registers the backend
 from ncclguard import faults

@@ -1,6 +1,6 @@
 """What a small all-reduce costs beside the alternatives, in turn in one run on gloo, as ratios to plain torch.
 
-    python benchmarks/peers.py [--ranks 2] [--numel 1] [--cycles 60] [--json FILE]
+    python -m benchmarks.peers.cost [--ranks 2] [--numel 1] [--cycles 60] [--json FILE]
 
 Beside each other: plain torch, TORCH_DISTRIBUTED_DEBUG=DETAIL, monitored_barrier before the call, the guarded call
 with and without its opening round, and torchft's process groups where torchft is installed. nvidia-resiliency-ext has
@@ -155,6 +155,31 @@ def columns(row: dict[str, Any]) -> str:
     )
 
 
+def measure(ranks: int, numel: int, cycles: int) -> dict[str, Any]:
+    """Run the ranks; returns the environment, a row for each variant, and how many elements were wrong."""
+    result = faults.run_ranks(run_rank, ranks, args=[numel, cycles], timeout=600).check()
+    return {
+        "ranks": ranks,
+        "numel": numel,
+        "environment": result[0].reports["environment"],
+        "rows": [{"variant": name, **row} for name, row in figures(result.values("seconds"), PLAIN).items()],
+        "wrong": sum(sum(counts.values()) for counts in result.values("wrong").values()),
+    }
+
+
+def text(found: dict[str, Any]) -> str:
+    """What `measure` found, as a table."""
+    environment = found["environment"]
+    lines = [
+        f"# {found['ranks']} ranks on one host, gloo, all_reduce of {found['numel']} float32; torch "
+        f"{environment['torch']}, Python {environment['python']}, {environment['cores']} cores ({environment['cpu']})",
+        f"# {'variant':<20} {HEADS}  time / plain (quartiles)",
+        *(f"  {row['variant']:<20} {columns(row)}" for row in found["rows"]),
+        f"# wrong elements: {found['wrong']}",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Run the ranks, print the table, and return 0 if no element was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -165,25 +190,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.json is not None and options.json.exists():
         parser.error(f"{options.json} exists and is never overwritten; choose another name")
-    numel = options.numel.numel(element_size=4)
-    result = faults.run_ranks(run_rank, options.ranks, args=[numel, options.cycles], timeout=600).check()
-    environment = result[0].reports["environment"]
-    rows = [{"variant": name, **row} for name, row in figures(result.values("seconds"), PLAIN).items()]
-    wrong = sum(sum(counts.values()) for counts in result.values("wrong").values())
-    print(
-        f"# {options.ranks} ranks on one host, gloo, all_reduce of {numel} float32; torch {environment['torch']}, "
-        f"Python {environment['python']}, {environment['cores']} cores ({environment['cpu']})"
-    )
-    print(f"# {'variant':<20} {HEADS}  time / plain (quartiles)")
-    for row in rows:
-        print(f"  {row['variant']:<20} {columns(row)}")
-    print(f"# wrong elements: {wrong}")
+    found = measure(options.ranks, options.numel.numel(element_size=4), options.cycles)
+    print(text(found))
     if options.json is not None:
-        write(
-            options.json,
-            {"schema_version": 1, "numel": numel, "environment": environment, "rows": rows, "wrong": wrong},
-        )
-    return 0 if wrong == 0 else 1
+        write(options.json, {"schema_version": 1, **found})
+    return 0 if found["wrong"] == 0 else 1
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
