@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from benchmarks.peers.ways import LIMIT, WAYS, version
 from ncclguard import faults
 from ncclguard.faults.launcher import reserve_port
 
-_RUN = 60.0  # seconds after which a run is ended
+_RUN = 90.0  # seconds after which a run is ended
 
 
 def run(way: str, fault: str, ranks: int) -> Findings:
@@ -60,14 +61,17 @@ def read(file: Path) -> list[str]:
 
 @contextlib.contextmanager
 def lighthouse() -> Iterator[str]:
-    """torchft's lighthouse, with the options of its README."""
-    from torchft.coordination import LighthouseServer
-
-    server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=10000, quorum_tick_ms=100)
-    try:
-        yield server.address()
-    finally:
-        server.shutdown()
+    """torchft's lighthouse, started by its command with the options of its README."""
+    with contextlib.closing(reserve_port()) as reserved:
+        port = reserved.getsockname()[1]
+        command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"[::]:{port}"]
+        command += ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            yield f"http://localhost:{port}"
+        finally:
+            process.kill()
+            process.wait()
 
 
 def main() -> int:

@@ -3,6 +3,7 @@ the tensor intact, did the job go on."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from ncclguard.incident.model import ranks_text
 NAMING = (
     r"Ranks? ([\d, ]+) failed to pass monitoredBarrier",
     r"watch: \w+ \[([\d, ]*)\]",
+    r"Interruption\.\w+ on ranks=\{([\d, ]+)\}",
 )
 
 
@@ -42,9 +44,7 @@ class Findings:
 
 def findings_of(way: str, fault: str, events: dict[int, list[dict[str, Any]]], ends: dict[int, str]) -> Findings:
     """Put the findings together."""
-    struck = next((event["at"] for event in events[STRUCK] if event["event"] == "struck"), None)
-    if struck is None:
-        raise RuntimeError(f"{way}, {fault}: rank {STRUCK} was not struck: {events}")
+    struck = next((event["at"] for event in events[STRUCK] if event["event"] == "struck"), math.inf)
     met, seconds, named, texts, tensors, wrong, went_on = {}, {}, {}, {}, {}, {}, {}
     participants: set[int] = set()
     for rank, everything in events.items():
@@ -93,6 +93,8 @@ def table(rows: list[Findings]) -> str:
 def cells(row: Findings) -> tuple[str, ...]:
     """A line of the table."""
     others = sorted(row.met)
+    if not row.seconds and not any(row.texts.values()):
+        return (WAYS[row.way].title, "not measured: the fault did not strike, see the JSON", *[""] * 6)
     hung = [rank for rank in others if rank not in row.seconds]
     who = {tuple(row.named[rank]) for rank in others}
     named = [rank for rank in others if row.named[rank]]

@@ -51,7 +51,8 @@ class Program:
         self.rank = int(os.environ["RANK"])
         self.fault = fault
         self.file = Path(folder, f"rank{self.rank}.events")
-        self.struck = self.failures = self.counted = 0
+        self.struck = False
+        self.failures = 0
         self.way = WAYS[way](Setting((ports[0], ports[1]), lighthouse, lambda text: self.event("said", text=text)))
 
     def event(self, kind: str, **values: Any) -> None:
@@ -66,10 +67,9 @@ class Program:
         while self.way.step < STEPS and self.failures < PATIENCE:
             time.sleep(_STEP)
             calls: list[Any] = [(self.way.all_reduce, LARGE), (self.way.all_reduce, SMALL)]
-            self.counted += 1
             self.way.begin()
-            if self.rank == STRUCK and self.counted > STRIKE and not self.struck:
-                self.struck = 1
+            if self.rank == STRUCK and self.way.step >= STRIKE and not self.struck:
+                self.struck = True
                 calls = self.strike(calls)
             step, masks = self.way.step, []
             tensor = before = torch.zeros(0)

@@ -86,6 +86,12 @@ class Plain:
         """After a failure: leave the step out."""
         self.done += 1
 
+    def agree(self) -> None:
+        """Go on at the same step on all ranks, as a program does that loads a checkpoint."""
+        step = torch.tensor(self.done)
+        dist.all_reduce(step, dist.ReduceOp.MAX)
+        self.done = int(step)
+
     def keep_ports(self) -> set[int]:
         """Ports of connections that are not those of the collectives, which the fault `reset` leaves alone."""
         return {int(os.environ["MASTER_PORT"]), *self.setting.ports}
@@ -139,24 +145,24 @@ class Abort(Plain):
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
         self._build()
+        self.agree()
 
 
 class Torchft(Plain):
     """torchft's Manager and a lighthouse; each rank is a replica group, as in its example of fault-tolerant DDP."""
 
-    title = "torchft gloo"
+    title = "torchft"
     package = "torchft"
-    group = "ProcessGroupGloo"
     alone = True
 
     def run(self, loop: Callable[[], None]) -> None:
         """The manager, with the timeouts of torchft's example in the same proportion: 5 s and 10 s there."""
-        from torchft import Manager, process_group
+        from torchft import Manager, ProcessGroupGloo
 
         keep_log("torchft", logging.WARNING, self.setting.say)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.manager = Manager(
-            pg=getattr(process_group, self.group)(timeout=_LIMIT),
+            pg=ProcessGroupGloo(timeout=_LIMIT),
             min_replica_size=1,
             load_state_dict=lambda state: None,
             state_dict=lambda: {},
@@ -210,13 +216,6 @@ class Torchft(Plain):
         return {self.store.port, *(urlparse(address).port or 0 for address in addresses)}
 
 
-class TorchftBaby(Torchft):
-    """The same with gloo in a subprocess that can be killed."""
-
-    title = "torchft baby gloo"
-    group = "ProcessGroupBabyGloo"
-
-
 class InProcess(Plain):
     """nvidia-resiliency-ext's in-process restart, as in its example for the CPU: the loop is the wrapped function."""
 
@@ -253,18 +252,15 @@ class InProcess(Plain):
                 world_size=int(os.environ["WORLD_SIZE"]),
                 timeout=_LIMIT,
             )
+            self.agree()
             loop()
 
         train.__wrapped__.__annotations__["call_wrapper"] = inprocess.CallWrapper
         train(None)
 
     def recover(self) -> None:
-        """Nothing to do in the function: its exception restarts it on all ranks."""
-        raise RestartMe
-
-
-class RestartMe(Exception):
-    """Leaves the wrapped function, so that it is called again."""
+        """Let the exception leave the wrapped function, which is then called again on all ranks."""
+        raise
 
 
 class Guarded(Plain):
@@ -330,7 +326,6 @@ WAYS: Final[dict[str, type[Plain]]] = {
     "monitored": Monitored,
     "abort": Abort,
     "torchft": Torchft,
-    "torchft-baby": TorchftBaby,
     "inprocess": InProcess,
     "watch": Watched,
     "guarded": Guarded,
