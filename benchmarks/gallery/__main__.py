@@ -41,7 +41,10 @@ FAULTS: Final[dict[str, tuple[list[str], str]]] = {
     "extra": (["--fault", "extra"], "makes one call more"),
     "reset": (["--fault", "reset"], "has its connections reset"),
     "partition": (["--fault", "partition", "--seconds", AWAY], f"sends and receives nothing for {AWAY} s, in silence"),
-    "watch-late": (["--fault", "late", "--seconds", AWAY, "--raw"], "the first fault again, of plain calls under `watch()`"),
+    "watch-late": (
+        ["--fault", "late", "--seconds", AWAY, "--raw"],
+        "the first fault again, of plain calls under `watch()`",
+    ),
 }
 
 #: Starts the ranks as a launcher does that ends nobody because another ended.

@@ -74,6 +74,12 @@ def lighthouse() -> Iterator[str]:
             process.wait()
 
 
+def keep(path: Path | None, content: dict[str, Any]) -> None:
+    """Write what there is so far: a run of all faults takes a quarter of an hour."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     """Run everything asked for, print the tables, and return 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -97,18 +103,19 @@ def main() -> int:
     }
     print(f"# {options.ranks} ranks on one host, gloo; rank {STRUCK} is struck; limit {LIMIT:g} s; {machine}")
     print("# " + ", ".join(f"{name} {found or 'not installed: not measured'}" for name, found in versions.items()))
-    found: list[Findings] = []
+    content: dict[str, Any] = {"schema_version": 1, "machine": machine, "versions": versions, "limit": LIMIT}
+    content |= {"ranks": options.ranks, "faults": [], "costs": {}}
+    if options.json is not None:
+        cost.write(options.json, content)
     for fault in options.faults:
         rows = [run(way, fault, options.ranks) for way in options.ways if version(WAYS[way]) is not None]
-        found += rows
         print(f"\n{fault}: {FAULTS[fault]}\n{table(rows)}", flush=True)
-    costs: dict[str, Any] = {}
+        content["faults"] += [row.as_json() for row in rows]
+        keep(options.json, content)
     if options.cycles:
-        costs = cost.measure(2, 1, options.cycles)
-        print("\n" + cost.text(costs))
-    if options.json is not None:
-        content = {"schema_version": 1, "machine": machine, "versions": versions, "limit": LIMIT, "ranks": options.ranks}
-        cost.write(options.json, {**content, "faults": [row.as_json() for row in found], "costs": costs})
+        content["costs"] = cost.measure(2, 1, options.cycles)
+        print("\n" + cost.text(content["costs"]))
+        keep(options.json, content)
     return 0
 
 

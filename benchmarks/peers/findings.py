@@ -12,10 +12,14 @@ from benchmarks.peers.job import STRIKE, STRUCK
 from benchmarks.peers.ways import WAYS
 from ncclguard.incident.model import ranks_text
 
-#: How the ways that have no field for it name ranks in their texts; the first group is the rank, or a list of ranks.
+#: How the ways that have no field for it name ranks in their texts: the first of these that a text fits counts; the
+#: group is the rank, or a list of ranks. nvidia-resiliency-ext lists all whose function was interrupted: where it knows
+#: that some are gone, these are whom it names.
 NAMING = (
     r"Ranks? ([\d, ]+) failed to pass monitoredBarrier",
+    r"but Rank (\d+) is running collective",
     r"watch: \w+ \[([\d, ]*)\]",
+    r"Interruption\.TERMINATED on ranks=\{([\d, ]+)\}",
     r"Interruption\.\w+ on ranks=\{([\d, ]+)\}",
 )
 
@@ -61,25 +65,24 @@ def findings_of(way: str, fault: str, events: dict[int, list[dict[str, Any]]], e
             tensors[rank] = first["tensor"]
         named[rank] = names(said, first)
         texts[rank] = "\n".join(said)[:3000]
-        on = [event for event in after if event["event"] == "ok" and event["step"] > STRIKE and None not in event["masks"]]
+        on = [
+            event for event in after if event["event"] == "ok" and event["step"] > STRIKE and None not in event["masks"]
+        ]
         if on:
             went_on[rank] = on[0]["at"] - struck
             participants |= {other for other in events if on[-1]["masks"][0] >> other & 1}
-    return Findings(
-        way, fault, met, seconds, named, texts, tensors, wrong, went_on, sorted(participants), {**ends}
-    )
+    return Findings(way, fault, met, seconds, named, texts, tensors, wrong, went_on, sorted(participants), {**ends})
 
 
 def names(said: list[str], first: dict[str, Any] | None) -> list[int]:
     """The ranks that a rank was told are responsible."""
     if first is not None and first.get("named") is not None:
         return sorted(first["named"])
-    found: set[int] = set()
-    for text in said:
-        for pattern in NAMING:
-            for match in re.finditer(pattern, text):
-                found |= {int(number) for number in re.findall(r"\d+", match[1])}
-    return sorted(found)
+    everything = "\n".join(said)
+    for pattern in NAMING:
+        if found := re.findall(pattern, everything):
+            return sorted({int(number) for ranks in found for number in re.findall(r"\d+", ranks)})
+    return []
 
 
 def table(rows: list[Findings]) -> str:
@@ -87,7 +90,9 @@ def table(rows: list[Findings]) -> str:
     heads = ("", "ends", "within", "named", "on", "tensor", "goes on", "wrong results")
     lines = [heads, *(cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
-    return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
+    )
 
 
 def cells(row: Findings) -> tuple[str, ...]:

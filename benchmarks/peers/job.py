@@ -19,7 +19,7 @@ from ncclguard.faults import injection
 
 STRUCK: Final = 2
 STRIKE: Final = 4  # the step
-STEPS: Final = 14
+STEPS: Final = 10
 LARGE, SMALL = 1000, 1
 #: Seconds that late and stopped ranks are away.
 AWAY: Final = 1.5 * LIMIT
@@ -51,6 +51,7 @@ class Program:
         self.rank = int(os.environ["RANK"])
         self.fault = fault
         self.file = Path(folder, f"rank{self.rank}.events")
+        self.size = int(os.environ["WORLD_SIZE"])  # now, as nvidia-resiliency-ext gives new numbers after a restart
         self.struck = False
         self.failures = 0
         self.way = WAYS[way](Setting((ports[0], ports[1]), lighthouse, lambda text: self.event("said", text=text)))
@@ -64,7 +65,7 @@ class Program:
 
     def loop(self) -> None:
         """Steps until all are done or the program gives up."""
-        while self.way.step < STEPS and self.failures < PATIENCE:
+        while self.way.step < STEPS:
             time.sleep(_STEP)
             calls: list[Any] = [(self.way.all_reduce, LARGE), (self.way.all_reduce, SMALL)]
             self.way.begin()
@@ -78,18 +79,21 @@ class Program:
                     tensor = torch.full((numel,), 2.0**self.rank)
                     before = tensor.clone()
                     call(tensor)
-                    masks.append(mask(tensor))
+                    masks.append(mask(tensor, self.size))
                 self.way.commit()
             except Exception as error:
                 named = error.named if isinstance(error, Failed) else None
                 text = f"{type(error).__name__}: {error}"
-                self.event("failed", step=step, text=text, named=named, tensor=state(tensor, before))
+                self.event("failed", step=step, text=text, named=named, tensor=state(tensor, before, self.size))
                 self.failures += 1
+                if self.failures == PATIENCE:
+                    self.event("gave up")
+                    raise
                 self.way.recover()
             else:
                 self.failures = 0
                 self.event("ok", step=step, masks=masks)
-        self.event("done" if self.failures < PATIENCE else "gave up")
+        self.event("done")
 
     def strike(self, calls: list[Any]) -> list[Any]:
         """Do what the fault is, and return the calls that this rank makes in the step."""
@@ -113,19 +117,19 @@ class Program:
         return calls
 
 
-def mask(tensor: torch.Tensor) -> int | None:
+def mask(tensor: torch.Tensor, size: int) -> int | None:
     """Who took part, one bit a rank; None if the result is no sum of what the ranks had."""
     value = float(tensor[0])
-    if not bool((tensor == value).all()) or not value.is_integer() or not 0 < value < 2 ** int(os.environ["WORLD_SIZE"]):
+    if not bool((tensor == value).all()) or not value.is_integer() or not 0 < value < 2**size:
         return None
     return int(value)
 
 
-def state(tensor: torch.Tensor, before: torch.Tensor) -> str:
+def state(tensor: torch.Tensor, before: torch.Tensor, size: int) -> str:
     """What a failed call has left of the tensor."""
     if torch.equal(tensor, before):
         return "intact"
-    return "torn" if mask(tensor) is None else "result"
+    return "torn" if mask(tensor, size) is None else "result"
 
 
 def run_rank(way: str, fault: str, folder: str, ports: list[int], lighthouse: str) -> None:
