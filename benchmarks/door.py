@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.peers.cost import HEADS, columns, figures, write
-
 import ncclguard  # noqa: F401 - registers the backend
+from benchmarks.peers.cost import HEADS, columns, figures, write
 from ncclguard import faults
 from ncclguard.bench.arguments import parse_size
 from ncclguard.bench.machine import describe

@@ -4,7 +4,8 @@
 
 For each fault docs/gallery/FAULT gets what the terminal showed, and the JSON and the page of its first incident; the
 table of docs/gallery/README.md is written anew. The runs are made in /tmp/job on a host that is called gpu-07 (a UTS
-namespace: as root, or where users may make namespaces), so nothing of the machine is in what they leave.
+namespace: as root, or where users may make namespaces), with a copy of ncclguard beside the program, so nothing of the
+machine is in what they leave.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final
+
+from ncclguard.incident.model import ranks_text
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 GALLERY: Final = REPOSITORY / "docs" / "gallery"
@@ -61,6 +64,7 @@ def drill(name: str) -> dict[str, Any]:
     shutil.rmtree(JOB, ignore_errors=True)
     JOB.mkdir()
     shutil.copy(Path(__file__).with_name("train.py"), JOB)
+    shutil.copytree(REPOSITORY / "ncclguard", JOB / "site" / "ncclguard", ignore=shutil.ignore_patterns("__pycache__"))
     (JOB / "launch.py").write_text(LAUNCH)
     words = [*FAULTS[name][0], "--rank", str(STRUCK), "--op", str(CALL), "--json", "drill.json"]
     command = [sys.executable, "-m", "ncclguard", "drill", *words, "--timeout", "90", "--", "python", "launch.py"]
@@ -68,7 +72,7 @@ def drill(name: str) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NCCLGUARD_")}
     environment |= {
         "NCCLGUARD_ALLOW_DRILL": "1",
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": str(JOB / "site"),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONIOENCODING": "utf-8",
     }
@@ -88,6 +92,7 @@ def drill(name: str) -> dict[str, Any]:
     if done.returncode != 0:
         raise SystemExit(f"{name}: the drill failed, so the gallery is left as it is:\n{done.stdout}")
     reports = sorted((JOB / "ncclguard-incidents").glob("incident-*.json"), key=lambda file: file.stat().st_mtime_ns)
+    shutil.rmtree(JOB / "site")
     files = {"terminal.txt": f"$ ncclguard {' '.join(command[3:])}\n{done.stdout}"}
     if reports:
         files |= {"incident.json": reports[0].read_text(), "incident.html": reports[0].with_suffix(".html").read_text()}
@@ -111,7 +116,7 @@ def row(name: str) -> str:
     }
     if (folder / "incident.json").exists():
         incident = json.loads((folder / "incident.json").read_text())["incident"]
-        verdict = f"{incident['cause']}: ranks {incident['culprits']}" if incident["culprits"] else incident["cause"]
+        verdict = ", ".join(filter(None, [ranks_text(incident["culprits"]), incident["cause"]]))
         links = f"[page]({name}/incident.html), [JSON]({name}/incident.json)"
     else:
         verdict, links = "no call failed", "none"

@@ -14,10 +14,8 @@ import contextlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ def run(way: str, fault: str, ranks: int) -> Findings:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-"))
         ports = [stack.enter_context(contextlib.closing(reserve_port())).getsockname()[1] for _ in range(2)]
-        address = stack.enter_context(lighthouse()) if way.startswith("torchft") else ""
+        address = stack.enter_context(cost.lighthouse()) if way.startswith("torchft") else ""
         result = faults.run_ranks(
             run_rank,
             ranks,
@@ -57,21 +55,6 @@ def run(way: str, fault: str, ranks: int) -> Findings:
 def read(file: Path) -> list[str]:
     """The lines of a rank's file."""
     return file.read_text().splitlines() if file.exists() else []
-
-
-@contextlib.contextmanager
-def lighthouse() -> Iterator[str]:
-    """torchft's lighthouse, started by its command with the options of its README."""
-    with contextlib.closing(reserve_port()) as reserved:
-        port = reserved.getsockname()[1]
-        command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"[::]:{port}"]
-        command += ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            yield f"http://localhost:{port}"
-        finally:
-            process.kill()
-            process.wait()
 
 
 def keep(path: Path | None, content: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -165,7 +166,7 @@ class Torchft(Plain):
             pg=ProcessGroupGloo(timeout=_LIMIT),
             min_replica_size=1,
             load_state_dict=lambda state: None,
-            state_dict=lambda: {},
+            state_dict=dict,
             replica_id=f"rank_{self.rank}",
             timeout=2 * _LIMIT,
             store_addr="127.0.0.1",
@@ -174,6 +175,12 @@ class Torchft(Plain):
             world_size=1,
             lighthouse_addr=self.setting.lighthouse,
         )
+        # Else a rank that comes up early makes a quorum of its own, as min_replica_size allows.
+        size = int(os.environ["WORLD_SIZE"])
+        ready = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, self.rank == 0)
+        ready.add("ready", 1)
+        while ready.add("ready", 0) < size:
+            time.sleep(0.05)
         try:
             loop()
         finally:
@@ -260,7 +267,7 @@ class InProcess(Plain):
 
     def recover(self) -> None:
         """Let the exception leave the wrapped function, which is then called again on all ranks."""
-        raise
+        raise  # noqa: PLE0704 - the loop calls this while it handles the exception
 
 
 class Guarded(Plain):
