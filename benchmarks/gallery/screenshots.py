@@ -43,7 +43,8 @@ document.getElementById("page").onload = event => {
   const heads = [...root.querySelectorAll(".head span")].filter(e => e.checkVisibility()), over = [];
   heads.forEach((one, n) => heads.slice(n + 1).forEach(other => {
     const a = one.getBoundingClientRect(), b = other.getBoundingClientRect();
-    if (a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
+    const pixels = 3;  // of the lines' own spacing
+    if (a.left < b.right && b.left < a.right && a.top + pixels < b.bottom && b.top + pixels < a.bottom)
       over.push(one.textContent + " / " + other.textContent); }));
   document.getElementById("found").textContent = JSON.stringify({
     width: root.scrollWidth, dark: matchMedia("(prefers-color-scheme: dark)").matches, pairs, over,

@@ -76,6 +76,7 @@ def main() -> int:
         parser.error(f"{options.json} exists and is never overwritten; choose another name")
     if options.ranks <= STRUCK:
         parser.error(f"--ranks is {options.ranks}; rank {STRUCK} is struck, so give {STRUCK + 1} or more")
+    chosen = [name for name in options.ways if version(WAYS[name]) is not None and WAYS[name].there]
     versions = {WAYS[name].package: version(WAYS[name]) for name in WAYS}
     machine = {
         "python": platform.python_version(),
@@ -91,7 +92,7 @@ def main() -> int:
     if options.json is not None:
         cost.write(options.json, content)
     for fault in options.faults:
-        rows = [run(way, fault, options.ranks) for way in options.ways if version(WAYS[way]) is not None]
+        rows = [run(way, fault, options.ranks) for way in chosen]
         print(f"\n{fault}: {FAULTS[fault]}\n{table(rows)}", flush=True)
         content["faults"] += [row.as_json() for row in rows]
         keep(options.json, content)

@@ -8,7 +8,7 @@ documentation has a program do after a failure, before the next step. `run` is a
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
+import json
 import logging
 import os
 import time
@@ -51,6 +51,8 @@ class Plain:
     debug = dist.DebugLevel.OFF
     #: Whether every rank is a process of its own rather than a fork of one that has imported torch.
     alone = False
+    #: Whether this version of the package has it.
+    there = True
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -130,21 +132,61 @@ class Abort(Plain):
         """With a store of the program's own, which lives on when the groups are aborted."""
         self.builds = 0
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.store = dist.TCPStore(address, port, int(os.environ["WORLD_SIZE"]), self.rank == 0, timeout=_LIMIT)
+        self.store = dist.TCPStore(address, port, int(os.environ["WORLD_SIZE"]), self.rank == 0)
         self._build()
         loop()
 
     def _build(self) -> None:
         store = dist.PrefixStore(str(self.builds), self.store)
         self.builds += 1
-        size = int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size, timeout=_LIMIT)
+        # Ranks find out up to a limit apart, so those that come first have to wait for longer than one.
+        size, wait = int(os.environ["WORLD_SIZE"]), _LIMIT * (2 if self.builds > 1 else 1)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size, timeout=wait)
 
     def recover(self) -> None:
         """Abort, and build again; raises what torch raises where a rank does not come."""
         super().recover()
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
+        self._build()
+        self.agree()
+
+
+class Reconfigure(Plain):
+    """torch's `_reconfigure` of the default group (torch 2.15), with those that come to the program's rendezvous."""
+
+    title = "torch reconfigure"
+    there = hasattr(dist.distributed_c10d, "_reconfigure")
+
+    def run(self, loop: Callable[[], None]) -> None:
+        """The rendezvous is the program's affair: here over a store that lives on the first rank."""
+        self.builds = 0
+        address, port = os.environ["MASTER_ADDR"], self.setting.ports[0]
+        self.store = dist.TCPStore(address, port, int(os.environ["WORLD_SIZE"]), self.rank == 0)
+        options: dict[str, Any] = {"enable_reconfigure": True}
+        dist.init_process_group("gloo", timeout=_LIMIT, **options)
+        self._build()
+        loop()
+
+    def _build(self) -> None:
+        """Who has come within the limit is in: the first rank says so after all have, or when the time is over."""
+        c10d: Any = dist.distributed_c10d
+        size, prefix = int(os.environ["WORLD_SIZE"]), f"build {self.builds}"
+        self.store.set(f"{prefix}, rank {self.rank}", c10d._get_reconfigure_handle())
+        if self.rank == 0:
+            end = time.monotonic() + LIMIT
+            keys = [f"{prefix}, rank {rank}" for rank in range(size)]
+            while (here := [key for key in keys if self.store.check([key])]) != keys and time.monotonic() < end:
+                time.sleep(0.05)
+            self.store.set(prefix, json.dumps([self.store.get(key).decode() for key in here]))
+        self.store.wait([prefix], 3 * _LIMIT)
+        self.builds += 1
+        handles = json.loads(self.store.get(prefix))
+        c10d._reconfigure(uuid=self.builds, handles=handles, timeout=_LIMIT).wait()
+
+    def recover(self) -> None:
+        """The group again, and the same step on all its ranks."""
+        super().recover()
         self._build()
         self.agree()
 
@@ -332,6 +374,7 @@ WAYS: Final[dict[str, type[Plain]]] = {
     "detail": Detail,
     "monitored": Monitored,
     "abort": Abort,
+    "reconfigure": Reconfigure,
     "torchft": Torchft,
     "inprocess": InProcess,
     "watch": Watched,
