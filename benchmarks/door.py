@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parent))
-from peers import HEADS, columns, figures, write
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import ncclguard  # noqa: F401 - registers the backend
+from benchmarks.peers.cost import HEADS, columns, figures, write
 from ncclguard import faults
 from ncclguard.bench.arguments import parse_size
 from ncclguard.bench.machine import describe

@@ -1,6 +1,6 @@
 """What a small all-reduce costs beside the alternatives, in turn in one run on gloo, as ratios to plain torch.
 
-    python benchmarks/peers.py [--ranks 2] [--numel 1] [--cycles 60] [--json FILE]
+    python -m benchmarks.peers.cost [--ranks 2] [--numel 1] [--cycles 60] [--json FILE]
 
 Beside each other: plain torch, TORCH_DISTRIBUTED_DEBUG=DETAIL, monitored_barrier before the call, the guarded call
 with and without its opening round, and torchft's process groups where torchft is installed. nvidia-resiliency-ext has
@@ -12,12 +12,14 @@ what plain costs. Every result is checked. Ratios are medians over cycles with q
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,11 +35,14 @@ from ncclguard.bench.machine import describe
 from ncclguard.bench.measure import Blocks, choose_pattern, count_wrong, fill
 from ncclguard.bench.ranks import World
 from ncclguard.bench.results import percentile, ratio, slowest_rank_times
+from ncclguard.faults.launcher import reserve_port
 
 Call = Callable[[torch.Tensor], object]
 PLAIN = "plain torch"
+MANAGED = "torchft step"
 SLOTS = 32  # calls back to back in a cycle, each on a tensor of its own
 WARMUP = 5  # cycles
+FEW = {MANAGED: 2}  # calls in a cycle of what takes milliseconds
 LIMIT = timedelta(seconds=60)
 HEADS = f"{'calls':>6} {'p50 (us)':>10} {'p99 (us)':>10}"
 
@@ -77,11 +82,56 @@ def torchft(kind: str) -> Call:
 
     group = getattr(process_group, kind)(timeout=LIMIT)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}/peers/{kind}"
-    process_group.reconfigure_with_store(group, address, dist.get_rank(), dist.get_world_size())
+    group.configure(address, f"rank_{dist.get_rank()}", dist.get_rank(), dist.get_world_size())
     return lambda tensor: group.allreduce([tensor], AllreduceOptions()).wait(LIMIT)
 
 
-def variants() -> dict[str, Call]:
+@contextlib.contextmanager
+def lighthouse() -> Iterator[str]:
+    """torchft's lighthouse, started by its command with the options of its README."""
+    with contextlib.closing(reserve_port()) as reserved:
+        port = reserved.getsockname()[1]
+        command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"[::]:{port}"]
+        command += ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            yield f"http://localhost:{port}"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def managed(address: str) -> Call:
+    """A step of torchft's Manager with one all-reduce: the quorum, the call, and the vote whether the step counts."""
+    from torchft import Manager, ProcessGroupGloo
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    size = dist.get_world_size()
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        min_replica_size=size,
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        replica_id=f"rank_{dist.get_rank()}",
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=address,
+        init_sync=False,
+    )
+
+    def call(tensor: torch.Tensor) -> None:
+        manager.start_quorum()
+        manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
+        if not manager.should_commit():
+            raise RuntimeError(f"torchft's step does not count: {manager.errored()}")
+
+    call.keeps = (store, manager)  # type: ignore[attr-defined]
+    return call
+
+
+def variants(address: str) -> dict[str, Call]:
     """Everything that can be run here, by the name in the table; each on a communicator of its own."""
     group = dist.new_group(backend="gloo", timeout=LIMIT)
     found: dict[str, Call] = {
@@ -94,14 +144,15 @@ def variants() -> dict[str, Call]:
     if importlib.util.find_spec("torchft") is not None:
         found["torchft gloo"] = torchft("ProcessGroupGloo")
         found["torchft baby gloo"] = torchft("ProcessGroupBabyGloo")
+        found[MANAGED] = managed(address)
     return found
 
 
-def run_rank(numel: int, cycles: int) -> None:
+def run_rank(numel: int, cycles: int, address: str) -> None:
     """One rank: each variant in turn, order alternating; reports the seconds of every call and the wrong elements."""
     dist.init_process_group("gloo", timeout=LIMIT)
     rank, size = dist.get_rank(), dist.get_world_size()
-    calls = variants()
+    calls = variants(address)
     data = torch.empty(SLOTS * numel)
     if "torchft baby gloo" in calls:
         data.share_memory_()  # else its own copy into shared memory would be timed with it
@@ -115,11 +166,12 @@ def run_rank(numel: int, cycles: int) -> None:
             fill(data, blocks.contribution(rank, cycle))
             dist.barrier()
             durations = []
-            for tensor in tensors:
+            slots = FEW.get(name, SLOTS)
+            for tensor in tensors[:slots]:
                 started = time.perf_counter()
                 call(tensor)
                 durations.append(time.perf_counter() - started)
-            wrong[name] += count_wrong(data, blocks.total(cycle))
+            wrong[name] += count_wrong(data[: slots * numel], blocks.total(cycle)[: slots * numel])
             if cycle >= 0:
                 seconds[name].append(durations)
     environment = describe(World(rank, size, rank, size, "ncclguard.faults"), "gloo", torch.device("cpu"), [])
@@ -155,6 +207,33 @@ def columns(row: dict[str, Any]) -> str:
     )
 
 
+def measure(ranks: int, numel: int, cycles: int) -> dict[str, Any]:
+    """Run the ranks; returns the environment, a row for each variant, and how many elements were wrong."""
+    with lighthouse() if importlib.util.find_spec("torchft") is not None else contextlib.nullcontext("") as address:
+        result = faults.run_ranks(run_rank, ranks, args=[numel, cycles, address], timeout=600).check()
+    return {
+        "ranks": ranks,
+        "numel": numel,
+        "environment": result[0].reports["environment"],
+        "rows": [{"variant": name, **row} for name, row in figures(result.values("seconds"), PLAIN).items()],
+        "wrong": sum(sum(counts.values()) for counts in result.values("wrong").values()),
+    }
+
+
+def text(found: dict[str, Any]) -> str:
+    """What `measure` found, as a table."""
+    environment = found["environment"]
+    machine = f"Python {environment['python']}, {environment['cores']} cores ({environment['cpu']})"
+    what = f"{found['ranks']} ranks on one host, gloo, all_reduce of {found['numel']} float32"
+    lines = [
+        f"# {what}; torch {environment['torch']}, {machine}",
+        f"# {'variant':<20} {HEADS}  time / plain (quartiles)",
+        *(f"  {row['variant']:<20} {columns(row)}" for row in found["rows"]),
+        f"# wrong elements: {found['wrong']}",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Run the ranks, print the table, and return 0 if no element was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -165,25 +244,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.json is not None and options.json.exists():
         parser.error(f"{options.json} exists and is never overwritten; choose another name")
-    numel = options.numel.numel(element_size=4)
-    result = faults.run_ranks(run_rank, options.ranks, args=[numel, options.cycles], timeout=600).check()
-    environment = result[0].reports["environment"]
-    rows = [{"variant": name, **row} for name, row in figures(result.values("seconds"), PLAIN).items()]
-    wrong = sum(sum(counts.values()) for counts in result.values("wrong").values())
-    print(
-        f"# {options.ranks} ranks on one host, gloo, all_reduce of {numel} float32; torch {environment['torch']}, "
-        f"Python {environment['python']}, {environment['cores']} cores ({environment['cpu']})"
-    )
-    print(f"# {'variant':<20} {HEADS}  time / plain (quartiles)")
-    for row in rows:
-        print(f"  {row['variant']:<20} {columns(row)}")
-    print(f"# wrong elements: {wrong}")
+    found = measure(options.ranks, options.numel.numel(element_size=4), options.cycles)
+    print(text(found))
     if options.json is not None:
-        write(
-            options.json,
-            {"schema_version": 1, "numel": numel, "environment": environment, "rows": rows, "wrong": wrong},
-        )
-    return 0 if wrong == 0 else 1
+        write(options.json, {"schema_version": 1, **found})
+    return 0 if found["wrong"] == 0 else 1
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
