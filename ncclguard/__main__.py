@@ -43,7 +43,8 @@ COMMANDS = {
     "top": Command("ncclguard.metrics.top_command", "watch the ranks of a running job on this host"),
     "set": Command("ncclguard.metrics.control", "change settings of a running job, on all ranks at once"),
     "run": Command(
-        "ncclguard.training.launcher", "torchrun, except that ranks which go on without a lost one are left alone"
+        "ncclguard.training.launcher",
+        "start a training as torchrun does, and leave alone the ranks that go on without a lost one",
     ),
     "report": Command("ncclguard.incident.report", "make the page of an incident again, from its JSON"),
     "drill": Command("ncclguard.faults.drill", "inject a fault into a running job that allows it"),

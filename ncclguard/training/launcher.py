@@ -7,6 +7,7 @@ without whom. The launcher starts no rank again yet.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import shutil
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ncclguard.command_line import described
 from ncclguard.incident.model import ranks_text
 from ncclguard.training import declaration
 
@@ -76,14 +78,21 @@ class Survivors:
         return None if raised else "succeeded"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a training script on several ranks, as torchrun does; returns the exit code."""
+EXIT_CODES = {
+    0: "the script ended well on all ranks, or on all that went on",
+    1: "ranks failed, and the others did not go on; which and why is on stderr",
+    2: "this torch has no elastic agent that can be used, or a wrong option",
+}
+EXAMPLES = {
+    "ncclguard run --nproc-per-node 4 examples/train_surviving.py": "four ranks on this host; kill one and look",
+    "ncclguard run --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 train.py": "on each host, as torchrun",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of the command: torchrun's, and one of its own."""
     from ncclguard.torch_compat import elastic  # the elastic agent takes half a second to import
 
-    lacking = elastic.check()
-    if lacking:
-        print(f"ncclguard run: {lacking}; use torchrun, or torch 2.13", file=sys.stderr)
-        return 2
     parser = elastic.parser()
     parser.prog = "ncclguard run"
     parser.add_argument(
@@ -93,7 +102,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=WITHIN,
         help="Seconds in which the survivors of a lost rank must have gone on; else all are ended, as by torchrun.",
     )
-    arguments = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
+    return described(parser, EXAMPLES, EXIT_CODES)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a training script on several ranks, as torchrun does; returns the exit code."""
+    from ncclguard.torch_compat import elastic
+
+    lacking = elastic.check()
+    if lacking:
+        print(f"ncclguard run: {lacking}; use torchrun, or torch 2.13", file=sys.stderr)
+        return 2
+    arguments = build_parser().parse_args(list(sys.argv[1:] if argv is None else argv))
     folder = tempfile.mkdtemp(prefix="ncclguard-run-")
     survivors = Survivors(folder, arguments.go_on_within)
     os.environ[declaration.FOLDER] = folder
