@@ -28,6 +28,7 @@ from ncclguard.protocol.decision import (
     decide,
 )
 from ncclguard.protocol.member import Entry, Member, Resolution
+from ncclguard.protocol.timing import GRACE
 
 #: Seconds for which a rank tells of its last call that failed, which may be why another group has waited for it.
 TOLD_FOR = 30.0
@@ -46,6 +47,8 @@ class Subject(Protocol):
     def session(self) -> str: ...
     @property
     def sightings(self) -> Sightings: ...
+    @property
+    def decided_after(self) -> float | None: ...
     @property
     def guarded(self) -> bool: ...
 
@@ -91,6 +94,8 @@ class GroupState:
         self._unavailable = ""
         self._session = ""
         self._sightings: Sightings = {}
+        self._decided_after: float | None = None
+        self._grace: Callable[[], float] = lambda: GRACE
         self._stop: Callable[[int], None] = _no_transport
         self._result: Callable[[], str | None] = _nothing_kept
         self._publish_alone: Callable[[Incident], None] = _nobody_reads
@@ -117,6 +122,11 @@ class GroupState:
     def sightings(self) -> Sightings:
         """What was seen of ranks that did not answer the last revoke."""
         return self._sightings
+
+    @property
+    def decided_after(self) -> float | None:
+        """Seconds from the last revoke to its verdict, where this rank has decided it."""
+        return self._decided_after
 
     def trouble(self, generation: int, kind: TroubleKind, text: str, peer: int = -1, host: str = "") -> bool:
         """Stop moving in this generation and have it revoked; False when it has had its verdict already."""
@@ -177,10 +187,10 @@ class GroupState:
         """From now on a revoke stops the communicator of its generation, and `result()` is what late ranks get."""
         self._stop, self._result = stop, result
 
-    def enter(self, operation: Operation, call: OpenCall, wait: float, until: float) -> tuple[Entry, Verdict | None]:
+    def enter(self, operation: Operation, call: OpenCall, wait: float) -> tuple[Entry, Verdict | None]:
         """Take the next place in the group's sequence, waiting for the verdict of a revoked generation first.
 
-        `wait`: seconds of one wait, between which signals are heeded; `until`: the end of all, by time.monotonic().
+        `wait`: seconds of one wait, between which signals are heeded.
         """
         with self.lock:
             while True:
@@ -193,7 +203,7 @@ class GroupState:
                         self._decided = None
                         self._call = call
                     return entry, verdict
-                if self._unavailable or time.monotonic() > until:
+                if self._gives_up(call):
                     call.sequence = self.skip([operation])
                     return entry, None
                 self.condition.wait(wait)
@@ -213,11 +223,15 @@ class GroupState:
                 if failed:
                     self._failed = (call.text, time.monotonic())
 
-    def await_verdict(self, wait: float, until: float) -> Decided | None:
+    def _gives_up(self, call: OpenCall) -> bool:
+        """Whether the call ends without the verdict that it waits for: none can come, or it has taken too long."""
+        return bool(self._unavailable) or time.monotonic() >= call.deadline + self._grace()
+
+    def await_verdict(self, wait: float, call: OpenCall) -> Decided | None:
         """Wait for the verdict on the call, on local state and by this rank's own clock; None when none came."""
         with self.condition:
             while self._decided is None:
-                if self._unavailable or time.monotonic() >= until:
+                if self._gives_up(call):
                     self.member.give_up()
                     return None
                 self.condition.wait(wait)
@@ -251,8 +265,13 @@ class GroupState:
         unavailable: str,
         publish_alone: Callable[[Incident], None],
         standing: Callable[[], Trouble | None],
+        grace: Callable[[], float] = lambda: GRACE,
     ) -> None:
-        """The monitor takes the group on. `standing()`: why others wait in vain for this rank, see `sections`."""
+        """The monitor takes the group on. `standing()`: why others wait in vain for this rank, see `sections`.
+
+        `grace()`: for how many seconds after its deadline a caller waits for the verdict, see `timing`.
+        """
+        self._grace = grace
         self._session, self._unavailable = session, unavailable
         self._publish_alone, self._standing = publish_alone, standing
 
@@ -265,6 +284,10 @@ class GroupState:
     def saw(self, sightings: Sightings) -> None:
         """Keep what was seen of ranks that do not answer, for the incident."""
         self._sightings = sightings
+
+    def decides(self, after: float) -> None:
+        """This rank writes a verdict so many seconds after the revoke: for the incident."""
+        self._decided_after = after
 
     def stop_transport(self, generation: int) -> None:
         """End everything in flight on this generation."""

@@ -63,6 +63,7 @@ def summarise(
         summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded),
         advice=("The others go on without it. " if resumed else "") + _advice(verdict.cause, state),
         sides=model.sides(verdict.sides),
+        decided_after=None if state.decided_after is None else round(state.decided_after, 3),
     )
     said = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
     return json.dumps({"schema_version": incident.schema_version, **said}, separators=(",", ":"))

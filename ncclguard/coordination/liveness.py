@@ -411,8 +411,9 @@ class Neighbours:
         self._liveness.drain()
         if self._store is None or now < self._next_look:
             return
-        self._next_look = now + (self._attentive_every if attentive else LOOK_EVERY)
-        for text in self._list.new(self._store):
+        every = self._attentive_every if attentive else LOOK_EVERY
+        self._next_look = now + every
+        for text in self._list.new(self._store, every):
             identity = Identity.from_json(text)
             self._known[identity.rank] = identity
         for rank in list(self._beside):
@@ -423,11 +424,18 @@ class Neighbours:
                 if peer.host_key != self._liveness.identity.host_key:
                     self._liveness.befriend(peer)
 
-    def departures(self) -> list[Departure]:
-        """Ranks seen here whose process is gone: positive evidence, never silence."""
+    def departures(self, within: float = 0.0) -> list[Departure]:
+        """Ranks seen here whose process is gone: positive evidence, never silence.
+
+        One rank of the host looks at the others every `within` seconds: with each at all, 64 ranks that wait would keep
+        a core busy with /proc.
+        """
         found = []
-        for rank in list(self._known):
+        looks = not within or self._store is None or self._store.turn("processes", within)
+        for rank, peer in list(self._known.items()):
             if rank == self._rank or rank in self._gone:
+                continue
+            if not looks and peer.host_key == self._liveness.identity.host_key:
                 continue
             sight, evidence = self._liveness.look(self._known[rank])
             if sight is Sight.GONE:

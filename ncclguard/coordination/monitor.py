@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from ncclguard.cause import Cause
 from ncclguard.coordination.group_state import GroupState, Summarise, make_state
+from ncclguard.coordination.host_page import HostPage
 from ncclguard.coordination.inquiry import Inquiries, Patience
 from ncclguard.coordination.liveness import Identity, Liveness, Neighbours, Sight
 from ncclguard.coordination.revocation import Revocation, leave_result, read_revoke, revoke
@@ -43,6 +44,7 @@ class MonitorSettings:
     revoked: Callable[[GroupState], None] = lambda state: None  # a revocation begins; returns at once
     publish_alone: Callable[[Incident], None] = lambda incident: None
     offer_stacks: Callable[[int], Offer | None] = lambda thread: None  # given the monitor's own thread
+    open_page: Callable[[str], HostPage | None] = lambda session: None  # what the ranks of this host share, if they do
 
 
 log = logging.getLogger("ncclguard")
@@ -66,6 +68,7 @@ class Monitor:
         self.nonce = ""
         self.on_step: Callable[[float, AgreementStore], None] | None = None  # done in every step of the monitor
         self._root = store
+        self._connection = store.connection
         self._store = store
         self._settings = settings
         self._handshake: Handshake | None = Handshake(store, rank, world_size)
@@ -80,6 +83,7 @@ class Monitor:
         self._events = Entries("events", "event")
         self._departures = Departures(rank)
         self._aside = True  # whether this step looks at what only matters later, too
+        self._departed_now = False  # somebody has said that there are departures: what the host knew of them is old
         self._next_aside = 0.0
         self.departures_begun = False  # as far as the job's log says
         self._leaving: Departure | None = None
@@ -110,7 +114,8 @@ class Monitor:
             state = self._states.get(key)
             if state is None:
                 state = self._states[key] = make_state(key, self.rank, members)
-                state.serve(self.nonce, self._unavailable, self._settings.publish_alone, self.sections.standing)
+                settings, standing = self._settings, self.sections.standing
+                state.serve(self.nonce, self._unavailable, settings.publish_alone, standing, self.caller_waits)
                 self._unchecked.add(key)
             return state
 
@@ -149,7 +154,16 @@ class Monitor:
         self._wake.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(seconds)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        page, self._connection.page = self._connection.page, None
+        if page is not None:
+            page.close()
+        return True
+
+    def caller_waits(self) -> float:
+        """For how many seconds after its deadline a caller of this process waits for a verdict, as things are now."""
+        return self._settings.timing.caller_waits(time.monotonic() - self._connection.answered)
 
     def goodbyes(self) -> int:
         """How many ranks of the job are known to have left; counted while this one leaves."""
@@ -178,7 +192,10 @@ class Monitor:
                 self._lose_store(str(error))
             except Exception:
                 log.exception("ncclguard: the monitor of rank %d met an unexpected error and goes on", self.rank)
-            self._wake.wait(self._interval())
+            interval, now = self._interval(), time.monotonic()
+            if not self._wake.wait(interval):
+                now, slept = time.monotonic(), time.monotonic() - now
+                self._connection.pace.met(max(0.0, slept - interval), now)  # the machine is busy, or the interpreter
             self._wake.clear()
 
     def _interval(self) -> float:
@@ -187,7 +204,15 @@ class Monitor:
             return timing.idle
         if self._handshake is not None and time.monotonic() < self._eager_until:
             return timing.handshake * (0.5 + self.rank * 0.618034 % 1)  # so that the ranks do not come all at once
-        return timing.period if self._attentive(time.monotonic()) else timing.idle
+        return self._within(time.monotonic())
+
+    def _within(self, now: float) -> float:
+        """Seconds between two looks at whether there is anything new, and how old what the host knows of it may be."""
+        timing = self._settings.timing
+        if self._attentive(now):
+            return timing.period
+        # What another rank of this host has read may be that old, so that both together are as late as one alone.
+        return timing.idle / 2 if self._connection.page is not None else timing.idle
 
     def _attentive(self, now: float) -> bool:
         return self._leaving is not None or self._pending(now)
@@ -216,12 +241,14 @@ class Monitor:
         if self._leaving is not None and not self._left.is_set():
             self._announce_departure(self._leaving)
         if self._leaving is not None:
-            self._goodbyes = self._departures.count(self._store)
+            self._goodbyes = self._departures.count(self._store, self._settings.timing.period)
         self._aside = self._settings.timing.aside <= self._settings.timing.period or now >= self._next_aside
         if self._aside:
             self._next_aside = now + self._settings.timing.aside
         pending = self._pending(now)
         self._neighbours.step(now, pending or self._leaving is not None)
+        if self._connection.page is not None:
+            self._connection.page.opened_by(1 + len(self._neighbours.here()))
         self._revoke_for_callers(now)
         if self._aside or not self._revocations:  # who has answered a revoke waits for its verdict
             self._hear_events(now)
@@ -258,6 +285,7 @@ class Monitor:
     def _begin_session(self, nonce: str) -> None:
         self.nonce = nonce
         self._store = self._root.below(nonce)
+        self._connection.page = self._settings.open_page(nonce)
         self._neighbours.register(self._store, self._settings.offer_stacks(threading.get_native_id()))
         self.session_ready.set()
         for state in self.states():
@@ -297,7 +325,7 @@ class Monitor:
         if self.rank in state.member.participants:
             self._settings.revoked(state)
             self._revocations[state.key] = Revocation(
-                self._store, state, generation, revoker, now, self._settings.timing
+                self._store, state, generation, revoker, now, self._settings.timing, self._connection.pace
             )
 
     def _announce_revoke(self, state: GroupState, generation: int) -> None:
@@ -322,12 +350,12 @@ class Monitor:
         self._events.add(self._store, json.dumps(short))
 
     def _hear_events(self, now: float) -> None:
-        for text in self._events.new(self._store):
+        for text in self._events.new(self._store, self._within(now)):
             self._hear(json.loads(text), now)
 
     def _hear(self, entry: dict[str, object], now: float) -> None:
         if entry["kind"] == "departed":
-            self.departures_begun = self._aside = True  # read them in this step
+            self.departures_begun = self._aside = self._departed_now = True  # read them in this step
         members = codec.ranks_of(str(entry.get("members", "")))
         if self.rank not in members:
             return
@@ -352,7 +380,7 @@ class Monitor:
         self._left.set()
 
     def _witness_departures(self) -> None:
-        for departure in self._neighbours.departures():
+        for departure in self._neighbours.departures(self._settings.timing.period):
             if departure.rank not in self._departures:
                 self.witness(departure)
                 self._departures.read(self._store)
@@ -380,8 +408,12 @@ class Monitor:
 
     def read_departures(self) -> dict[int, Departure]:
         """Every departure that is known to the store, or was a moment ago; from the monitor's own thread only."""
-        if self._aside or any(revocation.coordinates for revocation in self._revocations.values()):
-            self._departures.read(self._store)
+        decides = any(revocation.coordinates for revocation in self._revocations.values())
+        if self._aside or decides:
+            timing = self._settings.timing
+            within = 0.0 if self._departed_now else timing.period if decides else timing.aside
+            self._departed_now = False
+            self._departures.read(self._store, within)
         return self._departures.all()
 
     def witness(self, departure: Departure, done: dict[str, int] | None = None) -> None:

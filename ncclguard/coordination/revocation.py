@@ -16,8 +16,8 @@ from ncclguard.coordination.group_state import GroupState, Summarise
 from ncclguard.coordination.incidents import histories
 from ncclguard.coordination.store import BATCH, AgreementStore, Entries
 from ncclguard.protocol import codec
-from ncclguard.protocol.decision import Departure, Report, TroubleKind, Verdict, elsewhere_long_enough
-from ncclguard.protocol.timing import WAIT_FOR_STACKS, Timing
+from ncclguard.protocol.decision import Action, Departure, Report, TroubleKind, Verdict, elsewhere_long_enough
+from ncclguard.protocol.timing import WAIT_FOR_STACKS, Pace, Timing
 
 log = logging.getLogger("ncclguard")
 
@@ -103,6 +103,7 @@ class Revocation:
         revoker: int,
         now: float,
         timing: Timing | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.state = state
         self.generation = generation
@@ -113,13 +114,15 @@ class Revocation:
         self._revoker = revoker
         self._since = now
         self._timing = timing or Timing()
+        self._pace = pace or Pace()
         self._answered = False
         self._pulse = (-1, now)
         self._next_pulse = now
         self._arrivals = Entries("reports", "arrival")
         self._reports: dict[int, Report] = {}
-        self._last_pass = now
+        self._last_arrival = now
         self._deadline: float | None = None
+        self._silent_since: float | None = None  # when those that had not answered were found to be silent
         self._sought = 0.0  # when the processes of those that had not answered were first looked for
         self._fetcher = StackFetcher(self._store, self._rank)
         self.verdict: Verdict | None = None
@@ -141,7 +144,7 @@ class Revocation:
         seek: Seek | None = None,
     ) -> bool:
         """Do what can be done without waiting; True once the verdict is adopted."""
-        text = self._store.read("verdict")
+        text = self._store.find("verdict", self._timing.period)
         if text is not None:
             self._adopt(codec.loads_verdict(text))
             return True
@@ -165,11 +168,13 @@ class Revocation:
             self._read_reports(missing[:BATCH], now)  # of ranks that ended before they could say that theirs is there
             still = [rank for rank in missing if rank not in self._reports]
             sightings, fetching = self._fetcher.sightings(still)
-            if fetching and self._overdue(now) < self._timing.patience + WAIT_FOR_STACKS:
+            self._silent_since = now if self._silent_since is None else self._silent_since
+            if fetching and now < self._silent_since + WAIT_FOR_STACKS:
                 return False
             self.state.saw(sightings)
             silent = {rank: witness(rank) for rank in still}
         gone = {rank: d for rank, d in departed.items() if rank in self._members}
+        self.state.decides(now - self._since)
         reports = elsewhere_long_enough(self._reports)
         verdict = self.state.judge(self.generation, self._members, reports, gone, silent, self._rank, summarise)
         if verdict.incident:
@@ -192,14 +197,15 @@ class Revocation:
     def _my_turn(self, now: float) -> bool:
         if self.coordinates:
             return True
-        takeover = self._timing.takeover * (1 + self._members.index(self._rank))
         if now < self._next_pulse:
             return False
-        self._next_pulse = now + takeover / 4  # a late place has time: in a large job most never look twice
+        place = self._members.index(self._rank)
+        # A late place has time: in a large job most never look twice.
+        self._next_pulse = now + self._timing.takeover * (1 + place) / 4
         pulse = self._store.count("pulse")
         if pulse != self._pulse[0]:
             self._pulse = (pulse, now)
-        if now - self._pulse[1] < takeover:
+        if not self._timing.taken_over(place, now - self._pulse[1], self._pace.delay(now)):
             return False
         self._revoker = self._rank
         return True
@@ -214,6 +220,7 @@ class Revocation:
             some = {f"report/{rank}": rank for rank in ranks[start : start + BATCH] if rank not in self._reports}
             for key, text in self._store.read_many(list(some)).items():
                 self._reports[some[key]] = codec.loads_report(text)
+                self._last_arrival = now
                 self._note_deadline(self._reports[some[key]], now)
             if start:
                 self._store.count("pulse", 1)
@@ -228,7 +235,7 @@ class Revocation:
         """Silence never ends an operation before its deadline; one whose caller has gone,
         or that nobody is in, has none left.
         """
-        return self._overdue(now) >= self._timing.patience
+        return self._timing.is_silence(self._overdue(now), now - self._last_arrival, self._pace.delay(now))
 
     def _overdue(self, now: float) -> float:
         """Seconds since the members should have answered."""
@@ -243,7 +250,10 @@ class Revocation:
         self._fetcher.closed = True
         with self.state.condition:
             operation = self.state.member.operation
-        donated = None if operation is None or operation.closing else self._results.read(str(operation.sequence))
+        # A result is of use only where the others have completed what this rank is in.
+        over = operation is not None and (verdict.action is Action.COMMIT or operation.sequence < verdict.sequence)
+        wanted = operation is not None and not operation.closing and over
+        donated = self._results.read(str(operation.sequence)) if operation is not None and wanted else None
         self.state.adopt(verdict, donated)
         self.state.stop_transport(self.generation)
 
@@ -258,7 +268,7 @@ def leave_result(results: AgreementStore, state: GroupState) -> None:
 
 def read_revoke(store: AgreementStore, key: str, generation: int) -> int | None:
     """The rank that revoked this generation first, or None."""
-    text = store.read(f"{key}/{generation}/revoke")
+    text = store.find(f"{key}/{generation}/revoke")
     return None if text is None else int(json.loads(text)["by"])
 
 

@@ -11,8 +11,8 @@ import base64
 import json
 import time
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # ncclguard.coordination.liveness needs this module, but no torch
     from ncclguard.torch_compat.groups import Store
@@ -20,13 +20,19 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ncclguard.coordination.host_page import HostPage, Known
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Departure
+from ncclguard.protocol.timing import Pace
+
+T = TypeVar("T")
 
 #: Under the default group's own prefix chain; everything of one session lies below its nonce.
 ROOT = "ncclguard"
 #: Keys of one request: a server that answers a request for many cannot answer anybody else meanwhile.
 BATCH = 256
+#: Keys that a rank looks up one by one in what its host has read; more are asked for together, in two requests.
+FEW = 16
 #: Characters from which on a value is written compressed, and how such a value begins.
 LONG = 2048
 _COMPRESSED = "zlib:"
@@ -36,16 +42,45 @@ class StoreUnavailable(Exception):
     """The store refused, broke off or does not know the key: the agreement cannot go on over this connection."""
 
 
+class Connection:
+    """One connection to the job's store, and what its process has learnt of how the store answers.
+
+    `page` is what the ranks of this host share of what they have read. `answered` is when the store last said
+    something to this host, by time.monotonic(), and `pace` how long answers take.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.page: HostPage | None = None
+        self.answered = float("-inf")
+        self.pace = Pace()
+
+    def ask(self, what: str, request: Callable[[], T]) -> T:
+        began = time.monotonic()
+        try:
+            answer = request()
+        except Exception as error:  # torch raises RuntimeError, DistNetworkError, DistStoreError and more, by version
+            raise StoreUnavailable(f"{what}: {error}") from error
+        now = time.monotonic()
+        self.answered = max(self.answered, now)
+        self.pace.met(now - began, now)
+        return answer
+
+
 class AgreementStore:
     """One connection to the job's store, used by one thread; a call that does not answer is abandoned, never joined."""
 
-    def __init__(self, store: Store, prefix: str = ROOT) -> None:
-        self._store = store
+    def __init__(self, store: Store | Connection, prefix: str = ROOT) -> None:
+        self.connection = store if isinstance(store, Connection) else Connection(store)
         self._prefix = prefix
+
+    @property
+    def _store(self) -> Store:
+        return self.connection.store
 
     def below(self, prefix: str) -> AgreementStore:
         """Return the same connection for the keys below `prefix`."""
-        return AgreementStore(self._store, f"{self._prefix}/{prefix}")
+        return AgreementStore(self.connection, f"{self._prefix}/{prefix}")
 
     def first(self, key: str, value: str) -> str:
         """Write `value` if nobody has written `key`; return what is there now. Acknowledged."""
@@ -55,10 +90,8 @@ class AgreementStore:
         """Write `value` if `expected` is there, or nothing where that is empty; return what
         is there now. Acknowledged.
         """
-        try:
-            return _plain(self._store.compare_set(self._key(key), expected and _short(expected), _short(value)))
-        except Exception as error:  # torch raises RuntimeError, DistNetworkError, DistStoreError and more, by version
-            raise StoreUnavailable(f"compare_set {key}: {error}") from error
+        full, expected, value = self._key(key), expected and _short(expected), _short(value)
+        return _plain(self.connection.ask(f"compare_set {key}", lambda: self._store.compare_set(full, expected, value)))
 
     def put(self, key: str, value: str) -> None:
         """Write `value` over whatever is there. Not acknowledged."""
@@ -69,12 +102,8 @@ class AgreementStore:
 
     def read(self, key: str) -> str | None:
         """Return the value, or None when nobody has written it yet; never waits for it."""
-        try:
-            if not self._store.check([self._key(key)]):
-                return None
-            return _plain(self._store.get(self._key(key)))
-        except Exception as error:
-            raise StoreUnavailable(f"get {key}: {error}") from error
+        written = self._read(key)
+        return None if written is None else _plain(written)
 
     def read_many(self, keys: Sequence[str]) -> dict[str, str]:
         """Return the values of those keys that somebody has written; where all have been,
@@ -85,25 +114,88 @@ class AgreementStore:
             self._read_batch(keys[start : start + BATCH], found)
         return found
 
+    def count(self, key: str, amount: int = 0) -> int:
+        """Add to a counter and return it. Acknowledged."""
+        full = self._key(key)
+        return int(self.connection.ask(f"add {key}", lambda: self._store.add(full, amount)))
+
+    # ------------------------------------------------------------------ by way of the page that this host's ranks share
+
+    def recent(self, key: str, within: float) -> int:
+        """A counter that only grows, as it was in the last `within` seconds, or twice that
+        while another rank of this host asks.
+        """
+        page = self.connection.page
+        if page is None:
+            return self.count(key)
+        now, full = time.monotonic(), self._key(key)
+        known = page.look(full)
+        if known is not None and known.fresh(now, within):
+            self._told(known)
+            return known.value
+        page.claim(full, now)
+        value = self.count(key)
+        page.publish(full, now, value)
+        return value
+
+    def find(self, key: str, within: float = 0.0) -> str | None:
+        """A value that is written once and stays. Where it was missing in the last `within`
+        seconds, the store is not asked.
+        """
+        page = self.connection.page
+        if page is None:
+            return self.read(key)
+        now, full = time.monotonic(), self._key(key)
+        known = page.look(full)
+        if known is not None and known.text is not None:
+            self._told(known)
+            return _plain(known.text)
+        if known is not None and not known.value and known.fresh(now, within):
+            self._told(known)
+            return None
+        page.claim(full, now)
+        written = self._read(key)
+        page.publish(full, now, 0 if written is None else 1, written)
+        return None if written is None else _plain(written)
+
+    def find_many(self, keys: Sequence[str]) -> dict[str, str]:
+        """Several such values: those that this host has not read yet from the store, or all where they are many."""
+        page = self.connection.page
+        if page is None or len(keys) > FEW:
+            return self.read_many(keys)
+        now = time.monotonic()
+        known = {key: page.look(self._key(key)) for key in keys}
+        found = {key: _plain(one.text) for key, one in known.items() if one is not None and one.text is not None}
+        missing = [key for key in keys if key not in found]
+        for key, text in self.read_many(missing).items() if missing else ():
+            found[key] = text
+            page.publish(self._key(key), now, 1, _short(text).encode())
+        return found
+
+    def turn(self, what: str, within: float) -> bool:
+        """Whether it is for this rank to do what one rank of a host does every `within` seconds."""
+        page = self.connection.page
+        return page is None or page.turn(self._key(what), time.monotonic(), within)
+
+    def _told(self, known: Known) -> None:
+        self.connection.answered = max(self.connection.answered, known.asked)
+
+    def _read(self, key: str) -> bytes | None:
+        full = self._key(key)
+        if not self.connection.ask(f"check {key}", lambda: self._store.check([full])):
+            return None
+        return self.connection.ask(f"get {key}", lambda: self._store.get(full))
+
     def _read_batch(self, keys: Sequence[str], found: dict[str, str]) -> None:
-        full = [self._key(key) for key in keys]
-        try:
-            if self._store.check(full):
-                found.update(zip(keys, map(_plain, self._store.multi_get(full)), strict=True))
-                return
-        except Exception as error:
-            raise StoreUnavailable(f"multi_get {keys[0]} and {len(keys) - 1} more: {error}") from error
+        full, what = [self._key(key) for key in keys], f"multi_get {keys[0]} and {len(keys) - 1} more"
+        if self.connection.ask(what, lambda: self._store.check(full)):
+            values = self.connection.ask(what, lambda: self._store.multi_get(full))
+            found.update(zip(keys, map(_plain, values), strict=True))
+            return
         middle = len(keys) // 2
         if middle:
             self._read_batch(keys[:middle], found)
             self._read_batch(keys[middle:], found)
-
-    def count(self, key: str, amount: int = 0) -> int:
-        """Add to a counter and return it. Acknowledged."""
-        try:
-            return int(self._store.add(self._key(key), amount))
-        except Exception as error:
-            raise StoreUnavailable(f"add {key}: {error}") from error
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
@@ -146,20 +238,23 @@ class Entries:
         store.first(f"{self._entry}/{number}", text)
         return number
 
-    def count(self, store: AgreementStore) -> int:
-        """How many there are, those included whose writer has not come to write them."""
-        return store.count(self._counter)
+    def count(self, store: AgreementStore, within: float = 0.0) -> int:
+        """How many there are, or were in the last `within` seconds; those included whose
+        writer has not come to write them.
+        """
+        return store.recent(self._counter, within) if within else store.count(self._counter)
 
-    def new(self, store: AgreementStore) -> list[str]:
-        """Those that were written since the last call, in order of their numbers."""
-        now, count = time.monotonic(), self.count(store)
+    def new(self, store: AgreementStore, within: float = 0.0) -> list[str]:
+        """Those that were written since the last call, in order of their numbers, by the count of `within` seconds."""
+        now, count = time.monotonic(), self.count(store, within)
         self._awaited.update(dict.fromkeys(range(self._counted + 1, count + 1), now))
         self._counted = max(self._counted, count)
         rare = now >= self._next_rare
         if rare:
             self._next_rare = now + ENTRY_PATIENCE
         due = [number for number, since in self._awaited.items() if rare or now - since <= ENTRY_PATIENCE]
-        found = store.read_many([f"{self._entry}/{number}" for number in due]) if due else {}
+        find = store.find_many if within else store.read_many
+        found = find([f"{self._entry}/{number}" for number in due]) if due else {}
         texts = [(number, found.get(f"{self._entry}/{number}")) for number in due]
         for number, text in texts:
             if text is not None:
@@ -225,14 +320,14 @@ class Departures:
         number = self._entries.add(store, text)
         return number & (number - 1) == 0
 
-    def read(self, store: AgreementStore) -> None:
-        """Learn what was entered since."""
-        for text in self._entries.new(store):
+    def read(self, store: AgreementStore, within: float = 0.0) -> None:
+        """Learn what was entered since, but for the last `within` seconds."""
+        for text in self._entries.new(store, within):
             self._learn(text)
 
-    def count(self, store: AgreementStore) -> int:
+    def count(self, store: AgreementStore, within: float = 0.0) -> int:
         """How many have been entered."""
-        return self._entries.count(store)
+        return self._entries.count(store, within)
 
     def _learn(self, text: str) -> None:
         departure, done = codec.loads_departure(text)

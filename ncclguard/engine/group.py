@@ -97,7 +97,7 @@ class GuardedGroup:
                 self.device, deadline, lambda: bool(self._state.unavailable) or self._member.is_ended
             ):
                 opened.entered = time.monotonic()
-            entry, verdict = self._state.enter(call.operation, opened, SLICE, deadline + GRACE)
+            entry, verdict = self._state.enter(call.operation, opened, SLICE)
             if self._unread is not None or self._member.overruled:
                 self._raise_unread()  # in its place in the sequence: the others are in this operation, or will be
             if entry is Entry.START:
@@ -175,7 +175,7 @@ class GuardedGroup:
                     return self._succeed(call, work, opened, attempts)
             except (MemoryError, InUse) as error:
                 self._trouble(generation, TroubleKind.RAISED, f"{type(error).__name__}: {error}")
-            decided = self._state.await_verdict(SLICE, opened.deadline + GRACE)
+            decided = self._state.await_verdict(SLICE, opened)
             self._communicators.stop(generation)
             work.busy = not self._communicators.quiet(generation, QUIET) or work.busy
             if decided is None:

@@ -25,6 +25,7 @@ from ncclguard.cause import Cause
 from ncclguard.config import GuardConfig, current_config
 from ncclguard.coordination import incidents
 from ncclguard.coordination.group_state import GroupState
+from ncclguard.coordination.host_page import open_page
 from ncclguard.coordination.incidents import summarise
 from ncclguard.coordination.inquiry import Patience
 from ncclguard.coordination.liveness import Liveness
@@ -102,6 +103,7 @@ class Runtime:
             publish=self._publish,
             publish_alone=self._publish_alone,
             offer_stacks=lambda thread: offer(config.stack_signal, thread),
+            open_page=lambda session: open_page(session, self._liveness.identity.host_key),
         )
         self.monitor = Monitor(AgreementStore(self._connection), self.rank, self.world_size, self._liveness, settings)
         self._history = History()

@@ -195,7 +195,8 @@ class Incident(BaseModel):
     """Who, why, where and what to do; `timeout` in seconds, `ranks` in order of rank, `culprits` sorted global ranks.
 
     `sides` is filled when ranks diverged: what was called, and by which ranks, the largest side first. `device` is the
-    GPU's name where it is an emulated one, else None. `str()` is for people, `to_json()` for programs. Raises
+    GPU's name where it is an emulated one, else None. `decided_after`: seconds from the revoke to the verdict, on the
+    rank that decided; None where nothing was agreed. `str()` is for people, `to_json()` for programs. Raises
     pydantic.ValidationError, a ValueError, for fields that cannot be.
 
     >>> incident = Incident(
@@ -228,6 +229,7 @@ class Incident(BaseModel):
     sides: tuple[tuple[Text, tuple[int, ...]], ...] = ()
     torn: bool = False
     device: Text | None = None
+    decided_after: float | None = None
 
     @field_validator("schema_version")
     @classmethod
@@ -287,7 +289,8 @@ def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
     lines += _waiting([report for report in incident.ranks if report.rank not in incident.culprits])
     limit = "" if incident.timeout is None else f"limit {duration(incident.timeout)}, "
     passed = "passed" if incident.deadline_expired else "not passed"
-    lines.append(f"  time: {limit}deadline {passed}; tries: {incident.attempts}")
+    decided = "" if incident.decided_after is None else f"; decided {duration(incident.decided_after)} after the revoke"
+    lines.append(f"  time: {limit}deadline {passed}; tries: {incident.attempts}{decided}")
     if incident.torn:
         lines.append("  the tensor is torn: it holds neither its input nor the result")
     if not incident.agreed:

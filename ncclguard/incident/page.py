@@ -142,6 +142,8 @@ def _tags(document: Document) -> list[str]:
         passed = "passed" if incident.deadline_expired else "not passed"
         tags.append(f"limit {duration(incident.timeout)}, {passed}")
     tags.append(f"tries: {incident.attempts}")
+    if incident.decided_after is not None:
+        tags.append(f"decided {duration(incident.decided_after)} after the revoke")
     if not incident.agreed:
         tags.append("the view of one rank: it could not agree with the others")
     if incident.torn:

@@ -1,10 +1,17 @@
 """The times of the agreement in one place, from the size of the job, so that they
 fit each other and are equal on all ranks.
 
-A caller returns within 2 s after its deadline, whatever the size. In that time the ranks must hear of the revoke and
-answer, the coordinator must read the answers and decide, and the ranks must read the verdict: a few looks at the store,
-one after the other. So the period between two looks may grow with the job, to spare the store's host, but not beyond
-`LONGEST`; and what is left of the 2 s for silent ranks shrinks as the period grows.
+One budget: a caller returns within ``2 s + ranks / 5,000 s`` after its deadline. In that time the ranks must hear of
+the revoke and answer, the coordinator must read the answers and decide, and the ranks must read the verdict: a few
+looks at the store, one after the other, and for each rank some requests that the store's host works off one after the
+other. So the period between two looks may grow with the job, to spare that host, but not beyond `LONGEST`.
+
+Where the machines or the store are slower than that, a verdict of all a little later is worth more than one of each
+rank for itself: a caller whose process still gets answers from the store waits up to `RESERVE` seconds longer, and the
+coordinator calls nobody silent while answers keep coming, or before it has waited in proportion to the delays it has
+met itself (`Pace`). Waits only ever grow by what is measured. So nobody gives up before the verdict of an undisturbed
+coordinator can be there, whatever different ranks have measured. A process that gets no answers from the store does
+not wait: it returns within the budget.
 """
 
 from __future__ import annotations
@@ -12,9 +19,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-#: Seconds after its deadline at which a caller stops waiting for a verdict; with the
+#: Seconds after its deadline at which a caller of a small job stops waiting for a verdict; with the
 #: cleaning up it has returned after 2.
 GRACE: Final = 1.8
+#: What each rank of the job adds, in seconds: some ten requests of 12 to 16 µs at the store's host.
+SHARE: Final = 1 / 5000
+#: Seconds that a caller waits longer, at most, while the store answers its process; and for which an answer counts.
+#: The latter is less than GRACE: of a store that has stopped before the deadline nothing is awaited beyond that.
+RESERVE: Final = 10.0
+ALIVE: Final = 1.5
+#: Seconds without a further answer before those that have not answered may be called silent.
+QUIET: Final = 0.3
+#: How often a delay that the coordinator has met itself is added to its patience, and the longest such delay, in
+#: seconds: together less than half of RESERVE, so that callers are still there for the verdict.
+PER_DELAY: Final = 4.0
+LONGEST_DELAY: Final = 1.0
 #: Looks a second of all ranks together while a call is pending. Each costs the store's host one to two
 #: requests, of 12 to 16 µs on one core (measured, TCPStore of torch 2.13): about half of what it can do.
 LOOKS: Final = 25_000
@@ -33,8 +52,10 @@ def period(world_size: int) -> float:
 class Timing:
     """Seconds; the defaults are those of up to 400 ranks.
 
-    >>> Timing.of(4000).period, Timing.of(4000).patience
-    (0.16, 1.07)
+    >>> Timing.of(64).grace, Timing.of(64).patience
+    (1.813, 1.206)
+    >>> Timing.of(4000).period, Timing.of(4000).patience, Timing.of(4000).grace
+    (0.16, 1.47, 2.6)
     """
 
     period: float = 0.05  # between two looks at the store while something is pending
@@ -45,18 +66,72 @@ class Timing:
     )
     takeover: float = 0.6  # without a moving pulse after which the next rank coordinates, times its place in the group
     handshake: float = 0.01  # between two tries to join the session
+    grace: float = GRACE  # after its deadline, until a caller stops waiting for a verdict
 
     @classmethod
     def of(cls, world_size: int, poll_active: float = 0.05, poll_idle: float = 0.5) -> Timing:
         """Those of a job of so many ranks, in which the monitors are to look so often, in seconds, if they can."""
         small = cls()
         look = max(poll_active, period(world_size))
-        patience = round(min(small.patience, GRACE - WAIT_FOR_STACKS - 3 * look), 3)
+        share = SHARE * world_size
+        patience = round(min(small.patience, GRACE - WAIT_FOR_STACKS - 3 * look) + share / 2, 3)
         return cls(
             period=look,
             idle=max(look, round(min(poll_idle, patience - 2 * look - 0.1), 3)),
             aside=max(look, min(world_size / 8000, 1.0)),
             patience=patience,
-            takeover=max(small.takeover, 4 * look),
+            takeover=max(small.takeover, 4 * look) + share / 2,
             handshake=min(max(min(small.handshake, poll_active), world_size / 10_000), poll_idle),
+            grace=round(GRACE + share, 3),
         )
+
+    def caller_waits(self, since_answer: float) -> float:
+        """Seconds after its deadline for which a caller waits, when the store last answered its process so long ago."""
+        return self.grace + (RESERVE if since_answer < ALIVE else 0.0)
+
+    def is_silence(self, overdue: float, since_arrival: float, delay: float) -> bool:
+        """Whether members that have not answered may be called silent.
+
+        They should have `overdue` seconds ago; `since_arrival`: seconds since the last answer of another; `delay`: the
+        longest that the coordinator has met of late.
+        """
+        slack = PER_DELAY * min(delay, LONGEST_DELAY)
+        if overdue >= self.patience + RESERVE / 2:
+            return True
+        return overdue >= self.patience + slack and since_arrival >= QUIET + slack
+
+    def taken_over(self, place: int, standing: float, delay: float) -> bool:
+        """Whether the rank at this place coordinates, the pulse having stood still for so many seconds."""
+        return standing >= self.takeover * (1 + place) + PER_DELAY * min(delay, LONGEST_DELAY)
+
+
+class Pace:
+    """The longest delay of the last seconds: of a request to the store, or of this thread's own turn on the machine.
+
+    >>> pace = Pace()
+    >>> pace.met(0.2, now=100.0)
+    >>> pace.delay(now=104.0), pace.delay(now=111.0)
+    (0.2, 0.0)
+    """
+
+    #: Seconds after which a delay is forgotten; at least half of that.
+    REMEMBERED: Final = 10.0
+
+    def __init__(self) -> None:
+        self._half = 0  # number of the current half of the time
+        self._longest = (0.0, 0.0)  # in the half before, in this one
+
+    def met(self, seconds: float, now: float) -> None:
+        self._turn(now)
+        before, current = self._longest
+        self._longest = before, max(current, seconds)
+
+    def delay(self, now: float) -> float:
+        self._turn(now)
+        return max(self._longest)
+
+    def _turn(self, now: float) -> None:
+        half = int(now / (self.REMEMBERED / 2))
+        if half != self._half:
+            self._longest = (self._longest[1] if half == self._half + 1 else 0.0), 0.0
+            self._half = half

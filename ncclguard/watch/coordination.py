@@ -142,7 +142,7 @@ class WatchState(GroupState):
         verdict = verdict_of(finding, generation, members, departed=departed, expired=overdue, coordinator=coordinator)
         if verdict.cause is None:
             return verdict
-        named = _Named(finding.channel or "job", self.session, self.sightings)
+        named = _Named(finding.channel or "job", self.session, self.sightings, self.decided_after)
         incident = summarise(verdict, finding.reports, departed, silent, named)
         return replace(verdict, sides=model.sides(verdict.sides), incident=incident)
 
@@ -210,10 +210,11 @@ class _Named:
 
     guarded = False
 
-    def __init__(self, key: str, session: str, sightings: Sightings) -> None:
+    def __init__(self, key: str, session: str, sightings: Sightings, decided_after: float | None) -> None:
         self.key = key
         self.session = session
         self.sightings = sightings
+        self.decided_after = decided_after
 
 
 def open_call(pending: Pending, age: float, limit: float) -> OpenCall:

@@ -32,7 +32,7 @@ from ncclguard.outcome import Cause
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Operation, TroubleKind, Verdict
 from ncclguard.protocol.member import Entry
-from ncclguard.protocol.timing import GRACE, Timing
+from ncclguard.protocol.timing import Timing
 from tests.protocol.test_scale import CountingStore, KnownLiveness
 
 #: Seconds of the store's host for one request, and for each further key in it: a TCPStore of torch 2.13 took 12 to 16 µs for `add` and
@@ -141,7 +141,7 @@ class TimedJob:
         """The one that all who wait get; each before it gives up."""
         self.run(lambda: len(self.returned) == len(waiting), TIMEOUT + 4.0)
         late = {rank: self.returned[rank] - self.states[rank].call.deadline for rank in waiting}  # type: ignore[union-attr]
-        assert max(late.values()) < GRACE
+        assert max(late.values()) < self.timing.grace
         found = {group.decided[1] for group in (self.states[rank] for rank in waiting) if group.decided is not None}
         (verdict,) = found
         incident = from_json(verdict.incident)
@@ -158,7 +158,7 @@ def test_the_times_fit_each_other_at_every_size() -> None:
             timing = Timing.of(size, active, idle)
             assert timing.idle + 2 * timing.period < timing.patience  # a rank that is in no call has answered by then
             assert timing.takeover >= 3 * timing.period  # a coordinator that looks in time is left to do its work
-            assert timing.patience + 3 * timing.period < GRACE
+            assert timing.patience + 3 * timing.period < timing.grace
             assert timing.period <= 0.2
 
 
