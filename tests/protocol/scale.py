@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import heapq
 import itertools
 import json
 import logging
+import mmap
 import os
 import random
 import resource
@@ -29,7 +31,7 @@ import sys
 import threading
 import time
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,19 +47,21 @@ from ncclguard.coordination import revocation as revocation_module
 from ncclguard.coordination import store as store_module
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.incidents import summarise
+from ncclguard.coordination.host_page import SIZE, HostPage
 from ncclguard.coordination.inquiry import Patience
 from ncclguard.coordination.liveness import Identity, Sight
 from ncclguard.coordination.monitor import Monitor, MonitorSettings
 from ncclguard.coordination.store import AgreementStore
 from ncclguard.engine import description as description_module
 from ncclguard.engine.description import Description, History
+from ncclguard.engine.attempt import SLICE
 from ncclguard.engine.runtime import LEAVE_WITHIN, LINGER_AFTER
 from ncclguard.incident.stacks import Fetched
 from ncclguard.outcome import Cause
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Operation, TroubleKind, Verdict
 from ncclguard.protocol.member import Entry, Resolution
-from ncclguard.protocol.timing import GRACE, Timing
+from ncclguard.protocol.timing import Timing
 from ncclguard.transport.links import distances
 
 T = TypeVar("T")
@@ -206,6 +210,23 @@ class Connection:
         return self._world.ask(self._rank, operate, REQUEST + len(written) * EACH_BYTE)
 
 
+class HostMemory:
+    """What the ranks of one host share, in the simulation's own memory; takes room only where something is written."""
+
+    def __init__(self) -> None:
+        self._bytes = mmap.mmap(-1, SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # each event has its own
+
+    def read(self, at: int, size: int) -> bytes:
+        return self._bytes[at : at + size]
+
+    def write(self, at: int, data: bytes) -> None:
+        self._bytes[at : at + len(data)] = data
+
+    def hide(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Surroundings:
     """What a rank sees of the processes of others, in place of /proc and connections: `Liveness`."""
 
@@ -240,7 +261,13 @@ class World:
     """A job: its ranks on hosts of `per_host`, its store in the process of rank 0, and one queue of events."""
 
     def __init__(
-        self, size: int, patch: pytest.MonkeyPatch, per_host: int = 8, compute: bool = False, timeout: float = 3.0
+        self,
+        size: int,
+        patch: pytest.MonkeyPatch,
+        per_host: int = 8,
+        compute: bool = False,
+        timeout: float = 2.0,
+        pages: bool = True,
     ) -> None:
         self.size, self.per_host, self.compute, self.timeout = size, per_host, compute, timeout
         self.now = 1000.0
@@ -252,7 +279,8 @@ class World:
         self.cut: set[int] = set()  # on hosts that the store's cannot reach, nor any other outside
         self.store_reset = False
         self.timing = Timing.of(size)
-        self.grace = getattr(self.timing, "grace", GRACE)
+        self.grace = self.timing.grace
+        self._pages = [HostMemory() for _ in range(0, size, per_host)] if pages else []
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = itertools.count()
         self._hub = greenlet.getcurrent()
@@ -264,8 +292,7 @@ class World:
         self.decided: dict[int, tuple[float, Resolution, Verdict]] = {}
         self.alone: dict[int, float] = {}
         self.ended_before: set[int] = set()  # processes that were ended before their call was
-        self.revoked_at: float | None = None
-        self.before: Counter[int] = Counter()  # requests of each rank until then
+        self.before: Counter[int] = Counter()  # requests of each rank until something went wrong
         self.spent: dict[int, int] = {}  # and from then until its call ended
         self._patch(patch)
         self.members = tuple(range(size))
@@ -417,20 +444,26 @@ class World:
             lambda group: Patience(30.0, None),
             describe=lambda group, report: Description(monitor, f"node{self.host(rank)}", history).describe(group, report),
             summarise=summarise,
+            open_page=lambda session: HostPage(self._pages[self.host(rank)]) if self._pages else None,
         )  # fmt: skip
         store = AgreementStore(Connection(self, rank))  # type: ignore[arg-type]
         monitor = Monitor(store, rank, self.size, Surroundings(self, rank), settings)  # type: ignore[arg-type]
         return monitor
 
-    def join(self) -> float:
-        """All ranks start within half a second of each other and agree on their session; returns how long that took."""
+    def join(self, handshake: bool = True) -> float:
+        """All ranks start within half a second of each other and agree on their session; returns how long that took.
+
+        Without `handshake` they know the session already.
+        """
         began = self.now
         for rank, monitor in enumerate(self.monitors):
+            if not handshake:
+                monitor._handshake = types.SimpleNamespace(nonce="0123456789ab", step=lambda: True)  # type: ignore[assignment]
             self.spawn(rank, monitor.start, began + rank * 0.618034 % 1 / 2)
         joined = self.run(began + 120.0, lambda: all(monitor.session_ready.is_set() for monitor in self.monitors))
         assert joined, "the ranks have not joined within two minutes"
         taken = self.now - began
-        self.run(self.now + 3.0)  # what happens once is over: lists are read, ranks next to each other have met
+        self.run(self.now + 2.0)  # what happens once is over: lists are read, ranks next to each other have met
         return taken
 
     # ------------------------------------------------------------------ callers
@@ -450,7 +483,7 @@ class World:
         state.wait_in(call)
         self.calls[rank] = call
         self.at(call.deadline, self.trouble, rank, TroubleKind.DEADLINE, f"not complete after {self.timeout:g} s")
-        self.at(call.deadline + self.grace, self._give_up, rank)
+        self.at(call.deadline + self.grace, self._await, rank)
 
     def in_call(self, rank: int) -> bool:
         ended = rank in self.decided or rank in self.alone or rank in self.ended_before
@@ -462,11 +495,17 @@ class World:
             return
         state = self.states[rank]
         if state.trouble(state.member.generation, kind, text, peer):
-            if self.revoked_at is None:
-                self.revoked_at, self.before = self.now, self.requests.copy()
             self.monitors[rank].wake()
         if state.unavailable:
             self._give_up(rank)
+
+    def _await(self, rank: int) -> None:
+        """A caller whose budget is over looks from time to time whether it has to go on waiting for the verdict."""
+        if self.in_call(rank) and rank not in self.stopped:
+            if self.now >= self.calls[rank].deadline + self.monitors[rank].caller_waits():
+                self._give_up(rank)
+            else:
+                self.at(self.now + SLICE, self._await, rank)
 
     def _give_up(self, rank: int) -> None:
         if self.in_call(rank):
@@ -562,7 +601,7 @@ class Expected:
 
 
 #: Seconds after the beginning of the call at which something happens to ranks that wait in it.
-MOMENT = 1.5
+MOMENT = 1.2
 
 
 def _middle(world: World) -> int:
@@ -675,7 +714,7 @@ EVENTS: dict[str, tuple[str, Callable[[World], Expected]]] = {
 
 @dataclass
 class Result:
-    """What an event came to. Seconds are those of the model, but for `wall`."""
+    """What an event came to. Seconds are those of the model, but for `wall` and `processor`."""
 
     event: str
     agreed: int  # ranks with a verdict
@@ -688,13 +727,14 @@ class Result:
     last: float  # seconds after its deadline at which the last rank returned
     after: float  # and after the fault
     bound: float
-    mean: float  # requests of a rank from the first revoke on
+    mean: float  # requests of a rank from the fault, or the first deadline, to the end of its call
     most: int
     coordinator: int
     busy: float  # share of the store's host's time while all wait
     verdict_bytes: int
     joining: float
     wall: float
+    processor: float
     memory: float  # MiB
 
     @property
@@ -713,6 +753,7 @@ def observe(world: World, event: str, joining: float = 0.0) -> Result:
     busy, since = world.server.busy, world.now
     world.run(until - 0.001)
     busy = (world.server.busy - busy) / (world.now - since)
+    world.before = world.requests.copy()
     ended = world.run(
         began + world.timeout + world.grace + 15.0,
         lambda: len(world.spent) + len(world.ended_before) >= len(world.calls) and bool(world.calls) or _over(world),
@@ -763,6 +804,7 @@ def _result(
         verdict_bytes=large,
         joining=joining,
         wall=time.monotonic() - wall,
+        processor=time.process_time(),
         memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
 
@@ -797,8 +839,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=16384)
     parser.add_argument("--per-host", type=int, default=8)
     parser.add_argument("--events", default=",".join(EVENTS), help="of: %(default)s")
-    parser.add_argument("--timeout", type=float, default=3.0, help="seconds of the call (default %(default)s)")
+    parser.add_argument("--timeout", type=float, default=2.0, help="seconds of the call (default %(default)s)")
+    parser.add_argument("--join", action="store_true", help="with the handshake of the session, which takes longer to simulate")
     parser.add_argument("--free", action="store_true", help="what Python computes takes no time in the model")
+    parser.add_argument("--no-pages", action="store_true", help="each rank asks the store for itself")
+    parser.add_argument("--jobs", type=int, default=2, help="events at a time (default %(default)s)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     events = options.events.split(",")
@@ -806,19 +851,23 @@ def main(arguments: list[str] | None = None) -> int:
     with pytest.MonkeyPatch.context() as patch:
         gc.disable()
         began = time.monotonic()
-        world = World(options.ranks, patch, options.per_host, not options.free, options.timeout)
-        joining = world.join()
+        world = World(options.ranks, patch, options.per_host, not options.free, options.timeout, not options.no_pages)
+        joining = world.join(options.join)
         print(
-            f"{options.ranks:,} ranks on hosts of {options.per_host}; joined in {joining:.2f} s of the model, "
-            f"{time.monotonic() - began:.0f} s here; period {world.timing.period:.3g} s, bound {world.grace + CLEANING:.2f} s"
+            f"{options.ranks:,} ranks on hosts of {options.per_host}, "
+            f"{f'joined in {joining:.2f} s of the model' if options.join else 'which know their session'}, "
+            f"{time.monotonic() - began:.0f} s here ({time.process_time():.0f} s of the processor); "
+            f"period {world.timing.period:.3g} s, bound {world.grace + CLEANING:.2f} s"
         )
         print(HEAD, flush=True)
-        results = []
         gc.freeze()
-        for event in events:
-            found = in_a_child(lambda event=event: observe(world, event, joining))  # type: ignore[misc]
-            results.append(found)
-            print(_line(found), flush=True)
+        results, under_way = [], deque[Callable[[], Result]]()
+        for event in (*events, *[""] * options.jobs):
+            if event:
+                under_way.append(in_a_child(functools.partial(observe, world, event, joining)))
+            if under_way and (not event or len(under_way) == options.jobs):
+                results.append(under_way.popleft()())
+                print(_line(results[-1]), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(found) for found in results], indent=1) + "\n")
     return 0 if all(found.holds for found in results) else 1
@@ -826,7 +875,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 HEAD = (
     f"{'event':<30}{'verdict':>8}{'ranks':>14}{'alone':>7}{'ended':>7}  {'names':<6}{'after deadline':>15}{'bound':>7}"
-    f"{'after fault':>12}{'requests':>9}{'most':>6}{'coord.':>7}{'busy':>6}{'KB':>6}{'wall s':>8}{'MiB':>7}  named"
+    f"{'after fault':>12}{'requests':>9}{'most':>6}{'coord.':>7}{'busy':>6}{'KB':>6}{'wall s':>8}{'cpu s':>7}{'MiB':>7}  named"
 )
 
 
@@ -835,13 +884,14 @@ def _line(found: Result) -> str:
         f"{EVENTS[found.event][0]:<30}{'one' if found.verdicts == 1 else found.verdicts:>8}"
         f"{f'{found.agreed}/{found.should}':>14}{found.alone:>7}{found.ended:>7}  {'right' if found.right else 'WRONG':<6}"
         f"{found.last:>+13.2f} s{found.bound:>7.2f}{found.after:>+10.2f} s{found.mean:>9.1f}{found.most:>6}"
-        f"{found.coordinator:>7}{found.busy:>6.0%}{found.verdict_bytes / 1000:>6.0f}{found.wall:>8.0f}{found.memory:>7.0f}"
+        f"{found.coordinator:>7}{found.busy:>6.0%}{found.verdict_bytes / 1000:>6.0f}{found.wall:>8.0f}"
+        f"{found.processor:>7.0f}{found.memory:>7.0f}"
         f"  {found.culprits}{'' if found.holds else '  <- FAILS'}"
     )
 
 
-def in_a_child(work: Callable[[], Result]) -> Result:
-    """Run in a fork: each event begins with the same job, which has joined once."""
+def in_a_child(work: Callable[[], Result]) -> Callable[[], Result]:
+    """Begin in a fork, so that each event finds the job as it was when it had joined; returns how to wait for it."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -852,12 +902,16 @@ def in_a_child(work: Callable[[], Result]) -> Result:
                 sys.excepthook(*sys.exc_info())
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader) as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    if not text:
-        raise SystemExit("the simulation ended with an error, which is above")
-    return Result(**json.loads(text))
+
+    def wait() -> Result:
+        with os.fdopen(reader) as pipe:
+            text = pipe.read()
+        os.waitpid(child, 0)
+        if not text:
+            raise SystemExit("the simulation ended with an error, which is above")
+        return Result(**json.loads(text))
+
+    return wait
 
 
 if __name__ == "__main__":
