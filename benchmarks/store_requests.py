@@ -1,6 +1,6 @@
 """What a request of each kind takes the host of a TCPStore: the costs that `tests/protocol/scale.py` reckons with.
 
-    python benchmarks/store_requests.py [--clients 3] [--connections 8] [--seconds 1] [--cycles 3] [--idle 500] [--json FILE]
+    python benchmarks/store_requests.py [--clients 3] [--connections 8] [--seconds 1] [--cycles 3] [--idle 100] [--json FILE]
 
 One process is the store; `clients` others keep `connections` connections each busy with requests of one kind, one after
 the other on each, while `idle` further connections are open and silent. Kinds take turns, in every cycle. What counts is
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 KEYS = 256  # of one request for many: `coordination/store.py`
 VALUE = "x" * 1500  # about a report
+LARGE = "x" * 100_000  # a verdict on thousands of ranks
 PREFIX = "default_pg/0//ncclguard/0123456789ab/group:cpu:0/0"  # as long as the keys of a job
 MANY = [f"{PREFIX}/report/{rank}" for rank in range(KEYS)]
 
@@ -38,6 +39,7 @@ KINDS: dict[str, Callable[[dist.TCPStore, int, str], object]] = {
     "add": lambda store, number, who: store.add(f"{PREFIX}/events", 0),
     "check": lambda store, number, who: store.check([f"{PREFIX}/verdict"]),
     "get, 1.5 KB": lambda store, number, who: store.get(MANY[number % KEYS]),
+    "get, 100 KB": lambda store, number, who: store.get(f"{PREFIX}/large"),
     "compare_set, new key, 1.5 KB": lambda store, number, who: store.compare_set(f"{PREFIX}/{who}/{number}", "", VALUE),
     f"check, {KEYS} keys": lambda store, number, who: store.check(MANY),
     f"multi_get, {KEYS} keys, 1.5 KB each": lambda store, number, who: store.multi_get(MANY),
@@ -49,6 +51,7 @@ def serve(pipe: Connection) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     for key in MANY:
         store.set(key, VALUE)
+    store.set(f"{PREFIX}/large", LARGE)
     pipe.send(store.port)
     while pipe.recv():
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -88,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--connections", type=int, default=8, help="of each client")
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--cycles", type=int, default=3)
-    parser.add_argument("--idle", type=int, default=500, help="connections that are open and silent")
+    parser.add_argument("--idle", type=int, default=100, help="connections that are open and silent")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("spawn")
@@ -120,7 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
             found[kind].append((taken / requests * 1e6, requests / passed))
     outstanding = options.clients * options.connections
     print(f"torch {torch.__version__}, {platform.platform()}, {outstanding} connections busy, {len(silent)} silent")
-    print(f"{'request':<38}{'processor us':>13}{'lowest':>8}{'highest':>8}{'one core, a second':>20}{'came through':>14}{'a client, us':>14}")  # fmt: skip
+    heads = f"{'request':<38}{'processor us':>13}{'lowest':>8}{'highest':>8}{'one core, a second':>20}"
+    print(f"{heads}{'came through':>14}{'a client, us':>14}")
     result = {}
     for kind, cycles in found.items():
         costs = [cost for cost, _ in cycles]

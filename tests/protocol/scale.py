@@ -66,9 +66,9 @@ from ncclguard.transport.links import distances
 
 T = TypeVar("T")
 
-#: Seconds of the store's host for a request, for each further key in one for many, and for each byte of a value:
-#: benchmarks/store_requests.py on a TCPStore of torch 2.13.
-REQUEST, FURTHER_KEY, EACH_BYTE = 15e-6, 0.25e-6, 1.2e-9
+#: Seconds of the store's host for a request, for each further key in one for many, for each value that many are answered
+#: with, and for each byte: benchmarks/store_requests.py on a TCPStore of torch 2.13, docs/scale.md.
+REQUEST, FURTHER_KEY, EACH_VALUE, EACH_BYTE = 15e-6, 0.3e-6, 2.5e-6, 0.3e-9
 #: Seconds from one process to another, with waking it up, and bytes a second that the store's host can send.
 WIRE, BANDWIDTH = 50e-6, 25e9 / 8
 #: Seconds that a rank of the same host takes to fetch the stacks of one that does not answer.
@@ -170,21 +170,22 @@ class Connection:
         self._world, self._rank = world, rank
         self._values = world.server.values
 
-    def _ask(self, operate: Callable[[], tuple[T, int]], keys: int = 1) -> T:
-        return self._world.ask(self._rank, operate, REQUEST + (keys - 1) * FURTHER_KEY)
+    def _ask(self, operate: Callable[[], tuple[T, int]], cost: float = REQUEST) -> T:
+        return self._world.ask(self._rank, operate, cost)
 
     def check(self, keys: list[str]) -> bool:
-        return self._ask(lambda: (all(key in self._values for key in keys), 8), len(keys))
+        return self._ask(lambda: (all(key in self._values for key in keys), 8), REQUEST + len(keys) * FURTHER_KEY)
 
     def get(self, key: str) -> bytes:
-        return self._ask(lambda: (self._values[key], len(self._values[key])))
+        # TCPStore::get waits for the key first: two requests.
+        return self._ask(lambda: (self._values[key], len(self._values[key])), 2 * REQUEST)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         def operate() -> tuple[list[bytes], int]:
             found = [self._values[key] for key in keys]
             return found, sum(map(len, found))
 
-        return self._ask(operate, len(keys))
+        return self._ask(operate, 2 * REQUEST + len(keys) * (FURTHER_KEY + EACH_VALUE))
 
     def set(self, key: str, value: str) -> None:
         written = value.encode()
