@@ -1,10 +1,10 @@
 """What a request of each kind takes the host of a TCPStore: the costs that `tests/protocol/scale.py` reckons with.
 
-    python benchmarks/store_requests.py [--clients 3] [--connections 8] [--seconds 1] [--cycles 3] [--idle 100] [--json FILE]
+    python benchmarks/store_requests.py [--clients 3] [--connections 8] [--seconds 1] [--cycles 3] [--idle 100]
 
 One process is the store; `clients` others keep `connections` connections each busy with requests of one kind, one after
-the other on each, while `idle` further connections are open and silent. Kinds take turns, in every cycle. What counts is
-the processor time of the store's process for each request, which other load on the machine changes little; a million
+the other on each, while `idle` further connections are open and silent. Kinds take turns, in every cycle. What counts
+is the processor time of the store's process for each request, which other load on the machine changes little; a million
 divided by it is what one core of the host could answer a second. Beside it stand the requests that came through, and
 how long one took its client, which the load changes much.
 """
@@ -34,8 +34,9 @@ LARGE = "x" * 100_000  # a verdict on thousands of ranks
 PREFIX = "default_pg/0//ncclguard/0123456789ab/group:cpu:0/0"  # as long as the keys of a job
 MANY = [f"{PREFIX}/report/{rank}" for rank in range(KEYS)]
 
-#: Requests of one kind; `number` tells them apart.
-KINDS: dict[str, Callable[[dist.TCPStore, int, str], object]] = {
+Request = Callable[[dist.TCPStore, int, str], object]
+#: Requests of one kind; the number tells those of one connection apart, the text the connections.
+KINDS: dict[str, Request] = {
     "add": lambda store, number, who: store.add(f"{PREFIX}/events", 0),
     "check": lambda store, number, who: store.check([f"{PREFIX}/verdict"]),
     "get, 1.5 KB": lambda store, number, who: store.get(MANY[number % KEYS]),
@@ -62,6 +63,12 @@ def connect(port: int) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
 
 
+def keep_busy(request: Request, store: dist.TCPStore, who: str, end: float, counts: list[int], index: int) -> None:
+    while time.monotonic() < end:
+        request(store, counts[index], who)
+        counts[index] += 1
+
+
 def load(port: int, connections: int, client: int, pipe: Connection) -> None:
     """One client process: for each (kind, seconds, cycle) it is sent, how many requests were answered."""
 
@@ -69,15 +76,13 @@ def load(port: int, connections: int, client: int, pipe: Connection) -> None:
     pipe.send(True)
     while (task := pipe.recv()) is not None:
         kind, seconds, cycle = task
-        request, counts, end = KINDS[kind], [0] * connections, time.monotonic() + seconds
-
-        def keep_busy(index: int) -> None:
-            who = f"{cycle}/{client}/{index}"
-            while time.monotonic() < end:
-                request(stores[index], counts[index], who)
-                counts[index] += 1
-
-        threads = [threading.Thread(target=keep_busy, args=(index,)) for index in range(connections)]
+        counts, end = [0] * connections, time.monotonic() + seconds
+        threads = [
+            threading.Thread(
+                target=keep_busy, args=(KINDS[kind], stores[index], f"{cycle}/{client}/{index}", end, counts, index)
+            )
+            for index in range(connections)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

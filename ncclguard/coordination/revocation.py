@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ncclguard.cause import Cause
@@ -142,7 +142,7 @@ class Revocation:
         describe: Describe,
         witness: Witness,
         summarise: Summarise,
-        here: Iterable[int] = (),
+        here: Sequence[int] = (),
         fetch: Fetch | None = None,
         seek: Seek | None = None,
     ) -> bool:

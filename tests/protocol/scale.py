@@ -1,4 +1,4 @@
-"""Eight events in a job of thousands of ranks: production code over a model of store, wire, hosts and clock.
+"""Ten events in a job of thousands of ranks: production code over a model of store, wire, hosts and clock.
 
     python -m tests.protocol.scale --ranks 16384 [--per-host 8] [--events late,silent,...] [--json FILE]
 
@@ -32,7 +32,7 @@ import threading
 import time
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,15 +46,15 @@ from ncclguard.coordination import monitor as monitor_module
 from ncclguard.coordination import revocation as revocation_module
 from ncclguard.coordination import store as store_module
 from ncclguard.coordination.group_state import GroupState, OpenCall
-from ncclguard.coordination.incidents import summarise
 from ncclguard.coordination.host_page import SIZE, HostPage
+from ncclguard.coordination.incidents import summarise
 from ncclguard.coordination.inquiry import Patience
 from ncclguard.coordination.liveness import Identity, Sight
 from ncclguard.coordination.monitor import Monitor, MonitorSettings
 from ncclguard.coordination.store import AgreementStore
 from ncclguard.engine import description as description_module
-from ncclguard.engine.description import Description, History
 from ncclguard.engine.attempt import SLICE
+from ncclguard.engine.description import Description, History
 from ncclguard.engine.runtime import LEAVE_WITHIN, LINGER_AFTER
 from ncclguard.incident.stacks import Fetched
 from ncclguard.outcome import Cause
@@ -836,12 +836,16 @@ def _named(culprits: Culprits) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.protocol.scale", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.protocol.scale", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--ranks", type=int, default=16384)
     parser.add_argument("--per-host", type=int, default=8)
     parser.add_argument("--events", default=",".join(EVENTS), help="of: %(default)s")
     parser.add_argument("--timeout", type=float, default=2.0, help="seconds of the call (default %(default)s)")
-    parser.add_argument("--join", action="store_true", help="with the handshake of the session, which takes longer to simulate")
+    parser.add_argument(
+        "--join", action="store_true", help="with the handshake of the session, which takes longer to simulate"
+    )
     parser.add_argument("--free", action="store_true", help="what Python computes takes no time in the model")
     parser.add_argument("--no-pages", action="store_true", help="each rank asks the store for itself")
     parser.add_argument("--jobs", type=int, default=2, help="events at a time (default %(default)s)")
@@ -899,7 +903,7 @@ def in_a_child(work: Callable[[], Result]) -> Callable[[], Result]:
         with contextlib.suppress(BaseException), os.fdopen(writer, "w") as pipe:
             try:
                 json.dump(asdict(work()), pipe)
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - told to whoever reads the terminal; the parent goes on
                 sys.excepthook(*sys.exc_info())
         os._exit(0)
     os.close(writer)

@@ -13,9 +13,10 @@ import pytest
 from tests.protocol.scale import EVENTS, World, observe
 
 RANKS = 256
-#: Requests to the store of one rank, from the first revoke to its verdict, that do not grow with the job; and how much
-#: of the store's host's time ranks may take that only wait.
-REQUESTS, BUSY = 100, 0.2
+#: Requests to the store of a rank from the fault to its verdict, on average and at most: those of a few seconds in which
+#: it looks 20 times a second, for its host when it is its turn. And how much of the store's host's time ranks may take
+#: that only wait.
+MEAN, MOST, BUSY = 50, 150, 0.2
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -25,11 +26,11 @@ def test_every_rank_that_reaches_the_store_has_the_one_verdict_with_the_right_na
     caplog.set_level(logging.CRITICAL, "ncclguard")
     world = World(RANKS, monkeypatch)
     found = observe(world, event, world.join(handshake=event == "late"))
-    print(event, found.mean, found.most, found.coordinator)
     assert found.verdicts == min(1, found.should)
     assert found.agreed == found.should
     assert found.alone + found.ended + found.agreed == len(world.calls) - len(world.stopped & set(world.calls))
     assert found.right, found.culprits
     assert found.last <= found.bound
-    assert found.most <= REQUESTS
+    assert found.mean <= MEAN
+    assert found.most <= MOST
     assert found.busy <= BUSY
