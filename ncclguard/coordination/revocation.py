@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ncclguard.cause import Cause
@@ -36,16 +36,19 @@ class StackFetcher:
     def __init__(self, store: AgreementStore, rank: int) -> None:
         self._store = store
         self._rank = rank
+        self._members: dict[int, bool] = {}  # rank of this host -> whether it is a member
         self._claimed: dict[int, bool] = {}  # rank -> whether it is for this one to look at it
         self._found: dict[int, Details] = {}
         self._written: set[int] = set()
         self.closed = False
 
-    def step(self, overdue: float, members: Iterable[int], here: Iterable[int], fetch: Fetch) -> None:
-        """Look at the members of this host that have not answered; `overdue`, from
-        LOOK_AFTER on: seconds since they should have.
+    def step(self, overdue: float, members: Sequence[int], here: Sequence[int], fetch: Fetch) -> None:
+        """Look at those `here`, on this host, that are members and have not answered; `overdue`,
+        from LOOK_AFTER on: seconds since they should have.
         """
-        neighbours = sorted({*here} & {*members})
+        # Each of them is looked up once: the group may have thousands of members, and this is done in every step.
+        self._members.update({rank: rank in members for rank in here if rank not in self._members})
+        neighbours = sorted(rank for rank in here if self._members[rank])
         order = sorted({*neighbours, self._rank}).index(self._rank)
         for rank in neighbours:
             if rank not in self._claimed and overdue >= LOOK_AFTER + NEXT_AFTER * order:
@@ -139,7 +142,7 @@ class Revocation:
         describe: Describe,
         witness: Witness,
         summarise: Summarise,
-        here: Iterable[int] = (),
+        here: Sequence[int] = (),
         fetch: Fetch | None = None,
         seek: Seek | None = None,
     ) -> bool:
@@ -152,8 +155,8 @@ class Revocation:
             self._answer(describe)
         overdue = self._overdue(now)
         if fetch is not None and overdue >= LOOK_AFTER:
-            awaited = [rank for rank in self._members if rank not in departed and rank not in self._reports]
-            self._fetcher.step(overdue, awaited, here, fetch)
+            awaited = [rank for rank in here if rank not in departed and rank not in self._reports]
+            self._fetcher.step(overdue, self._members, awaited, fetch)
         if not self._my_turn(now):
             return False
         self._gather(now)
@@ -173,7 +176,8 @@ class Revocation:
                 return False
             self.state.saw(sightings)
             silent = {rank: witness(rank) for rank in still}
-        gone = {rank: d for rank, d in departed.items() if rank in self._members}
+        among = frozenset(self._members)
+        gone = {rank: d for rank, d in departed.items() if rank in among}
         self.state.decides(now - self._since)
         reports = elsewhere_long_enough(self._reports)
         verdict = self.state.judge(self.generation, self._members, reports, gone, silent, self._rank, summarise)

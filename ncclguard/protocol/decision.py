@@ -247,7 +247,8 @@ def decide(
     entered_any = [r.operation.sequence for r in reports.values() if r.operation is not None]
     latest_done = [r.done for r in reports.values()] + [d.done for d in departed.values()]
     sequence = max(entered_any + latest_done, default=0)
-    gone = {rank: departed[rank].cause for rank in sorted(departed) if rank in members}
+    among = frozenset(members)  # thousands, of whom half may be gone
+    gone = {rank: departed[rank].cause for rank in sorted(departed) if rank in among}
     entered = {rank: r for rank, r in reports.items() if r.operation is not None and r.operation.sequence == sequence}
     attempt = max((r.attempt for r in entered.values()), default=1)
     # A deadline of an earlier operation, which this verdict commits, says nothing about who is late for this one.
@@ -272,7 +273,7 @@ def decide(
     if _committed(sequence, reports, departed):
         return base
 
-    culprits, sides = _blame(sequence, members, reports, departed, silent, entered, overdue)
+    culprits, sides = _blame(sequence, among, reports, departed, silent, entered, overdue)
     operation = next(r.operation for r in entered.values() if r.operation is not None)
     from_piece = _resume_point(sequence, reports)
     only_gone = bool(culprits) and set(culprits) <= set(gone)
@@ -313,7 +314,7 @@ def _may_shrink(entered: Mapping[int, Report], departed: Mapping[int, Departure]
 
 def _blame(
     sequence: int,
-    members: Sequence[int],
+    members: frozenset[int],
     reports: Mapping[int, Report],
     departed: Mapping[int, Departure],
     silent: Mapping[int, Cause],

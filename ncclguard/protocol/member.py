@@ -236,8 +236,9 @@ class Member:
         self.frozen = False
         self.trouble = None
         self.participants = verdict.participants
-        self.lost = tuple(gone for gone in verdict.departed if gone[0] in verdict.participants)
-        self._leave_out(gone for gone in verdict.departed if gone[0] not in verdict.participants)
+        remaining = frozenset(verdict.participants) if verdict.departed else frozenset()  # thousands of each
+        self.lost = tuple(gone for gone in verdict.departed if gone[0] in remaining)
+        self._leave_out(gone for gone in verdict.departed if gone[0] not in remaining)
         if self.numbered:
             known = self.settled[-1].sequence if self.settled else self.next_sequence - 1
             if verdict.action is not Action.RESUME and verdict.sequence > known:
