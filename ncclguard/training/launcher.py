@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The arguments of the command: torchrun's, and one of its own."""
     from ncclguard.torch_compat import elastic  # the elastic agent takes half a second to import
 
-    parser = elastic.parser()
+    parser: argparse.ArgumentParser = elastic.parser()
     parser.prog = "ncclguard run"
     parser.add_argument(
         "--go-on-within",
