@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
+from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.training import step as training_step
 
 SIZE, STEPS, BATCH, SAMPLES, WIDTH = 4, 8, 3, 50, 96
@@ -56,9 +57,9 @@ class Strike:
         if (self.step, moment) in self.mine:
             die()
 
-    def in_reduction(self, group: Any) -> None:
+    def in_reduction(self) -> None:
         """With the second of several buckets to reduce, while the first is on its way; DDP begins with a single one."""
-        issue, count = group.allreduce, 0
+        issue, count = GuardedProcessGroup.allreduce, 0
 
         def allreduce(*args: Any, **named: Any) -> Any:
             nonlocal count
@@ -68,7 +69,7 @@ class Strike:
             return issue(*args, **named)
 
         self.inside = False
-        group.allreduce = allreduce
+        GuardedProcessGroup.allreduce = allreduce  # type: ignore[method-assign]
 
 
 def run(kills: list[Kill], floor: int = 1) -> faults.JobResult:
@@ -89,7 +90,7 @@ def train(kills: list[Kill], floor: int, port: int) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     loader = ng.ElasticLoader(Rows(), BATCH, seed=7)
     strike = Strike(kills)
-    strike.in_reduction(dist.group.WORLD)
+    strike.in_reduction()
     next(wrapped.module[3].parameters()).register_hook(lambda _: strike.at("backward"))
     optimizer.register_step_pre_hook(lambda *_: strike.at("optimizer"))
     torch.manual_seed(100 + rank)
