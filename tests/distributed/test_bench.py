@@ -134,9 +134,9 @@ def sabotaged(how: str) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(dist, name)
 
-        def all_reduce(self, tensor: torch.Tensor) -> None:
-            real_plain(tensor)
-            if how == "wrong elements" and rank == 1:
+        def all_reduce(self, tensor: torch.Tensor, *of_the_bench: Any, **own_group: Any) -> None:
+            real_plain(tensor, *of_the_bench, **own_group)
+            if how == "wrong elements" and rank == 1 and not own_group:
                 tensor[-1] += 1
 
     def guarded(tensor: torch.Tensor, **keywords: Any) -> ng.Outcome:
@@ -146,7 +146,7 @@ def sabotaged(how: str) -> None:
             raise RuntimeError("out of paper")
         return real_guarded(tensor, **keywords)
 
-    setattr(measure, "dist", Plain())  # noqa: B010 - mypy: a module attribute of another type
+    setattr(timed_loop, "dist", Plain())  # noqa: B010 - mypy: a module attribute of another type
     timed_loop.ng.safe_all_reduce = guarded
     faults.report(code=main(["--numel", "1000", "--iters", "10", "--warmup", "0", "--timeout", "20"]))
 

@@ -361,7 +361,7 @@ def test_the_command_on_one_host_prints_a_table_and_json(
         monkeypatch.delenv(name, raising=False)
     code = command.main(["--json", "-"])
     captured = capsys.readouterr()
-    checks = [Check.model_validate(entry) for entry in json.loads(captured.out)]
+    checks = [Check.model_validate(entry) for entry in json.loads(captured.out)["checks"]]
     assert code == exit_code(checks, fail_on_warnings=False)
     assert {"interface", "variables", "limits", "shared memory", "connections"} <= {check.name for check in checks}
     assert "To paste into an issue" in captured.err and "check" in captured.err
