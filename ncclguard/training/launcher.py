@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ncclguard.command_line import described
 from ncclguard.incident.model import ranks_text
+from ncclguard.torch_compat import elastic
 from ncclguard.training import declaration
 
 log = logging.getLogger("ncclguard")
@@ -91,8 +92,6 @@ EXAMPLES = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of the command: torchrun's, and one of its own."""
-    from ncclguard.torch_compat import elastic  # the elastic agent takes half a second to import
-
     parser: argparse.ArgumentParser = elastic.parser()
     parser.prog = "ncclguard run"
     parser.add_argument(
@@ -107,8 +106,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a training script on several ranks, as torchrun does; returns the exit code."""
-    from ncclguard.torch_compat import elastic
-
     lacking = elastic.check()
     if lacking:
         print(f"ncclguard run: {lacking}; use torchrun, or torch 2.13", file=sys.stderr)
