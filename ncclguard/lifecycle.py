@@ -31,7 +31,9 @@ import _thread
 import atexit
 import contextlib
 import ctypes
+import functools
 import logging
+import multiprocessing.process
 import multiprocessing.util
 import os
 import signal
@@ -46,6 +48,7 @@ from types import FrameType, TracebackType
 from typing import Final
 
 from ncclguard.incident.stacks import describe_exception
+from ncclguard.language import tr
 
 _log = logging.getLogger("ncclguard")
 
@@ -63,6 +66,25 @@ _at_end: list[tuple[End, Callable[[], None]]] = []
 _before_fork: list[Callable[[], None]] = []
 _after_fork: list[Callable[[], None]] = []
 _in_child: list[Callable[[], None]] = []
+
+
+#: Set by `ncclguard run` for a process that takes a lost rank's place, to how many had it before.
+JOINS: Final = "NCCLGUARD_JOINS"
+_joined = False
+
+
+def is_joining() -> bool:
+    """Whether this process is to take a lost rank's place in a job that runs, and has not come to that yet.
+
+    Till then the others are in other collectives: its own are carried out as if it were alone.
+    """
+    return not _joined and bool(os.environ.get(JOINS))
+
+
+def joined() -> None:
+    """The others have taken this process into the job."""
+    global _joined
+    _joined = True
 
 
 def at_end(stage: End, callback: Callable[[], None]) -> None:
@@ -242,6 +264,9 @@ def _default_action() -> None:
     function(int(signal.SIGTERM), None)  # SIG_DFL is 0
 
 
+#: What a rank says of its end that a launcher or a scheduler has asked for.
+SENT_SIGTERM = tr("was sent SIGTERM")
+
 _dead_threads: list[str] = []
 
 
@@ -257,7 +282,8 @@ def watch_threads() -> None:
     def note(arguments: threading.ExceptHookArgs) -> None:
         if arguments.exc_value is not None and len(_dead_threads) < 3:
             name = arguments.thread.name if arguments.thread is not None else "a thread"
-            _dead_threads.append(f"its thread {name!r} had ended with {describe_exception(arguments.exc_value)}")
+            error = describe_exception(arguments.exc_value)
+            _dead_threads.append(tr("its thread {name!r} had ended with {exception}", name=name, exception=error))
         previous(arguments)
 
     threading.excepthook = note
@@ -272,6 +298,28 @@ def watch_uncaught(announce: Callable[[BaseException], None]) -> None:
         previous(kind, error, trace)
 
     sys.excepthook = hook
+
+
+_raises: list[Callable[[], None]] = []  # called while what ends a process that `multiprocessing` started is in sight
+
+
+def _note_what_ends_a_process() -> None:
+    """From Python 3.13 on, finalizers of `multiprocessing` run when what a process raised is out of sight."""
+    run = multiprocessing.process.BaseProcess.run
+
+    @functools.wraps(run)
+    def noted(process: multiprocessing.process.BaseProcess) -> None:
+        try:
+            run(process)
+        except BaseException:
+            _run(_raises)
+            raise
+
+    multiprocessing.process.BaseProcess.run = noted  # type: ignore[method-assign,assignment]
+
+
+if sys.version_info >= (3, 13):
+    _note_what_ends_a_process()
 
 
 def watch_multiprocessing(announce: Callable[[BaseException], None]) -> None:
@@ -290,3 +338,4 @@ def watch_multiprocessing(announce: Callable[[BaseException], None]) -> None:
 
     if multiprocessing.parent_process() is not None:
         multiprocessing.util.Finalize(None, end, exitpriority=0)
+        _raises.append(end)

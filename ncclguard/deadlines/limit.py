@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from ncclguard import config, lifecycle, torch_compat
 from ncclguard.cause import Cause
-from ncclguard.deadlines.alarm import TICK, Alarm
 from ncclguard.deadlines.deadline import Deadline
 from ncclguard.deadlines.stopping import Board, Notice, Stop, asleep, backends, describe, in_c10d_call, in_flight
-from ncclguard.deadlines.watchdog import Watchdog
+from ncclguard.deadlines.timers import TICK, Alarm, Watchdog
 from ncclguard.errors import CollectiveFailed, CollectiveTimeout
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import of_incident

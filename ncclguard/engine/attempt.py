@@ -12,6 +12,7 @@ import torch
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.engine.communicators import BuildRefused, Communicators, OutOfTime, Revoked
 from ncclguard.engine.execution import Execution
+from ncclguard.language import tr
 from ncclguard.protocol.decision import TroubleKind
 from ncclguard.transport.base import Agreement, Communicator, Disagreement, Pending, TransportError
 
@@ -61,9 +62,14 @@ class Attempts:
             return False
         except OutOfTime as error:
             waited = time.monotonic() - call.entered
-            self._trouble(generation, TroubleKind.DEADLINE, str(error) or f"not complete after {waited:.3g} s", -1)
+            self._trouble(
+                generation,
+                TroubleKind.DEADLINE,
+                str(error) or tr("not complete after {waited:.3g} s", waited=waited),
+                -1,
+            )
         except Disagreement:
-            self._trouble(generation, TroubleKind.MISMATCH, "not all ranks called the same operation", -1)
+            self._trouble(generation, TroubleKind.MISMATCH, tr("not all ranks called the same operation"), -1)
         except BuildRefused as error:
             self._trouble(generation, TroubleKind.RAISED, str(error), -1)
         except TransportError as error:
@@ -72,10 +78,10 @@ class Attempts:
 
     def _run(self, generation: int, work: Execution, from_piece: int, call: OpenCall) -> bool:
         if call.overdue:  # others may still be on their way here from the one before: nobody is late for this one
-            self._trouble(generation, TroubleKind.OVERDUE, "its limit passed before its turn came", -1)
+            self._trouble(generation, TroubleKind.OVERDUE, tr("its limit passed before its turn came"), -1)
             return False
         if time.monotonic() >= call.deadline:
-            raise OutOfTime("its limit passed before it could begin")
+            raise OutOfTime(tr("its limit passed before it could begin"))
         communicator = self._communicators.get(generation, call.deadline, SLICE)
         communicator.mark = mark = self._mark(call.sequence, from_piece)
         communicator.closes = work.closing and self._rounds
@@ -121,7 +127,7 @@ class Attempts:
         vote = communicator.agree(mark, payload)
         self._wait(vote, generation, call.deadline)
         if not vote.agreed:
-            raise Disagreement("a round has found different operations")
+            raise Disagreement(tr("a round has found different operations"))
         return vote
 
     def _complete_small(self, generation: int, kept: list[bytes]) -> bool:

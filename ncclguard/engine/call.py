@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ncclguard import torch_compat
+from ncclguard import lifecycle, torch_compat
 from ncclguard.config import GuardConfig, current_config
 from ncclguard.engine.chunking import ChunkPlan, plan
 from ncclguard.engine.table import Arguments, Collective
@@ -122,7 +122,8 @@ def terms_of(
             "atomic=False does not keep; change one of the two, argument or setting"
         )
     ranks = (0,) if chosen is None else torch_compat.group_ranks(chosen)
-    return Terms(chosen, ranks, config, deadline, attempts, shrink, kept, _checked_name(name), len(ranks) == 1)
+    solo = len(ranks) == 1 or lifecycle.is_joining()
+    return Terms(chosen, ranks, config, deadline, attempts, shrink, kept, _checked_name(name), solo)
 
 
 @lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ from ncclguard import torch_compat
 from ncclguard.coordination.group_state import GroupState
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.coordination.store import ROOT, AgreementStore, StoreUnavailable
+from ncclguard.language import tr
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import TroubleKind
 from ncclguard.protocol.timing import period
@@ -171,7 +172,7 @@ class Communicators:
             if not isinstance(error, (TransportError, StoreUnavailable, RuntimeError)):
                 log.exception("ncclguard: building the communicator of generation %d failed", generation)
             kind = TroubleKind.RAISED if torch_compat.of_own_device(error) else TroubleKind.TRANSPORT
-            state.trouble(generation, kind, f"the communicator could not be built: {error}")
+            state.trouble(generation, kind, tr("the communicator could not be built: {error}", error=error))
             self._monitor.wake()
             with state.condition:
                 state.condition.notify_all()

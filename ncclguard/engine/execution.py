@@ -16,11 +16,14 @@ from collections.abc import Sequence
 import torch
 
 from ncclguard.engine.chunking import EMPTY, ONE, ChunkPlan
-from ncclguard.engine.memory import (
+from ncclguard.transport import memory
+from ncclguard.transport.base import Agreement, Communicator, Pending, Save
+from ncclguard.transport.memory import (
     NOTHING,
     Arena,
     aligned,
     copied,
+    copy_bytes,
     flattened,
     in_a_row,
     plain,
@@ -29,9 +32,6 @@ from ncclguard.engine.memory import (
     tensor_of,
     writable,
 )
-from ncclguard.transport import memory
-from ncclguard.transport.base import Agreement, Communicator, Pending, Save
-from ncclguard.transport.memory import copy_bytes
 
 log = logging.getLogger("ncclguard")
 

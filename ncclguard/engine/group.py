@@ -18,12 +18,12 @@ from ncclguard.engine.attempt import SLICE, Attempts, Statistics
 from ncclguard.engine.call import Call
 from ncclguard.engine.communicators import Communicators
 from ncclguard.engine.execution import Execution, InUse, encode
-from ncclguard.engine.memory import drained, queues
 from ncclguard.errors import CollectiveFailed
+from ncclguard.language import tr
 from ncclguard.outcome import Outcome
 from ncclguard.protocol.decision import Action, Operation, TroubleKind, Verdict
 from ncclguard.protocol.member import Entry, Resolution
-from ncclguard.protocol.timing import GRACE
+from ncclguard.transport.memory import drained, queues
 
 log = logging.getLogger("ncclguard")
 
@@ -159,7 +159,7 @@ class GuardedGroup:
             self._state.skip(skipped)
             generation, unanswered = self._member.generation, bool(self._member.abandoned)
         if unanswered:
-            self._trouble(generation, TroubleKind.UNANSWERED, "another thread of its process kept it from entering")
+            self._trouble(generation, TroubleKind.UNANSWERED, tr("another thread of its process kept it from entering"))
 
     # ------------------------------------------------------------------ tries and verdicts
 
@@ -229,7 +229,7 @@ class GuardedGroup:
     ) -> None:
         """Ctrl-C or any other exception in this thread: tell the others and restore the input; it goes on."""
         text = type(interruption).__name__ + "".join(f": {line}" for line in str(interruption).splitlines()[:1])
-        end, generations = time.monotonic() + GRACE, list[int]()
+        end, generations = time.monotonic() + self._state.grace, list[int]()
         work.busy = True  # until it is known that nothing writes any more
         while True:
             try:

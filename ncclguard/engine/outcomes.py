@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ncclguard import lifecycle
 from ncclguard.cause import Cause
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.incidents import alone, from_json
 from ncclguard.engine.call import Call
 from ncclguard.engine.table import bus_factor
 from ncclguard.incident.model import Incident
+from ncclguard.language import tr
 from ncclguard.outcome import Outcome
 from ncclguard.protocol.decision import NOBODY, PRECEDENCE, Verdict
 from ncclguard.protocol.member import Entry, Resolution
@@ -66,7 +68,11 @@ def from_verdict(
             state, call, opened.sequence, opened.entered, before, attempts=verdict.attempt,
             participants=verdict.participants, torn=torn,
         )  # fmt: skip
-    note = f"the others completed {call.text} while rank {rank} did not answer; its own result is incomplete"
+    note = tr(
+        "the others completed {operation} while rank {rank} did not answer; its own result is incomplete",
+        operation=call.text,
+        rank=rank,
+    )
     return _failure(
         state, call, opened.sequence, opened.entered, Cause.STUCK, (rank,), agreed=False, attempts=verdict.attempt,
         participants=verdict.participants, torn=torn,
@@ -77,7 +83,11 @@ def from_verdict(
 def missed(state: GroupState, call: Call, sequence: int, started: float) -> Outcome:
     """A late call whose operation the others have completed, and whose result is not kept."""
     rank = state.member.rank
-    note = f"the others completed {call.text} without rank {rank}, which came too late for its result"
+    note = tr(
+        "the others completed {operation} without rank {rank}, which came too late for its result",
+        operation=call.text,
+        rank=rank,
+    )
     return _failure(
         state, call, sequence, started, Cause.LATE, (rank,), agreed=False, participants=state.member.participants,
         incident=alone(state, call.op, call.text, sequence, Cause.LATE, {rank: Cause.LATE}, note),
@@ -107,7 +117,7 @@ def not_started(
         return _lost(state, call, sequence, started, missing)
     if entry is Entry.FENCED:
         return _fenced(state, call, sequence, started)
-    why = state.unavailable or "no verdict on the operation before it came in time"
+    why = state.unavailable or tr("no verdict on the operation before it came in time")
     return _failure(
         state, call, sequence, started, Cause.UNKNOWN, (), agreed=False,
         incident=alone(state, call.op, call.text, sequence, Cause.UNKNOWN, {}, why),
@@ -134,10 +144,12 @@ def _fenced(
     if state.terminated or (causes and rank not in causes):
         if rank in causes:  # then all whom it names were ended from outside
             causes = before or {}
-        note = f"rank {rank} {state.terminated or 'had announced its end'}, and the others go on without it"
+        note = tr("rank {rank} had announced its end, and the others go on without it", rank=rank)
+        if state.terminated == lifecycle.SENT_SIGTERM:
+            note = tr("rank {rank} was sent SIGTERM, and the others go on without it", rank=rank)
     else:
         causes = {rank: causes.get(rank, Cause.LOST)}
-        note = f"rank {rank} was found gone by the others, who go on without it: end this process"
+        note = tr("rank {rank} was found gone by the others, who go on without it: end this process", rank=rank)
     cause = min(causes.values(), key=PRECEDENCE.index, default=Cause.UNKNOWN)
     return _failure(
         state, call, sequence, started, cause, tuple(sorted(causes)), agreed=False, attempts=attempts,
@@ -149,9 +161,9 @@ def _fenced(
 def _lost(state: GroupState, call: Call, sequence: int, started: float, causes: dict[int, Cause]) -> Outcome:
     """Agreed before: members are gone, and this call does not go on without them."""
     cause = min(causes.values(), key=PRECEDENCE.index)
-    note = "gone since an earlier operation: restart what is gone"
+    note = tr("gone since an earlier operation: restart what is gone")
     if call.operation.needs == NOBODY:
-        note += ', or go on without with on_lost="shrink"'
+        note = tr('gone since an earlier operation: restart what is gone, or go on without with on_lost="shrink"')
     return _failure(
         state, call, sequence, started, cause, tuple(sorted(causes)), participants=state.member.participants,
         incident=alone(state, call.op, call.text, sequence, cause, causes, note, agreed=True),
@@ -165,9 +177,8 @@ def local(
     evidence = {rank: gone(rank) for rank in state.member.participants if rank != state.member.rank}
     causes = {rank: Cause.LOST for rank, text in evidence.items() if text}
     cause = Cause.LOST if causes else Cause.UNKNOWN
-    why = (
-        state.unavailable
-        or "the agreement did not answer in time: this rank may be cut off, or the store's host stopped"
+    why = state.unavailable or tr(
+        "the agreement did not answer in time: this rank may be cut off, or the store's host stopped"
     )
     expired = time.monotonic() >= opened.deadline
     incident = alone(state, call.op, call.text, opened.sequence, cause, causes, why, expired=expired, evidence=evidence)
@@ -181,8 +192,12 @@ def local(
 def busy(state: GroupState, call: Call, started: float, budget: float) -> Outcome:
     """Another thread of this process kept the group for the call's whole budget."""
     running = state.call
-    other = running.text if running is not None else "another operation"
-    note = f"another thread of this process was in {other} on this group for the whole budget of {budget:.3g} s"
+    other = running.text if running is not None else tr("another operation")
+    note = tr(
+        "another thread of this process was in {operation} on this group for the whole budget of {budget:.3g} s",
+        operation=other,
+        budget=budget,
+    )
     return _failure(
         state, call, 0, started, Cause.UNKNOWN, (), agreed=False,
         incident=alone(state, call.op, call.text, 0, Cause.UNKNOWN, {}, note, expired=True),

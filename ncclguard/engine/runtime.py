@@ -10,11 +10,12 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
@@ -28,19 +29,20 @@ from ncclguard.coordination.group_state import GroupState
 from ncclguard.coordination.host_page import open_page
 from ncclguard.coordination.incidents import summarise
 from ncclguard.coordination.inquiry import Patience
-from ncclguard.coordination.liveness import Liveness
-from ncclguard.coordination.monitor import Monitor, MonitorSettings
+from ncclguard.coordination.liveness import Identity, Liveness
+from ncclguard.coordination.monitor import Monitor, MonitorSettings, Session
 from ncclguard.coordination.revocation import Revocation
 from ncclguard.coordination.store import AgreementStore
 from ncclguard.engine.communicators import Communicators
 from ncclguard.engine.description import Description, History, shortened
 from ncclguard.engine.group import GuardedGroup
-from ncclguard.engine.witness import Witness
+from ncclguard.environment.ras import Witness
 from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.faults.injection import from_environment
-from ncclguard.incident.model import Incident
-from ncclguard.incident.report import Writer
+from ncclguard.incident.model import Incident, MembershipChange
+from ncclguard.incident.report import Sequels, Writer
 from ncclguard.incident.stacks import describe_exception, main_thread_stack, offer, traceback_frames
+from ncclguard.language import tr
 from ncclguard.metrics import exchange
 from ncclguard.metrics.settings import config_of
 from ncclguard.protocol.decision import Action
@@ -55,14 +57,12 @@ log = logging.getLogger("ncclguard")
 
 #: Seconds in which the store has to take a connection, at most.
 CONNECT_WITHIN = 30.0
-#: Seconds that leaving may take: the announcement, and the end of the monitor.
-LEAVE_WITHIN = 1.0
+#: Seconds that the end of the monitor may take.
+STOP_WITHIN = 1.0
 #: Seconds that a report in the making may hold the exit up.
 REPORT_WITHIN = 2.0
 #: The lowest ranks of an operation, one of which writes its report unless several of them are gone or to blame.
 WRITERS = 2
-#: Seconds in which the others notice that rank 0 was sent SIGTERM, and ask for its last answer.
-LINGER_AFTER = 0.5
 #: What a call gets that comes too late, from another thread.
 LEFT = "this process has left the job: its default process group is being destroyed, or its program has ended"
 
@@ -80,7 +80,7 @@ class Watcher(Protocol):
 class Runtime:
     """The monitor and the guards of this process; made by `current`, ended by `leave`."""
 
-    def __init__(self, config: GuardConfig, within: float) -> None:
+    def __init__(self, config: GuardConfig, within: float, session: Session | None = None) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._config = config
@@ -94,6 +94,7 @@ class Runtime:
         self._liveness = Liveness(self.rank)
         witness = Witness(torch.cuda.is_initialized, self._known)
         self._writer = Writer(config.report_dir, config.report_panel, self.rank, self.world_size, witness)
+        self._sequels = Sequels(self.rank, _complete)
         settings = MonitorSettings(
             timing=Timing.of(self.world_size, config.poll_active, config.poll_idle),
             patience=_patience,
@@ -105,7 +106,9 @@ class Runtime:
             offer_stacks=lambda thread: offer(config.stack_signal, thread),
             open_page=lambda session: open_page(session, self._liveness.identity.host_key),
         )
-        self.monitor = Monitor(AgreementStore(self._connection), self.rank, self.world_size, self._liveness, settings)
+        self.monitor = Monitor(
+            AgreementStore(self._connection), self.rank, self.world_size, self._liveness, settings, session
+        )
         self._history = History()
         events.listen(self._history)
         self._description = Description(self.monitor, self._liveness.identity.host, self._history)
@@ -116,8 +119,16 @@ class Runtime:
         self._left = False
         self.termination = lifecycle.Termination(self._terminate)
         self.monitor.start()
-        if config.announce_sigterm:
+
+    def take_sigterm(self) -> None:
+        """This runtime is the process's own from here on: it tells the others of a SIGTERM."""
+        if self._config.announce_sigterm:
             self.termination.install()
+
+    @property
+    def identity(self) -> Identity:
+        """This process, as others see it."""
+        return self._liveness.identity
 
     def group(
         self, group: dist.ProcessGroup, device: torch.device, queue: str = "", ranks: tuple[int, ...] | None = None
@@ -154,7 +165,7 @@ class Runtime:
             keys = [key for key, (owner, _) in self._groups.items() if owner is group]
             closing = [self._groups.pop(key)[1] for key in keys]
         for guarded in closing:
-            guarded.close("its process group was destroyed")
+            guarded.close(tr("its process group was destroyed"))
 
     def _make(self, key: GroupKey, ranks: tuple[int, ...], device: torch.device) -> GuardedGroup:
         state = self.monitor.state(str(key), ranks)
@@ -172,8 +183,11 @@ class Runtime:
         )
         return GuardedGroup(state, communicators, self.monitor.wake, config, statistics)
 
-    def leave(self, cause: Cause, text: str) -> None:
-        """Say goodbye, end the monitor and release the communicators, each within a bound; raises nothing."""
+    def leave(self, cause: Cause, text: str, job: bool = True) -> None:
+        """Say goodbye, end the monitor and release the communicators, each within a bound; raises nothing.
+
+        `job`: it leaves the job, and not only this session of it.
+        """
         with self._lock:
             if self._left:
                 return
@@ -183,34 +197,36 @@ class Runtime:
         try:
             if self.watcher is not None:
                 self.watcher.close()
-            self.monitor.depart(cause, text, LEAVE_WITHIN)
-            if self.rank == 0:
+            self.monitor.depart(cause, text, self.monitor.timing.leave)
+            if self.rank == 0 and job:
                 self._linger()
-            if not self.monitor.stop(LEAVE_WITHIN):
+            if not self.monitor.stop(STOP_WITHIN):
                 torch_compat.disconnect(self._connection)  # a store call that does not answer holds the thread: cut it
-                self.monitor.stop(LEAVE_WITHIN)
+                self.monitor.stop(STOP_WITHIN)
             for group in closing:
-                group.close("this process has left the job")
-            exchange.forget()
+                group.close(tr("this process has left the job") if job else text)
+            if job:
+                exchange.forget()
             events.leave(self._history)
             self._liveness.close()
-            self._writer.wait(REPORT_WITHIN)
+            if job:
+                self._writer.wait(REPORT_WITHIN)
         except Exception:
             log.exception("ncclguard: leaving failed; the process goes on to its end")
 
     def announce(self, cause: Cause, text: str, stack: tuple[str, ...] = (), terminated: bool = False) -> None:
         """Tell the others at once that this process is about to end; `told` when others made it."""
         details = shortened({**self._description.identity(), "stack": list(stack)}, self.world_size)
-        self.monitor.depart(cause, text, LEAVE_WITHIN, details, terminated=terminated)
+        self.monitor.depart(cause, text, self.monitor.timing.leave, details, terminated=terminated)
 
     def _terminate(self) -> None:
         """SIGTERM: finish the verdict in progress, which may be about the rank that this is
         a consequence of; then go.
         """
-        self.monitor.settle(LEAVE_WITHIN)
-        self.announce(Cause.LOST, "was sent SIGTERM", main_thread_stack(), terminated=True)
+        self.monitor.settle(self.monitor.timing.leave)
+        self.announce(Cause.LOST, lifecycle.SENT_SIGTERM, main_thread_stack(), terminated=True)
         if self.rank == 0:  # usually hosts the store, which the others need for their verdict
-            self.monitor.settle(LEAVE_WITHIN, LINGER_AFTER)
+            self.monitor.settle(self.monitor.timing.leave, self.monitor.timing.linger)
         self._writer.wait(REPORT_WITHIN)
 
     def _linger(self) -> None:
@@ -244,10 +260,25 @@ class Runtime:
         if verdict is None or not (verdict.action is Action.FAIL or verdict.culprits):
             return  # committed, or tried again on all ranks
         incident = incidents.from_json(verdict.incident)
-        if incident is None or incidents.writer(incident) != self.rank:
+        if incident is None:
             return
-        said = json.loads(revocation.histories() or "{}")
-        self._writer.submit(incident, self.monitor.nonce, {int(rank): history for rank, history in said.items()})
+        writer = incidents.writer(incident)
+        if writer == self.rank:
+            said = json.loads(revocation.histories() or "{}")
+            self._writer.submit(incident, self.monitor.nonce, {int(rank): history for rank, history in said.items()})
+        self._sequels.found(incident, writer, self.monitor.nonce)
+
+    def membership_changed(self, change: MembershipChange, participants: Collection[int]) -> None:
+        """Whoever listens hears of it, and the reports of the ranks' losses say it; raises nothing."""
+        for listener in events.listeners:
+            try:
+                listener.membership_changed(change)
+            except Exception:
+                log.exception("ncclguard: a listener failed when %s; the job goes on", change)
+        try:
+            self._sequels.changed(change, participants)
+        except Exception:
+            log.exception("ncclguard: no report will say that the job %s; it goes on", change)
 
     def _publish_alone(self, incident: Incident) -> None:
         """No agreement: one rank of each host reports what it sees."""
@@ -287,7 +318,9 @@ def current(within: float = CONNECT_WITHIN) -> Runtime:
                 raise GuardError(LEFT)
             from_environment()
             try:
-                _runtime = Runtime(current_config(), max(0.001, min(within, CONNECT_WITHIN)))
+                own = own_session() if lifecycle.is_joining() else None
+                _runtime = Runtime(current_config(), max(0.001, min(within, CONNECT_WITHIN)), own)
+                _runtime.take_sigterm()
             except (TransportError, RuntimeError, ValueError, OSError) as error:
                 raise GuardError(
                     f"the store of the default process group cannot be reached: {error}. "
@@ -295,6 +328,60 @@ def current(within: float = CONNECT_WITHIN) -> Runtime:
                 ) from error
             lifecycle.watch_multiprocessing(_announce)
         return _runtime
+
+
+def own_session() -> Session:
+    """A session that nobody knows yet."""
+    return Session(f"joins-{secrets.token_hex(6)}")
+
+
+def prepare(session: Session, within: float) -> Runtime:
+    """Return a runtime of another session beside the current one, once this rank can be found in it.
+
+    Raises GuardError when the store cannot be reached `within` so many seconds.
+    """
+    end = time.monotonic() + within
+    try:
+        made = Runtime(current_config(), within, session)
+    except (TransportError, RuntimeError, ValueError, OSError) as error:
+        raise GuardError(f"the store of the default process group cannot be reached: {error}") from error
+    if not made.monitor.session_ready.wait(max(0.0, end - time.monotonic())):
+        made.leave(Cause.EXITED, "could not begin the session in time", job=False)
+        raise GuardError(f"the store of the default process group has not answered in {within:.0f} s")
+    return made
+
+
+def replace(prepared: Runtime) -> Runtime:
+    """From now on all calls of this process are in the session of `prepared`; returns the runtime before.
+
+    That one still answers the others until it is told to `leave`.
+    """
+    global _runtime
+    with _starting:
+        before, _runtime = _runtime, prepared
+        if before is None:
+            raise GuardError(LEFT)
+        before.termination.uninstall()
+        prepared._sequels = before._sequels  # what becomes of the job after earlier losses is still to be told
+        prepared.take_sigterm()
+        _destroyed.clear()
+    return before
+
+
+def _complete(incident: Incident, session: str) -> None:
+    runtime = _runtime
+    if runtime is not None:
+        runtime._writer.complete(incident, session)
+
+
+def membership_changed(change: MembershipChange, participants: Collection[int]) -> None:
+    """Tell whoever listens, and the reports of these ranks' losses, what became of the job; raises nothing.
+
+    Called on all ranks that take part from now on (`participants`, global), once they have agreed on it.
+    """
+    runtime = _runtime
+    if runtime is not None:
+        runtime.membership_changed(change, participants)
 
 
 def builder(device: torch.device) -> Builder:
@@ -318,7 +405,7 @@ def _after_init() -> None:
 
 
 def _before_destroy() -> None:
-    _end(Cause.EXITED, "called destroy_process_group()")
+    _end(Cause.EXITED, tr("called destroy_process_group()"))
     lifecycle.reach(lifecycle.End.QUEUES)
 
 
@@ -347,7 +434,7 @@ def _at_exit() -> None:
     if _failure:
         _end(Cause.FAILED, _failure)
     else:
-        _end(Cause.EXITED, "ended its program")
+        _end(Cause.EXITED, tr("ended its program"))
 
 
 def _announce(error: BaseException) -> None:

@@ -416,28 +416,28 @@ _OTHER = (
         default="0",
         kind=Kind.BOOL,
     ),
-    # The gloo in torch 2.6 has none of the following four, that in 2.13 has them.
-    Variable("GLOO_LOG_LEVEL", Reader.GLOO, "Log level of gloo.", "gloo/common/logging.cc", since="2.7"),
+    # Looked up in the libraries of torch 2.6.0, 2.7.1, 2.8.0, 2.9.1, 2.10.0, 2.11.0, 2.12.0 and 2.13.0.
+    Variable("GLOO_LOG_LEVEL", Reader.GLOO, "Log level of gloo.", "gloo/common/logging.cc", since="2.11"),
     Variable(
         "GLOO_DISABLE_CONNECTION_RETRIES",
         Reader.GLOO,
         "Gives up at the first refused connection.",
         "gloo/common/utils.cc",
-        since="2.7",
+        since="2.8",
     ),
     Variable(
         "GLOO_ENABLE_STORE_V2_API",
         Reader.GLOO,
         "Reads the store in one request for many keys.",
         "gloo/common/utils.cc",
-        since="2.7",
+        since="2.8",
     ),
     Variable(
         "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER",
         Reader.GLOO,
         "Uses ranks as connection numbers, which saves store traffic.",
         "gloo/common/utils.cc",
-        since="2.7",
+        since="2.8",
     ),
 )
 

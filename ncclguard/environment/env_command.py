@@ -14,8 +14,7 @@ from typing import Literal, get_args
 
 from ncclguard.command_line import described
 from ncclguard.environment.catalogue import CATALOGUE
-from ncclguard.environment.profiles import PROFILE_NAMES
-from ncclguard.environment.setup import EnvironmentReport, plan_environment
+from ncclguard.environment.setup import PROFILE_NAMES, EnvironmentReport, plan_environment
 from ncclguard.errors import GuardConfigError
 
 EXIT_CODES = {0: "the variables were printed; what is wrong is on stderr", 2: "a setting cannot be used"}

@@ -1,7 +1,13 @@
 """NCCL's RAS (2.24 and newer): one bounded question to its port, and what it says of the communicators of a job.
 
 `explain --ras`, `doctor` and the report of an incident ask it. RAS is a witness for communicators that no process group
-of torch stands for; it decides nothing. Nothing here imports torch, and no caller of a collective ever waits for it.
+of torch stands for; it decides nothing and accuses nobody. Nothing here imports torch, and no caller of a collective
+ever waits for it.
+
+What it said when an incident began is quoted in the report, beside the verdict. RAS sees communicators of an inference
+engine, of a weight exchange, and of the ranks that a job's other programs have. What it cannot see is who is to blame:
+its counts are those of launches and not of ends, a process that is stopped and one that is gone look alike to it for a
+minute, and a communicator that the guard ends is one that RAS calls aborted.
 
 The protocol is that of NCCL's src/ras/client_support.cc (2.24 to 2.30, ``rasClientEventLoop``): lines of commands, each
 with one line for an answer, and after ``STATUS`` a document until the server closes the connection.
@@ -11,15 +17,19 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 from pydantic import BaseModel, ValidationError
 
 from ncclguard.environment.nccl_names import read_conf
 from ncclguard.environment.network import resolve
-from ncclguard.incident.model import ranks_text
+from ncclguard.incident.model import Incident, ranks_text
+from ncclguard.incident.timeline import Quoted, RasQuote
+from ncclguard.language import joined, tr
 
 DEFAULT_ADDRESS: Final = "localhost:28028"
 #: Seconds for the first line of an answer. All processes of a host listen on the one port (SO_REUSEPORT) and the kernel
@@ -333,7 +343,7 @@ def _said(ranks: Iterable[Member], one: str, several: str) -> str:
     found = list(ranks)
     if not found:
         return ""
-    names = ranks_text(rank.rank for rank in found)
+    names: str = ranks_text(rank.rank for rank in found)
     if len(found) <= SHOWN_RANKS:
         places = ", ".join(f"pid {rank.pid} on {rank.host}" for rank in found)
         names += f" ({places})"
@@ -342,3 +352,139 @@ def _said(ranks: Iterable[Member], one: str, several: str) -> str:
 
 def _errors(rank: Rank) -> set[int]:
     return {rank.status.init_state, rank.status.async_error} - {SUCCESS, IN_PROGRESS}
+
+
+#: Seconds that RAS is given, of which it gives a third to the processes that do not answer it; nobody waits for it.
+WITHIN: Final = 6.0
+#: An answer that was asked for less than so many seconds ago serves for another incident too: a rank that is away holds
+#: up all of its groups.
+SHARED: Final = 5.0
+#: Bytes of an answer that a training process reads: 7,000 ranks.
+QUOTED_AT_MOST: Final = 4 << 20
+#: Communicators that are quoted, and lines of RAS itself where it has no JSON.
+QUOTED: Final = 8
+LINES: Final = 24
+
+
+def quote(
+    report: Report, groups: Mapping[str, Sequence[int]], pids: Mapping[int, int], own: int | None = None
+) -> RasQuote:
+    """Quote what is not in order; communicators that no process group of torch stands for come first.
+
+    `groups`: the ranks of the process groups by name; `pids`: the processes of ranks, as far as they are known; `own`:
+    this process. An answer in which it does not appear is that of another job and quoted nowhere; one in text names no
+    process of ranks that are in order, so it cannot be told whose it is.
+    """
+    head = RasQuote(address=report.address, nccl=report.nccl_version)
+    if report.communicators is None:
+        lines = report.lines
+        return head.model_copy(update={"lines": lines[:LINES], "more": len(lines[LINES:])})
+    own = os.getpid() if own is None else own
+    if not any(own in one.pids for one in report.communicators):
+        reason = tr(
+            "{address} answers for {count} communicators, and this process ({pid}) is in none: they may be another job's",
+            address=report.address,
+            count=len(report.communicators),
+            pid=own,
+        )
+        return head.model_copy(update={"reason": reason})
+    found = [_quoted(one, troubles, groups, pids) for one in report.communicators if (troubles := one.troubles())]
+    found.sort(key=lambda one: bool(one.groups))
+    quoted = {"communicators": tuple(found[:QUOTED]), "more": len(found[QUOTED:])}
+    return head.model_copy(update={"count": len(report.communicators), **quoted})
+
+
+def _quoted(
+    communicator: Communicator,
+    troubles: tuple[str, ...],
+    groups: Mapping[str, Sequence[int]],
+    pids: Mapping[int, int],
+) -> Quoted:
+    same = tuple(name for name, ranks in groups.items() if _same(communicator.pids, ranks, pids))
+    if same:
+        members = tr("the ranks of process group {group}", group=same[0])
+        if len(same) > 1:
+            members = tr("the ranks of process groups {groups}", groups=", ".join(same))
+    else:
+        known = _members(communicator.pids, pids)
+        members = tr("{members}, for which torch has no process group here", members=known)
+    return Quoted(hash=communicator.hash, size=communicator.size, groups=same, members=members, troubles=troubles)
+
+
+def _same(processes: Sequence[int], ranks: Sequence[int], pids: Mapping[int, int]) -> bool:
+    """Whether a communicator has the ranks of a group, in their order, as far as their processes are known."""
+    if len(processes) != len(ranks):
+        return False
+    known = [(pids[rank], pid) for rank, pid in zip(ranks, processes) if rank in pids]
+    return bool(known) and all(expected == pid for expected, pid in known)
+
+
+def _members(processes: Sequence[int], pids: Mapping[int, int]) -> str:
+    count = Counter(pids.values())
+    ranks = {pid: rank for rank, pid in pids.items() if count[pid] == 1}  # two hosts may have a process of one number
+    known = [ranks[pid] for pid in processes if pid in ranks]
+    others = len(processes) - len(known)
+    parts = [ranks_text(known)] if known else []
+    if others:
+        one, many = tr("1 process"), tr("{count} processes", count=others)
+        if known:
+            one, many = tr("1 other process"), tr("{count} other processes", count=others)
+        parts.append(many if others > 1 else one)
+    return joined(" and ", parts)
+
+
+class Witness:
+    """Asks RAS in a thread of its own, for reports of incidents; `quote` waits, and is for threads nobody waits for.
+
+    `wanted`: whether this process may have communicators of NCCL at all; `known`: the ranks of its process groups by
+    name, and the processes of ranks, of which an incident may know more than the others.
+    """
+
+    def __init__(
+        self,
+        wanted: Callable[[], bool],
+        known: Callable[[Incident], tuple[Mapping[str, Sequence[int]], Mapping[int, int]]],
+    ) -> None:
+        self._wanted = wanted
+        self._known = known
+        self._lock = threading.Lock()
+        self._begun = float("-inf")
+        self._done = threading.Event()
+        self._done.set()
+        self._found: Report | NoWitness = NoWitness(tr("it was not asked"))
+
+    @property
+    def patience(self) -> float:
+        """Seconds within which an answer comes, or none."""
+        return 2 * WITHIN
+
+    def begin(self) -> bool:
+        """Ask, unless that was done a moment ago; False where there is nothing to ask about."""
+        if not self._wanted():
+            return False
+        with self._lock:
+            now = time.monotonic()
+            if self._done.is_set() and now - self._begun >= SHARED:
+                self._begun, self._done = now, threading.Event()
+                self._found = NoWitness(tr("the question to it failed"))
+                try:
+                    threading.Thread(target=self._ask, args=(self._done,), name="ncclguard-ras", daemon=True).start()
+                except RuntimeError:  # the program has ended: Python 3.12 starts no threads any more
+                    self._found = NoWitness(tr("the program had ended before it could be asked"))
+                    self._done.set()
+        return True
+
+    def quote(self, incident: Incident, seconds: float) -> RasQuote | None:
+        """What RAS says, or why there is nothing; None if that takes longer than `seconds`."""
+        if not self._done.wait(seconds):
+            return None
+        found = self._found
+        return RasQuote(reason=str(found)) if isinstance(found, NoWitness) else quote(found, *self._known(incident))
+
+    def _ask(self, done: threading.Event) -> None:
+        try:
+            self._found = report(address_of(), within=WITHIN, at_most=QUOTED_AT_MOST)
+        except NoWitness as why:
+            self._found = why
+        finally:
+            done.set()

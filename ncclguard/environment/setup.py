@@ -1,22 +1,35 @@
-"""``setup_env()``: put the environment in order before ``init_process_group``, and report what is wrong."""
+"""``setup_env()``: put the environment in order before ``init_process_group``, and report what is wrong.
+
+Three things follow from one another: the profile (what to set for which network, by the ports that the kernel shows),
+the ladder of time limits, and the variables. The ladder: guard deadline < process-group timeout < heartbeat monitor <
+launcher. Each limit has to leave the one below it time to act. The guard names the culprit and lets the job go on; the
+process group's watchdog ends the process with a flight-recorder dump; the heartbeat monitor ends it when the watchdog
+itself hangs; the launcher ends the job. In another order the coarser measure strikes first and the finer one explains
+nothing.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
+import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from pathlib import Path
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
 from ncclguard.config import current_config, seconds
 from ncclguard.environment.catalogue import (
     CATALOGUE,
+    FALSE_WORDS,
     TRUE_WORDS,
     WATCHED_PREFIXES,
     Reader,
@@ -25,11 +38,9 @@ from ncclguard.environment.catalogue import (
     lookup,
     name_for,
 )
-from ncclguard.environment.limits import Ladder, compute_ladder
 from ncclguard.environment.nccl_names import read_conf
-from ncclguard.environment.network import InterfaceChoice, Link, choose_interface, read_job, read_links
-from ncclguard.environment.profiles import Port, Profile, ProfileName, choose_profile, read_ports
-from ncclguard.environment.versions import Versions, detect_versions
+from ncclguard.environment.network import InterfaceChoice, Link, choose_interface, read_file, read_job, read_links
+from ncclguard.environment.versions import Versions, detect_versions, within
 
 Severity = Literal["error", "warning"]
 
@@ -683,3 +694,338 @@ def setup_env(
 
 #: The name that the users of the original recipe know.
 setup_nccl_timeout_env = setup_env
+
+
+#: What a process group waits beyond the guard's deadline: the verdict (2 s), and ranks that arrive one after the other.
+PROCESS_GROUP_MARGIN = 120.0
+#: What the heartbeat monitor waits beyond the watchdog's own end, which sleeps during the flight-recorder dump.
+HEARTBEAT_MARGIN = 60.0
+
+
+class Rung(BaseModel):
+    """One limit in seconds. None: it does not exist, or nobody knows it; ``origin`` says which, or where it is from."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    seconds: float | None
+    origin: str
+
+    def __str__(self) -> str:
+        figure = "none" if self.seconds is None else f"{self.seconds:g} s"
+        return f"{self.name:<22} {figure:>9}  {self.origin}"
+
+
+class Ladder(BaseModel):
+    """The four limits in the order in which they have to grow, and what is wrong with them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    guard: Rung
+    process_group: Rung
+    heartbeat: Rung
+    launcher: Rung
+    proposed_heartbeat: int
+
+    @property
+    def rungs(self) -> tuple[Rung, ...]:
+        """The limits, lowest first."""
+        return (self.guard, self.process_group, self.heartbeat, self.launcher)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """A sentence for each pair of limits in the wrong order; empty when the ladder holds."""
+        known = [rung for rung in self.rungs if rung.seconds is not None]
+        return tuple(
+            f"the {upper.name} ({upper.seconds:g} s, {upper.origin}) must exceed the {lower.name} "
+            f"({lower.seconds:g} s, {lower.origin})"
+            for lower, upper in itertools.pairwise(known)
+            if upper.seconds is not None and lower.seconds is not None and upper.seconds <= lower.seconds
+        )
+
+    @property
+    def process_group_timeout(self) -> timedelta:
+        """What to pass to ``init_process_group(timeout=...)``."""
+        return timedelta(seconds=self.process_group.seconds or 0.0)
+
+    @property
+    def one_line(self) -> str:
+        """The limits in one line."""
+        figures = " < ".join("none" if rung.seconds is None else f"{rung.seconds:g}" for rung in self.rungs)
+        return f"limits in s (guard < process group < heartbeat < launcher): {figures}"
+
+    def __str__(self) -> str:
+        return "\n".join([*(str(rung) for rung in self.rungs), *(f"wrong: {problem}" for problem in self.problems)])
+
+
+def _up_to_minutes(seconds: float) -> int:
+    return math.ceil(seconds / 60.0) * 60
+
+
+def _number(environ: Mapping[str, str], name: str) -> float | None:
+    try:
+        return float(environ[name])
+    except (KeyError, ValueError):  # absent, or no number: the check of the value says so
+        return None
+
+
+def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    value = environ.get(name, "").lower()
+    return value in TRUE_WORDS if value in TRUE_WORDS | FALSE_WORDS else default
+
+
+def _process_group(guard: float, given: float | None, environ: Mapping[str, str]) -> Rung:
+    if given is not None:
+        return Rung(name="process-group timeout", seconds=given, origin="init_process_group(timeout=...)")
+    minutes = _number(environ, "DEEPSPEED_TIMEOUT")
+    if minutes is not None:
+        return Rung(name="process-group timeout", seconds=minutes * 60, origin=f"DEEPSPEED_TIMEOUT={minutes:g} min")
+    return Rung(
+        name="process-group timeout",
+        seconds=_up_to_minutes(guard + PROCESS_GROUP_MARGIN),
+        origin="computed: pass it to init_process_group(timeout=...)",
+    )
+
+
+def _heartbeat(proposed: int, environ: Mapping[str, str], versions: Versions) -> Rung:
+    name = "heartbeat monitor"
+    if _flag(environ, "TORCH_NCCL_BLOCKING_WAIT", False) or _flag(environ, "NCCL_BLOCKING_WAIT", False):
+        return Rung(name=name, seconds=None, origin="off: TORCH_NCCL_BLOCKING_WAIT is set")
+    if not within(versions.torch, "2.2", None):
+        return Rung(name=name, seconds=None, origin="off: torch before 2.2 has none")
+    if not _flag(environ, "TORCH_NCCL_ENABLE_MONITORING", True):
+        return Rung(name=name, seconds=None, origin="off: TORCH_NCCL_ENABLE_MONITORING=0")
+    given = _number(environ, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
+    if given is not None:
+        return Rung(name=name, seconds=given, origin="TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
+    return Rung(name=name, seconds=proposed, origin="computed: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
+
+
+def _launcher(given: float | None, environ: Mapping[str, str]) -> Rung:
+    if given is not None:
+        return Rung(name="launcher", seconds=given, origin="given")
+    start, end = _number(environ, "SLURM_JOB_START_TIME"), _number(environ, "SLURM_JOB_END_TIME")
+    if start is not None and end is not None and end > start:
+        return Rung(name="launcher", seconds=end - start, origin="time limit of the Slurm job")
+    return Rung(name="launcher", seconds=None, origin="unknown: its limit has to exceed those above")
+
+
+def compute_ladder(
+    guard_deadline: float,
+    versions: Versions,
+    environ: Mapping[str, str],
+    *,
+    process_group_timeout: float | None = None,
+    launcher_timeout: float | None = None,
+) -> Ladder:
+    """The limits that hold, or that ``setup_env()`` proposes, for a longest guard deadline in seconds.
+
+    >>> versions = Versions(torch="2.13.0", nccl="2.29.7", nccl_source="example")
+    >>> print(compute_ladder(1800, versions, {}).one_line)
+    limits in s (guard < process group < heartbeat < launcher): 1800 < 1920 < 2040 < none
+    """
+    process_group = _process_group(guard_deadline, process_group_timeout, environ)
+    dump = _number(environ, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
+    # Since torch 2.8 the watchdog sleeps four times the dump's time before it throws (ProcessGroupNCCL.cpp).
+    sleeping = 4 * (15.0 if dump is None else dump / 1000.0) if within(versions.torch, "2.8", None) else 60.0
+    proposed = _up_to_minutes((process_group.seconds or 0.0) + sleeping + HEARTBEAT_MARGIN)
+    return Ladder(
+        guard=Rung(name="guard deadline", seconds=guard_deadline, origin="the longest of GuardConfig's timeouts"),
+        process_group=process_group,
+        heartbeat=_heartbeat(proposed, environ, versions),
+        launcher=_launcher(launcher_timeout, environ),
+        proposed_heartbeat=proposed,
+    )
+
+
+SYSFS = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """One address in a port's table: its index, type ("RoCE v2", "IB/RoCE v1", ...) and value."""
+
+    index: int
+    kind: str
+    value: str
+
+    @property
+    def carries_ipv4(self) -> bool:
+        """Whether it is an IPv4-mapped address, which a routed network needs."""
+        return self.value.startswith("0000:0000:0000:0000:0000:ffff:")
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One port. ``rate`` is in Gbit/s; ``layer`` is "InfiniBand" or "Ethernet" (RoCE, iWARP), else unusable by NCCL."""
+
+    device: str
+    number: int
+    state: str
+    physical_state: str
+    layer: str
+    rate: float | None
+    netdev: str | None = None
+    gids: tuple[Gid, ...] = ()
+
+    @property
+    def active(self) -> bool:
+        """Whether the subnet manager (or the Ethernet link) has brought it up."""
+        return self.state == "ACTIVE"
+
+    @property
+    def roce(self) -> bool:
+        """Whether it speaks Ethernet."""
+        return self.layer == "Ethernet"
+
+    @property
+    def name(self) -> str:
+        """``device:port``, as ``NCCL_IB_HCA`` takes it."""
+        return f"{self.device}:{self.number}"
+
+
+def _gids(folder: Path) -> tuple[Gid, ...]:
+    found = []
+    entries = (folder / "gids").glob("*") if (folder / "gids").is_dir() else ()
+    for entry in sorted(entries, key=lambda path: int(path.name)):
+        value = read_file(entry).strip()  # empty for an unused entry, which cannot be read
+        if value and value.strip("0:"):
+            found.append(Gid(int(entry.name), read_file(folder / "gid_attrs" / "types" / entry.name).strip(), value))
+    return tuple(found)
+
+
+def _port(device: str, folder: Path) -> Port:
+    rate = re.match(r"[\d.]+", read_file(folder / "rate").strip())
+    return Port(
+        device=device,
+        number=int(folder.name),
+        state=read_file(folder / "state").strip().partition(":")[2].strip(),
+        physical_state=read_file(folder / "phys_state").strip().partition(":")[2].strip(),
+        layer=read_file(folder / "link_layer").strip(),
+        rate=float(rate.group()) if rate else None,
+        netdev=read_file(folder / "gid_attrs" / "ndevs" / "0").strip() or None,
+        gids=_gids(folder),
+    )
+
+
+def read_ports(sysfs: Path = SYSFS) -> tuple[Port, ...]:
+    """All ports of all adapters of this host, by name; none where there is no RDMA hardware."""
+    if not sysfs.is_dir():
+        return ()
+    return tuple(
+        _port(device.name, folder)
+        for device in sorted(sysfs.iterdir())
+        for folder in sorted((device / "ports").glob("[0-9]*"), key=lambda path: int(path.name))
+    )
+
+
+ProfileName = Literal["auto", "infiniband", "roce", "ethernet"]
+PROFILE_NAMES: tuple[str, ...] = get_args(ProfileName)
+
+
+class Profile(BaseModel):
+    """A network profile: its name, why it was taken, and the (variable, value, reason) it asks for."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    reason: str
+    ports: tuple[str, ...] = ()
+    settings: tuple[tuple[str, str, str], ...] = ()
+    trouble: str | None = None
+
+
+def compute_ports(ports: Sequence[Port], *, roce: bool) -> tuple[Port, ...]:
+    """The active ports of one kind that carry the job: the fastest; slower ones are for storage or management."""
+    active = [port for port in ports if port.active and port.layer == ("Ethernet" if roce else "InfiniBand")]
+    fastest = max((port.rate or 0.0 for port in active), default=0.0)
+    return tuple(port for port in active if (port.rate or 0.0) == fastest)
+
+
+def _gid_for_roce(ports: Sequence[Port]) -> Gid | None:
+    """The RoCE v2 address with an IPv4 in it that all ports have at the same index; NCCL takes one index for all."""
+    common: set[int] | None = None
+    for port in ports:
+        indices = {gid.index for gid in port.gids if gid.kind == "RoCE v2" and gid.carries_ipv4}
+        common = indices if common is None else common & indices
+    if not common:
+        return None
+    return next(gid for gid in ports[0].gids if gid.index == min(common))
+
+
+def _hca_settings(ports: Sequence[Port]) -> list[tuple[str, str, str]]:
+    settings = [
+        ("NCCL_IB_DISABLE", "0", "RDMA hardware is there and is to be used"),
+        ("NCCL_IB_TIMEOUT", "22", "about 2 minutes of tries, so that a switch that reroutes does not end the job"),
+        ("NCCL_IB_RETRY_CNT", "7", "the most tries the hardware takes"),
+    ]
+    if ports:
+        names = ",".join(port.name for port in ports)
+        settings.insert(1, ("NCCL_IB_HCA", f"={names}", "the active ports, by exact name"))
+    return settings
+
+
+def _infiniband(ports: Sequence[Port], reason: str) -> Profile:
+    used = compute_ports(ports, roce=False)
+    trouble = None if used else "profile infiniband, but no InfiniBand port is active on this host"
+    names = tuple(port.name for port in used)
+    return Profile(name="infiniband", reason=reason, ports=names, settings=tuple(_hca_settings(used)), trouble=trouble)
+
+
+def _roce(ports: Sequence[Port], reason: str, versions: Versions) -> Profile:
+    used = compute_ports(ports, roce=True)
+    settings = _hca_settings(used)
+    trouble = None if used else "profile roce, but no RoCE port is active on this host"
+    nccl = versions.nccl_for_names
+    if used and nccl is not None and not within(nccl, "2.21", None):
+        # NCCL before 2.21 takes index 0, a RoCE v1 address that no router forwards; later ones look for a v2 address.
+        gid = _gid_for_roce(used)
+        if gid is None:
+            trouble = "no RoCE v2 address with an IPv4 in it is at the same index of all ports"
+        else:
+            settings.append(("NCCL_IB_GID_INDEX", str(gid.index), f"the {gid.kind} address; NCCL {nccl} takes index 0"))
+    return Profile(
+        name="roce",
+        reason=reason,
+        ports=tuple(port.name for port in used),
+        settings=tuple(settings),
+        trouble=trouble,
+    )
+
+
+def _ethernet(ports: Sequence[Port], reason: str, *, named: bool) -> Profile:
+    unused = [port.name for port in ports if port.active and port.layer in ("InfiniBand", "Ethernet")]
+    disable = ("1", f"profile ethernet leaves {', '.join(unused)} aside") if named and unused else None
+    value, why = disable or ("0", "the default: RDMA is used where it is there")
+    return Profile(
+        name="ethernet",
+        reason=reason,
+        settings=(
+            ("NCCL_IB_DISABLE", value, why),
+            ("NCCL_BUFFSIZE", "8388608", "8 MiB a channel keep a TCP connection with latency full"),
+        ),
+    )
+
+
+def choose_profile(name: str, ports: Sequence[Port], versions: Versions) -> Profile:
+    """The profile of a name, or for "auto" the one that the active ports ask for.
+
+    Raises ValueError for a name that is not one of ``PROFILE_NAMES``.
+    """
+    if name not in PROFILE_NAMES:
+        raise ValueError(f"profile {name!r} does not exist; it is one of {', '.join(PROFILE_NAMES)}")
+    if name == "infiniband":
+        return _infiniband(ports, "asked for")
+    if name == "roce":
+        return _roce(ports, "asked for", versions)
+    if name == "ethernet":
+        return _ethernet(ports, "asked for", named=True)
+    fast = compute_ports(ports, roce=False)
+    if fast:
+        return _infiniband(ports, f"{len(fast)} active InfiniBand ports")
+    fast = compute_ports(ports, roce=True)
+    if fast:
+        return _roce(ports, f"{len(fast)} active RoCE ports", versions)
+    inactive = ", ".join(f"{port.name} {port.state or 'unknown'} {port.layer}" for port in ports)
+    reason = f"no usable RDMA port ({inactive})" if inactive else "no RDMA hardware"
+    return _ethernet(ports, reason, named=False)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed.constants import default_pg_timeout
 
-from ncclguard import torch_compat
+from ncclguard import lifecycle, torch_compat
 from ncclguard.config import current_config
 from ncclguard.engine import dispatch, runtime
 from ncclguard.engine.call import terms_of
@@ -112,6 +112,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._name = ""
         self.whole = self  # the group that this one stands for while it goes on without some ranks
         self._survivors: tuple[int, ...] | None = None  # global ranks, once it goes on without some
+        self._smaller: dict[tuple[int, ...], GuardedProcessGroup] = {}  # by survivors, made by `go_on`
         self._lane = "backend"  # the sequence of collectives among those that take part
         self._limits: list[float | None] = []  # of the scopes that this group is in
         self._observers: list[Callable[[Outcome], None]] = []
@@ -183,15 +184,20 @@ class GuardedProcessGroup(dist.ProcessGroup):
 
         All survivors call this at the same place, `number` times so far, with nothing pending. `rank()` and `size()`
         stay, and a root is named as before. Returns a group that has as many ranks as survivors, for what divides by
-        the size or counts on rank 0, such as DDP; it shares this one's sequence of collectives.
+        the size or counts on rank 0, such as DDP; it shares this one's sequence of collectives. For the same survivors
+        it is the same group again, because torch keeps what it has once worked out for a mesh, its group included.
         """
         self._survivors, self._lane = survivors, f"backend-{number}"
         self.participants = survivors
-        index = survivors.index(dist.get_rank())
-        smaller = GuardedProcessGroup(index, len(survivors), self._timeout, self._identity)
-        smaller._survivors, smaller._lane, smaller.whole = survivors, self._lane, self
-        smaller._queue, smaller._pairs = self._queue, self._pairs
-        smaller._limits, smaller._observers = self._limits, self._observers
+        smaller = self._smaller.get(survivors)
+        if smaller is None:
+            index = survivors.index(dist.get_rank())
+            smaller = GuardedProcessGroup(index, len(survivors), self._timeout, self._identity)
+            smaller._survivors, smaller.whole = survivors, self
+            smaller._queue, smaller._pairs = self._queue, self._pairs
+            smaller._limits, smaller._observers = self._limits, self._observers
+            self._smaller[survivors] = smaller
+        smaller._lane = self._lane
         self._pairs.clear()
         return smaller
 
@@ -301,6 +307,10 @@ class GuardedProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GuardedWork:
         return self._issue("all_to_all", inputs[0], asked_for(opts), outputs, lambda o: o.all_to_all(outputs, inputs))
 
+    def exchange(self, outputs: Tensors, inputs: Tensors, sizes: object) -> GuardedWork:
+        """An all-to-all where every rank knows what all of them send: `sizes` stands for that, alike on all ranks."""
+        return self._issue("all_to_all", inputs[0], Asked(), outputs, lambda o: o.all_to_all(outputs, inputs, sizes))
+
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -367,6 +377,8 @@ class GuardedProcessGroup(dist.ProcessGroup):
         results: Any,
         plan: Callable[[Operation], Perform],
     ) -> GuardedWork:
+        if self._survivors is None and lifecycle.is_joining():
+            return self._start(self._queue, op, tensor, results, lambda: _fill(tensor, results), asked.blocking)
         operation = self._operation(tensor, asked.timeout, self._queue)
         return self._start(self._queue, op, tensor, results, plan(operation), asked.blocking)
 
@@ -421,6 +433,8 @@ class GuardedProcessGroup(dist.ProcessGroup):
         for peer in (source, target):
             if not 0 <= peer < self._count:
                 raise ValueError(f"rank {peer} is not in the group, which has {self._count} ranks")
+        if self._survivors is None and lifecycle.is_joining():
+            return self._start(self._queue, "send_recv", None, [tensor], lambda: None, False)
         if source == target:
             raise ValueError(f"rank {source} cannot send to itself: copy the tensor")
         pair = (source, target)
@@ -467,6 +481,18 @@ def _wait_for(works: Sequence[GuardedWork]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def _fill(tensor: torch.Tensor | None, results: Any) -> None:
+    """What a rank gets that has not joined the others yet: what it gave, in every place."""
+    for result in results or ():
+        if isinstance(result, torch.Tensor):
+            if tensor is not None and result is not tensor:
+                whole = result.data.reshape(-1)
+                given = tensor.detach().reshape(-1)[: whole.numel()]
+                whole.copy_(given.repeat(-(-whole.numel() // max(given.numel(), 1)))[: whole.numel()])
+        else:
+            _fill(tensor, result)
 
 
 def _split(tensor: torch.Tensor, sizes: Sequence[int], count: int) -> list[torch.Tensor]:

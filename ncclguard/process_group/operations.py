@@ -19,7 +19,6 @@ from ncclguard.engine.call import Terms, check_tensor, describe, nbytes_of
 from ncclguard.engine.chunking import EMPTY, ONE, ChunkPlan, plan
 from ncclguard.engine.dispatch import check_carried
 from ncclguard.engine.execution import as_bytes, divided, overwrite
-from ncclguard.engine.memory import writable
 from ncclguard.engine.table import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -35,6 +34,7 @@ from ncclguard.engine.table import (
     Arguments,
     Collective,
 )
+from ncclguard.transport.memory import writable
 
 Perform = Callable[[], None]
 #: What the ranks of an all-to-all tell each other before it.
@@ -254,9 +254,12 @@ class Operation:
         like, detail = output.detach().reshape(-1), f"{describe(output)}, src={source}"
         return lambda: self.run(SCATTER, arguments, ONE, like=like, detail=detail)
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Perform:
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], known: object = None
+    ) -> Perform:
         """`outputs[i]` is what the i-th rank has for this one; sizes may differ and are
-        compared first, because others end a process.
+        compared first, because others end a process. `known`: stands for the sizes where every rank knows those
+        of all, and every rank sends something; then only this is compared, with the call.
         """
         self._check_length(outputs, "outputs")
         self._check_length(inputs, "inputs")
@@ -274,6 +277,10 @@ class Operation:
             return lambda: _put(outputs[0], first)
 
         def perform() -> None:
+            if known is not None:
+                arguments, like = Arguments(others=inputs, outputs=outputs), first.new_empty(0)
+                self.run(ALL_TO_ALL, arguments, ONE, like=like, detail=str(known), key=(known,))
+                return
             sizes = self._sizes([tensor.numel() for tensor in inputs], [tensor.numel() for tensor in outputs])
             moved = tuple(tuple(sent) for sent, _ in sizes)
             cut = ONE if any(map(any, moved)) else EMPTY

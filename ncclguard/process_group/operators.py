@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 
 from ncclguard import lifecycle
-from ncclguard.torch_compat.groups import Hook, backend_has, backend_of, boxed_work, group_of, options, reduce_op_of
+from ncclguard.torch_compat.groups import (
+    Hook,
+    backend_has,
+    backend_of,
+    boxed_work,
+    group_of,
+    options,
+    reduce_op_of,
+    tells_reduce_op,
+)
 
 Route = Callable[[dist.ProcessGroup], Any]
 
@@ -33,6 +42,8 @@ class Kernels:
         """Take the place of torch's kernels: of all, or of those with these names."""
         if self._hook is None:
             found = {name: getattr(self, name) for name, method in OPERATORS.items() if backend_has(method)}
+            if not tells_reduce_op():  # then these stay torch's, for plain groups too, which would fail otherwise
+                found = {name: kernel for name, kernel in found.items() if name not in REDUCING}
             self._hook = Hook({name: kernel for name, kernel in found.items() if not names or name in names})
 
     def remove(self) -> None:
@@ -162,6 +173,9 @@ OPERATORS = {
     "recv_": "recv",
     "recv_any_source_": "recv_anysource",
 }
+
+#: Those of them that are given a reduce op.
+REDUCING = frozenset({"allreduce_", "allreduce_coalesced_", "reduce_", "reduce_scatter_", "_reduce_scatter_base_"})
 
 #: Operators that a process group in Python cannot meet by a method of its own, because torch's trampolines lack them.
 WITHOUT_TRAMPOLINE = (

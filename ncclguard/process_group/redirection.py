@@ -16,6 +16,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from ncclguard import lifecycle, torch_compat
@@ -24,6 +25,7 @@ from ncclguard.incident.stacks import describe_exception
 from ncclguard.outcome import Outcome
 from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.process_group.operators import Kernels
+from ncclguard.torch_compat.groups import tells_reduce_op
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -161,6 +163,12 @@ def _update() -> None:
                 _originals[name] = vars(dist.ProcessGroup)[name]  # getattr gives a function that does not bind any more
                 setattr(dist.ProcessGroup, name, _detour(name, getattr(dist.ProcessGroup, name)))
         _kernels.install()
+        if not tells_reduce_op():
+            log.warning(
+                "ncclguard: the operators of torch %s do not tell their reduce op, so reductions that C++ code begins, as "
+                "DistributedDataParallel does, are not redirected; those of Python code are. Use torch 2.13 or newer for both",
+                torch.__version__,
+            )
     elif _originals and not _routes:
         _kernels.remove()
         while _originals:

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ncclguard import lifecycle
+from ncclguard import lifecycle, torch_compat
 from ncclguard.deadlines import engine_section
 from ncclguard.engine.group import GuardedGroup
-from ncclguard.engine.memory import drained
 from ncclguard.errors import CollectiveFailed, GuardError
 from ncclguard.outcome import Outcome
+from ncclguard.transport.memory import drained
 
 
 class GuardedWork(dist.Work):
@@ -52,6 +52,8 @@ class GuardedWork(dist.Work):
         self._future: Any = None
         #: Called by a wait, with whether that has a limit of its own: may carry the collective out in the same thread.
         self.run_now: Callable[[GuardedWork, bool], None] | None = None
+        #: Somebody has waited to its end, or waits for its future.
+        self.attended = False
 
     # ------------------------------------------------------------------ the caller
 
@@ -66,6 +68,7 @@ class GuardedWork(dist.Work):
             raise TimeoutError(
                 f"{self._text} is not complete after {limit:.3g} s; it goes on until its own limit: wait for it again"
             )
+        self.attended = True
         if self._error is not None:
             raise self._error
         return True
@@ -103,6 +106,7 @@ class GuardedWork(dist.Work):
                 devices: Any = [self._device] if on_cuda else []
                 self._promise = torch.futures.Future(devices=devices)
                 self._future = self._promise.then(self._value)
+                self.attended = True
             promise, future, ended = self._promise, self._future, self._ended.is_set()
             if ended:
                 self._promise = None
@@ -147,6 +151,8 @@ COPIED_WITHIN = 5.0
 LOOK_EVERY, LOOK_FOR = 0.005, 1.0
 #: Bytes from which a collective is begun at once by the queue's thread: it takes longer than waking that.
 LARGE = 64 << 10
+#: Works that nobody has waited for yet and that are kept where C++ does not keep them: more than it holds at once.
+KEPT = 256
 #: Seconds between two looks at what is to be called off.
 CALL_OFF_EVERY = 0.05
 
@@ -191,6 +197,7 @@ class WorkQueue:
         self._caller: threading.Thread | None = None
         self._by_waiters = False  # the last asynchronous collective was run by a thread that waited for it
         self._issued = 0.0  # when the last one was
+        self._kept: list[GuardedWork] = []
         self._idle = True  # the thread sleeps until it is told that there is something
         _queues.add(self)
 
@@ -209,6 +216,9 @@ class WorkQueue:
         with self._state:
             if self._closed:
                 raise GuardError(f"{task.text} cannot run: {self._closed}")
+            if not torch_compat.CPP_KEEPS_WORKS:
+                self._kept = [work for work in self._kept if not work.attended][-KEPT:]
+                self._kept.append(task.work)
             inline = blocking and self._unfinished == 0 and self._turn.acquire(blocking=False)
             if not inline:
                 task.work.run_now = self._help

@@ -33,6 +33,12 @@ ProcessGroupGloo = _c.ProcessGroupGloo
 
 VERSION: tuple[int, int] = (int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1]))
 """Major and minor version of the torch that runs, such as (2, 13)."""
+CPP_KEEPS_WORKS: bool = VERSION >= (2, 7)
+"""Whether C++ code that holds a work of a Python process group keeps its Python object too (`PyWorkHolder`).
+
+Before, a work whose Python object was gone fell back to C++'s own `Work::wait`, which nothing ends: DDP's broadcast of
+buffers hung there (2.6.0) when the collective had ended before C++ waited for it.
+"""
 
 # --- groups ---------------------------------------------------------------------------------------------------------
 
@@ -54,9 +60,18 @@ def ddp_stays(wrapper: Any) -> str:
 def move_ddp(wrapper: Any, group: dist.ProcessGroup) -> None:
     """Have a DistributedDataParallel reduce on another group, also after a backward that failed half-way.
 
-    From then on it divides by that group's size. It needs a wrapper that `ddp_stays` has nothing against.
+    From then on it divides by that group's size. It has the buckets that a new one begins with: one that has made steps
+    has them in the order of its gradients, one that was made a moment ago in another process has not, and both have to
+    reduce the same. It needs a wrapper that `ddp_stays` has nothing against.
     """
     wrapper._update_process_group(group)
+    parameters, sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper.reducer = None  # its hooks on the parameters go with it
+    wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
+    if wrapper.static_graph:
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()
 
 
 def is_member(group: Any) -> bool:
@@ -159,6 +174,51 @@ def world_of_one() -> Iterator[None]:
 
 #: How often a tensor was written into, as autograd counts it.
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+#: The modules right below a module, and its own buffers, by name: what its attributes are looked up in.
+children_of: Callable[[torch.nn.Module], Mapping[str, Any]] = operator.attrgetter("_modules")
+buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter("_buffers")
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each tensor into its own target; those of one device and type in one call, as torch's optimizers do.
+
+    Raises RuntimeError where one does not fit.
+    """
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def keep_scaler(scaler: torch.amp.GradScaler) -> Callable[[], None]:
+    """Remember a scaler's state on its device, without waiting for that; the returned function restores it.
+
+    `state_dict()` waits, and leaves out which optimizers' gradients are unscaled already: `load_state_dict()` alone
+    would have the next `unscale_()` raise.
+    """
+    handle: Any = scaler
+    names = ("_scale", "_growth_tracker")
+    tensors = {name: None if (now := getattr(handle, name, None)) is None else now.clone() for name in names}
+    plain = ("_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval", "_init_growth_tracker")
+    numbers = {name: getattr(handle, name) for name in plain if hasattr(handle, name)}
+    states = {number: _scaler_state(state) for number, state in handle._per_optimizer_states.items()}
+
+    def restore() -> None:
+        for name, value in numbers.items():
+            setattr(handle, name, value)
+        for name, kept in tensors.items():
+            now = getattr(handle, name, None)
+            if kept is None or now is None:
+                setattr(handle, name, None if kept is None else kept.clone())
+            else:
+                now.copy_(kept)  # in place: CUDA graphs may read it
+        handle._per_optimizer_states.clear()
+        handle._per_optimizer_states.update({number: _scaler_state(state) for number, state in states.items()})
+
+    return restore
+
+
+def _scaler_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
+
 
 # --- init and destroy -----------------------------------------------------------------------------------------------
 
@@ -330,6 +390,11 @@ def reduce_op_of(boxed: Any) -> dist.ReduceOp:
     return dist.ReduceOp(dist.ReduceOp.RedOpType(boxed.op()))
 
 
+def tells_reduce_op() -> bool:
+    """Whether an operator that was given a reduce op can tell which: not in torch 2.6 and 2.9, but in 2.13 and 2.15."""
+    return hasattr(torch.classes.c10d.ReduceOp(), "op")
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """What an operator of torch's own hands its arguments to. Raises RuntimeError for a
     device the group does not serve.
@@ -373,6 +438,9 @@ class Hook:
             for name, kernel in kernels.items():
                 if hasattr(torch.ops.c10d, name):
                     for key in (*_KEYS, *_SPARSE) if name == "allreduce_" else _KEYS:
+                        # Two hooks may have one operator, and the later one counts until it is removed; Library.impl
+                        # takes a second kernel for it only with `allow_override`, which torch has from 2.8 on.
+                        getattr(torch.library, "_impls", set()).discard(f"c10d/{name}/{key}")
                         self._library.impl(name, kernel, key)
 
     def remove(self) -> None:

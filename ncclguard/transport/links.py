@@ -26,6 +26,7 @@ import time
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ncclguard.language import tr
 from ncclguard.torch_compat.groups import Store
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.memory import read_process
@@ -341,7 +342,7 @@ class _Greeting:
         while len(self.got) < self.want:
             more = self.stream.recv(self.want - len(self.got))
             if not more:
-                raise ConnectionResetError(errno.ECONNRESET, "closed by the peer")
+                raise ConnectionResetError(errno.ECONNRESET, tr("closed by the peer"))
             self.got += more
         return True
 
@@ -401,12 +402,16 @@ def connect(keys: Store, host: str, size: int, index: int, end: float, direct: b
         peers = neighbours(size, index, links.star)
         if not advance(links.meet(peers), end):
             missing = [peer for peer in peers if peer not in links]
-            raise TransportError(f"the ranks at {missing} of the group did not come to connect")
+            raise TransportError(tr("the ranks at {missing} of the group did not come to connect", missing=missing))
         return links
     except (OSError, ValueError, RuntimeError) as error:
-        failure: Exception = TransportError(f"asking the store where the ranks of the group listen: {error}")
+        failure: Exception = TransportError(
+            tr("asking the store where the ranks of the group listen: {error}", error=error)
+        )
     except LinkError as error:
-        failure = TransportError(f"connecting with the rank at {error.peer} of the group: {error}")
+        failure = TransportError(
+            tr("connecting with the rank at {peer} of the group: {error}", peer=error.peer, error=error)
+        )
     except BaseException:
         if links is not None:
             links.close()
@@ -427,7 +432,7 @@ def _ask(keys: Store, links: Links, peers: set[int], end: float) -> None:
     while names and not keys.check(names):
         if time.monotonic() >= end:
             missing = [peer for peer, name in zip(asked, names, strict=True) if not keys.check([name])]
-            raise TransportError(f"the ranks at {missing} of the group did not come to connect")
+            raise TransportError(tr("the ranks at {missing} of the group did not come to connect", missing=missing))
         time.sleep(pause)
         pause = min(2 * pause, longest)
     found = map(Address.from_json, keys.multi_get(names)) if names else ()

@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 from ncclguard import torch_compat
 from ncclguard.config import current_config
 from ncclguard.environment.network import job_address
+from ncclguard.language import tr
 from ncclguard.transport import memory
 from ncclguard.transport.base import Agreement, Communicator, Disagreement, Kind, Pending, Save, TransportError, live
 from ncclguard.transport.bounded import bounded
@@ -121,7 +122,7 @@ class StreamCommunicator(Communicator):
             return advance(steps, end, self._links.turns), ring.met
         except Mismatch as mismatch:
             self._broken_off = "the ranks were in different ones"
-            raise Disagreement(f"rank {self.ranks[mismatch.peer]} is in another operation") from None
+            raise Disagreement(tr("rank {rank} is in another operation", rank=self.ranks[mismatch.peer])) from None
         except LinkError as error:
             self._broken_off = str(error)
             raise self._broken(error) from None
@@ -134,12 +135,14 @@ class StreamCommunicator(Communicator):
 
     def _broken(self, error: LinkError) -> TransportError:
         if self._links.stopped:
-            return TransportError(f"stopped on this rank (generation {self.generation}): {error}")
+            return TransportError(
+                tr("stopped on this rank (generation {generation}): {error}", generation=self.generation, error=error)
+            )
         rank = self.ranks[error.peer]
         if error.error.errno == errno.EFAULT:
             # Its call has ended, and with it the memory: the others have failed this operation.
-            return TransportError(f"rank {rank} has left the operation: {error}", peer=rank)
-        return TransportError(f"the connection with rank {rank} broke: {error}", peer=rank)
+            return TransportError(tr("rank {rank} has left the operation: {error}", rank=rank, error=error), peer=rank)
+        return TransportError(tr("the connection with rank {rank} broke: {error}", rank=rank, error=error), peer=rank)
 
     # --- ending -----------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from ncclguard.language import tr
 from ncclguard.transport import memory
 from ncclguard.transport.base import Agreement, TransportError
 from ncclguard.transport.links import BLOCKS_FOR, NOW, Link, Links, await_events, distances, wants_of
@@ -167,7 +168,7 @@ class Exchange(Agreement):
             return
         except OSError as error:
             raise self._broken(link, error) from None
-        raise self._broken(link, ConnectionResetError("closed by the peer"))
+        raise self._broken(link, ConnectionResetError(tr("closed by the peer")))
 
     def _send(self, out: Link, outgoing: memoryview) -> bool:
         try:
@@ -187,7 +188,7 @@ class Exchange(Agreement):
         except OSError as error:
             raise self._broken(into, error) from None
         if not count:
-            raise self._broken(into, ConnectionResetError("closed by the peer"))
+            raise self._broken(into, ConnectionResetError(tr("closed by the peer")))
         self._received = before + count
         # What a rank passes on, it has compared before: who agrees with all that it hears from, agrees with all.
         if before < HEADER <= self._received and incoming[:HEADER] != self._own:
@@ -279,8 +280,8 @@ class Exchange(Agreement):
     def _broken(self, link: Link, error: OSError) -> TransportError:
         rank = self._ranks[link.peer]
         if self._links.stopped:
-            return TransportError(f"stopped on this rank: {error}")
-        return TransportError(f"the connection with rank {rank} broke: {error}", peer=rank)
+            return TransportError(tr("stopped on this rank: {error}", error=error))
+        return TransportError(tr("the connection with rank {rank} broke: {error}", rank=rank, error=error), peer=rank)
 
 
 def _added(layout: struct.Struct, memory: memoryview, starts: Sequence[int]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import signal
 import socket
@@ -60,7 +61,7 @@ def reported(folder: Path) -> tuple[Document, RasQuote]:
             if found.ras is not None:
                 assert [file] == list(folder.glob("*.json"))
                 page = file.with_suffix(".html").read_text()
-                assert "What NCCL&#x27;s RAS says" in page or "What NCCL's RAS says" in page
+                assert "What NCCL's RAS says" in html.unescape(page)
                 return found, found.ras
         time.sleep(0.1)
     raise AssertionError(f"no report with an answer of RAS: {list(folder.iterdir())}")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ncclguard.engine import memory
-from ncclguard.engine.memory import ALIGNMENT, Arena, aligned
+from ncclguard.transport import memory
+from ncclguard.transport.memory import ALIGNMENT, Arena, aligned
 
 CPU = torch.device("cpu")
 

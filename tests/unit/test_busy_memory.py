@@ -20,7 +20,7 @@ from ncclguard.engine.execution import (
     Reduce,
     ReduceScatter,
 )
-from ncclguard.engine.memory import Arena
+from ncclguard.transport.memory import Arena
 
 RANKS = (0, 1)
 

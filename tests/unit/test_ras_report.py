@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ncclguard.engine.witness import QUOTED, Witness, quote
 from ncclguard.environment import ras
+from ncclguard.environment.ras import QUOTED, Witness, quote
 from ncclguard.incident.model import Incident
 from ncclguard.incident.report import Writer, main
 from ncclguard.incident.timeline import Document, RasQuote
@@ -237,7 +237,7 @@ def test_an_answer_that_takes_long_comes_after_the_report_which_does_not_wait_fo
         answering(document(communicator("0xa", rank(0, own), missing(1, 77))))(connection)
 
     monkeypatch.setattr(ras, "FIRST_LINE", 10.0)
-    monkeypatch.setattr("ncclguard.engine.witness.WITHIN", 20.0)
+    monkeypatch.setattr("ncclguard.environment.ras.WITHIN", 20.0)
     with asked(monkeypatch, late, pids={0: own, 1: 77}) as witness, caplog.at_level(logging.WARNING):
         writer = Writer(str(tmp_path), False, 0, 2, witness)
         writer.submit(incident(), "ab", {})

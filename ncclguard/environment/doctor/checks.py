@@ -22,8 +22,7 @@ from pydantic import BaseModel, ConfigDict
 from ncclguard.environment import network, ras
 from ncclguard.environment.nccl_names import read_conf
 from ncclguard.environment.network import InterfaceChoice, Job, Link, family_of, is_loopback_name, read_job, read_links
-from ncclguard.environment.profiles import Port, read_ports
-from ncclguard.environment.setup import EnvironmentReport, plan_environment, watched
+from ncclguard.environment.setup import EnvironmentReport, Port, plan_environment, read_ports, watched
 from ncclguard.environment.versions import within
 
 Status = Literal["ok", "warning", "error", "skipped"]

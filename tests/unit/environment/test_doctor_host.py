@@ -19,8 +19,7 @@ import pytest
 from ncclguard.environment.doctor import checks, command
 from ncclguard.environment.doctor.checks import Check, Context, Status, error, exit_code, merge, ok, skipped, warning
 from ncclguard.environment.network import read_job, read_links
-from ncclguard.environment.profiles import Gid, Port
-from ncclguard.environment.setup import plan_environment
+from ncclguard.environment.setup import Gid, Port, plan_environment
 
 pytestmark = pytest.mark.processes
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from ncclguard.environment.limits import compute_ladder
+from ncclguard.environment.setup import compute_ladder
 from ncclguard.environment.versions import Versions, detect_versions, parse_version, within
 
 _NEW = Versions(torch="2.13.0", nccl="2.29.7", nccl_source="test")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ncclguard.environment.profiles import Port, choose_profile, read_ports
-from ncclguard.environment.setup import check_harm
+from ncclguard.environment.setup import Port, check_harm, choose_profile, read_ports
 from ncclguard.environment.versions import Versions
 
 _NEW = Versions(torch="2.13.0", nccl="2.29.7", nccl_source="test")
