@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -52,6 +52,10 @@ class Subject(Protocol):
     @property
     def guarded(self) -> bool: ...
 
+    def hosts(self, ranks: Sequence[int]) -> Mapping[int, str]:
+        """The hosts of ranks that cannot say theirs any more, as far as they are known."""
+        ...
+
 
 Summarise = Callable[[Verdict, Mapping[int, Report], Mapping[int, Departure], Mapping[int, Cause], Subject], str]
 
@@ -71,6 +75,11 @@ class OpenCall:
     opened: float = 0.0  # when all had come; 0 before
     exchange: bool = False  # carries the group's exchange of statistics
     overdue: bool = False  # its limit had passed before its turn came: it was issued long before
+
+
+def _no_hosts(ranks: Sequence[int]) -> Mapping[int, str]:
+    """No monitor has this group: there is nobody who knows."""
+    return {}
 
 
 class GroupState:
@@ -95,13 +104,16 @@ class GroupState:
         self._session = ""
         self._sightings: Sightings = {}
         self._decided_after: float | None = None
-        self._grace: Callable[[], float] = lambda: GRACE
+        #: Seconds after its deadline in which a caller has its verdict, as a rule; `_waits()`: for how many it waits.
+        self.grace = GRACE
+        self._waits: Callable[[], float] = lambda: GRACE
         #: What ends this process from outside, as the monitor has announced it, such as "was sent SIGTERM".
         self.terminated = ""
         self._stop: Callable[[int], None] = _no_transport
         self._result: Callable[[], str | None] = _nothing_kept
         self._publish_alone: Callable[[Incident], None] = _nobody_reads
         self._standing: Callable[[], Trouble | None] = _no_trouble
+        self._hosts: Callable[[Sequence[int]], Mapping[int, str]] = _no_hosts
 
     # ------------------------------------------------------------------ any thread
 
@@ -162,6 +174,10 @@ class GroupState:
             if self.member.operation is None or self.member.phase is Phase.NONE:
                 return "", 0.0
             return self._call.text, 0.0
+
+    def hosts(self, ranks: Sequence[int]) -> Mapping[int, str]:
+        """The hosts of ranks that cannot say theirs any more, as far as the monitor knows them."""
+        return self._hosts(ranks)
 
     def publish_alone(self, incident: Incident) -> None:
         """Have a report written of what this rank could not agree on with the others."""
@@ -227,7 +243,7 @@ class GroupState:
 
     def _gives_up(self, call: OpenCall) -> bool:
         """Whether the call ends without the verdict that it waits for: none can come, or it has taken too long."""
-        return bool(self._unavailable) or time.monotonic() >= call.deadline + self._grace()
+        return bool(self._unavailable) or time.monotonic() >= call.deadline + self._waits()
 
     def await_verdict(self, wait: float, call: OpenCall) -> Decided | None:
         """Wait for the verdict on the call, on local state and by this rank's own clock; None when none came."""
@@ -267,13 +283,16 @@ class GroupState:
         unavailable: str,
         publish_alone: Callable[[Incident], None],
         standing: Callable[[], Trouble | None],
-        grace: Callable[[], float] = lambda: GRACE,
+        grace: float = GRACE,
+        waits: Callable[[], float] = lambda: GRACE,
+        hosts: Callable[[Sequence[int]], Mapping[int, str]] = _no_hosts,
     ) -> None:
         """The monitor takes the group on. `standing()`: why others wait in vain for this rank, see `sections`.
 
-        `grace()`: for how many seconds after its deadline a caller waits for the verdict, see `timing`.
+        `waits()`: for how many seconds after its deadline a caller waits for the verdict; `grace`: the same while
+        nothing is slow, see `timing`. `hosts` is what `self.hosts` asks.
         """
-        self._grace = grace
+        self.grace, self._waits, self._hosts = grace, waits, hosts
         self._session, self._unavailable = session, unavailable
         self._publish_alone, self._standing = publish_alone, standing
 

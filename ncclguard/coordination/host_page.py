@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import stat
@@ -46,6 +47,11 @@ FOLDERS: Final = ("/dev/shm", "")
 PREFIX: Final = "ncclguard-page-"
 LEFT_BEHIND: Final = 60.0
 
+#: Seconds after which a rank that went to ask is taken for stopped or killed, at the latest.
+CLAIM_HOLDS: Final = 0.5
+#: When the store was asked, of a key that somebody has only gone to ask for.
+NEVER: Final = float("-inf")
+
 # Key, when it was asked, value, where the text is and its length, digest of the text, checksum; apart from these: when
 # somebody last went to ask.
 _RECORD: Final = struct.Struct("<QdQIIQ")
@@ -68,7 +74,8 @@ class Known:
     """What stands in the page for one key: what the store said to a question of `asked`, by time.monotonic().
 
     `value` is the counter, or for a value that is written once whether it is there; `text` is that value, None where
-    the page has no room for it; `claimed` is when a rank of this host last went to ask.
+    the page has no room for it; `claimed` is when a rank of this host last went to ask; where `asked` is `NEVER`, no
+    answer has been entered yet.
     """
 
     asked: float
@@ -78,7 +85,11 @@ class Known:
 
     def fresh(self, now: float, within: float) -> bool:
         """Whether this will do for somebody who wants what the store said in the last `within` seconds."""
-        return 0.0 <= now - self.asked < within or 0.0 <= now - self.claimed < within
+        return 0.0 <= now - self.asked < within or self.asked_for(now, within)
+
+    def asked_for(self, now: float, within: float) -> bool:
+        """Whether a rank of this host went to ask in the last `within` seconds, and may still come back with it."""
+        return 0.0 <= now - self.claimed < min(within, CLAIM_HOLDS)
 
 
 class HostPage:
@@ -106,9 +117,12 @@ class HostPage:
         """This rank goes to ask the store; others need not for a while."""
 
         def write(memory: Memory) -> None:
-            at, known = _find(memory, _hash(key))
-            if known is not None:
-                memory.write(at + _CLAIM_AT, _CLAIM.pack(now))
+            number = _hash(key)
+            at, known = _find(memory, number)
+            if known is None:
+                record = _RECORD.pack(number, NEVER, 0, 0, 0, 0)
+                memory.write(at, record + _CHECK.pack(_digest(record)))
+            memory.write(at + _CLAIM_AT, _CLAIM.pack(now))
 
         self._try(write)
 
@@ -188,6 +202,7 @@ def _add_text(memory: Memory, text: bytes) -> int:
     return int(place)
 
 
+@functools.lru_cache(maxsize=1024)
 def _hash(key: str) -> int:
     return _digest(key.encode())
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 
 from pydantic import ValidationError
 
-from ncclguard import torch_compat
-from ncclguard.cause import ADVICE, ADVICE_WATCHED, Cause
+from ncclguard import lifecycle, torch_compat
+from ncclguard.cause import ADVICE, ADVICE_WATCHED, WORD, Cause
 from ncclguard.coordination.group_state import GroupState, Subject
 from ncclguard.incident import model
 from ncclguard.incident.model import Hosts, Incident, RankReport, State, ranks_text
+from ncclguard.language import Message, joined, tr
 from ncclguard.protocol.decision import Action, Departure, Phase, Report, Verdict
 
 #: Broken connections that a summary names.
@@ -26,12 +26,8 @@ def summarise(
     departed: Mapping[int, Departure],
     silent: Mapping[int, Cause],
     state: Subject,
-    hosts: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
-    """The coordinator's incident as JSON; empty for a verdict under which nothing failed.
-
-    `hosts` of ranks that do not say it themselves, as far as the coordinator knows them.
-    """
+    """The coordinator's incident as JSON; empty for a verdict under which nothing failed."""
     if verdict.cause is None:
         return ""
     causes = dict(verdict.culprits)
@@ -48,7 +44,10 @@ def summarise(
         _rank(rank, verdict, reports, departed, silent, causes, state.sightings.get(rank, {}))
         for rank in sorted({*reports, *departed, *silent})
     ]
-    hosts = {**hosts, **{report.rank: report.host for report in said if report.host}}
+    absent = sorted({*departed, *silent} - reports.keys())
+    many = len(reports) + len(absent) > model.FEW_RANKS
+    known = state.hosts(absent) if many and absent else {}
+    hosts = {**known, **{report.rank: report.host for report in said if report.host}}
     placed = Hosts(hosts, (report.rank for report in said))
     told = model.bounded(said, causes)
     incident = Incident(
@@ -68,7 +67,7 @@ def summarise(
         ranks=told,
         hosts=model.unsaid_hosts(hosts, told),
         summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed),
-        advice=("The others go on without it. " if resumed else "") + _advice(verdict.cause, state),
+        advice=_advice(verdict.cause, state, resumed),
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),
     )
@@ -108,13 +107,16 @@ def alone(
             RankReport(rank=rank, state="departed", cause=found, note=(evidence or {}).get(rank) or None)
             for rank, found in sorted(causes.items())
         ),
-        summary=f"{text} failed: {_because(causes) or cause.value}; {why}.",
+        summary=tr(
+            "{operation} failed: {because}; {why}.", operation=text, because=_because(causes) or WORD[cause], why=why
+        ),
         advice=_advice(cause, state),
     )
 
 
-def _advice(cause: Cause, state: Subject) -> str:
-    return ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
+def _advice(cause: Cause, state: Subject, resumed: bool = False) -> str:
+    advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
+    return tr("The others go on without it. {advice}", advice=advice) if resumed else advice
 
 
 def histories(reports: Mapping[int, Report], departed: Mapping[int, Departure], culprits: Collection[int] = ()) -> str:
@@ -207,13 +209,16 @@ def _rank(
 def _elsewhere(report: Report) -> str:
     """What the rank waits in, in another group, or has waited in until the others gave up."""
     if report.free_for:
-        return f"it waited in {report.elsewhere} until {report.free_for:.3g} s before" if report.elsewhere else ""
-    return f"it waits in {report.elsewhere}" if report.elsewhere else ""
+        until = tr(
+            "it waited in {operation} until {seconds:.3g} s before", operation=report.elsewhere, seconds=report.free_for
+        )
+        return until if report.elsewhere else ""
+    return tr("it waits in {operation}", operation=report.elsewhere) if report.elsewhere else ""
 
 
 def _silent(rank: int, cause: Cause | None, silent: Cause, sighting: Mapping[str, object]) -> RankReport:
     """A rank that did not answer, by what a rank of its host has seen of it."""
-    note = f"it did not answer: {silent.value}"
+    note = tr("it did not answer: {cause}", cause=WORD[silent])
     return RankReport(
         rank=rank,
         host=str(sighting.get("host", "")),
@@ -279,24 +284,34 @@ def _summary(
     placed: Hosts,
 ) -> str:
     # What is only watched goes on, and may complete.
-    failed = f"{text} failed after {waited:.3g} s" if guarded else f"{text} stood still for {waited:.3g} s"
+    failed = tr("{operation} stood still for {seconds:.3g} s", operation=text, seconds=waited)
+    if guarded:
+        failed = tr("{operation} failed after {seconds:.3g} s", operation=text, seconds=waited)
     because = _alone_to_blame(causes, reports, departed, placed) or _because(causes, placed)
     if because and verdict.action is Action.RESUME and guarded:
-        return f"{text} starts again after {waited:.3g} s: {because}."
+        return tr(
+            "{operation} starts again after {seconds:.3g} s: {because}.",
+            operation=text,
+            seconds=waited,
+            because=because,
+        )
     if because:
-        return f"{failed}: {because}."
+        return tr("{failed}: {because}.", failed=failed, because=because)
     if verdict.cause is Cause.DIVERGED:
-        return f"{failed}: the ranks called different operations, and no side is a majority."
+        return tr("{failed}: the ranks called different operations, and no side is a majority.", failed=failed)
     troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})
-    found = "; ".join(filter(None, [_broken(reports), *troubles[:1]]))
-    detail = f" ({found})" if found else ""
+    found = joined("; ", filter(None, [_broken(reports), *troubles[:1]]))
+    cause: Message = WORD[verdict.cause or Cause.UNKNOWN]
     quiet = silent.keys() - departed.keys()
     if quiet:
-        return f"{failed}: {verdict.cause}; {placed.text(quiet)} did not answer in time{detail}."
-    return f"{failed} although every rank was in it: {verdict.cause}{detail}."
+        cause = tr("{cause}; {ranks} did not answer in time", cause=cause, ranks=placed.text(quiet))
+    else:
+        failed = tr("{failed} although every rank was in it", failed=failed)
+    cause = tr("{cause} ({details})", cause=cause, details=found) if found else cause
+    return tr("{failed}: {because}.", failed=failed, because=cause)
 
 
-def _broken(reports: Mapping[int, Report]) -> str:
+def _broken(reports: Mapping[int, Report]) -> Message:
     """Which connections broke, as each side saw it; those that both sides lost first,
     for the others may be a consequence.
     """
@@ -306,19 +321,27 @@ def _broken(reports: Mapping[int, Report]) -> str:
         if r.trouble is not None and (r.trouble.peer >= 0 or r.trouble.host)
     }
 
-    def at(rank: int) -> str:
+    def at(rank: int) -> Message:
         host = str(reports[rank].details.get("host", "")) if rank in reports else ""
-        return f"rank {rank} ({host})" if host else f"rank {rank}"
+        return tr("rank {rank} ({host})", rank=rank, host=host) if host else ranks_text([rank])
 
     both = [(rank, end.peer) for rank, end in ends.items() if end.peer in ends and ends[end.peer].peer == rank]
-    told = [f"{at(rank)} and {at(peer)} lost the connection between them" for rank, peer in both if rank < peer]
+    told = [
+        tr("{one} and {other} lost the connection between them", one=at(rank), other=at(peer))
+        for rank, peer in both
+        if rank < peer
+    ]
     told += [
-        f"{at(rank)} lost its connection with {at(end.peer) if end.peer >= 0 else f'a rank at {end.host}'}"
+        tr(
+            "{one} lost its connection with {other}",
+            one=at(rank),
+            other=at(end.peer) if end.peer >= 0 else tr("a rank at {host}", host=end.host),
+        )
         for rank, end in ends.items()
         if (rank, end.peer) not in both
     ]
-    more = [f"{len(told) - SHOWN_ENDS} further: see to_json()"] if len(told) > SHOWN_ENDS else []
-    return ", ".join(told[:SHOWN_ENDS] + more)
+    more = [tr("{count} further: see to_json()", count=len(told) - SHOWN_ENDS)] if len(told) > SHOWN_ENDS else []
+    return joined(", ", told[:SHOWN_ENDS] + more)
 
 
 def _alone_to_blame(
@@ -332,18 +355,34 @@ def _alone_to_blame(
     ((rank, cause),) = causes.items()
     left, report = departed.get(rank), reports.get(rank)
     if left is not None and left.terminated:
-        return f"{placed.text([rank])} {left.text}"
+        if left.text == lifecycle.SENT_SIGTERM:
+            return tr("{ranks} was sent SIGTERM", ranks=placed.text([rank]))
+        return joined(": ", (placed.text([rank]), left.text))
     if cause is not Cause.FAILED:
         return ""
     trouble = report.trouble if report is not None else None
     text = left.text if left is not None and left.cause is Cause.FAILED else trouble.text if trouble is not None else ""
-    return f"{placed.text([rank])} raised {text.rstrip('.')}" if text else ""
+    return tr("{ranks} raised {exception}", ranks=placed.text([rank]), exception=text.rstrip(".")) if text else ""
 
 
-def _because(causes: Mapping[int, Cause], placed: Hosts | None = None) -> str:
+def _of_ranks(cause: Cause, ranks: Message) -> Message:
+    """Who is to blame for what: a sentence of its own for each cause, because other languages put it otherwise."""
+    return {
+        Cause.LATE: tr("{ranks} late", ranks=ranks),
+        Cause.DIVERGED: tr("{ranks} diverged", ranks=ranks),
+        Cause.FAILED: tr("{ranks} failed", ranks=ranks),
+        Cause.EXITED: tr("{ranks} exited", ranks=ranks),
+        Cause.LOST: tr("{ranks} lost", ranks=ranks),
+        Cause.STUCK: tr("{ranks} stuck", ranks=ranks),
+        Cause.NETWORK: tr("{ranks} network", ranks=ranks),
+        Cause.UNKNOWN: tr("{ranks} unknown", ranks=ranks),
+    }[cause]
+
+
+def _because(causes: Mapping[int, Cause], placed: Hosts | None = None) -> Message:
     parts = []
     for cause in Cause:
         ranks = [rank for rank, found in causes.items() if found is cause]
         if ranks:
-            parts.append(f"{ranks_text(ranks) if placed is None else placed.text(ranks)} {cause.value}")
-    return "; ".join(parts)
+            parts.append(_of_ranks(cause, ranks_text(ranks) if placed is None else placed.text(ranks)))
+    return joined("; ", parts)

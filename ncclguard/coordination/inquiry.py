@@ -19,6 +19,7 @@ from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.liveness import Sight, silent_cause
 from ncclguard.coordination.store import AgreementStore, HighWaterMarks
 from ncclguard.incident.model import SHOWN_GROUPS, Hosts, ranks_text
+from ncclguard.language import tr
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Operation, Phase, Report, TroubleKind
 
@@ -42,7 +43,7 @@ class Surroundings(Protocol):
     """What an inquiry needs from the monitor."""
 
     def wake(self) -> None: ...
-    def states(self) -> list[GroupState]: ...
+    def states(self) -> Sequence[GroupState]: ...
     def state(self, key: str, members: tuple[int, ...]) -> GroupState: ...
     def describe(self, state: GroupState, report: Report) -> Report: ...
     def post(self, entry: dict[str, object]) -> None: ...
@@ -112,8 +113,9 @@ class _Inquiry(Question):
 class Inquiries:
     """The monitor's questions, and its answers to those of others."""
 
-    def __init__(self, rank: int, surroundings: Surroundings) -> None:
+    def __init__(self, rank: int, surroundings: Surroundings, period: float) -> None:
         self._rank = rank
+        self._period = period  # seconds between two steps while a call is open
         self._around = surroundings
         self._published: dict[str, tuple[int, int, bool]] = {}  # state -> generation, sequence, am I the one who asks
         self._marks = HighWaterMarks()
@@ -182,7 +184,10 @@ class Inquiries:
         if self._published.get(state.key, (-1, -1, False))[:2] == (generation, operation.sequence):
             return
         mine: list[int | str] = [operation.fingerprint, self._rank, operation.text]
-        first = self._marks.enter(store, f"{state.key}/open", (generation, operation.sequence), mine)
+        key = f"{state.key}/open"
+        if store.left_to_another(key, self._period):
+            return
+        first = self._marks.enter(store, key, (generation, operation.sequence), mine)
         self._published[state.key] = (generation, operation.sequence, first is not None and first[1] == self._rank)
         if first is not None and first[0] != operation.fingerprint:
             _, rank, text = first
@@ -242,7 +247,12 @@ class Inquiries:
         hosts = Hosts({rank: str(r.details.get("host", "")) for rank, r in question.answers.items()}, participants)
         lines = [*not_come(absent, hosts), *not_answering(sights, hosts)]
         if stuck and stuck_timeout is not None and age >= stuck_timeout:
-            why = f"{ranks_text(stuck)} did not answer for {age:.0f} s (stuck_timeout {stuck_timeout:g} s)"
+            why = tr(
+                "{ranks} did not answer for {age:.0f} s (stuck_timeout {stuck_timeout:g} s)",
+                ranks=ranks_text(stuck),
+                age=age,
+                stuck_timeout=stuck_timeout,
+            )
             question.state.trouble(question.generation, TroubleKind.STUCK, why)
         if not lines:
             lines.append("every rank has entered: the transfer itself is slow or stalled")

@@ -32,18 +32,26 @@ from ncclguard.cause import Cause
 from ncclguard.coordination.store import BATCH, AgreementStore, Entries
 from ncclguard.environment.network import address_towards_master
 from ncclguard.incident.stacks import Offer, fetch, process_state
+from ncclguard.language import tr
 from ncclguard.protocol.decision import Departure
 
 Port = tuple[str, int]  # (numeric address, port)
 
 PROBE_AGAIN = 1.0  # seconds between the end of a probe and the next one of the same liveness port
 PROBE_LIMIT = 1.0  # seconds after which a connection that nobody answers is given up
+RETURNED_FOR = 10.0  # seconds for which a host that did not answer is not long enough back to be called well
 WAIT = 0.02  # seconds that one `look` may wait for an answer, so that the first look at a near host already has one
 WAIT_AGAIN = 0.1  # seconds between two such waits: together the looks of a monitor's step stay far below 50 ms
 PROBES = 256  # connections to liveness ports under way at a time: a process has a limit of open files
 QUEUE = (
     1024  # connections that a liveness port holds while its process does not collect them; the kernel may allow fewer
 )
+
+
+#: What the kernel says of a host from which nothing comes back.
+UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN})
+#: `tcpi_total_retrans`, behind eight bytes and 23 other numbers.
+TOTAL_RETRANSMITS = struct.Struct("100xI")
 
 
 class Sight(str, Enum):
@@ -53,6 +61,7 @@ class Sight(str, Enum):
     STOPPED = "stopped"
     GONE = "gone"
     PRESENT = "present"  # the process exists, no more is known
+    RETURNED = "returned"  # the process exists, and could not be reached a moment ago
     UNKNOWN = "unknown"
 
     def __str__(self) -> str:
@@ -110,6 +119,7 @@ class _Probe:
     answer: tuple[Sight, str] | None = None
     connection: socket.socket | None = None
     started: float = 0.0
+    missed: float = float("-inf")  # when it was last found that nothing comes back from its host
     ended: float = field(default=-PROBE_AGAIN)
 
     def end(self, now: float) -> None:
@@ -224,7 +234,9 @@ class Liveness:
 
     def _look_there(self, peer: Identity) -> tuple[Sight, str]:
         if peer.port is None:
-            return Sight.UNKNOWN, f"rank {peer.rank} on {peer.host} could not open a port that shows it is there"
+            return Sight.UNKNOWN, tr(
+                "rank {rank} on {host} could not open a port that shows it is there", rank=peer.rank, host=peer.host
+            )
         probe = self._probes.setdefault(peer, _Probe())
         if probe.gone:
             return Sight.GONE, probe.gone
@@ -234,7 +246,9 @@ class Liveness:
         if probe.connection is not None:
             self._collect(probe, peer, WAIT if now - self._last_wait >= WAIT_AGAIN else 0.0)
         if probe.answer is None:
-            return Sight.UNKNOWN, f"{_named(peer)} has not answered for {time.monotonic() - probe.started:.1f} s"
+            return Sight.UNKNOWN, tr(
+                "{who} has not answered for {seconds:.1f} s", who=_named(peer), seconds=time.monotonic() - probe.started
+            )
         return probe.answer
 
     def _tidy(self, age: float) -> None:
@@ -252,7 +266,10 @@ class Liveness:
         try:
             connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         except OSError as error:  # no descriptor left
-            probe.answer = Sight.UNKNOWN, f"{_named(peer)} cannot be looked for from here: {error.strerror}"
+            probe.answer = (
+                Sight.UNKNOWN,
+                tr("{who} cannot be looked for from here: {error}", who=_named(peer), error=error.strerror),
+            )
             probe.end(probe.started)
             return
         connection.setsockopt(
@@ -282,40 +299,76 @@ class Liveness:
         where, now = _named(peer), time.monotonic()
         if error == 0:
             probe.reached = True
-            probe.answer = Sight.PRESENT, f"{where} answers: the process exists"
+            if probe.connection is not None and _was_sent_again(probe.connection):
+                probe.missed = probe.started
+            away = now - probe.missed
+            if away < RETURNED_FOR:
+                why = tr(
+                    "{where} answers, and did not {seconds:.1f} s ago: the process exists, and may not have come to "
+                    "answer yet",
+                    where=where,
+                    seconds=away,
+                )
+                probe.answer = Sight.RETURNED, why
+            else:
+                probe.answer = Sight.PRESENT, tr("{where} answers: the process exists", where=where)
         elif error == errno.ECONNREFUSED and probe.reached:
-            probe.gone = f"{where} refuses connections and answered before: the process has ended"
+            probe.gone = tr("{where} refuses connections and answered before: the process has ended", where=where)
             probe.answer = Sight.GONE, probe.gone
         elif error == errno.ECONNREFUSED:
-            why = "refuses connections and was never reached before: it has ended, or a firewall rejects"
-            probe.answer = Sight.UNKNOWN, f"{where} {why}"
+            why = tr(
+                "{where} refuses connections and was never reached before: it has ended, or a firewall rejects",
+                where=where,
+            )
+            probe.answer = Sight.UNKNOWN, why
         elif error == errno.ETIMEDOUT:
-            probe.answer = Sight.UNKNOWN, f"{where} did not answer within {now - probe.started:.1f} s"
+            probe.answer = (
+                Sight.UNKNOWN,
+                tr("{where} did not answer within {seconds:.1f} s", where=where, seconds=now - probe.started),
+            )
         else:
-            probe.answer = Sight.UNKNOWN, f"{where} cannot be reached: {os.strerror(error)}"
+            probe.answer = (
+                Sight.UNKNOWN,
+                tr("{where} cannot be reached: {error}", where=where, error=os.strerror(error)),
+            )
+        if error in UNREACHABLE:
+            probe.missed = now
         probe.end(now)
+
+
+def _was_sent_again(connection: socket.socket) -> bool:
+    """Whether the first packet of a connection that is there now was lost; see `struct tcp_info` in linux/tcp.h."""
+    try:
+        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TOTAL_RETRANSMITS.size)
+        return bool(TOTAL_RETRANSMITS.unpack(information)[0])
+    except (OSError, struct.error):
+        return False
 
 
 def look_here(peer: Identity) -> tuple[Sight, str]:
     """What /proc says of a peer's process on this host, and the evidence in words."""
-    who = f"process {peer.pid} of rank {peer.rank} on {peer.host}"
+    who = tr("process {pid} of rank {rank} on {host}", pid=peer.pid, rank=peer.rank, host=peer.host)
     state = process_state(peer.pid)
     if state is None:
         try:  # a /proc that hides other users' processes (hidepid) shows nothing of one that exists
             os.kill(peer.pid, 0)
         except ProcessLookupError:
-            return Sight.GONE, f"{who} does not exist any more"
+            return Sight.GONE, tr("{who} does not exist any more", who=who)
         except PermissionError:
-            return Sight.PRESENT, f"{who} exists, and belongs to another user"
-        return Sight.PRESENT, f"{who} exists, and /proc does not show it"
+            return Sight.PRESENT, tr("{who} exists, and belongs to another user", who=who)
+        return Sight.PRESENT, tr("{who} exists, and /proc does not show it", who=who)
     letter, start_ticks = state
     if start_ticks != peer.start_ticks:
-        return Sight.GONE, f"{who} does not exist any more: its pid belongs to a process that was started later"
+        return Sight.GONE, tr(
+            "{who} does not exist any more: its pid belongs to a process that was started later", who=who
+        )
     if letter in "ZX":
-        return Sight.GONE, f"{who} has ended: it is a zombie, its parent has not collected it yet"
+        return Sight.GONE, tr("{who} has ended: it is a zombie, its parent has not collected it yet", who=who)
     if letter in "Tt":
-        return Sight.STOPPED, f"{who} is stopped ({'by a debugger' if letter == 't' else 'by a signal'})"
-    return Sight.RUNNING, f"{who} exists (state {letter})"
+        if letter == "t":
+            return Sight.STOPPED, tr("{who} is stopped (by a debugger)", who=who)
+        return Sight.STOPPED, tr("{who} is stopped (by a signal)", who=who)
+    return Sight.RUNNING, tr("{who} exists (state {letter})", who=who, letter=letter)
 
 
 def silent_cause(sight: Sight) -> Cause:
@@ -342,7 +395,13 @@ def host_key() -> str:
 
 def _named(peer: Identity) -> str:
     assert peer.port is not None
-    return f"rank {peer.rank}'s process on {peer.host} ({peer.port[0]} port {peer.port[1]})"
+    return tr(
+        "rank {rank}'s process on {host} ({address} port {port})",
+        rank=peer.rank,
+        host=peer.host,
+        address=peer.port[0],
+        port=peer.port[1],
+    )
 
 
 def _open_port(address: str) -> socket.socket | None:
@@ -377,6 +436,8 @@ lifecycle.in_child(_close_all_in_child)
 
 #: Seconds between two looks at the liveness ports of ranks on other hosts, and at the list of this host's ranks.
 LOOK_EVERY = 1.0
+#: Seconds up to which that list is looked at less and less often while nobody new is found in it.
+LONGEST_LOOK = 2.0
 
 
 class Neighbours:
@@ -393,9 +454,13 @@ class Neighbours:
         self._known: dict[int, Identity] = {}  # this host's and the two beside: followed in every step
         self._met: dict[int, Identity] = {}  # others that were asked about once
         self._beside = [r % world_size for r in (rank - 1, rank + 1) if r % world_size != rank]
+        self._here: list[Identity] = []
+        self._beside_elsewhere: list[Identity] = []
         self._next_look = 0.0
         self._attentive_every = max(attentive_every, LOOK_EVERY / 10)
+        self._unchanged = 0  # looks at the list in which nobody was new
         self._gone: dict[int, str] = {}
+        self._told: set[int] = set()  # of these, what `departures` has returned
         self._sought: set[int] = set()  # ranks whose identity was looked for together with others
 
     def register(self, store: AgreementStore, stacks: Offer | None = None) -> None:
@@ -404,6 +469,7 @@ class Neighbours:
         identity = self._liveness.identity
         text = (identity if stacks is None else replace(identity, stacks=astuple(stacks))).to_json()
         store.put(f"identity/{self._rank}", text)
+        store.tell_host(f"identity/{self._rank}", text)
         self._list.add(store, text)
 
     def step(self, now: float, attentive: bool) -> None:
@@ -411,18 +477,31 @@ class Neighbours:
         self._liveness.drain()
         if self._store is None or now < self._next_look:
             return
+        if (
+            not self._next_look and self._attentive_every > LOOK_EVERY / 10
+        ):  # in a large job: the others register now, too
+            self._next_look = now + self._attentive_every
+            return
         every = self._attentive_every if attentive else LOOK_EVERY
+        every = min(every * 2**self._unchanged, max(LONGEST_LOOK, 4 * self._attentive_every))
         self._next_look = now + every
+        self._unchanged = 0 if self._beside else min(self._unchanged + 1, 8)
         for text in self._list.new(self._store, every):
-            identity = Identity.from_json(text)
-            self._known[identity.rank] = identity
+            self._learn(Identity.from_json(text))
+            self._unchanged = 0
         for rank in list(self._beside):
             peer = self._identity(rank)
             if peer is not None:
-                self._known[rank] = peer
+                self._learn(peer)
                 self._beside.remove(rank)
                 if peer.host_key != self._liveness.identity.host_key:
+                    self._beside_elsewhere.append(peer)
                     self._liveness.befriend(peer)
+
+    def _learn(self, peer: Identity) -> None:
+        self._known[peer.rank] = peer
+        key = self._liveness.identity.host_key
+        self._here = [one for rank, one in self._known.items() if one.host_key == key and rank != self._rank]
 
     def departures(self, within: float = 0.0) -> list[Departure]:
         """Ranks seen here whose process is gone: positive evidence, never silence.
@@ -432,14 +511,13 @@ class Neighbours:
         """
         found = []
         looks = not within or self._store is None or self._store.turn("processes", within)
-        for rank, peer in list(self._known.items()):
-            if rank == self._rank or rank in self._gone:
+        for peer in list(self._known.values()) if looks else self._beside_elsewhere:
+            rank = peer.rank
+            if rank == self._rank or rank in self._told:
                 continue
-            if not looks and peer.host_key == self._liveness.identity.host_key:
-                continue
-            sight, evidence = self._liveness.look(self._known[rank])
-            if sight is Sight.GONE:
-                self._gone[rank] = evidence
+            evidence = self.gone(rank)  # which a caller's thread may have asked before
+            if evidence:
+                self._told.add(rank)
                 found.append(Departure(rank, Cause.LOST, evidence))
         return found
 
@@ -449,8 +527,7 @@ class Neighbours:
 
     def here(self) -> list[Identity]:
         """The other ranks of this host that are known yet."""
-        key = self._liveness.identity.host_key
-        return [peer for rank, peer in list(self._known.items()) if peer.host_key == key and rank != self._rank]
+        return self._here
 
     def fetch_stacks(self, rank: int) -> dict[str, object] | None:
         """The stacks of a rank of this host whose interpreter may not run, as details of a report; takes seconds."""
@@ -479,7 +556,7 @@ class Neighbours:
         """What can be seen of a rank's process from here."""
         peer = self._identity(rank)
         if peer is None:
-            return Sight.UNKNOWN, "it never started ncclguard; import it on every rank before init_process_group"
+            return Sight.UNKNOWN, tr("it never started ncclguard; import it on every rank before init_process_group")
         return self._liveness.look(peer)
 
     def seek(self, ranks: Sequence[int], since: float) -> None:
@@ -511,7 +588,7 @@ class Neighbours:
     def _identity(self, rank: int) -> Identity | None:
         peer = self._known.get(rank) or self._met.get(rank)
         if peer is None and self._store is not None:
-            text = self._store.read(f"identity/{rank}")
+            text = self._store.find(f"identity/{rank}")
             if text is not None:
                 peer = self._met[rank] = Identity.from_json(text)
         return peer

@@ -15,24 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ncclguard.cause import Cause
-from ncclguard.coordination.group_state import GroupState, Subject, make_state
+from ncclguard.cause import WORD, Cause
+from ncclguard.coordination.group_state import GroupState, Summarise, make_state
 from ncclguard.coordination.host_page import HostPage
 from ncclguard.coordination.inquiry import Inquiries, Patience
 from ncclguard.coordination.liveness import Identity, Liveness, Neighbours, Sight
 from ncclguard.coordination.revocation import Revocation, leave_result, read_revoke, revoke
 from ncclguard.coordination.sections import Sections
 from ncclguard.coordination.store import AgreementStore, Departures, Entries, Handshake, StoreUnavailable
-from ncclguard.incident.model import FEW_RANKS, Incident
+from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import Offer
+from ncclguard.language import tr
 from ncclguard.protocol import codec
-from ncclguard.protocol.decision import Departure, Report, TroubleKind, Verdict
+from ncclguard.protocol.decision import Departure, Report, TroubleKind
 from ncclguard.protocol.timing import Timing
-
-#: What `summarise` is given: as in a group state, and the hosts of ranks that cannot say theirs any more.
-SummariseWithHosts = Callable[
-    [Verdict, Mapping[int, Report], Mapping[int, Departure], Mapping[int, Cause], Subject, Mapping[int, str]], str
-]
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class MonitorSettings:
     timing: Timing
     patience: Callable[[GroupState], Patience]
     describe: Callable[[GroupState, Report], Report]
-    summarise: SummariseWithHosts
+    summarise: Summarise
     publish: Callable[[Revocation], None] = lambda revocation: None
     revoked: Callable[[GroupState], None] = lambda state: None  # a revocation begins; returns at once
     publish_alone: Callable[[Incident], None] = lambda incident: None
@@ -55,10 +51,21 @@ class MonitorSettings:
 
 log = logging.getLogger("ncclguard")
 
+
+@dataclass(frozen=True)
+class Session:
+    """A session that is given instead of agreed on: its name in the store, and the ranks that have no process in it."""
+
+    nonce: str
+    absent: tuple[int, ...] = ()
+
+
 #: Seconds a call may be open before the monitor looks at the store 20 times a second.
 ATTENTION = 0.25
 #: A rank that lost the race to revoke announces it itself when the winner has not after this many seconds.
 ANNOUNCE_AGAIN = 0.5
+#: Seconds for which what a rank of this host has seen will do for another that looks whether a generation is revoked.
+CHECKED_HERE = 2.0
 #: Seconds for which the handshake of a new session is hurried: the ranks start together, or will take a while.
 EAGER = 5.0
 
@@ -67,29 +74,40 @@ class Monitor:
     """Owns the group states of this process. `start`, then `state` for each group, `wake` when a call is in trouble."""
 
     def __init__(
-        self, store: AgreementStore, rank: int, world_size: int, liveness: Liveness, settings: MonitorSettings
+        self,
+        store: AgreementStore,
+        rank: int,
+        world_size: int,
+        liveness: Liveness,
+        settings: MonitorSettings,
+        session: Session | None = None,
     ) -> None:
         self.rank = rank
         self.session_ready = threading.Event()
         self.nonce = ""
         self.on_step: Callable[[float, AgreementStore], None] | None = None  # done in every step of the monitor
+        self.above_sessions: Callable[[float, AgreementStore], None] | None = (
+            None  # also, with the store of all sessions
+        )
         self._root = store
         self._connection = store.connection
         self._store = store
         self._settings = settings
-        self._handshake: Handshake | None = Handshake(store, rank, world_size)
+        self._given = session
+        self._handshake: Handshake | None = Handshake(store, rank, world_size) if session is None else None
         self._neighbours = Neighbours(rank, world_size, liveness, settings.timing.aside)
-        self._inquiries = Inquiries(rank, self)
+        self._inquiries = Inquiries(rank, self, settings.timing.period)
         self.sections = Sections(rank, self.wake)
         self._states: dict[str, GroupState] = {}
+        self._all: tuple[GroupState, ...] = ()
         self._states_lock = threading.Lock()
         self._unchecked: set[str] = set()
         self._revocations: dict[str, Revocation] = {}
-        self._announce_by: dict[tuple[str, int], float] = {}
+        self._announce_by: dict[tuple[str, int], tuple[float, int]] = {}  # when, and who revoked
         self._events = Entries("events", "event")
         self._departures = Departures(rank)
         self._aside = True  # whether this step looks at what only matters later, too
-        self._departed_now = False  # somebody has said that there are departures: what the host knew of them is old
+        self._departed = 0  # how many departures there are at least, as somebody has said in the job's log
         self._next_aside = 0.0
         self.departures_begun = False  # as far as the job's log says
         self._leaving: Departure | None = None
@@ -110,6 +128,10 @@ class Monitor:
         self._wake.set()
 
     @property
+    def timing(self) -> Timing:
+        return self._settings.timing
+
+    @property
     def unavailable(self) -> str:
         """Why no agreement is possible any more, or empty."""
         return self._unavailable
@@ -121,13 +143,21 @@ class Monitor:
             if state is None:
                 state = self._states[key] = make_state(key, self.rank, members)
                 settings, standing = self._settings, self.sections.standing
-                state.serve(self.nonce, self._unavailable, settings.publish_alone, standing, self.caller_waits)
+                state.serve(
+                    self.nonce,
+                    self._unavailable,
+                    settings.publish_alone,
+                    standing,
+                    settings.timing.grace,
+                    self.caller_waits,
+                    self._neighbours.hosts,
+                )
                 self._unchecked.add(key)
+                self._all = tuple(self._states.values())
             return state
 
-    def states(self) -> list[GroupState]:
-        with self._states_lock:
-            return list(self._states.values())
+    def states(self) -> tuple[GroupState, ...]:
+        return self._all
 
     def depart(
         self,
@@ -216,18 +246,15 @@ class Monitor:
             return timing.idle
         if self._handshake is not None and time.monotonic() < self._eager_until:
             return timing.handshake * (0.5 + self.rank * 0.618034 % 1)  # so that the ranks do not come all at once
-        return self._within(time.monotonic())
+        return self._within(self._leaving is not None or self._pending(time.monotonic()))
 
-    def _within(self, now: float) -> float:
+    def _within(self, attentive: bool) -> float:
         """Seconds between two looks at whether there is anything new, and how old what the host knows of it may be."""
         timing = self._settings.timing
-        if self._attentive(now):
+        if attentive:
             return timing.period
         # What another rank of this host has read may be that old, so that both together are as late as one alone.
         return timing.idle / 2 if self._connection.page is not None else timing.idle
-
-    def _attentive(self, now: float) -> bool:
-        return self._leaving is not None or self._pending(now)
 
     def _pending(self, now: float) -> bool:
         """Whether something is to be agreed, or may soon have to be."""
@@ -241,7 +268,15 @@ class Monitor:
                 return True
         return self._inquiries.busy
 
+    def _only_awaits_verdicts(self) -> bool:
+        """Whether this rank has answered the revoke of each of its calls, and others are to decide."""
+        if not self._revocations or any(revocation.coordinates for revocation in self._revocations.values()):
+            return False
+        return all(state.call is None or state.key in self._revocations for state in self.states())
+
     def _step(self, now: float) -> None:
+        if self._given is not None and not self.session_ready.is_set():
+            self._begin_session(self._given.nonce, self._given.absent)
         if self._handshake is not None:
             finished = self._handshake.step()
             if self._handshake.nonce is not None and not self.session_ready.is_set():
@@ -258,21 +293,23 @@ class Monitor:
         if self._aside:
             self._next_aside = now + self._settings.timing.aside
         pending = self._pending(now)
-        self._neighbours.step(now, pending or self._leaving is not None)
+        attentive = pending or self._leaving is not None
+        self._neighbours.step(now, attentive)
         if self._connection.page is not None:
             self._connection.page.opened_by(1 + len(self._neighbours.here()))
         self._revoke_for_callers(now)
         if self._aside or not self._revocations:  # who has answered a revoke waits for its verdict
-            self._hear_events(now)
+            self._hear_events(now, self._within(attentive))
         self.sections.step(now, self.post, self.states())
-        if pending:  # not by ranks that only leave: at the end of every job all do, and there are as many entries
+        # Not by ranks that only leave or wait for a verdict: where all are ended, there are as many entries as ranks.
+        if pending and not self._only_awaits_verdicts():
             self.read_departures()
-        if pending or self._leaving is not None:
+        if attentive:
             self._witness_departures()
             self._apply_departures()
             self._revoke_for_callers(now)
         for state in self.states():
-            if state.key in self._unchecked:
+            if state.key in self._unchecked and state.key not in self._revocations:
                 self._unchecked.discard(state.key)
                 self._look_for_revoke(state, now)
         for key, revocation in list(self._revocations.items()):
@@ -282,7 +319,7 @@ class Monitor:
                 departed,
                 self._settings.describe,
                 self._neighbours.silent_cause,
-                self._summarise,
+                self._settings.summarise,
                 [peer.rank for peer in self._neighbours.here()],
                 self._neighbours.fetch_stacks,
                 self._neighbours.seek,
@@ -292,33 +329,23 @@ class Monitor:
                 self._look_for_revoke(revocation.state, now)
         if self.on_step is not None:
             self.on_step(now, self._store)
+        if self.above_sessions is not None:
+            self.above_sessions(now, self._root)
         self._inquiries.step(now, self._store)
 
-    def _summarise(
-        self,
-        verdict: Verdict,
-        reports: Mapping[int, Report],
-        departed: Mapping[int, Departure],
-        silent: Mapping[int, Cause],
-        state: Subject,
-    ) -> str:
-        """The incident, in a large job with the hosts of those that cannot say theirs any more."""
-        absent = sorted({*departed, *silent} - reports.keys())
-        many = len(reports) + len(absent) > FEW_RANKS
-        hosts = self._neighbours.hosts(absent) if many and verdict.cause is not None else {}
-        return self._settings.summarise(verdict, reports, departed, silent, state, hosts)
-
-    def _begin_session(self, nonce: str) -> None:
+    def _begin_session(self, nonce: str, absent: Sequence[int] = ()) -> None:
         self.nonce = nonce
         self._store = self._root.below(nonce)
         self._connection.page = self._settings.open_page(nonce)
         self._neighbours.register(self._store, self._settings.offer_stacks(threading.get_native_id()))
+        for rank in absent:
+            self.witness(Departure(rank, Cause.LOST, "was lost before this session began"))
         self.session_ready.set()
         for state in self.states():
             state.begin_session(nonce)
 
     def _lose_store(self, why: str) -> None:
-        self._unavailable = f"the store cannot be used any more ({why})"
+        self._unavailable = tr("the store cannot be used any more ({why})", why=why)
         log.warning("ncclguard: rank %d: %s; verdicts are local from now on", self.rank, self._unavailable)
         self._left.set()
         for state in self.states():
@@ -333,19 +360,22 @@ class Monitor:
             if trouble is None:
                 continue
             if state.key not in self._revocations:
-                winner = revoke(self._store, state.key, generation, self.rank)
+                winner = revoke(self._store, state.key, generation, self.rank, self._settings.timing.hold)
+                if winner is None:
+                    continue
                 self._begin_revocation(state, generation, winner, now)
                 if winner == self.rank:
-                    self._announce_revoke(state, generation)
+                    self._announce_revoke(state, generation, winner)
                 else:
-                    place = state.member.participants.index(self.rank)
-                    self._announce_by[state.key, generation] = now + ANNOUNCE_AGAIN * (1 + place)
-        for (key, generation), due in list(self._announce_by.items()):
+                    again = max(ANNOUNCE_AGAIN, 2 * self._settings.timing.aside)
+                    due = now + again * (1 + state.member.participants.index(self.rank))
+                    self._announce_by[state.key, generation] = due, winner
+        for (key, generation), (due, winner) in list(self._announce_by.items()):
             if key not in self._revocations:
                 del self._announce_by[key, generation]
             elif now >= due:
                 del self._announce_by[key, generation]
-                self._announce_revoke(self._revocations[key].state, generation)
+                self._announce_revoke(self._revocations[key].state, generation, winner)
 
     def _begin_revocation(self, state: GroupState, generation: int, revoker: int, now: float) -> None:
         if self.rank in state.member.participants:
@@ -354,16 +384,23 @@ class Monitor:
                 self._store, state, generation, revoker, now, self._settings.timing, self._connection.pace
             )
 
-    def _announce_revoke(self, state: GroupState, generation: int) -> None:
-        self.post(
-            {"kind": "revoke", "group": state.key, "generation": generation, "members": list(state.member.members)}
-        )
+    def _announce_revoke(self, state: GroupState, generation: int, by: int) -> None:
+        members = list(state.member.members)
+        self.post({"kind": "revoke", "group": state.key, "generation": generation, "by": by, "members": members})
+
+    def _hear_revoke(self, state: GroupState, generation: int, revoker: int, now: float) -> None:
+        self._announce_by.pop((state.key, generation), None)
+        if state.key not in self._revocations and generation == state.member.generation:
+            self._begin_revocation(state, generation, revoker, now)
+        elif generation > state.member.generation:  # this rank has not come to that yet
+            self._unchecked.add(state.key)
 
     def _look_for_revoke(self, state: GroupState, now: float) -> None:
+        """What another rank of this host has just heard will do: news of a later revoke is in the job's log."""
         if state.key in self._revocations:
             return
         generation = state.member.generation
-        revoker = read_revoke(self._store, state.key, generation)
+        revoker = read_revoke(self._store, state.key, generation, CHECKED_HERE)
         if revoker is not None:
             self._begin_revocation(state, generation, revoker, now)
 
@@ -375,19 +412,20 @@ class Monitor:
         short = {**entry, "members": codec.ranges(members)} if isinstance(members, (list, tuple)) else entry
         self._events.add(self._store, json.dumps(short))
 
-    def _hear_events(self, now: float) -> None:
-        for text in self._events.new(self._store, self._within(now)):
+    def _hear_events(self, now: float, within: float) -> None:
+        for text in self._events.new(self._store, within):
             self._hear(json.loads(text), now)
 
     def _hear(self, entry: dict[str, object], now: float) -> None:
         if entry["kind"] == "departed":
-            self.departures_begun = self._aside = self._departed_now = True  # read them in this step
+            self.departures_begun = self._aside = True  # read them in this step
+            self._departed = max(self._departed, int(str(entry["count"])))
         members = codec.ranks_of(str(entry.get("members", "")))
         if self.rank not in members:
             return
         if entry["kind"] == "revoke":
-            self._announce_by.pop((str(entry["group"]), int(str(entry["generation"]))), None)
-            self._look_for_revoke(self.state(str(entry["group"]), members), now)
+            state = self.state(str(entry["group"]), members)
+            self._hear_revoke(state, int(str(entry["generation"])), int(str(entry["by"])), now)
         elif entry["kind"] == "question":
             self._inquiries.answer(self._store, entry, members)
         elif entry["kind"] == "section":
@@ -413,9 +451,9 @@ class Monitor:
                 self._departures.read(self._store)
 
     def _apply_departures(self) -> None:
-        for state in self.states():
+        for state in self.states() if self._departures else ():
             waiting = state.waited_for()
-            if waiting is None or not self._departures:
+            if waiting is None:
                 continue
             _, sequence = waiting
             with state.condition:
@@ -423,7 +461,9 @@ class Monitor:
             for rank, departure in self._departures.among(participants, state.key).items():
                 if departure.done < sequence:
                     state.trouble(
-                        generation, TroubleKind.DEPARTED, f"rank {rank} {departure.cause.value}: {departure.text}"
+                        generation,
+                        TroubleKind.DEPARTED,
+                        tr("rank {rank} {cause}: {text}", rank=rank, cause=WORD[departure.cause], text=departure.text),
                     )
 
     # ------------------------------------------------------------------ what the inquiries need
@@ -438,15 +478,15 @@ class Monitor:
         decides = any(revocation.coordinates for revocation in self._revocations.values())
         if self._aside or decides:
             timing = self._settings.timing
-            within = 0.0 if self._departed_now else timing.period if decides else timing.aside
-            self._departed_now = False
-            self._departures.read(self._store, within)
+            within = timing.period if decides else timing.departures(self.departures_begun)
+            self._departures.read(self._store, within, self._departed)
         return self._departures.all()
 
     def witness(self, departure: Departure, done: dict[str, int] | None = None) -> None:
         """Enter a departure for all; from the monitor's own thread only."""
-        if self._departures.post(self._store, departure, done or {}):
-            self.post({"kind": "departed"})
+        count = self._departures.post(self._store, departure, done or {})
+        if count:
+            self.post({"kind": "departed", "count": count})
 
     def describe(self, state: GroupState, report: Report) -> Report:
         return self._settings.describe(state, report)

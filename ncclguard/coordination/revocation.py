@@ -21,10 +21,11 @@ from ncclguard.protocol.timing import WAIT_FOR_STACKS, Pace, Timing
 
 log = logging.getLogger("ncclguard")
 
-#: Seconds after the deadline (or the revoke, if later) at which a rank that has not answered is looked at; and how much
-#: later each further rank of the host does it, should those before it not.
-LOOK_AFTER: Final = 0.35
+#: How much later than the first each further rank of the host looks at one that has not answered, should those before
+#: it not.
 NEXT_AFTER: Final = 0.15
+#: How many ranks look from the beginning whether a coordinator is at work.
+FIRST_PLACES: Final = 4
 
 Details = dict[str, object]
 Fetch = Callable[[int], Details | None]
@@ -33,8 +34,9 @@ Fetch = Callable[[int], Details | None]
 class StackFetcher:
     """Belongs to one revocation; `step` in every step of it, by the monitor."""
 
-    def __init__(self, store: AgreementStore, rank: int) -> None:
+    def __init__(self, store: AgreementStore, rank: int, look_after: float) -> None:
         self._store = store
+        self._look_after = look_after
         self._rank = rank
         self._members: dict[int, bool] = {}  # rank of this host -> whether it is a member
         self._claimed: dict[int, bool] = {}  # rank -> whether it is for this one to look at it
@@ -44,16 +46,18 @@ class StackFetcher:
 
     def step(self, overdue: float, members: Sequence[int], here: Sequence[int], fetch: Fetch) -> None:
         """Look at those `here`, on this host, that are members and have not answered; `overdue`,
-        from LOOK_AFTER on: seconds since they should have.
+        from `look_after` on: seconds since they should have.
         """
         # Each of them is looked up once: the group may have thousands of members, and this is done in every step.
         self._members.update({rank: rank in members for rank in here if rank not in self._members})
         neighbours = sorted(rank for rank in here if self._members[rank])
         order = sorted({*neighbours, self._rank}).index(self._rank)
         for rank in neighbours:
-            if rank not in self._claimed and overdue >= LOOK_AFTER + NEXT_AFTER * order:
-                silent = self._store.find(f"report/{rank}") is None
-                mine = silent and self._store.first(f"fetcher/{rank}", str(self._rank)) == str(self._rank)
+            if rank not in self._claimed and overdue >= self._look_after + NEXT_AFTER * order:
+                answered = self._store.written(f"report/{rank}", NEXT_AFTER)
+                others = answered or self._store.written(f"fetcher/{rank}", NEXT_AFTER)
+                mine = not others and self._store.first(f"fetcher/{rank}", str(self._rank)) == str(self._rank)
+                self._store.tell_host(f"fetcher/{rank}")
                 self._claimed[rank] = mine
                 if mine:
                     self._store.count("fetchers", 1)
@@ -118,16 +122,18 @@ class Revocation:
         self._since = now
         self._timing = timing or Timing()
         self._pace = pace or Pace()
+        self._delay = 0.0  # the longest that was met from the revoke on, and what was left then of earlier ones
         self._answered = False
         self._pulse = (-1, now)
-        self._next_pulse = now
+        # The first ranks look at once; the others, which are thousands, once these would have taken over.
+        self._next_pulse = now if self._members.index(self._rank) < FIRST_PLACES else now + self._timing.takeover
         self._arrivals = Entries("reports", "arrival")
         self._reports: dict[int, Report] = {}
         self._last_arrival = now
         self._deadline: float | None = None
         self._silent_since: float | None = None  # when those that had not answered were found to be silent
         self._sought = 0.0  # when the processes of those that had not answered were first looked for
-        self._fetcher = StackFetcher(self._store, self._rank)
+        self._fetcher = StackFetcher(self._store, self._rank, self._timing.look_after)
         self.verdict: Verdict | None = None
 
     @property
@@ -147,6 +153,7 @@ class Revocation:
         seek: Seek | None = None,
     ) -> bool:
         """Do what can be done without waiting; True once the verdict is adopted."""
+        self._delay = max(self._delay, self._pace.delay(now))
         text = self._store.find("verdict", self._timing.period)
         if text is not None:
             self._adopt(codec.loads_verdict(text))
@@ -154,7 +161,7 @@ class Revocation:
         if not self._answered:
             self._answer(describe)
         overdue = self._overdue(now)
-        if fetch is not None and overdue >= LOOK_AFTER:
+        if fetch is not None and overdue >= self._timing.look_after:
             awaited = [rank for rank in here if rank not in departed and rank not in self._reports]
             self._fetcher.step(overdue, self._members, awaited, fetch)
         if not self._my_turn(now):
@@ -163,7 +170,7 @@ class Revocation:
         missing = [r for r in self._members if r not in self._reports and r not in departed]
         silent: dict[int, Cause] = {}
         if missing:
-            if seek is not None and overdue >= self._timing.patience / 2:
+            if seek is not None and overdue >= self._timing.look_after:
                 self._sought = self._sought or now
                 seek(missing, self._sought)
             if not self._patience_over(now):
@@ -192,6 +199,7 @@ class Revocation:
         report = describe(self.state, self.state.answer())
         leave_result(self._results, self.state)  # before the report, on the same connection
         self._store.first(f"report/{self._rank}", codec.dumps(report))
+        self._store.tell_host(f"report/{self._rank}")
         self._arrivals.add(self._store, str(self._rank))
         self._reports[self._rank] = report
         self._answered = True
@@ -206,10 +214,10 @@ class Revocation:
         place = self._members.index(self._rank)
         # A late place has time: in a large job most never look twice.
         self._next_pulse = now + self._timing.takeover * (1 + place) / 4
-        pulse = self._store.count("pulse")
+        pulse = self._store.recent("pulse", self._timing.period)
         if pulse != self._pulse[0]:
             self._pulse = (pulse, now)
-        if not self._timing.taken_over(place, now - self._pulse[1], self._pace.delay(now)):
+        if not self._timing.taken_over(place, now - self._pulse[1], self._delay):
             return False
         self._revoker = self._rank
         return True
@@ -239,7 +247,7 @@ class Revocation:
         """Silence never ends an operation before its deadline; one whose caller has gone,
         or that nobody is in, has none left.
         """
-        return self._timing.is_silence(self._overdue(now), now - self._last_arrival, self._pace.delay(now))
+        return self._timing.is_silence(self._overdue(now), now - self._last_arrival, self._delay)
 
     def _overdue(self, now: float) -> float:
         """Seconds since the members should have answered."""
@@ -270,13 +278,22 @@ def leave_result(results: AgreementStore, state: GroupState) -> None:
         results.put(str(number), result)
 
 
-def read_revoke(store: AgreementStore, key: str, generation: int) -> int | None:
-    """The rank that revoked this generation first, or None."""
-    text = store.find(f"{key}/{generation}/revoke")
+def read_revoke(store: AgreementStore, key: str, generation: int, within: float = 0.0) -> int | None:
+    """The rank that revoked this generation first, or None; as it was in the last `within` seconds."""
+    text = store.find(f"{key}/{generation}/revoke", within)
     return None if text is None else int(json.loads(text)["by"])
 
 
-def revoke(store: AgreementStore, key: str, generation: int, rank: int) -> int:
-    """Revoke a generation; returns the rank whose revoke came first."""
-    text = store.first(f"{key}/{generation}/revoke", json.dumps({"by": rank}))
+def revoke(store: AgreementStore, key: str, generation: int, rank: int, hold: float = 0.0) -> int | None:
+    """Revoke a generation; returns the rank whose revoke came first.
+
+    None where another rank of this host went to do so in the last `hold` seconds, and its answer is not here yet.
+    """
+    key = f"{key}/{generation}/revoke"
+    text = store.told_here(key)
+    if text is None:
+        if store.left_to_another(key, hold):
+            return None
+        text = store.first(key, json.dumps({"by": rank}))
+        store.tell_host(key, text)
     return int(json.loads(text)["by"])

@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ncclguard.coordination.host_page import HostPage, Known
+from ncclguard.coordination.host_page import NEVER, HostPage, Known
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Departure
 from ncclguard.protocol.timing import Pace
@@ -32,7 +32,7 @@ ROOT = "ncclguard"
 #: Keys of one request: a server that answers a request for many cannot answer anybody else meanwhile.
 BATCH = 256
 #: Keys that a rank looks up one by one in what its host has read; more are asked for together, in two requests.
-FEW = 16
+FEW = 192
 #: Characters from which on a value is written compressed, and how such a value begins.
 LONG = 2048
 _COMPRESSED = "zlib:"
@@ -130,7 +130,7 @@ class AgreementStore:
             return self.count(key)
         now, full = time.monotonic(), self._key(key)
         known = page.look(full)
-        if known is not None and known.fresh(now, within):
+        if known is not None and known.asked != NEVER and known.fresh(now, within):
             self._told(known)
             return known.value
         page.claim(full, now)
@@ -158,19 +158,59 @@ class AgreementStore:
         page.publish(full, now, 0 if written is None else 1, written)
         return None if written is None else _plain(written)
 
-    def find_many(self, keys: Sequence[str]) -> dict[str, str]:
-        """Several such values: those that this host has not read yet from the store, or all where they are many."""
+    def find_many(self, keys: Sequence[str], within: float = 0.0) -> dict[str, str]:
+        """Several such values: those that this host has not read yet from the store, or all where they are many.
+
+        What another rank of this host went to ask for in the last `within` seconds is not there yet.
+        """
         page = self.connection.page
         if page is None or len(keys) > FEW:
             return self.read_many(keys)
-        now = time.monotonic()
-        known = {key: page.look(self._key(key)) for key in keys}
-        found = {key: _plain(one.text) for key, one in known.items() if one is not None and one.text is not None}
-        missing = [key for key in keys if key not in found]
+        now, found, missing = time.monotonic(), dict[str, str](), list[str]()
+        for key in keys:
+            known = page.look(self._key(key))
+            if known is not None and known.text is not None:
+                found[key] = _plain(known.text)
+            elif known is None or not known.asked_for(now, within):
+                missing.append(key)
+                page.claim(self._key(key), now)
         for key, text in self.read_many(missing).items() if missing else ():
             found[key] = text
             page.publish(self._key(key), now, 1, _short(text).encode())
         return found
+
+    def written(self, key: str, within: float) -> bool:
+        """Whether somebody has written `key`, as it was in the last `within` seconds; once written it stays."""
+        page, now, full = self.connection.page, time.monotonic(), self._key(key)
+        known = None if page is None else page.look(full)
+        if known is not None and (known.value or known.fresh(now, within)):
+            return bool(known.value)
+        found = self.connection.ask(f"check {key}", lambda: self._store.check([full]))
+        if page is not None:
+            page.publish(full, now, int(found))
+        return found
+
+    def tell_host(self, key: str, value: str | None = None) -> None:
+        """The ranks of this host need not ask whether somebody has written `key`, nor what where that is given."""
+        if self.connection.page is not None:
+            text = None if value is None else _short(value).encode()
+            self.connection.page.publish(self._key(key), time.monotonic(), 1, text)
+
+    def told_here(self, key: str) -> str | None:
+        """What a rank of this host has read or told of `key`, None where that is nothing; the store is not asked."""
+        known = None if self.connection.page is None else self.connection.page.look(self._key(key))
+        return None if known is None or known.text is None else _plain(known.text)
+
+    def left_to_another(self, key: str, within: float) -> bool:
+        """Whether another rank of this host went to do the same in the last `within` seconds; else this one goes."""
+        page, now, full = self.connection.page, time.monotonic(), self._key(key)
+        if page is None or not within:
+            return False
+        known = page.look(full)
+        if known is not None and known.asked_for(now, within):
+            return True
+        page.claim(full, now)
+        return False
 
     def turn(self, what: str, within: float) -> bool:
         """Whether it is for this rank to do what one rank of a host does every `within` seconds."""
@@ -244,17 +284,20 @@ class Entries:
         """
         return store.recent(self._counter, within) if within else store.count(self._counter)
 
-    def new(self, store: AgreementStore, within: float = 0.0) -> list[str]:
-        """Those that were written since the last call, in order of their numbers, by the count of `within` seconds."""
-        now, count = time.monotonic(), self.count(store, within)
+    def new(self, store: AgreementStore, within: float = 0.0, at_least: int = 0) -> list[str]:
+        """Those that were written since the last call, in order of their numbers, by the count of `within` seconds.
+
+        `at_least`: how many there are known to be.
+        """
+        now, count = time.monotonic(), max(at_least, self.count(store, within))
         self._awaited.update(dict.fromkeys(range(self._counted + 1, count + 1), now))
         self._counted = max(self._counted, count)
         rare = now >= self._next_rare
         if rare:
             self._next_rare = now + ENTRY_PATIENCE
         due = [number for number, since in self._awaited.items() if rare or now - since <= ENTRY_PATIENCE]
-        find = store.find_many if within else store.read_many
-        found = find([f"{self._entry}/{number}" for number in due]) if due else {}
+        keys = [f"{self._entry}/{number}" for number in due]
+        found = (store.find_many(keys, within) if within else store.read_many(keys)) if due else {}
         texts = [(number, found.get(f"{self._entry}/{number}")) for number in due]
         for number, text in texts:
             if text is not None:
@@ -280,10 +323,16 @@ class HighWaterMarks:
         """Write `entry` for a place that nobody has come to; return the entry of its first,
         None when others are further.
         """
+        told = store.told_here(key)
+        if told is not None:
+            at, *said = json.loads(told)
+            if tuple(at) >= place:
+                return said if tuple(at) == place else None
         mine = json.dumps([place, *(item[:TEXT] if isinstance(item, str) else item for item in entry)])
-        expected = self._seen.get(key, "")
+        expected = told or self._seen.get(key, "")
         while True:
             found = self._seen[key] = store.replace(key, expected, mine)
+            store.tell_host(key, found)
             at, *said = json.loads(found)
             if tuple(at) >= place:
                 return said if tuple(at) == place else None
@@ -306,9 +355,9 @@ class Departures:
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def post(self, store: AgreementStore, departure: Departure, done: dict[str, int]) -> bool:
+    def post(self, store: AgreementStore, departure: Departure, done: dict[str, int]) -> int:
         """Enter a departure once per rank, whoever is first: the rank itself or a witness.
-        True when all should be told to look.
+        How many there are when all should be told to look, else 0.
 
         That is with the first, second, fourth, eighth and so on, so that the end of a large job is no flood of news.
         """
@@ -316,13 +365,13 @@ class Departures:
         entered = store.first(f"departed/{departure.rank}", text)
         if entered != text:
             self._learn(entered)
-            return False
+            return 0
         number = self._entries.add(store, text)
-        return number & (number - 1) == 0
+        return number if number & (number - 1) == 0 else 0
 
-    def read(self, store: AgreementStore, within: float = 0.0) -> None:
-        """Learn what was entered since, but for the last `within` seconds."""
-        for text in self._entries.new(store, within):
+    def read(self, store: AgreementStore, within: float = 0.0, at_least: int = 0) -> None:
+        """Learn what was entered since, but for the last `within` seconds; `at_least` so many were."""
+        for text in self._entries.new(store, within, at_least):
             self._learn(text)
 
     def count(self, store: AgreementStore, within: float = 0.0) -> int:
@@ -349,8 +398,12 @@ class Departures:
         return {rank: departure for rank, (departure, _) in self._known.items()}
 
 
-#: Seconds between two tries of a rank that waits for rank 0 in the handshake; doubled up to the longest.
+#: Seconds between two tries of a rank that waits for rank 0 in the handshake; doubled up to the longest, and not less
+#: than so many times what the last one took: where thousands join at once they ask the less the slower the store is.
 HANDSHAKE_POLL = (0.01, 0.1)
+GENTLY = 4.0
+#: Tries after which a rank that is not acknowledged looks whether the session has another name by now.
+RENAMED_AFTER = 4
 
 
 class Handshake:
@@ -370,6 +423,7 @@ class Handshake:
         self._acknowledged: set[int] = set()  # of rank 0: the numbers
         self._hello: str | None = None
         self._number = 0
+        self._tries = 0
         self._next_try = 0.0
         self._pause = HANDSHAKE_POLL[0]
         self.nonce: str | None = None
@@ -380,21 +434,23 @@ class Handshake:
             return self._acknowledge()
         now = time.monotonic()
         if self.nonce is None and now >= self._next_try:
-            self._register()
-            self._next_try, self._pause = now + self._pause, min(2 * self._pause, HANDSHAKE_POLL[1])
+            self._tries += 1
+            if self._hello is None or self._tries % RENAMED_AFTER == 0:
+                self._register()
+            elif self._number in codec.ranks_of(self._store.read(f"acknowledged/{self._hello}") or ""):
+                self.nonce = self._hello
+            done = time.monotonic()
+            self._next_try = done + max(self._pause, GENTLY * (done - now))
+            self._pause = min(2 * self._pause, HANDSHAKE_POLL[1])
         return self.nonce is not None
 
     def _register(self) -> None:
         hello = self._store.read("hello")
-        if hello is None:
-            return
-        if hello != self._hello:
-            self._hello = hello
+        if hello is not None and hello != self._hello:
+            self._hello, self._tries = hello, 0
             self._number = self._store.count(f"registrations/{hello}", 1)
             self._store.first(f"registration/{hello}/{self._number}", str(self._rank))
             self._pause = HANDSHAKE_POLL[0]
-        if self._number in codec.ranks_of(self._store.read(f"acknowledged/{hello}") or ""):
-            self.nonce = hello
 
     def _acknowledge(self) -> bool:
         if self.nonce is None:

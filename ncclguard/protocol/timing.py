@@ -31,23 +31,26 @@ ALIVE: Final = 1.5
 #: Seconds without a further answer before those that have not answered may be called silent.
 QUIET: Final = 0.3
 #: How often a delay that the coordinator has met itself is added to its patience: what it is beyond COVERED, for which
-#: the patience has room, and up to LONGEST_DELAY, in seconds. Together less than half of RESERVE, so that callers are
-#: still there for the verdict.
+#: the patience has room (and that of the request which all ranks make at once), and up to LONGEST_DELAY, in seconds.
+#: Together less than half of RESERVE, so that callers are still there for the verdict.
 PER_DELAY: Final = 4.0
 COVERED: Final = 0.15
 LONGEST_DELAY: Final = 1.0
-#: Looks a second of all ranks together while a call is pending. Each costs the store's host one to two
-#: requests, of 12 to 16 µs on one core (measured, TCPStore of torch 2.13): about half of what it can do.
+#: Looks a second of all ranks together while a call is pending, where each rank asks for itself. Each costs the
+#: store's host one to two requests, of 12 to 16 µs on one core (measured, TCPStore of torch 2.13): about half of what
+#: it can do.
 LOOKS: Final = 25_000
-#: The longest period, in seconds: reached at 5,000 ranks, beyond which the store's host has to do more.
+#: The period in seconds that is reached at 5,000 ranks; and looks a second beyond 14,000, divided by the ranks of a
+#: host, which look together: with hosts of 8 they cost the store's host some 13 % of its time at any size.
 LONGEST: Final = 0.2
+MOST_LOOKS: Final = 70_000
 #: Seconds that the coordinator waits beyond its patience for stacks that somebody is fetching.
 WAIT_FOR_STACKS: Final = 0.25
 
 
 def period(world_size: int) -> float:
     """Seconds between two looks of each of so many ranks, for the store's host to have time for all."""
-    return min(world_size / LOOKS, LONGEST)
+    return min(world_size / LOOKS, max(LONGEST, world_size / MOST_LOOKS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,13 @@ class Timing:
     patience: float = (
         1.2  # after the revoke (or the deadline, if later), until members that have not answered are silent
     )
+    hold: float = 0.0  # for how long a rank leaves what another of its host has begun to ask for to that one
+    look_after: float = 0.35  # after the revoke (or the deadline, if later), until a host's silent ranks are looked at
+    covered: float = COVERED  # what the longest delay may be without the coordinator waiting longer
     takeover: float = 0.6  # without a moving pulse after which the next rank coordinates, times its place in the group
     handshake: float = 0.01  # between two tries to join the session
+    leave: float = 1.0  # that a process which is ended waits for a verdict in progress, and then for its announcement
+    linger: float = 0.5  # in which the others read rank 0's last verdict, and what they ask it, before it ends
     grace: float = GRACE  # after its deadline, until a caller stops waiting for a verdict
 
     @classmethod
@@ -76,16 +84,26 @@ class Timing:
         small = cls()
         look = max(poll_active, period(world_size))
         share = SHARE * world_size
+        aside = max(look, min(world_size / 8000, 1.0))
         patience = round(min(small.patience, GRACE - WAIT_FOR_STACKS - 3 * look) + share / 2, 3)
         return cls(
             period=look,
             idle=max(look, round(min(poll_idle, patience - 2 * look - 0.1), 3)),
-            aside=max(look, min(world_size / 8000, 1.0)),
+            aside=aside,
+            hold=look if aside > look else 0.0,
             patience=patience,
+            look_after=max(small.look_after, round(0.3 * patience, 3)),
+            covered=round(COVERED + share / 8, 3),
             takeover=max(small.takeover, 4 * look) + share / 2,
             handshake=min(max(min(small.handshake, poll_active), world_size / 10_000), poll_idle),
+            leave=round(small.leave + share, 3),
+            linger=round(small.linger + share, 3),
             grace=round(GRACE + share, 3),
         )
+
+    def departures(self, begun: bool) -> float:
+        """How old may be what is known of departures; the first of them is announced in the job's log (`begun`)."""
+        return self.aside if begun or self.aside <= self.period else 4 * self.aside
 
     def caller_waits(self, since_answer: float) -> float:
         """Seconds after its deadline for which a caller waits, when the store last answered its process so long ago."""
@@ -97,48 +115,42 @@ class Timing:
         They should have `overdue` seconds ago; `since_arrival`: seconds since the last answer of another; `delay`: the
         longest that the coordinator has met of late.
         """
-        slack = _slack(delay)
+        slack = self._slack(delay)
         if overdue >= self.patience + RESERVE / 2:
             return True
         return overdue >= self.patience + slack and since_arrival >= QUIET + slack
 
     def taken_over(self, place: int, standing: float, delay: float) -> bool:
         """Whether the rank at this place coordinates, the pulse having stood still for so many seconds."""
-        return standing >= self.takeover * (1 + place) + _slack(delay)
+        return standing >= self.takeover * (1 + place) + self._slack(delay)
 
-
-def _slack(delay: float) -> float:
-    """What is added to the coordinator's patience for a delay that it has met."""
-    return PER_DELAY * max(0.0, min(delay, LONGEST_DELAY) - COVERED)
+    def _slack(self, delay: float) -> float:
+        """What is added to the coordinator's patience for a delay that it has met."""
+        return PER_DELAY * max(0.0, min(delay, LONGEST_DELAY) - self.covered)
 
 
 class Pace:
-    """The longest delay of the last seconds: of a request to the store, or of this thread's own turn on the machine.
+    """The longest delay lately: of a request to the store, or of this thread's own turn on the machine.
+
+    A delay counts for half after `HALVED_AFTER` seconds, for a quarter after twice that: a machine that is busy delays
+    again, and after one that was not the coordinator does not wait for it in later verdicts.
 
     >>> pace = Pace()
-    >>> pace.met(0.2, now=100.0)
-    >>> pace.delay(now=104.0), pace.delay(now=111.0)
-    (0.2, 0.0)
+    >>> pace.met(0.4, now=100.0)
+    >>> pace.delay(now=100.0), pace.delay(now=102.0), pace.delay(now=104.0)
+    (0.4, 0.2, 0.1)
     """
 
-    #: Seconds after which a delay is forgotten; at least half of that.
-    REMEMBERED: Final = 10.0
+    HALVED_AFTER: Final = 2.0
 
     def __init__(self) -> None:
-        self._half = 0  # number of the current half of the time
-        self._longest = (0.0, 0.0)  # in the half before, in this one
+        self._longest = (0.0, 0.0)  # as it was met, and when: all decay alike, so the longest stays the longest
 
     def met(self, seconds: float, now: float) -> None:
-        self._turn(now)
-        before, current = self._longest
-        self._longest = before, max(current, seconds)
+        seconds = min(seconds, LONGEST_DELAY)
+        if seconds >= self.delay(now):
+            self._longest = seconds, now
 
     def delay(self, now: float) -> float:
-        self._turn(now)
-        return max(self._longest)
-
-    def _turn(self, now: float) -> None:
-        half = int(now / (self.REMEMBERED / 2))
-        if half != self._half:
-            self._longest = (self._longest[1] if half == self._half + 1 else 0.0), 0.0
-            self._half = half
+        seconds, when = self._longest
+        return float(seconds * 0.5 ** ((now - when) / self.HALVED_AFTER))

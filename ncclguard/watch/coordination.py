@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ncclguard.cause import Cause
-from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall, Sightings, Summarise
+from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall, Subject, Summarise
 from ncclguard.coordination.inquiry import Question, not_answering, not_come
 from ncclguard.coordination.liveness import silent_cause
 from ncclguard.coordination.monitor import Monitor
@@ -142,7 +142,7 @@ class WatchState(GroupState):
         verdict = verdict_of(finding, generation, members, departed=departed, expired=overdue, coordinator=coordinator)
         if verdict.cause is None:
             return verdict
-        named = _Named(finding.channel or "job", self.session, self.sightings, self.decided_after)
+        named = _Named(finding.channel or "job", self)
         incident = summarise(verdict, finding.reports, departed, silent, named)
         return replace(verdict, sides=model.sides(verdict.sides), incident=incident)
 
@@ -210,11 +210,12 @@ class _Named:
 
     guarded = False
 
-    def __init__(self, key: str, session: str, sightings: Sightings, decided_after: float | None) -> None:
+    def __init__(self, key: str, state: Subject) -> None:
         self.key = key
-        self.session = session
-        self.sightings = sightings
-        self.decided_after = decided_after
+        self.session = state.session
+        self.sightings = state.sightings
+        self.decided_after = state.decided_after
+        self.hosts = state.hosts
 
 
 def open_call(pending: Pending, age: float, limit: float) -> OpenCall:

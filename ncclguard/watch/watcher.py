@@ -32,6 +32,7 @@ from ncclguard.engine import runtime
 from ncclguard.errors import CollectiveFailed, GuardError, error_for
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import process_state
+from ncclguard.language import read, told, tr
 from ncclguard.outcome import of_incident
 from ncclguard.phases import resolve_timeout
 from ncclguard.protocol.decision import TroubleKind, Verdict
@@ -118,7 +119,7 @@ class Processes:
 
     def _evidence(self, rank: int) -> str:
         peer = self._peers[rank]
-        text = f"process {peer.pid} of rank {rank} on {peer.host} has ended"
+        text = tr("process {pid} of rank {rank} on {host} has ended", pid=peer.pid, rank=rank, host=peer.host)
         how = exit_status(peer.pid)
         return f"{text}: {how}" if how else text
 
@@ -138,10 +139,10 @@ def exit_status(pid: int) -> str:
         import signal
 
         try:
-            return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+            return tr("killed by {signal}", signal=signal.Signals(os.WTERMSIG(status)).name)
         except ValueError:
-            return f"killed by signal {os.WTERMSIG(status)}"
-    return f"exit code {os.WEXITSTATUS(status)}" if status else ""
+            return tr("killed by signal {number}", number=os.WTERMSIG(status))
+    return tr("exit code {code}", code=os.WEXITSTATUS(status)) if status else ""
 
 
 def interrupt(threads: Iterable[int], incident: Incident, seconds: float) -> None:
@@ -332,7 +333,15 @@ class Watcher:
         for pending in waiting:
             if self._state.age(pending) >= self._limit(pending):
                 limit = self._limit(pending)
-                self._ask(TroubleKind.DEADLINE, f"{pending.text} did not progress for {limit:g} s on rank {self._rank}")
+                self._ask(
+                    TroubleKind.DEADLINE,
+                    tr(
+                        "{operation} did not progress for {limit:g} s on rank {rank}",
+                        operation=pending.text,
+                        limit=limit,
+                        rank=self._rank,
+                    ),
+                )
                 break
 
     def _heed_backends(self, now: float) -> None:
@@ -348,10 +357,23 @@ class Watcher:
             if pending is None or self._told.get(channel) == pending.sequence or not self._concerns(pending):
                 continue
             if kind == "TIMEOUT":
-                text = f"{pending.text} did not end within torch's own limit on rank {self._rank}"
+                text = tr(
+                    "{operation} did not end within torch's own limit on rank {rank}",
+                    operation=pending.text,
+                    rank=self._rank,
+                )
                 self._ask(TroubleKind.DEADLINE, text)
             else:
-                self._ask(TroubleKind.TRANSPORT, f"{pending.text} broke on rank {self._rank}: {kind} {BROKEN}")
+                self._ask(
+                    TroubleKind.TRANSPORT,
+                    tr(
+                        "{operation} broke on rank {rank}: {kind} {marker}",
+                        operation=pending.text,
+                        rank=self._rank,
+                        kind=kind,
+                        marker=BROKEN,
+                    ),
+                )
 
     def _warn_of_blindness(self) -> None:
         """Once, as soon as it shows: NCCL records nothing before its first collective."""
@@ -416,7 +438,9 @@ class Watcher:
             return
         self._over = self._over or self._settings.abort or bool(verdict is not None and verdict.departed)
         self._settings.incidents.append(incident)
-        log.error("ncclguard incident %s: %s %s", incident.id, incident.summary, _whose_report(incident, self._rank))
+        log.error(
+            "ncclguard incident %s: %s %s", incident.id, read(incident.summary), _whose_report(incident, self._rank)
+        )
         for listener in events.listeners:
             listener.incident_found(incident)
         if self._settings.on_incident is not None:
@@ -470,11 +494,11 @@ class Watcher:
         incident = incidents.alone(
             self._state,
             "collective" if latest is None else latest.text.partition("(")[0],
-            "a collective" if latest is None else latest.text,
+            tr("a collective") if latest is None else latest.text,
             0 if latest is None else latest.sequence,
             Cause.LOST if gone else Cause.UNKNOWN,
             dict.fromkeys(gone, Cause.LOST),
-            self._state.unavailable or "the agreement did not answer in time",
+            self._state.unavailable or tr("the agreement did not answer in time"),
             expired=trouble.kind is TroubleKind.DEADLINE,
             evidence=gone,
         )
@@ -496,7 +520,7 @@ def _same(one: Incident, other: Incident) -> bool:
 
 def _whose_report(incident: Incident, rank: int) -> str:
     writer = incidents.writer(incident)
-    return "" if writer in (rank, -1) or not incident.agreed else f"(rank {writer} reports it)"
+    return "" if writer in (rank, -1) or not incident.agreed else told("(rank {rank} reports it)", rank=writer)
 
 
 def _from_collective(error: BaseException) -> bool:

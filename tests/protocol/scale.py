@@ -55,7 +55,6 @@ from ncclguard.coordination.store import AgreementStore
 from ncclguard.engine import description as description_module
 from ncclguard.engine.attempt import SLICE
 from ncclguard.engine.description import Description, History
-from ncclguard.engine.runtime import LEAVE_WITHIN, LINGER_AFTER
 from ncclguard.incident.stacks import Fetched
 from ncclguard.outcome import Cause
 from ncclguard.protocol import codec
@@ -352,6 +351,8 @@ class World:
         state = self.states[task.rank]
         if state.decided is not None:
             self._told(task.rank, state, now)
+        elif state.unavailable and state.member.trouble is not None:
+            self._give_up(task.rank)
 
     def pause(self, seconds: float | None) -> Any:
         """The current task waits for an answer, or for so long."""
@@ -567,10 +568,10 @@ class World:
 
         def end() -> None:
             monitor = self.monitors[rank]
-            monitor.settle(LEAVE_WITHIN)
-            monitor.depart(Cause.LOST, "was sent SIGTERM", LEAVE_WITHIN, {"stack": list(STACK)}, terminated=True)
+            monitor.settle(self.timing.leave)
+            monitor.depart(Cause.LOST, "was sent SIGTERM", self.timing.leave, {"stack": list(STACK)}, terminated=True)
             if rank == 0:
-                monitor.settle(LEAVE_WITHIN, LINGER_AFTER)
+                monitor.settle(self.timing.leave, self.timing.linger)
             self.at(self.clock() + ENDING, self.kill, [rank])
 
         if rank not in self.killed:
@@ -581,7 +582,7 @@ class World:
 
         def end() -> None:
             why = "RuntimeError: CUDA error: an illegal memory access"
-            self.monitors[rank].depart(Cause.FAILED, why, LEAVE_WITHIN, {"stack": list(STACK)})
+            self.monitors[rank].depart(Cause.FAILED, why, self.timing.leave, {"stack": list(STACK)})
             self.at(self.clock() + ENDING, self.kill, [rank])
 
         self.spawn(rank, end)

@@ -17,6 +17,7 @@ def _a_second_between_two_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) ->
     """So that every step is a try."""
     seconds = itertools.count(1000.0)
     monkeypatch.setattr(store_module, "time", types.SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(store_module, "GENTLY", 0.0)
 
 
 def agree(store: HashStore, ranks: range, order: list[int]) -> dict[int, str | None]:
@@ -43,7 +44,7 @@ def test_a_second_life_over_the_same_store_never_believes_the_first_ones_nonce()
         for shake in early.values():
             assert not shake.step()
     zero = Handshake(AgreementStore(store), 0, 3)
-    for _ in range(4):
+    for _ in range(store_module.RENAMED_AFTER + 2):
         zero.step()
         for shake in early.values():
             shake.step()
@@ -107,3 +108,23 @@ def test_a_rank_that_waits_for_rank_0_asks_less_and_less_often(monkeypatch: pyte
         one.step()
         now += 0.01
     assert 80 <= counting.read_ <= 110
+
+
+def test_a_rank_asks_the_less_the_slower_the_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands that join at once would else keep it from answering anybody."""
+    now, slow = 1000.0, 0.5
+    monkeypatch.setattr(store_module, "GENTLY", 4.0)
+    monkeypatch.setattr(store_module, "time", types.SimpleNamespace(monotonic=lambda: now))
+
+    class Slow(Counting):
+        def read(self, key: str) -> str | None:
+            nonlocal now
+            now += slow
+            return super().read(key)
+
+    counting = Slow(HashStore())
+    one = Handshake(counting, 1, 2)
+    while now < 1100.0:
+        one.step()
+        now += 0.01
+    assert counting.read_ * slow <= 0.21 * 100

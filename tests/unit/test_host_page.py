@@ -15,6 +15,7 @@ from torch.distributed import HashStore, TCPStore
 from ncclguard.coordination import group_state as state_module
 from ncclguard.coordination import host_page
 from ncclguard.coordination import monitor as monitor_module
+from ncclguard.coordination import revocation as revocation_module
 from ncclguard.coordination import store as store_module
 from ncclguard.coordination.group_state import OpenCall
 from ncclguard.coordination.host_page import HostPage, LocalMemory, SharedFile, open_page
@@ -259,6 +260,38 @@ def test_news_is_late_by_a_period_at_most_while_another_rank_asks(monkeypatch: p
     assert reader.new(second, 0.05) == []
     clock.now += 0.03
     assert reader.new(second, 0.05) == ["news"]
+
+
+def test_what_is_looked_at_rarely_waits_no_longer_for_a_rank_that_died_while_it_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    first, second = ranks(2, HashStore(), LocalMemory(), Counter())
+    departures = Entries("departures", "departure")
+    departures.add(first, "rank 3 is gone")
+    assert first.connection.page is not None
+    first.connection.page.claim(first._key("departure/1"), clock.now)  # and is killed before it has the answer
+    reader = Entries("departures", "departure")
+    assert reader.new(second, 4.0) == []
+    clock.now += host_page.CLAIM_HOLDS
+    assert reader.new(second, 4.0) == ["rank 3 is gone"]
+
+
+def test_what_all_ranks_of_a_host_would_do_at_once_one_does_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, requests = Clock(monkeypatch), Counter[int]()
+    first, second, third = ranks(3, HashStore(), LocalMemory(), requests)
+    assert not first.left_to_another("group/0/revoke", 0.2)  # it goes, and has no answer yet
+    assert revocation_module.revoke(second, "group", 0, 1, hold=0.2) is None
+    assert requests[1] == 0
+    clock.now += 0.2
+    assert revocation_module.revoke(second, "group", 0, 1, hold=0.2) == 1  # the first one did not come back
+    assert revocation_module.revoke(third, "group", 0, 2, hold=0.2) == 1
+    assert requests[2] == 0
+    second.tell_host("report/1")
+    assert third.written("report/1", 0.1) and requests[2] == 0
+    assert not third.written("report/0", 0.1)
+    assert not second.written("report/0", 0.1)  # a rank of this host has just asked
+    assert requests[2] == 1 and requests[1] == 1
 
 
 # ---------------------------------------------------------------------- the file

@@ -10,13 +10,13 @@ import torch
 
 from ncclguard.config import GuardConfig
 from ncclguard.coordination.group_state import GroupState
-from ncclguard.engine import memory
 from ncclguard.engine.call import Call
 from ncclguard.engine.chunking import plan
 from ncclguard.engine.execution import AllGather, AllReduce, encode
 from ncclguard.engine.group import GuardedGroup
-from ncclguard.engine.memory import copied
 from ncclguard.protocol.decision import Action, Operation, Verdict
+from ncclguard.transport import memory
+from ncclguard.transport.memory import copied
 
 RANKS = (0, 1, 2, 3)
 RESULT = torch.arange(8.0)

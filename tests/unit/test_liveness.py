@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -16,15 +17,18 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from ncclguard.cause import Cause
 from ncclguard.coordination import liveness as liveness_module
 from ncclguard.coordination.liveness import (
     PROBE_AGAIN,
     PROBE_LIMIT,
     PROBES,
+    RETURNED_FOR,
     Identity,
     Liveness,
     Sight,
     host_key,
+    silent_cause,
 )
 from ncclguard.incident.stacks import process_state
 
@@ -201,6 +205,53 @@ def test_a_silent_port_is_unknown_and_no_look_blocks(me: Liveness) -> None:
             one.close()
     assert "did not answer within" in evidence
     assert longest < PROBE_AGAIN / 2  # far above the 20 ms it may wait, far below the probe's own limit
+
+
+def test_a_host_that_comes_back_is_not_called_stuck_although_its_process_can_be_seen_again(
+    me: Liveness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks may not have come to answer: their own connections take as long again to recover."""
+    ahead = 0.0
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + ahead)
+    monkeypatch.setattr(liveness_module, "time", clock)
+    with socket.socket() as port, contextlib.ExitStack() as stack:
+        port.bind(("127.0.0.1", 0))
+        port.listen(0)
+        for _ in range(4):
+            queued = stack.enter_context(socket.socket())
+            queued.setblocking(False)
+            queued.connect_ex(port.getsockname())
+        peer = dataclasses.replace(elsewhere(me.identity), port=port.getsockname())
+        me.seek([peer], clock.monotonic())
+        ahead += PROBE_LIMIT
+        assert me.look(peer)[0] is Sight.UNKNOWN
+        port.listen(64)  # from here on there is room for whoever comes
+        ahead += PROBE_AGAIN
+        evidence = until(lambda: me.look(peer), Sight.RETURNED)
+        assert "answers, and did not" in evidence
+        assert silent_cause(Sight.RETURNED) is Cause.UNKNOWN
+        ahead += RETURNED_FOR
+        until(lambda: me.look(peer), Sight.PRESENT)
+    assert silent_cause(Sight.PRESENT) is Cause.STUCK
+
+
+def test_a_first_packet_that_had_to_be_sent_again_shows_that_a_host_was_away(me: Liveness) -> None:
+    """The network comes back while the first probe is under way: the kernel's second try, a second later, is answered."""
+    with socket.socket() as port, contextlib.ExitStack() as stack:
+        port.bind(("127.0.0.1", 0))
+        port.listen(0)
+        for _ in range(4):
+            queued = stack.enter_context(socket.socket())
+            queued.setblocking(False)
+            queued.connect_ex(port.getsockname())
+        with socket.socket() as probe:
+            probe.setblocking(False)
+            probe.connect_ex(port.getsockname())
+            port.listen(64)
+            assert select.select([], [probe], [], LIMIT)[1]
+            assert liveness_module._was_sent_again(probe)
+        with socket.create_connection(port.getsockname()) as straight:
+            assert not liveness_module._was_sent_again(straight)
 
 
 def test_many_ports_are_reached_for_at_once_but_not_all_and_no_connection_is_left(

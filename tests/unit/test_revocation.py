@@ -123,11 +123,20 @@ def test_nobody_is_called_silent_while_answers_keep_coming_but_not_for_ever() ->
 
 def test_a_coordinator_whose_own_turn_comes_late_gives_the_others_as_much_more_time() -> None:
     state, pace = state_of_rank_0(), Pace()
-    pace.met(0.65, REVOKED - 1.0)
+    pace.met(0.65, REVOKED)
     revocation = Revocation(AgreementStore(HashStore()), state, 0, 0, REVOKED, pace=pace)
     assert not step(revocation, REVOKED)
     assert not step(revocation, REVOKED + PATIENCE + 1.9)
     assert step(revocation, REVOKED + PATIENCE + 2.01)
+
+
+def test_a_delay_of_an_earlier_round_does_not_make_the_verdict_of_a_later_one_late() -> None:
+    """The store's host was cut off for seconds, and came back; then a rank is silent."""
+    state, pace = state_of_rank_0(), Pace()
+    pace.met(5.0, REVOKED - 6.0)
+    revocation = Revocation(AgreementStore(HashStore()), state, 0, 0, REVOKED, pace=pace)
+    assert not step(revocation, REVOKED)
+    assert step(revocation, REVOKED + PATIENCE + 0.1)
 
 
 @pytest.mark.parametrize("size", [2, 64, 1000, 16_384, 100_000])
@@ -143,7 +152,7 @@ def test_callers_are_still_there_when_the_slowest_coordinator_decides(size: int)
 def test_a_caller_waits_beyond_its_budget_only_while_the_store_answers() -> None:
     """A verdict of all, a little later, is worth more than one of each rank for itself."""
     state, grace = state_of_rank_0(), [GRACE + RESERVE]
-    state.serve("session", "", lambda incident: None, lambda: None, lambda: grace[0])
+    state.serve("session", "", lambda incident: None, lambda: None, waits=lambda: grace[0])
     enter(state, -GRACE - 0.1)
     call = state.call
     assert call is not None
