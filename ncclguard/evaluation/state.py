@@ -6,9 +6,11 @@ are those that the evaluation's owner, such as a trainer, or its arguments hold,
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import inspect
 import logging
+import operator
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -62,18 +64,37 @@ def modes(modules: Iterable[nn.Module]) -> Keeper:
     The attribute itself is set: `train()` of a wrapper may do more, or less, than its name says. DeepSpeed 0.19's
     `engine.eval()` leaves `engine.training` True.
     """
-    roots = tuple(modules)
+    inside = _Inside(modules)
 
     def keeper() -> Restore:
-        flags = {module: module.training for root in roots for module in root.modules()}
+        found = inside.modules()
+        flags = [module.training for module in found]
 
         def restore() -> None:
-            for module, training in flags.items():
+            for module, training in zip(found, flags, strict=True):
                 module.training = training
 
         return restore
 
     return keeper
+
+
+class _Inside:
+    """All modules inside the given ones, which are walked again only when one was added, taken away or replaced."""
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self._roots = tuple(roots)
+        self._found: list[nn.Module] = []
+        self._children: list[Mapping[str, nn.Module]] = []
+        self._known: list[tuple[nn.Module, ...]] = []
+
+    def modules(self) -> list[nn.Module]:
+        """Each module once; the list is never changed, but replaced."""
+        if not self._found or [tuple(named.values()) for named in self._children] != self._known:
+            self._found = list(dict.fromkeys(module for root in self._roots for module in root.modules()))
+            self._children = [torch_compat.children_of(module) for module in self._found]
+            self._known = [tuple(named.values()) for named in self._children]
+        return self._found
 
 
 def gradients(modules: Iterable[nn.Module]) -> Keeper:
@@ -113,17 +134,61 @@ def gradients(modules: Iterable[nn.Module]) -> Keeper:
 
 def random_numbers() -> Restore:
     """The generators of python, numpy and torch, on the CPU and on every CUDA device that is in use."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if _cuda_in_use() else []
+    python, numpy = random.getstate(), _numpy.state()
+    generators = (torch.default_generator, *(torch.cuda.default_generators if _cuda_in_use() else ()))
+    states = [(generator, generator.get_state()) for generator in generators]
 
     def restore() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        for generator, state in states:
+            generator.set_state(state)
 
     return restore
+
+
+class _NumpyState:
+    """The state of numpy's global generator, asked of numpy only when it has changed.
+
+    numpy copies its 624 words one by one, which takes 60 to 130 us, the longest of all that a step keeps. Its generator
+    tells where they are in memory (`BitGenerator.ctypes.state_address`, the interface for numba): the words, then the
+    position among them, in all versions since 1.17 (`mt19937.h`); whether that is so is looked at before it is used.
+    """
+
+    _SIZE = 624 * 4 + ctypes.sizeof(ctypes.c_int)
+
+    def __init__(self) -> None:
+        self._of: Any = None
+        self._address: int | None = None
+        self._words = b""
+        self._state: dict[str, Any] = {}
+
+    def state(self) -> dict[str, Any]:
+        """What `np.random.set_state` takes."""
+        generator = np.random.get_bit_generator() if hasattr(np.random, "get_bit_generator") else None
+        if generator is not self._of:
+            self._of, self._address, self._state = generator, self._found(generator), {}
+        if self._address is None:
+            return self._asked()
+        words = ctypes.string_at(self._address, self._SIZE)
+        # A normal variate that numpy has in reserve can be used up without a change of the words.
+        if words != self._words or not self._state or self._state["has_gauss"]:
+            self._words, self._state = words, self._asked()
+        return self._state
+
+    def _found(self, generator: Any) -> int | None:
+        if not isinstance(generator, np.random.MT19937):
+            return None
+        address = generator.ctypes.state_address
+        words, known = ctypes.string_at(address, self._SIZE), self._asked()["state"]
+        return address if words == known["key"].tobytes() + bytes(ctypes.c_int(known["pos"])) else None
+
+    @staticmethod
+    def _asked() -> dict[str, Any]:
+        return dict(np.random.get_state(legacy=False))
+
+
+_numpy = _NumpyState()
 
 
 def positions(loaders: Iterable[Any]) -> Keeper:
@@ -287,20 +352,54 @@ def gradient_values(modules: Iterable[nn.Module]) -> Keeper:
 
 
 def buffers(modules: Iterable[nn.Module]) -> Keeper:
-    """What forward changes beside gradients, such as running means, by a copy."""
-    roots = tuple(modules)
+    """What forward changes beside gradients, such as running means: by a copy, in memory that is kept for that."""
+    inside, copies = _Inside(modules), _Copies()
 
     def keeper() -> Restore:
-        kept = [(buffer, buffer.clone()) for root in roots for buffer in root.buffers()]
+        tables = [torch_compat.buffers_of(module) for module in inside.modules()]
+        before = [(table, dict(table)) for table in tables]
+        copies.take({id(b): b for _, named in before for b in named.values() if b is not None}.values())
 
         def restore() -> None:
-            with torch.no_grad():
-                for buffer, before in kept:
-                    buffer.copy_(before)
+            for table, named in before:
+                table.clear()  # forward may have put another tensor in its place
+                table.update(named)
+            copies.bring_back()
 
         return restore
 
     return keeper
+
+
+class _Copies:
+    """Copies of tensors, of those of one kind with one call; taken again and again into the same memory."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._alike: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # tensors, copies
+
+    def take(self, given: Iterable[torch.Tensor]) -> None:
+        """Copy these tensors, and forget those that were copied before."""
+        tensors = list(given)
+        if len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors)):
+            try:
+                with torch.no_grad():
+                    for originals, copies in self._alike:
+                        torch_compat.copy_all(copies, originals)
+            except RuntimeError:  # one has another size now
+                pass
+            else:
+                return
+        self._tensors, kinds = tensors, dict[object, list[torch.Tensor]]()
+        for tensor in tensors:
+            kinds.setdefault((tensor.device, tensor.dtype, tensor.layout, type(tensor)), []).append(tensor)
+        self._alike = [(same, [tensor.detach().clone() for tensor in same]) for same in kinds.values()]
+
+    def bring_back(self) -> None:
+        """The tensors have the values that they had."""
+        with torch.no_grad():
+            for originals, copies in self._alike:
+                torch_compat.copy_all(originals, copies)
 
 
 def hyperparameters(optimizers: Iterable[torch.optim.Optimizer]) -> Keeper:
@@ -308,11 +407,15 @@ def hyperparameters(optimizers: Iterable[torch.optim.Optimizer]) -> Keeper:
     given = tuple(optimizers)
 
     def keeper() -> Restore:
-        kept = [(group, {k: v for k, v in group.items() if k != "params"}) for o in given for group in o.param_groups]
+        kept = [(group, dict(group)) for one in given for group in one.param_groups]
+        tensors = [(v, v.clone()) for _, before in kept for v in before.values() if isinstance(v, torch.Tensor)]
 
         def restore() -> None:
             for group, before in kept:
                 group.update(before)
+            with torch.no_grad():
+                for tensor, value in tensors:  # a learning rate that CUDA graphs read is written into
+                    tensor.copy_(value)
 
         return restore
 
@@ -324,12 +427,24 @@ def states_of(objects: Iterable[Any]) -> Keeper:
     given = tuple(objects)
 
     def keeper() -> Restore:
-        kept = [(one, dict(one.state_dict())) for one in given]
+        scalers = [torch_compat.keep_scaler(one) for one in given if isinstance(one, torch.amp.GradScaler)]
+        kept = [(one, _copy(one.state_dict())) for one in given if not isinstance(one, torch.amp.GradScaler)]
 
         def restore() -> None:
             for one, before in kept:
-                one.load_state_dict(before)
+                one.load_state_dict(_copy(before))
+            for bring_back in scalers:
+                bring_back()
 
         return restore
 
     return keeper
+
+
+def _copy(value: Any) -> Any:
+    """A state as it is now, whatever is written into its tensors and lists later."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copy(each) for key, each in value.items()}
+    return [_copy(each) for each in value] if type(value) is list else value

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 import ncclguard as ng
 from ncclguard.evaluation import Action, record_partial, state
 from ncclguard.evaluation.decision import log_to
-from ncclguard.evaluation.guarded import Labels, start_counting
-from ncclguard.evaluation.runner import divided, smaller
+from ncclguard.evaluation.runner import Labels, divided, smaller, start_counting
 
 
 class Monitor:
@@ -450,3 +449,64 @@ def test_metrics_reach_every_kind_of_sink_and_a_broken_one_breaks_nothing(caplog
 def test_wrong_options_are_refused(options: dict[str, Any], error: str) -> None:
     with pytest.raises((ValueError, TypeError), match=error):
         ng.resilient_evaluate(**options)
+
+
+# ---------------------------------------------------------------------- what is kept cheaply is kept all the same
+
+
+def test_numpys_generator_is_restored_after_each_kind_of_use() -> None:
+    """Its state is asked only when its words in memory have changed; a normal variate in reserve changes none."""
+    np.random.seed(4)
+    for use in (lambda: None, np.random.rand, np.random.randn, np.random.randn, lambda: np.random.seed(9)):
+        restore = state.keep([state.random_numbers])
+        expected = np.random.randn(3).tolist()
+        for _ in range(2):
+            restore()
+            assert np.random.randn(3).tolist() == expected
+        use()
+
+
+def test_another_generator_of_numpys_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(np.random, "set_bit_generator"):
+        pytest.skip("this numpy cannot change its global generator")
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        restore = state.keep([state.random_numbers])
+        expected = np.random.rand(3).tolist()
+        restore()
+        assert np.random.rand(3).tolist() == expected
+    finally:
+        np.random.set_bit_generator(before)
+
+
+def test_modules_and_buffers_that_come_between_two_tries_are_kept_too() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    keepers = [state.modes([model]), state.buffers([model])]
+    state.keep(keepers)()
+    model[1] = nn.BatchNorm1d(2)  # as many modules as before
+    model.register_buffer("count", torch.zeros(1))
+    restore = state.keep(keepers)
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.eval()
+    with torch.no_grad():
+        model[1].running_mean += 1  # type: ignore[operator]
+    model.count = model.count + 1  # another tensor in its place
+    model.register_buffer("late", torch.zeros(1))
+    restore()
+    assert model[1].training
+    assert {name: buffer.tolist() for name, buffer in model.named_buffers()} == {n: b.tolist() for n, b in kept.items()}
+
+
+def test_states_with_tensors_and_lists_are_kept_by_value() -> None:
+    average = nn.Linear(1, 1)
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.Adam(average.parameters(), lr=rate, capturable=False, foreach=False)
+    restore = state.keep([state.states_of([average]), state.hyperparameters([optimizer])])
+    weight = average.weight.item()
+    for _ in range(2):
+        with torch.no_grad():
+            average.weight += 1
+            rate.mul_(0.5)
+        restore()
+        assert (average.weight.item(), rate.item()) == (weight, pytest.approx(0.1))
