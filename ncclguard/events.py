@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ncclguard.coordination.group_state import OpenCall
-    from ncclguard.incident.model import Incident
+    from ncclguard.incident.model import Incident, MembershipChange
     from ncclguard.metrics.exchange import SettingChange
     from ncclguard.outcome import Outcome
 
@@ -32,6 +32,9 @@ class Listener:
 
     def incident_found(self, incident: Incident) -> None:
         """`watch` has the agreed incident of a collective that the guard does not carry; in the watcher's thread."""
+
+    def membership_changed(self, change: MembershipChange) -> None:
+        """The job goes on without lost ranks, or ranks came back; once on each rank, in the caller's thread."""
 
 
 #: Everybody who listens, and who of them to call for what: only methods that a listener has of its own. All are

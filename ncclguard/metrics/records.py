@@ -239,7 +239,8 @@ class Snapshot(Record):
     `settings` those that were changed by group.
 
     `hang`: a call has been open for longer than `warn_after`. `dropped`: records that a sink was too slow for, by its
-    name.
+    name. `losses` and `rejoins`: ranks that this rank has gone on without, and that came back; `lost_seconds`: what
+    that cost the job. They are the same on all ranks that have been there all the time: take one, not the sum.
     """
 
     kind: ClassVar[str] = "snapshot"
@@ -252,6 +253,9 @@ class Snapshot(Record):
     stragglers: tuple[StragglerTable, ...] = ()
     settings: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     dropped: Mapping[str, int] = field(default_factory=dict)
+    losses: int = 0
+    rejoins: int = 0
+    lost_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +273,22 @@ class Failure(Record):
     attempts: int
     seconds: float
     summary: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership(Record):
+    """The job went on without `ranks` ("went on"), or they are back ("rejoined"), written at once; see
+    `ncclguard.incident.model.MembershipChange`. `text` is the line for people.
+    """
+
+    kind: ClassVar[str] = "membership"
+
+    change: str
+    ranks: tuple[int, ...]
+    participants: int
+    seconds: float
+    step: int | None
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from ncclguard.metrics.exchange import SettingChange, exchanges
 from ncclguard.metrics.records import (
     Change,
     Failure,
+    Membership,
     OpenOperation,
     Record,
     SeriesSnapshot,
@@ -35,6 +36,7 @@ from ncclguard.protocol.group_key import GroupKey
 
 if TYPE_CHECKING:
     from ncclguard.coordination.group_state import OpenCall
+    from ncclguard.incident.model import MembershipChange
 
 #: Series that are kept apart; what comes later is counted under `OTHER`, so that labels stay bounded.
 MAX_SERIES = 128
@@ -162,6 +164,8 @@ class RecordingListener(events.Listener):
         self._emit = emit
         self._started = time.monotonic()
         self._open: dict[int, tuple[str, OpenCall]] = {}  # by the identity of the call
+        self._ranks: dict[str, int] = {"went on": 0, "rejoined": 0}
+        self._lost_seconds = 0.0
 
     def call_started(self, group: str, call: OpenCall) -> None:
         self._open[id(call)] = (group, call)
@@ -202,6 +206,16 @@ class RecordingListener(events.Listener):
                 )
             )  # fmt: skip
 
+    def membership_changed(self, change: MembershipChange) -> None:
+        self._ranks[change.kind] += len(change.ranks)
+        self._lost_seconds += change.seconds
+        self._emit(
+            Membership(
+                **self.origin(), change=change.kind, ranks=change.ranks, participants=change.participants,
+                seconds=change.seconds, step=change.step, text=str(change),
+            )
+        )  # fmt: skip
+
     def snapshot(self, dropped: dict[str, int]) -> Snapshot:
         """Everything since the start, and what is open now."""
         known = exchanges()
@@ -217,6 +231,9 @@ class RecordingListener(events.Listener):
             stragglers=tuple(table for table in tables if table is not None),
             settings={exchange.group: exchange.settings.changed() for exchange in known},
             dropped=dropped,
+            losses=self._ranks["went on"],
+            rejoins=self._ranks["rejoined"],
+            lost_seconds=self._lost_seconds,
         )
 
     def open_operations(self) -> tuple[OpenOperation, ...]:

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from ncclguard.incident.model import ranks_text
-from ncclguard.metrics.records import SIZE_BOUNDS, TIME_BOUNDS, Change, Failure, Record, SeriesSnapshot, Snapshot
+from ncclguard.metrics.records import (
+    SIZE_BOUNDS,
+    TIME_BOUNDS,
+    Change,
+    Failure,
+    Membership,
+    Record,
+    SeriesSnapshot,
+    Snapshot,
+)
 from ncclguard.metrics.settings import shown
 
 #: The labels of a Prometheus series.
@@ -78,6 +87,13 @@ class PrometheusSink:
         yield _one(GaugeMetricFamily, "ncclguard_hang", "1 while a call is open for too long", rank, int(snapshot.hang))
         oldest = max((call.age for call in snapshot.open), default=0.0)
         yield _one(GaugeMetricFamily, "ncclguard_open_seconds", "age of the oldest open call", rank, oldest)
+        losses: Sequence[tuple[str, str, float]] = (
+            ("ncclguard_losses", "ranks that the job went on without", snapshot.losses),
+            ("ncclguard_rejoins", "ranks that came back", snapshot.rejoins),
+            ("ncclguard_lost_seconds", "what losses and rejoins cost", snapshot.lost_seconds),
+        )
+        for name, what, value in losses:
+            yield _one(CounterMetricFamily, name, what, rank, value)
         counters: Sequence[tuple[str, str, Any]] = (
             ("ncclguard_operations", "guarded operations that ended", lambda one: one.count),
             ("ncclguard_attempts", "tries of them", lambda one: one.attempts),
@@ -146,6 +162,9 @@ def scalars(record: Record) -> dict[str, float]:
     values: dict[str, float] = {
         "ncclguard/hang": float(record.hang),
         "ncclguard/open_seconds": max((call.age for call in record.open), default=0.0),
+        "ncclguard/losses": float(record.losses),
+        "ncclguard/rejoins": float(record.rejoins),
+        "ncclguard/lost_seconds": record.lost_seconds,
     }
     for series in record.series:
         name = f"ncclguard/{series.group}/{series.op}/{series.phase}"
@@ -216,7 +235,7 @@ class TensorBoardSink:
             for name, value in scalars(record).items():
                 self._writer.add_scalar(name, value, self._step, walltime=record.time)
             self._writer.flush()
-        elif isinstance(record, (Failure, Change)):
+        elif isinstance(record, (Failure, Change, Membership)):
             self._writer.add_text(f"ncclguard/{record.kind}", line(record), self._step, walltime=record.time)
             self._writer.flush()
 
@@ -239,7 +258,7 @@ class LogSink:
         self._level = level
 
     def write(self, record: Record) -> None:
-        serious = isinstance(record, Failure) or (isinstance(record, Snapshot) and record.hang)
+        serious = isinstance(record, (Failure, Membership)) or (isinstance(record, Snapshot) and record.hang)
         self._log.log(logging.WARNING if serious else self._level, "rank %d: %s", record.rank, line(record))
 
     def close(self) -> None:
@@ -310,6 +329,8 @@ def line(record: Record) -> str:
         return record.summary or f"{record.op} {record.op_id} failed: {record.cause}, {ranks_text(record.culprits)}"
     if isinstance(record, Change):
         return f"{record.name} of group {record.group} is {shown(record.new)}, was {shown(record.old)}: {record.reason}"
+    if isinstance(record, Membership):
+        return record.text
     return str(record.to_dict())
 
 
@@ -318,6 +339,9 @@ def snapshot_line(snapshot: Snapshot) -> str:
     busiest = sorted(snapshot.series, key=lambda series: series.seconds, reverse=True)
     total, failed = sum(series.count for series in busiest), sum(series.failed for series in busiest)
     parts = [f"{total} guarded operations, {failed} failed"]
+    if snapshot.losses:
+        back = f", {snapshot.rejoins} came back" if snapshot.rejoins else ""
+        parts.append(f"{snapshot.losses} ranks lost{back}, {snapshot.lost_seconds:.3g} s")
     for series in busiest[:MAX_NAMED]:
         where = "" if series.phase == "none" else f" in {series.phase}"
         parts.append(
@@ -357,7 +381,7 @@ class Sink(Protocol):
     """Takes records, in a thread of its own, one at a time; what it raises is logged once and the job goes on."""
 
     def write(self, record: Record) -> None:
-        """Take a `Snapshot`, `Failure` or `Change`."""
+        """Take a `Snapshot`, `Failure`, `Membership` or `Change`."""
 
     def close(self) -> None:
         """Flush and release everything; called once, after the last record."""

@@ -6,6 +6,7 @@ Each function says what it does where a version of torch lacks something.
 from __future__ import annotations
 
 from ncclguard.torch_compat.groups import (
+    CPP_KEEPS_WORKS,
     VERSION,
     Hook,
     ProcessGroupGloo,
@@ -14,6 +15,9 @@ from ncclguard.torch_compat.groups import (
     backend_of,
     boxed_work,
     broken_collective,
+    buffers_of,
+    children_of,
+    copy_all,
     ddp_stays,
     emulated_device,
     from_collective,
@@ -23,6 +27,7 @@ from ncclguard.torch_compat.groups import (
     group_of,
     group_ranks,
     is_member,
+    keep_scaler,
     known_groups,
     move_ddp,
     on_destroy,
@@ -64,6 +69,7 @@ from ncclguard.torch_compat.stores import (
 )
 
 __all__ = [
+    "CPP_KEEPS_WORKS",
     "VERSION",
     "Hook",
     "PrefixStore",
@@ -77,7 +83,10 @@ __all__ = [
     "base_store",
     "boxed_work",
     "broken_collective",
+    "buffers_of",
+    "children_of",
     "clone_store",
+    "copy_all",
     "cut_clone",
     "ddp_stays",
     "default_store",
@@ -91,6 +100,7 @@ __all__ = [
     "group_of",
     "group_ranks",
     "is_member",
+    "keep_scaler",
     "known_groups",
     "make_stream_wait",
     "move_ddp",

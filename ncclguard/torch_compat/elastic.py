@@ -1,11 +1,19 @@
 """torch's elastic agent, which `torchrun` is made of: its private names, in the form that `ncclguard run` needs.
 
-Ran on torch 2.13.0 (CPU). `check` says what a version lacks, before anything is started.
+Ran on torch 2.6, 2.9, 2.13 and 2.15. `check` says what a version lacks, before anything is started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +22,27 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher import api as launcher
 
 #: Exit codes by global rank of the workers of this host, None for one that runs; what becomes of them, see `Agent`.
 Codes = dict[int, "int | None"]
-Judge = Callable[[Codes], "str | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a judge may do about the ranks of its host."""
+
+    #: How many spares wait; those that have died are not counted.
+    spares: Callable[[], int]
+    #: Give the place of a rank that has ended to a new process, with these variables more; `spare`: to one that waits.
+    #: Returns its pid.
+    start: Callable[[int, Mapping[str, str], bool], int]
+    #: End the process of a rank at once.
+    kill: Callable[[int], None]
+
+
+Judge = Callable[[Codes, Host], "str | None"]
 
 
 def check() -> str:
@@ -28,24 +52,78 @@ def check() -> str:
         (local_elastic_agent.LocalElasticAgent, "_start_workers"),
         (launcher, "LocalElasticAgent"),
         (torchrun, "get_args_parser"),
-        (SubprocessContext, "_capture_process_failures"),
+        (SubprocessHandler, "_popen"),
     ]
     missing = [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name in wanted if not hasattr(owner, name)]
+    if "subprocess_handlers" not in SubprocessContext.pids.__code__.co_names:  # an attribute that instances have
+        missing.append("SubprocessContext.subprocess_handlers")
     return f"torch {torch.__version__} has no {', '.join(missing)}" if missing else ""
 
 
-class Agent(local_elastic_agent.LocalElasticAgent):
-    """torch's agent, which asks `judge` when a worker has failed.
+class _Spare:
+    """A process of `ncclguard.training.spare`, and the pipe that it waits at."""
 
-    The judge says "wait" (the others are left alone), "succeeded" (all have ended, and well), or None: torch's own
-    behaviour, which ends all workers. `started` is called before workers are started, also again.
+    def __init__(self, shown: Sequence[str]) -> None:
+        reader, self._writer = os.pipe()
+        command = [sys.executable, "-u", "-m", "ncclguard.training.spare", str(reader), *shown]
+        env = {**os.environ, "NCCLGUARD_PLACE": " " * 64}  # see `training.spare`
+        try:
+            self.process = subprocess.Popen(command, env=env, pass_fds=(reader,), start_new_session=True)
+        finally:
+            os.close(reader)
+
+    def give(self, place: Mapping[str, object]) -> None:
+        with os.fdopen(self._writer, "wb") as pipe:
+            pipe.write(json.dumps(place).encode())
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._writer)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # it has nothing to lose, and may be importing
+        self.process.wait()
+
+
+class _Successor(SubprocessHandler):
+    """The process that has a lost rank's place; its output goes behind that of the one before."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        outputs: Sequence[str],
+        local_rank: int,
+        spare: _Spare | None,
+    ) -> None:
+        self.local_rank_id = local_rank
+        files = [Path(path).open("a") if path and spare is None else None for path in outputs]  # noqa: SIM115
+        self._stdout, self._stderr = files
+        if spare is None:
+            self.proc = self._popen(tuple(command), {**os.environ, **env})
+            return
+        stdout, stderr = outputs
+        spare.give({"env": dict(env), "command": list(command), "stdout": stdout, "stderr": stderr})
+        self.proc = spare.process
+
+
+class Agent(local_elastic_agent.LocalElasticAgent):
+    """torch's agent, which asks `judge` what becomes of its workers.
+
+    The judge says "wait" (those that run are left alone), "succeeded" (the job has ended well; what runs still is
+    ended), or None: torch's own behaviour, which ends all workers when one has failed. `started` is called before
+    workers are started, also again. `spares`: how many processes wait for a lost rank's place.
     """
 
-    judge: Judge = staticmethod(lambda codes: None)
+    judge: Judge = staticmethod(lambda codes, host: None)
     started: Callable[[], None] = staticmethod(lambda: None)
+    spares = 0
+    waiting: list[_Spare] = []  # noqa: RUF012 - `launch` ends them, whatever becomes of the agent
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         type(self).started()
+        self._count_spares()
+        while len(self.waiting) < type(self).spares:
+            self.waiting.append(_Spare([str(argument) for argument in worker_group.spec.args if argument != "-u"]))
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
@@ -55,14 +133,65 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 worker_group.workers[local_rank].global_rank: handler.proc.poll()
                 for local_rank, handler in context.subprocess_handlers.items()
             }
-            if any(codes.values()):
-                said = type(self).judge(codes)
-                if said == "wait":
-                    return RunResult(state=WorkerState.HEALTHY)
-                if said == "succeeded":
-                    context.close()  # which ends the copying of logs
-                    return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
+            host = Host(
+                self._count_spares,
+                lambda rank, env, spare: self._succeed(context, worker_group, rank, env, spare),
+                lambda rank: self._kill(context, worker_group, rank),
+            )
+            said = type(self).judge(codes, host)
+            if said == "succeeded":
+                context.close()  # which ends the copying of logs, and processes that nobody needs
+                return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
+            # torch looks at the exit codes again, and would end all for one that it is the first to see.
+            if said == "wait" or (None in codes.values() and not any(codes.values())):
+                return self._healthy(worker_group)
         return super()._monitor_workers(worker_group)  # type: ignore[no-any-return]
+
+    def _healthy(self, worker_group: Any) -> RunResult:
+        timeout = getattr(self, "_uninterruptible_state_timeout", 0)
+        unhealthy = self._check_uninterruptible_state_timeout(worker_group, timeout) if timeout > 0 else None
+        return unhealthy or RunResult(state=WorkerState.HEALTHY)
+
+    def _count_spares(self) -> int:
+        for spare in [spare for spare in self.waiting if spare.process.poll() is not None]:
+            print(
+                f"ncclguard run: a spare (process {spare.process.pid}) has ended with exit code {spare.process.returncode} "
+                "while it waited",
+                file=sys.stderr,
+                flush=True,
+            )
+            self.waiting.remove(spare)
+            spare.end()
+        return len(self.waiting)
+
+    def _succeed(
+        self, context: SubprocessContext, worker_group: Any, rank: int, env: Mapping[str, str], spare: bool
+    ) -> int:
+        local_rank, worker = next(
+            (local_rank, worker) for local_rank, worker in enumerate(worker_group.workers) if worker.global_rank == rank
+        )
+        before = context.subprocess_handlers[local_rank]
+        for file in (before._stdout, before._stderr):
+            if file:
+                file.close()
+        Path(context.error_files[local_rank]).unlink(missing_ok=True)
+        handler = _Successor(
+            [str(context.entrypoint), *map(str, context.args[local_rank])],
+            {**context.envs[local_rank], **env},
+            [context.stdouts[local_rank], context.stderrs[local_rank]],
+            local_rank,
+            self.waiting.pop(0) if spare else None,
+        )
+        context.subprocess_handlers[local_rank] = handler
+        context._running_local_ranks.add(local_rank)
+        worker.id = handler.proc.pid
+        return int(handler.proc.pid)
+
+    def _kill(self, context: SubprocessContext, worker_group: Any, rank: int) -> None:
+        for local_rank, worker in enumerate(worker_group.workers):
+            if worker.global_rank == rank:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(context.subprocess_handlers[local_rank].proc.pid, signal.SIGKILL)
 
 
 def parser() -> Any:
@@ -70,18 +199,22 @@ def parser() -> Any:
     return torchrun.get_args_parser()
 
 
-def launch(arguments: Any, judge: Judge, started: Callable[[], None]) -> None:
+def launch(arguments: Any, judge: Judge, started: Callable[[], None], spares: int = 0) -> None:
     """Do what torchrun does with these parsed arguments, with an agent that asks `judge`.
 
     Raises ChildFailedError as torchrun does when workers have failed.
     """
-    agent = type("Agent", (Agent,), {"judge": staticmethod(judge), "started": staticmethod(started)})
+    waiting: list[_Spare] = []
+    own = {"judge": staticmethod(judge), "started": staticmethod(started), "spares": spares, "waiting": waiting}
+    agent = type("Agent", (Agent,), own)
     before = vars(launcher)["LocalElasticAgent"]
     vars(launcher)["LocalElasticAgent"] = agent  # where `launch_agent` looks it up; there is no argument for it
     try:
         record(torchrun.run)(arguments)
     finally:
         vars(launcher)["LocalElasticAgent"] = before
+        for spare in waiting:
+            spare.end()
 
 
 def failed(error: BaseException) -> bool:
@@ -89,4 +222,4 @@ def failed(error: BaseException) -> bool:
     return type(error).__name__ == "ChildFailedError"
 
 
-__all__: Sequence[str] = ["Agent", "Codes", "Judge", "check", "failed", "launch", "parser"]
+__all__: Sequence[str] = ["Agent", "Codes", "Host", "Judge", "check", "failed", "launch", "parser"]

@@ -1,4 +1,4 @@
-"""What a rank tells its launcher: that it goes on when others are lost, and without whom it has gone on.
+"""What a rank tells its launcher: that it goes on when others are lost, without whom it has, and what ended it.
 
 A file for each rank, in a folder that `ncclguard run` makes on each host: neither side waits for the other or for a
 store, and what a rank has said stays said when it is killed.
@@ -9,30 +9,94 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+
+from ncclguard import lifecycle, torch_compat
+from ncclguard.errors import CollectiveMismatch
 
 #: The folder; set by `ncclguard run`, and empty or missing under any other launcher.
 FOLDER: Final = "NCCLGUARD_RUN_DIR"
 
 
-def going_on(rank: int, without: Sequence[int]) -> None:
-    """This rank goes on when others are lost, and has gone on `without` these (global ranks); also called again."""
+def going_on(rank: int, lost: Sequence[int], given_up: Sequence[int] = ()) -> None:
+    """This rank goes on when others are lost, and has gone on without these (global ranks, each as often as it was).
+
+    `given_up`: ranks whose process is there and does not run any more, without which it would go on.
+    """
     folder = os.environ.get(FOLDER)
     if not folder:
         return
     path = Path(folder, f"{rank}.json")
     with contextlib.suppress(OSError):  # then the launcher ends all ranks, as torchrun does
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({"pid": os.getpid(), "without": list(without)}))
+        draft.write_text(json.dumps({"lost": list(lost), "given up": list(given_up)}))
         draft.replace(path)
 
 
-def read(folder: str, rank: int) -> tuple[int, ...] | None:
-    """Without whom a rank has gone on; None for a rank that has not said that it goes on."""
+_watches = False
+
+
+def watch_end() -> None:
+    """Have an exception that ends this process written down for the launcher; once."""
+    global _watches
+    if not _watches and os.environ.get(FOLDER):
+        _watches = True
+        lifecycle.watch_uncaught(_ends)
+
+
+def _ends(error: BaseException) -> None:
+    folder, rank = os.environ.get(FOLDER), os.environ.get("RANK")
+    if not folder or not rank or isinstance(error, KeyboardInterrupt):
+        return
+    kind = "exception"
+    if isinstance(error, CollectiveMismatch):
+        kind = "mismatch"
+    elif torch_compat.of_own_device(error):
+        kind = "device"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    with contextlib.suppress(OSError):
+        said = {"kind": kind, "text": text[:400], "same": f"{type(error).__name__}{where}"}
+        Path(folder, f"{rank}.end").write_text(json.dumps(said))
+
+
+def withdraw(folder: str, rank: int) -> tuple[str, str, str]:
+    """The process of a rank has ended: what it has said is not what its successor says.
+
+    Returns what ended it: "exception", "mismatch", "device" or nothing; in words; and what is equal when the same
+    exception ends another one.
+    """
+    Path(folder, f"{rank}.json").unlink(missing_ok=True)
+    path = Path(folder, f"{rank}.end")
     try:
-        said = json.loads(Path(folder, f"{rank}.json").read_text())
-        return tuple(int(lost) for lost in said["without"])
+        said = json.loads(path.read_text())
+        path.unlink()
+        return str(said["kind"]), str(said["text"]), str(said["same"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", "", ""
+
+
+def has_launcher() -> bool:
+    """Whether there is somebody to tell."""
+    return bool(os.environ.get(FOLDER))
+
+
+def given_up(folder: str, rank: int) -> set[int]:
+    """Without whom a rank would go on, were they gone."""
+    return set(_said(folder, rank, "given up") or ())
+
+
+def read(folder: str, rank: int) -> tuple[int, ...] | None:
+    """Without whom a rank has gone on, as `going_on` was told; None for a rank that has not said that it goes on."""
+    return _said(folder, rank, "lost")
+
+
+def _said(folder: str, rank: int, key: str) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(one) for one in json.loads(Path(folder, f"{rank}.json").read_text())[key])
     except (OSError, ValueError, KeyError, TypeError):
         return None

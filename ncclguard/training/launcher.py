@@ -2,81 +2,202 @@
 
 torchrun ends all ranks of a job when one fails. This does so too, unless every rank of this host that still runs has
 said that it goes on without those that are lost (see `declaration`; `resilient_step` does), and within a time says
-without whom. The launcher starts no rank again yet.
+without whom. A spare, or a new process, takes the place of a lost rank (see `joining`), unless it ended for a reason
+that would end the new one too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from ncclguard import lifecycle
 from ncclguard.command_line import described
+from ncclguard.config import current_config
 from ncclguard.incident.model import ranks_text
 from ncclguard.torch_compat import elastic
+from ncclguard.torch_compat.elastic import Codes, Host
 from ncclguard.training import declaration
 
 log = logging.getLogger("ncclguard")
 
 #: Seconds in which survivors have to say that they have gone on; a rank may be in a long computation till then.
 WITHIN = 300.0
+#: Seconds in which losses are counted.
+PERIOD = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`within`: seconds in which survivors go on. `restarts`: how many lost ranks are started again on this host.
+
+    `losses`, `period`: with more losses than that in so many seconds all ranks are ended; 0: no limit.
+    """
+
+    within: float = WITHIN
+    restarts: int = 0
+    losses: int = 0
+    period: float = PERIOD
+
+
+@dataclass(slots=True)
+class _Loss:
+    rank: int
+    number: int  # how often this rank was lost before, and now
+    code: int
+    found: float
 
 
 class Survivors:
     """Decides for the agent of one host, from exit codes and from what the ranks have declared in `folder`."""
 
-    def __init__(self, folder: str, within: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: str, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
-        self._within = within
+        self._limits = limits
         self._clock = clock
-        self._lost: dict[int, float] = {}  # rank -> when it was found to have failed
+        self._restarts = limits.restarts
+        self._reasons: set[str] = set()  # for which processes have ended by themselves
+        self.started()
 
     def started(self) -> None:
         """Workers are about to start: what earlier ones have said is not theirs."""
-        self._lost.clear()
+        self._losses: list[_Loss] = []
+        self._unconfirmed: list[_Loss] = []  # without whom nobody has said that it goes on
+        self._down: dict[int, str] = {}  # ranks without a process -> why it is not started again, or nothing
+        self._newcomers: dict[int, int] = {}  # ranks whose process has not joined yet -> how many there were before
+        self._lives: Counter[int] = Counter()  # of the new processes of each rank
         for file in Path(self._folder).iterdir():
             file.unlink()
 
-    def judge(self, codes: dict[int, int | None]) -> str | None:
-        """What to do about workers of which some have failed; see `torch_compat.elastic.Agent`."""
+    def judge(self, codes: Codes, host: Host) -> str | None:
+        """What to do about the workers; see `torch_compat.elastic.Agent`."""
         now = self._clock()
-        failed = [rank for rank, code in codes.items() if code]
-        running = [rank for rank, code in codes.items() if code is None]
-        declared = {rank: declaration.read(self._folder, rank) for rank in codes if rank not in failed}
-        for rank in failed:
-            if rank not in self._lost:
-                self._lost[rank] = now
-                if all(said is not None for said in declared.values()) and running:
-                    print(
-                        f"ncclguard run: rank {rank} has ended with exit code {codes[rank]}; {ranks_text(running)} "
-                        f"may go on without it",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-        if not declared or any(said is None for said in declared.values()):
+        for rank in [rank for rank in self._newcomers if declaration.read(self._folder, rank) is not None]:
+            del self._newcomers[rank]
+        ended = [rank for rank, code in codes.items() if code and rank not in self._down]
+        members = [rank for rank in codes if rank not in ended and rank not in self._down]
+        members = [rank for rank in members if rank not in self._newcomers]
+        if not (ended or self._down or self._losses or self._given_up(members)):
+            return None
+        declared = {rank: declaration.read(self._folder, rank) for rank in members}
+        running = [rank for rank in members if codes[rank] is None]
+        go_on = bool(declared) and all(said is not None for said in declared.values())
+        for rank in ended:
+            self._ended(rank, codes[rank] or 0, now, running if go_on else [])
+        if not go_on:
             return None  # nobody is left here, or somebody does not go on
-        without = [set(said) for said in declared.values() if said is not None]
-        unconfirmed = [rank for rank in failed if not any(rank in said for said in without)]
+        self._confirm([said for said in declared.values() if said is not None])
         if running:
-            overdue = [rank for rank in unconfirmed if now - self._lost[rank] > self._within]
-            if overdue:
-                print(
-                    f"ncclguard run: nobody has gone on without {ranks_text(overdue)} in {self._within:.0f} s; "
-                    "all ranks are ended",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            return None if overdue else "wait"
+            if self._too_many(now) or self._overdue(now):
+                return None
+            self._end_given_up(codes, declared, host)
+            for rank, why in self._down.items():
+                if not why:
+                    self._start(rank, host)
+            for rank in self._newcomers:
+                self._down.pop(rank, None)
+            return "wait"
         # All have ended. One that was killed when the others had nothing to agree on any more does not matter either;
         # one that raised then does.
-        raised = [rank for rank in unconfirmed if (codes[rank] or 0) > 0]
-        return None if raised else "succeeded"
+        return None if any(loss.code > 0 for loss in self._unconfirmed) else "succeeded"
+
+    def _given_up(self, members: list[int]) -> bool:
+        return any(declaration.given_up(self._folder, rank) for rank in members)
+
+    def _end_given_up(self, codes: Codes, declared: Mapping[int, object], host: Host) -> None:
+        """End processes that do not run, without which all others of this host go on."""
+        said = {rank: declaration.given_up(self._folder, rank) for rank in declared}
+        for rank in set().union(*said.values()):
+            others = [named for other, named in said.items() if not any(other in named for named in said.values())]
+            if rank in said and codes[rank] is None and others and all(rank in named for named in others):
+                say(f"rank {rank} does not run, and the others go on without it: its process is ended")
+                host.kill(rank)
+
+    def _ended(self, rank: int, code: int, now: float, running: list[int]) -> None:
+        kind, text, same = declaration.withdraw(self._folder, rank)
+        why = f"it ended with {text}" if text else f"it ended with exit code {code}"
+        if kind == "mismatch":
+            reason = f"{why}, which a new process would do too: ranks call different collectives"
+        elif kind == "device":
+            reason = f"{why}, and the device lasts longer than the process"
+        elif code > 0 and (same or str(code)) in self._reasons:
+            reason = f"{why}, as one before"
+        else:
+            reason = ""
+        if code > 0:
+            self._reasons.add(same or str(code))
+        if rank in self._newcomers:
+            del self._newcomers[rank]
+            say(f"the new process of rank {rank} has ended with exit code {code} before it joined")
+        else:
+            loss = _Loss(rank, 1 + sum(loss.rank == rank for loss in self._losses), code, now)
+            self._losses.append(loss)
+            self._unconfirmed.append(loss)
+            if running:
+                say(f"rank {rank} has ended with exit code {code}; {ranks_text(running)} may go on without it")
+        self._down[rank] = reason
+        if reason and running:
+            say(f"rank {rank} is not started again: {reason}")
+
+    def _confirm(self, declared: list[tuple[int, ...]]) -> None:
+        self._unconfirmed = [
+            loss for loss in self._unconfirmed if not any(said.count(loss.rank) >= loss.number for said in declared)
+        ]
+
+    def _overdue(self, now: float) -> bool:
+        overdue = [loss.rank for loss in self._unconfirmed if now - loss.found > self._limits.within]
+        if overdue:
+            say(f"nobody has gone on without {ranks_text(overdue)} in {self._limits.within:.0f} s; all ranks are ended")
+        return bool(overdue)
+
+    def _too_many(self, now: float) -> bool:
+        recent = sum(now - loss.found <= self._limits.period for loss in self._losses)
+        exceeded = 0 < self._limits.losses < recent
+        if exceeded:
+            say(
+                f"{recent} ranks were lost in {self._limits.period:.0f} s, more than --max-losses "
+                f"{self._limits.losses}; all ranks are ended"
+            )
+        return exceeded
+
+    def _start(self, rank: int, host: Host) -> None:
+        spare = host.spares() > 0
+        if not spare and not self._restarts:
+            if self._limits.restarts:
+                self._down[rank] = "no spare is left, and --restart-lost is used up"
+                say(f"rank {rank} is not started again: {self._down[rank]}")
+            else:
+                self._down[rank] = "no spare is left"
+            return
+        self._restarts -= not spare
+        self._lives[rank] += 1
+        before = self._lives[rank]
+        self._newcomers[rank] = before
+        pid = host.start(rank, {lifecycle.JOINS: str(before)}, spare)
+        what = "a spare takes the place of rank {}" if spare else "rank {} is started again"
+        say(f"{what.format(rank)} (process {pid})")
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own: on stderr, and beside the reports of incidents."""
+    print(f"ncclguard run: {text}", file=sys.stderr, flush=True)
+    folder = current_config().report_dir
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with Path(folder, f"launcher-{socket.gethostname()}-{os.getpid()}.log").open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
 EXIT_CODES = {
@@ -86,6 +207,7 @@ EXIT_CODES = {
 }
 EXAMPLES = {
     "ncclguard run --nproc-per-node 4 examples/train_surviving.py": "four ranks on this host; kill one and look",
+    "ncclguard run --nproc-per-node 4 --spares 1 examples/train_surviving.py": "a process waits to take a lost one's place",
     "ncclguard run --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 train.py": "on each host, as torchrun",
 }
 
@@ -101,6 +223,33 @@ def build_parser() -> argparse.ArgumentParser:
         default=WITHIN,
         help="Seconds in which the survivors of a lost rank must have gone on; else all are ended, as by torchrun.",
     )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        help="Processes of this host that wait to take a lost rank's place; they have imported torch.",
+    )
+    parser.add_argument(
+        "--restart-lost",
+        "--restart_lost",
+        type=int,
+        default=0,
+        help="How many lost ranks of this host are started again, once no spare is left.",
+    )
+    parser.add_argument(
+        "--max-losses",
+        "--max_losses",
+        type=int,
+        default=0,
+        help="End all when more ranks of this host were lost within --losses-within seconds; 0: no limit.",
+    )
+    parser.add_argument(
+        "--losses-within",
+        "--losses_within",
+        type=float,
+        default=PERIOD,
+        help="Seconds in which the losses of --max-losses are counted.",
+    )
     return described(parser, EXAMPLES, EXIT_CODES)
 
 
@@ -112,10 +261,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     arguments = build_parser().parse_args(list(sys.argv[1:] if argv is None else argv))
     folder = tempfile.mkdtemp(prefix="ncclguard-run-")
-    survivors = Survivors(folder, arguments.go_on_within)
+    limits = Limits(arguments.go_on_within, arguments.restart_lost, arguments.max_losses, arguments.losses_within)
+    survivors = Survivors(folder, limits)
     os.environ[declaration.FOLDER] = folder
     try:
-        elastic.launch(arguments, survivors.judge, survivors.started)
+        elastic.launch(arguments, survivors.judge, survivors.started, arguments.spares)
     except Exception as error:
         if not elastic.failed(error):
             raise

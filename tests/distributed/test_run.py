@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import re
@@ -28,11 +30,49 @@ finally:
     signal.pause()
 """
 
+FAILING = """
+import os, signal, sys
+from datetime import timedelta
+import torch, torch.distributed as dist, ncclguard as ng
+from torch.nn.parallel import DistributedDataParallel
+what, new = sys.argv[1], "NCCLGUARD_JOINS" in os.environ
+dist.init_process_group("ncclguard", timeout=timedelta(seconds=5))
+rank = dist.get_rank()
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+@ng.resilient_step(model, optimizer)
+def train():
+    optimizer.zero_grad()
+    if rank == 1 and train.completed == 5 and what == "stops" and not new:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 1 and train.completed >= 5 and what == "raises":
+        raise RuntimeError("of its own")
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+ended = {"stops": lambda: train.joins or new and train.completed, "raises": lambda: after > 200}[what]
+after = 0
+while not ended():
+    train()
+    after += len(train.losses) == 2
+    signal.sigtimedwait([], 0.05)
+print("end", rank, train.ranks, float(model.module.weight.detach().double().sum()), flush=True)
+"""
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+
+def start(folder: Path, *arguments: str, merged: bool = False) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "ncclguard", "run", *arguments]
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    errors = subprocess.STDOUT if merged else subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+
+
+def end(job: subprocess.Popen[str]) -> None:
+    """The launcher, and what it leaves behind when it is killed."""
+    children = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
+    for process in (job, *children):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    job.wait()
 
 
 def rank_of(process: psutil.Process) -> str:
@@ -43,11 +83,12 @@ def rank_of(process: psutil.Process) -> str:
 
 
 @pytest.mark.timeout(300)  # four processes import torch, which takes a minute where others compute on all cores
-def test_the_example_ends_well_when_rank_0_and_another_are_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [[], ["--fsdp"]])
+def test_the_example_ends_well_when_rank_0_and_another_are_killed(tmp_path: Path, way: list[str]) -> None:
     """Killed from outside, at any moment. All steps are done, with each sample once in an epoch."""
     steps, killed, lines = 60, list[int](), list[str]()
     victims = [0, random.Random(17).choice([1, 2, 3])]
-    script = [str(ROOT / "examples" / "train_surviving.py"), "--steps", str(steps), "--samples", "samples"]
+    script = [str(ROOT / "examples" / "train_surviving.py"), "--steps", str(steps), "--samples", "samples", *way]
     job = start(tmp_path, "--nproc-per-node", "4", *script)
     try:
         assert job.stdout is not None
@@ -59,7 +100,7 @@ def test_the_example_ends_well_when_rank_0_and_another_are_killed(tmp_path: Path
                 killed.append(victims[len(killed)])
         _, errors = job.communicate(timeout=60)
     finally:
-        job.kill()
+        end(job)
     assert job.returncode == 0, errors
     told = {int(m[1]): m[2] for m in (re.match(r"step (\d+): loss \S+, ranks (.*)", line) for line in lines) if m}
     # The line of a step is one rank's, which may be killed between the step and its line.
@@ -74,9 +115,70 @@ def test_the_example_ends_well_when_rank_0_and_another_are_killed(tmp_path: Path
     for begin in range(0, len(samples), IMAGES):
         epoch = samples[begin : begin + IMAGES]
         assert len(set(epoch)) == len(epoch)
+    said = [json.loads(file.read_text())["incident"] for file in (tmp_path / "ncclguard-incidents").glob("*.json")]
+    assert {(one["culprits"][0], change["ranks"][0]) for one in said for change in one["afterwards"]} == {
+        (lost, lost) for lost in killed
+    }  # also the one that rank 0 had written, and the one of its own loss
     for lost in killed:
         assert f"rank {lost} has ended with exit code -9" in errors
         assert re.search(rf"went on without rank {lost} after [0-4]\.\d s", errors), errors
+
+
+@pytest.mark.timeout(300)
+def test_spares_take_the_places_of_lost_ranks_one_of_them_twice(tmp_path: Path) -> None:
+    """Rank 0, then the process that has its place, then another: all ranks train to the end, with each sample once."""
+    steps, killed, lines = 400, list[int](), list[str]()
+    victims = [0, 0, random.Random(19).choice([1, 2, 3])]
+    script = [str(ROOT / "examples" / "train_surviving.py"), "--steps", str(steps), "--samples", "samples"]
+    job = start(tmp_path, "--nproc-per-node", "4", "--spares", "3", *script, merged=True)
+    try:
+        assert job.stdout is not None
+        whole = 0
+        for line in job.stdout:
+            lines.append(line.rstrip())
+            whole = whole + 1 if re.match(r"step \d+: .*ranks 0-3$", line) else 0 if line.startswith("step ") else whole
+            if len(killed) < len(victims) and whole == 20:
+                whole, rank = 0, victims[len(killed)]
+                children = psutil.Process(job.pid).children(recursive=True)
+                next(child for child in children if rank_of(child) == str(rank)).kill()
+                killed.append(rank)
+        job.stdout.close()
+        assert job.wait(60) == 0, lines
+    finally:
+        end(job)
+    text = "\n".join(lines)
+    assert killed == victims, text
+    for rank in set(victims):
+        joined = re.findall(rf"rank {rank} rejoined at step \d+, [0-9]\.\d s", text)
+        assert len(joined) == victims.count(rank), text
+    assert re.search(rf"step {steps}: loss \S+, ranks 0-3", text)
+    assert len(re.findall(rf"done: {steps} steps, parameters [0-9a-f]{{16}}", text)) == 1
+    samples = [int(line) for line in (tmp_path / "samples").read_text().split()]
+    assert 8 * 3 * steps < len(samples) <= 8 * 4 * steps
+    for begin in range(0, len(samples), IMAGES):
+        epoch = samples[begin : begin + IMAGES]
+        assert len(set(epoch)) == len(epoch)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("what", ["stops", "raises"])
+def test_a_rank_that_stops_is_replaced_and_one_that_raises_the_same_again_is_not(what: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(FAILING)
+    job = start(tmp_path, "--nproc-per-node", "3", "--restart-lost", "3", "program.py", what)
+    try:
+        output, errors = job.communicate(timeout=240)
+    finally:
+        end(job)
+    assert job.returncode == 0, errors
+    ends = sorted(line.split(maxsplit=2) for line in output.splitlines() if line.startswith("end"))
+    left = ["0", "1", "2"] if what == "stops" else ["0", "2"]
+    assert [end[1] for end in ends] == left, (output, errors)
+    assert len({end[2] for end in ends}) == 1, ends
+    assert re.search(r"rank 1 rejoined at step \d+", errors), errors
+    if what == "stops":
+        assert "rank 1 does not run, and the others go on without it: its process is ended" in errors
+    else:
+        assert "rank 1 is not started again: it ended with RuntimeError: of its own, as one before" in errors
 
 
 @pytest.mark.timeout(300)
@@ -86,7 +188,7 @@ def test_a_program_that_does_not_go_on_is_ended_as_by_torchrun(tmp_path: Path) -
     try:
         _, errors = job.communicate(timeout=240)
     finally:
-        job.kill()
+        end(job)
     assert job.returncode == 1
     assert "may go on without it" not in errors
     assert re.search(r"Root Cause.*\n(.*\n)*.*rank +: 1 .*\n.*exitcode +: -9", errors), errors

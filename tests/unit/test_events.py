@@ -13,7 +13,6 @@ import ncclguard as ng
 from ncclguard import events
 from ncclguard.config import GuardConfig
 from ncclguard.coordination.group_state import GroupState, OpenCall
-from ncclguard.engine import group as group_module
 from ncclguard.engine.call import Call
 from ncclguard.engine.chunking import EMPTY
 from ncclguard.engine.execution import Barrier
@@ -155,9 +154,9 @@ def test_a_call_that_gets_no_turn_is_refused_between_the_others_beginning_and_en
     ]
 
 
-def test_an_interrupted_call_ends_without_an_outcome(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "GRACE", 0.01)
+def test_an_interrupted_call_ends_without_an_outcome(heard: Heard) -> None:
     group = Group()
+    group.state.grace = 0.01
     group.communicators.communicator.interruption = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         group.barrier("interrupted")

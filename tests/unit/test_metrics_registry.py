@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard.metrics.records import SIZE_BOUNDS, TIME_BOUNDS, empty_times, quantile, size_bucket, time_bucket
-from ncclguard.metrics.registry import MAX_CULPRITS, MAX_SERIES, Registry
+from ncclguard.incident.model import MembershipChange
+from ncclguard.metrics.records import SIZE_BOUNDS, TIME_BOUNDS, Record, empty_times, quantile, size_bucket, time_bucket
+from ncclguard.metrics.registry import MAX_CULPRITS, MAX_SERIES, RecordingListener, Registry
 
 
 @given(st.floats(min_value=0, max_value=1e9))
@@ -58,6 +59,20 @@ def test_successes_and_failures_are_counted_by_group_operation_and_phase() -> No
     assert sum(reduce.durations) == sum(reduce.sizes) == 3
     assert sum(reduce.waits) == 1  # a later try says nothing about who came last
     assert (barrier.phase, barrier.failures, barrier.culprits) == ("none", {"lost": 1}, {"2": 1})
+
+
+def test_losses_rejoins_and_what_they_cost_are_counted_and_told_at_once() -> None:
+    told: list[Record] = []
+    hearer = RecordingListener("job1", told.append)
+    for kind, ranks, seconds in (("went on", (1, 3), 1.5), ("rejoined", (3,), 4.0)):
+        change = MembershipChange(kind=kind, ranks=ranks, participants=2, seconds=seconds)
+        hearer.membership_changed(change)
+    snapshot = hearer.snapshot({})
+    assert (snapshot.losses, snapshot.rejoins, snapshot.lost_seconds) == (2, 1, 5.5)
+    assert [record.to_dict()["text"] for record in told] == [
+        "went on without ranks 1, 3 after 1.5 s",
+        "rank 3 rejoined, 4.0 s",
+    ]
 
 
 def test_memory_and_labels_stay_bounded() -> None:

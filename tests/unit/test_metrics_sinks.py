@@ -18,6 +18,7 @@ from ncclguard.metrics.records import (
     TIME_BOUNDS,
     Change,
     Failure,
+    Membership,
     OpenOperation,
     Record,
     Snapshot,
@@ -49,7 +50,7 @@ def snapshot(*, hang: bool = False, uptime: float = 60.0) -> Snapshot:
     return Snapshot(
         **ORIGIN, world_size=4, uptime=uptime, hang=hang, open=(call,) if hang else (), series=registry.snapshot(),
         stragglers=(StragglerTable(group="0:cpu", through="0:cpu:ab12/10", age=2.0, operations=10, rows=(row,)),),
-        settings={"0:cpu": {"timeout": 900.0, "chunk_numel": None}},
+        settings={"0:cpu": {"timeout": 900.0, "chunk_numel": None}}, losses=2, rejoins=1, lost_seconds=5.5,
     )  # fmt: skip
 
 
@@ -59,6 +60,16 @@ FAILURE = Failure(
 )  # fmt: skip
 CHANGE = Change(
     **ORIGIN, group="0:cpu", op_id="0:cpu:ab12/10", name="timeout", old=None, new=900.0, reason="set from outside"
+)
+
+MEMBERSHIP = Membership(
+    **ORIGIN,
+    change="went on",
+    ranks=(3,),
+    participants=3,
+    seconds=1.8,
+    step=None,
+    text="went on without rank 3 after 1.8 s",
 )
 
 
@@ -162,16 +173,17 @@ def test_a_sink_without_its_package_or_folder_is_left_out(
 def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ncclguard.metrics")
     sink = LogSink()
-    for record in (snapshot(), FAILURE, CHANGE, snapshot(hang=True)):
+    for record in (snapshot(), FAILURE, CHANGE, snapshot(hang=True), MEMBERSHIP):
         sink.write(record)
     levels = [record.levelname for record in caplog.records]
-    assert levels == ["INFO", "WARNING", "INFO", "WARNING"]
+    assert levels == ["INFO", "WARNING", "INFO", "WARNING", "WARNING"]
     messages = [record.getMessage() for record in caplog.records]
-    assert "10 guarded operations, 1 failed" in messages[0]
+    assert "10 guarded operations, 1 failed; 2 ranks lost, 1 came back, 5.5 s;" in messages[0]
     assert "slowest to arrive in group 0:cpu: rank 2, 250 ms after the first on average, last in 9 of 10" in messages[0]
     assert messages[1] == "rank 1: all_reduce(float32[1024], SUM) failed after 60 s: rank 2 late."
     assert messages[2] == "rank 1: timeout of group 0:cpu is 900, was not set: set from outside"
     assert "barrier() open for 31 of 300 s" in messages[3]
+    assert messages[4] == "rank 1: went on without rank 3 after 1.8 s"
 
 
 def test_every_line_of_a_rotated_json_file_can_be_read(tmp_path: Path) -> None:
@@ -225,6 +237,9 @@ def test_prometheus_scrapes_what_its_own_parser_reads() -> None:
     }
     labels = (("group", "0:cpu"), ("op", "all_reduce"), ("phase", "train"), ("rank", "1"))
     assert samples["ncclguard_hang", (("rank", "1"),)] == 1
+    assert samples["ncclguard_losses_total", (("rank", "1"),)] == 2
+    assert samples["ncclguard_rejoins_total", (("rank", "1"),)] == 1
+    assert samples["ncclguard_lost_seconds_total", (("rank", "1"),)] == 5.5
     assert samples["ncclguard_operations_total", labels] == 10
     assert samples["ncclguard_bytes_total", labels] == 40960
     assert samples["ncclguard_duration_seconds_count", labels] == 10

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,17 @@ import torch
 from torch import nn
 
 import ncclguard as ng
+from ncclguard import lifecycle
 from ncclguard.evaluation import state
-from ncclguard.training import declaration
-from ncclguard.training.launcher import Survivors
+from ncclguard.torch_compat import elastic
+from ncclguard.torch_compat.elastic import Host
+from ncclguard.training import declaration, joining
+from ncclguard.training.launcher import Limits, Survivors
+
+
+def test_torch_has_the_agent_that_ncclguard_run_needs() -> None:
+    """`scripts/matrix` runs this with every version that is supported."""
+    assert elastic.check() == ""
 
 
 class Indices(torch.utils.data.Dataset[int]):
@@ -142,21 +152,44 @@ def clock() -> Clock:
     return Clock()
 
 
+class Judged:
+    """A judge with limits, and what it does to its host."""
+
+    def __init__(self, folder: Path, clock: Clock, **limits: float) -> None:
+        self.survivors = Survivors(str(folder), Limits(10.0, **limits), clock)  # type: ignore[arg-type]
+        self.waiting = 0
+        self.begun: list[tuple[int, bool, dict[str, str]]] = []
+        self.killed: list[int] = []
+        self.host = Host(lambda: self.waiting, self.start, self.killed.append)
+
+    def start(self, rank: int, env: Mapping[str, str], spare: bool) -> int:
+        self.waiting -= spare
+        self.begun.append((rank, spare, dict(env)))
+        return 1000 + rank
+
+    def judge(self, codes: dict[int, int | None]) -> str | None:
+        return self.survivors.judge(codes, self.host)
+
+
 @pytest.fixture
-def survivors(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Survivors:
+def folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path_factory.mktemp("reports"))  # where the launcher's lines go
     monkeypatch.setenv(declaration.FOLDER, str(tmp_path))
-    found = Survivors(str(tmp_path), 10.0, clock)
-    found.started()
-    return found
+    return tmp_path
 
 
-def test_ranks_that_have_not_said_that_they_go_on_are_ended_as_by_torchrun(survivors: Survivors) -> None:
+@pytest.fixture
+def survivors(folder: Path, clock: Clock) -> Judged:
+    return Judged(folder, clock)
+
+
+def test_ranks_that_have_not_said_that_they_go_on_are_ended_as_by_torchrun(survivors: Judged) -> None:
     assert survivors.judge({0: None, 1: -9, 2: None}) is None
     declaration.going_on(0, ())
     assert survivors.judge({0: None, 1: -9, 2: None}) is None
 
 
-def test_survivors_are_left_alone_and_must_go_on_within_the_time(survivors: Survivors, clock: Clock) -> None:
+def test_survivors_are_left_alone_and_must_go_on_within_the_time(survivors: Judged, clock: Clock) -> None:
     for rank in (0, 1, 2):
         declaration.going_on(rank, ())
     assert survivors.judge({0: None, 1: -9, 2: None}) == "wait"
@@ -178,16 +211,267 @@ def test_survivors_are_left_alone_and_must_go_on_within_the_time(survivors: Surv
     ],
 )
 def test_the_end_of_the_job(
-    codes: dict[int, int | None], without: tuple[int, ...], expected: str | None, survivors: Survivors
+    codes: dict[int, int | None], without: tuple[int, ...], expected: str | None, survivors: Judged
 ) -> None:
     declaration.going_on(0, without)
     assert survivors.judge(codes) == expected
 
 
-def test_what_earlier_workers_have_said_does_not_count_for_new_ones(survivors: Survivors, tmp_path: Path) -> None:
+def test_what_earlier_workers_have_said_does_not_count_for_new_ones(survivors: Judged, tmp_path: Path) -> None:
     declaration.going_on(0, (1,))
     Path(tmp_path, "1.json").write_text(json.dumps("torn"))
     assert declaration.read(str(tmp_path), 0) == (1,)
     assert declaration.read(str(tmp_path), 1) is None
-    survivors.started()
+    survivors.survivors.started()
     assert survivors.judge({0: None, 1: -9}) is None
+
+
+def ends_with(folder: Path, rank: int, kind: str, same: str = "here") -> None:
+    Path(folder, f"{rank}.end").write_text(json.dumps({"kind": kind, "text": "what it raised", "same": same}))
+
+
+def test_a_spare_takes_the_lost_place_and_then_a_new_process_does(folder: Path, clock: Clock) -> None:
+    judged = Judged(folder, clock, restarts=1)
+    judged.waiting = 1
+    for rank in range(3):
+        declaration.going_on(rank, ())
+    assert judged.judge({0: None, 1: -9, 2: None}) == "wait"
+    assert judged.begun == [(1, True, {lifecycle.JOINS: "1"})]
+    assert judged.judge({0: None, 1: None, 2: None}) == "wait"  # the spare has not joined
+    for rank in range(3):
+        declaration.going_on(rank, (1,))
+    assert judged.judge({0: None, 1: -9, 2: None}) == "wait"
+    declaration.going_on(0, (1, 1))
+    assert judged.begun[1:] == [(1, False, {lifecycle.JOINS: "2"})]
+    assert judged.judge({0: None, 1: -9, 2: None}) == "wait"  # before it has joined
+    assert judged.judge({0: None, 1: -9, 2: None}) == "wait"
+    assert len(judged.begun) == 2  # neither a spare nor a restart is left
+    assert judged.judge({0: 0, 1: -9, 2: 0}) == "succeeded"
+
+
+def test_a_new_rank_that_has_not_joined_does_not_keep_the_job(folder: Path, clock: Clock) -> None:
+    judged = Judged(folder, clock, restarts=1)
+    for rank in range(2):
+        declaration.going_on(rank, ())
+    assert judged.judge({0: None, 1: -9}) == "wait"
+    assert judged.judge({0: 0, 1: None}) == "succeeded"
+
+
+def test_a_new_rank_alone_is_no_job(folder: Path, clock: Clock) -> None:
+    judged = Judged(folder, clock, restarts=2)
+    for rank in range(2):
+        declaration.going_on(rank, ())
+    assert judged.judge({0: None, 1: -9}) == "wait"
+    assert judged.judge({0: -9, 1: None}) is None
+    assert len(judged.begun) == 1
+
+
+@pytest.mark.parametrize("kind", ["mismatch", "device"])
+def test_who_would_end_in_the_same_way_is_not_started_again(
+    kind: str, folder: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged = Judged(folder, clock, restarts=9)
+    for rank in range(3):
+        declaration.going_on(rank, ())
+    ends_with(folder, 1, kind)
+    assert judged.judge({0: None, 1: 1, 2: None}) == "wait"
+    assert judged.begun == []
+    assert "rank 1 is not started again: it ended with what it raised" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_same_exception_twice_is_not_tried_a_third_time(told: bool, folder: Path, clock: Clock) -> None:
+    judged = Judged(folder, clock, restarts=9)
+    for rank in range(3):
+        declaration.going_on(rank, ())
+    for rank in (1, 2):
+        if told:
+            ends_with(folder, rank, "exception")
+        codes: dict[int, int | None] = {0: None, 1: None, 2: None, rank: 1}
+        assert judged.judge(codes) == "wait"
+    assert [rank for rank, *_ in judged.begun] == [1]
+    judged = Judged(folder, clock, restarts=9)
+    for rank in range(3):
+        declaration.going_on(rank, ())
+    for _ in range(3):  # killed from outside: that says nothing of the next one
+        assert judged.judge({0: None, 1: -9, 2: None}) == "wait"
+    assert len(judged.begun) == 3
+
+
+def test_a_process_that_does_not_run_is_ended_when_all_others_have_given_it_up(folder: Path, clock: Clock) -> None:
+    judged = Judged(folder, clock)
+    running: dict[int, int | None] = dict.fromkeys(range(4))
+    for rank in range(4):
+        declaration.going_on(rank, ())
+    assert judged.judge(running) is None
+    for rank in (0, 1):
+        declaration.going_on(rank, (), (3,))
+    assert (judged.judge(running), judged.killed) == ("wait", [])  # rank 2 has not said so
+    declaration.going_on(2, (), (3,))
+    assert (judged.judge(running), judged.killed) == ("wait", [3])
+    for rank in range(3):
+        declaration.going_on(rank, (3,))
+    assert (judged.judge({**running, 3: -9}), judged.killed) == ("wait", [3])
+
+
+def test_too_many_losses_in_a_time_end_the_job(folder: Path, clock: Clock) -> None:
+    judged = Judged(folder, clock, restarts=9, losses=1, period=60.0)
+    for rank in range(3):
+        declaration.going_on(rank, ())
+    assert judged.judge({0: None, 1: -9, 2: None}) == "wait"
+    declaration.going_on(1, (1,))
+    declaration.going_on(0, (1,))
+    clock.now = 61.0
+    assert judged.judge({0: None, 1: -9, 2: None}) == "wait"  # the first one is long ago
+    declaration.going_on(0, (1, 1))
+    clock.now = 62.0
+    assert judged.judge({0: None, 1: None, 2: -9}) is None
+
+
+# ---------------------------------------------------------------------- what a new rank is given
+
+
+def exchanged(state: object, monkeypatch: pytest.MonkeyPatch, piece: int) -> object:
+    """`state` as it arrives, over a broadcast that keeps what was sent; a rank that stands by hears as much."""
+    monkeypatch.setattr(joining, "PIECE", piece)
+    sent: list[torch.Tensor] = []
+    joining.send(lambda: state, lambda tensor: sent.append(tensor.clone()))
+
+    def replayed() -> Iterator[torch.Tensor]:
+        yield from sent
+
+    for take in (joining.stand_by, joining.receive):
+        pieces = replayed()
+
+        def broadcast(tensor: torch.Tensor, pieces: Iterator[torch.Tensor] = pieces) -> None:
+            got = next(pieces)
+            assert tensor.shape == got.shape and tensor.dtype == got.dtype
+            tensor.copy_(got)
+
+        found = take(broadcast)
+        assert next(pieces, None) is None
+    return found
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
+def test_the_state_arrives_to_the_last_bit(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {
+        "whole": torch.randn(5, 3),
+        "half": torch.randn(7).to(torch.bfloat16),
+        "view": torch.randn(4, 6).t(),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "flags": torch.tensor([True, False, True]),
+        "none": torch.empty(0),
+        "parameter": nn.Parameter(torch.randn(2)),
+        "other": [1, "two", (3.0, None)],
+    }
+    found = exchanged(state, monkeypatch, piece)
+    assert isinstance(found, dict)
+    for name, value in state.items():
+        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        assert same, name
+        assert not isinstance(value, torch.Tensor) or found[name].dtype == value.dtype
+
+
+def test_a_state_without_tensors_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exchanged({"position": 3}, monkeypatch, 64) == {"position": 3}
+
+
+def test_a_new_rank_goes_on_as_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters, buffers, moments, rate, position and count are those of a survivor, and the next step is equal."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, ng.ResilientStep]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        loader = ng.ElasticLoader(Indices(10), 2, shuffle=False)
+
+        @ng.resilient_step(model, optimizer, loader=loader, keep=[scheduler])
+        def step(batch: torch.Tensor) -> list[int]:
+            optimizer.zero_grad()
+            inputs = torch.arange(12.0).reshape(4, 3).to(torch.bfloat16)
+            model(inputs).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+            return batch.tolist()  # type: ignore[no-any-return]
+
+        return model, optimizer, step
+
+    old, optimizer, step = made()
+    for _ in range(3):
+        step()
+    for values in optimizer.param_groups:
+        for parameter in values["params"]:  # as an optimizer of half precision may keep them
+            optimizer.state[parameter]["master"] = torch.randn(parameter.shape, dtype=torch.float32)
+    new, other, joined = made()
+    joined.take_state(exchanged(step.state_for_newcomer(), monkeypatch, 64))
+    assert joined.completed == 3
+    for own, given in zip(other.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
+        assert all(torch.equal(own[name], given[name]) and own[name].dtype == given[name].dtype for name in given)
+    assert step() == joined() == [6, 7]
+    for name, value in old.state_dict().items():
+        assert torch.equal(value, new.state_dict()[name]), name
+
+
+def test_a_new_rank_with_another_model_is_refused() -> None:
+    first, second = (ng.resilient_step(nn.Linear(2, size))(lambda: None) for size in (3, 4))
+    with pytest.raises(ng.GuardError, match="not that of the others"):
+        second.take_state(first.state_for_newcomer())
+
+
+def test_the_random_numbers_of_a_new_rank_follow_from_its_seed_and_the_step() -> None:
+    drawn = []
+    for seed, completed in ((1, 5), (1, 5), (1, 6), (2, 5)):
+        torch.manual_seed(seed)
+        torch.rand(completed)
+        joining.seed_newcomer(completed)
+        drawn.append((torch.rand(1).item(), random.random()))
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) == 3
+
+
+def test_votes_come_seldom_where_steps_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice a second, or less often where a vote takes long; all ranks know the next one."""
+    first, other = joining.Vote(), joining.Vote()
+    now, call = 100.0, 7
+    monkeypatch.setattr(joining.time, "monotonic", lambda: now)
+    for vote in (first, other):
+        vote.soon(call)
+    for _ in range(3):
+        ballot = first.ballot(call, None)
+        assert first.counted(call, ballot, 0.001) is other.counted(call, ballot, 0.3) is None
+        assert first.due == other.due
+        gap, call = first.due - call, first.due
+        now += 0.01 * gap
+    assert gap == 50
+    note = joining.Note(3, "session", "step", json.dumps({"pid": 1}))
+    assert other.counted(call, first.ballot(call, note), 0.001) == (3, "session")
+
+
+def test_a_state_that_does_not_pickle_is_refused_on_all_members() -> None:
+    sent: list[torch.Tensor] = []
+    with pytest.raises(joining.NotGiven, match="cannot be given to a new rank"):
+        joining.send(lambda: {"opened": lambda: None}, lambda tensor: sent.append(tensor.clone()))
+    for take in (joining.stand_by, joining.receive):
+        with pytest.raises(joining.NotGiven):
+            take(lambda tensor: tensor.copy_(sent[0]))
+
+
+def test_the_example_writes_each_sample_once_however_often_the_writing_rank_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is lost and comes back; each time rank 1 writes meanwhile, and looks again at what the other has written."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    record = importlib.import_module("train_surviving").Record
+    path = str(tmp_path / "samples")
+    first, second = record(path), record(path)
+    for step in range(12):
+        if step in (3, 8):
+            first = None  # killed before it wrote the step before
+        if step in (5, 10):
+            first = record(path)  # a new process
+        samples, position = [2 * step, 2 * step + 1], 2 * step + 2
+        second.add(samples, position, first is None)
+        if first is not None and step + 1 not in (3, 8):
+            first.add(samples, position, True)
+    assert [int(line) for line in Path(path).read_text().split()] == list(range(24))

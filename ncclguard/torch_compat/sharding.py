@@ -1,0 +1,200 @@
+"""Who has which shard, as FSDP2 (`fully_shard`) and DTensor keep it: their private names.
+
+Ran on torch 2.13.0 (CPU), and 2.13.0 and 2.15.0 (emulated GPU). `obstacle` says what a model, or a version of torch,
+has that cannot be sharded anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ncclguard.torch_compat.stores import PrefixStore
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether each rank has a part of this tensor only."""
+    return isinstance(tensor, DTensor) and any(not placement.is_replicate() for placement in tensor.placements)
+
+
+def shards_parameters(model: nn.Module) -> bool:
+    """Whether a rank that is lost takes parameters of this model with it: FSDP of either kind, or any DTensor."""
+    return isinstance(model, FullyShardedDataParallel) or any(
+        isinstance(module, (FSDPModule, FullyShardedDataParallel))
+        or any(is_sharded(parameter) for parameter in module.parameters(recurse=False))
+        for module in model.modules()
+    )
+
+
+def obstacle(model: nn.Module, group: dist.ProcessGroup) -> str:
+    """Why this model's shards cannot be dealt out anew among some ranks of `group`; empty where they can."""
+    if not hasattr(FSDPModule, "reset_iter_state") or not hasattr(c10d, "_register_pg_in_world"):
+        return f"torch {torch.__version__} has no FSDPModule.reset_iter_state: torch 2.13 has"
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return "FullyShardedDataParallel (FSDP1) keeps flat shards: use fully_shard"
+    known = set()
+    for each in _param_groups(model):
+        mesh = each.mesh_info.mesh
+        if type(each.mesh_info).__name__ != "FSDPMeshInfo" or mesh.ndim != 1 or each.mesh_info.is_spmd_mesh:
+            return f"its mesh {mesh} has more than the one dimension that shards: make it of one"
+        if each.mesh_info.shard_process_group is not group:
+            return f"its mesh {mesh} is not of the process group of the steps: use init_device_mesh over all ranks"
+        if each.post_forward_mesh_info not in (None, each.mesh_info):
+            return "reshard_after_forward is a number: use True or False"
+        if each.mesh_info.reduce_scatter_process_group is not None:
+            return "gradients are reduced on a process group of their own"
+        if type(each._all_gather_comm).__name__ != "DefaultAllGather":
+            return "parameters are gathered by an object of its own (set_custom_all_gather, symmetric memory)"
+        if type(each._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
+            return "gradients are reduced by an object of its own (set_custom_reduce_scatter, symmetric memory)"
+        for one in each.fsdp_params:
+            known.add(id(one.sharded_param))
+            if one.is_dtensor:
+                return "its parameters are also sharded otherwise (tensor or expert parallelism)"
+            if one.fsdp_placement.dim != 0:
+                return f"a parameter is sharded on dimension {one.fsdp_placement.dim}: use dimension 0"
+            if one.offload_to_cpu:
+                return "CPUOffloadPolicy has not been tried with it"
+            if type(one.sharded_param._local_tensor) is not torch.Tensor:
+                return f"shards are {type(one.sharded_param._local_tensor).__name__}, of which the size is not known"
+    if any(is_sharded(parameter) and id(parameter) not in known for parameter in model.parameters()):
+        return "it has a parameter that is sharded, but not by fully_shard"
+    return "" if known else "nothing in it is sharded, so there is nothing to copy: leave copies and load out"
+
+
+def _states(model: nn.Module) -> Iterator[Any]:
+    seen: set[int] = set()
+    for module in model.modules():
+        state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        if state is not None and id(state) not in seen:
+            seen.add(id(state))
+            yield state
+
+
+def _param_groups(model: nn.Module) -> Iterator[Any]:
+    for state in _states(model):
+        yield from state._fsdp_param_groups
+
+
+def parameters(models: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Of FSDP2 models the sharded parameters, also where gathered ones are in their place; each once, in order."""
+    found: dict[int, nn.Parameter] = {}
+    for model in models:
+        places = {}  # a parameter that is in the place of a sharded one -> the sharded one
+        for each in _param_groups(model):
+            for one in each.fsdp_params:
+                places[id(one.sharded_param)] = one.sharded_param
+                unsharded = getattr(one, "_unsharded_param", None)
+                if unsharded is not None:
+                    places[id(unsharded)] = one.sharded_param
+        for parameter in model.parameters():
+            parameter = places.get(id(parameter), parameter)
+            found.setdefault(id(parameter), parameter)
+    return list(found.values())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def on_first_dimension(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is sharded over one dimension of a mesh, by its rows."""
+    return isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),)
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor says that every rank has all of it."""
+    return isinstance(tensor, DTensor) and all(placement.is_replicate() for placement in tensor.placements)
+
+
+def of_same_kind(part: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
+    """A tensor of this global shape, sharded on dimension 0, of which this rank has `part`."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(part, mesh, (Shard(0),), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def on_mesh(value: Any, mesh: DeviceMesh) -> Any:
+    """What every rank has, which is said of another mesh now where it is said of one."""
+    return DTensor.from_local(value._local_tensor, mesh, (Replicate(),), run_check=False) if is_whole(value) else value
+
+
+def reset(model: nn.Module) -> None:
+    """Forget what a forward or backward that failed has left in an FSDP2 model: what it gathered, and gradients."""
+    for each in _param_groups(model):
+        result = each._all_gather_result
+        if result is not None and result.all_gather_work is not None:
+            with contextlib.suppress(Exception):  # that it failed is why we are here
+                result.all_gather_work.wait()
+            each._all_gather_result = None
+    for state in _states(model):
+        if state._is_root:
+            state._reset_iter_state()
+    for each in _param_groups(model):
+        for one in each.fsdp_params:
+            one.sharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(one):  # before torch 2.15, where it is that of the parameter
+                one.unsharded_accumulated_grad = None
+            if hasattr(one, "_unsharded_param"):
+                one._unsharded_param.grad = None
+
+
+def move(models: Iterable[nn.Module], mesh: DeviceMesh, parts: dict[int, torch.Tensor]) -> None:
+    """Have FSDP2 models be sharded over `mesh`, after `reset`. `parts`: of each sharded parameter, by its id, this
+    rank's rows, contiguous, in memory of their own that may be longer: as many rows as rank 0 of the mesh has.
+    """
+    index, size = mesh.get_local_rank(), mesh.size()
+    for model in models:
+        for each in _param_groups(model):
+            info = each.mesh_info
+            info.mesh, info.shard_mesh_size, info.shard_mesh_rank = mesh, size, index
+            info.shard_process_group = mesh.get_group()
+            for one in each.fsdp_params:
+                _move_parameter(one, mesh, parts[id(one.sharded_param)])
+
+
+def _move_parameter(one: Any, mesh: DeviceMesh, part: torch.Tensor) -> None:
+    rows, *rest = one._orig_size
+    padded = torch.Size([-(-rows // mesh.size()), *rest])
+    flat = torch.as_strided(part, (padded.numel(),), (1,), part.storage_offset())
+    one.sharded_size, one.padded_sharded_param_size = part.size(), padded
+    one.contiguous_sharded_stride = part.stride()
+    one._sharded_param_data = flat
+    parameter = one.sharded_param
+    parameter._local_tensor = part
+    parameter._spec = of_same_kind(part, mesh, one._orig_size)._spec
+    one._sharding_spec, one._spmd_mesh, one._shard_mesh = parameter._spec, mesh, mesh
+    if hasattr(one, "_sharding_spec_by_dtype"):  # torch 2.15
+        one._sharding_spec_by_dtype.clear()
+    one.all_gather_outputs = []  # made anew, with the lengths of the new mesh
+    if hasattr(one, "_unsharded_param"):
+        del one._unsharded_param
+
+
+def mesh_over(group: dist.ProcessGroup, device_type: str, names: tuple[str, ...] | None) -> DeviceMesh:
+    """The mesh of a group of which torch knows."""
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
+
+
+def mesh_of(models: Iterable[nn.Module]) -> DeviceMesh:
+    """The mesh over which FSDP2 models are sharded."""
+    return next(each.mesh_info.mesh for model in models for each in _param_groups(model))  # type: ignore[no-any-return]
+
+
+def make_known(group: dist.ProcessGroup, name: str, ranks: Sequence[int], like: dist.ProcessGroup) -> None:
+    """Have torch know a process group made by hand, as if `new_group` had made it. `ranks`: global, in order."""
+    world: Any = c10d._world
+    named: Any = name
+    backend, store = world.pg_map[like]
+    group._set_group_name(named)
+    mapping = {rank: index for index, rank in enumerate(ranks)}
+    c10d._register_pg_in_world(group, backend, PrefixStore(name, store), named, world.pg_backend_config[like], mapping)

@@ -1,0 +1,428 @@
+"""A new process takes a lost rank's place in a training that runs: how it is found, met, and given the state.
+
+The newcomer begins a session of its own in the store, and leaves a note there. At a boundary of two steps the first of
+the ranks that go on tells all what it has read. They make themselves known in the newcomer's session, agree in their
+own that all have, and go over to it: no key, departure or verdict of the lost rank is in there, and one that was only
+stopped is not either. Then a survivor's state is broadcast. Whoever is lost meanwhile, the newcomer too, is left out as
+in any other meeting. No caller waits for the store but the newcomer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from ncclguard.coordination.liveness import Identity, Sight, host_key, look_here
+from ncclguard.coordination.store import AgreementStore, Entries
+from ncclguard.errors import GuardError
+
+#: Bytes of the state that one broadcast carries.
+PIECE = 32 << 20
+#: Seconds between two looks of the first rank at the notes, and of a newcomer at whether it is awaited.
+LOOK_EVERY = 0.5
+#: Seconds in which a newcomer that waits must have shown that it does.
+SILENT = 10.0
+
+#: What a monitor does in each of its steps, with the store that all sessions are in.
+Look = Callable[[float, AgreementStore], None]
+
+_NOTES = ("joins", "join")
+_REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a newcomer leaves in the store: its rank, its session, the step that it wants to join at, its process."""
+
+    rank: int
+    session: str
+    step: str
+    identity: str
+
+    def to_json(self) -> str:
+        """As a JSON object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Note:
+        """The note that `to_json` wrote."""
+        said = json.loads(text)
+        return cls(int(said["rank"]), str(said["session"]), str(said["step"]), str(said["identity"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What the survivors leave for the newcomer: who meets, how often they have, and before which call of a step."""
+
+    members: tuple[int, ...]
+    meetings: int
+    calls: int
+
+    def to_json(self) -> str:
+        """As a JSON object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Invitation:
+        """The invitation that `to_json` wrote."""
+        said = json.loads(text)
+        return cls(tuple(said["members"]), int(said["meetings"]), int(said["calls"]))
+
+
+@dataclass(slots=True)
+class _Heard:
+    note: Note
+    count: int
+    moved: float
+
+
+class Waiting:
+    """The newcomers that wait, as the monitor of the first rank that goes on has read in the store."""
+
+    def __init__(self) -> None:
+        self._notes = Entries(*_NOTES)
+        self._heard: dict[str, _Heard] = {}
+        self._lock = threading.Lock()
+        self._next_look = 0.0
+        self._used: set[str] = set()  # sessions that the ranks have tried to go over to
+        self._refused: list[str] = []  # those of them to which it came to nothing, until that is written
+
+    def used(self, session: str, came: bool) -> None:
+        """The ranks have gone over to a newcomer's session, or could not all; it has to begin another one then."""
+        with self._lock:
+            self._used.add(session)
+            if not came:
+                self._refused.append(session)
+
+    def look(self, now: float, store: AgreementStore) -> None:
+        """In the monitor's thread: read what has come since, and who still shows that it waits."""
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_EVERY
+        new = [Note.from_json(text) for text in self._notes.new(store)]
+        with self._lock:
+            self._heard |= {note.session: _Heard(note, 0, now) for note in new}
+            heard = [one for one in self._heard.values() if one.note.session not in self._used]
+            refused, self._refused = self._refused, []
+        for session in refused:
+            store.first(invitation_key(session), _REFUSED)
+        for one in heard:
+            count = store.count(f"joining/{one.note.session}")
+            if count != one.count:
+                one.count, one.moved = count, now
+
+    def first(self, missing: Iterable[int], step: str) -> Note | None:
+        """A newcomer for one of the missing ranks that wants to join at this step, and is there; the latest."""
+        now, wanted = time.monotonic(), set(missing)
+        with self._lock:
+            heard = [one for one in self._heard.values() if one.note.session not in self._used]
+        for one in reversed(heard):
+            note = one.note
+            if note.rank not in wanted or note.step != step:
+                continue
+            if not one.count or now - one.moved > SILENT:
+                continue
+            identity = Identity.from_json(note.identity)
+            if identity.host_key == host_key() and look_here(identity)[0] in (Sight.GONE, Sight.STOPPED):
+                continue
+            return note
+        return None
+
+
+class Asking:
+    """A newcomer's side: leaves its note and shows that it waits, until it is invited; in the monitor's thread."""
+
+    def __init__(self, note: Note) -> None:
+        self._note = note
+        self._left = False
+        self._invitation: Invitation | None = None
+        self.invited = threading.Event()
+
+    def look(self, now: float, store: AgreementStore) -> None:
+        """In the monitor's thread."""
+        if self.invited.is_set():
+            return
+        store.count(f"joining/{self._note.session}", 1)
+        if not self._left:
+            self._left = True
+            Entries(*_NOTES).add(store, self._note.to_json())
+        said = store.read(invitation_key(self._note.session))
+        if said is not None:
+            self._invitation = None if said == _REFUSED else Invitation.from_json(said)
+            self.invited.set()
+
+    def invitation(self, end: float, wake: Callable[[], None], trouble: Callable[[], str]) -> Invitation | None:
+        """Wait for it, until `end` by time.monotonic(); None where a rank was lost before all were in this session.
+
+        Raises GuardError when there is no answer, or without the store.
+        """
+        while not self.invited.wait(0.1):
+            if trouble():
+                raise GuardError(f"rank {self._note.rank} cannot join the others: {trouble()}")
+            if time.monotonic() > end:
+                raise GuardError(
+                    f"rank {self._note.rank} has waited in vain to join the others at {self._note.step}: "
+                    "that is where they must come to again and again, while a rank is missing"
+                )
+            wake()
+        return self._invitation
+
+
+def invite(session: str, invitation: Invitation) -> Look:
+    """What a survivor's monitor does to let the newcomer know that all survivors are in its session."""
+    written = False
+
+    def look(_: float, store: AgreementStore) -> None:
+        nonlocal written
+        if not written:
+            store.first(invitation_key(session), invitation.to_json())
+            written = True
+
+    return look
+
+
+def all_of(looks: Sequence[Look]) -> Look | None:
+    """All of them as one."""
+    if not looks:
+        return None
+
+    def look(now: float, store: AgreementStore) -> None:
+        for each in looks:
+            each(now, store)
+
+    return look
+
+
+def invitation_key(session: str) -> str:
+    """Where the survivors' invitation to a newcomer's session is."""
+    return f"joining/{session}/invitation"
+
+
+# ---------------------------------------------------------------------- the state
+
+
+class Stateful(Protocol):
+    """What has a state that a newcomer is given: a step, with its model, optimizer, loader and what it keeps."""
+
+    name: str
+
+    def state_for_newcomer(self) -> Any:
+        """Tensors in dicts, lists and tuples, and anything that pickles."""
+
+    def take_state(self, state: Any) -> None:
+        """What `state_for_newcomer` returned on a survivor."""
+
+
+def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, those too that no state_dict has."""
+    named = {f"parameter {name}": value for name, value in model.named_parameters()}
+    return named | {f"buffer {name}": value for name, value in model.named_buffers()}
+
+
+def take_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Write a survivor's parameters and buffers over these. Raises GuardError for another model."""
+    own = model_state(model)
+    if own.keys() != state.keys() or any(own[name].shape != value.shape for name, value in state.items()):
+        raise GuardError("the model of the new rank is not that of the others: make it alike on all ranks")
+    with torch.no_grad():
+        for name, value in state.items():
+            own[name].copy_(value)
+
+
+def take_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """As `load_state_dict`, which gives floating-point states the dtype of their parameter, but each with its own."""
+    optimizer.load_state_dict(state)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in state["state"].items():
+        loaded = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and loaded[name].dtype != value.dtype:
+                loaded[name] = value.to(loaded[name].device)
+
+
+def seed_newcomer(completed: int) -> int:
+    """Random numbers of a rank that joins after so many steps: from the seed that its program set, and that number.
+
+    The lost rank's own are nowhere any more; these are the same whenever the same rank joins after the same step.
+    """
+    text = f"{torch.initial_seed()} joins after {completed}"
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    return seed
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the tensors out, and lists them."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return None
+        self.tensors.append(value.detach())
+        return len(self.tensors) - 1, value.dtype, tuple(value.shape)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes a tensor, to be filled, for each that was left out."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_load(self, told: Any) -> torch.Tensor:
+        _, dtype, shape = told
+        made = torch.empty(shape, dtype=dtype)
+        self.tensors.append(made)
+        return made
+
+
+#: Broadcasts one tensor from the source to all members; raises as a guarded collective does.
+Broadcast = Callable[[torch.Tensor], None]
+
+
+class NotGiven(GuardError):
+    """The source's state cannot be sent: on all members, at the same place."""
+
+
+def send(state: Callable[[], Any], broadcast: Broadcast) -> int:
+    """On the source: give what `state` returns to all that `receive` or `stand_by`; returns how many bytes it has.
+
+    Raises NotGiven on all members where it raises, or does not pickle.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(state())
+    except Exception as error:
+        broadcast(torch.tensor([-1, 0]))
+        raise NotGiven(f"its state cannot be given to a new rank: {type(error).__name__}: {error}") from error
+    described = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in pickler.tensors)
+    broadcast(torch.tensor([described.numel(), total]))
+    broadcast(described)
+    buffer = torch.empty(min(PIECE, total), dtype=torch.uint8)
+    filled = 0
+    for tensor in pickler.tensors:
+        own = _bytes_of(tensor.cpu())
+        while own.numel():
+            part = min(own.numel(), buffer.numel() - filled)
+            buffer[filled : filled + part] = own[:part]
+            own, filled = own[part:], filled + part
+            if filled == buffer.numel():
+                broadcast(buffer)
+                filled = 0
+    if filled:
+        broadcast(buffer[:filled])
+    return described.numel() + total
+
+
+def receive(broadcast: Broadcast) -> Any:
+    """On the newcomer: the source's state, with tensors in host memory."""
+    length, total = _lengths(broadcast)
+    described = torch.empty(length, dtype=torch.uint8)
+    broadcast(described)
+    unpickler = _Unpickler(io.BytesIO(described.numpy().tobytes()))
+    state = unpickler.load()
+    buffer = torch.empty(min(PIECE, total), dtype=torch.uint8)
+    arrived = buffer[:0]
+    for tensor in unpickler.tensors:
+        own = _bytes_of(tensor)
+        while own.numel():
+            if not arrived.numel():
+                arrived = buffer[: min(buffer.numel(), total)]
+                total -= arrived.numel()
+                broadcast(arrived)
+            part = min(own.numel(), arrived.numel())
+            own[:part] = arrived[:part]
+            own, arrived = own[part:], arrived[part:]
+    return state
+
+
+def stand_by(broadcast: Broadcast) -> None:
+    """On all others: take part, so that all have one verdict, and keep nothing."""
+    length, total = _lengths(broadcast)
+    buffer = torch.empty(max(length, min(PIECE, total)), dtype=torch.uint8)
+    broadcast(buffer[:length])
+    while total:
+        part = min(PIECE, total)
+        broadcast(buffer[:part])
+        total -= part
+
+
+def _lengths(broadcast: Broadcast) -> tuple[int, int]:
+    lengths = torch.zeros(2, dtype=torch.int64)
+    broadcast(lengths)
+    if int(lengths[0]) < 0:
+        raise NotGiven("the state that is there cannot be given to a new rank: see the log of the first that goes on")
+    return int(lengths[0]), int(lengths[1])
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+# ---------------------------------------------------------------------- what the first rank tells all
+
+
+class Vote:
+    """How often the first rank tells the others whether a newcomer waits: after so many steps, as it says each time.
+
+    A vote waits for all ranks once more in a step. It comes about twice a second, and seldom enough to cost half a
+    percent; without a rank missing there is none.
+    """
+
+    LENGTH = 256
+
+    def __init__(self) -> None:
+        self.due = 0  # the number of the call with the next one
+        self._last: tuple[float, int] | None = None
+        self._cost = 1.0
+
+    def soon(self, calls: int) -> None:
+        """Have the next one in this call, and learn the pace anew."""
+        self.due, self._last = calls, None
+
+    def ballot(self, calls: int, note: Note | None) -> torch.Tensor:
+        """On the first rank: what is broadcast; of the note the rank and the session."""
+        now, after = time.monotonic(), 1
+        if self._last is not None and calls > self._last[1]:
+            step = (now - self._last[0]) / (calls - self._last[1])
+            after = max(1, min(1000, round(max(LOOK_EVERY, 200 * self._cost) / max(step, 1e-6))))
+        self._last = now, calls
+        text = json.dumps([after, None if note is None else [note.rank, note.session]]).encode()
+        return torch.frombuffer(bytearray(text.ljust(self.LENGTH)), dtype=torch.uint8)
+
+    def counted(self, calls: int, ballot: torch.Tensor, seconds: float) -> tuple[int, str] | None:
+        """On all ranks, when the broadcast has succeeded: rank and session of the newcomer to meet."""
+        self._cost = min(2 * self._cost, seconds)
+        after, note = json.loads(ballot.numpy().tobytes())
+        self.due = calls + int(after)
+        return None if note is None else (int(note[0]), str(note[1]))
+
+
+def numbered(states: Sequence[Stateful]) -> dict[str, Stateful]:
+    """The steps by name; those of one name are numbered in the order in which they were made."""
+    found: dict[str, Stateful] = {}
+    for one in states:
+        name, number = one.name, 2
+        while name in found:
+            name, number = f"{one.name} ({number})", number + 1
+        found[name] = one
+    return found

@@ -1,0 +1,576 @@
+"""Copies of neighbours' shards, so that a training whose state is sharded goes on when a rank is lost (FSDP2).
+
+After each optimizer step every rank sends its shard, parameters and the optimizer's state, to its neighbour, which
+keeps it in host memory; and it keeps its own. A step counts when these copies are complete on all ranks. Until then
+those of the step before are kept, so that whatever happens in a step, all survivors have the state from before it:
+their own, and the lost one's with its neighbour. They deal it out anew among themselves, by the rows of each tensor,
+and the model and the optimizer go on as the same objects with a smaller mesh.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ncclguard import torch_compat
+from ncclguard.coordination.liveness import host_key
+from ncclguard.errors import GuardConfigError, GuardError
+from ncclguard.incident.model import ranks_text
+from ncclguard.process_group.group import GuardedProcessGroup
+from ncclguard.torch_compat import sharding
+
+log = logging.getLogger("ncclguard")
+
+#: Bytes that a rank sends to another in one collective.
+PIECE = 32 << 20
+#: Where tensors begin in a row of bytes: any dtype may.
+_ALIGNED = 16
+
+
+class Sharded(NamedTuple):
+    """One tensor that is sharded on dimension 0: a parameter, by its number, or a value of its optimizer's state."""
+
+    parameter: int
+    key: str  # empty for the parameter itself
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Layout:
+    """Where the shards of some tensors lie in a row of bytes, when `count` ranks share them as torch's `chunk` does.
+
+    The row is as long for each rank, though the last ones may have fewer rows of a tensor, or none.
+
+    >>> layout = Layout([Sharded(0, "", (5, 2), torch.float32)], 2)
+    >>> layout.rows(0, 0), layout.rows(0, 1), layout.nbytes
+    ((0, 3), (3, 5), 32)
+    """
+
+    def __init__(self, tensors: Sequence[Sharded], count: int) -> None:
+        self.tensors = tuple(tensors)
+        self.count = count
+        self.row_numels = [_product(tensor.shape[1:]) for tensor in tensors]
+        self.chunks = [-(-tensor.shape[0] // count) for tensor in tensors]
+        sizes = [
+            chunk * numel * tensor.dtype.itemsize
+            for tensor, chunk, numel in zip(tensors, self.chunks, self.row_numels, strict=True)
+        ]
+        self.starts = [0, *accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        self.nbytes = self.starts[-1]
+
+    def rows(self, number: int, index: int) -> tuple[int, int]:
+        """The first row of a tensor that the rank at `index` has, and the one behind its last."""
+        length, chunk = self.tensors[number].shape[0], self.chunks[number]
+        return min(index * chunk, length), min((index + 1) * chunk, length)
+
+    def part(self, row: torch.Tensor, number: int, index: int) -> torch.Tensor:
+        """The shard of a tensor, as a view of the bytes of the rank at `index`."""
+        tensor, (first, last) = self.tensors[number], self.rows(number, index)
+        begin = self.starts[number]
+        end = begin + (last - first) * self.row_numels[number] * tensor.dtype.itemsize
+        return row[begin:end].view(tensor.dtype).view(last - first, *tensor.shape[1:])
+
+
+def _product(sizes: Sequence[int]) -> int:
+    return torch.Size(sizes).numel()
+
+
+def keepers(members: Sequence[int], hosts: Mapping[int, int], copies: int) -> dict[int, tuple[int, ...]]:
+    """Which ranks keep copies of each rank's shard: those that come next when the hosts take turns.
+
+    >>> keepers((0, 1, 2, 3), {0: 7, 1: 7, 2: 8, 3: 8}, 1)
+    {0: (2,), 2: (1,), 1: (3,), 3: (0,)}
+    """
+    met: dict[int, int] = {}
+    turns = []
+    for rank in members:
+        turns.append((met.get(hosts[rank], 0), rank))
+        met[hosts[rank]] = met.get(hosts[rank], 0) + 1
+    ring = [rank for _, rank in sorted(turns)]
+    return {
+        rank: tuple(ring[(place + distance) % len(ring)] for distance in range(1, min(copies, len(ring) - 1) + 1))
+        for place, rank in enumerate(ring)
+    }
+
+
+@dataclass
+class Copies:
+    """Of one step and some tensors: this rank's own shards, and those that it keeps for others, by their ranks.
+
+    `kept_by`: for each member, in order, who keeps copies of its shard.
+    """
+
+    layout: Layout
+    kept_by: dict[int, tuple[int, ...]]
+    own: torch.Tensor
+    others: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(sorted(self.kept_by))
+
+
+class Live(NamedTuple):
+    """What is sharded now, and this rank's part of each."""
+
+    tensors: list[Sharded]
+    parts: list[torch.Tensor]
+
+
+class Shards:
+    """The sharded state of models and their optimizers, on one group, with `copies` copies of each shard.
+
+    `settle` and `keep` are called by all members at the same place, and raise what the failed collective raises, with
+    nothing changed that a later `settle` among fewer would need. `load`: loads the newest checkpoint on all ranks
+    alike, where a shard is lost with all its copies.
+    """
+
+    def __init__(
+        self,
+        group: GuardedProcessGroup,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        copies: int,
+        load: Callable[[], object] | None,
+    ) -> None:
+        self.models, self.optimizers = tuple(models), tuple(optimizers)
+        for model in models:
+            found = sharding.obstacle(model, group)
+            if found:
+                raise GuardConfigError(f"{type(model).__name__} cannot go on without a rank: {found}")
+        if not optimizers:
+            raise GuardConfigError("a sharded model goes on with its optimizer: give that to resilient_step too")
+        self._group = group
+        self._copies, self._load = copies, load
+        self._parameters = sharding.parameters(models)
+        known = {id(parameter) for parameter in self._parameters}
+        for optimizer in optimizers:
+            for each in (p for one in optimizer.param_groups for p in one["params"]):
+                if id(each) not in known:
+                    raise GuardConfigError(
+                        "the optimizer has a parameter that is in none of the models: make it after fully_shard, of "
+                        "model.parameters()"
+                    )
+        self._members = torch_compat.group_ranks(group)
+        self._rank = self._members[group.rank()]
+        self._hosts: dict[int, int] = {}
+        self._fixed: Copies | None = None  # of parameters that no optimizer has
+        self._moving: Copies | None = None
+        self._plain: list[tuple[nn.Parameter, torch.Tensor]] = []  # what is not sharded, with a copy
+        self._states: list[dict[str, Any] | None] = []  # of each parameter, where no shard: a number of `Sharded`
+        self._seen: object = None
+        self._spare: list[torch.Tensor] = []
+        self._anew: set[int] = set()  # members whose process is a new one, which has no shards yet
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that this rank has for copies now."""
+        kept = [copies for copies in (self._fixed, self._moving) if copies is not None]
+        rows = [row for copies in kept for row in (copies.own, *copies.others.values())]
+        return sum(row.numel() for row in (*rows, *self._spare))
+
+    # ------------------------------------------------------------------ what steps call
+
+    def settle(self, members: tuple[int, ...], group: GuardedProcessGroup) -> None:
+        """Have the state of the last complete step lie on `members`, of which `group` is made, before a try begins."""
+        if members != self._members or self._anew:
+            self._deal_out(members, group)
+        elif self._seen != self._versions():  # the first time, or a checkpoint was loaded
+            self._fixed = self._moving = None
+            self.keep()
+
+    def keep(self) -> None:
+        """The step is complete, once all members have the copies of what it made: parameters, optimizers' state."""
+        fixed, moving = self._live()
+        if not self._hosts:
+            self._hosts = self._told_hosts(self._members)
+        if self._fixed is not None and self._fixed.layout.tensors != tuple(fixed.tensors):
+            self._fixed = None  # a parameter was frozen, or is not any more
+        kept_fixed, kept_moving = self._fixed, self._moving
+        layouts = [Layout(live.tensors, len(self._members)) for live in (fixed, moving)]
+        if kept_fixed is None:
+            kept_fixed = self._sent(layouts[0], self._members, self._reader(layouts[0], fixed))
+        received = self._sent(layouts[1], self._members, self._reader(layouts[1], moving))
+        # From here on all members have them: what follows is this rank's own doing.
+        if self._fixed is None:
+            self._copy_own(kept_fixed, fixed, None)
+            self._fixed = kept_fixed
+        self._copy_own(received, moving, kept_moving)
+        self._moving = received
+        self._note()
+
+    # ------------------------------------------------------------------ a new rank
+
+    def begins_anew(self, rank: int) -> None:
+        """Another process has taken this rank's place, and has none of its shards until the next `settle`."""
+        self._anew.add(rank)
+
+    def state_for_newcomer(self) -> dict[str, Any]:
+        """What a new rank needs before it takes part in a `settle` that deals out shards to it too.
+
+        It is the same on all members, between two steps; what one of them says will do.
+        """
+        if self._fixed is None or self._moving is None:
+            raise GuardError("there are no copies yet: call settle before a rank is taken in")
+        return {
+            "tensors": (self._fixed.layout.tensors, self._moving.layout.tensors),
+            "kept_by": self._moving.kept_by,
+            "hosts": self._hosts,
+            "anew": tuple(self._anew),
+            "plain": [value for _, value in self._plain],
+            "states": self._states,
+            "buffers": [list(model.buffers()) for model in self.models],
+            "groups": [
+                [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+                for optimizer in self.optimizers
+            ],
+        }
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """On the new rank, whose models are sharded over as many ranks as the job began with."""
+        self._members = tuple(sorted(state["kept_by"]))
+        self._fixed, self._moving = (
+            Copies(Layout(tensors, len(self._members)), state["kept_by"], _NOTHING) for tensors in state["tensors"]
+        )
+        self._hosts, self._states = dict(state["hosts"]), list(state["states"])
+        self._anew = set(state["anew"])
+        plain = [parameter for parameter in self._parameters if not sharding.is_sharded(parameter)]
+        self._plain = list(zip(plain, state["plain"], strict=True))
+        with torch.no_grad():
+            for model, values in zip(self.models, state["buffers"], strict=True):
+                for buffer, value in zip(model.buffers(), values, strict=True):
+                    buffer.copy_(value)
+        for optimizer, groups in zip(self.optimizers, state["groups"], strict=True):
+            for own, group in zip(optimizer.param_groups, groups, strict=True):
+                own.update(group)
+
+    # ------------------------------------------------------------------ the live state
+
+    def _live(self) -> tuple[Live, Live]:
+        """What no optimizer changes, and what one does. Raises GuardConfigError for state of an unknown kind."""
+        trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        fixed, moving = Live([], []), Live([], [])
+        for number, parameter in enumerate(self._parameters):
+            if sharding.is_sharded(parameter):
+                into = moving if id(parameter) in trained else fixed
+                into.tensors.append(Sharded(number, "", tuple(parameter.shape), parameter.dtype))
+                into.parts.append(sharding.local(parameter))
+                for key, value in self._state_of(parameter).items():
+                    if sharding.is_sharded(value):
+                        into.tensors.append(Sharded(number, key, tuple(value.shape), value.dtype))
+                        into.parts.append(sharding.local(value))
+                        if not sharding.on_first_dimension(value):
+                            raise GuardConfigError(f"{key} of the optimizer's state is sharded as {value.placements}")
+                    elif isinstance(value, torch.Tensor) and value.numel() > 1 and not sharding.is_whole(value):
+                        raise GuardConfigError(
+                            f"{key} of the optimizer's state is a plain tensor of {tuple(value.shape)} for a parameter "
+                            "that is sharded, so nobody knows which rows it is of: use an optimizer of torch.optim"
+                        )
+        return fixed, moving
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        for optimizer in self.optimizers:
+            if parameter in optimizer.state:
+                return optimizer.state[parameter]  # type: ignore[no-any-return]
+        return {}
+
+    def _note(self) -> None:
+        """Keep what is not sharded, and know the state again."""
+        self._plain = [(p, p.detach().clone()) for p in self._parameters if not sharding.is_sharded(p)]
+        self._states = []
+        for parameter in self._parameters:
+            state = self._state_of(parameter)
+            kept = {key: _SHARDED if sharding.is_sharded(value) else _clone(value) for key, value in state.items()}
+            self._states.append(kept if state else None)
+        self._seen = self._versions()
+
+    def _versions(self) -> object:
+        """Unlike what it was as soon as anybody has written into the state, or put other tensors there."""
+        fixed, moving = self._live()
+        plain = [p for p in self._parameters if not sharding.is_sharded(p)]
+        return [(id(tensor), torch_compat.version_of(tensor)) for tensor in (*fixed.parts, *moving.parts, *plain)]
+
+    # ------------------------------------------------------------------ copies
+
+    def _reader(self, layout: Layout, live: Live) -> Callable[[int, int], torch.Tensor]:
+        """Reads bytes of the row of this rank's parts, which are written into one piece that is used again."""
+        device = live.parts[0].device if live.parts else torch.device("cpu")
+        piece = torch.empty(min(PIECE, layout.nbytes), dtype=torch.uint8, device=device)
+
+        def read(begin: int, end: int) -> torch.Tensor:
+            for start, part in zip(layout.starts, live.parts, strict=False):
+                nbytes = part.numel() * part.element_size()
+                first, last = max(start, begin), min(start + nbytes, end)
+                if first < last:
+                    source = part.reshape(-1).view(torch.uint8)[first - start : last - start]
+                    piece[first - begin : last - begin].copy_(source)
+            return piece[: end - begin]
+
+        return read
+
+    def _sent(self, layout: Layout, members: tuple[int, ...], read: Callable[[int, int], torch.Tensor]) -> Copies:
+        """Send this rank's row, which `read` has, to those who keep it, and get those that this rank keeps."""
+        by_rank = keepers(members, self._hosts, self._copies)
+        sources = [rank for rank, kept_by in by_rank.items() if self._rank in kept_by]
+        copies = Copies(layout, by_rank, _NOTHING, {rank: self._row(layout.nbytes) for rank in sources})
+        if len(members) == 1 or not self._copies:
+            return copies
+        for begin in range(0, layout.nbytes, PIECE):
+            end = min(begin + PIECE, layout.nbytes)
+            sent = read(begin, end)
+            inputs = [sent if rank in by_rank[self._rank] else sent[:0] for rank in members]
+            direct = sent.device.type == "cpu"
+            outputs = [
+                (copies.others[rank][begin:end] if direct else torch.empty_like(sent)) if rank in sources else sent[:0]
+                for rank in members
+            ]
+            self._group.exchange(outputs, inputs, f"copies, bytes {begin} to {end} of {layout.nbytes}").wait()
+            if not direct:
+                for rank, output in zip(members, outputs, strict=True):
+                    if rank in sources:
+                        copies.others[rank][begin:end].copy_(output)
+        return copies
+
+    def _row(self, nbytes: int) -> torch.Tensor:
+        """Host memory, of an older copy if there is one of that length."""
+        for place, row in enumerate(self._spare):
+            if row.numel() == nbytes:
+                return self._spare.pop(place)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def _copy_own(self, copies: Copies, live: Live, before: Copies | None) -> None:
+        """Keep this rank's own shards too, and give the memory of the copies before to those that come next."""
+        self._spare.clear()
+        if before is not None and before.layout.nbytes == copies.layout.nbytes:
+            copies.own = before.own
+            self._spare = list(before.others.values())
+        else:
+            copies.own = torch.empty(copies.layout.nbytes, dtype=torch.uint8)
+        index = copies.members.index(self._rank)
+        for number, part in enumerate(live.parts):
+            copies.layout.part(copies.own, number, index).copy_(part)
+
+    def _told_hosts(self, members: tuple[int, ...]) -> dict[int, int]:
+        """Which members share a host; told when all copies are new."""
+        own = torch.tensor([zlib.crc32(host_key().encode())])
+        told = own.new_empty(len(members))
+        self._group.all_gather_single(told, own).wait()
+        return dict(zip(members, told.tolist(), strict=True))
+
+    # ------------------------------------------------------------------ without those that are lost
+
+    def _deal_out(self, members: tuple[int, ...], group: GuardedProcessGroup) -> None:
+        started = time.monotonic()
+        for model in self.models:
+            sharding.reset(model)
+        if self._fixed is None or self._moving is None:
+            missing = tuple(rank for rank in self._members if rank not in members or rank in self._anew)
+        else:
+            holders = self._holders(members)
+            missing = tuple(rank for rank in self._members if rank not in holders)
+        if missing:
+            self._begin_again(missing, members, group)
+            return
+        assert self._fixed is not None
+        assert self._moving is not None
+        if not set(members) <= set(self._hosts):
+            self._hosts = self._told_hosts(members)
+        dealt = []
+        for copies in (self._fixed, self._moving):
+            fresh = self._dealt(copies, holders, members)
+            sent = self._sent(fresh.layout, members, lambda begin, end, row=fresh.own: row[begin:end])  # type: ignore[misc]
+            sent.own = fresh.own
+            dealt.append(sent)
+        self._install(dealt, members, group)
+        self._fixed, self._moving = dealt
+        self._spare.clear()
+        self._note()
+        if self._rank == members[0]:
+            taken = time.monotonic() - started
+            have = "has" if len(members) == 1 else "have"
+            log.warning("ncclguard: %s %s the shards of all after %.1f s", ranks_text(members), have, taken)
+
+    def _holders(self, members: tuple[int, ...]) -> dict[int, int]:
+        """Of whom each former member's shard can be had, where it can."""
+        assert self._moving is not None
+        holders = {}
+        for rank, kept_by in self._moving.kept_by.items():
+            left = [one for one in (rank, *kept_by) if one in members and one not in self._anew]
+            if left:
+                holders[rank] = left[0]
+        return holders
+
+    def _dealt(self, copies: Copies, holders: Mapping[int, int], members: tuple[int, ...]) -> Copies:
+        """This rank's part of all rows, when `members` share them; each row is sent once, by who has it."""
+        old, new = copies.layout, Layout(copies.layout.tensors, len(members))
+        fresh = torch.zeros(new.nbytes, dtype=torch.uint8)
+        held = {rank: copies.own if rank == self._rank else copies.others[rank] for rank in copies.members
+                if holders[rank] == self._rank}  # fmt: skip
+        me = members.index(self._rank)
+        for numbers in _batches(old):
+            inputs, outputs, places = [], [], []
+            for index, rank in enumerate(members):
+                mine = [
+                    old.part(held[source], number, copies.members.index(source))[first:last]
+                    for number in numbers
+                    for source in held
+                    for first, last in [_common(old, number, copies.members.index(source), new, index)]
+                    if first < last
+                ]
+                inputs.append(_bytes_of(mine))
+                into = [
+                    new.part(fresh, number, me)[first:last]
+                    for number in numbers
+                    for source in copies.members
+                    if holders[source] == rank
+                    for first, last in [_common(new, number, me, old, copies.members.index(source))]
+                    if first < last
+                ]
+                places.append(into)
+                outputs.append(torch.empty(sum(map(_nbytes, into)), dtype=torch.uint8))
+            if len(members) == 1:
+                outputs = inputs
+            else:
+                self._group.alltoall(outputs, inputs).wait()
+            for into, output in zip(places, outputs, strict=True):
+                for place, part in zip(into, torch.split(output, list(map(_nbytes, into))), strict=True):
+                    place.copy_(part.clone().view(place.dtype).view(place.shape))
+        return Copies(new, {rank: () for rank in members}, fresh)
+
+    def _install(self, dealt: Sequence[Copies], members: tuple[int, ...], group: GuardedProcessGroup) -> None:
+        """Have models and optimizers go on with these shards, on `group`. Nothing is communicated."""
+        before = sharding.mesh_of(self.models)
+        if group not in torch_compat.known_groups():
+            told = zlib.crc32(str(members).encode())
+            sharding.make_known(group, f"{torch_compat.group_name(self._group)}-{told:08x}", members, self._group)
+        mesh = sharding.mesh_over(group, before.device_type, before.mesh_dim_names)
+        index = members.index(self._rank)
+        parts: dict[tuple[int, str], torch.Tensor] = {}
+        for copies in dealt:
+            for number, tensor in enumerate(copies.layout.tensors):
+                parts[tensor.parameter, tensor.key] = copies.layout.part(copies.own, number, index)
+        shapes = {(t.parameter, t.key): t.shape for copies in dealt for t in copies.layout.tensors}
+        moved = {}
+        for number, parameter in enumerate(self._parameters):
+            if (number, "") in parts:
+                moved[id(parameter)] = _padded(
+                    parts[number, ""], shapes[number, ""], mesh.size(), sharding.local(parameter)
+                )
+        devices = {id(p): sharding.local(p).device for p in self._parameters}
+        sharding.move(self.models, mesh, moved)
+        with torch.no_grad():
+            for parameter, value in self._plain:
+                parameter.copy_(value)
+        for number, (parameter, state) in enumerate(zip(self._parameters, self._states, strict=False)):
+            for optimizer in self.optimizers:
+                optimizer.state.pop(parameter, None)
+            if state is None:
+                continue
+            owner = next(
+                one for one in self.optimizers if any(parameter is p for g in one.param_groups for p in g["params"])
+            )
+            owner.state[parameter] = {
+                key: sharding.of_same_kind(
+                    parts[number, key].to(devices[id(parameter)], copy=True), mesh, shapes[number, key]
+                )
+                if isinstance(value, _Marker)
+                else sharding.on_mesh(_clone(value), mesh)
+                for key, value in state.items()
+            }
+        self._members = members
+        self._anew.clear()
+        self._hosts = {rank: host for rank, host in self._hosts.items() if rank in members}
+
+    def _begin_again(self, missing: tuple[int, ...], members: tuple[int, ...], group: GuardedProcessGroup) -> None:
+        """Nobody has some of the shards: load a checkpoint, on all alike."""
+        if self._load is None:
+            raise GuardError(
+                f"the shards of {ranks_text(missing)} are lost, with all copies of them (copies={self._copies}): start "
+                "again from a checkpoint; give load=, a function that loads the newest one, to go on from it in place"
+            )
+        log.warning("ncclguard: the shards of %s are lost with all copies: a checkpoint is loaded", ranks_text(missing))
+        if self._fixed is None or self._moving is None:
+            live = self._live()
+            self._note()
+            tensors = [one.tensors for one in live]
+        else:
+            tensors = [list(copies.layout.tensors) for copies in (self._fixed, self._moving)]
+        self._fixed = self._moving = None  # also when `load` fails, because another rank is lost
+        layouts = [Layout(each, len(members)) for each in tensors]
+        dealt = [
+            Copies(layout, {rank: () for rank in members}, torch.zeros(layout.nbytes, dtype=torch.uint8))
+            for layout in layouts
+        ]
+        self._install(dealt, members, group)
+        self._load()
+        self.keep()
+
+
+class _Marker:
+    """Stands for a value that is sharded, and lies with the shards."""
+
+
+_SHARDED = _Marker()
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _clone(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return (
+        torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+        if parts
+        else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+def _batches(layout: Layout) -> Iterator[list[int]]:
+    """Tensors that are sent together, so that a rank has about PIECE bytes of them."""
+    batch: list[int] = []
+    for number in range(len(layout.tensors)):
+        if batch and layout.starts[number + 1] - layout.starts[batch[0]] > PIECE:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
+
+
+def _common(layout: Layout, number: int, index: int, other: Layout, other_index: int) -> tuple[int, int]:
+    """The rows that a rank in one layout shares with a rank in another, counted from its own first row."""
+    (first, last), (begin, end) = layout.rows(number, index), other.rows(number, other_index)
+    return max(first, begin) - first, max(min(last, end), max(first, begin)) - first
+
+
+def _padded(part: torch.Tensor, shape: Sequence[int], count: int, like: torch.Tensor) -> torch.Tensor:
+    """A copy in memory that has as many rows as the longest part."""
+    memory = torch.zeros(-(-shape[0] // count), *shape[1:], dtype=part.dtype, device=like.device)
+    memory[: part.size(0)].copy_(part)
+    return memory[: part.size(0)]
+
+
+def wanted(models: Sequence[nn.Module], copies: int, load: Callable[[], object] | None) -> bool:
+    """Whether these models are sharded; raises GuardConfigError where nothing says what becomes of a lost shard."""
+    sharded = [model for model in models if sharding.shards_parameters(model)]
+    if not sharded and (copies or load is not None):
+        raise GuardConfigError("copies and load are for sharded models (fully_shard): leave them out")
+    if sharded and not copies and load is None:
+        raise GuardConfigError(
+            f"{type(sharded[0]).__name__} is sharded: a rank that is lost takes its shard with it. Give copies=1, so that "
+            "its neighbour has a copy, or load=, a function that loads the newest checkpoint"
+        )
+    return bool(sharded)
