@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ncclguard.cause import Cause
+from ncclguard.cause import WORD, Cause
 from ncclguard.incident.model import ranks_text
+from ncclguard.language import Message, read, told, tr
 
 if TYPE_CHECKING:
     from ncclguard.outcome import Outcome
@@ -89,11 +90,23 @@ def error_for(outcome: Outcome) -> CollectiveFailed:
 
 
 def _text(kind: str, outcome: Outcome) -> str:
+    """What happened and what to do, in the language of this process."""
     incident = outcome.incident
-    head = f"{kind} of {outcome.op} ({outcome.op_id}) after {outcome.seconds:.3g} s"
-    if incident is not None:
-        return f"{head}: {incident.summary} {incident.advice}"
-    by = f" by {ranks_text(outcome.culprits)}" if outcome.culprits else ""
-    return (
-        f"{head}: {outcome.cause or Cause.UNKNOWN}{by}. See the logs of all ranks: no incident could be recorded here."
+    head = tr(
+        "{kind} of {op} ({op_id}) after {seconds:.3g} s",
+        kind=_KINDS[kind],
+        op=outcome.op,
+        op_id=outcome.op_id,
+        seconds=outcome.seconds,
     )
+    if incident is not None:
+        return told(
+            "{head}: {summary} {advice}", head=head, summary=read(incident.summary), advice=read(incident.advice)
+        )
+    who: Message = WORD[outcome.cause or Cause.UNKNOWN]
+    who = tr("{cause} by {ranks}", cause=who, ranks=ranks_text(outcome.culprits)) if outcome.culprits else who
+    return told("{head}: {cause}. See the logs of all ranks: no incident could be recorded here.", head=head, cause=who)
+
+
+#: "timeout" stays in the text in every language: programs look for it there.
+_KINDS = {"failure": tr("failure"), "timeout": tr("timeout")}

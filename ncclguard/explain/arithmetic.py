@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ncclguard.explain.facts import Work
+from ncclguard.language import Message, joined, tr
 
 DEFAULT_BUCKET = 500_000_000  # DeepSpeed's default of reduce_bucket_size, elements
 MAX_LABELS = 4096
@@ -112,7 +113,10 @@ def sizes_from_config(name: str, config: Mapping[str, Any]) -> ModelSizes:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the model config lacks a usable {error}; hidden_size, intermediate_size and the like are needed"
+            tr(
+                "the model config lacks a usable {error}; hidden_size, intermediate_size and the like are needed",
+                error=error,
+            )
         ) from error
 
 
@@ -135,15 +139,23 @@ def find_model(argument: str) -> ModelSizes:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{argument}: not a readable JSON file ({error})") from error
+            raise ValueError(
+                tr("{argument}: not a readable JSON file ({error})", argument=argument, error=error)
+            ) from error
         if not isinstance(data, Mapping):
-            raise ValueError(f"{argument}: the model config is no JSON object")
+            raise ValueError(tr("{argument}: the model config is no JSON object", argument=argument))
         return sizes_from_config(path.parent.name or argument, data)
     name = argument.rsplit("/", 1)[-1].lower()
     for model in known_models():
         if name == model.name or name.startswith(model.name + "-"):
             return model
-    raise ValueError(f"{argument}: no such file, and not in the built-in table: {', '.join(_TABLE)}")
+    raise ValueError(
+        tr(
+            "{argument}: no such file, and not in the built-in table: {models}",
+            argument=argument,
+            models=", ".join(_TABLE),
+        )
+    )
 
 
 def read_deepspeed(path: str) -> Mapping[str, object]:
@@ -155,10 +167,10 @@ def read_deepspeed(path: str) -> Mapping[str, object]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: not a readable DeepSpeed config ({error})") from error
+        raise ValueError(tr("{path}: not a readable DeepSpeed config ({error})", path=path, error=error)) from error
     section = data.get("zero_optimization", {}) if isinstance(data, Mapping) else None
     if not isinstance(section, Mapping):
-        raise ValueError(f"{path}: the DeepSpeed config, or its zero_optimization, is no JSON object")  # noqa: TRY004
+        raise ValueError(tr("{path}: the DeepSpeed config, or its zero_optimization, is no JSON object", path=path))  # noqa: TRY004
     return section
 
 
@@ -199,25 +211,29 @@ def first_bucket(numel: int, model: ModelSizes, limit: int) -> str | None:
             if head is None or numel > limit or numel + order[done][1] <= limit:
                 continue
             last = model.layers - 1
-            names = (
-                " and ".join(str(last - index) for index in range(full))
-                if full <= 3
-                else f"{last} to {last - full + 1}"
-            )
-            some = f" + {done} tensors of layer {last - full}" if done else ""
-            layer = "layers" if full > 1 else "layer"
-            return f"{head}final norm {model.hidden:,} + decoder {layer} {names} ({full * model.layer:,}){some}"
+            names: Message = tr("{first} to {last}", first=last, last=last - full + 1)
+            if full <= 3:
+                names = joined(" and ", (str(last - index) for index in range(full)))
+            values: dict[str, Any] = {"head": head, "norm": model.hidden, "names": names, "count": full * model.layer}
+            bucket = tr("{head}final norm {norm:,} + decoder layers {names} ({count:,})", **values)
+            if full == 1:
+                bucket = tr("{head}final norm {norm:,} + decoder layer {names} ({count:,})", **values)
+            if not done:
+                return bucket
+            return tr("{bucket} + {count} tensors of layer {layer}", bucket=bucket, count=done, layer=last - full)
     return None
 
 
 def parameter(numel: int, model: ModelSizes, group: int = 1) -> str | None:
     """Return the parameter or layer of `numel` elements; up to `group` - 1 elements of padding are allowed for."""
-    rows = [("embedding or lm_head", model.embedding, f"{model.vocab} x {model.hidden}")]
+    rows: list[tuple[str, int, str]] = [
+        (tr("embedding or lm_head"), model.embedding, f"{model.vocab} x {model.hidden}")
+    ]
     rows += [(name, size, "") for name, size in model.layer_parameters() if size > model.hidden]
-    rows.append(("one whole decoder layer", model.layer, ""))
+    rows.append((tr("one whole decoder layer"), model.layer, ""))
     for name, size, shape in rows:
         if 0 <= numel - size < max(group, 1):
-            return f"{name}{f' ({shape})' if shape else ''}"
+            return tr("{name} ({shape})", name=name, shape=shape) if shape else name
     return None
 
 
@@ -231,21 +247,31 @@ def explain_numel(work: Work, model: ModelSizes | None = None, zero: Mapping[str
         return []
     numel, op = max(sizes), work.op.upper()
     if numel <= 8:
-        what = f"{numel} element{'s' if numel > 1 else ''}"
-        return [f"{what}: a flag, a metric or a barrier, not data; ask what rank 0 printed last"]
+        what = tr("1 element") if numel == 1 else tr("{count} elements", count=numel)
+        return [tr("{elements}: a flag, a metric or a barrier, not data; ask what rank 0 printed last", elements=what)]
     group = max(sizes) // min(sizes) if len(sizes) == 2 and max(sizes) % min(sizes) == 0 else 1
     if model is not None:
-        known = _one_model(numel, op, group, model, zero)
-        found = [known] if known else []
+        one = _one_model(numel, op, group, model, zero)
+        found: list[str] = [one] if one else []
     else:
         readings = ((_one_model(numel, op, group, one, zero), one.name) for one in known_models())
-        found = [f"{known} (if the model is {name})" for known, name in readings if known][:2]
+        matches = [(known, name) for known, name in readings if known][:2]
+        found = [tr("{known} (if the model is {model})", known=known, model=name) for known, name in matches]
     if not found and "ALLREDUCE" in op.replace("_", "") and numel > 10_000_000:
         limit = bucket_limit(zero, model)
-        under = f", under the limit of {limit:,}"
-        near = under if numel <= limit else f": above the limit of {limit:,}, so one gradient that goes alone"
-        what = f"{numel:,} elements in one all-reduce has the size of a gradient bucket{near}"
-        found.append(f"{what}: ranks were in backward; it is no activation")
+        size = tr(
+            "{count:,} elements in one all-reduce has the size of a gradient bucket, under the limit of {limit:,}",
+            count=numel,
+            limit=limit,
+        )
+        if numel > limit:
+            size = tr(
+                "{count:,} elements in one all-reduce has the size of a gradient bucket: above the limit of {limit:,}, "
+                "so one gradient that goes alone",
+                count=numel,
+                limit=limit,
+            )
+        found.append(tr("{size}: ranks were in backward; it is no activation", size=size))
     return found
 
 
@@ -255,19 +281,31 @@ def _one_model(numel: int, op: str, group: int, model: ModelSizes, zero: Mapping
     if "ALLREDUCE" in flat:
         bucket = first_bucket(numel, model, limit)
         if bucket:
-            return (
-                f"{numel:,} elements is a ZeRO gradient bucket (limit {limit:,}): {bucket}. It is the first "
-                f"bucket of a backward pass: "
-                "ranks were in backward, it is not an activation, and the rank that is awaited had not come to "
-                "this backward"
+            return tr(
+                "{count:,} elements is a ZeRO gradient bucket (limit {limit:,}): {bucket}. It is the first bucket of a "
+                "backward pass: ranks were in backward, it is not an activation, and the rank that is awaited had not "
+                "come to this backward",
+                count=numel,
+                limit=limit,
+                bucket=bucket,
             )
     name = parameter(numel, model, group)
     if name is None:
         return None
     if "ALLREDUCE" in flat:
-        return f"{numel:,} elements is the gradient of {name}: ranks were in backward"
+        return tr("{numel:,} elements is the gradient of {name}: ranks were in backward", numel=numel, name=name)
     if "REDUCESCATTER" in flat:
-        return f"{numel:,} elements is the gradient of {name}, scattered over {group} ranks: ranks were in backward"
+        return tr(
+            "{numel:,} elements is the gradient of {name}, scattered over {group} ranks: ranks were in backward",
+            numel=numel,
+            name=name,
+            group=group,
+        )
     if "ALLGATHER" in flat:
-        return f"{numel:,} elements is {name}, gathered from {group} ranks (ZeRO-3 or FSDP)"
-    return f"{numel:,} elements has the size of {name}"
+        return tr(
+            "{numel:,} elements is {name}, gathered from {group} ranks (ZeRO-3 or FSDP)",
+            numel=numel,
+            name=name,
+            group=group,
+        )
+    return tr("{numel:,} elements has the size of {name}", numel=numel, name=name)

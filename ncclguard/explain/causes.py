@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from ncclguard.cause import WORD, Cause
 from ncclguard.explain.culprits import deadly_exits, fabric_errors, hardware_errors, own_exceptions, sticky_cuda
 from ncclguard.explain.evidence import Evidence, World
 from ncclguard.explain.facts import WAITING, Fact, Kind, Verdict, Work
 from ncclguard.explain.passages import phase_of
 from ncclguard.explain.patterns import nccl_error_family
+from ncclguard.language import Message, tr
 
 
 @dataclass(slots=True)
@@ -22,7 +24,7 @@ class Finding:
 
     name: str
     confidence: str
-    reason: str
+    reason: Message | str
     facts: list[Fact] = field(default_factory=list)
 
 
@@ -108,11 +110,15 @@ def left_normally(evidence: Evidence, verdict: Verdict) -> bool:
 
 def hardware(case: Case) -> Finding | None:
     facts = hardware_errors(case.evidence)
-    what = f"Xid {facts[0].number}" if facts and facts[0].kind is Kind.XID else "an ECC error or a lost GPU"
+    what = (
+        tr("Xid {number}", number=facts[0].number)
+        if facts and facts[0].kind is Kind.XID
+        else tr("an ECC error or a lost GPU")
+    )
     unhealthy = case.evidence.of(Kind.SCHEDULER, name="DeviceUnhealthy")
     return _first(
-        (facts, "gpu_hardware", "high", f"the driver reports {what}"),
-        (unhealthy, "gpu_hardware", "medium", "the scheduler calls a device unhealthy"),
+        (facts, "gpu_hardware", "high", tr("the driver reports {what}", what=what)),
+        (unhealthy, "gpu_hardware", "medium", tr("the scheduler calls a device unhealthy")),
     )
 
 
@@ -131,36 +137,42 @@ def machine_taken(case: Case) -> Finding | None:
     gone = [fact for fact in events if fact.name != "TIME LIMIT"]
     crash, taken = "oom_or_crash_other_rank", gone[0].name.lower() if gone else ""
     return _first(
-        (memory, crash, "high", "the cluster ended a process that used too much memory"),
-        (gone, crash, "high", f"the scheduler took a process or host away ({taken})"),
-        (events if not case.waiting else [], "timeout_too_short", "low", "the job's own time limit ended it"),
+        (memory, crash, "high", tr("the cluster ended a process that used too much memory")),
+        (gone, crash, "high", tr("the scheduler took a process or host away ({event})", event=taken)),
+        (events if not case.waiting else [], "timeout_too_short", "low", tr("the job's own time limit ended it")),
     )
 
 
 def guard(case: Case) -> Finding | None:
     """ncclguard's own incident: the class follows from the cause that the ranks agreed on."""
-    facts = case.evidence.of(Kind.GUARD)[:1]
+    of_verdict = case.verdict.rule == "ncclguard incident"
+    facts = (case.verdict.facts if of_verdict else case.evidence.of(Kind.GUARD))[:1]
     names = {"diverged": "rank_divergence", "failed": "oom_or_crash_other_rank", "lost": "oom_or_crash_other_rank",
              "exited": "rank_divergence", "network": "network_fabric", "late": "slow_rank_side_work"}  # fmt: skip
     known = [fact for fact in facts if fact.name in names]
-    return _first(*((known, names[f.name], "medium", f"the ranks agreed on the cause {f.name}") for f in known))
+    return _first(
+        *(
+            (known, names[f.name], "medium", tr("the ranks agreed on the cause {cause}", cause=WORD[Cause(f.name)]))
+            for f in known
+        )
+    )
 
 
 def shared_memory(case: Case) -> Finding | None:
     words = ("/dev/shm", "shared memory segment", "shared memory (shm)", "insufficient shared memory")
     facts = case.evidence.of(Kind.NCCL_WARN, Kind.EXCEPTION, Kind.DATALOADER)
     found = [f for f in facts if f.name == "shm" or any(word in f.text or word in f.detail for word in words)]
-    return _first((found, "shared_memory", "high", "shared memory could not be had"))
+    return _first((found, "shared_memory", "high", tr("shared memory could not be had")))
 
 
 def iommu(case: Case) -> Finding | None:
     facts = case.evidence.of(Kind.NOTE, name="iommu_fault")
-    return _first((facts, "p2p_acs_iommu", "high", "the IOMMU refused a device's access"))
+    return _first((facts, "p2p_acs_iommu", "high", tr("the IOMMU refused a device's access")))
 
 
 def transport_mismatch(case: Case) -> Finding | None:
     facts = case.evidence.of(Kind.NCCL_WARN, name="size_mismatch") + case.evidence.of(Kind.GLOO_ABORT)
-    return _first((facts, "mismatch_shape_or_op", "high", "the two ends of one transfer disagree about its size"))
+    return _first((facts, "mismatch_shape_or_op", "high", tr("the two ends of one transfer disagree about its size")))
 
 
 def network(case: Case) -> Finding | None:
@@ -178,20 +190,21 @@ def network(case: Case) -> Finding | None:
     driver = [f for f in evidence.of(Kind.NCCL_WARN, Kind.CUDA) if any(words in f.detail for words in UNFIT_DRIVER)]
     mesh, nic = evidence.of(Kind.RENDEZVOUS, name="gloo_mesh"), evidence.of(Kind.NIC)
     return _first(
-        (mesh, "network_interface", "medium", "gloo could not connect the ranks: an address that the peer cannot reach"),
-        (fabric, "network_fabric", "high", "InfiniBand or RoCE completed with an error; status 5 lines are flushes that follow"),
-        (nic, "network_fabric", "high", "a network card was reset or lost its link"),
-        (of("topology"), "library_bug", "low", "ranks disagree about one communicator's topology"),
-        (of("duplicate_gpu"), "oom_or_crash_other_rank", "high", "two ranks were given one GPU"),
-        (driver, "library_bug", "medium", "the driver and the CUDA runtime do not fit each other"),
-        (of("no_interface"), "network_interface", "high", "NCCL found no interface to use"),
-        (of("connect"), "network_interface", "medium", "a connection was refused or timed out at set-up: an address that the peer cannot reach"),
-        (of("p2p"), "p2p_acs_iommu", "medium", "GPU peer-to-peer could not be used"),
-        (of("oom"), "oom_or_crash_other_rank", "medium", "NCCL could not allocate memory on a rank"),
-        (of("version"), "library_bug", "medium", "ranks load different NCCL versions"),
-        (of("closed") if calm else [], "network_fabric", "low", "a connection broke in mid-transfer"),
+        (mesh, "network_interface", "medium", tr("gloo could not connect the ranks: an address that the peer cannot reach")),
+        (fabric, "network_fabric", "high", tr("InfiniBand or RoCE completed with an error; status 5 lines are flushes that follow")),
+        (nic, "network_fabric", "high", tr("a network card was reset or lost its link")),
+        (of("topology"), "library_bug", "low", tr("ranks disagree about one communicator's topology")),
+        (of("duplicate_gpu"), "oom_or_crash_other_rank", "high", tr("two ranks were given one GPU")),
+        (driver, "library_bug", "medium", tr("the driver and the CUDA runtime do not fit each other")),
+        (of("no_interface"), "network_interface", "high", tr("NCCL found no interface to use")),
+        (of("connect"), "network_interface", "medium", tr("a connection was refused or timed out at set-up: an address that the peer cannot reach")),
+        (of("p2p"), "p2p_acs_iommu", "medium", tr("GPU peer-to-peer could not be used")),
+        (of("oom"), "oom_or_crash_other_rank", "medium", tr("NCCL could not allocate memory on a rank")),
+        (of("version"), "library_bug", "medium", tr("ranks load different NCCL versions")),
+        (of("closed") if calm else [], "network_fabric", "low", tr("a connection broke in mid-transfer")),
         (of("system", "internal") if calm else [], "network_interface", "low",
-         "NCCL failed outside any collective and says no more; between hosts that is most often the chosen interface"),
+         tr("NCCL failed outside any collective and says no more; between hosts that is most often the "
+"chosen interface")),
     )  # fmt: skip
 
 
@@ -200,9 +213,9 @@ def store(case: Case) -> Finding | None:
     lost = [f for f in case.evidence.of(Kind.STORE_KEY) if "imeout" not in f.detail and "timed out" not in f.detail]
     name = "store_rendezvous"
     return _first(
-        (case.evidence.of(Kind.RENDEZVOUS), name, "high", "the rendezvous did not complete"),
-        (barrier, name, "high", "not all ranks came to the barrier that ends init_process_group"),
-        (lost, name, "medium", "the store was lost while communicators were set up"),
+        (case.evidence.of(Kind.RENDEZVOUS), name, "high", tr("the rendezvous did not complete")),
+        (barrier, name, "high", tr("not all ranks came to the barrier that ends init_process_group")),
+        (lost, name, "medium", tr("the store was lost while communicators were set up")),
     )
 
 
@@ -212,10 +225,10 @@ def first_use(case: Case) -> Finding | None:
         return Finding("p2p_acs_iommu", "low", case.verdict.reason, case.verdict.facts)
     if case.verdict.culprits or not rows or size is None or not {row.rank for row in rows} >= set(range(size)):
         return None
-    facts, never = [row.facts[0] for row in rows], "the first collective never completed and all ranks are in it"
+    facts, never = [row.facts[0] for row in rows], tr("the first collective never completed and all ranks are in it")
     if case.evidence.one_node and size <= 8:
-        return Finding("p2p_acs_iommu", "low", f"{never}: the transport between the GPUs", facts)
-    return Finding("network_interface", "low", f"{never}: the transport between the nodes", facts)
+        return Finding("p2p_acs_iommu", "low", tr("{never}: the transport between the GPUs", never=never), facts)
+    return Finding("network_interface", "low", tr("{never}: the transport between the nodes", never=never), facts)
 
 
 # NVIDIA's Xid catalogue: those that an application's own fault raises.
@@ -224,7 +237,7 @@ APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 69})
 
 def ddp_unused(case: Case) -> Finding | None:
     facts = case.evidence.of(Kind.UNUSED)
-    return _first((facts, "unused_params", "high", "DDP says parameters took no part in the loss"))
+    return _first((facts, "unused_params", "high", tr("DDP says parameters took no part in the loss")))
 
 
 def crash(case: Case) -> Finding | None:
@@ -234,16 +247,16 @@ def crash(case: Case) -> Finding | None:
     loader = [fact for fact in evidence.of(Kind.DATALOADER) if "killed by signal" in fact.detail]
     absent = evidence.of(Kind.FINGERPRINT, name="absent")
     return _first(
-        (own_exceptions(evidence), name, "high", "a rank raised an exception of its own"),
-        (sticky_cuda(evidence), name, "high", "a CUDA error of a rank's own kernel surfaced"),
-        (evidence.of(Kind.KERNEL_OOM), name, "high", "the kernel's out-of-memory killer ended a process"),
-        (evidence.of(Kind.WORKER_DIED), name, "medium", "a worker process died"),
-        (deadly_exits(evidence), name, "high", "a rank was ended by a signal"),
-        (evidence.of(Kind.RAS, name="dead"), name, "medium", "a process is dead by NCCL's RAS network"),
-        (closed, name, "medium", "a process closed its connections"),
-        (faults, name, "medium", "the driver stopped a faulting application"),
-        (absent, name, "medium", "a peer was absent from the check of collectives"),
-        (loader, name, "medium", "a data-loader worker was killed"),
+        (own_exceptions(evidence), name, "high", tr("a rank raised an exception of its own")),
+        (sticky_cuda(evidence), name, "high", tr("a CUDA error of a rank's own kernel surfaced")),
+        (evidence.of(Kind.KERNEL_OOM), name, "high", tr("the kernel's out-of-memory killer ended a process")),
+        (evidence.of(Kind.WORKER_DIED), name, "medium", tr("a worker process died")),
+        (deadly_exits(evidence), name, "high", tr("a rank was ended by a signal")),
+        (evidence.of(Kind.RAS, name="dead"), name, "medium", tr("a process is dead by NCCL's RAS network")),
+        (closed, name, "medium", tr("a process closed its connections")),
+        (faults, name, "medium", tr("the driver stopped a faulting application")),
+        (absent, name, "medium", tr("a peer was absent from the check of collectives")),
+        (loader, name, "medium", tr("a data-loader worker was killed")),
     )
 
 
@@ -257,23 +270,23 @@ def differing(case: Case) -> Finding | None:
     works = [fact.work for fact in facts if fact.work is not None]
     recorded = "flight recorder" in case.verdict.rule and len({text.split()[0] for text, _ in case.verdict.sides}) > 1
     if len({work.op for work in works}) > 1 or recorded:
-        return Finding("rank_divergence", "high", "ranks issued different operations at the same point", facts)
+        return Finding("rank_divergence", "high", tr("ranks issued different operations at the same point"), facts)
     if len({work.seq for work in works}) > 1:
-        return Finding("rank_divergence", "high", "ranks issued different numbers of collectives", facts)
+        return Finding("rank_divergence", "high", tr("ranks issued different numbers of collectives"), facts)
     if works and all(gradient_like(work) for work in works):
-        reason = "gradient buckets differ in size: some ranks produced no gradient for a part of the model"
+        reason = tr("gradient buckets differ in size: some ranks produced no gradient for a part of the model")
         return Finding("unused_params", "medium", reason, facts)
     flat = all(work.shape is None or len(work.shape) == 1 for work in works)
     if works and flat and all("_BASE" in (work.op or "") or "REDUCE_SCATTER" in (work.op or "") for work in works):
-        reason = "ranks gather different parameters: they run different modules"
+        reason = tr("ranks gather different parameters: they run different modules")
         return Finding("rank_divergence", "medium", reason, facts)
-    reason = "one operation, tensors of different shapes"
+    reason = tr("one operation, tensors of different shapes")
     return Finding("mismatch_shape_or_op", "medium", reason, facts or case.verdict.facts)
 
 
 def recorder(case: Case) -> Finding | None:
     facts = [fact for fact in case.evidence.of(Kind.RECORDER) if "MISMATCH" in fact.name and "STATE" not in fact.name]
-    return _first((facts, "mismatch_shape_or_op", "medium", "torch's flight-recorder analyser found a mismatch"))
+    return _first((facts, "mismatch_shape_or_op", "medium", tr("torch's flight-recorder analyser found a mismatch")))
 
 
 def divergence(case: Case) -> Finding | None:
@@ -287,9 +300,9 @@ def divergence(case: Case) -> Finding | None:
     apart = evidence.of(Kind.STACK) if len(set(stacks.values())) > 1 else []
     trace = evidence.of(Kind.TRACE_INVALIDATED)
     return _first(
-        (trace, name, "medium", "DeepSpeed's ZeRO-3 trace changed: the modules that run depend on the batch"),
-        (sat, name, "medium", "the ranks that are behind sat in another collective"),
-        (apart, name, "low", "the stacks of the ranks are in different places"),
+        (trace, name, "medium", tr("DeepSpeed's ZeRO-3 trace changed: the modules that run depend on the batch")),
+        (sat, name, "medium", tr("the ranks that are behind sat in another collective")),
+        (apart, name, "low", tr("the stacks of the ranks are in different places")),
     )
 
 
@@ -297,13 +310,13 @@ def peer_gone(case: Case) -> Finding | None:
     evidence, closed = case.evidence, case.evidence.of(Kind.GLOO_CLOSED)
     remote = [fact for fact in evidence.of(Kind.ASYNC_ERROR) if "remote process exited" in fact.text]
     if left_normally(evidence, case.verdict) and not (remote and not closed):
-        reason = "a rank left normally while its peers went on: it made fewer calls"
+        reason = tr("a rank left normally while its peers went on: it made fewer calls")
         return Finding("rank_divergence", "low", reason, closed)
     alone = not evidence.of(Kind.GLOO_TIMEOUT, Kind.TIMEOUT, Kind.BLOCKING, Kind.BARRIER_MISSING)
     name = "oom_or_crash_other_rank"
     return _first(
-        (remote if not closed else [], name, "low", "a peer's process ended, or the network between them broke"),
-        (closed if alone else [], name, "low", "a peer's connections closed: its process ended"),
+        (remote if not closed else [], name, "low", tr("a peer's process ended, or the network between them broke")),
+        (closed if alone else [], name, "low", tr("a peer's connections closed: its process ended")),
     )
 
 
@@ -316,7 +329,7 @@ def first_exit(case: Case) -> Finding | None:
 
 def teardown(case: Case) -> Finding | None:
     beats = case.evidence.of(Kind.HEARTBEAT) if not case.waiting and case.phases("finished", "checkpoint") else []
-    return _first((beats, "library_bug", "low", "training was over; only the watchdog's own heartbeat complains"))
+    return _first((beats, "library_bug", "low", tr("training was over; only the watchdog's own heartbeat complains")))
 
 
 TINY = 8  # elements: a flag or a metric, not data
@@ -330,22 +343,22 @@ def side_work(case: Case) -> Finding | None:
         return None
     loader = case.evidence.of(Kind.DATALOADER) + case.phases("loader")
     return _first(
-        (case.phases("preprocess"), "slow_rank_side_work", "medium", "a rank was still preprocessing data while the others waited"),
-        (case.phases("checkpoint"), "checkpoint_io", "medium", "a rank was saving while the others waited"),
-        (loader, "dataloader_stall", "medium", "the data loader complained or was busy just before the stall"),
-        (case.phases("logger"), "slow_rank_side_work", "medium", "a rank was starting its experiment logger"),
+        (case.phases("preprocess"), "slow_rank_side_work", "medium", tr("a rank was still preprocessing data while the others waited")),
+        (case.phases("checkpoint"), "checkpoint_io", "medium", tr("a rank was saving while the others waited")),
+        (loader, "dataloader_stall", "medium", tr("the data loader complained or was busy just before the stall")),
+        (case.phases("logger"), "slow_rank_side_work", "medium", tr("a rank was starting its experiment logger")),
     )  # fmt: skip
 
 
 def main_only(case: Case) -> Finding | None:
     if case.verdict.rule == "alone":
         facts = case.phases("upload", "checkpoint", "evaluate", "logger", "generate") + case.verdict.facts
-        reason = "one rank waits alone: a collective inside a branch that the other ranks do not take"
+        reason = tr("one rank waits alone: a collective inside a branch that the other ranks do not take")
         return Finding("rank_divergence", "medium", reason, facts)
     if not case.zero_waits_alone or case.verdict.rule != "silence":
         return None
     facts = case.phases("upload", "checkpoint", "evaluate", "logger", of_waiting=True)
-    reason = "rank 0 waits alone: a collective inside a main-process-only branch"
+    reason = tr("rank 0 waits alone: a collective inside a main-process-only branch")
     return Finding("rank_divergence", "medium" if facts else "low", reason, facts + case.waiting[:1])
 
 
@@ -361,9 +374,9 @@ def unequal(case: Case) -> Finding | None:
     tiny = any((work.numel_in or 99) <= TINY or work.shape in ((1,), ()) for work in case.works)
     return _first(
         (later if end or tiny else [], "unequal_batches", "medium",
-         "the absent rank's progress bar goes on after the timeout: it has more batches"),
+         tr("the absent rank's progress bar goes on after the timeout: it has more batches")),
         (end if tiny else [], "unequal_batches", "low",
-         "a one-element collective at the end of an epoch: ranks may have different numbers of batches"),
+         tr("a one-element collective at the end of an epoch: ranks may have different numbers of batches")),
     )  # fmt: skip
 
 
@@ -374,8 +387,8 @@ def zero_alone_missing(case: Case) -> Finding | None:
     tiny = any((w.numel_in or 99) <= TINY or (w.shape is not None and len(w.shape) <= 1) for w in case.works)
     many = len({fact.rank for fact in case.waiting}) >= 2 or tiny or case.verdict.rule == "store key"
     busy, name = case.phases("evaluate", "upload", "generate", "load"), "slow_rank_side_work"
-    reason = "all ranks but rank 0 wait: it does work that only the main process does"
-    return _first((busy, name, "medium", "rank 0 was busy with work of its own while the others waited")) or (
+    reason = tr("all ranks but rank 0 wait: it does work that only the main process does")
+    return _first((busy, name, "medium", tr("rank 0 was busy with work of its own while the others waited"))) or (
         Finding(name, "low", reason, case.waiting[:3]) if many else None
     )
 
@@ -386,7 +399,7 @@ def too_short(case: Case) -> Finding | None:
     if not limits or max(limits) >= SHORT_LIMIT_MS or not case.absent:
         return None
     alive = [fact for fact in case.phases("train", "evaluate", "preprocess", "generate") if fact.after_symptom]
-    reason = f"the limit was {max(limits) / 1000:g} s and the absent rank went on working"
+    reason = tr("the limit was {seconds:g} s and the absent rank went on working", seconds=max(limits) / 1000)
     return _first((alive, "timeout_too_short", "low", reason))
 
 
@@ -396,7 +409,7 @@ def long_wait(case: Case) -> Finding | None:
     limits |= {fact.seconds for fact in case.evidence.of(Kind.STORE_TIMEOUT, Kind.STORE_KEY) if fact.seconds}
     phases, least = ("preprocess", "evaluate", "generate", "load", "upload"), 0.9 * min(limits or {DEFAULT_LIMIT_S})
     busy = [f for f in case.evidence.of(Kind.PROGRESS) if f.name in phases and f.seconds and f.seconds >= least]
-    return _first((busy, "slow_rank_side_work", "medium", "one rank's work took as long as the others' limit"))
+    return _first((busy, "slow_rank_side_work", "medium", tr("one rank's work took as long as the others' limit")))
 
 
 RULES: tuple[Callable[[Case], Finding | None], ...] = (
@@ -413,4 +426,4 @@ def classify(evidence: Evidence, world: World, verdict: Verdict) -> Finding:
         finding = rule(case)
         if finding is not None:
             return finding
-    return Finding("unknown", "low", "nothing in the inputs tells the cause")
+    return Finding("unknown", "low", tr("nothing in the inputs tells the cause"))

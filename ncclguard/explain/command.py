@@ -21,6 +21,7 @@ from ncclguard.explain.records import Source, Tail, UnusableInput, find_sources
 from ncclguard.explain.render import print_report, render_html
 from ncclguard.explain.report import Report, diagnose
 from ncclguard.incident.page import PageError
+from ncclguard.language import read, speaking_to, told, tr
 
 UNUSABLE = 2
 EXIT_CODES = {
@@ -121,7 +122,7 @@ def _read_ras(collector: Collector, address: str) -> None:
                 time.sleep(RAS_PAUSE)
             collector.feed(source, f"\n{ask_ras(address, within=RAS_WITHIN, form='text')}".encode())
     except NoWitness as error:
-        raise UnusableInput(f"no answer from NCCL's RAS: {error}") from error
+        raise UnusableInput(tr("no answer from NCCL's RAS: {error}", error=error)) from error
     collector.feed(source, b"", final=True)
 
 
@@ -197,7 +198,8 @@ def _show(arguments: argparse.Namespace, report: Report) -> None:
     if arguments.html is not None:
         _write(arguments.html, render_html(report))
     if "-" not in (arguments.json, arguments.html):
-        print_report(report, Console(highlight=False, markup=False, soft_wrap=False))
+        with speaking_to(sys.stdout):
+            print_report(report, Console(highlight=False, markup=False, soft_wrap=False))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,7 +208,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True, highlight=False, markup=False)
     try:
         if not arguments.paths and arguments.ras is None:
-            raise UnusableInput("no input: give a log, a folder or a dump, - for a pipe, or --ras for a running job")
+            raise UnusableInput(
+                tr("no input: give a log, a folder or a dump, - for a pipe, or --ras for a running job")
+            )
         if arguments.follow:
             try:
                 report = follow(arguments.paths, partial(_show, arguments), world_size=arguments.world_size)
@@ -216,11 +220,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = _with_bar(arguments, errors)
             _show(arguments, report)
     except (UnusableInput, PageError, ValueError) as error:
-        errors.print(f"ncclguard explain: {error}", soft_wrap=True)
+        errors.print(f"ncclguard explain: {read(str(error))}", soft_wrap=True)
         return UNUSABLE
     except BrokenPipeError:
         return 0
     except OSError as error:
-        errors.print(f"ncclguard explain: cannot write the report: {error}", soft_wrap=True)
+        errors.print(f"ncclguard explain: {told('cannot write the report: {error}', error=error)}", soft_wrap=True)
         return UNUSABLE
     return DECISIONS[report.decision] if arguments.exit_code and report.incident else 0

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ncclguard.cause import Cause
 from ncclguard.explain.evidence import Evidence, Row, World
-from ncclguard.explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict, Work, ranks_text, united
+from ncclguard.explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict, Work, united
 from ncclguard.explain.recorder import name_culprits
+from ncclguard.incident.model import ranks_text
+from ncclguard.language import Message, joined, received, tr
 
 # An exception with one of these in its text follows from a peer's absence or from another's failure.
 _FOLLOWS = re.compile(
@@ -33,7 +35,8 @@ _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
      "SystemExit", "CalledProcessError", "DistStoreError", "DistNetworkError", "DistBackendError", "BrokenPipeError",
      "ConnectionResetError", "ConnectionRefusedError", "EOFError", "RendezvousConnectionError", "GeneratorExit",
-     "CollectiveFingerPrint", "PeerLost", "CollectiveTimeout", "RayTaskError"]
+     "CollectiveFingerPrint", "PeerLost", "PeerFailed", "CollectiveFailed", "CollectiveMismatch", "CollectiveTimeout",
+     "RayTaskError"]
 )  # fmt: skip
 _DEADLY = {-9: "SIGKILL", -11: "SIGSEGV", -7: "SIGBUS", -4: "SIGILL", -8: "SIGFPE"}
 _STICKY = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch", "out of memory",
@@ -134,6 +137,13 @@ def _named(facts: Iterable[Fact]) -> tuple[int, ...]:
     return tuple(sorted({fact.rank for fact in facts if fact.rank is not None and fact.rank_basis != "group"}))
 
 
+_UNUSED = tr("raised DDP's unused-parameter error")
+_HARDWARE = tr("lost its GPU")
+_RAISED = tr("raised")
+_CUDA = tr("hit a CUDA error of its own")
+_SIGNAL = tr("ended by a signal")
+
+
 def by_failure(evidence: Evidence, world: World) -> Verdict | None:
     """Ranks that raised or died while peers wait; when most ranks did, nobody is singled out."""
     raised = own_exceptions(evidence)
@@ -143,11 +153,11 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         raised = [fact.clone(rank=rank, rank_basis="launcher") for fact in raised] + list(exits.values())
     found: Verdict | None = None
     for facts, cause, what in (
-        ([f for f in evidence.of(Kind.UNUSED) if f.rank is not None], Cause.DIVERGED, "raised DDP's unused-parameter error"),
-        (hardware_errors(evidence), Cause.FAILED, "lost its GPU"),
-        (raised, Cause.FAILED, "raised"),
-        (sticky_cuda(evidence), Cause.FAILED, "hit a CUDA error of its own"),
-        (deadly_exits(evidence), Cause.LOST, "ended by a signal"),
+        ([f for f in evidence.of(Kind.UNUSED) if f.rank is not None], Cause.DIVERGED, _UNUSED),
+        (hardware_errors(evidence), Cause.FAILED, _HARDWARE),
+        (raised, Cause.FAILED, _RAISED),
+        (sticky_cuda(evidence), Cause.FAILED, _CUDA),
+        (deadly_exits(evidence), Cause.LOST, _SIGNAL),
     ):  # fmt: skip
         ranks = _named(facts)
         if not ranks or (found is not None and set(ranks) <= set(found.culprits)):
@@ -155,7 +165,7 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         if len(ranks) > 1 and world.size is not None and 2 * len(ranks) > world.size:
             if found is not None:
                 continue
-            reason = f"most ranks ({ranks_text(ranks)}) {what}"
+            reason = tr("most ranks ({ranks}) {what}", ranks=ranks_text(ranks), what=what)
             return Verdict((), cause, "medium", "failure", reason, facts, suspects=ranks)
         if len(ranks) == world.size and world.size > 1:
             continue
@@ -163,21 +173,27 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         text = f"{first.name}: {first.detail}" if first.kind is Kind.EXCEPTION else (first.detail or first.text)
         if first.kind in (Kind.LAUNCHER, Kind.EXIT):
             text = _DEADLY.get(first.number or 0, first.text)
-        reason = f"{ranks_text(ranks)} {what}: {text[:300]}"
+        reason = tr("{ranks} {what}: {text}", ranks=ranks_text(ranks), what=what, text=text[:300])
         if found is None:
             basis = {fact.rank_basis for fact in facts if fact.rank is not None}
-            overturned = [f"a failure of another rank that happened before, in a log that is not here; then that of {ranks_text(ranks)} follows from it"]  # fmt: skip
+            overturned = [
+                tr(
+                    "a failure of another rank that happened before, in a log that is not here; then that of {ranks} "
+                    "follows from it",
+                    ranks=ranks_text(ranks),
+                )
+            ]
             if "local" in basis:
                 overturned.append(
-                    "a second node: the launcher names a rank of its node, taken here for the rank of the job"
+                    tr("a second node: the launcher names a rank of its node, taken here for the rank of the job")
                 )
             sure = "medium" if basis <= {"local"} else "high"
             found = Verdict(ranks, cause, sure, "failure", reason, facts, overturned=overturned)
-        elif what in ("raised", "lost its GPU", "hit a CUDA error of its own") or any(
+        elif what in (_RAISED, _HARDWARE, _CUDA) or any(
             fact.name in ("first", "oom", "local") for fact in facts
         ):  # a second fault, by evidence of its own
             found.culprits = tuple(sorted({*found.culprits, *ranks}))
-            found.reason += f"; {reason}"
+            found.reason = joined("; ", (found.reason, reason))
             found.facts = found.facts + facts
     return found
 
@@ -189,10 +205,14 @@ def by_first_exit(evidence: Evidence, world: World) -> Verdict | None:
     if not facts or evidence.of(*EXPIRED):
         return None
     first = facts[0]
-    who = f"rank {first.rank}" if first.rank is not None else f"local rank {first.local_rank}"
-    who = "a process" if first.rank is None and first.local_rank is None else who
-    code = f" with code {first.number}" if first.number is not None else ""
-    reason = f"{who} exited first{code}, cause not shown"
+    who = tr("a process")
+    if first.rank is not None:
+        who = ranks_text([first.rank])
+    elif first.local_rank is not None:
+        who = tr("local rank {rank}", rank=first.local_rank)
+    reason = tr("{ranks} exited first, cause not shown", ranks=who)
+    if first.number is not None:
+        reason = tr("{ranks} exited first with code {code}, cause not shown", ranks=who, code=first.number)
     return Verdict((), Cause.UNKNOWN, "low", "first exit", reason, facts, _named(facts[:1]))
 
 
@@ -212,8 +232,10 @@ def by_peer_closed(evidence: Evidence, world: World) -> Verdict | None:
     size = world.size or evidence.local_size or max([local or 0, *devices]) + 1
     if local is None or own or len(speakers) < max(2, min(size, 8) - 2):
         return None
-    reason = f"{len(speakers)} processes say that the connection of local rank {local} closed"
-    overturned = ["an abort of all communicators before these lines"]
+    reason = tr(
+        "{count} processes say that the connection of local rank {local} closed", count=len(speakers), local=local
+    )
+    overturned = [tr("an abort of all communicators before these lines")]
     return Verdict((local,), Cause.LOST, "medium", "peer closed", reason, facts, overturned=overturned)
 
 
@@ -226,24 +248,33 @@ def by_ras(evidence: Evidence, world: World) -> Verdict | None:
         cause, what, sure = next(
             row[1:]
             for row in (
-                ("dead", Cause.LOST, "is dead", "high"),
-                ("error", Cause.FAILED, "reports an asynchronous error", "medium"),
-                ("silent", Cause.UNKNOWN, "does not answer", "medium"),
+                ("dead", Cause.LOST, tr("is dead"), "high"),
+                ("error", Cause.FAILED, tr("reports an asynchronous error"), "medium"),
+                ("silent", Cause.UNKNOWN, tr("does not answer"), "medium"),
             )
             if row[0] in {fact.name for fact in gone}
         )
         if ranks and (world.size is None or 2 * len(ranks) < max(world.size, 3)):
-            return Verdict(ranks, cause, sure, "ras", f"{ranks_text(ranks)} {what} by NCCL's RAS", gone)
-        where = ", ".join(sorted({fact.host for fact in gone if fact.host})) or "one of the hosts"
-        return Verdict(rule="ras", cause=cause, reason=f"a process on {where} {what} by NCCL's RAS", facts=gone)
+            return Verdict(
+                ranks, cause, sure, "ras", tr("{who} {what} by NCCL's RAS", who=ranks_text(ranks), what=what), gone
+            )
+        where = ", ".join(sorted({fact.host for fact in gone if fact.host})) or tr("one of the hosts")
+        who = tr("a process on {hosts}", hosts=where)
+        return Verdict(rule="ras", cause=cause, reason=tr("{who} {what} by NCCL's RAS", who=who, what=what), facts=gone)
     uneven = [fact for fact in facts if fact.name in ("behind", "ahead") and fact.peers]
     if not uneven:
         return None
     first = max(uneven, key=lambda fact: fact.repeated)
     proven = first.repeated > 1 or bool(evidence.of(*EXPIRED))
-    have, less = "has" if len(first.peers) == 1 else "have", "fewer" if first.name == "behind" else "more"
-    text = f"{ranks_text(first.peers)} {have} launched {less} operations than the others ({first.detail})"
-    overturned = ["a second query a few seconds later with other counts: then the job moves, and nobody is stuck"]
+    who, counts = ranks_text(first.peers), first.detail
+    if first.name == "behind":
+        one = tr("{ranks} has launched fewer operations than the others ({counts})", ranks=who, counts=counts)
+        many = tr("{ranks} have launched fewer operations than the others ({counts})", ranks=who, counts=counts)
+    else:
+        one = tr("{ranks} has launched more operations than the others ({counts})", ranks=who, counts=counts)
+        many = tr("{ranks} have launched more operations than the others ({counts})", ranks=who, counts=counts)
+    text = one if len(first.peers) == 1 else many
+    overturned = [tr("a second query a few seconds later with other counts: then the job moves, and nobody is stuck")]
     if (first.completed or world.size or 0) > 2 * len(first.peers):
         sure = "high" if proven else "low"
         return Verdict(first.peers, Cause.UNKNOWN, sure, "ras", text, uneven, overturned=overturned)
@@ -267,9 +298,16 @@ def by_gone_peer(evidence: Evidence, world: World) -> Verdict | None:
     silent = set(world.covered) - spoke
     if len(silent) != 1 or world.size is None or len(told) < max(2, world.size - 1) or fabric_errors(evidence):
         return None
-    reason = f"{ranks_text(told)} report that a peer's process ended or the network broke; {ranks_text(silent)} printed nothing of the kind"
+    reason = tr(
+        "{ranks} report that a peer's process ended or the network broke; {others} printed nothing of the kind",
+        ranks=ranks_text(told),
+        others=ranks_text(silent),
+    )
     overturned = [
-        f"a later line of {ranks_text(silent)}, or the same error in its log: then the network between them broke"
+        tr(
+            "a later line of {ranks}, or the same error in its log: then the network between them broke",
+            ranks=ranks_text(silent),
+        )
     ]
     return Verdict(tuple(silent), Cause.UNKNOWN, "medium", "silence", reason, facts, overturned=overturned)
 
@@ -282,13 +320,20 @@ Sides = Mapping[tuple[object, ...], set[int]]
 
 
 def by_guard(evidence: Evidence, world: World) -> Verdict | None:
-    """An incident of ncclguard's own: the ranks agreed on it while they lived."""
-    facts = evidence.of(Kind.GUARD)[:1]
+    """An incident of ncclguard's own: the ranks agreed on it while they lived.
+
+    Of what logs tell in words the last counts, because the job may have gone on after one before; and another rank's
+    own exception may be what ended it.
+    """
+    written = [fact for fact in evidence.of(Kind.GUARD) if fact.completed is not None]
+    facts = written[:1] or evidence.of(Kind.GUARD)[-1:]
     if not facts:
         return None
     first = facts[0]
+    if not written and {fact.rank for fact in own_exceptions(evidence)} - {None, *first.peers}:
+        return None
     cause = Cause(first.name) if first.name in {cause.value for cause in Cause} else Cause.UNKNOWN
-    reason = first.detail or "the ranks agreed on it"
+    reason = received(first.detail) if first.detail else tr("the ranks agreed on it")
     return Verdict(tuple(sorted(set(first.peers))), cause, "high", "ncclguard incident", reason, facts, work=first.work)
 
 
@@ -301,12 +346,12 @@ def by_traces(evidence: Evidence, world: World) -> Verdict | None:
     if failure is not None and failure.culprits and set(failure.culprits) <= set(verdict.culprits):
         verdict.cause = failure.cause
         verdict.facts += failure.facts
-        verdict.reason += f"; {failure.reason}"
+        verdict.reason = joined("; ", (verdict.reason, failure.reason))
     elif failure is not None and failure.culprits and not set(failure.culprits) & set(evidence.dumps):
         verdict.culprits = tuple(sorted({*verdict.culprits, *failure.culprits}))  # it ended before it could leave one
         verdict.suspects = tuple(rank for rank in verdict.suspects if rank not in failure.culprits)
         verdict.facts += failure.facts
-        verdict.reason = "; ".join(filter(None, (verdict.reason, failure.reason)))
+        verdict.reason = joined("; ", filter(None, (verdict.reason, failure.reason)))
     return verdict if verdict.culprits or verdict.sides else None
 
 
@@ -318,7 +363,9 @@ def by_desync_report(evidence: Evidence, world: World) -> Verdict | None:
     named = tuple(sorted({rank for fact in facts for rank in fact.peers}))
     if not named or (world.size is not None and 2 * len(named) > world.size and world.size > 2):
         return None
-    reason = f"the desync report says {ranks_text(named)} {facts[0].detail or 'lag behind'}"
+    reason = tr("the desync report says {ranks} lag behind", ranks=ranks_text(named))
+    if facts[0].detail:
+        reason = tr("the desync report says {ranks} {what}", ranks=ranks_text(named), what=facts[0].detail)
     return Verdict(named, Cause.UNKNOWN, "high", "desync report", reason, facts)
 
 
@@ -327,18 +374,18 @@ def by_barrier(evidence: Evidence, world: World) -> Verdict | None:
     facts = evidence.of(Kind.BARRIER_MISSING)
     if facts:
         named = tuple(sorted({rank for fact in facts for rank in fact.peers}))
-        reason = f"rank 0 reports that {ranks_text(named)} did not reach the barrier"
+        reason = tr("rank 0 reports that {ranks} did not reach the barrier", ranks=ranks_text(named))
         return Verdict(named, Cause.UNKNOWN, "high", "monitored barrier", reason, facts)
     reached = evidence.of(Kind.BARRIER_REACHED)
     asked = [fact for fact in reached if fact.rank == 0 and fact.peers]  # rank 0 asks one after the other
     if asked:
-        named, reason = asked[0].peers, f"rank 0 waited in the barrier for {ranks_text(asked[0].peers)}"
+        named, reason = asked[0].peers, tr("rank 0 waited in the barrier for {ranks}", ranks=ranks_text(asked[0].peers))
         return Verdict(named, Cause.UNKNOWN, "high", "monitored barrier", reason, asked)
     zero_waits = any(fact.rank == 0 and fact.kind in WAITING for fact in evidence.facts)
     if not reached or zero_waits or 0 not in world.covered:
         return None
     who = ranks_text({fact.rank for fact in reached if fact.rank is not None})
-    reason = f"{who} reached the barrier and waited for rank 0, which printed nothing"
+    reason = tr("{who} reached the barrier and waited for rank 0, which printed nothing", who=who)
     return Verdict((0,), Cause.UNKNOWN, "medium", "monitored barrier", reason, reached)
 
 
@@ -348,16 +395,21 @@ def by_store_barrier(evidence: Evidence, world: World) -> Verdict | None:
     if not facts:
         return None
     size = max(fact.number or 0 for fact in facts)
-    joined = max(fact.completed or 0 for fact in facts)
-    if joined > size:
-        reason = f"{joined} processes have come to a barrier of {size}: the store is shared with another job, or stale"
+    come = max(fact.completed or 0 for fact in facts)
+    if come > size:
+        reason = tr(
+            "{count} processes have come to a barrier of {size}: the store is shared with another job, or stale",
+            count=come,
+            size=size,
+        )
         return Verdict(rule="store barrier", reason=reason, facts=facts[:3])
     here = {fact.rank for fact in facts if fact.rank is not None}
     missing = tuple(sorted(set(range(size)) - here)) if size <= 65_536 else ()
-    reason = f"{joined} of {size} ranks came to the barrier that ends init_process_group"
-    if missing and len(missing) == size - joined and here:
-        reason += f"; all but {ranks_text(missing)} wait in it"
-        overturned = [f"a line of {ranks_text(missing)} in this barrier"]
+    reason = tr("{count} of {size} ranks came to the barrier that ends init_process_group", count=come, size=size)
+    if missing and len(missing) == size - come and here:
+        rest = tr("all but {ranks} wait in it", ranks=ranks_text(missing))
+        reason = joined("; ", (reason, rest))
+        overturned = [tr("a line of {ranks} in this barrier", ranks=ranks_text(missing))]
         return Verdict(missing, Cause.UNKNOWN, "high", "store barrier", reason, facts, overturned=overturned)
     return Verdict(rule="store barrier", reason=reason, facts=facts[:3], suspects=missing if len(missing) <= 8 else ())
 
@@ -371,9 +423,9 @@ def by_hccl(evidence: Evidence, world: World) -> Verdict | None:
     if not suspects:
         return None
     if len(suspects) == 1 and len(victims) >= 2 and told[suspects[0]] >= 2:
-        reason = f"{ranks_text(victims)} wait for {ranks_text(suspects)}"
+        reason = tr("{ranks} wait for {others}", ranks=ranks_text(victims), others=ranks_text(suspects))
         return Verdict(suspects, Cause.UNKNOWN, "medium", "hccl", reason, facts)
-    reason = f"the rank that printed the timeout waits for {ranks_text(suspects)}"
+    reason = tr("the rank that printed the timeout waits for {ranks}", ranks=ranks_text(suspects))
     return Verdict(rule="hccl", reason=reason, facts=facts, suspects=suspects)
 
 
@@ -385,7 +437,7 @@ def by_store_key(evidence: Evidence, world: World) -> Verdict | None:
         return None
     owner = next(iter(owners))
     who = ranks_text({fact.rank for fact in facts if fact.rank is not None})
-    reason = f"{who} waited for the NCCL id that rank {owner} sets at its first collective"
+    reason = tr("{who} waited for the NCCL id that rank {owner} sets at its first collective", who=who, owner=owner)
     return Verdict((owner,), Cause.UNKNOWN, "medium", "store key", reason, facts)
 
 
@@ -407,22 +459,28 @@ def _by_majority(told: Sides, works: dict[int, Work], world: World, of_all: bool
         (_side_text(works[one]), tuple(sorted(ranks))) for key, ranks in ordered if (one := first[key]) is not None
     ]
     if len(ordered) < 2:
-        return Verdict(cause=Cause.UNKNOWN, sides=sides, reason="all fingerprints agree")
+        return Verdict(cause=Cause.UNKNOWN, sides=sides, reason=tr("all fingerprints agree"))
     total = sum(len(ranks) for _, ranks in ordered)
     majority = ordered[0][1]
     size = world.size if of_all and world.size is not None and world.basis != "highest rank seen" else total
     enough = len(majority) >= 3 or 2 * len(majority) > size  # two against one are few when most ranks have not spoken
     if len(majority) >= 2 and 2 * len(majority) > total and enough:
         odd = tuple(sorted(rank for _, ranks in ordered[1:] for rank in ranks))
-        reason = f"{ranks_text(odd)} in another collective than the majority ({ranks_text(majority)})"
-        overturned = [f"the call sites: the majority may have skipped a call that only {ranks_text(odd)} made"]
+        reason = tr(
+            "{ranks} in another collective than the majority ({others})",
+            ranks=ranks_text(odd),
+            others=ranks_text(majority),
+        )
+        overturned = [
+            tr("the call sites: the majority may have skipped a call that only {ranks} made", ranks=ranks_text(odd))
+        ]
         return Verdict(odd, Cause.DIVERGED, "high", "majority", reason, sides=sides, overturned=overturned)
     both = tuple(sorted(works))
     if total == 2 and world.is_pair:
-        reason = "the two ranks are in different collectives; which of them is right cannot be told from the logs"
-        overturned = ["the call sites of both: they say which of the two left the common path"]
+        reason = tr("the two ranks are in different collectives; which of them is right cannot be told from the logs")
+        overturned = [tr("the call sites of both: they say which of the two left the common path")]
         return Verdict(both, Cause.DIVERGED, "medium", "pair", reason, sides=sides, overturned=overturned)
-    reason = "ranks are in different collectives and no side has a majority"
+    reason = tr("ranks are in different collectives and no side has a majority")
     return Verdict((), Cause.DIVERGED, "low", "no majority", reason, suspects=both, sides=sides)
 
 
@@ -438,7 +496,9 @@ def by_fingerprint(evidence: Evidence, world: World) -> Verdict | None:
         known.setdefault(fact.rank, fact)
     absent = tuple(sorted({f.rank for f in facts if f.rank is not None and f.name == "absent"} - set(prints)))
     if absent:
-        reason = f"{ranks_text(absent)} sent an empty fingerprint: absent from the check, not in a REDUCE"
+        reason = tr(
+            "{ranks} sent an empty fingerprint: absent from the check, not in a REDUCE", ranks=ranks_text(absent)
+        )
         return Verdict(absent, Cause.UNKNOWN, "high", "empty fingerprint", reason, [known[rank] for rank in absent])
     if len(prints) < 2:
         return None
@@ -490,9 +550,13 @@ def by_counters(evidence: Evidence, world: World) -> Verdict | None:
         ]  # fmt: skip
         if short and (len(short) <= len(waiting) or world.size == 2):
             ranks = tuple(sorted({row.rank for row in short}))
-            reason = (
-                f"{ranks_text(ranks)} last enqueued work {short[0].enqueued}, while {ranks_text(r.rank for r in waiting)} "
-                f"wait in {at}: not called there, or stuck inside the call (only a stack can tell)"
+            reason = tr(
+                "{ranks} last enqueued work {enqueued}, while {others} wait in {at}: not called there, or stuck "
+                "inside the call (only a stack can tell)",
+                ranks=ranks_text(ranks),
+                enqueued=short[0].enqueued,
+                others=ranks_text(r.rank for r in waiting),
+                at=at,
             )
             facts = [fact for row in short for fact in row.facts]
             return Verdict(ranks, Cause.UNKNOWN, "high", "counters", reason, facts)
@@ -542,7 +606,7 @@ def by_divergence(evidence: Evidence, world: World) -> Verdict | None:
         undecided = not verdict.culprits or verdict.rule == "pair"
         if undecided and len(works) == 2 and world.is_pair and len(set(seqs.values())) == 2:
             rank = min(seqs, key=lambda one: seqs[one])
-            reason = f"rank {rank} waits in {seqs[rank]}, its peer is already past it"
+            reason = tr("rank {rank} waits in {number}, its peer is already past it", rank=rank, number=seqs[rank])
             verdict = Verdict((rank,), Cause.DIVERGED, "medium", "behind", reason, sides=verdict.sides)
         verdict.rule = f"divergence: {verdict.rule}"
         verdict.facts = [fact for row in waiting.values() for fact in row.facts[:1]]
@@ -559,7 +623,12 @@ def _ahead_by_one(verdict: Verdict, works: dict[int, Work]) -> Verdict:
     one, many = odd.pop(), rest.pop()
     if one is None or many is None or one != many + 1:
         return verdict
-    reason = f"{ranks_text(verdict.culprits)} already at #{one} while the others wait in #{many}: who held up #{many} cannot be told"
+    reason = tr(
+        "{ranks} already at #{one} while the others wait in #{many}: who held up #{many} cannot be told",
+        ranks=ranks_text(verdict.culprits),
+        one=one,
+        many=many,
+    )
     early = next(work for rank, work in works.items() if work.seq == many)
     ahead, sides = verdict.culprits, verdict.sides
     return Verdict((), Cause.UNKNOWN, "low", "ahead by one", reason, suspects=ahead, sides=sides, work=early)
@@ -591,13 +660,25 @@ def by_alone(evidence: Evidence, world: World) -> Verdict | None:
         return None
     if any(one.waiting and one.rank != row.rank and one.group_key == row.group_key for one in evidence.rows):
         return None  # the same group at another number: who is ahead and who behind says more
-    where = f"{row.work.op or 'a collective'} #{row.work.seq}" if row.work is not None else "a collective"
-    reason = f"rank {row.rank} waits alone in {where}"
+    where: Message = tr("a collective")
+    if row.work is not None:
+        where = tr("{op} #{number}", op=row.work.op or where, number=row.work.seq)
     if others:
-        reason += f" of group {row.group or 'all ranks'}; {ranks_text(others)} wait in another one"
+        reason = tr(
+            "rank {rank} waits alone in {where} of group {group}; {others} wait in another one",
+            rank=row.rank,
+            where=where,
+            group=row.group or tr("all ranks"),
+            others=ranks_text(others),
+        )
     else:
-        reason += f"; the logs of {ranks_text(rest)} end without a collective"
-    overturned = ["a line of another rank in the same collective"]
+        reason = tr(
+            "rank {rank} waits alone in {where}; the logs of {others} end without a collective",
+            rank=row.rank,
+            where=where,
+            others=ranks_text(rest),
+        )
+    overturned = [tr("a line of another rank in the same collective")]
     return Verdict((row.rank,), Cause.DIVERGED, "medium", "alone", reason, row.facts[:2], overturned=overturned, work=row.work, group=row.group)  # fmt: skip
 
 
@@ -638,7 +719,12 @@ def by_silence_in_group(evidence: Evidence, world: World) -> Verdict | None:
         silent = members - {row.rank for row in evidence.rows} - _in_a_call(evidence)
         if len(silent) == 1 and silent <= set(world.covered):
             who = ranks_text(pairs.values())
-            reason = f"{who} wait in group {rows[0].group}; its member {ranks_text(silent)} printed nothing"
+            reason = tr(
+                "{who} wait in group {group}; its member {ranks} printed nothing",
+                who=who,
+                group=rows[0].group,
+                ranks=ranks_text(silent),
+            )
             facts = [fact for row in rows for fact in row.facts[:1]]
             return Verdict(tuple(silent), Cause.UNKNOWN, "medium", "silence", reason, facts)
     return None
@@ -664,25 +750,34 @@ def by_silence(evidence: Evidence, world: World) -> Verdict | None:
     pair = world.is_pair and len(waiting) == 1
     few = len(silent) == 1 or 4 * len(silent) <= size
     if not pair and (len(silent) >= len(waiting) or not few or (stopped_early and len(silent) > 1)):
-        reason = "too many ranks are silent to name one"
+        reason = tr("too many ranks are silent to name one")
         return Verdict(rule="silence", reason=reason, suspects=silent, facts=facts) if len(silent) <= 8 else None
     if evidence.never_worked() and (pair or len(silent) >= len(waiting)):
         return None
     calls = {row.seq for row in evidence.rows if row.waiting and row.seq is not None}
     joined = {fact.number for fact in evidence.of(Kind.JOINED)}
     if calls and max(calls) <= 1 and set(silent) <= joined:
-        reason = f"{ranks_text(silent)} set its channels up and printed no timeout; the first collective never worked: the transport"
+        reason = tr(
+            "{ranks} set its channels up and printed no timeout; the first collective never worked: the transport",
+            ranks=ranks_text(silent),
+        )
         return Verdict(rule="first collective", cause=Cause.NETWORK, reason=reason, facts=facts)
-    reason = f"{ranks_text(waiting)} wait; {ranks_text(silent)} printed nothing of the kind"
+    reason = tr(
+        "{ranks} wait; {others} printed nothing of the kind", ranks=ranks_text(waiting), others=ranks_text(silent)
+    )
     if fabric_errors(evidence):
-        reason += ", but the fabric reports errors"
+        reason = tr("{reason}, but the fabric reports errors", reason=reason)
         return Verdict(rule="silence", cause=Cause.NETWORK, reason=reason, facts=facts, suspects=silent)
     torn = {source for source, _ in evidence.open_lines if source in evidence.broken_off}
     if any(source.rank is None for source in evidence.sources if source.index in torn):
-        reason += ", but the log breaks off there: its line may be among those that are missing"
+        reason = tr(
+            "{reason}, but the log breaks off there: its line may be among those that are missing", reason=reason
+        )
         return Verdict(rule="silence", reason=reason, facts=facts, suspects=silent)
     sure = "low" if pair and world.basis == "highest rank seen" else "medium"
-    overturned = [f"a timeout line of {ranks_text(silent)} for the same collective, in a log that is not here"]
+    overturned = [
+        tr("a timeout line of {ranks} for the same collective, in a log that is not here", ranks=ranks_text(silent))
+    ]
     return Verdict(silent, Cause.UNKNOWN, sure, "silence", reason, facts, overturned=overturned)
 
 

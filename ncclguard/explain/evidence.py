@@ -15,6 +15,7 @@ from ncclguard.explain.facts import MAX_RANK, WAITING, Fact, Group, Kind, Work, 
 from ncclguard.explain.patterns import parse_text
 from ncclguard.explain.recorder import DUMP_LIMIT, Dump, dump_from, is_dump, load_plain
 from ncclguard.explain.records import Record, Scanner, Source, UnusableInput, blocks, read_all
+from ncclguard.language import joined, received, tr
 
 # Bounds memory on logs that are nothing but complaints; what was counted before is kept, timeouts and fingerprints
 # always are.
@@ -187,7 +188,7 @@ class Collector:
             self.evidence.notes.append(f"{source.name}: {error.strerror or error}")
         self.feed(source, b"", final=True)
         if damaged:
-            self.evidence.notes.append(f"{source.name}: truncated; read as far as it goes")
+            self.evidence.notes.append(tr("{name}: truncated; read as far as it goes", name=source.name))
 
     def feed(self, source: Source, data: bytes, final: bool = False, settle: bool = False) -> None:
         """Take more bytes of a log; `settle`: nothing follows for now."""
@@ -203,7 +204,9 @@ class Collector:
         if final and scanner.cut is not None:
             self.evidence.cut.add(scanner.cut)
         if final and scanner.broken_off:
-            self.evidence.broken_off[source.index] = f'{source.name} breaks off in "{scanner.broken_off[-80:]}"'
+            self.evidence.broken_off[source.index] = tr(
+                '{name} breaks off in "{broken_off}"', name=source.name, broken_off=scanner.broken_off[-80:]
+            )
         if final and scanner.open_line:
             self.evidence.open_lines.add((source.index, scanner.open_line))
         if final:
@@ -219,16 +222,19 @@ class Collector:
             plain = load_plain(data) if source.kind == "pickle" else json.loads(data)
             if is_dump(plain):
                 if source.rank is None:
-                    raise UnusableInput("its name does not end in a rank, so it is not known whose dump it is")
+                    raise UnusableInput(tr("its name does not end in a rank, so it is not known whose dump it is"))
                 dump = dump_from(plain, source.rank, source.name)
                 dump.written_ns = source.path.stat().st_mtime_ns if source.path is not None else None
                 evidence.dumps[source.rank] = dump
                 return
         except UnusableInput as error:
-            evidence.notes.append(f"{source.name}: {error}".replace(f"{source.name}: {source.name}", source.name))
+            said = str(error).removeprefix(f"{source.name}: ")
+            evidence.notes.append(joined(": ", (source.name, received(said))))
             return
         except (ValueError, RecursionError) as error:
-            evidence.notes.append(f"{source.name}: not readable as JSON ({error}), and no flight-recorder dump")
+            evidence.notes.append(
+                tr("{name}: not readable as JSON ({error}), and no flight-recorder dump", name=source.name, error=error)
+            )
             return
         make = Fact(Kind.NOTE, source.name, 0, "", source.index)
         if source.rank is not None and not source.rank_is_local:
@@ -239,7 +245,9 @@ class Collector:
         for fact in found:
             self._add(fact)
         if not found:
-            evidence.notes.append(f"{source.name}: not a flight-recorder dump, and no document that is known here")
+            evidence.notes.append(
+                tr("{name}: not a flight-recorder dump, and no document that is known here", name=source.name)
+            )
 
     def _take(self, record: Record) -> None:
         evidence, prefix, index = self.evidence, record.prefix, record.source.index
@@ -432,7 +440,7 @@ def _last_attempt(evidence: Evidence) -> list[Fact]:
         return evidence.facts
     last = max(number for number in with_wait if number is not None)
     evidence.notes.append(
-        f"the job was restarted; attempt {last} of the launcher is explained, earlier ones are left out"
+        tr("the job was restarted; attempt {last} of the launcher is explained, earlier ones are left out", last=last)
     )
     return [fact for fact in evidence.facts if attempts.get(fact.source, last) == last]
 

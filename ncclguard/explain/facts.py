@@ -6,12 +6,11 @@ Readers (`patterns`, `passages`, `recorder`) yield facts, `evidence` puts them t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ncclguard.cause import Cause
-from ncclguard.incident.model import ranks_text as runs_text
+from ncclguard.language import Message
 
 #: No job has more ranks; a larger number is damage.
 MAX_RANK = 1_000_000
@@ -212,21 +211,4 @@ class Verdict:
     sides: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     work: Work | None = None
     group: Group | None = None
-    overturned: list[str] = field(default_factory=list)
-
-
-#: Ranks that are told one by one.
-LISTED_RANKS = 16
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return "rank 3" or "ranks 0, 4"; of long lists the runs.
-
-    Example:
-        >>> ranks_text((0, 4))
-        'ranks 0, 4'
-    """
-    numbers = sorted(ranks)
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"ranks {', '.join(map(str, numbers))}" if len(numbers) <= LISTED_RANKS else runs_text(numbers)
+    overturned: list[Message] = field(default_factory=list)

@@ -15,13 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ncclguard.explain.facts import Fact, Kind, Work
+from ncclguard.cause import ADVICE, ADVICE_WATCHED, WORD, Cause
+from ncclguard.explain.facts import MAX_RANK, Fact, Kind, Work
 from ncclguard.explain.patterns import numbers, parse_text, warning_class
 from ncclguard.explain.records import Prefix, message_of, split_prefix
+from ncclguard.language import LANGUAGES, said
 
 Following = Callable[[int], Sequence[str]]
 
 _EXCEPTION = re.compile(r"^(?P<type>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<text>.*))?$")
+#: Errors of the guard itself, which every rank raises that waited.
+_OF_GUARD = frozenset(["CollectiveFailed", "CollectiveTimeout", "CollectiveMismatch", "PeerFailed", "PeerLost"])
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 _PYSPY = re.compile(r"^\s+(\S+) \(([^()]+):(\d+)\)$")
 _SUMMARY_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: (\d+)\)")
@@ -44,6 +48,8 @@ _FR_NAME = re.compile(r"collective: (?:nccl2?:|gloo:)?(\w+)")
 
 def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[list[Fact], bool]:
     """Return the facts of the message that a record opens, and whether it was one: then no row need be tried on it."""
+    if _PANEL in text and (incident := _verdict(_unframed(text, following), make)) is not None:
+        return [incident], True
     if "Traceback (most" in text:
         fact = _traceback(text, prefix, following, make)
         return ([fact] if fact is not None else []), True
@@ -68,6 +74,55 @@ def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[l
     return [], False
 
 
+# --- ncclguard's verdict in its own words, in any of its languages: an error, a log line, a panel ---
+
+_PANEL = "ncclguard incident "
+_WORDS = {str(said(word, language)): cause for cause, word in WORD.items() for language in LANGUAGES}
+_WORDS |= {"raised": Cause.FAILED, "抛出": Cause.FAILED}
+_NAMED = rf"rank(?:s)? (?P<ranks>\d[\d, -]*?) (?P<what>{'|'.join(_WORDS)})(?![a-z])"
+_BLAMED = re.compile(_NAMED)
+_ADVISED = [
+    str(said(text, language)) for text in (*ADVICE.values(), *ADVICE_WATCHED.values()) for language in LANGUAGES
+]
+# What ranks have agreed on says after how long, what one rank finds alone does not; a call that starts again went on.
+_VERDICT = re.compile(
+    r"(?P<op>\w+)\((?:[^():]|\([^()]*\))*\)? ?(?:failed after|stood still for|在|停滞了) [\d.e+-]+ s"
+    rf"(?: ?后 ?失 ?败)? ?[:：] ?(?P<named>{_NAMED.replace('?P<ranks>', '').replace('?P<what>', '')}"
+    rf"(?:(?:; |；){_NAMED.replace('?P<ranks>', '').replace('?P<what>', '')})*)"
+)
+
+
+def _verdict(text: str, make: Fact) -> Fact | None:
+    """The incident that a text of the guard tells of, where it names ranks."""
+    found = _VERDICT.search(text[:4000])
+    if found is None:
+        return None
+    stops = () if _PANEL in text else _ADVISED  # a panel says more before it says what to do
+    ends = [at for advice in stops if (at := text.find(advice, found.end())) > 0]
+    blamed = [(_ranks_of(one["ranks"]), _WORDS[one["what"]]) for one in _BLAMED.finditer(found["named"])]
+    return make.clone(
+        kind=Kind.GUARD,
+        name=blamed[0][1].value,
+        peers=tuple(rank for ranks, _ in blamed for rank in ranks),
+        work=Work(found["op"]),
+        detail=text[found.start() : min(ends, default=found.end())].strip(" .。")[:600],
+        text=text[:600],
+    )
+
+
+def _ranks_of(text: str) -> list[int]:
+    """The ranks of "0-2, 5"; none where that are more than a job has."""
+    runs = [[int(number) for number in part.split("-")] for part in text.split(", ")]
+    return [rank for run in runs if run[-1] < MAX_RANK for rank in range(run[0], run[-1] + 1)]
+
+
+def _unframed(text: str, following: Following) -> str:
+    """The line, and of a panel the beginning of what stands in it: it is cut into lines, of which some are joined."""
+    if "─" not in text:
+        return text
+    return re.sub(r"[│─╭╮╰╯\s]+", " ", " ".join([text, *following(6)]))
+
+
 def _frames(text: str) -> list[str]:
     """Return "file:line in function" of each frame in a text."""
     return [f"{found[1]}:{found[2]} in {found[3]}" for found in _FRAME.finditer(text)]
@@ -83,6 +138,8 @@ def _last_error(text: str, following: Following, make: Fact) -> Iterator[Fact]:
 
 def _raised(make: Fact, name: str, detail: str, text: str, frames: list[str]) -> Fact:
     told = {"detail": detail[:600], "text": text[:600], "frames": tuple(frames[-12:])}
+    if name.rsplit(".", 1)[-1] in _OF_GUARD and (found := _verdict(detail, make)) is not None:
+        return found
     return make.clone(kind=Kind.EXCEPTION, name=name, **told)
 
 

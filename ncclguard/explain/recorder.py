@@ -14,13 +14,15 @@ import math
 import pickle
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ncclguard.cause import Cause
-from ncclguard.explain.facts import Fact, Group, Kind, Verdict, Work, ranks_text
+from ncclguard.explain.facts import Fact, Group, Kind, Verdict, Work
 from ncclguard.explain.records import UnusableInput
+from ncclguard.incident.model import ranks_text
+from ncclguard.language import Message, joined, tr
 
 DUMP_LIMIT = 1 << 30
 
@@ -29,10 +31,10 @@ class _Plain(pickle.Unpickler):
     """An unpickler for plain data only."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"refused: the dump asks for {module}.{name}")
+        raise pickle.UnpicklingError(tr("refused: the dump asks for {module}.{name}", module=module, name=name))
 
     def persistent_load(self, pid: object) -> NoReturn:
-        raise pickle.UnpicklingError("refused: the dump asks for a persistent object")
+        raise pickle.UnpicklingError(tr("refused: the dump asks for a persistent object"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,9 @@ def load_plain(data: bytes) -> Any:
     try:
         return _Plain(io.BytesIO(data)).load()
     except Exception as error:
-        raise UnusableInput(f"not a readable flight-recorder pickle ({type(error).__name__}: {error})") from error
+        raise UnusableInput(
+            tr("not a readable flight-recorder pickle ({name}: {error})", name=type(error).__name__, error=error)
+        ) from error
 
 
 def _int(value: object, default: int = -1) -> int:
@@ -145,7 +149,7 @@ def is_dump(data: object) -> bool:
 def dump_from(data: object, rank: int, file: str) -> Dump:
     """Build a dump out of plain data; names of groups are taken leniently (gloo in torch 2.13 leaves them empty)."""
     if not isinstance(data, Mapping) or not is_dump(data):
-        raise UnusableInput(f"{file}: not a flight-recorder dump")
+        raise UnusableInput(tr("{file}: not a flight-recorder dump", file=file))
     dump = Dump(rank, file, str(data.get("version", "")))
     config = data.get("pg_config")
     for key, raw in config.items() if isinstance(config, Mapping) else ():
@@ -301,7 +305,7 @@ def name_culprits(dumps: Mapping[int, Dump]) -> Verdict:
     odd: set[int] = set()
     absent: set[int] = set()
     sides: list[tuple[str, tuple[int, ...]]] = []
-    reasons: list[str] = []
+    reasons: list[Message] = []
     explained: dict[str, bool] = {}
     unread: set[int] = set()
     late: set[int] = set()
@@ -321,19 +325,30 @@ def name_culprits(dumps: Mapping[int, Dump]) -> Verdict:
         sides = sides or found_sides
         explained[name] = bool(low or lazy or strange or len(found_sides) > 1)
         for ranks, total, why in (
-            (low, behind, f"not at #{top}"),
-            (lazy, idle, "nothing pending"),
-            (strange, odd, f"another collective at #{top}"),
+            (low, behind, tr("not at #{top}", top=top)),
+            (lazy, idle, tr("nothing pending")),
+            (strange, odd, tr("another collective at #{top}", top=top)),
         ):
             if ranks:
                 total |= ranks
-                reasons.append(f"group {group_of(dumps, name)}: {ranks_text(ranks)} {why} while peers wait")
+                reasons.append(
+                    tr(
+                        "group {group}: {ranks} {why} while peers wait",
+                        group=group_of(dumps, name),
+                        ranks=ranks_text(ranks),
+                        why=why,
+                    )
+                )
     for name, waiting in sorted(pending.items()):
         lacking = members.get(name, set()) - set(dumps)
         if len(lacking) == 1 and len(waiting) >= 2 and not explained[name] and not _queued(dumps, waiting):
             absent |= lacking
             reasons.append(
-                f"group {group_of(dumps, name)}: every member that left a dump waits; {ranks_text(lacking)} left none"
+                tr(
+                    "group {group}: every member that left a dump waits; {ranks} left none",
+                    group=group_of(dumps, name),
+                    ranks=ranks_text(lacking),
+                )
             )
     if not (behind | idle | odd | absent):
         for name, waiting in sorted(pending.items()):
@@ -341,10 +356,15 @@ def name_culprits(dumps: Mapping[int, Dump]) -> Verdict:
                 late |= set(_came_last(dumps, waiting))
         if late:
             reasons.append(
-                f"{ranks_text(late)} entered the collective when its peers had waited for most of their limit"
+                tr(
+                    "{ranks} entered the collective when its peers had waited for most of their limit",
+                    ranks=ranks_text(late),
+                )
             )
     culprits = tuple(sorted(behind | idle | odd | absent | late))
-    verdict = Verdict(culprits=culprits, rule="flight recorder", reason="; ".join(dict.fromkeys(reasons)), sides=sides)
+    verdict = Verdict(
+        culprits=culprits, rule="flight recorder", reason=joined("; ", dict.fromkeys(reasons)), sides=sides
+    )
     verdict.facts = [_statement(rank, dumps.get(rank), pending, reasons) for rank in culprits]
     verdict.confidence = "high" if culprits and not absent else "medium" if culprits else "low"
     if (odd and odd == set(culprits)) or (not culprits and len(sides) > 1):
@@ -362,7 +382,10 @@ def name_culprits(dumps: Mapping[int, Dump]) -> Verdict:
     verdict.suspects = tuple(sorted(missing)) if pending else ()
     if missing and culprits:
         verdict.overturned.append(
-            f"the dump of {ranks_text(missing)}: a second fault may be hidden there, none of them left one to read"
+            tr(
+                "the dump of {ranks}: a second fault may be hidden there, none of them left one to read",
+                ranks=ranks_text(missing),
+            )
         )
     return verdict
 
@@ -372,7 +395,9 @@ def _written_before(dump: Dump, waiting: Mapping[int, Entry]) -> bool:
     return dump.written_ns is not None and 0 < dump.written_ns < first
 
 
-def _statement(rank: int, dump: Dump | None, pending: Mapping[str, Mapping[int, Entry]], reasons: list[str]) -> Fact:
+def _statement(
+    rank: int, dump: Dump | None, pending: Mapping[str, Mapping[int, Entry]], reasons: Sequence[str]
+) -> Fact:
     """Return what the dumps say about one culprit, in the form of a log line; its frames are its last recorded call."""
     if dump is None:
         text = f"rank {rank}: no dump; {reasons[-1]}"

@@ -29,6 +29,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from ncclguard.language import tr
+
 BLOCK = 1 << 20
 _SNIFF = 1 << 16
 _SKIP = frozenset(
@@ -105,14 +107,16 @@ def open_source(path: Path) -> BinaryIO:
 def read_all(source: Source, limit: int) -> bytes:
     """Return a whole dump of at most `limit` bytes; raises UnusableInput above it or when it cannot be read."""
     if source.path is None:
-        raise UnusableInput(f"{source.name}: not a file")
+        raise UnusableInput(tr("{name}: not a file", name=source.name))
     try:
         with open_source(source.path) as stream:
             data = stream.read(limit + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise UnusableInput(f"{source.name}: {error}") from error
     if len(data) > limit:
-        raise UnusableInput(f"{source.name}: larger than {limit >> 20} MiB, too large to be read whole")
+        raise UnusableInput(
+            tr("{name}: larger than {size} MiB, too large to be read whole", name=source.name, size=limit >> 20)
+        )
     return data
 
 
@@ -149,7 +153,7 @@ def find_sources(paths: Sequence[str]) -> list[Source]:
             continue
         path = Path(name)
         if not path.exists():
-            raise UnusableInput(f"{name}: no such file or folder")
+            raise UnusableInput(tr("{name}: no such file or folder", name=name))
         if path.is_dir():
             before = len(found)
             for member in sorted(path.rglob("*")):
@@ -160,7 +164,7 @@ def find_sources(paths: Sequence[str]) -> list[Source]:
                 if source is not None:
                     found.append(source)
             if len(found) == before:
-                raise UnusableInput(f"{name}: no log and no flight-recorder dump in this folder")
+                raise UnusableInput(tr("{name}: no log and no flight-recorder dump in this folder", name=name))
         elif path.resolve() not in seen:
             seen.add(path.resolve())
             source = _describe(path, len(found), in_folder=False)
@@ -659,7 +663,7 @@ NEEDLES: tuple[bytes, ...] = (
     # launchers, frameworks, ncclguard's own incident
     b"local_rank: ", b"first observed failure", b"sigkill_handler", b"return code = ", b"terminated with ",
     b"Worker proc ", b"(exitcode:", b"worker died", b"torchelastic.worker.status", b"nvalidate trace", b"decord",
-    b'"culprits"',
+    b"ncclguard incident ", b'"culprits"',
     # kernel, driver, cluster
     b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core",
     b"NETDEV WATCHDOG", b"ink is Down", b"definitely down", b"NodeNotReady", b"Evicted", b"Eviction", b"Preempt",

@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ncclguard.explain.report import Mention, RankRow, Report
+from ncclguard.cause import WORD
+from ncclguard.explain.report import CONFIDENCE, Mention, RankRow, Report, Side
 from ncclguard.incident import page
 from ncclguard.incident.model import FEW_RANKS, ranks_text
+from ncclguard.language import Message, joined, say, told, tr
 
 #: Rows of the table of ranks in a terminal, and on a page.
 SHOWN_ROWS = 64
@@ -18,18 +20,45 @@ ROWS = 200
 SHOWN_LINES = 12
 #: The columns of the table of ranks, and whether each holds text.
 COLUMNS = (
-    ("rank", False),
-    ("state", True),
-    ("group", True),
+    (tr("rank"), False),
+    (tr("state"), True),
+    (tr("group"), True),
     ("seq", False),
     ("op", True),
     ("NumelIn", False),
     ("NumelOut", False),
-    ("enqueued", False),
-    ("completed", False),
+    (tr("enqueued"), False),
+    (tr("completed"), False),
 )
 #: States that are marked.
 BAD = frozenset({"missing", "behind", "ahead", "different", "failed"})
+#: The words for the states of ranks, for decisions, and for how the number of ranks is known.
+STATES = {
+    "waiting": tr("waiting", "state"),
+    "missing": tr("missing", "state"),
+    "behind": tr("behind", "state"),
+    "ahead": tr("ahead", "state"),
+    "different": tr("different", "state"),
+    "failed": tr("failed", "state"),
+    "unknown": tr("unknown", "state"),
+}
+DECISIONS = {
+    "restart": tr("restart", "decision"),
+    "restart-without": tr("restart-without", "decision"),
+    "fix-code": tr("fix-code", "decision"),
+    "fix-environment": tr("fix-environment", "decision"),
+    "raise-limit": tr("raise-limit", "decision"),
+    "unknown": tr("unknown", "decision"),
+}
+BASES = {
+    "unknown": tr("unknown", "basis"),
+    "given": tr("given", "basis"),
+    "stated": tr("stated", "basis"),
+    "flight recorder": tr("flight recorder", "basis"),
+    "element counts": tr("element counts", "basis"),
+    "launcher": tr("launcher", "basis"),
+    "highest rank seen": tr("highest rank seen", "basis"),
+}
 
 
 def render_html(report: Report) -> str:
@@ -38,13 +67,17 @@ def render_html(report: Report) -> str:
     Raises `PageError` where Jinja2 is not installed.
     """
     tags = [
-        f"cause: {report.cause.value}",
-        f"class: {report.cause_class} ({report.confidence})",
-        f"world size: {report.world_size if report.world_size is not None else 'unknown'} ({report.world_size_basis})",
+        tr("cause: {cause}", cause=WORD[report.cause]),
+        tr("class: {name} ({confidence})", name=report.cause_class, confidence=CONFIDENCE[report.confidence]),
+        tr(
+            "world size: {size} ({basis})",
+            size=tr("unknown", "basis") if report.world_size is None else report.world_size,
+            basis=BASES[report.world_size_basis],
+        ),
     ]
     if report.effective_timeout_ms is not None:
-        tags.append(f"effective timeout: {report.effective_timeout_ms / 1000:g} s")
-    named = f"culprits: {_numbers(report.culprits) if report.culprits else 'not provable'}"
+        tags.append(tr("effective timeout: {seconds:g} s", seconds=report.effective_timeout_ms / 1000))
+    named = tr("culprits: {ranks}", ranks=_numbers(report.culprits) if report.culprits else tr("not provable"))
     states: dict[int, str] = {}
     for row in report.ranks:
         if states.get(row.rank) not in BAD:
@@ -55,12 +88,25 @@ def render_html(report: Report) -> str:
         report=report,
         named=[named] if report.culprits else [],
         tags=tags if report.culprits else [named, *tags],
-        overturned=[f"would be overturned by {sentence}" for sentence in report.overturned_by],
+        decision=_decision(report),
+        states_text=STATES,
+        overturned=[tr("would be overturned by {sentence}", sentence=sentence) for sentence in report.overturned_by],
         states=[(who, state, state in BAD) for who, state in _lanes(states)],
         columns=COLUMNS,
         rows=[(row.state in BAD, cells) for row, cells in _rows(report.ranks, ROWS)],
-        sides=[f"{side.what}: ranks {_numbers(side.ranks)}" for side in report.sides],
+        sides=[_side(side) for side in report.sides],
     )
+
+
+def _decision(report: Report) -> Message:
+    decision = DECISIONS[report.decision]
+    if report.without:
+        return tr("{decision} {without}", decision=decision, without=report.without)
+    return decision
+
+
+def _side(side: Side) -> Message:
+    return tr("{what}: ranks {numbers}", what=side.what, numbers=_numbers(side.ranks))
 
 
 def _numbers(ranks: Sequence[int]) -> str:
@@ -83,7 +129,7 @@ def _lanes(states: Mapping[int, str]) -> list[tuple[str, str]]:
     together: dict[str, list[int]] = {}
     for rank, state in sorted(states.items()):
         together.setdefault(state, []).append(rank)
-    return [(ranks_text(ranks), state) for state, ranks in together.items()]
+    return [(say(ranks_text(ranks)), state) for state, ranks in together.items()]
 
 
 def _rows(ranks: Sequence[RankRow], most: int) -> list[tuple[RankRow, tuple[str, ...]]]:
@@ -97,60 +143,66 @@ def _rows(ranks: Sequence[RankRow], most: int) -> list[tuple[RankRow, tuple[str,
     found = [(rows[0], (_numbers([row.rank for row in rows]), *cells)) for cells, rows in ordered[:most]]
     rest = [row for _, rows in ordered[most:] for row in rows]
     if rest:
-        blank = ("see --json",) + ("",) * (len(COLUMNS) - 2)
-        found.append((RankRow(rank=rest[0].rank, state=""), (f"{len(rest):,} more", *blank)))
+        blank = (told("see --json"),) + ("",) * (len(COLUMNS) - 2)
+        found.append((RankRow(rank=rest[0].rank, state=""), (told("{count:,} more", count=len(rest)), *blank)))
     return found
 
 
 def print_report(report: Report, console: Console) -> None:
     """Print the report; nothing in the logs' text is taken for markup."""
-    console.print(Text(report.summary, style="bold"), soft_wrap=True)
+
+    def line(message: Message, style: str = "") -> None:
+        console.print(Text(say(message), style=style), soft_wrap=True)
+
+    console.print(Text(say(report.summary), style="bold"), soft_wrap=True)
     if not report.incident:
         _notes(report, console)
         return
-    target = f" {report.without}" if report.without else ""
-    console.print(Text(f"Decision: {report.decision}{target}: {report.decision_reason}.", style="bold"), soft_wrap=True)
-    console.print(Text(f"Next: {report.next_step}"), soft_wrap=True)
+    decided = tr("Decision: {decision}: {reason}.", decision=_decision(report), reason=report.decision_reason)
+    line(decided, "bold")
+    line(tr("Next: {step}", step=report.next_step))
     if report.reason:
-        console.print(Text(f"Why: {report.reason}."), soft_wrap=True)
+        line(tr("Why: {reason}.", reason=report.reason))
     for sentence in report.overturned_by:
-        console.print(Text(f"Would be overturned by: {sentence}."), soft_wrap=True)
+        line(tr("Would be overturned by: {sentence}.", sentence=sentence))
     if report.collective is not None:
-        console.print(Text(f"Collective: {_collective(report)}"), soft_wrap=True)
+        line(tr("Collective: {collective}", collective=_collective(report)))
     for sentence in report.arithmetic:
-        console.print(Text(f"Size: {sentence}."), soft_wrap=True)
+        line(tr("Size: {sentence}.", sentence=sentence))
     if report.effective_timeout_ms is not None:
-        console.print(Text(f"Effective timeout: {report.effective_timeout_ms / 1000:g} s"))
+        line(tr("Effective timeout: {seconds:g} s", seconds=report.effective_timeout_ms / 1000))
     for side in report.sides:
-        console.print(Text(f"  {side.what}: ranks {_numbers(side.ranks)}"), soft_wrap=True)
+        console.print(Text(f"  {say(_side(side))}"), soft_wrap=True)
     if report.ranks:
         console.print(_table(report.ranks))
-    _mentions("Evidence, in time order", report.evidence, console)
-    _mentions("Consequences, not causes", report.consequences, console)
+    _mentions(tr("Evidence, in time order"), report.evidence, console)
+    _mentions(tr("Consequences, not causes"), report.consequences, console)
     for stack in report.stacks[:4]:
-        console.print(Text(f"Stack of rank {stack.rank if stack.rank is not None else '?'}:"))
+        line(tr("Stack of rank {rank}:", rank="?" if stack.rank is None else stack.rank))
         for frame in stack.frames[-6:]:
             console.print(Text(f"    {frame}"), soft_wrap=True)
-    console.print(Text("What to do next", style="bold"))
+    line(tr("What to do next"), "bold")
     for number, sentence in enumerate(report.advice, 1):
-        console.print(Text(f"  {number}. {sentence}"), soft_wrap=True)
+        console.print(Text(f"  {number}. {say(sentence)}"), soft_wrap=True)
     _notes(report, console)
 
 
-def _collective(report: Report) -> str:
+def _collective(report: Report) -> Message:
     one = report.collective
     assert one is not None
-    parts = [one.op or "unknown operation"]
-    for name, value in (("seq", one.seq), ("NumelIn", one.numel_in), ("NumelOut", one.numel_out), ("group", one.group)):
+    parts = [one.op or tr("unknown operation")]
+    for name, value in (("seq", one.seq), ("NumelIn", one.numel_in), ("NumelOut", one.numel_out)):
         if value is not None:
-            parts.append(f"{name} {value:,}" if isinstance(value, int) and name != "seq" else f"{name} {value}")
-    return ", ".join(parts)
+            parts.append(f"{name} {value:,}" if name != "seq" else f"{name} {value}")
+    if one.group is not None:
+        parts.append(tr("group {group}", group=one.group))
+    return joined(", ", parts)
 
 
 def _cells(row: RankRow) -> tuple[str, ...]:
     return (
         str(row.rank),
-        row.state,
+        say(STATES[row.state]) if row.state else "",
         row.group or "-",
         "-" if row.seq is None else str(row.seq),
         row.op or "-",
@@ -161,23 +213,24 @@ def _cells(row: RankRow) -> tuple[str, ...]:
 def _table(rows: Sequence[RankRow]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, is_text in COLUMNS:
-        table.add_column(name, justify="left" if is_text else "right")
+        table.add_column(say(name) if isinstance(name, Message) else name, justify="left" if is_text else "right")
     for row, cells in _rows(rows, SHOWN_ROWS):
         table.add_row(*map(Text, cells), style="red" if row.state in BAD else None)
     return table
 
 
-def _mentions(title: str, mentions: Sequence[Mention], console: Console) -> None:
+def _mentions(title: Message, mentions: Sequence[Mention], console: Console) -> None:
     if not mentions:
         return
-    console.print(Text(title, style="bold"))
+    console.print(Text(say(title), style="bold"))
     for mention in mentions[:SHOWN_LINES]:
         times = f" (x{mention.count})" if mention.count > 1 else ""
         console.print(Text(f"  {mention.file}:{mention.line}{times}: {mention.text[:240]}"), soft_wrap=True)
     if len(mentions) > SHOWN_LINES:
-        console.print(Text(f"  and {len(mentions) - SHOWN_LINES} more: see --json"))
+        more = told("and {count} more: see --json", count=len(mentions) - SHOWN_LINES)
+        console.print(Text(f"  {more}"))
 
 
 def _notes(report: Report, console: Console) -> None:
     for note in report.notes:
-        console.print(Text(f"Note: {note}."), soft_wrap=True)
+        console.print(Text(told("Note: {note}.", note=note)), soft_wrap=True)

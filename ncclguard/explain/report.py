@@ -9,20 +9,33 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, WrapValidator
 
-from ncclguard.cause import Cause
+from ncclguard.cause import WORD, Cause
 from ncclguard.explain.arithmetic import ModelSizes, explain_numel
 from ncclguard.explain.causes import Finding, classify, left_normally
 from ncclguard.explain.culprits import find_culprits
 from ncclguard.explain.decision import advise, decide, next_step
 from ncclguard.explain.evidence import Evidence, Row, World, find_world
-from ncclguard.explain.facts import CONSEQUENCES, WAITING, Fact, Group, Kind, Verdict, Work, ranks_text, united
+from ncclguard.explain.facts import CONSEQUENCES, WAITING, Fact, Group, Kind, Verdict, Work, united
 from ncclguard.explain.recorder import work_of
+from ncclguard.incident.model import ranks_text
+from ncclguard.language import Message, tr
 
 SCHEMA_VERSION = 1
+
+
+#: The words for how sure an answer is, for people.
+CONFIDENCE = {
+    "high": tr("high", "confidence"),
+    "medium": tr("medium", "confidence"),
+    "low": tr("low", "confidence"),
+}
+
+#: Prose; it keeps the template it was made of, so that it can be said in another language. In the JSON it is English.
+Prose = Annotated[str, WrapValidator(lambda value, check: value if isinstance(value, Message) else check(value))]
 
 
 class _Model(BaseModel):
@@ -119,28 +132,28 @@ class Report(_Model):
 
     schema_version: int = SCHEMA_VERSION
     incident: bool
-    summary: str
+    summary: Prose
     culprits: tuple[int, ...]
     suspects: tuple[int, ...]
     cause: Cause
     cause_class: str
     confidence: str
     culprit_confidence: str
-    reason: str
-    class_reason: str
+    reason: Prose
+    class_reason: Prose
     decision: str
-    decision_reason: str
+    decision_reason: Prose
     survived: tuple[Mention, ...] = ()
-    without: str
-    next_step: str
-    overturned_by: tuple[str, ...]
+    without: Prose
+    next_step: Prose
+    overturned_by: tuple[Prose, ...]
     collective: Collective | None
     ranks: tuple[RankRow, ...]
     sides: tuple[Side, ...]
     evidence: tuple[Mention, ...]
     consequences: tuple[Mention, ...]
-    advice: tuple[str, ...]
-    arithmetic: tuple[str, ...]
+    advice: tuple[Prose, ...]
+    arithmetic: tuple[Prose, ...]
     stacks: tuple[Event, ...]
     effective_timeout_ms: int | None
     world_size: int | None
@@ -148,7 +161,7 @@ class Report(_Model):
     logs_cover: tuple[int, ...]
     inputs: tuple[str, ...]
     bytes_read: int
-    notes: tuple[str, ...]
+    notes: tuple[Prose, ...]
     events: tuple[Event, ...]
 
 
@@ -206,7 +219,7 @@ def diagnose(
         reason=verdict.reason,
         class_reason=finding.reason,
         decision=decision.action if incident else "unknown",
-        decision_reason=decision.reason if incident else "no incident in these inputs",
+        decision_reason=decision.reason if incident else tr("no incident in these inputs"),
         survived=tuple(_mention(fact) for fact in survived(evidence)[:LISTED]),
         without=decision.without if incident else "",
         next_step=next_step(decision, verdict, finding, bool(stacks)) if incident else "",
@@ -251,14 +264,18 @@ def survived(evidence: Evidence) -> list[Fact]:
     return list({(f.source, f.rank, f.name.rsplit(".", 1)[-1], f.detail): f for f in named}.values())[::-1]
 
 
-def _nothing_seen(evidence: Evidence) -> str:
+def _nothing_seen(evidence: Evidence) -> Message:
     if evidence.broken_off:
         place = next(iter(evidence.broken_off.values()))
-        return f"Uncertain: {place}, and the rest of it is missing. Pass the whole log."
+        return tr("Uncertain: {place}, and the rest of it is missing. Pass the whole log.", place=place)
     again = survived(evidence)
-    what = f" The job survived {again[0].name}: {again[0].detail[:120]}" if again else ""
-    more = f" (and {len(again) - 1} more)" if len(again) > 1 else ""
-    return f"No incident found in these inputs.{what}{more}"
+    nothing = tr("No incident found in these inputs.")
+    if not again:
+        return nothing
+    what = {"nothing": nothing, "name": again[0].name, "detail": again[0].detail[:120]}
+    if len(again) == 1:
+        return tr("{nothing} The job survived {name}: {detail}", **what)
+    return tr("{nothing} The job survived {name}: {detail} (and {count} more)", **what, count=len(again) - 1)
 
 
 def refine_cause(evidence: Evidence, verdict: Verdict, finding: Finding) -> Cause:
@@ -430,29 +447,49 @@ def _in_time(facts: list[Fact]) -> list[Fact]:
 
 
 def _summary(verdict: Verdict, cause: Cause, finding: Finding, work: Work | None, group: Group | None) -> str:
-    where = (work.op if work else None) or "a collective"
-    where += f" #{work.seq}" if work and work.seq is not None else ""
-    where += f" of group {group}" if work and group else ""
-    who = f"{ranks_text(verdict.culprits).capitalize()} held up {where}"
-    who = who if verdict.culprits else f"Stuck in {where}; nobody can be named from these inputs"
-    return f"{who}. Cause: {cause.value}; class {finding.name} ({finding.confidence} confidence): {finding.reason}."
+    where: str = (work.op if work else None) or tr("a collective")
+    if work and work.seq is not None:
+        where = tr("{op} #{number}", op=where, number=work.seq)
+    if work and group:
+        where = tr("{where} of group {group}", where=where, group=group)
+    who = tr("Stuck in {where}; nobody can be named from these inputs", where=where)
+    if verdict.culprits:
+        who = tr("{ranks} held up {where}", ranks=ranks_text(verdict.culprits).capitalised(), where=where)
+    return tr(
+        "{who}. Cause: {cause}; class {name} ({confidence} confidence): {reason}.",
+        who=who,
+        cause=WORD[cause],
+        name=finding.name,
+        confidence=CONFIDENCE.get(finding.confidence, finding.confidence),
+        reason=finding.reason,
+    )
 
 
 def _notes(evidence: Evidence, world: World, consequences: list[Fact]) -> list[str]:
     notes, size = list(evidence.notes), world.size
     if world.basis == "highest rank seen" and size is not None:
         notes.append(
-            f"the world's size is not stated; {size} is the highest rank seen plus one (--world-size N settles it)"
+            tr(
+                "the world's size is not stated; {size} is the highest rank seen plus one (--world-size N settles it)",
+                size=size,
+            )
         )
         if {row.rank for row in evidence.rows if row.waiting} == set(range(size)) and (size + 1) % 4 == 0:
-            notes.append(f"every rank seen waits; if the job has {size + 1} ranks, rank {size} is the one missing")
+            notes.append(
+                tr(
+                    "every rank seen waits; if the job has {size} ranks, rank {rank} is the one missing",
+                    size=size + 1,
+                    rank=size,
+                )
+            )
     if any(row.basis == "group" for row in evidence.rows):
-        notes.append("some lines carry only the rank inside the group; it is taken for the global rank")
+        notes.append(tr("some lines carry only the rank inside the group; it is taken for the global rank"))
     if any(fact.hidden for fact in evidence.facts):
-        folded = "Ray folded lines of several ranks into one ([repeated Nx across cluster])"
-        notes.append(f"{folded}; silence proves nothing here")
+        notes.append(
+            tr("Ray folded lines of several ranks into one ([repeated Nx across cluster]); silence proves nothing here")
+        )
     if len(consequences) > LISTED:
-        notes.append(f"{len(consequences) - LISTED} more consequences are left out")
+        notes.append(tr("{count} more consequences are left out", count=len(consequences) - LISTED))
     return notes
 
 

@@ -13,7 +13,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
 
-from ncclguard.cause import MEANING, Cause
+from ncclguard.cause import MEANING, WORD, Cause
+from ncclguard.language import Message, joined, read, said, say, told, tr
 
 #: Bytes that all readers of an incident read together, and the least and the most that one incident says of single
 #: ranks, as JSON.
@@ -68,7 +69,7 @@ def _once_each(blamed: Sequence[RankReport]) -> list[RankReport]:
     for report in blamed:
         first = seen.setdefault(report.stack, report.rank) if report.stack else report.rank
         if first != report.rank:
-            note = "; ".join(filter(None, (report.note, f"{SAME_STACK}{first}")))
+            note = "; ".join(filter(None, (report.note, tr("its stack is that of rank {rank}", rank=first))))
             report = report.model_copy(update={"stack": (), "threads": (), "note": note})
         found.append(report)
     return found
@@ -108,7 +109,7 @@ def _size(report: RankReport) -> int:
 SHOWN_GROUPS: Final = 8
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> Message:
     """Return ranks for people, runs shortened.
 
     >>> ranks_text([3]), ranks_text([0, 1, 2, 5]), ranks_text([])
@@ -116,7 +117,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     """
     numbers = sorted(set(ranks))
     if not numbers:
-        return "no rank"
+        return tr("no rank")
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -125,8 +126,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([number, number])
     parts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
     if len(parts) > 2 * SHOWN_GROUPS:
-        parts = [*parts[: 2 * SHOWN_GROUPS], f"... ({len(numbers)} in all)"]
-    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(parts)}"
+        return tr("ranks {some}, ... ({count} in all)", some=", ".join(parts[: 2 * SHOWN_GROUPS]), count=len(numbers))
+    return tr("rank {rank}", rank=parts[0]) if len(numbers) == 1 else tr("ranks {numbers}", numbers=", ".join(parts))
 
 
 #: Ranks of a job up to which each is told by its number alone; in larger jobs they are told by their hosts.
@@ -141,7 +142,7 @@ HOSTS_BYTES: Final = 96 << 10
 HOST_NAME: Final = 64
 
 
-def hosts_text(names: Iterable[str]) -> str:
+def hosts_text(names: Iterable[str]) -> Message:
     """Return host names for people: numbers in them become ranges, as in the lists of Slurm.
 
     >>> hosts_text(["node0012", "node0013", "node0019"]), hosts_text(["gpu-a-7"])
@@ -151,13 +152,15 @@ def hosts_text(names: Iterable[str]) -> str:
     """
     found = sorted(set(names), key=_natural)
     if not found:
-        return "no host"
+        return tr("no host")
     if len(found) == 1:
-        return f"host {found[0]}"
+        return tr("host {host}", host=found[0])
     parts, cut = _folded_names(found)
-    more = len(parts) > SHOWN_NAMES
-    parts = [*parts[:SHOWN_NAMES], f"... ({len(found):,} in all)"] if more else parts
-    return f"hosts {', '.join(parts)}" + (f" ({len(found):,} in all)" if cut and not more else "")
+    if len(parts) > SHOWN_NAMES:
+        return tr("hosts {some}, ... ({count:,} in all)", some=", ".join(parts[:SHOWN_NAMES]), count=len(found))
+    if cut:
+        return tr("hosts {some} ({count:,} in all)", some=", ".join(parts), count=len(found))
+    return tr("hosts {some}", some=", ".join(parts))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -236,41 +239,49 @@ class Hosts:
         """The name of a rank's host, empty where it is not known."""
         return self._hosts.get(rank, "")
 
-    def text(self, ranks: Iterable[int]) -> str:
+    def text(self, ranks: Iterable[int]) -> Message:
         """Ranks for people: whole hosts, then ranks of others; by their numbers alone in a job of few ranks."""
         asked = sorted(set(ranks))
         if not asked or not self.told:
             return ranks_text(asked)
         others = self._everyone.difference(asked)
         if not others:
-            return f"all {len(asked):,} ranks"
+            return tr("all {count:,} ranks", count=len(asked))
         if len(asked) >= MOST * len(self._everyone):
-            return f"{len(asked):,} ranks, all but {self.text(others)}"
+            return tr("{count:,} ranks, all but {others}", count=len(asked), others=self.text(others))
         found: dict[str, list[int]] = {}
         for rank in asked:
             found.setdefault(self.host(rank), []).append(rank)
         unknown = found.pop("", [])
         whole = {host: here for host, here in found.items() if 1 < len(here) == self._members.get(host)}
-        parts = []
+        parts: list[Message] = []
         if whole:
             inside = sorted(rank for here in whole.values() for rank in here)
-            parts.append(f"{hosts_text(whole)}, all {len(inside):,} ranks{_numbers(inside)}")
+            every = tr("all {count:,} ranks", count=len(inside))
+            parts.append(tr("{hosts}, {part}", hosts=hosts_text(whole), part=_numbered(every, inside)))
         some = {host: here for host, here in found.items() if host not in whole}
         if len(some) <= SHOWN_NAMES:
-            parts += [f"{ranks_text(here)} on host {host}" for host, here in some.items()]
+            parts += [tr("{part} on host {host}", part=ranks_text(here), host=host) for host, here in some.items()]
         else:
             inside = sorted(rank for here in some.values() for rank in here)
-            parts.append(f"{len(inside):,} ranks{_numbers(inside)} on {hosts_text(some)}")
+            many = _numbered(tr("{count:,} ranks", count=len(inside)), inside)
+            parts.append(tr("{part} on {hosts}", part=many, hosts=hosts_text(some)))
         if unknown:
-            where = " on hosts that are not known" if len(unknown) > 1 else " on a host that is not known"
-            parts.append(f"{ranks_text(unknown)}{where if parts else ''}")
-        return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
+            lost = ranks_text(unknown)
+            if parts and len(unknown) > 1:
+                lost = tr("{part} on hosts that are not known", part=lost)
+            elif parts:
+                lost = tr("{part} on a host that is not known", part=lost)
+            parts.append(lost)
+        return parts[0] if len(parts) == 1 else joined(", and ", (joined(", ", parts[:-1]), parts[-1]))
 
 
-def _numbers(ranks: Sequence[int]) -> str:
-    """Their numbers in brackets, where these are few runs."""
-    text = ranks_text(ranks)
-    return f" ({text.split(' ', 1)[1]})" if text.count(",") < SHOWN_NAMES else ""
+def _numbered(text: Message, ranks: Sequence[int]) -> Message:
+    """With their numbers in brackets, where these are few runs."""
+    numbers = ranks_text(ranks)
+    if numbers.count(",") >= SHOWN_NAMES:
+        return text
+    return tr("{ranks} ({numbers})", ranks=text, numbers=numbers.split(" ", 1)[1])
 
 
 def duration(seconds: float) -> str:
@@ -328,12 +339,48 @@ class RankReport(BaseModel):
     @property
     def place(self) -> str:
         """Host and pid, as far as they are known."""
-        return ", ".join(([f"host {self.host}"] if self.host else []) + ([f"pid {self.pid}"] if self.pid else []))
+        parts: list[str] = [tr("host {host}", host=self.host)] if self.host else []
+        return say(joined(", ", [*parts, f"pid {self.pid}"] if self.pid else parts))
 
     @property
     def inside(self) -> bool:
         """Whether it waits in the operation; one that does not has left its last, which is the one it reports."""
         return self.state in ("running", "ready")
+
+
+class MembershipChange(BaseModel):
+    """What became of the job after a loss: it went on without ranks, or ranks came back.
+
+    `ranks`: global ranks that were lost, or are back; `participants`: how many take part from then on; `seconds`: what
+    it cost, from the beginning of the step that was struck to the beginning of the one without them, or, where ranks
+    came back, those in which the others stood. `step`: the first step with ranks that are back, None where not known.
+
+    >>> print(MembershipChange(kind="went on", ranks=(3,), participants=7, seconds=1.84))
+    went on without rank 3 after 1.8 s
+    >>> print(MembershipChange(kind="rejoined", ranks=(3,), participants=8, seconds=4.06, step=1204))
+    rank 3 rejoined at step 1,204, 4.1 s
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["went on", "rejoined"]
+    ranks: tuple[int, ...]
+    participants: int
+    seconds: float
+    step: int | None = None
+
+    @property
+    def text(self) -> Message:
+        """In words, which can be said in another language."""
+        ranks, time = ranks_text(self.ranks), f"{self.seconds:.1f} s"
+        if self.kind == "went on":
+            return tr("went on without {ranks} after {time}", ranks=ranks, time=time)
+        if self.step is None:
+            return tr("{ranks} rejoined, {time}", ranks=ranks, time=time)
+        return tr("{ranks} rejoined at step {step}, {time}", ranks=ranks, step=f"{self.step:,}", time=time)
+
+    def __str__(self) -> str:
+        return str(self.text)
 
 
 class Incident(BaseModel):
@@ -342,7 +389,8 @@ class Incident(BaseModel):
     `sides` is filled when ranks diverged: what was called, and by which ranks, the largest side first. `device` is the
     GPU's name where it is an emulated one, else None. `hosts` is filled in a job of more than 64 ranks: names, and
     those of their ranks whose own report does not say the host, such as "0-7,12". `decided_after`: seconds from the
-    revoke to the verdict, on the rank that decided; None where nothing was agreed. `str()` is for people, `to_json()`
+    revoke to the verdict, on the rank that decided; None where nothing was agreed. `afterwards`: what became of the
+    job, as far as it is known; a report is written before that, and again then. `str()` is for people, `to_json()`
     for programs. Raises pydantic.ValidationError, a ValueError, for fields that cannot be.
 
     >>> incident = Incident(
@@ -377,6 +425,7 @@ class Incident(BaseModel):
     device: Text | None = None
     hosts: tuple[tuple[Text, Text], ...] = ()
     decided_after: float | None = None
+    afterwards: tuple[MembershipChange, ...] = ()
 
     @field_validator("schema_version")
     @classmethod
@@ -450,44 +499,78 @@ def _ranks_of(text: str) -> Iterable[int]:
 
 
 def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
-    """Return the incident as several lines; control characters that came from other programs' messages are escaped.
+    """Return the incident as several lines, in the language of this process.
 
-    `evidence` is what other witnesses say, for the report.
+    Control characters that came from other programs' messages are escaped. `evidence` is what other witnesses say, for
+    the report.
     """
     blamed, placed = frozenset(incident.culprits), incident.placed()
     culprits = [report for report in incident.ranks if report.rank in blamed]
-    lines = [f"ncclguard incident {incident.id}: {incident.summary}"]
-    lines.append(f"  cause: {incident.cause}, {MEANING[incident.cause]}")
+    cause = told("cause: {cause}, {meaning}", cause=both(incident.cause), meaning=MEANING[incident.cause])
+    lines = [f"ncclguard incident {incident.id}: {read(incident.summary)}", f"  {cause}"]
     groups = alike(culprits) if placed.told else [[report] for report in culprits]
     if len(groups) > SHOWN_GROUPS:
         groups.sort(key=lambda group: not (group[0].stack or group[0].exception))
     for group in groups[:SHOWN_GROUPS]:
         lines += _culprit(group, placed)
     rest = [report for group in groups[SHOWN_GROUPS:] for report in group]
-    repeated = [report.rank for report in rest if SAME_STACK in (report.note or "")]
+    repeated = [report.rank for report in rest if _same_stack(report) is not None]
     if repeated:
-        lines.append(f"  and {placed.text(repeated)}, each at the same place as a rank above: see to_json()")
+        same = told("and {ranks}, each at the same place as a rank above: see to_json()", ranks=placed.text(repeated))
+        lines.append(f"  {same}")
     if len(rest) > len(repeated):
-        lines.append(f"  and {placed.text({report.rank for report in rest} - {*repeated})}: see to_json()")
+        others = placed.text({report.rank for report in rest} - {*repeated})
+        lines.append(f"  {told('and {ranks}: see to_json()', ranks=others)}")
     unreported = sorted(blamed - {report.rank for report in culprits})
     if unreported:
-        lines.append(f"  {placed.text(unreported)}: nothing more is known")
+        lines.append(f"  {told('{ranks}: nothing more is known', ranks=placed.text(unreported))}")
     lines += _sides(incident.sides, placed)
     lines += _waiting([report for report in incident.ranks if report.rank not in blamed], placed)
-    limit = "" if incident.timeout is None else f"limit {duration(incident.timeout)}, "
-    passed = "passed" if incident.deadline_expired else "not passed"
-    decided = "" if incident.decided_after is None else f"; decided {duration(incident.decided_after)} after the revoke"
-    lines.append(f"  time: {limit}deadline {passed}; tries: {incident.attempts}{decided}")
+    lines.append(f"  {told('time: {figures}', figures=_time(incident))}")
+    lines += [f"  {told('then: {change}', change=change.text)}" for change in incident.afterwards]
     if incident.torn:
-        lines.append("  the tensor is torn: it holds neither its input nor the result")
+        lines.append(f"  {told('the tensor is torn: it holds neither its input nor the result')}")
     if not incident.agreed:
-        lines.append("  this is the view of one rank: it could not agree with the others")
+        lines.append(f"  {told('this is the view of one rank: it could not agree with the others')}")
     if incident.device is not None:
-        lines.append(f"  device: {incident.device}")
+        lines.append(f"  {told('device: {device}', device=incident.device)}")
     lines += [f"  {_indented(line)}" for line in evidence]
-    lines.append(f"  what to do: {incident.advice}")
-    lines.append(f"  (operation {incident.op_id}, group {incident.group}, generation {incident.generation})")
+    lines.append(f"  {what_to_do(read(incident.advice))}")
+    about = told(
+        "operation {op_id}, group {group}, generation {generation}",
+        op_id=incident.op_id,
+        group=incident.group,
+        generation=incident.generation,
+    )
+    lines.append(f"  ({about})")
     return "\n".join(lines).translate(_CONTROL)
+
+
+def both(cause: Cause) -> str:
+    """The word for a cause and, in another language, the one that data and documents have."""
+    word = say(WORD[cause])
+    return word if word == cause.value else f"{word} ({cause})"
+
+
+def what_to_do(advice: str = "") -> str:
+    """The line of an incident's text that says what to do; without the advice, how that line begins."""
+    return told("what to do: {advice}", advice=advice)
+
+
+def _time(incident: Incident) -> Message:
+    passed = tr("deadline passed") if incident.deadline_expired else tr("deadline not passed")
+    if incident.timeout is not None:
+        passed = tr("limit {time}, {passed}", time=duration(incident.timeout), passed=passed)
+    parts = [passed, tr("tries: {count}", count=incident.attempts)]
+    if incident.decided_after is not None:
+        parts.append(tr("decided {time} after the revoke", time=duration(incident.decided_after)))
+    return joined("; ", parts)
+
+
+def _same_stack(report: RankReport) -> int | None:
+    """The rank whose stack a report's note says that this rank shares."""
+    _, same, first = (report.note or "").partition(SAME_STACK)
+    return int(first) if same and first.isdecimal() else None
 
 
 def alike(reports: Sequence[RankReport]) -> list[list[RankReport]]:
@@ -495,8 +578,8 @@ def alike(reports: Sequence[RankReport]) -> list[list[RankReport]]:
     stacks = {report.rank: report.stack for report in reports}
     found: dict[tuple[object, ...], list[RankReport]] = {}
     for report in reports:
-        _, same, first = (report.note or "").partition(SAME_STACK)
-        stack = stacks.get(int(first), ()) if same and first.isdecimal() else report.stack
+        same = _same_stack(report)
+        stack = report.stack if same is None else stacks.get(same, ())
         key = report.cause, report.state, report.exception, report.operation, report.call_site, stack
         found.setdefault(key, []).append(report)
     return list(found.values())
@@ -507,35 +590,52 @@ def _culprit(group: Sequence[RankReport], placed: Hosts) -> list[str]:
     report = group[0]
     cause = report.cause or Cause.UNKNOWN
     if len(group) > 1:
-        lines = [f"  {placed.text(each.rank for each in group)}: {cause}; the first, rank {report.rank}:"]
+        who = placed.text(each.rank for each in group)
+        head = told("{ranks}: {cause}; the first, rank {rank}:", ranks=who, cause=WORD[cause], rank=report.rank)
     else:
-        place = report.place or (f"host {placed.host(report.rank)}" if placed.host(report.rank) else "")
-        lines = [f"  rank {report.rank}{f' ({place})' if place else ''}: {cause}"]
+        host = placed.host(report.rank)
+        place = report.place or (told("host {host}", host=host) if host else "")
+        who = tr("rank {rank} ({place})", rank=report.rank, place=place) if place else ranks_text([report.rank])
+        head = told("{ranks}: {cause}", ranks=who, cause=WORD[cause])
+    lines = [f"  {head}"]
     if report.exception:
-        lines.append(f"    raised {_indented(report.exception)}")
+        lines.append(f"    {told('raised {exception}', exception=_indented(report.exception))}")
     if report.note:
-        lines.append(f"    {_indented(report.note)}")
+        lines.append(f"    {_indented(read(report.note))}")
     if report.operation:
-        line = f"    {'in' if report.inside else 'last was in'} {report.operation}"
-        line += f", called at {report.call_site}" if report.call_site else ""
-        lines.append(line + (f", for {duration(report.age)}" if report.inside and report.age is not None else ""))
+        line = tr("in {operation}", operation=report.operation)
+        line = line if report.inside else tr("last was in {operation}", operation=report.operation)
+        lines.append(f"    {said(_since(_called(line, report.call_site), report.age if report.inside else None))}")
     if report.stack:
         left_out = len(report.stack) - SHOWN_FRAMES
-        lines.append(
-            "    main thread, innermost last" + (f" ({left_out} outer frames left out):" if left_out > 0 else ":")
-        )
-        lines += [f"      {_indented(frame)}" for frame in report.stack[-SHOWN_FRAMES:]]
-        if report.threads:
-            lines.append(f"    and {len(report.threads)} other thread{'s' * (len(report.threads) > 1)}: see to_json()")
-    elif cause in (Cause.LATE, Cause.DIVERGED) and SAME_STACK not in (report.note or ""):
-        lines.append("    stack: unknown, the rank sent none")
+        stack = told("main thread, innermost last:")
+        if left_out > 0:
+            stack = told("main thread, innermost last ({count} outer frames left out):", count=left_out)
+        lines += [f"    {stack}", *(f"      {_indented(frame)}" for frame in report.stack[-SHOWN_FRAMES:])]
+        if len(report.threads) > 1:
+            lines.append(f"    {told('and {count} other threads: see to_json()', count=len(report.threads))}")
+        elif report.threads:
+            lines.append(f"    {told('and 1 other thread: see to_json()')}")
+    elif cause in (Cause.LATE, Cause.DIVERGED) and _same_stack(report) is None:
+        lines.append(f"    {told('stack: unknown, the rank sent none')}")
     return lines
 
 
+def _called(line: Message, call_site: str | None) -> Message:
+    return tr("{where}, called at {call_site}", where=line, call_site=call_site) if call_site else line
+
+
+def _since(line: Message, age: float | None) -> Message:
+    return line if age is None else tr("{where}, for {time}", where=line, time=duration(age))
+
+
 def _sides(sides: Sequence[tuple[str, tuple[int, ...]]], placed: Hosts) -> list[str]:
-    lines = [f"  {placed.text(ranks)} called {text}" for text, ranks in sides[:SHOWN_GROUPS]]
+    lines = [
+        f"  {told('{ranks} called {operation}', ranks=placed.text(ranks), operation=text)}"
+        for text, ranks in sides[:SHOWN_GROUPS]
+    ]
     if len(sides) > SHOWN_GROUPS:
-        lines.append(f"  and {len(sides) - SHOWN_GROUPS} further calls: see to_json()")
+        lines.append(f"  {told('and {count} further calls: see to_json()', count=len(sides) - SHOWN_GROUPS)}")
     return lines
 
 
@@ -544,20 +644,29 @@ def _waiting(reports: Sequence[RankReport], placed: Hosts) -> list[str]:
     places: dict[tuple[str, str], list[RankReport]] = {}
     for report in reports:
         if report.inside:
-            place = (report.operation or "the operation", report.call_site or "")
-            places.setdefault(place, []).append(report)
+            places.setdefault((report.operation or "", report.call_site or ""), []).append(report)
     lines = []
     for (operation, call_site), group in sorted(places.items(), key=lambda item: -len(item[1]))[:SHOWN_GROUPS]:
         ages = [report.age for report in group if report.age is not None]
-        since = f" for {'up to ' if len(group) > 1 else ''}{duration(max(ages))}" if ages else ""
-        where = f", called at {call_site}" if call_site else ""
+        waiting = tr("waiting")
+        if ages:
+            longest = duration(max(ages))
+            several = len(group) > 1
+            waiting = (
+                tr("waiting for up to {time}", time=longest) if several else tr("waiting for {time}", time=longest)
+            )
+        where = _called(tr("in {operation}", operation=operation or tr("the operation")), call_site)
         who = placed.text(report.rank for report in group)
-        lines.append(f"  waiting{since}: {who}{',' * placed.told} in {operation}{where}")
+        line = tr("{waiting}: {ranks} {where}", waiting=waiting, ranks=who, where=where)
+        if placed.told:
+            line = tr("{waiting}: {ranks}, {where}", waiting=waiting, ranks=who, where=where)
+        lines.append(f"  {said(line)}")
     if len(places) > SHOWN_GROUPS:
-        lines.append(f"  and ranks waiting in {len(places) - SHOWN_GROUPS} further places: see to_json()")
+        more = told("and ranks waiting in {count} further places: see to_json()", count=len(places) - SHOWN_GROUPS)
+        lines.append(f"  {more}")
     silent = [report.rank for report in reports if report.state == "silent"]
     if silent:
-        lines.append(f"  no answer from {placed.text(silent)}")
+        lines.append(f"  {told('no answer from {ranks}', ranks=placed.text(silent))}")
     return lines
 
 

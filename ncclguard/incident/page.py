@@ -17,9 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from ncclguard.cause import MEANING, Cause
+from ncclguard import language
+from ncclguard.cause import MEANING, WORD, Cause
 from ncclguard.incident.model import FEW_RANKS, Hosts, Incident, RankReport, alike, duration, ranks_text
 from ncclguard.incident.timeline import Bar, Document, Key, Lane, Timeline
+from ncclguard.language import Message, joined, read, said, say, told, tr
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -49,7 +51,9 @@ def _environment() -> Environment:
         import jinja2
     except ImportError as error:
         raise PageError(
-            "an HTML page needs Jinja2, which is not installed here: pip install jinja2; text and JSON need nothing more"
+            told(
+                "an HTML page needs Jinja2, which is not installed here: pip install jinja2; text and JSON need nothing more"
+            )
         ) from error
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -58,8 +62,13 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         auto_reload=False,
+        finalize=said,
     )
-    environment.filters["prose"] = lambda text: _markup(prose(text))
+    environment.globals.update(tr=tr, told=told, language=language.current)
+    environment.filters["prose"] = lambda text: _markup(prose(say(text)))
+    environment.filters["read"] = read
+    environment.filters["say"] = say
+    environment.filters["sentence"] = lambda message: message.capitalised()
     environment.filters["percent"] = lambda part: f"{100 * part:.2f}%"
     return environment
 
@@ -100,12 +109,12 @@ _TOO_FAR: Final = 0.8
 
 #: What a rank did in the operation, for people.
 STATES: Final = {
-    "none": "not in it",
-    "running": "waiting",
-    "ready": "data complete",
-    "done": "completed it",
-    "silent": "no answer",
-    "departed": "gone",
+    "none": tr("not in it"),
+    "running": tr("waiting"),
+    "ready": tr("data complete"),
+    "done": tr("completed it"),
+    "silent": tr("no answer"),
+    "departed": tr("gone"),
 }
 
 
@@ -125,7 +134,11 @@ def render_html(document: Document) -> str:
         "incident.html.j2",
         document=document,
         incident=incident,
-        named=f"{placed.text(blamed) if blamed else 'nobody is named'}: {incident.cause}",
+        named=tr(
+            "{ranks}: {cause}",
+            ranks=placed.text(blamed) if blamed else tr("nobody is named"),
+            cause=WORD[incident.cause],
+        ),
         tags=_tags(document),
         culprits=[(_heading(group, placed), group[0]) for group in groups[:CARDS]],
         further=[report.rank for group in groups[CARDS:] for report in group],
@@ -136,45 +149,47 @@ def render_html(document: Document) -> str:
         rows=rows,
         open_table=OPEN_TABLE,
         meaning=MEANING,
+        word=WORD,
         unknown=Cause.UNKNOWN,
         ranks_text=placed.text,
         duration=duration,
     )
 
 
-def _heading(group: Sequence[RankReport], placed: Hosts) -> str:
+def _heading(group: Sequence[RankReport], placed: Hosts) -> Message:
     """Who a card is about, and where they are; of several the first is shown."""
     if len(group) > 1:
-        return f"{placed.text(report.rank for report in group)}; the first, rank {group[0].rank}"
-    return f"rank {group[0].rank}" if group[0].host else placed.text([group[0].rank])
+        who = placed.text(report.rank for report in group)
+        return tr("{ranks}; the first, rank {rank}", ranks=who, rank=group[0].rank)
+    return ranks_text([group[0].rank]) if group[0].host else placed.text([group[0].rank])
 
 
-def _tags(document: Document) -> list[str]:
+def _tags(document: Document) -> list[Message]:
     incident = document.incident
     gone = {report.rank for report in incident.ranks} - set(incident.participants)
-    count = f"{len(incident.participants)} ranks of {document.world_size}"
-    tags = [f"goes on with {count}" if gone else count]
+    count = tr("{count} ranks of {size}", count=len(incident.participants), size=document.world_size)
+    tags = [tr("goes on with {ranks}", ranks=count) if gone else count]
     if incident.timeout is not None:
-        passed = "passed" if incident.deadline_expired else "not passed"
-        tags.append(f"limit {duration(incident.timeout)}, {passed}")
-    tags.append(f"tries: {incident.attempts}")
+        passed = tr("passed") if incident.deadline_expired else tr("not passed")
+        tags.append(tr("limit {time}, {passed}", time=duration(incident.timeout), passed=passed))
+    tags.append(tr("tries: {count}", count=incident.attempts))
     if incident.decided_after is not None:
-        tags.append(f"decided {duration(incident.decided_after)} after the revoke")
+        tags.append(tr("decided {time} after the revoke", time=duration(incident.decided_after)))
     if not incident.agreed:
-        tags.append("the view of one rank: it could not agree with the others")
+        tags.append(tr("the view of one rank: it could not agree with the others"))
     if incident.torn:
-        tags.append("the tensor is torn: it holds neither its input nor the result")
+        tags.append(tr("the tensor is torn: it holds neither its input nor the result"))
     return tags
 
 
 #: Of the table of ranks, and whether each is text; in a job of many ranks those in one place share a row.
 _EACH: Final = (
-    ("rank", False), ("cause", True), ("state", True), ("operation", True), ("for", False), ("called at", True),
-    ("host", True), ("pid", False), ("more", True),
+    (tr("rank"), False), (tr("cause"), True), (tr("state"), True), (tr("operation"), True),
+    (tr("for", "seconds"), False), (tr("called at"), True), (tr("host"), True), (tr("pid"), False), (tr("more"), True),
 )  # fmt: skip
 _TOGETHER: Final = (
-    ("ranks", False), ("who", True), ("cause", True), ("state", True), ("operation", True), ("for", False),
-    ("called at", True), ("more, of the first", True),
+    (tr("ranks"), False), (tr("who"), True), (tr("cause"), True), (tr("state"), True), (tr("operation"), True),
+    (tr("for", "seconds"), False), (tr("called at"), True), (tr("more, of the first"), True),
 )  # fmt: skip
 _Cells = tuple[bool, tuple[Any, ...]]
 
@@ -193,7 +208,7 @@ def _table(incident: Incident, placed: Hosts) -> tuple[tuple[tuple[str, bool], .
     rest = [report.rank for _, group in ordered[ROWS:] for report in group]
     if rest:
         rows.append(
-            (False, (f"{len(rest):,}", placed.text(rest), "", "in further places: see the JSON", "", "", "", ""))
+            (False, (f"{len(rest):,}", placed.text(rest), "", tr("in further places: see the JSON"), "", "", "", ""))
         )
     return _TOGETHER, rows
 
@@ -206,12 +221,16 @@ def _together(group: Sequence[RankReport], placed: Hosts) -> tuple[Any, ...]:
     return (
         f"{len(group):,}",
         placed.text(report.rank for report in group),
-        first.cause or "",
+        "" if first.cause is None else WORD[first.cause],
         STATES[first.state],
         first.operation or "",
-        "" if not ages else f"{most:.3g} s" if f"{least:.3g}" == f"{most:.3g}" else f"{least:.3g} to {most:.3g} s",
+        ""
+        if not ages
+        else f"{most:.3g} s"
+        if f"{least:.3g}" == f"{most:.3g}"
+        else tr("{least:.3g} to {most:.3g} s", least=least, most=most),
         first.call_site or "",
-        more.exception or more.note or "",
+        more.exception or read(more.note or ""),
     )
 
 
@@ -219,14 +238,14 @@ def _cells(report: RankReport) -> tuple[Any, ...]:
     """A row of one rank."""
     return (
         report.rank,
-        report.cause or "",
+        "" if report.cause is None else WORD[report.cause],
         STATES[report.state],
         report.operation or "",
         "" if report.age is None else f"{report.age:.3g} s",
         report.call_site or "",
         report.host,
         report.pid or "",
-        report.exception or report.note or "",
+        report.exception or read(report.note or ""),
     )
 
 
@@ -238,10 +257,25 @@ def _operations(timeline: Timeline, many: bool) -> list[_Cells]:
     rows: list[_Cells] = []
     spans = sorted(_spans(timeline.lanes).items(), key=lambda entry: entry[1].first.start)
     for (group, sequence), span in spans[-ROWS:] if many else spans:
-        took = "not complete" if span.end is None else f"{span.end - span.first.start:.3g} s"
-        after = f"{span.last.start - span.first.start:.3g} s"
-        behind = f"rank {span.last_rank}, {after} after rank {span.first_rank}" if span.count > 1 else ""
-        rows.append((False, (f"{span.first.start:.3f} s", span.first.text, f"{group}/{sequence}", took, behind)))
+        took = tr("not complete") if span.end is None else f"{span.end - span.first.start:.3g} s"
+        behind = tr(
+            "rank {last}, {seconds:.3g} s after rank {first}",
+            last=span.last_rank,
+            seconds=span.last.start - span.first.start,
+            first=span.first_rank,
+        )
+        rows.append(
+            (
+                False,
+                (
+                    f"{span.first.start:.3f} s",
+                    span.first.text,
+                    f"{group}/{sequence}",
+                    took,
+                    behind if span.count > 1 else "",
+                ),
+            )
+        )
     return rows
 
 
@@ -380,12 +414,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """All rows, culprits first, with their axis, what happened at its zero, and how the ranks' clocks were aligned."""
+    """All rows, culprits first, with their axis, what happened at its zero, and how the ranks' clocks were aligned.
+
+    `then`: what became of the job after the end of the axis.
+    """
 
     rows: Sequence[Row]
     scale: Scale
-    divergence: str
-    clocks: str
+    divergence: Message
+    clocks: Message
+    then: Message
 
     @property
     def kinds(self) -> set[str]:
@@ -412,8 +450,9 @@ def lay_out(incident: Incident, timeline: Timeline) -> Chart:
         rest = [rank for ranks in places[PLACES:] for rank in ranks]
         rows += [layout.together(rest)] if rest else []
     parted = incident.cause not in (Cause.NETWORK, Cause.UNKNOWN)
-    what = "here the ranks part" if parted else "the operation that failed"
-    return Chart(rows, layout.scale, what, _clocks(timeline))
+    what = tr("here the ranks part") if parted else tr("the operation that failed")
+    then = joined("; ", (change.text for change in incident.afterwards))
+    return Chart(rows, layout.scale, what, _clocks(timeline), then)
 
 
 class _Layout:
@@ -440,7 +479,7 @@ class _Layout:
         said, place = self._said(report, lane) if bad or lane is None else ("", 0.0)
         about = ""
         if report is not None:
-            about = str(report.cause) if bad and report.cause is not None else STATES[report.state]
+            about = say(WORD[report.cause] if bad and report.cause is not None else STATES[report.state])
             about += f" · {report.host}" if report.host else ""
         return Row(str(rank), about, bad, bars, said, place)
 
@@ -450,19 +489,23 @@ class _Layout:
         latest = sorted(spans.values(), key=lambda span: span.first.start)[-ROWS:]
         report = self._reports.get(ranks[0])
         return Row(
-            name=f"{len(ranks)} ranks",
-            about=STATES[report.state] if report is not None else "unknown",
+            name=told("{count} ranks", count=len(ranks)),
+            about=say(STATES[report.state] if report is not None else tr("unknown", "state")),
             bad=not self._blamed.isdisjoint(ranks),
             bars=[self._bar(span.whole()) for span in latest],
-            said="" if spans else f"no answer: {self._placed.text(ranks)}",
+            said="" if spans else told("no answer: {ranks}", ranks=self._placed.text(ranks)),
             said_at=self.scale.diverged,
-            members=self._placed.text(ranks),
+            members=say(self._placed.text(ranks)),
         )
 
     def _bar(self, bar: Bar) -> Drawn:
         kind = "open" if bar.end is None else "failed" if not bar.ok else "ok"
-        took = "still in it" if bar.end is None else f"{'ok' if bar.ok else 'failed'}, {duration(bar.end - bar.start)}"
-        title = f"{bar.text}\n{bar.group}/{bar.sequence}\nfrom {bar.start:+.6g} s: {took}"
+        took = tr("still in it")
+        if bar.end is not None:
+            time = duration(bar.end - bar.start)
+            took = tr("ok, {time}", time=time) if bar.ok else tr("failed, {time}", time=time)
+        since = told("from {seconds:+.6g} s: {took}", seconds=bar.start, took=took)
+        title = f"{bar.text}\n{bar.group}/{bar.sequence}\n{since}"
         return self._drawn(kind, bar, title, self._groups.get(bar.group, "") if kind == "ok" else "")
 
     def _drawn(self, kind: str, bar: Bar, title: str, colour: str = "") -> Drawn:
@@ -474,7 +517,8 @@ class _Layout:
         """A rank that says nothing entered what the other ranks completed with it: when, is not known."""
         drawn = []
         for whole in self._common:
-            title = f"{whole.text}\n{whole.group}/{whole.sequence}\nthe others completed it, so this rank was in it"
+            why = told("the others completed it, so this rank was in it")
+            title = f"{whole.text}\n{whole.group}/{whole.sequence}\n{why}"
             drawn.append(self._drawn("guess", whole, title))
         return drawn
 
@@ -490,15 +534,18 @@ class _Layout:
     def _said(self, report: RankReport | None, lane: Lane | None) -> tuple[str, float]:
         """What kept this rank, and the place where its bars end; nothing where it is in the operation itself."""
         if report is None:
-            return "nothing is known", self.scale.diverged
+            return told("nothing is known"), self.scale.diverged
         bars = lane.bars if lane is not None else ()
         if any(bar.end is None for bar in bars):
             return "", 0.0
         cause = str(report.cause or report.state)
         text = report.exception or report.note or (report.stack[-1] if report.stack else report.state)
+        text = text.removesuffix(f": {cause}")
+        text = read(text) if report.note and not report.exception else text
+        word = WORD[report.cause] if report.cause is not None else STATES[report.state]
         ends = [self.scale.place(bar.end) for bar in bars if bar.end is not None]
         place = max([self.scale.diverged, *(end for end in ends if end < _TOO_FAR)])
-        return f"{cause}: {text.removesuffix(f': {cause}')}", place
+        return told("{cause}: {text}", cause=word, text=text), place
 
 
 def _by_place(ranks: Iterable[int], reports: Mapping[int, RankReport]) -> list[list[int]]:
@@ -511,15 +558,19 @@ def _by_place(ranks: Iterable[int], reports: Mapping[int, RankReport]) -> list[l
     return sorted(found.values(), key=lambda group: (-len(group), group))
 
 
-def _clocks(timeline: Timeline) -> str:
+def _clocks(timeline: Timeline) -> Message:
     """How the lanes were laid over each other, and how exact that is."""
     loose = [lane.rank for lane in timeline.lanes if lane.clock == "answer"]
     spreads = [lane.spread for lane in timeline.lanes if lane.spread is not None]
-    text = (
+    how = tr(
         "Seconds from the moment the first rank entered the operation that failed; the scale changes there. Each rank's "
         "moments are by its own monotonic clock, laid over each other by the operations that they completed together"
     )
-    text += f" (these fit within {1e3 * max(spreads):.3g} ms)." if spreads else "."
+    if spreads:
+        text = tr("{how} (these fit within {ms:.3g} ms).", how=how, ms=1e3 * max(spreads))
+    else:
+        text = tr("{how}.", how=how)
     if loose and len(timeline.lanes) > 1:
-        text += f" {ranks_text(loose).capitalize()} had none in common and may be off by half a second."
+        ranks = ranks_text(loose).capitalised()
+        text = tr("{clocks} {ranks} had none in common and may be off by half a second.", clocks=text, ranks=ranks)
     return text

@@ -12,21 +12,24 @@ import datetime
 import io
 import logging
 import os
+import re
 import socket
 import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TextIO
 
 from ncclguard import __version__
+from ncclguard.cause import Cause
 from ncclguard.command_line import described
 from ncclguard.incident import timeline
-from ncclguard.incident.model import Incident, as_text
+from ncclguard.incident.model import Incident, MembershipChange, as_text, what_to_do
 from ncclguard.incident.page import PageError, render_html
 from ncclguard.incident.timeline import Document, RasQuote
+from ncclguard.language import speaking_to
 
 log = logging.getLogger("ncclguard")
 
@@ -37,7 +40,7 @@ _INDENTED: Final = 64
 
 
 class Witness(Protocol):
-    """Who is asked beside the ranks when an incident begins; `ncclguard.engine.witness.Witness` asks NCCL's RAS."""
+    """Who is asked beside the ranks when an incident begins; `ncclguard.environment.ras.Witness` asks NCCL's RAS."""
 
     @property
     def patience(self) -> float:
@@ -66,11 +69,12 @@ class Writer:
         self._rank = rank
         self._world_size = world_size
         self._witness = witness
-        self._waiting: deque[tuple[Incident, str, Mapping[int, Any]]] = deque()
+        self._waiting: deque[tuple[Incident, str, Mapping[int, Any] | None]] = deque()
         self._condition = threading.Condition()
         self._busy = False
         self._submitted = 0
         self._seen: set[str] = set()
+        self._written: dict[str, Document] = {}
 
     def expect(self) -> None:
         """An incident begins that this rank may have to report: ask RAS before anything is ended because of it."""
@@ -92,6 +96,22 @@ class Writer:
                     log.warning("ncclguard: this is incident %d of this process; no more are reported", AT_MOST + 1)
                 return
             self._waiting.append((incident, job, histories))
+        self._begin()
+
+    def complete(self, incident: Incident, job: str) -> None:
+        """Write a report once more, with the `afterwards` that this incident has now, and return at once.
+
+        The report of another rank, which is gone, is read from the folder; where that does not have it, it is made
+        without a timeline. Raises nothing.
+        """
+        with self._condition:
+            if self._folder is None or self._submitted > AT_MOST:
+                return
+            self._waiting.append((incident, job, None))
+        self._begin()
+
+    def _begin(self) -> None:
+        with self._condition:
             if self._busy:
                 return
             self._busy = True
@@ -114,7 +134,10 @@ class Writer:
                     return
                 incident, job, histories = self._waiting.popleft()
             try:
-                self._report(incident, job, histories)
+                if histories is None:
+                    self._complete(incident, job)
+                else:
+                    self._report(incident, job, histories)
             except Exception:
                 log.exception("ncclguard: the report of incident %s could not be made; the job goes on", incident.id)
 
@@ -140,6 +163,20 @@ class Writer:
             log.warning("ncclguard: to incident %s: %s", incident.id, "\n".join(said.evidence))
         if document is not None:
             self._write_files(document.model_copy(update={"ras": said}), again=True)
+
+    def _complete(self, incident: Incident, job: str) -> None:
+        document = self._written.get(incident.id) or self._found(incident) or self._document(incident, job, {}, None)
+        told = document.incident.model_copy(update={"afterwards": incident.afterwards})
+        self._write_files(document.model_copy(update={"incident": told}), again=True)
+
+    def _found(self, incident: Incident) -> Document | None:
+        """What another rank has written of this incident, if this one can read it."""
+        for folder in self._folders():
+            with contextlib.suppress(OSError, ValueError):  # not there, not of this version, or not a report
+                found = Document.model_validate_json((folder / f"incident-{incident.id}.json").read_text("utf-8"))
+                if found.incident.id == incident.id:
+                    return found
+        return None
 
     def _document(self, incident: Incident, job: str, histories: Mapping[int, Any], said: RasQuote | None) -> Document:
         import torch  # not above: `ncclguard report` starts without it
@@ -171,6 +208,7 @@ class Writer:
             except OSError as error:
                 log.warning("ncclguard: the report of incident %s cannot be written: %s", document.incident.id, error)
                 continue
+            self._written[document.incident.id] = document
             if not again:
                 log.warning(
                     "ncclguard: the report of incident %s is %s", document.incident.id, folder / list(texts)[-1]
@@ -184,6 +222,95 @@ class Writer:
         with contextlib.suppress(OSError):  # no usable folder for temporary files at all
             return [chosen, Path(tempfile.gettempdir(), f"ncclguard-incidents-{os.getuid()}")]
         return [chosen]
+
+
+class Sequels:
+    """What became of the job after each incident of lost ranks, and which rank has the incident's report say so.
+
+    Every rank keeps the same record of what all have agreed on. A report is completed by the rank that wrote it, or,
+    where that is gone, by the lowest rank that has been there since; it writes all that is known, also what the other
+    one may not have come to. So at most one living rank writes a report. A rank that came back knows nothing of earlier
+    losses, and completes none.
+    """
+
+    def __init__(self, rank: int, complete: Callable[[Incident, str], None]) -> None:
+        self._rank = rank
+        self._complete = complete
+        self._lock = threading.Lock()
+        self._cases: deque[_Case] = deque(maxlen=AT_MOST)
+        self._changes: deque[tuple[MembershipChange, dict[int, int], frozenset[int]]] = deque(maxlen=AT_MOST)
+        self._returns: dict[int, int] = {}  # how often a rank has come back, so that its second loss is another
+
+    def found(self, incident: Incident, writer: int, session: str) -> None:
+        """An agreed incident of this session, which `writer` reports; by the monitor, maybe late."""
+        gone = {report.rank for report in incident.ranks if report.state == "departed"}
+        lost = [
+            rank
+            for rank in incident.culprits
+            if incident.cause in (Cause.LOST, Cause.EXITED) or rank in gone or rank not in incident.participants
+        ]
+        with self._lock:
+            case = _Case(incident, writer, session, self._lives(lost))
+            self._cases.append(case)
+            for change, lives, participants in self._changes:
+                if case.concerned(change, lives):
+                    self._tell(case, change, participants)
+
+    def changed(self, change: MembershipChange, participants: Collection[int]) -> None:
+        """All ranks that take part now, global ranks, have agreed on this."""
+        with self._lock:
+            lives = self._lives(change.ranks)
+            self._changes.append((change, lives, frozenset(participants)))
+            for case in self._cases:
+                if case.concerned(change, lives):
+                    self._tell(case, change, frozenset(participants))
+                elif case.changes:
+                    self._hand_over(case, change, frozenset(participants))
+            if change.kind == "rejoined":
+                self._returns |= {rank: life + 1 for rank, life in lives.items()}
+
+    def _lives(self, ranks: Collection[int]) -> dict[int, int]:
+        return {rank: self._returns.get(rank, 0) for rank in ranks}
+
+    def _tell(self, case: _Case, change: MembershipChange, participants: frozenset[int]) -> None:
+        case.changes.append(change)
+        case.narrow(change, participants)
+        if case.completed_by == self._rank:
+            self._complete(case.incident.model_copy(update={"afterwards": tuple(case.changes)}), case.session)
+
+    def _hand_over(self, case: _Case, change: MembershipChange, participants: frozenset[int]) -> None:
+        """The rank that should have told of an earlier change may be gone, and may not have come to it."""
+        before = case.completed_by
+        case.narrow(change, participants)
+        if case.completed_by == self._rank != before:
+            self._complete(case.incident.model_copy(update={"afterwards": tuple(case.changes)}), case.session)
+
+
+class _Case:
+    """One incident; `lives`: its ranks that are gone, and how often each had come back before."""
+
+    def __init__(self, incident: Incident, writer: int, session: str, lives: Mapping[int, int]) -> None:
+        self.incident = incident
+        self.session = session
+        self.changes: list[MembershipChange] = []
+        self._writer = writer
+        self._lives = lives
+        self._since: frozenset[int] | None = None  # ranks that have been there ever since
+
+    @property
+    def completed_by(self) -> int:
+        """The rank that has the report say what came next."""
+        since = self._since or frozenset()
+        return self._writer if self._writer in since else min(since, default=-1)
+
+    def concerned(self, change: MembershipChange, lives: Mapping[int, int]) -> bool:
+        """Whether the change is about a rank of this incident, and about the same life of it."""
+        return any(self._lives.get(rank) == life for rank, life in lives.items())
+
+    def narrow(self, change: MembershipChange, participants: frozenset[int]) -> None:
+        """Ranks that are not there any more, or are back, have not been there ever since."""
+        since = participants if self._since is None else self._since & participants
+        self._since = since - set(change.ranks)
 
 
 def write_all(folder: Path, texts: Mapping[str, str]) -> None:
@@ -221,13 +348,14 @@ def show(incident: Incident, stream: TextIO | None = None, evidence: Sequence[st
     stream = sys.stderr if stream is None else stream
     if stream is None:  # pythonw, or a daemon that closed it
         return
-    try:
-        text = _framed(incident, stream, evidence)
-        text.encode(getattr(stream, "encoding", None) or "utf-8")
-    except (ImportError, UnicodeError, LookupError):
-        encoding = getattr(stream, "encoding", None) or "ascii"
-        with contextlib.suppress(LookupError):
-            text = f"{as_text(incident, evidence)}\n".encode(encoding, "backslashreplace").decode(encoding)
+    with speaking_to(stream):
+        try:
+            text = _framed(incident, stream, evidence)
+            text.encode(getattr(stream, "encoding", None) or "utf-8")
+        except (ImportError, UnicodeError, LookupError):
+            encoding = getattr(stream, "encoding", None) or "ascii"
+            with contextlib.suppress(LookupError):
+                text = f"{as_text(incident, evidence)}\n".encode(encoding, "backslashreplace").decode(encoding)
     stream.write(text)
     stream.flush()
 
@@ -243,13 +371,48 @@ def _framed(incident: Incident, stream: TextIO, evidence: Sequence[str]) -> str:
     console = Console(file=made, width=width, force_terminal=terminal, legacy_windows=False)
     first, _, rest = as_text(incident, evidence).partition("\n")
     identifier, _, summary = first.partition(": ")
-    body = Text(summary + "\n", style="bold", overflow="fold")
+    inside = width - 4  # beside the frame and a space on each side
+    body = Text(f"{folded(summary, inside)}\n", style="bold", overflow="fold")
     for line in rest.splitlines():
-        style = "green" if line.startswith("  what to do:") else "dim" if line.startswith("  (") else ""
-        body.append(line.removeprefix("  ") + "\n", style=style or "not bold")
+        style = "green" if line.startswith(f"  {what_to_do()}") else "dim" if line.startswith("  (") else ""
+        body.append(f"{folded(line.removeprefix('  '), inside)}\n", style=style or "not bold")
     body.rstrip()
     console.print(Panel(body, title=identifier, title_align="left", border_style="red", width=width))
     return made.getvalue()
+
+
+#: What a line does not begin with, and not end with.
+_NOT_FIRST: Final = "，。：；、）」』！？”"
+_NOT_LAST: Final = "（「『“"
+_PIECES: Final = re.compile(r"\s+|[^\s\u2e80-\u9fff\uff00-\uffef]+|.", re.DOTALL)
+
+
+def folded(line: str, width: int) -> str:
+    """A line cut for so many columns, also between wide characters; rich cuts only at spaces, which Chinese has few of.
+
+    A line that has no wide characters is left to rich.
+
+    >>> folded("看它的调用栈。", 10)
+    '看它的调用\\n栈。'
+    """
+    from rich.cells import cell_len
+
+    if cell_len(line) <= width or cell_len(line) == len(line):
+        return line
+    rows: list[str] = []
+    row: list[str] = []
+    for piece in _PIECES.findall(line):
+        if cell_len("".join(row)) + cell_len(piece) > width and "".join(row).strip():
+            carried: list[str] = []
+            while len(row) > 1 and (carried or [piece])[0] in _NOT_FIRST:
+                carried.insert(0, row.pop())
+            while len(row) > 1 and row[-1] in _NOT_LAST:
+                carried.insert(0, row.pop())
+            rows.append("".join(row).rstrip())
+            row = carried
+        if row or not rows or not piece.isspace():
+            row.append(piece)
+    return "\n".join([*rows, "".join(row)])
 
 
 # --------------------------------------------------------------------------------------------------------- the command

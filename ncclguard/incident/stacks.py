@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import IO, Final
 
+from ncclguard.language import tr
+
 SOURCE_LENGTH: Final = 160
 EXCEPTION_LENGTH: Final = 400
 
@@ -209,13 +211,13 @@ LOOK_EVERY: Final = 0.01
 PYSPY_WITHIN: Final = 3.0
 _FILE: Final = "ncclguard-stacks"
 _STATES: Final = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "in a system call that cannot be interrupted",
-    "T": "stopped by a signal",
-    "t": "stopped by a debugger",
-    "Z": "ended, not yet collected by its parent",
-    "I": "idle",
+    "R": tr("running"),
+    "S": tr("sleeping"),
+    "D": tr("in a system call that cannot be interrupted"),
+    "T": tr("stopped by a signal"),
+    "t": tr("stopped by a debugger"),
+    "Z": tr("ended, not yet collected by its parent"),
+    "I": tr("idle"),
 }
 
 
@@ -271,24 +273,29 @@ def fetch(pid: int, given: Offer | None) -> Fetched:
     """Get the stacks of a process of this host, by its pid; takes up to some seconds, so in a thread of its own."""
     fields = _status(pid)
     letter = fields.get("State", "?")[:1]
-    where = f"process {pid} is {_STATES.get(letter, 'in an unknown state')} (state {letter}{_wchan(pid)})"
+    state = _STATES.get(letter, tr("in an unknown state"))
+    where = tr(
+        "process {pid} is {state} (state {letter}{place})", pid=pid, state=state, letter=letter, place=_wchan(pid)
+    )
     if letter in "ZX?":
         return Fetched(note=where)
     if letter in "Tt":
-        why = "a stopped process cannot write its stacks"
+        why = tr("a stopped process cannot write its stacks")
     elif given is None:
-        why = "it offers no stacks (stack_signal)"
+        why = tr("it offers no stacks (stack_signal)")
     elif not int(fields.get("SigCgt", "0"), 16) >> (given.signal - 1) & 1:
-        why = f"it does not handle signal {given.signal} any more"
+        why = tr("it does not handle signal {signal} any more", signal=given.signal)
     else:
         text = _have_written(pid, given)
         stack, threads = parse(text, given.main)
         if stack:
-            return Fetched(stack, threads, f"{where}; its stacks were written by a signal handler, without the GIL")
-        why = "it did not write the stack of its main thread when it was sent the signal"
+            return Fetched(
+                stack, threads, tr("{where}; its stacks were written by a signal handler, without the GIL", where=where)
+            )
+        why = tr("it did not write the stack of its main thread when it was sent the signal")
     spied = _spy(pid)
     if spied.stack:
-        return Fetched(spied.stack, spied.threads, f"{where}; {why}: read by py-spy")
+        return Fetched(spied.stack, spied.threads, tr("{where}; {why}: read by py-spy", where=where, why=why))
     return Fetched(note=f"{where}; {why}; {spied.note}")
 
 
@@ -394,16 +401,16 @@ def _send(pid: int, thread: int, number: int) -> None:
 def _spy(pid: int) -> Fetched:
     program = shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
     if program is None:
-        return Fetched(note=f"install py-spy to see its stack, or run `gdb -p {pid}`")
+        return Fetched(note=tr("install py-spy to see its stack, or run `gdb -p {pid}`", pid=pid))
     command = [program, "dump", "--pid", str(pid), "--nonblocking", "--full-filenames"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PYSPY_WITHIN, check=False)
     except (OSError, subprocess.SubprocessError) as error:
-        return Fetched(note=f"py-spy failed: {type(error).__name__}")
+        return Fetched(note=tr("py-spy failed: {error}", error=type(error).__name__))
     stack, threads = parse_spied(done.stdout)
     if not stack:
         said = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return Fetched(note=f"py-spy could not read it: {said[:160]}")
+        return Fetched(note=tr("py-spy could not read it: {said}", said=said[:160]))
     return Fetched(stack, threads)
 
 

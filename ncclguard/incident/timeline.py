@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from ncclguard.incident.model import Incident, Text, encodable
+from ncclguard.language import Message, read, received, say, tr
 
 #: Operations kept for each group, and those of all groups together that a report carries.
 KEPT: Final = 20
@@ -257,25 +258,29 @@ class RasQuote(BaseModel):
     @property
     def evidence(self) -> tuple[str, ...]:
         """The answer as lines of text; nothing where there is no answer."""
-        return () if self.reason is not None else (self.heading, *(f"  {line}" for line in self.statements))
+        if self.reason is not None:
+            return ()
+        return (say(self.heading), *(f"  {read(line)}" for line in self.statements))
 
     @property
-    def heading(self) -> str:
+    def heading(self) -> Message:
         """Who was asked, and what it came to."""
         if self.reason is not None:
-            return f"NCCL's RAS is no witness here: {self.reason}"
-        who = f"NCCL's RAS ({self.address}, NCCL {self.nccl})"
+            return tr("NCCL's RAS is no witness here: {reason}", reason=received(self.reason))
+        who = tr("NCCL's RAS ({address}, NCCL {version})", address=self.address, version=self.nccl)
         found = len(self.communicators) + len(self.lines) + self.more
         if self.count is None:
-            lists = "its errors and warnings" if found else "no errors and no warnings"
-            return f"{who}: {lists}, of this job or of another on this host, which it does not tell"
-        return f"{who}: {found} of {self.count} communicators not in order"
+            lists = tr("its errors and warnings") if found else tr("no errors and no warnings")
+            return tr(
+                "{who}: {lists}, of this job or of another on this host, which it does not tell", who=who, lists=lists
+            )
+        return tr("{who}: {found} of {count} communicators not in order", who=who, found=found, count=self.count)
 
     @property
     def statements(self) -> tuple[str, ...]:
         """One line for each communicator that is not in order."""
         told = [f"{one.hash}, {one.members}: {'; '.join(one.troubles)}" for one in self.communicators]
-        rest = [f"and {self.more} more: ncclguard explain --ras, or ncclras"] if self.more else []
+        rest = [tr("and {count} more: ncclguard explain --ras, or ncclras", count=self.more)] if self.more else []
         return (*told, *self.lines, *rest)
 
 

@@ -1,0 +1,469 @@
+"""What people read, in Chinese: the catalogue is whole, nothing of an incident stays English, and data stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+import io
+import json
+import logging
+import os
+import pickle
+import re
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from string import Formatter
+from types import ModuleType
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from ncclguard import language
+from ncclguard.cause import ADVICE, MEANING, WORD, Cause
+from ncclguard.config import GuardConfig, configure, reset_config
+from ncclguard.errors import GuardConfigError, GuardError, error_for
+from ncclguard.explain import explain
+from ncclguard.explain.render import print_report
+from ncclguard.explain.render import render_html as explained_page
+from ncclguard.incident.model import FEW_RANKS, Hosts, Incident, RankReport, as_text, ranks_text
+from ncclguard.incident.page import render_html
+from ncclguard.incident.report import folded, show
+from ncclguard.incident.timeline import Document
+from ncclguard.language import Message, entries_of, joined, read, said, tr
+from ncclguard.outcome import of_incident
+
+ROOT = Path(__file__).resolve().parents[2]
+GALLERY = sorted((ROOT / "docs" / "gallery").glob("*/incident.json"))
+UNGUARDED = sorted(path.parent for path in (ROOT / "tests" / "unguarded_logs").glob("*/logs")) + [
+    ROOT / "tests" / "unguarded_logs" / "legacy-kill-torchrun"
+]
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+
+@pytest.fixture
+def chinese() -> Iterator[None]:
+    language.choose("zh")
+    yield
+    language.choose(None)
+
+
+@pytest.fixture(scope="module")
+def messages() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("messages", ROOT / "scripts" / "messages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def document(path: Path) -> Document:
+    return Document.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+def slots(template: str) -> set[tuple[str, str | None]]:
+    return {(name, form) for _, name, form, _ in Formatter().parse(template) if name is not None}
+
+
+# ------------------------------------------------------------------------------------------------------- the catalogue
+
+
+def test_the_catalogue_has_every_template_of_the_source_and_no_other(messages: ModuleType) -> None:
+    catalogue = messages.catalogue_of("zh")
+    assert not [key for key in messages.templates() if not catalogue.get(key)], "run scripts/messages.py, and translate"
+    assert not set(catalogue) - set(messages.templates()), "run scripts/messages.py: these are in the source no longer"
+    file = (language.CATALOGUES / "zh.po").read_text(encoding="utf-8")
+    assert file == messages.written("zh", catalogue), "run scripts/messages.py"
+
+
+def test_a_translation_has_the_slots_of_its_template() -> None:
+    entries = list(entries_of((language.CATALOGUES / "zh.po").read_text(encoding="utf-8")))
+    assert len(entries) > 400
+    assert not [one.template for one in entries if slots(one.template) != slots(one.translation)]
+
+
+def test_translations_are_written_with_chinese_punctuation() -> None:
+    for one in entries_of((language.CATALOGUES / "zh.po").read_text(encoding="utf-8")):
+        wrong = re.search(r"[\u4e00-\u9fff][,;:?!]|[\u4e00-\u9fff]\.(?!\w)", one.translation)
+        assert wrong is None, one.translation
+
+
+# ------------------------------------------------------------------------------------------------- messages and reading
+
+
+def test_a_message_that_is_copied_keeps_its_template_and_one_that_is_sent_is_text() -> None:
+    """Reports are copied by dataclasses.asdict; and nothing but text crosses to another process."""
+    late = tr("{ranks} late", ranks=ranks_text([3]))
+    for message in (late, tr("was sent SIGTERM"), joined("; ", (late, tr("gone")))):
+        for again in (copy.deepcopy(message), copy.copy(message)):
+            assert (again, said(again, "zh")) == (message, said(message, "zh"))
+        sent = pickle.loads(pickle.dumps(message))
+        assert (type(sent), sent, read(sent, "zh")) == (str, str(message), said(message, "zh"))
+
+
+def test_a_message_holds_no_exception() -> None:
+    """It may be kept for as long as the process lives, and the frames of an exception hold tensors."""
+
+    class Raised(Exception):
+        pass
+
+    error = Raised("broke")
+    gone = weakref.ref(error)
+    message = tr("the communicator could not be built: {error}", error=error)
+    del error
+    gc.collect()
+    assert gone() is None
+    assert said(message, "zh") == "communicator 建不起来：broke"
+
+
+def test_a_message_is_english_text_that_can_be_said_in_chinese() -> None:
+    message = tr("{ranks} held up {where}", ranks=ranks_text([0, 1]), where=tr("a collective"))
+    assert (message, json.dumps(message)) == ("ranks 0-1 held up a collective", '"ranks 0-1 held up a collective"')
+    assert said(message, "zh") == "rank 0-1 拖住了集合通信"
+    assert said(message, "en") == message
+    assert said(joined("; ", (message, "x")), "zh") == "rank 0-1 拖住了集合通信；x"
+    assert said(tr("a template that no catalogue has: {x}", x=1), "zh") == "a template that no catalogue has: 1"
+    assert said(message.capitalised(), "en") == "Ranks 0-1 held up a collective"
+
+
+@pytest.mark.parametrize(
+    ("text", "chinese"),
+    [
+        ("rank 3 late; ranks 5-6 lost", "rank 3 迟到；rank 5-6 丢失"),
+        ("rank 2: process 7 of rank 2 on a has ended: killed by SIGKILL", "rank 2：a 上 rank 2 的进程 7 已经结束：被 SIGKILL 杀死"),
+        ("f() failed after 3 s: rank 2 was sent SIGTERM.", "f() 在 3 s 后失败：rank 2 收到 SIGTERM。"),
+        (
+            "f() failed after 3 s: hosts node[03-04], all 16 ranks (24-39), and ranks 20-23 on host node02 lost.",
+            "f() 在 3 s 后失败：主机 node[03-04] 上的全部 16 个 rank（24-39），以及主机 node02 上的 rank 20-23 丢失。",
+        ),
+        (
+            "f() failed after 3 s although every rank was in it: network (rank 1 (a) lost its connection with rank 2 (b)).",
+            "f() 在 3 s 后失败，尽管所有 rank 都进来了：网络（rank 1（a）失去了与 rank 2（b）的连接）。",
+        ),
+        (
+            "rank 1 (a) and rank 2 (b) lost the connection between them; the connection with rank 2 broke: closed by the peer",
+            "rank 1（a）与 rank 2（b）之间的连接断了；与 rank 2 的连接断了：被对端关闭",
+        ),
+        (
+            "f() failed: rank 1 lost; rank 1 was found gone by the others, who go on without it: end this process.",
+            "f() 失败：rank 1 丢失；其余 rank 认定 rank 1 已经不在，并且不带它继续：请结束本进程。",
+        ),
+        ("it waits in g(x, y); its thread 'z' had ended with ValueError: a; b", "它正在等 g(x, y)；它的线程 'z' 已因 ValueError: a; b 结束"),
+    ],
+)  # fmt: skip
+def test_what_another_process_has_sent_is_read(text: str, chinese: str) -> None:
+    assert read(text, "zh") == chinese
+    assert read(text, "en") == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "7",
+        "torch.OutOfMemoryError at train.py:3 in step: Tried to allocate 2 GiB, and rank 3 late; no more",
+        "a program's own words, in no catalogue: to be left alone",
+        "{ranks} late",
+        "%s %d {0} {",
+    ],
+)
+def test_what_others_have_written_is_left_alone(text: str) -> None:
+    raised = f"rank 2 raised {text}" if text else text
+    assert read(raised, "zh") == raised.replace("raised", "抛出")
+    assert CHINESE.search(read(text.partition(": ")[0], "zh")) is None
+
+
+def test_no_reading_takes_long() -> None:
+    """Texts of others may be long, and full of what stands between the parts of a list."""
+    import time
+
+    text = "f() failed after 3 s: rank 2 raised ValueError: " + "a, b; c: d and " * 30
+    begin = time.process_time()
+    assert read(text, "zh").startswith("f() 在 3 s 后失败：rank 2 抛出 ValueError: a, b; c")
+    assert time.process_time() - begin < 20
+
+
+# ----------------------------------------------------------------------------------------------------------- incidents
+
+
+@pytest.mark.parametrize("path", GALLERY, ids=lambda path: path.parent.name)
+def test_nothing_of_a_recorded_incident_stays_english(path: Path, chinese: None) -> None:
+    incident = document(path).incident
+    notes = [report.note for report in incident.ranks if report.note]
+    for text in (incident.summary, incident.advice, *notes):
+        assert language._read(text, "zh", language._DEPTH)[1] == 0, text
+        assert CHINESE.search(read(text)), text
+    foreign = re.compile(r"^ {6}|^    抛出|host |^  rank [0-9, -]+ 调用了 ")
+    lines = as_text(incident).splitlines()
+    assert not [line for line in lines if not CHINESE.search(line) and not foreign.search(line)]
+    assert lines[0].startswith(f"ncclguard incident {incident.id}: {incident.op}(")
+    assert f"({incident.cause})" in lines[1]
+
+
+def test_the_panel_of_a_late_rank(chinese: None) -> None:
+    """The whole text, from a run of the drill."""
+    shown = io.StringIO()
+    show(document(ROOT / "docs" / "gallery" / "late" / "incident.json").incident, shown)
+    text = re.sub(r"│\s*\n│ ", "", shown.getvalue())
+    for part in (
+        "all_reduce(float32[100000], SUM, name='gradient') 在 3.02 s 后失败：rank 2 迟到。",
+        "原因：迟到 (late)，进程活着，在跑别的代码，没有进入这次操作",
+        "上一次在 all_reduce(float32[1], SUM, name='loss')",
+        "主线程，最内层在最后：",
+        "在等，最长 3.02 s：rank 0-1 在 all_reduce(float32[100000], SUM, name='gradient')，调用于 train.py:21 in",
+        "时间：时限 3 s，已到期限；尝试次数：1",
+        "怎么办：看它的调用栈，它当时在干什么",
+    ):
+        assert part in text
+    assert len({cell_len(line) for line in shown.getvalue().splitlines()}) == 1, "the frame is not straight"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "speaks"), [("ascii", "en"), ("latin-1", "en"), ("gb18030", "zh"), ("utf-8", "zh")]
+)
+def test_a_stream_that_has_no_chinese_characters_is_told_in_english(encoding: str, speaks: str, chinese: None) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    show(document(ROOT / "docs" / "gallery" / "late" / "incident.json").incident, stream)
+    stream.seek(0)
+    assert {"en": "rank 2 late.", "zh": "rank 2 迟到。"}[speaks] in stream.read()
+    assert language.current() == "zh"
+
+
+@pytest.mark.parametrize(("page", "speaks"), [("README.md", "en"), ("README.zh-CN.md", "zh")])
+def test_the_panel_of_the_readme_is_what_is_shown(page: str, speaks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operation = "all_reduce(float32[1000], SUM)"
+    stack = (
+        "train.py:307 in <module>: main()",
+        "train.py:260 in main: save_checkpoint(model)",
+        "train.py:131 in save_checkpoint: torch.save(state, path)",
+    )
+    late = RankReport(
+        rank=2, host="gpu-07", pid=4242, cause=Cause.LATE, state="none", operation="broadcast(int64[1], src=0)",
+        call_site="train.py:90 in setup", stack=stack,
+    )  # fmt: skip
+    place = {"operation": operation, "call_site": "train.py:211 in step", "age": 600.0}
+    incident = Incident(
+        id="51ee5fcd-0-cpu-865c6391-17.0", op="all_reduce", op_id="0/17", group="0", generation=0, cause=Cause.LATE,
+        culprits=(2,), deadline_expired=True, timeout=600.0, agreed=True, attempts=1, participants=(0, 1, 2, 3),
+        ranks=(late, *(RankReport(rank=rank, state="running", **place) for rank in (0, 1, 3))),
+        summary=f"{operation} failed after 600 s: rank 2 late.", advice=ADVICE[Cause.LATE],
+    )  # fmt: skip
+    monkeypatch.setattr("ncclguard.incident.report.WIDTH", 82)
+    language.choose(speaks)
+    shown = io.StringIO()
+    try:
+        show(incident, shown)
+    finally:
+        language.choose(None)
+    *lines, _, last = shown.getvalue().splitlines()  # the page leaves the line of the group out
+    assert "\n".join([*lines, last]) in (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("width", range(10, 80))
+def test_chinese_is_cut_between_characters_and_not_before_punctuation(width: int) -> None:
+    text = (
+        "它没有应答：卡住；进程 11226 被信号暂停（状态 T），要看它的调用栈，请安装 py-spy，或运行 `gdb -p 11226`。" * 2
+    )
+    rows = folded(text, width).split("\n")
+    assert "".join(rows).replace(" ", "") == text.replace(" ", "")
+    assert all(cell_len(row) <= width for row in rows)
+    assert not [row for row in rows if row[0] in "，。：；）"]
+    assert not [row for row in rows if row[-1] == "（"]
+    plain = "a line without wide characters is left to rich, however long it is"
+    assert folded(plain, width) == plain
+
+
+def test_ranks_are_told_by_their_hosts() -> None:
+    hosts = Hosts({rank: f"node{rank // 8:02}" for rank in range(80)}, range(FEW_RANKS + 16))
+    for asked in (range(16, 40), range(20, 40), set(range(80)) - {17}, [3]):
+        text = hosts.text(asked)
+        assert read(str(text), "zh") == said(text, "zh") != text, text
+
+
+def test_the_page_is_chinese_and_its_data_is_not(chinese: None) -> None:
+    for path in GALLERY:
+        told = document(path)
+        page = render_html(told)
+        assert '<html lang="zh">' in page
+        heads = re.findall(r"<(?:h2|th|title)\b[^>]*>([^<]*)<", page)
+        assert not [head for head in heads if not CHINESE.search(head) and head not in ("rank", "pid")]
+        written = told.model_dump_json(indent=2)
+        language.choose("en")
+        assert told.model_dump_json(indent=2) == written
+        assert '<html lang="en">' in render_html(told)
+        language.choose("zh")
+
+
+def test_errors_say_what_happened_in_chinese(chinese: None) -> None:
+    incident = document(ROOT / "docs" / "gallery" / "late" / "incident.json").incident
+    error = error_for(of_incident(incident, 3.0, torn=False))
+    assert isinstance(error, TimeoutError)
+    assert "timeout" in str(error)
+    assert str(error).startswith("all_reduce（0:cpu:865c6391/7）超时 (timeout)，历时 3 s：all_reduce(float32[100000]")
+    assert "rank 2 迟到。看它的调用栈" in str(error)
+
+
+def test_str_of_an_incident_is_for_people_and_its_fields_are_data(chinese: None) -> None:
+    incident = document(GALLERY[0]).incident
+    assert str(incident) == as_text(incident)
+    assert CHINESE.search(incident.to_json()) is None
+    assert Incident.from_json(incident.to_json()) == incident
+
+
+# -------------------------------------------------------------------------------------------------------------- explain
+
+
+def printed(folder: Path) -> str:
+    shown = io.StringIO()
+    print_report(explain([str(folder)]), Console(file=shown, width=400, highlight=False, markup=False))
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize("folder", UNGUARDED, ids=lambda path: path.name)
+def test_explain_of_recorded_logs_is_chinese_and_its_json_is_not(folder: Path) -> None:
+    report = explain([str(folder)])
+    written = report.model_dump_json(indent=2)
+    language.choose("zh")
+    try:
+        again = explain([str(folder)])
+        assert again.model_dump_json(indent=2) == written
+        prose = (again.summary, again.reason, again.decision_reason, again.next_step, *again.advice, *again.notes)
+        for text in (*prose, *again.arithmetic, *again.overturned_by):
+            assert isinstance(text, Message) and CHINESE.search(language.say(text)) if text else True, text
+        shown, page = printed(folder), explained_page(again)
+    finally:
+        language.choose(None)
+    assert re.match(r"(rank \d拖住了|rank \d 拖住了|卡在|这些输入里)", shown), shown[:80]
+    for head in ("决定：", "下一步：", "接下来怎么办"):
+        assert head in shown
+    assert '<html lang="zh">' in page
+    assert not [head for head in re.findall(r"<h2>([^<]*)</h2>", page) if not CHINESE.search(head)]
+
+
+def test_explain_in_chinese_word_for_word(chinese: None) -> None:
+    text = printed(ROOT / "tests" / "unguarded_logs" / "legacy-mismatch-shape")
+    head, _, rest = text.partition("rank  状态")
+    assert head.splitlines() == [
+        "rank 1 拖住了组 0 (default_pg) 的 all_reduce #10。原因：调用不一致；类别 mismatch_shape_or_op（可信度中）：操作相同，张量形状不同。",
+        "决定：改代码 (fix-code)。各 rank 的调用不一致；重启后还会走到同一处。",
+        "下一步：比较各 rank 传给这次调用的张量形状：pad 到相同大小，或者先交换各自的大小。",
+        "依据：组 0 (default_pg)：其他 rank 在等，而 rank 1 在 #10 处是另一个集合通信。",
+        "集合通信：all_reduce，seq 10，NumelIn 1,000，NumelOut 1,000，组 0 (default_pg)",
+        "实际生效的时限：6 s",
+        "  all_reduce [1000] Float：rank 0, 2",
+        "  all_reduce [999] Float：rank 1",
+    ]
+    assert "证据，按时间排列" in rest and "后果，不是原因" in rest
+
+
+@pytest.mark.parametrize("speaks", language.LANGUAGES)
+@pytest.mark.parametrize("form", ["error", "panel"])
+@pytest.mark.parametrize("path", GALLERY, ids=lambda path: path.parent.name)
+def test_explain_reads_what_the_guard_has_said_in_any_language(
+    path: Path, form: str, speaks: str, tmp_path: Path
+) -> None:
+    """The logs of a guarded job: the ranks that waited say who held them up, and are not to blame for their errors."""
+    incident = document(path).incident
+    language.choose(speaks)
+    try:
+        for rank in incident.participants:
+            shown = io.StringIO("step 6\n")
+            shown.seek(0, io.SEEK_END)
+            if rank not in incident.culprits and form == "panel":
+                show(incident, shown)
+            elif rank not in incident.culprits:
+                try:
+                    raise error_for(of_incident(incident, 3.0, torn=False))
+                except GuardError:
+                    shown.write(traceback.format_exc())
+            (tmp_path / f"rank{rank}.log").write_text(shown.getvalue(), encoding="utf-8")
+    finally:
+        language.choose(None)
+    report = explain([str(tmp_path)])
+    assert (report.culprits, report.cause) == (incident.culprits, incident.cause)
+    assert report.summary.startswith(f"Rank 2 held up {incident.op}. Cause: {incident.cause};")
+
+
+def test_an_own_exception_of_another_rank_counts_more_than_an_incident_before(tmp_path: Path) -> None:
+    incident = document(ROOT / "docs" / "gallery" / "late" / "incident.json").incident
+    shown = io.StringIO()
+    show(incident, shown)
+    (tmp_path / "rank0.log").write_text(shown.getvalue())
+    (tmp_path / "rank1.log").write_text(
+        'Traceback (most recent call last):\n  File "a.py", line 3, in f\nKeyError: 3\n'
+    )
+    (tmp_path / "rank2.log").write_text("step 6\n")
+    assert explain([str(tmp_path)]).culprits == (1,)
+
+
+# ----------------------------------------------------------------------------------------------------------- the setting
+
+
+@pytest.mark.parametrize("value", ["zh", "zh_CN", "zh-CN", "ZH_cn.UTF-8", "zh-Hans"])
+def test_the_variable_chooses_chinese(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(language.VARIABLE, value)
+    assert (language.current(), GuardConfig().language) == ("zh", "zh")
+
+
+def test_no_other_variable_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(language.VARIABLE, raising=False)
+    for name in ("LANG", "LANGUAGE", "LC_ALL", "LC_MESSAGES"):
+        monkeypatch.setenv(name, "zh_CN.UTF-8")
+    assert (language.current(), GuardConfig().language) == ("en", "en")
+
+
+def test_an_unknown_language_is_an_error_in_a_job_and_a_warning_in_a_command(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(language.VARIABLE, "klingon")
+    with pytest.raises(GuardConfigError, match="NCCLGUARD_LANGUAGE is 'klingon'; allowed: en or zh"):
+        GuardConfig()
+    with caplog.at_level(logging.WARNING, logger="ncclguard"):
+        assert [language.current(), language.current()] == ["en", "en"]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "the environment variable NCCLGUARD_LANGUAGE has no effect: 'klingon' is no language of ncclguard: "
+        "set en or zh; zh_CN and zh-CN are zh too"
+    )
+
+
+def test_a_program_may_choose_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(language.VARIABLE, raising=False)
+    try:
+        configure(language="zh_CN")
+        assert language.current() == "zh"
+        assert str(ranks_text([1, 2])) == "ranks 1-2"
+    finally:
+        reset_config()
+    assert language.current() == "en"
+
+
+@pytest.mark.processes
+def test_the_command_speaks_chinese_and_writes_the_same_json(tmp_path: Path) -> None:
+    folder = "tests/unguarded_logs/legacy-skip"
+    outputs = {}
+    for speaks in language.LANGUAGES:
+        environ = {**os.environ, language.VARIABLE: speaks, "PYTHONIOENCODING": "utf-8"}
+        command = [sys.executable, "-m", "ncclguard", "explain", folder, "--json", str(tmp_path / speaks)]
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, timeout=100, check=True)
+        outputs[speaks] = done.stdout.decode()
+    assert outputs["en"].startswith("Rank 2 held up")
+    assert outputs["zh"].startswith("rank 2 拖住了")
+    plain = {**os.environ, language.VARIABLE: "zh", "PYTHONIOENCODING": "ascii", "COLUMNS": "400"}
+    command = [sys.executable, "-m", "ncclguard", "explain", folder]
+    done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, timeout=100, check=True)
+    assert done.stdout.startswith(b"Rank 2 held up"), "no characters for Chinese"
+    assert (tmp_path / "en").read_bytes() == (tmp_path / "zh").read_bytes()
+
+
+def test_every_cause_has_a_word() -> None:
+    assert [str(WORD[cause]) for cause in Cause] == [cause.value for cause in Cause]
+    documented = (ROOT / "docs" / "causes.zh.md").read_text(encoding="utf-8")
+    for cause in Cause:
+        assert f"| `{cause}` | {said(WORD[cause], 'zh')}：" in documented
+        assert CHINESE.search(str(said(MEANING[cause], "zh")))
