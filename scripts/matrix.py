@@ -1,216 +1,240 @@
-"""Which Pythons and versions of torch work: `scripts/matrix [--python 3.10 ...] [--torch 2.6 ...] [--write FILE]`.
+"""Which Pythons and versions of torch work: `scripts/matrix [--pair 3.10:2.6 ...] [--write docs/support.md]`.
 
-For each pair it makes an empty environment in `.matrix/`, installs that torch and the project with its tests, runs the
-fast tier and `scripts/smoke.py`, and removes the environment. What cannot be installed is a row of the table that says
-why. The standard library alone is used.
+For each pair it makes an empty environment in `.matrix/`, uses the wheel there (scripts/wheel.py: two ranks, the tour),
+runs the fast tier and the multi-rank tests below, and removes the environment. What fails is run once more, alone, and
+the table says what failed then too. What cannot be installed is a row that says why. The results are kept beside the
+page, in the JSON file of its name: without names, only pairs that have not passed yet are run. The standard library
+alone is used.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import glob
+import json
 import os
-import platform
 import re
-import shlex
 import shutil
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
-from environment import CPU_INDEX
+import wheel
 
-ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / ".matrix"
-#: The pairs that are run when nobody names others: the ends of both ranges, and what people have most.
-PAIRS = (("3.10", "2.6"), ("3.11", "2.13"), ("3.12", "2.15"), ("3.13", "2.6"), ("3.13", "2.15"))
-#: Seconds for an installation, for the fast tier and for the smoke run.
-INSTALL, FAST, SMOKE = 1800, 1500, 700
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
-COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+FOLDER: Final = wheel.ROOT / ".matrix"
+#: The pairs that are run when nobody names others: the ends of both ranges, what CI has, and one between.
+PAIRS: Final = ("3.10:2.6", "3.13:2.6", "3.12:2.9", "3.11:2.13", "3.10:2.15", "3.13:2.15")
+#: What touches torch most: every collective, the contract under faults, facts about torch, the two other ways in, and
+#: what is made of torch's launcher, logs and DistributedDataParallel.
+MULTI_RANK: Final = (
+    "collectives contract mechanisms process_group watch multiprocessing training run explain_real timeout_handler"
+)
+SELECTIONS: Final = {
+    "fast": ["-m", "fast", "tests/unit"],
+    "ranks": [f"tests/distributed/test_{name}.py" for name in MULTI_RANK.split()],
+}
+#: Seconds for a selection of tests, and for those of them that failed when they run again.
+SUITE: Final = 2400
+FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+COUNTS: Final = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one pair came to; `torch` is the version that was installed, or the one that was asked for."""
+    """What one pair came to. Counts are pytest's; `failed` are tests that failed in the suite and again when alone."""
 
+    pair: str
     python: str
     torch: str
     build: str
-    fast: str
-    smoke: str
+    installed: str
+    fast: str = "not run"
+    ranks: str = "not run"
     failed: tuple[str, ...] = ()
+    busy: tuple[str, ...] = ()  # failed in the suite, and passed alone
+    ncclguard: str = ""
+    day: str = ""
+    minutes: float = 0.0
+    load: float = 0.0
 
     @property
     def works(self) -> bool:
-        """Whether everything passed."""
-        return self.smoke == "passed" and not self.failed and "passed" in self.fast and "failed" not in self.fast
-
-
-class Unavailable(Exception):
-    """A pair cannot be run here; the text says why."""
+        """Whether everything passed, if need be alone."""
+        return self.installed == "passed" and "passed" in self.fast and "passed" in self.ranks and not self.failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all pairs one after the other, print the table, and return 0 when everything passed."""
+    """Run pairs one after the other, print the table, and return 0 when all that are listed have passed."""
     parser = argparse.ArgumentParser(prog="scripts/matrix", description="Prove the table of supported versions.")
-    parser.add_argument("--python", nargs="+", metavar="X.Y", help="Pythons; with --torch every pair of the two")
-    parser.add_argument("--torch", nargs="+", metavar="X.Y", help="versions of torch")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page with the table, docs/support.md")
+    parser.add_argument("--pair", nargs="+", metavar="PYTHON:TORCH", help="run these, such as 3.10:2.6, also again")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the page, docs/support.md; results are kept beside")
+    parser.add_argument("--keep", action="store_true", help="keep the environments in .matrix, and take what is there")
     options = parser.parse_args(arguments)
-    pairs: Sequence[tuple[str, str]] = PAIRS
-    if options.python or options.torch:
-        pythons, torches = options.python or ["3.11"], options.torch or ["2.13"]
-        pairs = [(python, torch) for python in pythons for torch in torches]
-    began = time.monotonic()
-    rows: list[Row] = []
-    command = shlex.join(["./scripts/matrix", *(sys.argv[1:] if arguments is None else arguments)])
-    for number, (python, torch) in enumerate(pairs, 1):
-        rows.append(run(python, torch))
-        print("| " + " | ".join(cells(rows[-1])) + " |", flush=True)
-        if options.write is not None:  # after each, because the whole takes long and may be ended
-            left = [Row(python, torch, "-", "not run", "not run") for python, torch in pairs[number:]]
-            options.write.write_text(page([*rows, *left], command, (time.monotonic() - began) / 60))
-    return 0 if all(row.works for row in rows) else 1
+    for pair in options.pair or ():
+        if not re.fullmatch(r"3\.\d+:\d+\.\d+(\.\d+)?", pair):
+            parser.error(f"{pair!r} is no pair of a Python and a torch, such as 3.10:2.6")
+    FOLDER.mkdir(exist_ok=True)
+    kept = options.write.with_suffix(".json") if options.write is not None else None
+    rows = read(kept)
+    wanted = options.pair or [pair for pair in PAIRS if pair not in rows or not rows[pair].works]
+    with tempfile.TemporaryDirectory(prefix="ncclguard-matrix-") as folder:
+        package = wheel.build(Path(folder)) if wanted else Path()
+        for pair in wanted:
+            rows[pair] = run(pair, package, options.keep)
+            print("| " + " | ".join(cells(rows[pair])) + " |", flush=True)
+            if kept is not None:  # after each, because the whole takes long and may be ended
+                kept.write_text(json.dumps([asdict(rows[pair]) for pair in ordered(rows)], indent=1) + "\n")
+                options.write.write_text(page(rows))
+    if kept is not None:
+        options.write.write_text(page(rows))
+    listed = options.pair or PAIRS
+    return 0 if all(pair in rows and rows[pair].works for pair in listed) else 1
 
 
-def run(python: str, torch: str) -> Row:
-    """Install and test one pair."""
-    folder = FOLDER / f"{python}-{torch}"
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        interpreter = make(folder, find_python(python), torch)
-        found = output(interpreter, "-c", "import platform, torch; print(platform.python_version(), torch.__version__)")
-        full, version = found.splitlines()[-1].split()
-        build = output(interpreter, "-c", "import torch; print(torch.version.cuda or '')").splitlines()
-        kind = f"CUDA {build[-1]}, no GPU" if build and build[-1] else "CPU"
-        say(f"{python}, torch {version}: the fast tier")
-        fast, failed = run_fast(interpreter)
-        say(f"{python}, torch {version}: two ranks")
-        return Row(full, version, kind, fast, run_smoke(interpreter), failed)
-    except Unavailable as error:
-        return Row(python, torch, "-", f"not run: {error}", "not run")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def find_python(version: str) -> str:
-    """The interpreter of that version on the path or among pyenv's. Raises Unavailable."""
-    found = shutil.which(f"python{version}")
-    if found is not None and subprocess.run([found, "-c", ""], check=False, capture_output=True).returncode == 0:
-        return found  # pyenv's shims are on the path for versions too that it refuses to run
-    root = os.environ.get("PYENV_ROOT", str(Path.home() / ".pyenv"))
-    installed = sorted(glob.glob(f"{root}/versions/{version}.*/bin/python"))
-    if not installed:
-        raise Unavailable(f"there is no Python {version} here")
-    return installed[-1]
-
-
-def make(folder: Path, python: str, torch: str) -> Path:
-    """The Python of a new environment with that torch and the project. Raises Unavailable."""
-    say(f"{folder.name}: installing")
-    if subprocess.run([python, "-m", "venv", folder], check=False, capture_output=True).returncode:
-        raise Unavailable(f"{Path(python).name} makes no environments")
-    interpreter = folder / "bin" / "python"
-    pip = [str(interpreter), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    required = f"torch=={torch}.*"
-    steps = [
-        [[*pip, required, "--index-url", CPU_INDEX, "--retries", "0", "--timeout", "10"], [*pip, required]],
-        [[*pip, "--editable", f"{ROOT}[test,prometheus]"]],
+def read(kept: Path | None) -> dict[str, Row]:
+    """What earlier runs have left."""
+    if kept is None or not kept.exists():
+        return {}
+    found = [
+        Row(**{**row, "failed": tuple(row["failed"]), "busy": tuple(row["busy"])})
+        for row in json.loads(kept.read_text())
     ]
-    for alternatives in steps:
-        for command in alternatives:
-            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=INSTALL)
-            if done.returncode == 0:
-                break
-        else:
-            reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
-            raise Unavailable(f"pip: {reasons[-1].removeprefix('ERROR: ')}")
-    return interpreter
+    return {row.pair: row for row in found}
 
 
-def run_fast(interpreter: Path) -> tuple[str, tuple[str, ...]]:
-    """Counts of the fast tier, and the names of what failed."""
-    command: list[str | Path] = [interpreter, "-m", "pytest", "-q", "-m", "fast", "-n", "2", "tests/unit"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def run(pair: str, package: Path, keep: bool) -> Row:
+    """Install and test one pair."""
+    python, torch = pair.split(":")
+    folder = FOLDER / pair.replace(":", "-")
+    interpreter = folder / "bin" / "python"
+    began, day = time.monotonic(), datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     try:
-        done = subprocess.run(
-            command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=FAST
+        if not (keep and interpreter.exists()):
+            wheel.make(folder, wheel.find_python(python), torch)
+        wheel.install(interpreter, "--force-reinstall", "--no-deps", str(package))
+        wheel.install(interpreter, str(package))
+        versions = (
+            "import platform, torch, ncclguard as n; print(platform.python_version(), torch.__version__, n.__version__)"
         )
-    except subprocess.TimeoutExpired:
-        return f"did not end within {FAST} s", ("all",)
-    lines = done.stdout.strip().splitlines() or [""]
+        full, version, own = wheel.output(interpreter, "-c", versions).splitlines()[-1].split()
+        build = wheel.output(interpreter, "-c", "import torch; print('CUDA', torch.version.cuda)").splitlines()[-1]
+        say(f"{full}, torch {version}: the wheel and the tour")
+        try:
+            wheel.use(interpreter)
+            installed = "passed"
+        except wheel.Broken as error:
+            installed = "failed"
+            (FOLDER / f"{folder.name}-wheel.txt").write_text(f"{error}\n")
+        # The tests are those of the clone, with what it has: the package from there too.
+        wheel.install(interpreter, "--editable", f"{wheel.ROOT}[test,prometheus]")
+        results = {}
+        for name, selection in SELECTIONS.items():
+            say(f"{full}, torch {version}: pytest {' '.join(selection)}")
+            results[name] = suite(interpreter, selection, FOLDER / f"{folder.name}-{name}.txt")
+    except wheel.Unavailable as error:
+        return Row(pair, python, torch, "-", f"not run: {error}", day=day)
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    return Row(
+        pair,
+        full,
+        version,
+        "CPU" if build.endswith("None") else f"{build}, no GPU",
+        installed,
+        results["fast"][0],
+        results["ranks"][0],
+        failed=(*results["fast"][1], *results["ranks"][1]),
+        busy=(*results["fast"][2], *results["ranks"][2]),
+        ncclguard=own,
+        day=day,
+        minutes=round((time.monotonic() - began) / 60, 1),
+        load=round(os.getloadavg()[2], 1),
+    )
+
+
+def suite(interpreter: Path, selection: Sequence[str], log: Path) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Counts of a selection of the suite, what failed in it and alone, and what failed in it only."""
+    output, code = pytest(interpreter, "-n", "2", *selection)
+    log.write_text(output)
+    lines = output.strip().splitlines() or [""]
     counts = ", ".join(f"{number} {what}" for number, what in COUNTS.findall(lines[-1]))
     if not counts:
-        (FOLDER / "failed.txt").write_text(done.stdout + done.stderr)
-        return f"ended with {done.returncode}: {lines[-1][:100]}", ("all",)
-    failed = tuple(dict.fromkeys(FAILED.findall(done.stdout)))
-    if failed:
-        (FOLDER / f"{interpreter.parents[1].name}.txt").write_text(done.stdout)
-    return counts, failed
+        return f"ended with {code}: {lines[-1][:100]}", ("all",), ()
+    first = tuple(dict.fromkeys(FAILED.findall(output)))
+    if not first:
+        return counts, (), ()
+    again, _ = pytest(interpreter, *first)
+    log.write_text(f"{output}\n{again}")
+    second = tuple(name for name in first if name in FAILED.findall(again))
+    return counts, second, tuple(name for name in first if name not in second)
 
 
-def run_smoke(interpreter: Path) -> str:
-    """Whether two ranks do what `scripts/smoke.py` asks of them."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [interpreter, ROOT / "scripts" / "smoke.py"]
-    try:
-        done = subprocess.run(
-            command, check=False, cwd="/", env=environment, capture_output=True, text=True, timeout=SMOKE
-        )
-    except subprocess.TimeoutExpired:
-        return f"did not end within {SMOKE} s"
-    if done.returncode:
-        sys.stderr.write(done.stdout + done.stderr)
-    return "passed" if done.returncode == 0 else f"failed with {done.returncode}"
+def pytest(interpreter: Path, *arguments: str) -> tuple[str, int]:
+    """What pytest prints, in the clone, and its exit code."""
+    done = wheel.run(interpreter, "-m", "pytest", "-q", *arguments, limit=SUITE, cwd=wheel.ROOT)
+    return done.stdout + done.stderr, done.returncode
+
+
+def ordered(rows: dict[str, Row]) -> list[str]:
+    """The pairs by torch, then by Python."""
+    return sorted(
+        rows, key=lambda pair: [[int(part) for part in half.split(".")] for half in reversed(pair.split(":"))]
+    )
 
 
 def cells(row: Row) -> list[str]:
     """A row of the table."""
-    return [row.python, row.torch, row.build, row.fast, row.smoke]
+    return [row.python, row.torch, row.build, row.installed, row.fast, row.ranks, row.day, f"{row.load:g}"]
 
 
-def page(rows: Sequence[Row], command: str, minutes: float) -> str:
+def page(rows: dict[str, Row]) -> str:
     """The page with the table, which says where it is from."""
-    day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    machine = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
+    rows = dict(rows)
+    for pair in PAIRS:
+        python, torch = pair.split(":")
+        rows.setdefault(pair, Row(pair, python, torch, "-", "not run"))
     lines = [
         "# Supported versions",
         "",
         "Declared: Linux, Python 3.10 to 3.13, torch 2.6 and newer. What follows was run; the page is written by the",
-        "command, and edits of it are lost.",
+        "command, and edits of it are lost. A pair that is not in the table was not run.",
         "",
         "```sh",
-        command,
+        "./scripts/matrix --write docs/support.md   # the pairs that have not passed yet; --pair 3.10:2.6 runs one again",
         "```",
         "",
-        f"On {day}, {machine}, {minutes:.0f} minutes. Each pair had an empty environment with what pip found for it.",
-        "*fast tier*: `pytest -m fast tests/unit`, which starts no process. *two ranks*: `scripts/smoke.py` under",
-        "torchrun, gloo beside it: collectives that succeed, one with a late rank that is named on both ranks, and its",
-        "page. The multi-rank tests, and CUDA tensors on an emulated GPU, run in `.ci/run` with Python 3.11: see the",
-        "status table of [README.md](../README.md).",
+        f"{wheel.machine()}. Each pair had an empty environment with what pip found for it.",
         "",
-        "| Python | torch | build | fast tier | two ranks |",
-        "|---|---|---|---|---|",
-        *("| " + " | ".join(cells(row)) + " |" for row in rows),
+        "- *wheel, tour*: the wheel is installed where nothing but torch is. Every command's `--help`, completion, two",
+        "  ranks under torchrun (collectives that succeed, one with a late rank that is named on both), and all commands",
+        "  of the [tour](tour.md), which must print what its page shows.",
+        "- *fast tier*: `pytest -m fast tests/unit`, which starts no process.",
+        "- *ranks*: real process groups on CPU: `tests/distributed/` " + MULTI_RANK.replace(" ", ", ") + ".",
+        "- *load*: the machine's load average of 15 minutes at the end; more than the cores means that others used it.",
+        "",
+        "The whole suite, and CUDA tensors on an emulated GPU with torch 2.13 and 2.15, run in `.ci/run` with Python 3.11;",
+        "[status.md](status.md) says what was run where.",
+        "",
+        "| Python | torch | build | wheel, tour | fast tier | ranks | day | load |",
+        "|---|---|---|---|---|---|---|---|",
+        *("| " + " | ".join(cells(rows[pair])) + " |" for pair in ordered(rows)),
     ]
-    for row in rows:
-        if row.failed and row.failed != ("all",):
-            lines += ["", f"Failed with Python {row.python} and torch {row.torch}:", ""]
-            lines += [f"- `{name}`" for name in row.failed]
+    for pair in ordered(rows):
+        row = rows[pair]
+        for names, what in ((row.failed, "failed"), (row.busy, "failed beside the others and passed alone")):
+            if names:
+                lines += [
+                    "",
+                    f"Python {row.python}, torch {row.torch}, {what}:",
+                    "",
+                    *(f"- `{name}`" for name in names),
+                ]
     return "\n".join(lines) + "\n"
-
-
-def output(*command: str | Path) -> str:
-    """What a command prints. Raises Unavailable when it fails."""
-    done = subprocess.run(list(command), check=False, capture_output=True, text=True, cwd="/")
-    if done.returncode:
-        raise Unavailable((done.stderr.strip().splitlines() or ["no reason given"])[-1])
-    return done.stdout.strip()
 
 
 def say(text: str) -> None:
@@ -219,5 +243,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
     sys.exit(main())

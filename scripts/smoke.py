@@ -1,25 +1,88 @@
-"""What an installed ncclguard must be able to do: `python scripts/smoke.py` starts two ranks of itself under torchrun.
+"""What an installed ncclguard must be able to do: `python scripts/smoke.py [--tour docs/tour.md]`.
 
-Two guarded collectives succeed; in a third rank 1 comes too late, is named on both ranks, and leaves its page, which
-needs the templates of the package; the fourth works again. It is run where only the installed package is imported, by
-`scripts/wheel` and `scripts/matrix`.
+Two ranks of this file start under torchrun. Two guarded collectives succeed; in a third rank 1 comes too late, is named
+on both ranks, and leaves its page, which needs the templates of the package; the fourth works again. Then come the
+commands of the tour, as they stand on its page, after the step that installs. It is run where only the installed
+package is imported, by `scripts/wheel` and `scripts/matrix`; tests/distributed/test_tour.py runs the whole page.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-#: Seconds for the two ranks together, most of which torch takes for its import.
-LIMIT = 600
+#: Seconds for the two ranks together, most of which torch takes for its import; and for all of the tour.
+LIMIT, TOUR = 400, 600
+BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def main() -> int:
+    """Start the ranks in an empty folder, take the tour in another, and return 0 when both went right."""
+    parser = argparse.ArgumentParser(prog="scripts/smoke.py", description="Use the ncclguard that is installed.")
+    parser.add_argument("--tour", type=Path, metavar="PAGE", help="run the commands of this page too: docs/tour.md")
+    options = parser.parse_args()
+    if code := run_ranks():
+        return code
+    if options.tour is not None:
+        with tempfile.TemporaryDirectory(prefix="ncclguard-tour-") as folder:
+            try:
+                run_tour(options.tour.read_text(encoding="utf-8"), Path(folder), installed=True)
+            except AssertionError as error:
+                print(f"smoke: the tour: {error}", file=sys.stderr)
+                return 1
+        print("smoke: the tour ran and printed what its page shows", flush=True)
+    return 0
+
+
+def run_tour(page: str, folder: Path, installed: bool = False) -> None:
+    """Run all commands of the page in one bash; AssertionError when one fails, or a line that it shows is not printed.
+
+    Where the package is `installed`, the first block, which installs it from a clone, is left out.
+    """
+    blocks = BLOCK.findall(page)
+    assert len(blocks) > 8, f"the page has {len(blocks)} blocks"
+    script = "".join(text for kind, text in blocks[installed:] if kind == "sh")
+    # The programs of the environment that runs this come first, so that `python3` is one that the project takes.
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    bash = subprocess.Popen(
+        ["bash", "-e"],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = bash.communicate(script, timeout=TOUR)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"its commands did not end within {TOUR} s") from None
+    finally:
+        if bash.poll() is None:
+            os.killpg(bash.pid, signal.SIGTERM)  # torchrun's ranks lead sessions of their own: it ends them
+            bash.wait(timeout=30)
+    assert bash.returncode == 0, f"a command ended with {bash.returncode}:\n{output}"
+    lines = [line for kind, text in blocks if kind == "text" for line in text.splitlines()]
+    missing = [line for line in lines if not said(line, output)]
+    assert not missing, f"{missing}\nwere not printed:\n{output}"
+    assert list(folder.rglob("ncclguard-incidents/*.html")), "no incident left a page"
+
+
+def said(expected: str, output: str) -> bool:
+    """Whether that was printed, with anything where the page has `...`; ranks may end each other's lines."""
+    return re.search(re.escape(expected.strip()).replace(r"\.\.\.", ".*"), output) is not None
+
+
+def run_ranks() -> int:
     """Start the ranks in an empty folder and return their launcher's exit code."""
     with tempfile.TemporaryDirectory(prefix="ncclguard-smoke-") as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]

@@ -1,0 +1,176 @@
+"""The package as others get it: `scripts/wheel [FOLDER] [--python X.Y] [--torch VERSION ...]`.
+
+Builds the source distribution and from it the wheel, and for each version of torch makes an empty environment, installs
+the wheel there and uses it: pip's own check, every command's --help, completion, two ranks and the commands of the
+tour. `scripts/matrix` takes its environments from here. The standard library alone is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import environment
+
+ROOT = Path(__file__).resolve().parent.parent
+#: What the package is built from; a copy of it, because a build leaves files beside its sources.
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "ncclguard", "integrations")
+#: Seconds for an installation, for a command that starts nothing, and for the ranks and the tour together.
+INSTALL, COMMAND, USE = 1800, 180, 1100
+
+
+class Unavailable(Exception):
+    """An environment cannot be had here; the text says why."""
+
+
+class Broken(Exception):
+    """The installed package does not do what it has to; the text says what."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build, install, use; 0 when all of it works with every torch that was named."""
+    parser = argparse.ArgumentParser(prog="scripts/wheel", description="Build the wheel and use it where it is alone.")
+    parser.add_argument("folder", nargs="?", type=Path, help="leave the sdist and the wheel here")
+    parser.add_argument("--python", metavar="X.Y", help="default: this one")
+    parser.add_argument("--torch", nargs="+", metavar="VERSION", help="such as 2.6 or 2.13.0; default: that of .venv")
+    options = parser.parse_args(arguments)
+    python = options.python or f"{sys.version_info[0]}.{sys.version_info[1]}"
+    try:
+        torches = options.torch or [torch_of_venv()]
+        with tempfile.TemporaryDirectory(prefix="ncclguard-wheel-") as folder:
+            wheel = build(Path(folder, "dist"))
+            for torch in torches:
+                interpreter = make(Path(folder, "environment"), find_python(python), torch)
+                install(interpreter, str(wheel))
+                use(interpreter)
+            if options.folder is not None:
+                shutil.copytree(wheel.parent, options.folder, dirs_exist_ok=True)
+    except (Unavailable, Broken) as error:
+        print(f"wheel: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def torch_of_venv() -> str:
+    """The version of torch in .venv, which is made if need be. Raises Unavailable."""
+    if environment.main(["test"]) != 0:
+        raise Unavailable("without .venv there is no version of torch to take: name one with --torch")
+    return output(environment.PYTHON, "-c", "import torch; print(torch.__version__)")
+
+
+def build(folder: Path) -> Path:
+    """Build both distributions into an empty folder and return the wheel. Raises Unavailable and Broken."""
+    with tempfile.TemporaryDirectory(prefix="ncclguard-build-") as place:
+        source, builder = Path(place, "source"), Path(place, "builder")
+        source.mkdir()
+        for name in SOURCES:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, source / name)
+        subprocess.run([sys.executable, "-m", "venv", builder], check=True)
+        install(builder / "bin" / "python", "build")
+        done = run(builder / "bin" / "python", "-m", "build", "-q", "--outdir", folder, source, limit=INSTALL)
+    if done.returncode:
+        raise Broken(f"the package cannot be built:\n{done.stdout}{done.stderr}")
+    say("built " + ", ".join(sorted(path.name for path in folder.iterdir())))
+    return next(folder.glob("*.whl"))
+
+
+def find_python(version: str) -> str:
+    """The interpreter of that version: this one, on the path or among pyenv's. Raises Unavailable."""
+    if version == f"{sys.version_info[0]}.{sys.version_info[1]}":
+        return sys.executable
+    found = shutil.which(f"python{version}")
+    if found is not None and subprocess.run([found, "-c", ""], check=False, capture_output=True).returncode == 0:
+        return found  # pyenv's shims are on the path for versions too that it refuses to run
+    root = os.environ.get("PYENV_ROOT", str(Path.home() / ".pyenv"))
+    installed = sorted(glob.glob(f"{root}/versions/{version}.*/bin/python"))
+    if not installed:
+        raise Unavailable(f"there is no Python {version} here")
+    return installed[-1]
+
+
+def make(folder: Path, python: str, torch: str) -> Path:
+    """The Python of an empty environment with nothing but that torch. Raises Unavailable."""
+    say(f"a new environment with {Path(python).name} and torch {torch}")
+    shutil.rmtree(folder, ignore_errors=True)
+    if subprocess.run([python, "-m", "venv", folder], check=False, capture_output=True).returncode:
+        raise Unavailable(f"{Path(python).name} makes no environments")
+    interpreter = folder / "bin" / "python"
+    required = f"torch=={torch}" if torch.count(".") > 1 else f"torch=={torch}.*"
+    try:
+        install(interpreter, required, "--index-url", environment.CPU_INDEX, "--retries", "0", "--timeout", "10")
+    except Unavailable:
+        install(interpreter, required)
+    return interpreter
+
+
+def install(interpreter: Path, *requirements: str) -> None:
+    """Install into an environment what pip finds. Raises Unavailable with pip's reason."""
+    done = run(interpreter, "-m", "pip", "install", "-q", "--disable-pip-version-check", *requirements, limit=INSTALL)
+    if done.returncode:
+        reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
+        raise Unavailable(f"pip: {reasons[-1].removeprefix('ERROR: ')}")
+
+
+def use(interpreter: Path) -> None:
+    """Everything that must work where the package is installed and the repository is not. Raises Broken."""
+    binaries = interpreter.parent
+    commands = output(interpreter, "-c", "from ncclguard.__main__ import COMMANDS; print(*COMMANDS)").split()
+    checks: list[list[str | Path]] = [[interpreter, "-m", "pip", "check"], [binaries / "ncclguard", "--version"]]
+    checks += [[binaries / "ncclguard", name, "--help"] for name in commands]
+    checks += [[binaries / "ncclguard", "completion", shell] for shell in ("bash", "zsh", "fish")]
+    for command in checks:
+        done = run(*command, limit=COMMAND)
+        if done.returncode:
+            raise Broken(f"`{' '.join(map(str, command))}` ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    with tempfile.TemporaryDirectory(prefix="ncclguard-use-") as folder:
+        for path in (ROOT / "scripts" / "smoke.py", ROOT / "docs" / "tour.md"):
+            shutil.copy(path, folder)
+        done = run(interpreter, "smoke.py", "--tour", "tour.md", limit=USE, cwd=folder)
+    sys.stdout.write(done.stdout)
+    if done.returncode:
+        raise Broken(f"scripts/smoke.py ended with {done.returncode}:\n{done.stderr}")
+
+
+def run(
+    program: str | Path, *arguments: str | Path, limit: float, cwd: str | Path = "/"
+) -> subprocess.CompletedProcess[str]:
+    """Run a program without what points to the repository; past its limit it counts as failed."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    command = [str(program), *map(str, arguments)]
+    try:
+        return subprocess.run(
+            command, check=False, cwd=cwd, env=variables, capture_output=True, text=True, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"it did not end within {limit:g} s")
+
+
+def output(program: str | Path, *arguments: str) -> str:
+    """What a command prints. Raises Unavailable when it fails."""
+    done = run(program, *arguments, limit=COMMAND)
+    if done.returncode:
+        raise Unavailable((done.stderr.strip().splitlines() or ["no reason given"])[-1])
+    return done.stdout.strip()
+
+
+def machine() -> str:
+    """Where this runs, for a table."""
+    return f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
+
+
+def say(text: str) -> None:
+    """Tell the user which step takes the time."""
+    print(f"wheel: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
