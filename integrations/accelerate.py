@@ -17,7 +17,7 @@ from ncclguard.collectives import safe_barrier
 from ncclguard.config import seconds
 from ncclguard.evaluation import GuardedEvaluation
 from ncclguard.evaluation import resilient_evaluate as _resilient_evaluate
-from ncclguard.evaluation.guarded import register_keepers
+from ncclguard.evaluation.runner import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
 from ncclguard.process_group import redirected
 

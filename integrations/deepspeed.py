@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from ncclguard.evaluation import GuardedEvaluation, resilient_evaluate
-from ncclguard.evaluation.guarded import register_keepers
+from ncclguard.evaluation.runner import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
 
 

@@ -26,7 +26,6 @@ from ncclguard.engine.call import (
 from ncclguard.engine.chunking import EMPTY, ONE, ChunkPlan
 from ncclguard.engine.dispatch import alone, check_carried, run
 from ncclguard.engine.execution import Refused
-from ncclguard.engine.memory import writable
 from ncclguard.engine.table import (
     ALL_GATHER,
     ALL_GATHER_OBJECT,
@@ -39,6 +38,7 @@ from ncclguard.engine.table import (
     Collective,
 )
 from ncclguard.outcome import Outcome
+from ncclguard.transport.memory import writable
 
 
 def safe_all_reduce(

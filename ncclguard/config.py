@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from ncclguard import language
 from ncclguard.errors import GuardConfigError
 
 log = logging.getLogger("ncclguard")
@@ -26,7 +27,9 @@ OTHER_VARIABLES = frozenset(
         "NCCLGUARD_ALLOW_DRILL",
         "NCCLGUARD_FAULT",
         "NCCLGUARD_JOB",
+        "NCCLGUARD_JOINS",
         "NCCLGUARD_PARENT_PATH",
+        "NCCLGUARD_PLACE",
         "NCCLGUARD_RUN_DIR",
     }
 )
@@ -81,6 +84,11 @@ def _count(value: object) -> object:
     if isinstance(value, str):
         value = float(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _language(value: object) -> object:
+    """A setting's language; people write zh_CN.UTF-8."""
+    return language.parsed(value) if isinstance(value, str) else value
 
 
 Seconds = Annotated[float, BeforeValidator(_time)]
@@ -227,6 +235,9 @@ class GuardConfig(BaseSettings):
         "where the JSON and the page of an incident go, relative to the working directory; none: no files",
     )
     report_panel: bool = _setting(True, "", _SWITCH, "show an incident on stderr, on the lowest live rank")
+    language: Annotated[Literal["en", "zh"], BeforeValidator(_language)] = _setting(
+        "en", "", "en or zh (also zh_CN, zh-CN)", "what people read: incidents, their pages, errors; data stays English"
+    )
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -297,6 +308,7 @@ def current_config() -> GuardConfig:
             if _current is None:
                 _warn_of_unknown_variables()
                 _current = GuardConfig()
+                language.choose(_current.language)
             config = _current
     return config
 
@@ -315,6 +327,7 @@ def configure(**changes: Any) -> GuardConfig:
     config = GuardConfig(**{**current_config().model_dump(), **changes})
     with _lock:
         _current = config
+    language.choose(config.language)
     return config
 
 
@@ -323,6 +336,7 @@ def reset_config() -> None:
     global _current
     with _lock:
         _current = None
+    language.choose(None)
 
 
 def _explain(error: ValidationError, given: dict[str, Any]) -> str:

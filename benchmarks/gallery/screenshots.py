@@ -2,9 +2,10 @@
 
     python -m benchmarks.gallery.screenshots [--pictures FOLDER] [PAGE ...]
 
-Checked: that nothing is wider than the window, that the words above the timeline do not lie on each other, that the
-background follows the colour scheme, and that text is readable on it (a contrast of 4.5 at least, as WCAG 2 asks for).
-Exit code 1 where a page fails, 2 without a browser.
+Checked, with what folds closed and open: that nothing is wider than the window, that no text is cut (where it ends in
+an ellipsis its title has all of it, and what goes further can be scrolled to), that the words above the timeline do not
+lie on each other, that the background follows the colour scheme, and that text is readable on it (a contrast of 4.5 at
+least, as WCAG 2 asks for). Exit code 1 where a page fails, 2 without a browser.
 """
 
 from __future__ import annotations
@@ -32,23 +33,47 @@ _CONTRAST: Final = 4.5
 _FRAME: Final = """<!doctype html><meta charset="utf-8"><style>*{margin:0;border:0}</style>
 <iframe id="page" style="width:WIDTHpx;height:HEIGHTpx" srcdoc="PAGE"></iframe><pre id="found"></pre><script>
 document.getElementById("page").onload = event => {
-  const root = event.target.contentDocument.documentElement, pairs = [];
+  const root = event.target.contentDocument.documentElement, body = root.querySelector("body");
   const back = e => { for (; e; e = e.parentElement) {
     const colour = getComputedStyle(e).backgroundColor; if (colour !== "rgba(0, 0, 0, 0)") return colour; }
-    return getComputedStyle(root.querySelector("body")).backgroundColor; };
-  for (const e of root.querySelectorAll("body *")) {
-    const own = [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
-    if (own && e.checkVisibility()) pairs.push([e.tagName, getComputedStyle(e).color, back(e), e.textContent.slice(0, 40)]);
-  }
-  const heads = [...root.querySelectorAll(".head span")].filter(e => e.checkVisibility()), over = [];
-  heads.forEach((one, n) => heads.slice(n + 1).forEach(other => {
-    const a = one.getBoundingClientRect(), b = other.getBoundingClientRect();
-    const pixels = 3;  // of the lines' own spacing
-    if (a.left < b.right && b.left < a.right && a.top + pixels < b.bottom && b.top + pixels < a.bottom)
-      over.push(one.textContent + " / " + other.textContent); }));
+    return getComputedStyle(body).backgroundColor; };
+  const pixel = 1.5;  // glyphs and roundings may stand out that far
+  const cut = node => {  // by the window, or by an element that neither scrolls nor says the text in another way
+    const range = document.createRange(), text = node.textContent.trim();
+    range.selectNodeContents(node);
+    const box = range.getBoundingClientRect(), inside = node.parentElement.closest("[title]");
+    const told = inside && inside.title.includes(text.slice(0, 200));
+    for (let e = node.parentElement; e !== root; e = e.parentElement) {
+      const style = getComputedStyle(e), frame = e.getBoundingClientRect();
+      const out = box.right > frame.right + pixel || box.left < frame.left - pixel;
+      if (/auto|scroll/.test(style.overflowX)) return frame.right > WIDTH + pixel ? text : null;
+      if (/hidden|clip/.test(style.overflowX) && out && !(told && style.textOverflow === "ellipsis")) return text;
+      if (/hidden|clip/.test(style.overflowX) && out) return null;
+      if (/hidden|clip/.test(style.overflowY) && box.bottom > frame.bottom + 3 * pixel) return text;
+    }
+    return box.right > WIDTH + pixel || box.left < -pixel ? text : null; };
+  const look = () => {
+    const seen = {width: root.scrollWidth, pairs: [], over: [], cut: []};
+    for (const e of root.querySelectorAll("body *")) {
+      const own = [...e.childNodes].filter(n => n.nodeType === 3 && n.textContent.trim());
+      if (!own.length || !e.checkVisibility()) continue;
+      seen.pairs.push([e.tagName, getComputedStyle(e).color, back(e), e.textContent.slice(0, 40)]);
+      seen.cut.push(...own.map(cut).filter(text => text !== null));
+    }
+    const heads = [...root.querySelectorAll(".head span")].filter(e => e.checkVisibility());
+    heads.forEach((one, n) => heads.slice(n + 1).forEach(other => {
+      const a = one.getBoundingClientRect(), b = other.getBoundingClientRect();
+      const pixels = 3;  // of the lines' own spacing
+      if (a.left < b.right && b.left < a.right && a.top + pixels < b.bottom && b.top + pixels < a.bottom)
+        seen.over.push(one.textContent + " / " + other.textContent); }));
+    return seen; };
+  const folds = [...root.querySelectorAll("details:not([open])")], closed = look();
+  folds.forEach(e => e.open = true);
+  const open = look();
+  folds.forEach(e => e.open = false);  // the picture is of the page as it opens
   document.getElementById("found").textContent = JSON.stringify({
-    width: root.scrollWidth, dark: matchMedia("(prefers-color-scheme: dark)").matches, pairs, over,
-    background: getComputedStyle(root.querySelector("body")).backgroundColor });
+    looks: [closed, open], dark: matchMedia("(prefers-color-scheme: dark)").matches,
+    background: getComputedStyle(body).backgroundColor });
 };
 </script>"""
 
@@ -79,15 +104,18 @@ def look(program: str, page: Path, scheme: str, width: int, picture: Path | None
 def wrong(found: dict[str, Any], scheme: str, width: int) -> list[str]:
     """What of the findings is not as it should be."""
     faults = []
-    if found["width"] > width:
-        faults.append(f"it is {found['width']} px wide")
     if found["dark"] != (scheme == "dark") or (luminance(found["background"]) < 0.2) != (scheme == "dark"):
         faults.append(f"its background is {found['background']}")
-    faults += [f"on top of each other: {texts}" for texts in found["over"]]
-    for tag, colour, behind, text in found["pairs"]:
-        if (ratio := contrast(colour, behind)) < _CONTRAST:
-            faults.append(f"{tag} {text!r} has a contrast of {ratio:.1f}")
-    return faults or ([] if found["pairs"] else ["it has no text"])
+    for look in found["looks"]:
+        if look["width"] > width:
+            faults.append(f"it is {look['width']} px wide")
+        faults += [f"on top of each other: {texts}" for texts in look["over"]]
+        faults += [f"cut: {text[:60]!r}" for text in look["cut"]]
+        for tag, colour, behind, text in look["pairs"]:
+            if (ratio := contrast(colour, behind)) < _CONTRAST:
+                faults.append(f"{tag} {text!r} has a contrast of {ratio:.1f}")
+        faults += [] if look["pairs"] else ["it has no text"]
+    return list(dict.fromkeys(faults))
 
 
 def luminance(colour: str) -> float:

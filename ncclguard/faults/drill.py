@@ -62,7 +62,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a drill came to: seconds since the fault struck, None for never; `named` is what the others agreed on."""
+    """What a drill came to: seconds since the fault struck, None for never; `named` is what the others agreed on.
+
+    `went_on`: when each rank had its next collective, or, where the job goes on without lost ranks, was to begin its
+    step again. `afterwards`: what became of the job, in the words of the incident's report; empty where nobody says.
+    """
 
     fault: str
     rank: int
@@ -78,6 +82,7 @@ class Findings:
     participants: tuple[int, ...]
     calls: int
     raw: bool = False
+    afterwards: tuple[str, ...] = ()
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -136,6 +141,7 @@ class Findings:
         if self.went_on:
             text = f"yes, {ranks_text(self.went_on)} within {max(self.went_on.values()):.2f} s"
             found.append(("went on", f"{text}, as {ranks_text(self.participants)}"))
+            found += [("then", change) for change in self.afterwards]
         else:
             no_more = "no collective was issued" if self.raw else "no guarded call succeeded"
             found.append(("went on", f"no: {no_more} afterwards"))
@@ -163,6 +169,7 @@ def findings_of(fault: str, rank: int, events: list[Event], raw: bool = False) -
     after = [event for event in events if struck is not None and event.at >= struck.at]
     failed: dict[int, Event] = {}
     went_on: dict[int, Event] = {}
+    changes = [event for event in after if event.kind == "membership" and event.rank != rank]
     for event in after:
         if event.kind == "failed":
             failed.setdefault(event.rank, event)
@@ -170,6 +177,7 @@ def findings_of(fault: str, rank: int, events: list[Event], raw: bool = False) -
             failed[event.rank] = went_on[event.rank] = event  # went on without the rank, in the same call
         elif event.kind == "went on":
             went_on.setdefault(event.rank, event)
+    resumed = {event.rank: event for event in reversed(changes) if event.values["change"] == "went on"}
     since = struck.at if struck is not None else 0.0
     told = [event for other, event in failed.items() if other != rank and event.kind == "failed"]
     agreed = [event.values for event in told if event.values["agreed"]]
@@ -195,10 +203,11 @@ def findings_of(fault: str, rank: int, events: list[Event], raw: bool = False) -
         summary=str(verdict.get("summary", "")),
         torn=tuple(sorted(other for other, event in failed.items() if event.values.get("torn"))),
         alone=tuple(sorted(other for other, event in failed.items() if event.values.get("agreed") is False)),
-        went_on={other: event.at - since for other, event in sorted(went_on.items())},
+        went_on={other: event.at - since for other, event in sorted((resumed or went_on).items())},
         participants=tuple(next(iter(went_on.values())).values["participants"]) if went_on else (),
         calls=max((event.values["calls"] for event in events if event.kind == "ended"), default=0),
         raw=raw,
+        afterwards=tuple(dict.fromkeys(event.values["text"] for event in changes if event.rank == changes[0].rank)),
     )
 
 

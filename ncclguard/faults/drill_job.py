@@ -24,7 +24,7 @@ from ncclguard.faults.fault import EVENTS_VARIABLE
 
 if TYPE_CHECKING:
     from ncclguard.coordination.group_state import OpenCall
-    from ncclguard.incident.model import Incident
+    from ncclguard.incident.model import Incident, MembershipChange
     from ncclguard.outcome import Outcome
 
 
@@ -64,6 +64,9 @@ class _Recorder(events.Listener):
         event("failed", **_fields(incident), op_id=incident.op_id, seconds=None, torn=False, summary=incident.summary)
         values = {"op": "the job", "op_id": incident.op_id, "participants": list(incident.participants)}
         after_next_collective(lambda: event("went on", **values))
+
+    def membership_changed(self, change: MembershipChange) -> None:
+        event("membership", change=change.kind, ranks=list(change.ranks), seconds=change.seconds, text=str(change))
 
 
 def count(calls: int) -> None:

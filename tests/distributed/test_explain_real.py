@@ -11,6 +11,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from ncclguard.explain import Report, explain
 from ncclguard.outcome import Cause
@@ -152,7 +154,10 @@ def test_culprit_of_a_real_job_is_named(
     assert set(alone.culprits) <= set(culprits), alone.summary
     report = explain([str(logs), str(output)] if with_launcher else [str(logs)])
     assert report.culprits == culprits, f"{report.summary}\n{output.read_text()}\n{everything(logs)}"
-    assert report.cause is cause
+    # Before torch 2.10 its launcher does not say of the ranks that it ends itself what they ended with: they may have been
+    # gone before.
+    silent = cause is Cause.LATE and not hasattr(SubprocessContext, "_capture_process_failures")
+    assert report.cause is (Cause.UNKNOWN if silent else cause)
 
 
 def test_rank_that_left_early_is_the_only_one_that_may_be_named(tmp_path: Path) -> None:
@@ -163,6 +168,10 @@ def test_rank_that_left_early_is_the_only_one_that_may_be_named(tmp_path: Path) 
     assert report.cause in (Cause.EXITED, Cause.UNKNOWN)
 
 
+@pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8),
+    reason="gloo's collectives are recorded from torch 2.8 on",
+)
 def test_flight_recorder_dumps_of_a_real_gloo_job_name_the_late_rank(tmp_path: Path) -> None:
     dumps = tmp_path / "dumps"
     dumps.mkdir()

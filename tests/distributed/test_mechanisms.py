@@ -16,10 +16,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _WorkerServer
 
 from ncclguard import faults
 
 pytestmark = pytest.mark.timeout(180)
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 UNGUARDED = {"NCCLGUARD_AUTOSTART": "0"}
 CASES = Path(__file__).with_name("mechanisms_cases.py")
@@ -173,6 +175,7 @@ def test_ddp_runs_unmodified_on_a_process_group_written_in_python() -> None:
     assert result[0].reports["calls"]["allreduce"] >= 3
 
 
+@pytest.mark.skipif(VERSION < (2, 8), reason="gloo's collectives are recorded from torch 2.8 on")
 def test_the_flight_recorder_records_gloo_too() -> None:
     result = faults.run_ranks(
         f"{CASES}:record_gloo", 2, env={**UNGUARDED, "TORCH_FR_BUFFER_SIZE": "100"}, timeout=60
@@ -211,6 +214,9 @@ def test_a_store_wait_on_several_keys_waits_for_all_and_logs_two_lines_each_time
     assert len(warnings) == 2
 
 
+@pytest.mark.skipif(
+    not hasattr(_WorkerServer, "port"), reason="this torch's worker server does not say which port it has"
+)
 @pytest.mark.parametrize("what", ["hold the GIL", "be stopped"])
 def test_the_worker_server_answers_a_ping_with_the_gil_held_but_no_traceback_and_nothing_when_stopped(
     what: str,

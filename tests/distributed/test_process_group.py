@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
-from ncclguard import faults
+from ncclguard import faults, torch_compat
 from ncclguard.engine import runtime
 from ncclguard.process_group import GuardedProcessGroup, redirected
 
@@ -36,8 +36,15 @@ def compare() -> None:
     plain, guarded, other = dist.group.WORLD, dist.new_group(backend="ncclguard"), dist.new_group()
     assert isinstance(guarded, GuardedProcessGroup)
     method = vars(dist.ProcessGroup)["allreduce"]
+    missing = []
     for case in cases.CASES:
-        expected = cases.outcome_of(case, plain)
+        try:
+            expected = cases.outcome_of(case, plain)
+        except RuntimeError as error:
+            if "does not support" not in str(error):
+                raise
+            missing.append(case.__name__)
+            continue
         found = cases.outcome_of(case, guarded)
         with redirected(other) as scope:
             detoured = cases.outcome_of(case, other)
@@ -45,7 +52,7 @@ def compare() -> None:
     calls = _calls(other)
     again = cases.outcome_of(cases.all_reduce, other) == cases.outcome_of(cases.all_reduce, plain)
     assert vars(dist.ProcessGroup)["allreduce"] is method
-    faults.report(restored=again and _calls(other) == calls > len(cases.CASES))
+    faults.report(restored=again and _calls(other) == calls > len(cases.CASES) - len(missing), missing=missing)
     dist.destroy_process_group()
 
 
@@ -59,7 +66,24 @@ def test_every_collective_gives_what_gloo_gives() -> None:
     for rank in range(3):
         reports = dict(result[rank].reports)
         assert reports.pop("restored"), result
-        assert reports == {case.__name__: [True, True, 0] for case in cases.CASES}, result
+        missing = reports.pop("missing")  # of gloo: reduce_scatter in torch 2.6, all_to_all of lists in 2.9
+        assert not missing or torch_compat.VERSION < (2, 13), missing
+        names = [case.__name__ for case in cases.CASES if case.__name__ not in missing]
+        assert reports == {name: [True, True, 0] for name in names}, result
+
+
+def held_by_cpp_alone() -> None:
+    """DDP hands out its buffers like this: C++ waits for works of which Python has kept nothing."""
+    dist.init_process_group("ncclguard")
+    for _ in range(50):
+        dist._broadcast_coalesced(dist.group.WORLD, [torch.ones(50_000) for _ in range(8)], 200_000, 0)
+    faults.report(done=True)
+    dist.destroy_process_group()
+
+
+def test_cpp_waits_for_a_work_that_python_has_let_go() -> None:
+    result = faults.run_ranks(held_by_cpp_alone, 3, timeout=60).check()
+    assert all(result[rank].reports["done"] for rank in range(3))
 
 
 # ---------------------------------------------------------------------- faults

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.engine import group, memory
+from ncclguard.engine import group
+from ncclguard.transport import memory
 
 
 class Stream:

@@ -275,7 +275,10 @@ PAIRED: tuple[Case, ...] = (
 )  # cases of ranks 0 and 1 among themselves
 # Ranks 0 and 1 wait for rank 2 each in a group of its own with it: in a common one the limit that passes first, by a
 # moment, ends the other one's call too.
-APART: tuple[Case, ...] = (all_reduce, timedelta_of_a_large_tensor, wait_of_a_work, nested, own_exception)
+APART: tuple[Case, ...] = (
+    all_reduce, timedelta_of_a_large_tensor, wait_of_a_work, nested, own_exception, no_group_named,
+    no_group_named_and_no_record,
+)  # fmt: skip
 RECORDED = torch_compat.VERSION >= (2, 8)  # the flight recorder knows gloo's collectives
 
 

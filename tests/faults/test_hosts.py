@@ -263,13 +263,13 @@ def test_a_port_in_another_network_namespace_that_was_reached_and_refuses_means_
         assert "answered before" in until(look, Sight.GONE)
 
 
-def test_a_partitioned_host_is_unknown_and_present_again_when_healed(hosts: Hosts) -> None:
+def test_a_partitioned_host_is_unknown_and_seen_to_have_returned_when_healed(hosts: Hosts) -> None:
     with watching(hosts) as (look, _, _):
         until(look, Sight.PRESENT)
         hosts.partition("host1")
         assert "did not answer within" in until(look, Sight.UNKNOWN)
         hosts.heal()
-        until(look, Sight.PRESENT)
+        until(look, Sight.RETURNED)
 
 
 def test_a_firewall_that_rejects_a_port_never_reached_is_unknown_however_often_it_is_asked(hosts: Hosts) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from torch.distributed import HashStore
@@ -87,7 +87,8 @@ def test_a_rank_of_this_host_after_one_that_never_registered_is_known() -> None:
         store.count(host, 1)  # rank 2, killed before it wrote who it is
         first.register(store)
         second.register(store)
-        first.step(100.0, True)
+        for now in (100.0, 102.0):  # at the first step the others register just now, too
+            first.step(now, True)
         assert [peer.rank for peer in first.here()] == [1]
     finally:
         for liveness in livenesses:
@@ -121,10 +122,25 @@ def test_ranks_that_were_asked_about_once_are_not_followed_for_ever() -> None:
     for neighbours in everyone:
         neighbours.register(store)
     looks = cast(Looks, everyone[0]._liveness)
-    everyone[0].step(100.0, True)
+    for now in (100.0, 102.0):
+        everyone[0].step(now, True)
     everyone[0].seek(range(10, 40), 100.0)
     assert looks.sought == list(range(10, 40))
     assert {everyone[0].silent_cause(rank) for rank in range(10, 40)} == {Cause.STUCK}
     looks.looked.clear()
     everyone[0].departures()
     assert sorted(looks.looked) == [1, 49]  # the two beside it
+
+
+def test_a_rank_that_was_found_gone_meanwhile_is_announced_too() -> None:
+    """A caller's thread asks about it before the monitor looks."""
+    store = AgreementStore(HashStore())
+    everyone = [Neighbours(rank, 3, cast(Liveness, Looks(rank))) for rank in range(3)]
+    for neighbours in everyone:
+        neighbours.register(store)
+    for now in (100.0, 102.0):
+        everyone[0].step(now, True)
+    cast(Any, everyone[0]._liveness).look = lambda peer: (Sight.GONE, "its pid does not exist")
+    assert everyone[0].gone(1)
+    assert sorted(departure.rank for departure in everyone[0].departures()) == [1, 2]
+    assert everyone[0].departures() == []

@@ -11,8 +11,8 @@ from torch.distributed import ReduceOp
 
 from ncclguard.engine.chunking import plan
 from ncclguard.engine.execution import AllGather, AllReduce, Broadcast, Execution, ReduceScatter, encode
-from ncclguard.engine.memory import copied
 from ncclguard.transport.base import Save
+from ncclguard.transport.memory import copied
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

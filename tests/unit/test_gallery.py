@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gallery import screenshots
 from benchmarks.gallery.__main__ import FAULTS, STRUCK
 from benchmarks.peers.findings import findings_of, names
+from ncclguard.faults import drill
 from ncclguard.faults.drill import EXPECTED
 from ncclguard.faults.fault import PARAMETERS
 from ncclguard.incident.timeline import Document
-
-pytestmark = pytest.mark.fast
 
 GALLERY = Path(__file__).resolve().parents[2] / "docs" / "gallery"
 
@@ -77,3 +77,48 @@ def test_a_rank_that_met_nothing_after_the_strike_has_not_ended() -> None:
     assert found.tensors == {0: "torn"}
     assert found.went_on == {0: 5.0}
     assert found.participants == [0, 1]
+
+
+#: What is done to a page, and what the check says of it then.
+UGLY = {
+    "as it is": ("", ""),
+    "wide": (".facts{width:90rem;flex-wrap:nowrap}", "px wide"),
+    "cut by a box": ("h1{width:9rem;white-space:nowrap;overflow:hidden}", "cut: "),
+    "cut by a box that folds open": ("pre{white-space:nowrap;overflow:hidden!important;width:5rem}", "cut: '"),
+    "cut by the window": ("body{overflow:hidden}.todo{width:90rem;max-width:none}", "cut: 'See in its stack"),
+    "pale": (".where{color:#555!important}", "has a contrast of"),
+    "of one scheme": (":root{--bg:#fff!important;--fg:#000!important}", "its background is"),
+    "over each other": (".tl .head span.m{left:40%!important;transform:none!important}", "on top of each other"),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(screenshots.browser() is None, reason="needs a Chromium, such as Debian's")
+@pytest.mark.parametrize("name", UGLY)
+def test_the_check_of_the_pages_sees_what_is_ugly(name: str, tmp_path: Path) -> None:
+    style, expected = UGLY[name]
+    page = tmp_path / "page.html"
+    page.write_text((GALLERY / "late" / "incident.html").read_text().replace("</style>", style + "</style>"))
+    program = screenshots.browser()
+    assert program is not None
+    faults = screenshots.look(program, page, "dark", screenshots.WIDTHS["narrow"], None)
+    assert (not faults) if not expected else any(expected in fault for fault in faults), faults
+
+
+def test_a_drill_says_that_the_job_went_on_and_how_long_it_stood() -> None:
+    """By what the ranks say of it, not by the first collective that works again, which may be the survivors' meeting."""
+    text = "went on without rank 2 after 0.9 s"
+    rows: list[tuple[int, str, float, dict[str, Any]]] = [(rank, "started", 1.0, {}) for rank in range(3)]
+    failed = {"cause": "lost", "culprits": [2], "agreed": True, "summary": "all_reduce() failed: rank 2 lost."}
+    rows.append((2, "struck", 5.0, {}))
+    for rank in (0, 1):
+        rows.append((rank, "failed", 5.1 + rank, failed))
+        rows.append((rank, "went on", 5.2 + rank, {"participants": [0, 1], "op": "barrier"}))
+        rows.append((rank, "membership", 5.5 + rank, {"change": "went on", "ranks": [2], "seconds": 0.9, "text": text}))
+    found = drill.findings_of("kill", 2, [drill.Event(*row) for row in rows])
+    assert found.passed
+    assert found.went_on == pytest.approx({0: 0.5, 1: 1.5})
+    lines = found.lines()
+    assert ("went on", "yes, ranks 0-1 within 1.50 s, as ranks 0-1") in lines
+    assert ("then", text) in lines

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ncclguard.incident import model, page, timeline
-from ncclguard.incident.model import Incident, RankReport
+from ncclguard.incident.model import Incident, MembershipChange, RankReport
 from ncclguard.incident.page import GIVEN_UP, Scale, render_html
-from ncclguard.incident.report import AT_MOST, Writer, main, show, write_all
+from ncclguard.incident.report import AT_MOST, Sequels, Writer, main, show, write_all
 from ncclguard.incident.timeline import Document
 from ncclguard.outcome import Cause
 
@@ -469,3 +469,136 @@ class TestManyRanks:
     def test_hosts_that_cannot_be_read_are_not_known(self, text: str) -> None:
         found = of_many(512, range(77, 78)).model_copy(update={"hosts": (("node1", text),)})
         assert "ranks 0-76, 78-511" in str(found)
+
+
+class Job:
+    """Some ranks, each with its record of what became of the job, its writer, and one folder for all."""
+
+    def __init__(self, folder: Path, ranks: int = 4) -> None:
+        self.folder = folder
+        self.now = set(range(ranks))
+        self.writers = {rank: Writer(str(folder), False, rank, ranks) for rank in self.now}
+        self.sequels = {rank: self._sequel(rank) for rank in self.now}
+        self.wrote: list[int] = []
+
+    def _sequel(self, rank: int) -> Sequels:
+        def complete(found: Incident, session: str) -> None:
+            self.wrote.append(rank)
+            self.writers[rank].complete(found, session)
+
+        return Sequels(rank, complete)
+
+    def lost(self, rank: int, number: int, writer: int, reported: bool = True) -> Incident:
+        """All ranks but the lost one have the verdict; `writer` is to report it, and maybe has no time to."""
+        said = [RankReport(rank=one, state="departed" if one == rank else "running") for one in sorted(self.now)]
+        found = incident(id=f"ab-{number}.0", cause=Cause.LOST, culprits=(rank,)).model_copy(
+            update={"ranks": tuple(said)}
+        )
+        self.now.discard(rank)
+        if reported:
+            self.writers[writer].submit(found, "ab", histories(4, {}))
+        for one in self.now:
+            self.sequels[one].found(found, writer, "ab")
+        self.writers[writer].wait(10.0)
+        return found
+
+    def change(self, kind: str, ranks: tuple[int, ...], **values: Any) -> None:
+        self.now = self.now - set(ranks) if kind == "went on" else self.now | set(ranks)
+        change = MembershipChange(kind=kind, ranks=ranks, participants=len(self.now), seconds=1.84, **values)
+        for one in sorted(self.now):
+            if kind == "rejoined" and one in ranks:
+                self.sequels[one] = self._sequel(one)  # a new process
+            else:
+                self.sequels[one].changed(change, self.now)
+        for one in self.now:
+            self.writers[one].wait(10.0)
+
+    def said(self, found: Incident) -> list[str]:
+        text = (self.folder / f"incident-{found.id}.json").read_text()
+        return [str(change) for change in Document.model_validate_json(text).incident.afterwards]
+
+
+class TestAfterwards:
+    """What became of the job, in the report that was written before that."""
+
+    @pytest.fixture
+    def job(self, tmp_path: Path) -> Job:
+        return Job(tmp_path)
+
+    def test_the_rank_that_wrote_the_report_completes_it(self, job: Job) -> None:
+        found = job.lost(3, 1, writer=1)
+        assert job.said(found) == []
+        job.change("went on", (3,))
+        job.change("rejoined", (3,), step=1204)
+        assert job.said(found) == ["went on without rank 3 after 1.8 s", "rank 3 rejoined at step 1,204, 1.8 s"]
+        assert job.wrote == [1, 1]
+        text = (job.folder / f"incident-{found.id}.html").read_text()
+        assert "<li>Went on without rank 3 after 1.8 s.</li><li>Rank 3 rejoined at step 1,204, 1.8 s.</li>" in text
+        assert "went on without rank 3 after 1.8 s; rank 3 rejoined" in text  # below the lanes
+        document = Document.model_validate_json((job.folder / f"incident-{found.id}.json").read_text())
+        assert document.timeline is not None
+        assert (document.written_by, len(document.timeline.lanes)) == (1, 4)  # what it had is kept
+
+    @pytest.mark.parametrize("reported", [True, False])
+    def test_another_rank_completes_it_where_the_writer_is_gone(self, job: Job, reported: bool) -> None:
+        """Killed before the others went on, also before it had written anything: one file, by one rank."""
+        found = job.lost(3, 1, writer=0, reported=reported)
+        job.lost(0, 2, writer=1)
+        job.change("went on", (0, 3))
+        assert job.said(found) == ["went on without ranks 0, 3 after 1.8 s"]
+        assert job.wrote == [1, 1]
+        assert len(list(job.folder.glob("*.json"))) == 2
+
+    def test_what_a_writer_did_not_come_to_is_made_up_for(self, job: Job) -> None:
+        """It went on, and was killed before its thread had written that."""
+        found = job.lost(3, 1, writer=0)
+        job.writers[0].complete = lambda *_: None  # type: ignore[method-assign]
+        job.change("went on", (3,))
+        assert job.said(found) == []
+        job.lost(0, 2, writer=1)
+        job.change("went on", (0,))
+        assert job.said(found) == ["went on without rank 3 after 1.8 s"]
+
+    def test_the_second_loss_of_a_rank_is_another_one(self, job: Job) -> None:
+        """And a rank that came back completes no report of what was before."""
+        first = job.lost(0, 1, writer=1)
+        job.change("went on", (0,))
+        job.change("rejoined", (0,), step=7)
+        second = job.lost(0, 2, writer=1)
+        job.change("went on", (0,))
+        assert job.said(first) == ["went on without rank 0 after 1.8 s", "rank 0 rejoined at step 7, 1.8 s"]
+        assert job.said(second) == ["went on without rank 0 after 1.8 s"]
+        job.change("rejoined", (0,), step=9)
+        third = job.lost(1, 3, writer=0)
+        job.change("went on", (1,))
+        assert job.said(third) == ["went on without rank 1 after 1.8 s"]
+        assert job.said(second) == ["went on without rank 0 after 1.8 s", "rank 0 rejoined at step 9, 1.8 s"]
+        assert job.wrote.count(0) == 1
+
+    def test_an_incident_that_is_heard_of_late_says_it_too(self, job: Job) -> None:
+        """The monitor may hear of the survivors' own verdict after they have gone on."""
+        job.change("went on", (3,))
+        found = job.lost(3, 1, writer=0)
+        assert job.said(found) == ["went on without rank 3 after 1.8 s"]
+
+    def test_a_rank_that_was_only_late_once_was_not_lost_then(self, job: Job) -> None:
+        late = incident(id="ab-0.0", culprits=(3,))
+        for sequel in job.sequels.values():
+            sequel.found(late, 0, "ab")
+        job.writers[0].submit(late, "ab", {})
+        job.writers[0].wait(10.0)
+        job.lost(3, 1, writer=0)
+        job.change("went on", (3,))
+        assert job.said(late) == []
+
+    def test_a_report_of_before_is_read(self) -> None:
+        old = json.loads(document().model_dump_json())
+        del old["incident"]["afterwards"]
+        assert Document.model_validate(old) == document()
+
+    def test_a_torn_or_foreign_file_is_no_report(self, job: Job) -> None:
+        found = job.lost(3, 1, writer=0, reported=False)
+        (job.folder / f"incident-{found.id}.json").write_text('{"schema_version": 1, "inci')
+        job.lost(0, 2, writer=1)
+        job.change("went on", (0, 3))
+        assert job.said(found) == ["went on without ranks 0, 3 after 1.8 s"]

@@ -84,6 +84,8 @@ def test_a_wheel_has_everything(source: Path, tmp_path: Path) -> None:
     modules |= {f"ncclguard/{path.relative_to(source).as_posix()}" for path in (source / "integrations").rglob("*.py")}
     modules |= {path.relative_to(source).as_posix() for path in (source / "ncclguard").rglob("templates/*")}
     assert "ncclguard/incident/templates/base.html.j2" in modules
+    modules |= {path.relative_to(source).as_posix() for path in (source / "ncclguard" / "locale").iterdir()}
+    assert "ncclguard/locale/zh.po" in modules
     assert modules <= names
     assert "ncclguard/py.typed" in names
     assert f"ncclguard-{__version__}.dist-info/licenses/LICENSE" in names
