@@ -23,7 +23,7 @@ from dataclasses import replace
 from ncclguard.coordination.host_page import NEVER, HostPage, Known
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Departure
-from ncclguard.protocol.timing import Pace
+from ncclguard.protocol.timing import SHARE, Pace
 
 T = TypeVar("T")
 
@@ -400,6 +400,8 @@ class Departures:
 
 #: Seconds between two tries of a rank that waits for rank 0 in the handshake; doubled up to the longest, and not less
 #: than so many times what the last one took: where thousands join at once they ask the less the slower the store is.
+#: But not more than what the job's size accounts for: a try is slow, too, where this process was held up, by its own
+#: imports say, and the rank would be missed in the first operation if it then stayed away for seconds.
 HANDSHAKE_POLL = (0.01, 0.1)
 GENTLY = 4.0
 #: Tries after which a rank that is not acknowledged looks whether the session has another name by now.
@@ -426,6 +428,7 @@ class Handshake:
         self._tries = 0
         self._next_try = 0.0
         self._pause = HANDSHAKE_POLL[0]
+        self._longest = HANDSHAKE_POLL[1] + SHARE * world_size
         self.nonce: str | None = None
 
     def step(self) -> bool:
@@ -440,7 +443,7 @@ class Handshake:
             elif self._number in codec.ranks_of(self._store.read(f"acknowledged/{self._hello}") or ""):
                 self.nonce = self._hello
             done = time.monotonic()
-            self._next_try = done + max(self._pause, GENTLY * (done - now))
+            self._next_try = done + max(self._pause, min(GENTLY * (done - now), self._longest))
             self._pause = min(2 * self._pause, HANDSHAKE_POLL[1])
         return self.nonce is not None
 
