@@ -433,7 +433,7 @@ class Watcher:
         observation = self._state.observation
         self._told |= {p.channel: p.sequence for p in observation.pending}
         self._last_told = _number(observation.latest)
-        if any(_same(incident, known) for known in self._settings.incidents):
+        if any(says_nothing_new(incident, known) for known in self._settings.incidents):
             log.warning("ncclguard: incident %s has gone on: %s", incident.id, incident.summary)
             return
         self._over = self._over or self._settings.abort or bool(verdict is not None and verdict.departed)
@@ -511,11 +511,14 @@ def _number(pending: Pending | None) -> tuple[str, int] | None:
     return None if pending is None else (pending.channel, pending.sequence)
 
 
-def _same(one: Incident, other: Incident) -> bool:
-    """Whether two incidents are about one collective and say the same: it breaks later
-    than it was known to be stuck.
+def says_nothing_new(later: Incident, known: Incident) -> bool:
+    """Whether a later incident is about the collective of one that is known, and says the same or that nothing is known:
+    it breaks later than it was known to be stuck, and by then those who broke it may have ended unseen.
     """
-    return (one.op_id, one.cause, one.culprits) == (other.op_id, other.cause, other.culprits)
+    if later.op_id != known.op_id:
+        return False
+    nothing = later.cause is Cause.UNKNOWN and not later.culprits
+    return nothing or (later.cause, later.culprits) == (known.cause, known.culprits)
 
 
 def _whose_report(incident: Incident, rank: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Departure, Issued, Report, Trouble, TroubleKind, Waiting, Watched
@@ -18,6 +19,7 @@ from ncclguard.watch.judge import (
     is_consequence,
     verdict_of,
 )
+from ncclguard.watch.watcher import says_nothing_new
 
 WORLD = (0, 1, 2, 3)
 
@@ -231,3 +233,17 @@ def test_what_a_rank_says_of_torchs_collectives_reaches_the_others_as_it_was() -
     left = Departure(1, Cause.EXITED, "ended its program", watched=watched)
     assert codec.loads_departure(codec.dumps_departure(left, {}, 0)) == (left, {})
     assert codec.loads_report(codec.dumps(Report(rank=1, generation=2))).watched is None
+
+
+def test_what_breaks_after_its_incident_and_is_not_understood_is_no_second_one() -> None:
+    """A rank that gloo kept waiting raises when the others have ended: the first incident says why."""
+    first = Incident(
+        id="0-2.0", op="all_reduce", op_id="0:gloo/2", group="0:gloo", generation=0, cause=Cause.DIVERGED, culprits=(),
+        deadline_expired=False, agreed=True, attempts=1, participants=(0, 1, 2, 3), summary="diverged", advice="compare",
+    )  # fmt: skip
+    broke = first.model_copy(update={"id": "0-2.1", "generation": 1, "cause": Cause.UNKNOWN})
+    assert says_nothing_new(broke, first)
+    assert says_nothing_new(first.model_copy(update={"generation": 1}), first)
+    assert not says_nothing_new(broke.model_copy(update={"op_id": "0:gloo/3"}), first)
+    assert not says_nothing_new(broke.model_copy(update={"cause": Cause.LOST, "culprits": (1,)}), first)
+    assert not says_nothing_new(broke.model_copy(update={"culprits": (1,)}), first)
