@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 from pathlib import Path
 
 import common
@@ -66,6 +67,11 @@ def spans(ranks: tuple[int, ...]) -> str:
         else:
             found.append([rank])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+
+
+def tell(line: str) -> None:
+    """Print a line in one write, so that neither a kill nor what another rank prints comes between its parts."""
+    os.write(1, f"{line}\n".encode())
 
 
 def sharded(model: common.Classifier) -> torch.nn.Module:
@@ -138,7 +144,7 @@ def main() -> None:
         """The line of the one rank that prints is there, or another one prints it."""
         known = digest(model)
         if rank == finish.ranks[0]:
-            print(f"done: {given.steps} steps, parameters {known}", flush=True)
+            tell(f"done: {given.steps} steps, parameters {known}")
         dist.barrier()
 
     record = Record(given.samples)
@@ -148,11 +154,11 @@ def main() -> None:
         tells = rank == train.ranks[0]
         record.add(samples, loader.position, tells)
         if tells:
-            print(f"step {step}: loss {loss:.6f}, ranks {spans(train.made_by)}", flush=True)
+            tell(f"step {step}: loss {loss:.6f}, ranks {spans(train.made_by)}")
         if step % 50 == 0:
             right = evaluate()
             if tells:
-                print(f"evaluation after step {step}: {right:.3f} are right", flush=True)
+                tell(f"evaluation after step {step}: {right:.3f} are right")
     finish()
     dist.destroy_process_group()
 
