@@ -71,8 +71,8 @@ def test_plain_alarm_around_a_collective_comes_only_with_the_groups_own_timeout(
         ("monitored_barrier", 0.3),
         ("wait_of_a_work", 0.3),
         ("another_thread", 0.3),
-        ("no_group_named", 1.5),
-        ("no_group_named_and_no_record", 1.5),
+        ("no_group_named", 0.3),
+        ("no_group_named_and_no_record", 0.3),
     ],
 )
 def test_call_that_waits_for_a_missing_rank_is_ended_at_the_limit(

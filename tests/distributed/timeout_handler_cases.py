@@ -25,8 +25,6 @@ from ncclguard.errors import CollectiveTimeout
 GROUP_TIMEOUT = 40.0  # what the cases end by without the handler
 WRITTEN_BY = 15.0
 PLAIN_TIMEOUT = 5.0
-#: Seconds for a call whose group is not named: before it is in the record, the default group would be stopped for it.
-UNNAMED = 1.5
 
 Case = Callable[[dist.ProcessGroup, int], dict[str, Any]]
 
@@ -250,7 +248,7 @@ def forked_child(pair: dist.ProcessGroup, rank: int) -> dict[str, Any]:
 
 def no_group_named(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
     """The call that hangs is not on the default group, and is found all the same; the default group lives."""
-    said = bounded(partial(reduce_one, group), UNNAMED, None)
+    said = bounded(partial(reduce_one, group), 0.3, None)
     torch_compat.default_store().set(f"no_group_named/{rank}", "over")
     tensor = torch.ones(1)
     if RECORDED:
@@ -260,7 +258,7 @@ def no_group_named(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
 
 def no_group_named_and_no_record(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
     """As before with a call that the flight recorder does not know: the default group goes first, then all others."""
-    return bounded(lambda: dist.recv(torch.ones(1), src=2, group=group), UNNAMED, None)
+    return bounded(lambda: dist.recv(torch.ones(1), src=2, group=group), 0.3, None)
 
 
 # In this order: without a flight recorder of gloo (torch < 2.8) the last two cost all process groups.
