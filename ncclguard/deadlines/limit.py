@@ -133,6 +133,9 @@ class TimeLimit:
         """Raise CollectiveTimeout if a peer has stopped one of this block's groups: a call on it could only fail."""
         groups = [g for g in torch_compat.known_groups() if self._group in (None, g) and g not in _not_to_stop]
         for group, notice in _board.heard(groups, self.deadline - self.entered, self.entered).items():
+            if self._group is None and group in _broken:
+                continue  # this rank knows, and may well use another one now
+            _broken.add(group)
             raise self._stopped_before(group, notice)
 
     def __exit__(
@@ -141,6 +144,8 @@ class TimeLimit:
         self._leave()
         if self._process != os.getpid():
             return
+        if self._group is not None and error is not None and torch_compat.from_collective(error):
+            _broken.add(self._group)
         if time.monotonic() >= self.deadline:
             self._judge(error)
         elif error is None:
@@ -374,6 +379,7 @@ _alarm.own_code.update(
 _watchdog = Watchdog()
 _board: Final = Board()
 _not_to_stop: Final[weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakSet()  # stopped already, or a parent process's
+_broken: Final[weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakSet()  # a call failed here, or a notice was raised
 
 
 def _after_fork_in_child() -> None:

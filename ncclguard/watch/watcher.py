@@ -512,7 +512,7 @@ def _number(pending: Pending | None) -> tuple[str, int] | None:
 
 
 def says_nothing_new(later: Incident, known: Incident) -> bool:
-    """Whether a later incident is about the collective of one that is known, and says the same, or that nothing is known.
+    """Whether a later incident is about the collective of a known one, and says the same, or that nothing is known.
 
     A collective breaks later than it was known to be stuck, and by then those who broke it may have ended unseen.
     """

@@ -121,6 +121,11 @@ def test_group_that_hangs_is_found_and_the_others_live(said: dict[str, Any]) -> 
     assert said["no_group_named"]["default_lives"] == said["recorded"], said["no_group_named"]
 
 
+def test_a_group_that_a_peer_has_broken_ends_no_later_block_of_another_one(said: dict[str, Any]) -> None:
+    assert said["broken_by_a_peer"]["ended"] in ("RuntimeError", "CollectiveTimeout")
+    assert said["broken_by_a_peer"]["later"]["ended"] == "returned", said["broken_by_a_peer"]["later"]
+
+
 def test_operation_in_flight_does_not_outlive_the_python_code_that_polls_it(
     said: dict[str, Any], job: faults.JobResult
 ) -> None:

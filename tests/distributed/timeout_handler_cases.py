@@ -256,6 +256,13 @@ def no_group_named(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
     return {**said, "default_lives": tensor.item() == 3}
 
 
+def broken_by_a_peer(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
+    """The limit of rank 1 passes, which breaks rank 0's call; a later block that names no group is not about this one."""
+    said = bounded(partial(reduce_one, group), 0.3 if rank == 1 else GROUP_TIMEOUT, group)
+    time.sleep(1.2)  # longer than half the limit that follows: the store is asked for what peers have stopped
+    return {**said, "later": bounded(lambda: time.sleep(0.01), 2.0, None)}
+
+
 def no_group_named_and_no_record(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
     """As before with a call that the flight recorder does not know: the default group goes first, then all others."""
     return bounded(lambda: dist.recv(torch.ones(1), src=2, group=group), 0.3, None)
@@ -265,7 +272,8 @@ def no_group_named_and_no_record(group: dist.ProcessGroup, rank: int) -> dict[st
 CASES: tuple[Case, ...] = (
     plain_alarm, all_reduce, timedelta_of_a_large_tensor, recv, monitored_barrier, wait_of_a_work, another_thread,
     two_threads, nested, in_time, polling, polling_unguarded, after_an_engine_section, own_exception, sleeping,
-    computing, engine_section_alone, forked_child, no_group_named, no_group_named_and_no_record,
+    computing, engine_section_alone, forked_child, broken_by_a_peer, no_group_named,
+    no_group_named_and_no_record,
 )  # fmt: skip
 PAIRED: tuple[Case, ...] = (
     sleeping,
