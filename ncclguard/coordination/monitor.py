@@ -268,9 +268,14 @@ class Monitor:
                 return True
         return self._inquiries.busy
 
+    @property
+    def _decides(self) -> bool:
+        """Whether this rank coordinates a revocation."""
+        return any(revocation.coordinates for revocation in self._revocations.values())
+
     def _only_awaits_verdicts(self) -> bool:
         """Whether this rank has answered the revoke of each of its calls, and others are to decide."""
-        if not self._revocations or any(revocation.coordinates for revocation in self._revocations.values()):
+        if not self._revocations or self._decides:
             return False
         return all(state.call is None or state.key in self._revocations for state in self.states())
 
@@ -312,6 +317,8 @@ class Monitor:
             if state.key in self._unchecked and state.key not in self._revocations:
                 self._unchecked.discard(state.key)
                 self._look_for_revoke(state, now)
+        if self._departures.more and self._decides:
+            self.read_departures()  # it may have become the coordinator in this step
         for key, revocation in list(self._revocations.items()):
             departed = self._departures.among(revocation.state.member.participants, revocation.state.key)
             if revocation.step(
@@ -448,7 +455,6 @@ class Monitor:
         for departure in self._neighbours.departures(self._settings.timing.period):
             if departure.rank not in self._departures:
                 self.witness(departure)
-                self._departures.read(self._store)
 
     def _apply_departures(self) -> None:
         for state in self.states() if self._departures else ():
@@ -475,11 +481,11 @@ class Monitor:
 
     def read_departures(self) -> dict[int, Departure]:
         """Every departure that is known to the store, or was a moment ago; from the monitor's own thread only."""
-        decides = any(revocation.coordinates for revocation in self._revocations.values())
-        if self._aside or decides:
+        decides = self._decides
+        if self._aside or decides or self._departures.more:
             timing = self._settings.timing
             within = timing.period if decides else timing.departures(self.departures_begun)
-            self._departures.read(self._store, within, self._departed)
+            self._departures.read(self._store, within, self._departed, in_portions=not decides)
         return self._departures.all()
 
     def witness(self, departure: Departure, done: dict[str, int] | None = None) -> None:

@@ -271,6 +271,7 @@ class Entries:
         self._counted = 0
         self._awaited: dict[int, float] = {}  # numbers without an entry yet, and since when they are known
         self._next_rare = 0.0
+        self.more = False  # whether the last call of `new` has left some for another time
 
     def add(self, store: AgreementStore, text: str) -> int:
         """Append an entry; returns its number, from 1."""
@@ -284,12 +285,18 @@ class Entries:
         """
         return store.recent(self._counter, within) if within else store.count(self._counter)
 
-    def new(self, store: AgreementStore, within: float = 0.0, at_least: int = 0) -> list[str]:
+    def new(
+        self, store: AgreementStore, within: float = 0.0, at_least: int = 0, at_most: int | None = None
+    ) -> list[str]:
         """Those that were written since the last call, in order of their numbers, by the count of `within` seconds.
 
-        `at_least`: how many there are known to be.
+        `at_least`: how many there are known to be; `at_most`: how many further ones to look for now, the others another
+        time: `more` tells whether there are any.
         """
         now, count = time.monotonic(), max(at_least, self.count(store, within))
+        self.more = at_most is not None and count > self._counted + at_most
+        if self.more and at_most is not None:
+            count = self._counted + at_most
         self._awaited.update(dict.fromkeys(range(self._counted + 1, count + 1), now))
         self._counted = max(self._counted, count)
         rare = now >= self._next_rare
@@ -307,6 +314,10 @@ class Entries:
 
 #: Characters of a single text in an entry.
 TEXT = 400
+
+#: Departures that a rank reads at first, which is twice as many each further time: one is enough to end a call of all
+#: ranks, and when a launcher ends them, each host would else read as many as there are ranks.
+PORTION = 16
 
 Place = tuple[int, ...]
 
@@ -348,6 +359,12 @@ class Departures:
         self._rank = rank
         self._known: dict[int, tuple[Departure, dict[str, int]]] = {}
         self._entries = Entries("departures", "departure")
+        self._portion = PORTION
+
+    @property
+    def more(self) -> bool:
+        """Whether there are some that `read` has left for another time."""
+        return self._entries.more
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._known
@@ -361,18 +378,23 @@ class Departures:
 
         That is with the first, second, fourth, eighth and so on, so that the end of a large job is no flood of news.
         """
-        text = codec.dumps_departure(departure, done, self._rank)
-        entered = store.first(f"departed/{departure.rank}", text)
+        key, text = f"departed/{departure.rank}", codec.dumps_departure(departure, done, self._rank)
+        entered = store.told_here(key) or store.first(key, text)
+        self._learn(entered)
         if entered != text:
-            self._learn(entered)
             return 0
+        store.tell_host(key, text)
         number = self._entries.add(store, text)
         return number if number & (number - 1) == 0 else 0
 
-    def read(self, store: AgreementStore, within: float = 0.0, at_least: int = 0) -> None:
-        """Learn what was entered since, but for the last `within` seconds; `at_least` so many were."""
-        for text in self._entries.new(store, within, at_least):
+    def read(self, store: AgreementStore, within: float = 0.0, at_least: int = 0, *, in_portions: bool = False) -> None:
+        """Learn what was entered since, but for the last `within` seconds; `at_least` so many were.
+
+        `in_portions`: only some of them where they are many, the first ones first; then there are `more`.
+        """
+        for text in self._entries.new(store, within, at_least, self._portion if in_portions else None):
             self._learn(text)
+        self._portion = 2 * self._portion if self.more else PORTION
 
     def count(self, store: AgreementStore, within: float = 0.0) -> int:
         """How many have been entered."""

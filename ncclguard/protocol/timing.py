@@ -40,10 +40,10 @@ LONGEST_DELAY: Final = 1.0
 #: store's host one to two requests, of 12 to 16 µs on one core (measured, TCPStore of torch 2.13): about half of what
 #: it can do.
 LOOKS: Final = 25_000
-#: The period in seconds that is reached at 5,000 ranks; and looks a second beyond 14,000, divided by the ranks of a
+#: The period in seconds that is reached at 5,000 ranks; and looks a second beyond 12,000, divided by the ranks of a
 #: host, which look together: with hosts of 8 they cost the store's host some 13 % of its time at any size.
 LONGEST: Final = 0.2
-MOST_LOOKS: Final = 70_000
+MOST_LOOKS: Final = 60_000
 #: Seconds that the coordinator waits beyond its patience for stacks that somebody is fetching.
 WAIT_FOR_STACKS: Final = 0.25
 

@@ -182,6 +182,7 @@ class Connection:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         def operate() -> tuple[list[bytes], int]:
             found = [self._values[key] for key in keys]
+            self._world.read[self._rank] += len(keys)
             return found, sum(map(len, found))
 
         return self._ask(operate, 2 * REQUEST + len(keys) * (FURTHER_KEY + EACH_VALUE))
@@ -274,6 +275,7 @@ class World:
         self.current = self._nobody = Task()
         self.server = Server()
         self.requests: Counter[int] = Counter()
+        self.read: Counter[int] = Counter()  # values that each rank has read many at a time
         self.killed: set[int] = set()
         self.stopped: set[int] = set()
         self.cut: set[int] = set()  # on hosts that the store's cannot reach, nor any other outside
@@ -732,6 +734,7 @@ class Result:
     mean: float  # requests of a rank from the fault, or the first deadline, to the end of its call
     most: int
     coordinator: int
+    read: int  # values that a rank read many at a time in the event, most of any but the coordinator
     busy: float  # share of the store's host's time while all wait
     verdict_bytes: int
     joining: float
@@ -746,10 +749,13 @@ class Result:
         return one and self.right and self.last <= self.bound
 
 
-def observe(world: World, event: str, joining: float = 0.0) -> Result:
-    """Let an event happen to a job that has joined, until every call has ended."""
+def observe(
+    world: World, event: str, joining: float = 0.0, happen: Callable[[World], Expected] | None = None
+) -> Result:
+    """Let an event, or what `happen` does, happen to a job that has joined, until every call has ended."""
     wall, began = time.monotonic(), world.now
-    expected = EVENTS[event][1](world)
+    world.read.clear()
+    expected = (happen or EVENTS[event][1])(world)
     until = began + (expected.fault or world.timeout)
     world.run(began + 0.3)
     busy, since = world.server.busy, world.now
@@ -802,6 +808,7 @@ def _result(
         mean=sum(spent) / max(1, len(spent)),
         most=max(spent, default=0),
         coordinator=world.spent.get(coordinator, 0),
+        read=max((count for rank, count in world.read.items() if rank != coordinator), default=0),
         busy=busy,
         verdict_bytes=large,
         joining=joining,

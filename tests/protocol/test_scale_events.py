@@ -17,6 +17,9 @@ RANKS = 256
 #: it looks 20 times a second, for its host when it is its turn. And how much of the store's host's time ranks may take
 #: that only wait.
 MEAN, MOST, BUSY = 50, 150, 0.2
+#: Values that a rank other than the coordinator reads many at a time: entries of the log and a portion of the
+#: departures, never something of every rank.
+READ = 96
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -34,3 +37,4 @@ def test_every_rank_that_reaches_the_store_has_the_one_verdict_with_the_right_na
     assert found.mean <= MEAN
     assert found.most <= MOST
     assert found.busy <= BUSY
+    assert found.read <= READ
