@@ -164,9 +164,12 @@ class Revocation:
         if fetch is not None and overdue >= self._timing.look_after:
             awaited = [rank for rank in here if rank not in departed and rank not in self._reports]
             self._fetcher.step(overdue, self._members, awaited, fetch)
+        coordinated = self.coordinates
         if not self._my_turn(now):
             return False
         self._gather(now)
+        if not coordinated:  # who only waits does not read all departures: `departed` lacks some until the next step
+            return False
         missing = [r for r in self._members if r not in self._reports and r not in departed]
         silent: dict[int, Cause] = {}
         if missing:

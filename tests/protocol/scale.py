@@ -868,7 +868,7 @@ def main(arguments: list[str] | None = None) -> int:
         joining = world.join(options.join)
         print(
             f"{options.ranks:,} ranks on hosts of {options.per_host}, "
-            f"{f'joined in {joining:.2f} s of the model' if options.join else 'which know their session'}, "
+            f"{_joined(world, joining) if options.join else 'which know their session'}, "
             f"{time.monotonic() - began:.0f} s here ({time.process_time():.0f} s of the processor); "
             f"period {world.timing.period:.3g} s, bound {world.grace + CLEANING:.2f} s"
         )
@@ -884,6 +884,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(found) for found in results], indent=1) + "\n")
     return 0 if all(found.holds for found in results) else 1
+
+
+def _joined(world: World, seconds: float) -> str:
+    requests = sum(world.requests.values()) / world.size
+    return (
+        f"joined in {seconds:.2f} s of the model, with {requests:.1f} requests of a rank and {world.server.busy:.2f} s "
+        "of the store's host until 2 s later"
+    )
 
 
 HEAD = (

@@ -13,7 +13,7 @@ from ncclguard.coordination.revocation import Revocation
 from ncclguard.coordination.store import AgreementStore, Entries
 from ncclguard.outcome import Cause
 from ncclguard.protocol import codec
-from ncclguard.protocol.decision import Action, Operation, Report, TroubleKind
+from ncclguard.protocol.decision import Action, Departure, Operation, Report, TroubleKind
 from ncclguard.protocol.member import Entry
 from ncclguard.protocol.timing import ALIVE, GRACE, QUIET, RESERVE, Pace, Timing
 
@@ -119,6 +119,26 @@ def test_nobody_is_called_silent_while_answers_keep_coming_but_not_for_ever() ->
     assert dict(revocation.verdict.culprits).keys() == {*range(1, 50)}  # late the first nine, unknown the others
     assert state.decided_after == pytest.approx(last + QUIET + 0.01 - REVOKED)
     assert Timing().is_silence(PATIENCE + RESERVE / 2, since_arrival=0.0, delay=1.0)
+
+
+def test_a_rank_that_takes_over_decides_once_it_has_read_who_departed() -> None:
+    """Until then it has read only some departures, and would name ranks that a launcher ended beside the one to blame."""
+    state = state_of_rank_0()
+    enter(state, 0.0)
+    revocation = Revocation(AgreementStore(HashStore()), state, 0, 2, REVOKED)
+    departed: dict[int, Departure] = {}
+
+    def work(now: float) -> bool:
+        return revocation.step(now, departed, lambda state, report: report, lambda rank: Cause.LOST, lambda *known: "")
+
+    assert not work(REVOKED)
+    assert not work(REVOKED + 10.0)
+    assert revocation.coordinates  # so its monitor reads them all before the next step
+    departed[1] = Departure(1, Cause.LOST, "was sent SIGTERM", terminated=True)
+    departed[2] = Departure(2, Cause.FAILED, "ValueError")
+    assert work(REVOKED + 10.1)
+    assert revocation.verdict is not None
+    assert dict(revocation.verdict.culprits) == {2: Cause.FAILED}
 
 
 def test_a_coordinator_whose_own_turn_comes_late_gives_the_others_as_much_more_time() -> None:
