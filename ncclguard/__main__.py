@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write_what_cannot_be_encoded() -> None:
-    """Where the output is not UTF-8, a character that it lacks is written as its number, and does not end the command."""
+    """Where the output is not UTF-8, a character that it lacks is written as its number, and ends no command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
