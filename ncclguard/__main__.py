@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import importlib.util
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,6 +57,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; 2 for a command that does not exist."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _write_what_cannot_be_encoded()
     if not words:
         print(usage(), file=sys.stderr)
         return USAGE
@@ -71,6 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ncclguard: there is no command {name!r}; use one of {known}", file=sys.stderr)
         return USAGE
     return int(importlib.import_module(command.module).main(rest))
+
+
+def _write_what_cannot_be_encoded() -> None:
+    """Where the output is not UTF-8, a character that it lacks is written as its number, and ends no command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def usage() -> str:

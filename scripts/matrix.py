@@ -37,6 +37,7 @@ SELECTIONS: Final = {
     "fast": ["-m", "fast", "tests/unit"],
     "ranks": [f"tests/distributed/test_{name}.py" for name in MULTI_RANK.split()],
 }
+OLDEST: Final = 10  # Python 3.10, as in pyproject.toml
 #: Seconds for a selection of tests, and for those of them that failed when they run again.
 SUITE: Final = 2400
 FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for pair in options.pair or ():
         if not re.fullmatch(r"3\.\d+:\d+\.\d+(\.\d+)?", pair):
             parser.error(f"{pair!r} is no pair of a Python and a torch, such as 3.10:2.6")
+        if int(pair.partition(":")[0].removeprefix("3.")) < OLDEST:
+            parser.error(f"{pair!r}: ncclguard needs Python 3.{OLDEST} or later; name a pair of one that it supports")
     FOLDER.mkdir(exist_ok=True)
     kept = options.write.with_suffix(".json") if options.write is not None else None
     rows = read(kept)

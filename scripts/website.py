@@ -308,8 +308,13 @@ def main(arguments: Sequence[str]) -> int:
             print("\n".join([*found, f"{len(found)} links lead nowhere"]), file=sys.stderr if found else sys.stdout)
             return int(bool(found))
         case ["renew", *names] if names:
-            for name in names:
-                renew(Path(name).resolve())
+            pages = [Path(name).resolve() for name in names]
+            others = [name for name, page in zip(names, pages, strict=True) if page not in chinese_pages()]
+            if others:
+                print(f"no Chinese page: {', '.join(others)}; renew one that ends in .zh.md", file=sys.stderr)
+                return 2
+            for page in pages:
+                renew(page)
             return 0
     print(__doc__, file=sys.stderr)
     return 2

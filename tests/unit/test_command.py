@@ -41,6 +41,22 @@ def test_version(capsys: pytest.CaptureFixture[str], word: str) -> None:
     assert capsys.readouterr().out == f"ncclguard {__version__}\n"
 
 
+@pytest.mark.processes
+def test_output_that_is_ascii_only_gets_everything_else_by_its_number() -> None:
+    """A narrow table is shortened with an ellipsis, and a log may say anything."""
+    log = Path(__file__).parents[1] / "unguarded_logs" / "legacy-exception" / "logs"
+
+    def explained(encoding: str) -> subprocess.CompletedProcess[bytes]:
+        environment = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "50"}
+        command = [sys.executable, "-m", "ncclguard", "explain", str(log)]
+        return subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
+
+    plain, whole = explained("ascii"), explained("utf-8")
+    assert "…" in whole.stdout.decode()
+    assert (plain.returncode, plain.stderr) == (whole.returncode, whole.stderr)
+    assert b"\\u2026" in plain.stdout
+
+
 @pytest.mark.parametrize("word", ["benchmark", "missing", "--fast"])
 def test_an_unknown_command_names_those_that_are_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word: str

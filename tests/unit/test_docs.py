@@ -133,6 +133,14 @@ def test_chinese_pages_say_what_the_english_ones_say_now() -> None:
     )
 
 
+def test_an_english_page_is_not_marked_as_a_translation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "tour.md"
+    page.write_text("A page.\n")
+    assert website.main(["renew", str(page)]) == 2
+    assert page.read_text() == "A page.\n"
+    assert "no Chinese page" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("page", website.chinese_pages(), ids=lambda page: page.name)
 def test_a_chinese_page_has_the_commands_and_code_of_the_english_one(page: Path) -> None:
     assert code(page) == code(website.english_of(page))
