@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 Address = tuple[str, int]  # (numeric host, port)
 
+#: Of Linux's linux/tcp.h, which Python's socket module does not have.
+_TCP_THIN_LINEAR_TIMEOUTS, _TCP_RTO_MAX_MS = 16, 44
 _SOCKADDR_STORAGE = 128  # sizeof(struct sockaddr_storage) on Linux
 
 
@@ -89,6 +91,19 @@ def shut_held(held: Iterable[socket.socket]) -> int:
             copy.shutdown(socket.SHUT_RDWR)
             count += 1
     return count
+
+
+def resend_often(found: Iterable[Connection]) -> None:
+    """Have what is not acknowledged sent again once a second at least, however long the network has been away.
+
+    The kernel doubles the pause each time, so that after an outage of 3.5 s a request may lie for another 2.8 s (seen on
+    Linux 6.18). Before Linux 6.15 it does so only after the sixth time; elsewhere nothing is changed.
+    """
+    for copy in hold(found):
+        with copy:
+            for option, value in ((_TCP_THIN_LINEAR_TIMEOUTS, 1), (_TCP_RTO_MAX_MS, 1000)):
+                with contextlib.suppress(OSError):
+                    copy.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def gloo_address(published: bytes) -> Address | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 import threading
 import weakref
 from datetime import timedelta
@@ -68,6 +69,8 @@ def clone_store(store: Store) -> Store:
         try:
             copy: Store = store.clone() if hasattr(store, "clone") else _reopen(store, base)
             _connections[copy] = _new_connections(port)
+            if sys.platform == "linux":
+                sockets.resend_often(_connections[copy])
         finally:
             del _known[port]
     return copy

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 import ncclguard as ng
-from ncclguard import faults
+from ncclguard import faults, torch_compat
 
 REASON = faults.namespaces_available()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"network namespaces are not available: {REASON}")
@@ -158,3 +158,30 @@ def test_a_killed_rank_on_another_host_is_lost_within_seconds() -> None:
     verdicts = result.values("verdict")
     assert verdicts == {0: [False, True, "lost", [1]], 2: [False, True, "lost", [1]]}, result
     assert max(result.values("seconds").values()) < 8.0, result
+
+
+def asks_the_store_in_an_outage() -> None:
+    dist.init_process_group("gloo")
+    store = torch_compat.clone_store(torch_compat.default_store())
+    store.add("asked", 1)
+    faults.report(ready=True)
+    faults.wait_until_told("cut")
+    if dist.get_rank() == 1:
+        store.add("asked", 1)
+        faults.report(answered=time.monotonic())
+    faults.wait_until_told("over")
+
+
+def test_a_request_to_the_store_that_an_outage_held_up_goes_on_soon_after_it() -> None:
+    """By itself the kernel sends it again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: 2.7 s after the network is back."""
+    with faults.Hosts(2) as hosts, faults.start_ranks(asks_the_store_in_an_outage, 2, hosts=hosts, timeout=90) as job:
+        job.wait_for("ready", seconds=60)
+        hosts.partition("host1")
+        job.tell("cut")
+        time.sleep(3.5)
+        hosts.heal("host1")
+        healed = time.monotonic()  # one clock for all namespaces
+        answered = job.wait_for("answered", [1], seconds=30)[1]
+        job.tell("over")
+        job.wait()
+    assert answered - healed < 1.6, answered - healed
