@@ -96,8 +96,8 @@ def shut_held(held: Iterable[socket.socket]) -> int:
 def resend_often(found: Iterable[Connection]) -> None:
     """Have what is not acknowledged sent again once a second at least, however long the network has been away.
 
-    The kernel doubles the pause each time, so that after an outage of 3.5 s a request may lie for another 2.8 s (seen on
-    Linux 6.18). Before Linux 6.15 it does so only after the sixth time; elsewhere nothing is changed.
+    The kernel doubles the pause each time, so that after an outage of 3.5 s a request lies for another 2.7 s (seen on
+    Linux 6.18). Before Linux 6.15 it still does so, but only from the seventh time on.
     """
     for copy in hold(found):
         with copy:
