@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -93,17 +94,16 @@ def shut_held(held: Iterable[socket.socket]) -> int:
     return count
 
 
-def resend_often(found: Iterable[Connection]) -> None:
+def resend_often(stream: socket.socket) -> None:
     """Have what is not acknowledged sent again once a second at least, however long the network has been away.
 
-    The kernel doubles the pause each time, so that after an outage of 3.5 s a request lies for another 2.7 s (seen on
-    Linux 6.18). Before Linux 6.15 it still does so, but only from the seventh time on.
+    The kernel doubles the pause each time, so that after an outage of 3.5 s a message lies for another 2.7 s (seen on
+    Linux 6.18). Before Linux 6.15 it still does so, but only from the seventh time on. Elsewhere nothing changes.
     """
-    for copy in hold(found):
-        with copy:
-            for option, value in ((_TCP_THIN_LINEAR_TIMEOUTS, 1), (_TCP_RTO_MAX_MS, 1000)):
-                with contextlib.suppress(OSError):
-                    copy.setsockopt(socket.IPPROTO_TCP, option, value)
+    if sys.platform == "linux":
+        for option, value in ((_TCP_THIN_LINEAR_TIMEOUTS, 1), (_TCP_RTO_MAX_MS, 1000)):
+            with contextlib.suppress(OSError):
+                stream.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def gloo_address(published: bytes) -> Address | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import sys
 import threading
 import weakref
 from datetime import timedelta
@@ -69,8 +68,9 @@ def clone_store(store: Store) -> Store:
         try:
             copy: Store = store.clone() if hasattr(store, "clone") else _reopen(store, base)
             _connections[copy] = _new_connections(port)
-            if sys.platform == "linux":
-                sockets.resend_often(_connections[copy])
+            for stream in sockets.hold(_connections[copy]):
+                with stream:
+                    sockets.resend_often(stream)
         finally:
             del _known[port]
     return copy

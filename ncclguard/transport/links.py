@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 
 from ncclguard.language import tr
 from ncclguard.torch_compat.groups import Store
+from ncclguard.torch_compat.sockets import resend_often
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.memory import read_process
 
@@ -257,6 +258,7 @@ class Links:
     def _keep(self, greeting: _Greeting, peer: int, pid: int, reads: bool, is_read: bool) -> None:
         stream = greeting.stream
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        resend_often(stream)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, int(BLOCKS_FOR * 1e6)))
         stream.setblocking(True)
         self._greetings.remove(greeting)
