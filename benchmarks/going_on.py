@@ -1,12 +1,14 @@
 """Kill ranks of a training at chosen moments, and check all that is promised of going on:
 
-    python -m benchmarks.going_on --seeds 20 [--moment forward ...] [--spares N | --no-rejoin] [--write results.json]
+    python -m benchmarks.going_on --seeds 20 [--fsdp] [--moment forward ...] [--spares N | --no-rejoin] [--write FILE]
 
 Each run is `ncclguard run` with 4 ranks and this file as the script, which trains DDP with dropout, running means and
-several buckets. It has several strikes, one after the other: a rank kills itself with SIGKILL at a moment of a step.
+several buckets, or FSDP2 with copies of each shard on two neighbours, on GPUs where there are any. It has several
+strikes, one after the other: a rank kills itself with SIGKILL at a moment of a step.
 The next strike comes when all four ranks are together again, or, without spares, when the survivors have made some
 steps. Then the membership of each step, as the ranks have written it, is replayed by a second run in which nobody
-dies and nothing is resilient: the group is given these members, and a rank that comes gets its state over gloo.
+dies and nothing is resilient: the group is given these members (for FSDP2 a new one is made, and the model anew), and
+a rank that comes gets its state over gloo.
 Checked are: exit code 0, all steps, each sample of the sequence once, equal parameters on all ranks and equal to the
 replay's, to the last bit. Told are the seconds from each kill until a survivor goes on, and until a spare, or a
 process that was started then, has joined.
@@ -31,6 +33,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict as checkpoint_state
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
@@ -54,6 +59,8 @@ IN_JOINING = (
     "newcomer-step",
 )
 MOMENTS = (*IN_STEP, "two", *IN_MEETING, *IN_JOINING)
+#: Of FSDP2 only: while copies are sent; and a second rank while the survivors deal out the state among themselves.
+SHARDED = ("copies", "dealing")
 
 
 # ---------------------------------------------------------------------- the training, in each rank
@@ -76,7 +83,20 @@ def make_model() -> nn.Sequential:
     )
 
 
-def wrap(model: nn.Module, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+def device() -> torch.device:
+    """This rank's GPU, or the processor."""
+    count = torch.cuda.device_count()
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % count) if count else torch.device("cpu")
+
+
+def wrap(model: nn.Module, fsdp: bool, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """For all ranks, or those of the group."""
+    if fsdp:
+        mesh = None if group is None else DeviceMesh.from_group(group, device().type)
+        for layer in model.children():
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
     dist._DEFAULT_FIRST_BUCKET_BYTES = 4096  # type: ignore[attr-defined] # the first bucket's own limit
     return DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.03)
 
@@ -90,10 +110,17 @@ def parts(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, Any, ng.
     )
 
 
+def whole_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """Those of all shards, which all ranks have to be there for."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+
+
 def fingerprint(model: nn.Module) -> str:
     import hashlib
 
-    whole = b"".join(p.detach().numpy().tobytes() for p in model.parameters())  # buffers are each rank's own
+    whole = b"".join(p.detach().cpu().numpy().tobytes() for p in whole_parameters(model))  # buffers are each rank's own
     return hashlib.sha256(whole).hexdigest()
 
 
@@ -159,19 +186,25 @@ class Strikes:
         """Have the moments inside of torch and of the library come by here."""
         from ncclguard.engine import runtime
         from ncclguard.process_group.group import GuardedProcessGroup
+        from ncclguard.training.shards import Shards
         from ncclguard.training.step import Continuation
 
-        issue, count = GuardedProcessGroup.allreduce, 0
+        self.keeping = self.dealing = False
+        reductions = 0
 
-        def allreduce(*args: Any, **named: Any) -> Any:
-            nonlocal count
-            count = count + 1 if self.inside else 0
-            if count == 2:
+        def reduced(*_: Any, **__: Any) -> None:
+            nonlocal reductions
+            reductions = reductions + 1 if self.inside else 0
+            if reductions == 2:
                 self.at("reduction")
-            return issue(*args, **named)
 
-        GuardedProcessGroup.allreduce = allreduce  # type: ignore[method-assign]
-        next(hooked.parameters()).register_hook(lambda _: self.at("backward"))
+        for name in ("allreduce", "_reduce_scatter_base", "reduce_scatter_single"):  # DDP; FSDP2 by torch's version
+            before(GuardedProcessGroup, name, reduced)
+        during(Shards, "keep", lambda now: setattr(self, "keeping", now))
+        during(Shards, "_deal_out", lambda now: setattr(self, "dealing", now))
+        before(GuardedProcessGroup, "exchange", lambda *_: self.keeping and self.at("copies"))
+        before(GuardedProcessGroup, "alltoall", lambda *_: self.dealing and self.later("dealing"))
+        hooked.register_full_backward_hook(lambda *_: self.at("backward"))
         optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
         before(
             Continuation, "_meet", lambda _, what, *more: self.later("agreement") if what.startswith("again") else None
@@ -202,6 +235,20 @@ class Strikes:
         before(Continuation, "_attend", joined)  # the last that a newcomer does before its first step
 
 
+def during(owner: Any, name: str, call: Callable[[bool], None]) -> None:
+    """Have `call` called with True before, and with False behind."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **named: Any) -> Any:
+        call(True)
+        try:
+            return original(*args, **named)
+        finally:
+            call(False)
+
+    setattr(owner, name, wrapped)
+
+
 def before(owner: Any, name: str, call: Callable[..., object]) -> None:
     """Have `call` called with the same arguments first."""
     original = getattr(owner, name)
@@ -227,20 +274,21 @@ def train(folder: Path) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
     torch.set_num_threads(1)
     dist.init_process_group("ncclguard")
-    rank = dist.get_rank()
-    wrapped = wrap(make_model())
+    rank, place = dist.get_rank(), device()
+    model = make_model().to(place)
+    wrapped = wrap(model, given["fsdp"])
     optimizer, scheduler, loader = parts(wrapped, steps)
     strikes = Strikes(given["strikes"], folder, rejoins)
-    strikes.install(optimizer, wrapped.module[3])
+    strikes.install(optimizer, model[3])
     torch.manual_seed(100 + rank)
     out = (folder / f"rank-{rank}-{os.getpid()}.jsonl").open("w", buffering=1)
 
-    @ng.resilient_step(wrapped, optimizer, loader=loader, keep=[scheduler, strikes])
+    @ng.resilient_step(wrapped, optimizer, loader=loader, keep=[scheduler, strikes], copies=2 * given["fsdp"])
     def one(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, list[int]]:
         if strikes.new:
             strikes.later("newcomer-step")
         optimizer.zero_grad()
-        loss = wrapped(batch[0]).square().mean()
+        loss = wrapped(batch[0].to(place)).square().mean()
         strikes.at("forward")
         strikes.at("two")
         strikes.inside = True
@@ -256,16 +304,17 @@ def train(folder: Path) -> None:
     @ng.resilient_step
     def evaluate() -> float:
         strikes.at("evaluation")
-        count = torch.ones(1)
+        count = torch.ones(1, device=place)
         dist.all_reduce(count)
         return float(count)
 
     @ng.resilient_step
     def save() -> None:
         """To another name first, by the first rank; all wait for it."""
+        parameters = whole_parameters(model)
         if rank == save.ranks[0]:
             draft = folder / "checkpoint.draft"
-            torch.save({"model": wrapped.module.state_dict(), "step": one.completed}, draft)
+            torch.save({"parameters": parameters, "step": one.completed}, draft)
             strikes.at("checkpoint")
             draft.replace(folder / "checkpoint.pt")
         dist.barrier()
@@ -289,7 +338,7 @@ def train(folder: Path) -> None:
     out.write(
         json.dumps(
             {
-                "fingerprint": fingerprint(wrapped.module),
+                "fingerprint": fingerprint(model),
                 "losses": one.losses + evaluate.losses + save.losses,
                 "joins": one.joins,
                 "known": known,
@@ -306,33 +355,55 @@ def replay(folder: Path) -> None:
     from ncclguard.training.joining import seed_newcomer
 
     schedule = json.loads((folder / "schedule.json").read_text())
+    fsdp = json.loads((folder / "plan.json").read_text())["fsdp"]
     torch.set_num_threads(1)
     dist.init_process_group("ncclguard")
     rank, world, side = dist.get_rank(), dist.group.WORLD, dist.new_group(backend="gloo")
-    model = make_model()
-    optimizer, scheduler, loader = parts(model, len(schedule))
-    wrapped = wrap(model)
+    place = device()
+    model = make_model().to(place)
+    wrapped = wrap(model, fsdp)
+    optimizer, scheduler, loader = parts(wrapped, len(schedule))
+    options = checkpoint_state.StateDictOptions(full_state_dict=True)
     torch.manual_seed(100 + rank)
     members: list[int] = list(range(SIZE))
     for completed, (now, new, again) in enumerate(schedule):
         if again:
             source = next(r for r in members if r in now and r not in new)
-            state = [None if rank != source else [model.state_dict(), optimizer.state_dict(), scheduler.state_dict()]]
+            state: list[Any] = [None]
+            if fsdp and rank in members:
+                state = [[*checkpoint_state.get_state_dict(model, optimizer, options=options), scheduler.state_dict()]]
+            elif rank == source:
+                state = [[model.state_dict(), optimizer.state_dict(), scheduler.state_dict()]]
             dist.broadcast_object_list(state, source, group=side)
+            group = dist.new_group(now) if fsdp else None
             if rank in now:
-                if rank in new:
-                    assert state[0] is not None
+                numbers = torch.get_rng_state(), torch.cuda.get_rng_state() if place.type == "cuda" else None
+                if fsdp:
+                    model = make_model().to(place)
+                    wrapped = wrap(model, fsdp, group)
+                    optimizer, scheduler, _ = parts(wrapped, len(schedule))
+                    checkpoint_state.set_state_dict(
+                        model, optimizer, model_state_dict=state[0][0], optim_state_dict=state[0][1], options=options
+                    )
+                    scheduler.load_state_dict(state[0][2])
+                elif rank in new:
                     for part, values in zip((model, optimizer, scheduler), state[0], strict=True):
                         part.load_state_dict(values)
+                torch.set_rng_state(numbers[0])
+                if numbers[1] is not None:
+                    torch.cuda.set_rng_state(numbers[1])
+                if rank in new:
                     torch.manual_seed(100 + rank)
                     seed_newcomer(completed)
-                del wrapped
-                wrapped = wrap(model, world.go_on(tuple(now), completed + 1))  # type: ignore[union-attr]
+                if not fsdp:
+                    del wrapped
+                    part_of = world.go_on(tuple(now), completed + 1)  # type: ignore[union-attr]
+                    wrapped = wrap(model, fsdp, part_of)
             members = now
         if rank in members:
             batch = loader.take(tuple(members), rank)
             optimizer.zero_grad()
-            loss = wrapped(batch[0]).square().mean()
+            loss = wrapped(batch[0].to(place)).square().mean()
             loss.backward()
             optimizer.step()
             scheduler.step()
@@ -359,10 +430,10 @@ def plan_of(moments: list[str], rejoins: bool, rng: random.Random) -> list[dict[
             strike["ranks"] = [first, other]
         elif moment == "checkpoint":
             strike["ranks"] = [min(alive)]  # the first one saves
-        elif moment in (*IN_MEETING, *IN_JOINING):
+        elif moment in (*IN_MEETING, *IN_JOINING, "dealing"):
             new = moment.startswith("newcomer")
             strike["moment"] = rng.choice(("forward", "backward", "optimizer"))
-            if moment == "agreement":
+            if moment in ("agreement", "dealing"):
                 strike["moment"] = "forward"
             strike["second"] = {"moment": moment, "rank": first if new else other, "new": new}
         plan.append(strike)
@@ -475,14 +546,14 @@ def seconds_after(folder: Path, struck: list[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def one_run(moments: list[str], seed: int, rejoins: bool, spares: int, keep: bool) -> dict[str, Any]:
+def one_run(moments: list[str], seed: int, fsdp: bool, rejoins: bool, spares: int, keep: bool) -> dict[str, Any]:
     """Run, check, replay, compare; the result says what did not hold, if anything."""
     rng = random.Random(f"{seed} {moments}")
     plan = plan_of(moments, rejoins, rng)
     steps = sum(strike["quiet"] + 40 for strike in plan) if rejoins else sum(strike["quiet"] + 8 for strike in plan)
     folder = Path(tempfile.mkdtemp(prefix="going-on-"))
     kills = sum(len(strike["ranks"]) + ("second" in strike) for strike in plan)
-    given = {"steps": steps, "rejoins": rejoins, "strikes": plan, "pause": 0.05 if rejoins else 0.0}
+    given = {"fsdp": fsdp, "steps": steps, "rejoins": rejoins, "strikes": plan, "pause": 0.05 if rejoins else 0.0}
     (folder / "plan.json").write_text(json.dumps(given))
     options = ["--spares", str(min(spares, kills)), "--restart-lost", str(max(0, kills - spares))] if rejoins else []
     result: dict[str, Any] = {"moments": moments, "seed": seed, "plan": plan, "steps": steps, "folder": str(folder)}
@@ -512,8 +583,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1, help="runs for each moment")
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 with two copies of each shard")
     parser.add_argument(
-        "--moment", nargs="+", default=list(MOMENTS), choices=MOMENTS, metavar="MOMENT", help=" ".join(MOMENTS)
+        "--moment",
+        nargs="+",
+        choices=(*MOMENTS, *SHARDED),
+        metavar="MOMENT",
+        help=f"all, unless given: {' '.join(MOMENTS)}, with --fsdp also {' '.join(SHARDED)}",
     )
     parser.add_argument("--together", type=int, default=4, help="strikes in one run")
     parser.add_argument("--spares", type=int, default=2, help="spares of a run; further lost ranks are started again")
@@ -522,12 +598,14 @@ def main() -> None:
     parser.add_argument("--write", default="", help="a JSON file for the results")
     given = parser.parse_args()
     results = []
-    moments = [m for m in given.moment if not given.no_rejoin or m not in IN_JOINING]
+    moments = given.moment or [*MOMENTS, *(SHARDED if given.fsdp else ())]
+    moments = [m for m in moments if not given.no_rejoin or m not in IN_JOINING]
     together = min(given.together, SIZE - 1) if given.no_rejoin else given.together
     for seed in range(given.first_seed, given.first_seed + given.seeds):
         order = random.Random(seed).sample(moments, len(moments))
         for start in range(0, len(order), together):
-            result = one_run(order[start : start + together], seed, not given.no_rejoin, given.spares, given.keep)
+            chosen = order[start : start + together]
+            result = one_run(chosen, seed, given.fsdp, not given.no_rejoin, given.spares, given.keep)
             results.append(result)
             state = "ok" if result["ok"] else f"FAILED: {result['what']} ({result['folder']})"
             print(
