@@ -173,6 +173,8 @@ class Monitor:
             return False
         if self._leaving is None:  # the first reason stands
             self._leaving = Departure(self.rank, cause, text, details=details or {}, terminated=terminated)
+            if self.session_ready.is_set() and (cause is Cause.EXITED or terminated):
+                self._store.tell_host(f"left/{self.rank}", "1")  # for those that cannot ask the store any more
         self._wake.set()
         return self._left.wait(seconds)
 
@@ -216,6 +218,10 @@ class Monitor:
     def gone(self, rank: int) -> str:
         """Local evidence that a peer's process is gone, for verdicts that could not be agreed; empty for none."""
         return self._neighbours.gone(rank)
+
+    def left(self, rank: int) -> bool:
+        """Whether a rank of this host has told it that it ends as it should; known without the store."""
+        return self.session_ready.is_set() and self._store.told_here(f"left/{rank}") is not None
 
     def awaited(self, seconds: float) -> list[dict[str, Any]] | None:
         """Who is awaited in operations that have not ended here, see `Inquiries.awaited`; None: no answer in time."""

@@ -42,7 +42,7 @@ def report(**values: Any) -> None:
         return
     descriptor = os.open(report_file(Path(directory), int(rank)), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(descriptor, line.encode() + b"\n")  # one write, so no reader meets half a line
+        os.write(descriptor, line.encode() + b"\n")  # one write, so that no other thread's report comes in between
     finally:
         os.close(descriptor)
 
@@ -74,11 +74,15 @@ def word_file(directory: Path, word: str) -> Path:
 
 
 def read_reports(directory: Path, rank: int) -> dict[str, Any]:
-    """All values that a rank has reported so far; a later value of a key replaces an earlier one."""
+    """All values that a rank has reported so far; a later value of a key replaces an earlier one.
+
+    A line without its end is still being written: a file grows page by page under a reader.
+    """
     values: dict[str, Any] = {}
     file = report_file(directory, rank)
     if file.exists():
-        for line in file.read_text().splitlines():
+        whole, _, _ = file.read_text().rpartition("\n")
+        for line in whole.splitlines():
             values.update(json.loads(line))
     return values
 

@@ -308,6 +308,8 @@ class WatchCoordination:
             for rank in left:
                 del self._ended[rank]
         for rank, evidence in left.items():
+            if self._monitor.left(rank) and not any(rank in pending.ranks for pending in self.waiting):
+                continue
             self._lost(rank, evidence)
             if self._follows(rank, evidence):
                 continue
@@ -328,16 +330,18 @@ class WatchCoordination:
             self._ask_if_due(now, store)
 
     def _look_at_departures(self, now: float) -> None:
-        with self._lock:
-            ended, self._ended = self._ended, {}
-        if not (ended or self.waiting or self._state.member.trouble or self._known.keys() - self._handled):
+        if not (self._ended or self.waiting or self._state.member.trouble or self._known.keys() - self._handled):
             return
+        with self._lock:
+            ended = dict(self._ended)
         departed = self._monitor.read_departures()
         for rank, (evidence, _) in ended.items():
             if rank not in departed:
                 departed[rank] = self._departure(rank, evidence)
                 self._monitor.witness(departed[rank])
                 self._lost(rank, evidence)
+            with self._lock:  # only now: where the store is gone, what is above fails, and `overdue` speaks of them
+                self._ended.pop(rank, None)
         participants = self._state.member.participants
         for rank, departure in departed.items():
             self._known.setdefault(rank, now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import logging.handlers
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
+from ncclguard.engine import runtime
 from tests import gloo_aborts
 
 CULPRIT = 2
@@ -69,6 +71,10 @@ def ends(fault: str, watched: bool, culprit: int = CULPRIT) -> None:
     dist.init_process_group("gloo")
     training = Training()
     training.steps()
+    if culprit == 0:  # before, a rank whose store is gone knows of no other, and has to say `unknown`
+        while watched and len(runtime.current().monitor.peers_here()) < dist.get_world_size() - 1:
+            time.sleep(0.05)
+        training.steps()
     if dist.get_rank() == culprit:
         faults.report(ended=time.time())
         if fault == "kill":
@@ -111,6 +117,33 @@ def test_the_host_of_the_store_is_killed() -> None:
         incident = ng.Incident.from_json(said["json"])
         assert (str(incident.cause), incident.culprits, incident.agreed) == ("lost", (0,), False), incident
         assert said["at"] - result[0].reports["ended"] < 3.0
+
+
+def computes_while_the_others_end() -> None:
+    """Rank 0 takes the store with it, rank 1 leaves, and rank 2 waits for nobody for a while."""
+    kept = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("ncclguard").addHandler(kept)
+    watch = ng.watch(timeout=60)
+    dist.init_process_group("gloo")
+    dist.barrier()
+    time.sleep(1.5)
+    if dist.get_rank() == 0:
+        os._exit(0)
+    if dist.get_rank() == 2:
+        time.sleep(8)
+    dist.destroy_process_group()
+    lines = [record.getMessage() for record in kept.buffer]
+    faults.report(lines=lines, incidents=[str(incident) for incident in watch.incidents])
+
+
+def test_a_rank_that_left_well_is_not_named_when_the_store_is_gone() -> None:
+    """Rank 1 could tell the store no more that it leaves; it told its host. Rank 0 ended without a word."""
+    result = faults.run_ranks(computes_while_the_others_end, 3, timeout=60)
+    lines = [line for lines in result.values("lines").values() for line in lines]
+    assert [line for line in lines if "rank 0 is lost" in line], lines  # as far as rank 2 can know
+    assert not [line for line in lines if "rank 1 is lost" in line], lines
+    assert result.values("incidents")[1] == []
+    assert all("rank 0 lost" in incident for incident in result.values("incidents")[2]), result
 
 
 def test_without_watch_a_killed_rank_is_named_by_nobody() -> None:

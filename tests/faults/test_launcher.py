@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ncclguard import faults
 from ncclguard.faults.launcher import reserve_port
+from ncclguard.faults.rank import read_reports, report_file
 
 LIMIT = 90.0  # seconds, for what must happen at some time
 
@@ -371,3 +372,13 @@ def test_a_function_that_is_not_there_ends_the_rank_with_its_name() -> None:
     result = faults.run_ranks("math:nothing_like_it", 1, timeout=LIMIT)
     assert result[0].end == "exit 1"
     assert "nothing_like_it" in result[0].output
+
+
+def test_a_report_that_is_still_being_written_is_read_the_next_time(tmp_path: Path) -> None:
+    """A write that crosses a page of the file is seen in parts by who reads meanwhile."""
+    file = report_file(tmp_path, 3)
+    file.write_text('{"step": 1}\n{"step": 2, "samples": [1, 2')
+    assert read_reports(tmp_path, 3) == {"step": 1}
+    with file.open("a") as more:
+        more.write(', 3]}\n{"step": 3}\n')
+    assert read_reports(tmp_path, 3) == {"step": 3, "samples": [1, 2, 3]}
