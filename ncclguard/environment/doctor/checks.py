@@ -347,7 +347,7 @@ _SECONDS = 10.0
 #: Looked up so many times, until one takes longer: that many seconds in which the store serves nobody.
 NAME_LOOKUPS, SLOW_LOOKUP = 20, 0.2
 #: The first NCCL with RAS, the seconds that its answer may take, and the lines of it that are shown.
-RAS_FROM, RAS_WITHIN, RAS_SHOWN = "2.24", 5.0, 3
+RAS_FROM, RAS_WITHIN, RAS_SHOWN = "2.24", 10.0, 3
 
 
 def check_interface(context: Context) -> Check:
