@@ -534,10 +534,12 @@ class Neighbours:
         peer = self._known.get(rank)
         if peer is None:
             return None
+        stopped = look_here(peer)[0] is Sight.STOPPED  # before, because who fetches may stop it for a moment
         found = fetch(peer.pid, None if peer.stacks is None else Offer(*peer.stacks))
         return {
             "host": peer.host,
             "pid": peer.pid,
+            "stopped": stopped,
             "stack": list(found.stack),
             "threads": [[name, list(frames)] for name, frames in found.threads],
             "note": found.note,

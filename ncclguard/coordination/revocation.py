@@ -185,7 +185,9 @@ class Revocation:
             if fetching and now < self._silent_since + WAIT_FOR_STACKS:
                 return False
             self.state.saw(sightings)
-            silent = {rank: witness(rank) for rank in still}
+            # What a rank of its host has seen holds also where the host was cut off, and is not long back.
+            stopped = {rank for rank, details in sightings.items() if details.get("stopped")}
+            silent = {rank: Cause.STUCK if rank in stopped else witness(rank) for rank in still}
         among = frozenset(self._members)
         gone = {rank: d for rank, d in departed.items() if rank in among}
         self.state.decides(now - self._since)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
 import torch
 from torch.distributed import run as torchrun
@@ -24,6 +26,14 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher import api as launcher
+
+log = logging.getLogger("ncclguard")
+
+#: In the agents' store, for each host: its ranks, and when they have ended who took part then.
+_RANKS: Final = "ncclguard/run/{}/ranks"
+_ENDED: Final = "ncclguard/run/{}/ended"
+#: Seconds between two looks at whether the others have ended.
+_LOOK: Final = 0.2
 
 #: Exit codes by global rank of the workers of this host, None for one that runs; what becomes of them, see `Agent`.
 Codes = dict[int, "int | None"]
@@ -42,7 +52,20 @@ class Host:
     kill: Callable[[int], None]
 
 
-Judge = Callable[[Codes, Host], "str | None"]
+class Judge(Protocol):
+    """Decides what becomes of the workers of this host."""
+
+    def judge(self, codes: Codes, host: Host) -> str | None:
+        """ "wait": those that run are left alone. "succeeded": the job has ended well; what runs still is ended.
+
+        None: torch's own behaviour, which ends all workers when one has failed.
+        """
+
+    def started(self) -> None:
+        """Workers are about to be started, also again."""
+
+    def taking_part(self, ranks: Iterable[int]) -> set[int] | None:
+        """Who takes part in the job, as these ranks of this host know; None where nobody has said it."""
 
 
 def check() -> str:
@@ -50,6 +73,7 @@ def check() -> str:
     wanted = [
         (local_elastic_agent.LocalElasticAgent, "_monitor_workers"),
         (local_elastic_agent.LocalElasticAgent, "_start_workers"),
+        (local_elastic_agent.LocalElasticAgent, "_exit_barrier"),
         (launcher, "LocalElasticAgent"),
         (torchrun, "get_args_parser"),
         (SubprocessHandler, "_popen"),
@@ -109,18 +133,19 @@ class _Successor(SubprocessHandler):
 class Agent(local_elastic_agent.LocalElasticAgent):
     """torch's agent, which asks `judge` what becomes of its workers.
 
-    The judge says "wait" (those that run are left alone), "succeeded" (the job has ended well; what runs still is
-    ended), or None: torch's own behaviour, which ends all workers when one has failed. `started` is called before
-    workers are started, also again. `spares`: how many processes wait for a lost rank's place.
+    `spares`: how many processes wait for a lost rank's place. At the end the launchers wait for each other, as torch's
+    do, but not for a host whose ranks are all gone, according to those that went on.
     """
 
-    judge: Judge = staticmethod(lambda codes, host: None)
-    started: Callable[[], None] = staticmethod(lambda: None)
+    judge: Judge
     spares = 0
     waiting: list[_Spare] = []  # noqa: RUF012 - `launch` ends them, whatever becomes of the agent
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        type(self).started()
+        self.judge.started()
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        store: Any = self._store
+        store.set(_RANKS.format(worker_group.group_rank), json.dumps(ranks))
         self._count_spares()
         while len(self.waiting) < type(self).spares:
             self.waiting.append(_Spare([str(argument) for argument in worker_group.spec.args if argument != "-u"]))
@@ -138,7 +163,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 lambda rank, env, spare: self._succeed(context, worker_group, rank, env, spare),
                 lambda rank: self._kill(context, worker_group, rank),
             )
-            said = type(self).judge(codes, host)
+            said = self.judge.judge(codes, host)
             if said == "succeeded":
                 context.close()  # which ends the copying of logs, and processes that nobody needs
                 return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
@@ -146,6 +171,31 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             if said == "wait" or (None in codes.values() and not any(codes.values())):
                 return self._healthy(worker_group)
         return super()._monitor_workers(worker_group)  # type: ignore[no-any-return]
+
+    def _exit_barrier(self) -> None:
+        group: Any = self._worker_group
+        store: Any = self._store
+        hosts = [host for host in range(group.group_world_size) if host != group.group_rank]
+        self._in_exit_barrier = True  # which the health check of newer versions of torch asks
+        try:
+            if hosts and not store.check([_RANKS.format(host) for host in hosts]):  # one has torch's own agent
+                super()._exit_barrier()  # type: ignore[no-untyped-call]
+                return
+            ranks = {host: set(json.loads(store.get(_RANKS.format(host)))) for host in hosts}
+            own = self.judge.taking_part([worker.global_rank for worker in group.workers])
+            store.set(_ENDED.format(group.group_rank), json.dumps(None if own is None else sorted(own)))
+            took_part = [] if own is None else [own]  # at the end, by each host that has come to it
+            end = time.monotonic() + self._exit_barrier_timeout
+            while ranks and time.monotonic() < end:
+                for host in [host for host in ranks if store.check([_ENDED.format(host)])]:
+                    said = json.loads(store.get(_ENDED.format(host)))
+                    took_part += [] if said is None else [set(said)]
+                    del ranks[host]
+                for host in [host for host, theirs in ranks.items() if not all(theirs & one for one in took_part)]:
+                    del ranks[host]
+                time.sleep(_LOOK if ranks else 0.0)
+        except (RuntimeError, ValueError) as error:  # the store has ended with the host that had it
+            log.warning("ncclguard run: the launchers of the other hosts cannot be waited for: %s", error)
 
     def _healthy(self, worker_group: Any) -> RunResult:
         timeout = getattr(self, "_uninterruptible_state_timeout", 0)
@@ -199,14 +249,13 @@ def parser() -> Any:
     return torchrun.get_args_parser()
 
 
-def launch(arguments: Any, judge: Judge, started: Callable[[], None], spares: int = 0) -> None:
+def launch(arguments: Any, judge: Judge, spares: int = 0) -> None:
     """Do what torchrun does with these parsed arguments, with an agent that asks `judge`.
 
     Raises ChildFailedError as torchrun does when workers have failed.
     """
     waiting: list[_Spare] = []
-    own = {"judge": staticmethod(judge), "started": staticmethod(started), "spares": spares, "waiting": waiting}
-    agent = type("Agent", (Agent,), own)
+    agent = type("Agent", (Agent,), {"judge": judge, "spares": spares, "waiting": waiting})
     before = vars(launcher)["LocalElasticAgent"]
     vars(launcher)["LocalElasticAgent"] = agent  # where `launch_agent` looks it up; there is no argument for it
     try:

@@ -21,10 +21,13 @@ from ncclguard.errors import CollectiveMismatch
 FOLDER: Final = "NCCLGUARD_RUN_DIR"
 
 
-def going_on(rank: int, lost: Sequence[int], given_up: Sequence[int] = ()) -> None:
+def going_on(
+    rank: int, lost: Sequence[int], given_up: Sequence[int] = (), *, ranks: Sequence[int] | None = None
+) -> None:
     """This rank goes on when others are lost, and has gone on without these (global ranks, each as often as it was).
 
-    `given_up`: ranks whose process is there and does not run any more, without which it would go on.
+    `given_up`: ranks whose process is there and does not run any more, without which it would go on. `ranks`: who takes
+    part now, where that is known.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -32,7 +35,7 @@ def going_on(rank: int, lost: Sequence[int], given_up: Sequence[int] = ()) -> No
     path = Path(folder, f"{rank}.json")
     with contextlib.suppress(OSError):  # then the launcher ends all ranks, as torchrun does
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({"lost": list(lost), "given up": list(given_up)}))
+        draft.write_text(json.dumps({"lost": list(lost), "given up": list(given_up), "ranks": ranks}))
         draft.replace(path)
 
 
@@ -93,6 +96,11 @@ def given_up(folder: str, rank: int) -> set[int]:
 def read(folder: str, rank: int) -> tuple[int, ...] | None:
     """Without whom a rank has gone on, as `going_on` was told; None for a rank that has not said that it goes on."""
     return _said(folder, rank, "lost")
+
+
+def taking_part(folder: str, rank: int) -> tuple[int, ...] | None:
+    """Who takes part, as `going_on` was told last; None for a rank that has not said it."""
+    return _said(folder, rank, "ranks")
 
 
 def _said(folder: str, rank: int, key: str) -> tuple[int, ...] | None:

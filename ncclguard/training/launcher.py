@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +111,11 @@ class Survivors:
         # All have ended. One that was killed when the others had nothing to agree on any more does not matter either;
         # one that raised then does.
         return None if any(loss.code > 0 for loss in self._unconfirmed) else "succeeded"
+
+    def taking_part(self, ranks: Iterable[int]) -> set[int] | None:
+        """Who takes part by what these ranks of this host have said last; None where nobody has said it."""
+        said = [found for rank in ranks if (found := declaration.taking_part(self._folder, rank)) is not None]
+        return set().union(*said) if said else None
 
     def _given_up(self, members: list[int]) -> bool:
         return any(declaration.given_up(self._folder, rank) for rank in members)
@@ -265,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     survivors = Survivors(folder, limits)
     os.environ[declaration.FOLDER] = folder
     try:
-        elastic.launch(arguments, survivors.judge, survivors.started, arguments.spares)
+        elastic.launch(arguments, survivors, arguments.spares)
     except Exception as error:
         if not elastic.failed(error):
             raise

@@ -83,7 +83,7 @@ class Continuation:
             self._meet("begin to train")  # its connections are made while all are there
         else:
             self._join(joins_at)
-        declaration.going_on(self.rank, self.lost)
+        declaration.going_on(self.rank, self.lost, ranks=self.ranks)
 
     def adopt(self, models: Iterable[nn.Module]) -> None:
         """These models' gradients are reduced on the group, whoever takes part."""
@@ -162,7 +162,7 @@ class Continuation:
         if not declaration.has_launcher() or len(self.ranks) - len(outcome.culprits) < self._min_ranks:
             return False
         log.warning("ncclguard: %s given up: its process does not run", ranks_text(outcome.culprits))
-        declaration.going_on(self.rank, self.lost, outcome.culprits)
+        declaration.going_on(self.rank, self.lost, outcome.culprits, ranks=self.ranks)
         return True  # the survivors' meeting waits for its end
 
     def _move(self, ranks: tuple[int, ...]) -> None:
@@ -176,7 +176,7 @@ class Continuation:
         self.lost += lost
         self._attend(runtime.current())
         self._vote.soon(self.calls)
-        declaration.going_on(self.rank, self.lost)
+        declaration.going_on(self.rank, self.lost, ranks=self.ranks)
 
     # ------------------------------------------------------------------ a new rank takes the place of a lost one
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,37 @@ def test_the_example_ends_well_when_rank_0_and_another_are_killed(tmp_path: Path
     for lost in killed:
         assert f"rank {lost} has ended with exit code -9" in errors
         assert re.search(rf"went on without rank {lost} after [0-4]\.\d s", errors), errors
+
+
+@pytest.mark.timeout(300)
+def test_a_host_that_is_lost_with_its_launcher_is_not_waited_for_at_the_end(tmp_path: Path) -> None:
+    """Two launchers stand for two hosts. torch's own waits another 300 s for the launcher of the lost one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    rendezvous = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "2"]
+    script = [str(ROOT / "examples" / "train_surviving.py"), "--steps", "60", "--samples", "samples"]
+    hosts = [start(tmp_path, *rendezvous, "--node-rank", number, *script, merged=True) for number in "01"]
+    told = list[str]()
+    try:
+        first = hosts[0].stdout
+        assert first is not None
+        for line in first:
+            told.append(line.rstrip())
+            if line.startswith("step 20:"):
+                end(hosts[1])
+            if line.startswith("done:"):
+                break
+        rest, _ = hosts[0].communicate(timeout=60)
+    finally:
+        for host in hosts:
+            end(host)
+            assert host.stdout is not None
+            host.stdout.close()
+    assert hosts[0].returncode == 0, rest
+    assert any("went on without ranks 2-3 after" in line for line in told), told
+    assert any(re.match(r"step 60: loss \S+, ranks 0-1$", line) for line in told), told
+    assert len((tmp_path / "samples").read_text().split()) > 60 * 2 * 8
 
 
 @pytest.mark.timeout(300)

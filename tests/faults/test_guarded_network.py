@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -213,3 +215,37 @@ def test_an_operation_that_an_outage_held_up_goes_on_soon_after_it() -> None:
         job.wait()
     assert outcomes == {0: True, 1: True}
     assert max(ended.values()) - healed < 1.6, {rank: at - healed for rank, at in ended.items()}
+
+
+def stops_behind_an_outage() -> None:
+    dist.init_process_group("gloo")
+    ng.safe_barrier(timeout=30).raise_if_failed()
+    faults.report(ready=True)
+    faults.wait_until_told("cut")
+    ng.safe_barrier(timeout=30).raise_if_failed()  # ends when the host is back
+    faults.report(back=True)
+    faults.wait_until_told("on")
+    if dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if dist.get_rank() in (1, 2):
+        time.sleep(0.5)  # so that a rank of the other host decides
+    outcome = ng.safe_all_reduce(torch.ones(1000), timeout=1)
+    faults.report(verdict=[str(outcome.cause), list(outcome.culprits), outcome.agreed])
+    faults.wait_until_told("over")
+
+
+def test_a_rank_that_is_stopped_behind_an_outage_is_stuck_by_what_its_host_sees() -> None:
+    """From outside its process could not be reached a moment ago; rank 2 beside it sees that it is stopped."""
+    with faults.Hosts(2) as hosts, faults.start_ranks(stops_behind_an_outage, 4, hosts=hosts, timeout=90) as job:
+        job.wait_for("ready", seconds=60)
+        hosts.partition("host1")
+        job.tell("cut")
+        time.sleep(2.5)
+        hosts.heal("host1")
+        job.wait_for("back", seconds=30)
+        job.tell("on")
+        verdicts = job.wait_for("verdict", [0, 1, 2], seconds=30)
+        job.send_signal(3, signal.SIGCONT)
+        job.tell("over")
+        job.wait()
+    assert verdicts == {rank: ["stuck", [3], True] for rank in range(3)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -187,3 +188,18 @@ def test_a_caller_waits_beyond_its_budget_only_while_the_store_answers() -> None
     assert state.await_verdict(0.01, call) is None
     assert time.monotonic() - started >= 0.2
     thread.join()
+
+
+def test_what_a_rank_of_the_same_host_has_seen_counts_where_the_coordinator_can_see_nothing() -> None:
+    """The host was cut off and is not long back: from outside nobody knows whether its ranks could have answered by now."""
+    store, state = AgreementStore(HashStore()), state_of_rank_0()
+    enter(state, 0.0)
+    state.trouble(0, TroubleKind.DEADLINE, "not complete")
+    revocation, below = Revocation(store, state, 0, 0, REVOKED), store.below("group/0")
+    below.count("fetchers", 1)
+    below.first("fetcher/1", "3")
+    below.first("stacks/1", json.dumps({"stopped": True}))
+    assert not step(revocation, REVOKED)
+    assert step(revocation, REVOKED + PATIENCE)
+    assert revocation.verdict is not None
+    assert dict(revocation.verdict.culprits) == {1: Cause.STUCK, 2: Cause.UNKNOWN}
