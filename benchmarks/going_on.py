@@ -186,8 +186,8 @@ class Strikes:
         """Have the moments inside of torch and of the library come by here."""
         from ncclguard.engine import runtime
         from ncclguard.process_group.group import GuardedProcessGroup
+        from ncclguard.training.continuation import Continuation
         from ncclguard.training.shards import Shards
-        from ncclguard.training.step import Continuation
 
         self.keeping = self.dealing = False
         reductions = 0

@@ -11,34 +11,27 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.cause import Cause
 from ncclguard.config import seconds
-from ncclguard.coordination.monitor import Session
-from ncclguard.engine import dispatch, runtime
-from ncclguard.engine.call import terms_of
-from ncclguard.engine.chunking import EMPTY
-from ncclguard.engine.dispatch import Queue
-from ncclguard.engine.table import BARRIER, Arguments
-from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError
+from ncclguard.engine import runtime
+from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.evaluation import state
 from ncclguard.evaluation.runner import failed_collective, is_gone
 from ncclguard.incident.model import MembershipChange, ranks_text
-from ncclguard.outcome import Outcome
 from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.training import declaration, joining
+from ncclguard.training.continuation import Continuation, enroll
 from ncclguard.training.loader import ElasticLoader
 
 if TYPE_CHECKING:
@@ -46,315 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ncclguard")
 
-#: How often survivors try to meet while ranks that are still in another place end.
-MEETINGS = 8
-#: Seconds in which each survivor has to be known in a newcomer's session, and in which all have to meet there.
-KNOWN_WITHIN, WELCOME_WITHIN = 10.0, 60.0
-#: Seconds that a new rank waits to be taken in, unless `timeout` says it.
-JOIN_WITHIN = 600.0
 #: Told how many ranks took part before, and how many do now, on each survivor before the step is done again.
 OnChange = Callable[[int, int], object]
-
-
-class Continuation:
-    """What the resilient steps of one process group share: who takes part, and how it came to that."""
-
-    def __init__(
-        self, group: GuardedProcessGroup, min_ranks: int, timeout: float | None, joins_at: ResilientStep | None = None
-    ) -> None:
-        self.group = group
-        self.rank = dist.get_rank()
-        self.ranks = torch_compat.group_ranks(group)
-        self.all_ranks = self.ranks
-        self.lost: list[int] = []  # each rank as often as it was
-        self._members = self.ranks  # of the session: those that are gone, too
-        self.calls = 0  # of resilient steps, in their order, the same on all ranks
-        self.meetings = 0
-        self.failures: list[Outcome] = []
-        self._min_ranks = min_ranks
-        self._timeout = timeout
-        self.taking_part = group  # has as many ranks as take part
-        self._wrappers: list[DistributedDataParallel] = []
-        self._shards: list[Shards] = []
-        self._vote = joining.Vote()
-        self._waiting = joining.Waiting()
-        group.enter_scope(None, self.failures.append)
-        if joins_at is None:
-            self._meet("begin to train")  # its connections are made while all are there
-        else:
-            self._join(joins_at)
-        declaration.going_on(self.rank, self.lost, ranks=self.ranks)
-
-    def adopt(self, models: Iterable[nn.Module]) -> None:
-        """These models' gradients are reduced on the group, whoever takes part."""
-        for model in models:
-            if not isinstance(model, DistributedDataParallel) or any(model is known for known in self._wrappers):
-                continue
-            if getattr(model.process_group, "whole", model.process_group) is not self.group:
-                raise GuardConfigError(
-                    "a DistributedDataParallel of another process group cannot go on without a rank: make it on the "
-                    'group of resilient_step, which init_process_group("ncclguard") gives'
-                )
-            obstacle = torch_compat.ddp_stays(model)
-            if obstacle:
-                raise GuardConfigError(f"a DistributedDataParallel cannot go on without a rank: {obstacle}")
-            self._wrappers.append(model)
-            if self.taking_part is not self.group:
-                torch_compat.move_ddp(model, self.taking_part)
-
-    def protect(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        copies: int,
-        load: Callable[[], object] | None,
-    ) -> Shards | None:
-        """Where these are sharded: what goes on with the shards of ranks that are lost."""
-        if "torch.distributed.tensor" not in sys.modules:  # then nothing is sharded; its import takes a second
-            if copies or load is not None:
-                raise GuardConfigError("copies and load are for sharded models (fully_shard): leave them out")
-            return None
-        from ncclguard.training import shards
-
-        if not shards.wanted(models, copies, load):
-            return None
-        kept = shards.Shards(self.group, models, optimizers, copies, load)
-        self._shards.append(kept)
-        return kept
-
-    def settle(self) -> None:
-        """Before a try: the shards of sharded models lie on those that take part."""
-        for shards in self._shards:
-            shards.settle(self.ranks, self.taking_part)
-
-    @property
-    def absorbed(self) -> bool:
-        """Whether a collective has gone on without a rank that still counts here."""
-        return len(self.group.participants) not in (0, len(self.ranks))
-
-    def go_on(self, because: BaseException | None, what: str) -> tuple[int, int]:
-        """Meet the other survivors and make them the ones that take part; returns how many there were, and are.
-
-        Raises `because`, or what kept the survivors from meeting, where the job cannot go on.
-        """
-        before = self.ranks
-        self.group.on_lost = "fail"
-        self.group.finish()  # what was issued has to take its place in the sequence, as it does on the others
-        after = self._meet(what)
-        lost = tuple(rank for rank in before if rank not in after)
-        if len(after) < self._min_ranks:
-            error = because if because is not None else GuardError(f"{ranks_text(lost)} gone")
-            log.error("ncclguard: %s gone, and %d ranks are fewer than min_ranks", ranks_text(lost), len(after))
-            raise error
-        if not lost:  # the verdict said that somebody is gone, but nobody is
-            raise because if because is not None else GuardError("no rank is gone")
-        self._move(after)
-        for wrapper in self._wrappers:
-            torch_compat.move_ddp(wrapper, self.taking_part)
-        self._now_without(lost)
-        return len(before), len(after)
-
-    def gives_up(self, outcome: Outcome) -> bool:
-        """Have the launchers end processes that are there and do not run; False where they cannot be asked.
-
-        What does not run now may run later, and would write what the others have gone on from: so it is gone first.
-        """
-        if not declaration.has_launcher() or len(self.ranks) - len(outcome.culprits) < self._min_ranks:
-            return False
-        log.warning("ncclguard: %s given up: its process does not run", ranks_text(outcome.culprits))
-        declaration.going_on(self.rank, self.lost, outcome.culprits, ranks=self.ranks)
-        return True  # the survivors' meeting waits for its end
-
-    def _move(self, ranks: tuple[int, ...]) -> None:
-        """Collectives are those of these ranks from now on, in a new sequence."""
-        self.meetings += 1
-        self.taking_part = self.group.go_on(ranks, self.meetings)
-        self.failures.clear()
-        self.ranks = ranks
-
-    def _now_without(self, lost: Sequence[int]) -> None:
-        self.lost += lost
-        self._attend(runtime.current())
-        self._vote.soon(self.calls)
-        declaration.going_on(self.rank, self.lost, ranks=self.ranks)
-
-    # ------------------------------------------------------------------ a new rank takes the place of a lost one
-
-    def admit(self, step: ResilientStep) -> tuple[int, tuple[int, ...]] | None:
-        """Before each try of a step that trains: take in a new rank that waits, if it is time to tell each other.
-
-        Returns its rank and those that were lost meanwhile; None where nobody was taken in, nor lost. Raises as a
-        collective does when a rank is lost before the others have gone over to the new rank's session.
-        """
-        if self.ranks == self.all_ranks or not step.trains or self.calls < self._vote.due:
-            return None
-        ballot = torch.zeros(joining.Vote.LENGTH, dtype=torch.uint8)
-        if self.rank == self.ranks[0]:
-            missing = set(self.all_ranks) - set(self.ranks)
-            ballot = self._vote.ballot(self.calls, self._waiting.first(missing, step.name))
-        started = time.monotonic()
-        self._broadcast(ballot, self.ranks[0])
-        found = self._vote.counted(self.calls, ballot, time.monotonic() - started)
-        return None if found is None else self._go_over(*found)
-
-    def _go_over(self, newcomer: int, session: str) -> tuple[int, tuple[int, ...]] | None:
-        """All survivors: make themselves known in the newcomer's session, agree that all have, and meet there."""
-        before = self.ranks
-        absent = tuple(rank for rank in self.all_ranks if rank not in before and rank != newcomer)
-        prepared = None
-        try:
-            prepared = runtime.prepare(Session(session, absent), KNOWN_WITHIN)
-        except GuardError as error:
-            log.warning("ncclguard: rank %d cannot be taken in now: %s", newcomer, error)
-        known = torch.tensor([int(prepared is not None)])
-        try:
-            self.group.allreduce([known], dist.ReduceOp.MIN).wait()
-        except BaseException:
-            known.zero_()
-            raise
-        finally:
-            self._waiting.used(session, bool(known))
-            if prepared is not None and not int(known):
-                prepared.leave(Cause.EXITED, f"does not take in rank {newcomer}", job=False)
-        if prepared is None or not int(known):
-            return None
-        members = tuple(sorted((*before, newcomer)))
-        invitation = joining.Invitation(members, self.meetings, self.calls)
-        old = runtime.replace(prepared)
-        self._attend(prepared, joining.invite(session, invitation))
-        try:
-            self._welcome(newcomer, members, self.calls)
-        finally:
-            why = f"goes on in another session, which the process of rank {newcomer} that was lost is not in"
-            old.leave(Cause.EXITED, why, job=False)
-        lost = tuple(rank for rank in before if rank not in self.ranks)
-        self._now_without(lost)
-        self._vote.soon(self.calls + 1)
-        return newcomer, lost
-
-    def _join(self, step: ResilientStep) -> None:
-        """The newcomer's side."""
-        end = time.monotonic() + (self._timeout or JOIN_WITHIN)
-        current, invitation = runtime.current(), None
-        if not current.monitor.session_ready.wait(KNOWN_WITHIN):
-            raise GuardError(f"the store has not answered in {KNOWN_WITHIN:.0f} s")
-        while True:
-            monitor = current.monitor
-            note = joining.Note(self.rank, monitor.nonce, step.name, current.identity.to_json())
-            asking = joining.Asking(note)
-            monitor.above_sessions = asking.look
-            invitation = asking.invitation(end, monitor.wake, lambda monitor=monitor: monitor.unavailable)  # type: ignore[misc]
-            if invitation is not None:
-                break
-            current = runtime.prepare(runtime.own_session(), KNOWN_WITHIN)
-            runtime.replace(current).leave(Cause.EXITED, "begins another session, to join in that", job=False)
-        self.meetings = invitation.meetings
-        self._welcome(self.rank, invitation.members, invitation.calls)
-        joining.seed_newcomer(step.completed)
-        lifecycle.joined()
-        self.calls = invitation.calls - 1  # which its first call makes it
-        self._vote.soon(invitation.calls + 1)
-        self._attend(current)
-
-    def _attend(self, current: runtime.Runtime, more: joining.Look | None = None) -> None:
-        """The first rank that goes on reads who waits."""
-        looks = [more] if more is not None else []
-        if self.rank == self.ranks[0] and self.ranks != self.all_ranks:
-            looks.append(self._waiting.look)
-        current.monitor.above_sessions = joining.all_of(looks)
-        current.monitor.wake()
-
-    def _welcome(self, newcomer: int, members: tuple[int, ...], calls: int) -> None:
-        """All members, in the newcomer's session: meet, and give it the state of one; until nobody is lost in that."""
-        self._members = members
-        for _ in range(MEETINGS):
-            try:
-                present = self._meet(f"take in rank {newcomer} before step {calls}", WELCOME_WITHIN)
-                survivors = [rank for rank in present if rank != newcomer]
-                if len(survivors) < self._min_ranks or not survivors:
-                    raise GuardError(f"{ranks_text(present)} are left, fewer than min_ranks")
-                self._move(present)
-                for shards in self._shards:
-                    shards.begins_anew(newcomer)
-                if newcomer in present:
-                    self._hand_over(newcomer, survivors[0])
-            except CollectiveFailed as error:
-                self._leave_out(newcomer, error)
-                continue
-            except joining.NotGiven as error:
-                if self.rank == newcomer:
-                    raise
-                log.error("ncclguard: rank %d does not join: %s", newcomer, error)
-                self._members = tuple(survivors)
-                continue
-            for wrapper in self._wrappers:
-                torch_compat.move_ddp(wrapper, self.taking_part)
-            return
-        raise GuardError(f"the ranks could not meet rank {newcomer} in {MEETINGS} tries")
-
-    def _hand_over(self, newcomer: int, source: int) -> None:
-        def broadcast(tensor: torch.Tensor) -> None:
-            self._broadcast(tensor, source)
-
-        if self.rank == source:
-            joining.send(self._state, broadcast)
-        elif self.rank == newcomer:
-            state = joining.receive(broadcast)
-            self.lost = list(state["lost"])
-            own = joining.numbered(_living())
-            for name, said in state["steps"].items():
-                if name in own:
-                    own[name].take_state(said)
-                elif said["models"] or said["shards"]:
-                    raise GuardError(f"the others train in {name}, which the new rank does not have: make it alike")
-        else:
-            joining.stand_by(broadcast)
-        self.group.barrier().wait()
-
-    def _state(self) -> dict[str, Any]:
-        steps = {name: one.state_for_newcomer() for name, one in joining.numbered(_living()).items()}
-        return {"steps": steps, "lost": self.lost}
-
-    def _leave_out(self, newcomer: int, error: CollectiveFailed) -> None:
-        """Have those that are gone left out of the next meeting, and a newcomer that is silent."""
-        outcome = error.outcome
-        self.group.finish()
-        if not outcome.agreed or self.rank in outcome.culprits:
-            raise error
-        if is_gone(outcome):
-            return
-        if outcome.culprits != (newcomer,):
-            raise error
-        log.warning("ncclguard: rank %d is left out again: %s", newcomer, error)
-        self._members = tuple(rank for rank in self._members if rank != newcomer)
-
-    def _broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        self.group.broadcast([tensor], self.all_ranks.index(source)).wait()
-
-    def _meet(self, what: str, within: float | None = None) -> tuple[int, ...]:
-        """Wait for all that are still there; returns who they are, global ranks in order."""
-        name = f"{what}, at least {self._min_ranks} ranks"
-        for _ in range(MEETINGS):
-            terms = terms_of(self.group, within or self._timeout, 0, atomic=True, on_lost="shrink", name=name)
-            terms = terms._replace(ranks=self._members, solo=len(self._members) == 1)
-            if terms.solo:
-                return terms.ranks
-            outcome = dispatch.run(BARRIER, Arguments(), terms, EMPTY, queue=Queue("continue", self._members))
-            if outcome.ok:
-                return outcome.participants
-            others = outcome.cause is Cause.DIVERGED and outcome.culprits and self.rank not in outcome.culprits
-            if not others or not outcome.agreed:
-                break  # else those that are elsewhere end with this verdict, and the rest meets without them
-        outcome.raise_if_failed()
-        raise AssertionError("unreachable")
-
-
-_steps: list[weakref.ref[ResilientStep]] = []  # in the order in which they were made, the same on all ranks
-
-
-def _living() -> list[ResilientStep]:
-    return [step for reference in _steps if (step := reference()) is not None]
-
 
 _continuations: dict[int, Continuation] = {}  # by id of the group, which they hold
 #: Those of sharded models that have not been called yet: the first call of any has the shards of all copied.
@@ -440,7 +126,7 @@ class ResilientStep:
         self.joins: list[tuple[int, int, float]] = []
         self.completed = 0
         self.name = str(getattr(function, "__qualname__", type(function).__qualname__))
-        _steps.append(weakref.ref(self, _steps.remove))
+        enroll(self)
         declaration.watch_end()
         self._keepers = self._what_a_try_may_change()
         for one in self._optimizers:

@@ -21,7 +21,7 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.training import shards
-from ncclguard.training import step as training_step
+from ncclguard.training.continuation import Continuation
 
 SIZE, STEPS, BATCH, SAMPLES, WIDTH = 4, 7, 3, 50, 17
 #: Rank, step, moment.
@@ -111,14 +111,14 @@ class Strike:
         self._within(shards.Shards, "_deal_out", "dealing")
         self._count(GuardedProcessGroup, "exchange", "copies", 2, lambda: self.keeping)
         self._count(GuardedProcessGroup, "alltoall", "dealing", 2, lambda: self.dealing)
-        meet = training_step.Continuation._meet
+        meet = Continuation._meet
 
         def meet_or_die(going: Any, what: str) -> tuple[int, ...]:
             if what.startswith("again"):
                 self.at("agreement")
             return meet(going, what)
 
-        training_step.Continuation._meet = meet_or_die  # type: ignore[method-assign]
+        Continuation._meet = meet_or_die  # type: ignore[method-assign]
 
     def _count(self, owner: Any, name: str, moment: str, number: int, counts: Any) -> None:
         method = getattr(owner, name)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.process_group.group import GuardedProcessGroup
-from ncclguard.training import step as training_step
+from ncclguard.training.continuation import Continuation
 
 SIZE, STEPS, BATCH, SAMPLES, WIDTH = 4, 8, 3, 50, 96
 #: Rank, step, moment.
@@ -125,14 +125,14 @@ def train(kills: list[Kill], floor: int, port: int) -> None:
         return float(count)
 
     # Met before the first step, so that a rank can be killed in this meeting.
-    meet = training_step.Continuation._meet
+    meet = Continuation._meet
 
     def meet_or_die(self: Any, what: str) -> tuple[int, ...]:
         if what.startswith("again"):
             strike.at("agreement")
         return meet(self, what)
 
-    training_step.Continuation._meet = meet_or_die  # type: ignore[method-assign]
+    Continuation._meet = meet_or_die  # type: ignore[method-assign]
     ranks = []
     for strike.step in range(STEPS):
         loss, samples = one()
