@@ -194,8 +194,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 for host in [host for host, theirs in ranks.items() if not all(theirs & one for one in took_part)]:
                     del ranks[host]
                 time.sleep(_LOOK if ranks else 0.0)
-        except (RuntimeError, ValueError) as error:  # the store has ended with the host that had it
-            log.warning("ncclguard run: the launchers of the other hosts cannot be waited for: %s", error)
+        except (RuntimeError, ValueError) as error:  # the host with the store was the first to see that all have ended
+            log.info("ncclguard run: the launchers of the other hosts cannot be waited for any more: %s", error)
 
     def _healthy(self, worker_group: Any) -> RunResult:
         timeout = getattr(self, "_uninterruptible_state_timeout", 0)
