@@ -1,0 +1,62 @@
+"""For whom the launcher of a host waits when its own ranks have ended."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from ncclguard.torch_compat.elastic import Agent
+
+#: Ranks of three hosts.
+HOSTS = {0: [0, 1], 1: [2, 3], 2: [4, 5]}
+
+
+def launcher(store: HashStore, host: int, present: set[int] | None, timeout: float = 20.0) -> Any:
+    """As much of the agent of a host as waits at the end; `present`: who takes part, as its ranks have said."""
+    workers = [SimpleNamespace(global_rank=rank) for rank in HOSTS[host]]
+    return SimpleNamespace(
+        _worker_group=SimpleNamespace(group_world_size=len(HOSTS), group_rank=host, workers=workers),
+        _store=store,
+        _exit_barrier_timeout=timeout,
+        judge=SimpleNamespace(taking_part=lambda ranks: present if list(ranks) == HOSTS[host] else None),
+    )
+
+
+@pytest.fixture
+def store() -> HashStore:
+    made = HashStore()
+    for host, ranks in HOSTS.items():
+        made.set(f"ncclguard/run/{host}/ranks", json.dumps(ranks))
+    return made
+
+
+def seconds(agent: Any) -> float:
+    began = time.monotonic()
+    Agent._exit_barrier(agent)
+    return time.monotonic() - began
+
+
+def test_a_host_without_a_rank_that_takes_part_is_not_waited_for(store: HashStore) -> None:
+    other = threading.Timer(1.0, lambda: Agent._exit_barrier(launcher(store, 1, {0, 1, 2, 3})))
+    other.start()
+    assert 0.9 < seconds(launcher(store, 0, {0, 1, 2, 3})) < 15  # for host 1, and not for host 2
+    other.join()
+
+
+def test_one_that_ended_before_the_loss_learns_of_it_from_those_that_went_on(store: HashStore) -> None:
+    later = threading.Timer(1.0, lambda: Agent._exit_barrier(launcher(store, 1, {2, 3})))
+    later.start()
+    assert 0.9 < seconds(launcher(store, 0, None)) < 15
+    later.join()
+
+
+@pytest.mark.parametrize("present", [None, {0, 1, 2, 5}])
+def test_a_host_of_which_one_rank_takes_part_is_waited_for(store: HashStore, present: set[int] | None) -> None:
+    store.set("ncclguard/run/1/ended", json.dumps(None))
+    assert seconds(launcher(store, 0, present, timeout=1.5)) > 1.4
