@@ -6,6 +6,7 @@ One watchdog thread per process looks after every block whose limit may pass whi
 
 from __future__ import annotations
 
+import dis
 import logging
 import math
 import signal
@@ -30,6 +31,11 @@ SIGALRM: Final = int(signal.SIGALRM)
 TICK: Final = 0.01
 EARLY: Final = 1e-4  # the timer takes whole microseconds, so it may fire a little before the clock reads the deadline
 LONGEST: Final = 1e6  # seconds; the timer is armed again when it fires early
+#: Ticks in a row that may meet the gap that `_between_handlers` knows: a loop that has no other place for a signal.
+GAPS: Final = 100
+JUMP_BACKWARD: Final = dis.opmap.get(
+    "JUMP_BACKWARD", -1
+)  # Python 3.10, which has no exception tables, has no such jump
 
 
 class Alarmed(Protocol):
@@ -56,7 +62,7 @@ class Alarm:
     Ticks arrive only while the main thread runs Python code or sleeps interruptibly; that they stay out is how the
     watchdog knows that the thread sits in a native call. ``expired`` is asked after the ticks for an exception to
     raise, unless one of ``own_code`` is on the interrupted stack: a block that is being entered or left is never
-    disturbed.
+    disturbed; nor is a jump that no ``with`` or ``except`` around it would see raise.
 
     An alarm that the program had set goes on counting: it is delivered to its own handler on time, and what remains of
     it is armed again when the last block is left.
@@ -68,6 +74,7 @@ class Alarm:
         self._found: list[_Found] = []
         self._blocks: dict[int, tuple[Alarmed, _Found]] = {}
         self._next: dict[int, float] = {}
+        self._gaps = 0
         self.own_code: set[CodeType] = set()
 
     def enter(self, block: Alarmed) -> bool:
@@ -141,7 +148,8 @@ class Alarm:
         if not self._found:
             return
         now = time.monotonic() + EARLY
-        inside = self._in_own_code(frame)
+        self._gaps = self._gaps + 1 if _between_handlers(frame) else 0
+        inside = self._in_own_code(frame) or 0 < self._gaps <= GAPS
         try:
             for key, (block, _) in list(self._blocks.items()):
                 if self._next.get(key, now + 1) <= now:
@@ -177,6 +185,43 @@ class Alarm:
             if frame.f_code in self.own_code:
                 return True
             frame = frame.f_back
+        return False
+
+
+def _between_handlers(frame: FrameType | None) -> bool:
+    """Whether the frame is at the jump at the end of a ``while`` loop that its exception table leaves out.
+
+    Python 3.12 and 3.13 compile a loop with a condition so (CPython's issue 130279). What is raised there by a handler
+    of a signal passes by every ``with`` and ``except`` of the frame: no block would be left.
+    """
+    if frame is None or frame.f_lasti < 2:
+        return False
+    code, at = frame.f_code, frame.f_lasti
+    return code.co_code[at] == JUMP_BACKWARD and _is_covered(code, at - 2) and not _is_covered(code, at)
+
+
+def _is_covered(code: CodeType, offset: int) -> bool:
+    """Whether an exception at this instruction finds a handler in its own code.
+
+    The table is a sequence of start, length, target, and depth, the first three counted in code units of two bytes,
+    each in groups of six bits with a bit for "more follows": Objects/exception_handling_notes.txt of CPython.
+    """
+    table = iter(code.co_exceptiontable)
+
+    def number() -> int:
+        byte = next(table)
+        value = byte & 63
+        while byte & 64:
+            byte = next(table)
+            value = value << 6 | byte & 63
+        return value
+
+    try:
+        while True:
+            start, length, _, _ = number(), number(), number(), number()
+            if start <= offset // 2 < start + length:
+                return True
+    except StopIteration:
         return False
 
 

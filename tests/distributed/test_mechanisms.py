@@ -83,6 +83,9 @@ def test_nccl_timeout_in_the_environment_changes_nothing() -> None:
         assert result[rank].reports == {**result[rank].reports, "sum": 2.0, "nccl": 600.0, "other": 1800.0}
 
 
+@pytest.mark.skipif(
+    VERSION < (2, 7), reason="gloo of torch 2.6 waits for its group's timeout, whatever an operation has"
+)
 def test_a_per_operation_timeout_really_ends_the_operation_on_its_rank_and_on_who_waits_for_that_rank() -> None:
     """Rank 1 waits for the missing rank 2 alone, so rank 0's end does not reach it; the late rank 2 fails on arrival."""
     with faults.start_ranks(f"{CASES}:time_out_one_operation", 3, env=UNGUARDED, timeout=60) as job:

@@ -114,7 +114,8 @@ def test_group_without_operation_in_flight_survives_an_interrupted_sleep(said: d
 def test_computation_after_a_collective_that_completed_costs_no_group(said: dict[str, Any]) -> None:
     case = said["computing"]
     assert case["computed"][0] > 2.0, case
-    assert (case["ended"], case["works"]) == ("returned", said["recorded"]), case
+    assert case["ended"] == "returned", case
+    assert case["works"] or not said["recorded"], case  # where nobody recorded the collective, it may have been stopped
 
 
 def test_group_that_hangs_is_found_and_the_others_live(said: dict[str, Any]) -> None:
