@@ -297,6 +297,10 @@ class WatchCoordination:
             self._ended[rank] = (evidence, time.monotonic())
         self._monitor.wake()
 
+    def left_well(self, rank: int) -> bool:
+        """Whether a rank of this host has ended as it should, and nothing here waits for it."""
+        return self._monitor.left(rank) and not any(rank in pending.ranks for pending in self.waiting)
+
     def overdue(self, now: float) -> None:
         """Speak of an ended process by oneself, when the monitor does not come to it
         because the store does not answer.
@@ -308,7 +312,7 @@ class WatchCoordination:
             for rank in left:
                 del self._ended[rank]
         for rank, evidence in left.items():
-            if self._monitor.left(rank) and not any(rank in pending.ranks for pending in self.waiting):
+            if self.left_well(rank):
                 continue
             self._lost(rank, evidence)
             if self._follows(rank, evidence):

@@ -473,7 +473,9 @@ class Watcher:
         if asked is None or trouble is None:
             return
         gone = {rank: self._monitor.gone(rank) for rank in self._state.member.participants}
-        gone = {rank: evidence for rank, evidence in gone.items() if evidence}
+        gone = {
+            rank: evidence for rank, evidence in gone.items() if evidence and not self._coordination.left_well(rank)
+        }
         lonely = bool(self._state.unavailable) and (bool(gone) or now - asked >= 0.5)
         overdue = trouble.kind is TroubleKind.DEADLINE and now - asked >= ALONE_AFTER
         if not (lonely or overdue):

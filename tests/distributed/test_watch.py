@@ -71,10 +71,9 @@ def ends(fault: str, watched: bool, culprit: int = CULPRIT) -> None:
     dist.init_process_group("gloo")
     training = Training()
     training.steps()
-    if culprit == 0:  # before, a rank whose store is gone knows of no other, and has to say `unknown`
-        while watched and len(runtime.current().monitor.peers_here()) < dist.get_world_size() - 1:
-            time.sleep(0.05)
-        training.steps()
+    while watched and len(runtime.current().monitor.peers_here()) < dist.get_world_size() - 1:
+        time.sleep(0.05)  # before, nobody knows which process a rank is, and whether it is gone: it is `unknown`
+    training.steps()
     if dist.get_rank() == culprit:
         faults.report(ended=time.time())
         if fault == "kill":
