@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import NoReturn
 
 import pytest
 import torch
@@ -46,6 +48,33 @@ def join(backend: str = "gloo", limit: float = 120.0) -> int:
     torch.cuda.set_device(0)
     dist.init_process_group(backend, timeout=timedelta(seconds=limit))
     return dist.get_rank()
+
+
+def leave() -> NoReturn:
+    """End without destroying the groups, which may wait for a peer that is gone; in `run_together`, after all others.
+
+    The end of a process whose collective is complete can break it for who is not as far: NCCL sends from its threads.
+    """
+    faults.report(done=True)
+    faults.wait_until_told("end", seconds=300)
+    os._exit(0)
+
+
+def run_together(
+    program: Callable[..., object],
+    size: int,
+    *,
+    args: Sequence[object] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+) -> faults.JobResult:
+    """As `faults.run_ranks`; a rank in `leave` stays until each of the others has come to that too, or has ended."""
+    with faults.start_ranks(program, size, args=args, env=env, timeout=timeout) as job:
+        for rank in range(size):
+            with contextlib.suppress(faults.RanksFailed):
+                job.wait_for("done", [rank], seconds=timeout)
+        job.tell("end")
+        return job.wait()
 
 
 def nccl2() -> bool:

@@ -21,7 +21,7 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.transport import nccl
 from tests.distributed.test_contract import CULPRIT, FAULTS, TIMEOUT, call, misbehave
-from tests.gpu.parts import NCCL_BACKENDS, NEEDS_GPU, SHARED_GPU, join
+from tests.gpu.parts import NCCL_BACKENDS, NEEDS_GPU, SHARED_GPU, join, leave, run_together
 
 pytestmark = [*NEEDS_GPU, pytest.mark.usefixtures("own_processes")]
 
@@ -63,7 +63,7 @@ def guarded(names: list[str], backend: str, numel: int, chunk_numel: int | None)
             return call(fault, rank, mine, timeout=TIMEOUT, chunk_numel=chunk_numel)
 
         one_call(fault, work, tensor)
-    os._exit(0)  # the program's own NCCL group, where there is one, would wait for who is gone
+    leave()
 
 
 def check(result: faults.JobResult, fault: str, cause: str, gone: bool, bound: float) -> None:
@@ -84,7 +84,7 @@ def check(result: faults.JobResult, fault: str, cause: str, gone: bool, bound: f
 
 @pytest.mark.parametrize("backend", ["gloo", *NCCL_BACKENDS])
 def test_faults_that_leave_all_ranks_alive(backend: str) -> None:
-    result = faults.run_ranks(guarded, RANKS, args=[STAYING, backend, 1000, None], env=ENV, timeout=150)
+    result = run_together(guarded, RANKS, args=[STAYING, backend, 1000, None], env=ENV, timeout=150)
     for fault in STAYING:
         cause, gone, bound = FAULTS[fault]
         check(result, fault, cause, gone, bound)
@@ -93,7 +93,7 @@ def test_faults_that_leave_all_ranks_alive(backend: str) -> None:
 @pytest.mark.parametrize("backend", NCCL_BACKENDS)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in STAYING])
 def test_faults_that_end_a_rank(fault: str, backend: str) -> None:
-    result = faults.run_ranks(guarded, RANKS, args=[[fault], backend, 1000, None], env=ENV, timeout=60)
+    result = run_together(guarded, RANKS, args=[[fault], backend, 1000, None], env=ENV, timeout=60)
     cause, gone, bound = FAULTS[fault]
     check(result, fault, cause, gone, bound)
 
@@ -114,13 +114,13 @@ def killed_in_flight() -> None:
 
         nccl.NcclCommunicator.all_reduce = counted  # type: ignore[method-assign]
     one_call("kill", lambda mine: ng.safe_all_reduce(mine, timeout=20, chunk_numel=500_000), tensor)
-    os._exit(0)
+    leave()
 
 
 @pytest.mark.parametrize("unnoticed", [False, True])
 def test_a_rank_killed_with_kernels_in_flight(unnoticed: bool) -> None:
     env = {**ENV, **UNNOTICED} if unnoticed else ENV
-    result = faults.run_ranks(killed_in_flight, RANKS, env=env, timeout=60)
+    result = run_together(killed_in_flight, RANKS, env=env, timeout=60)
     check(result, "kill", "lost", True, 3.0)
 
 
@@ -138,7 +138,7 @@ def abort_hangs() -> None:
 
 
 def test_a_rank_killed_with_kernels_in_flight_where_an_abort_hangs() -> None:
-    result = faults.run_ranks(abort_hangs, RANKS, env={**ENV, **UNNOTICED}, timeout=90)
+    result = run_together(abort_hangs, RANKS, env={**ENV, **UNNOTICED}, timeout=90)
     check(result, "kill", "lost", True, 6.0)
 
 
@@ -185,11 +185,11 @@ def all_collectives() -> None:
         if (outcome.ok, found) != (True, result):
             wrong.append(f"{name} afterwards: {outcome} {found}")
     faults.report(wrong=wrong)
-    os._exit(0)
+    leave()
 
 
 def test_a_late_rank_at_each_collective_leaves_the_outputs_as_they_were() -> None:
-    result = faults.run_ranks(all_collectives, RANKS, env=ENV, timeout=90)
+    result = run_together(all_collectives, RANKS, env=ENV, timeout=90)
     assert result.values("wrong") == {rank: [] for rank in range(RANKS)}, str(result)
 
 
@@ -219,10 +219,10 @@ def sticky() -> None:
             faults.report(raised=type(error).__name__)
             raise
     one_call("sticky", lambda mine: ng.safe_all_reduce(mine, timeout=10), tensor)
-    os._exit(0)
+    leave()
 
 
 def test_a_rank_whose_cuda_is_broken_is_named() -> None:
-    result = faults.run_ranks(sticky, RANKS, env=ENV, timeout=60)
+    result = run_together(sticky, RANKS, env=ENV, timeout=60)
     check(result, "sticky", "failed", True, 3.0)
     assert result[CULPRIT].reports.get("raised"), str(result)

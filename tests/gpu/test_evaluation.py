@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join
+from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join, leave, run_together
 
 pytestmark = NEEDS_GPU
 
@@ -51,13 +50,13 @@ def training(always: bool) -> None:
         optimizer.zero_grad()
     torch.cuda.synchronize()
     faults.report(result=result, tries=len(tries), mode=model.training, trained=True)
-    os._exit(0)
+    leave()
 
 
 @pytest.mark.parametrize("always", [False, True])
 def test_out_of_memory_on_one_rank(always: bool) -> None:
     env = {**SHARED_GPU, "NCCLGUARD_AUTOSTART": "1", "NCCLGUARD_REPORT_DIR": "none"}
-    result = faults.run_ranks(training, RANKS, args=[always], env=env, timeout=100).check()
+    result = run_together(training, RANKS, args=[always], env=env, timeout=100).check()
     for rank in result:
         assert rank.reports["trained"]
         assert rank.reports["mode"]

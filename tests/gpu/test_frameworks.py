@@ -13,7 +13,7 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 from tests.gpu.frameworks import FRAMEWORKS, build, skip_unless_installed
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU
+from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, leave, run_together
 
 pytestmark = NEEDS_GPU
 
@@ -29,7 +29,7 @@ def train(framework: str, backend: str) -> None:
     torch.manual_seed(100 + dist.get_rank())
     losses = [float(step(torch.randn(8, 20).cuda())).hex() for _ in range(STEPS)]
     faults.report(losses=losses, backend=dist.get_backend())
-    os._exit(0)
+    leave()
 
 
 @pytest.mark.parametrize("framework", list(FRAMEWORKS))
@@ -37,7 +37,7 @@ def test_the_losses_are_those_of_nccl_bit_for_bit(framework: str) -> None:
     skip_unless_installed(framework)
     found = {}
     for backend in ("nccl", "ncclguard"):
-        result = faults.run_ranks(train, RANKS, args=[framework, backend], env=ENV, timeout=100).check()
+        result = run_together(train, RANKS, args=[framework, backend], env=ENV, timeout=100).check()
         assert set(result.values("backend").values()) == {backend}
         found[backend] = result.values("losses")
     assert len(set(found["nccl"][0])) == STEPS  # it trains

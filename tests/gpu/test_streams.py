@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join
+from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join, leave, run_together
 
 pytestmark = NEEDS_GPU
 
@@ -42,11 +41,11 @@ def beside_a_graph() -> None:
     later.replay()
     ng.safe_all_reduce(static, timeout=60).raise_if_failed()
     faults.report(values=values, refused=refused, last=float(static[0]) / size)
-    os._exit(0)
+    leave()
 
 
 def test_graphs_are_captured_and_replayed_beside_guarded_calls() -> None:
-    result = faults.run_ranks(beside_a_graph, 2, env=ENV, timeout=90).check()
+    result = run_together(beside_a_graph, 2, env=ENV, timeout=90).check()
     for rank in result:
         assert rank.reports["values"] == [2.0, 4.0, 8.0]
         assert "cannot be captured" in rank.reports["refused"]
@@ -74,11 +73,11 @@ def on_several_streams() -> None:
         reader.synchronize()
         wrong += int((seen != float(sum(step + peer for peer in range(size)))).sum())
     faults.report(wrong=wrong)
-    os._exit(0)
+    leave()
 
 
 def test_calls_from_several_streams_give_results_that_other_streams_may_read() -> None:
-    result = faults.run_ranks(on_several_streams, 2, env=ENV, timeout=90).check()
+    result = run_together(on_several_streams, 2, env=ENV, timeout=90).check()
     assert result.values("wrong") == {0: 0, 1: 0}
 
 
@@ -102,11 +101,11 @@ def memory_after_aborts() -> None:
     faults.report(used=used, intact=bool((tensor == tensor[0]).all()))
     torch.cuda.empty_cache()
     faults.report(free=torch.empty(1000, device="cuda").fill_(1.0).sum().item())
-    os._exit(0)
+    leave()
 
 
 def test_memory_does_not_grow_with_operations_that_fail() -> None:
-    result = faults.run_ranks(memory_after_aborts, 2, env=ENV, timeout=90).check()
+    result = run_together(memory_after_aborts, 2, env=ENV, timeout=90).check()
     for rank in result:
         used = rank.reports["used"]
         assert used[2] <= used[0], used
