@@ -260,8 +260,8 @@ class Runtime:
         if verdict is None or not (verdict.action is Action.FAIL or verdict.culprits):
             return  # committed, or tried again on all ranks
         incident = incidents.from_json(verdict.incident)
-        if incident is None:
-            return
+        if incident is None or (verdict.action is Action.RESUME and self._sequels.known(incident)):
+            return  # the loss has its report: this operation has only gone on without the rank
         writer = incidents.writer(incident)
         if writer == self.rank:
             said = json.loads(revocation.histories() or "{}")

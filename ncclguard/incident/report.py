@@ -241,16 +241,19 @@ class Sequels:
         self._changes: deque[tuple[MembershipChange, dict[int, int], frozenset[int]]] = deque(maxlen=AT_MOST)
         self._returns: dict[int, int] = {}  # how often a rank has come back, so that its second loss is another
 
+    def known(self, incident: Incident) -> bool:
+        """Whether all that this incident says is that ranks are gone, of whose loss there is an incident already."""
+        with self._lock:
+            lives = self._lives(_lost(incident))
+            told = [case.lives.items() for case in self._cases]
+            return set(lives) == set(incident.culprits) and all(
+                any(one in each for each in told) for one in lives.items()
+            )
+
     def found(self, incident: Incident, writer: int, session: str) -> None:
         """An agreed incident of this session, which `writer` reports; by the monitor, maybe late."""
-        gone = {report.rank for report in incident.ranks if report.state == "departed"}
-        lost = [
-            rank
-            for rank in incident.culprits
-            if incident.cause in (Cause.LOST, Cause.EXITED) or rank in gone or rank not in incident.participants
-        ]
         with self._lock:
-            case = _Case(incident, writer, session, self._lives(lost))
+            case = _Case(incident, writer, session, self._lives(_lost(incident)))
             self._cases.append(case)
             for change, lives, participants in self._changes:
                 if case.concerned(change, lives):
@@ -286,6 +289,16 @@ class Sequels:
             self._complete(case.incident.model_copy(update={"afterwards": tuple(case.changes)}), case.session)
 
 
+def _lost(incident: Incident) -> list[int]:
+    """The culprits without whom the job goes on, if it does."""
+    gone = {report.rank for report in incident.ranks if report.state == "departed"}
+    return [
+        rank
+        for rank in incident.culprits
+        if incident.cause in (Cause.LOST, Cause.EXITED) or rank in gone or rank not in incident.participants
+    ]
+
+
 class _Case:
     """One incident; `lives`: its ranks that are gone, and how often each had come back before."""
 
@@ -294,7 +307,7 @@ class _Case:
         self.session = session
         self.changes: list[MembershipChange] = []
         self._writer = writer
-        self._lives = lives
+        self.lives = lives
         self._since: frozenset[int] | None = None  # ranks that have been there ever since
 
     @property
@@ -305,7 +318,7 @@ class _Case:
 
     def concerned(self, change: MembershipChange, lives: Mapping[int, int]) -> bool:
         """Whether the change is about a rank of this incident, and about the same life of it."""
-        return any(self._lives.get(rank) == life for rank, life in lives.items())
+        return any(self.lives.get(rank) == life for rank, life in lives.items())
 
     def narrow(self, change: MembershipChange, participants: frozenset[int]) -> None:
         """Ranks that are not there any more, or are back, have not been there ever since."""

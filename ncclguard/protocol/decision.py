@@ -343,7 +343,7 @@ def _blame(
     missing = {
         rank: Cause.DIVERGED if r.elsewhere else Cause.LATE
         for rank, r in reports.items()
-        if overdue and r.phase_at(sequence) is Phase.NONE
+        if overdue and r.phase_at(sequence) is Phase.NONE and not _is_held(r, sequence)
     }
     missing.update({rank: cause for rank, cause in silent.items() if rank in members})
     if missing:
@@ -394,6 +394,11 @@ def _finished(
     sides = largest_first([(waiting.text, sorted(entered)), (f"nothing more: {next(iter(done.values()))}", [*done])])
     odd = sides[1][1] if len(sides[0][1]) > len(sides[1][1]) else ()
     return odd, sides
+
+
+def _is_held(report: Report, sequence: int) -> bool:
+    """Whether a rank waits in an earlier operation, which others have completed: what it lacks of that was lost."""
+    return report.operation is not None and report.operation.sequence < sequence and not report.elsewhere
 
 
 def _without_majority(

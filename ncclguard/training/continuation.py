@@ -68,6 +68,13 @@ def _living() -> list[Step]:
     return [step for reference in _steps if (step := reference()) is not None]
 
 
+def _named(outcome: Outcome, cause: Cause) -> tuple[int, ...]:
+    """The culprits of this cause, by the verdict that all have; of many, an incident has not all reports."""
+    reports = () if outcome.incident is None else outcome.incident.ranks
+    causes = {report.rank: report.cause for report in reports}
+    return tuple(rank for rank in outcome.culprits if causes.get(rank, outcome.cause) is cause)
+
+
 class Continuation:
     """What the resilient steps of one process group share: who takes part, and how it came to that."""
 
@@ -80,6 +87,7 @@ class Continuation:
         self.all_ranks = self.ranks
         self.lost: list[int] = []  # each rank as often as it was
         self._members = self.ranks  # of the session: those that are gone, too
+        self._counted = self.ranks  # of whom half have to be left where a host is silent, the same on all ranks
         self.calls = 0  # of resilient steps, in their order, the same on all ranks
         self.meetings = 0
         self.failures: list[Outcome] = []
@@ -91,8 +99,10 @@ class Continuation:
         self._vote = joining.Vote()
         self._waiting = joining.Waiting()
         group.enter_scope(None, self.failures.append)
+        self._has_begun = joins_at is not None
         if joins_at is None:
             self._meet("begin to train")  # its connections are made while all are there
+            self._has_begun = True
         else:
             self._join(joins_at)
         declaration.going_on(self.rank, self.lost, ranks=self.ranks)
@@ -167,22 +177,52 @@ class Continuation:
         return len(before), len(after)
 
     def gives_up(self, outcome: Outcome) -> bool:
-        """Have the launchers end processes that are there and do not run; False where they cannot be asked.
+        """Go on without ranks that do not answer and are not known to be gone; False where that cannot be.
 
-        What does not run now may run later, and would write what the others have gone on from: so it is gone first.
+        What is there and does not run may run later, and would write what the others have gone on from: the launcher of
+        its host ends it first, and the survivors' meeting waits for that. A host that nobody can reach cannot be asked.
+        Its ranks can at most complete the small collective that the others were in, and end with the verdict on them,
+        should they come back.
         """
-        if not declaration.has_launcher() or len(self.ranks) - len(outcome.culprits) < self._min_ranks:
+        stuck, silent = _named(outcome, Cause.STUCK), _named(outcome, Cause.UNKNOWN)
+        if not outcome.culprits or {*stuck, *silent} != set(outcome.culprits):
             return False
-        log.warning("ncclguard: %s given up: its process does not run", ranks_text(outcome.culprits))
-        declaration.going_on(self.rank, self.lost, outcome.culprits, ranks=self.ranks)
-        return True  # the survivors' meeting waits for its end
+        if len(self.ranks) - len(outcome.culprits) < self._min_ranks or (stuck and not declaration.has_launcher()):
+            return False
+        if silent and not self._out_of_reach(outcome):
+            return False
+        if stuck:
+            log.warning("ncclguard: %s given up: its process does not run", ranks_text(stuck))
+            declaration.going_on(self.rank, self.lost, stuck, ranks=self.ranks)
+        return True
+
+    def _out_of_reach(self, outcome: Outcome) -> bool:
+        """Leave ranks out of the next meeting whose host nobody can reach; False where there are none, or too many.
+
+        Half of the ranks have to be left: else it is more likely that this side is the one that is cut off.
+        """
+        silent = _named(outcome, Cause.UNKNOWN)
+        if not self._has_begun or not silent or not outcome.agreed or self.rank in silent:
+            return False  # a training does not begin without some of its ranks
+        there = {*outcome.participants} & {*self._members} - {*silent}
+        left = [rank for rank in self._counted if rank in there]
+        if 2 * len(left) < len(self._counted):
+            return False
+        if self.rank == left[0]:
+            log.warning("ncclguard: %s given up: no rank can reach it, nor see its process", ranks_text(silent))
+        self._meet_without(silent)
+        return True
+
+    def _meet_without(self, ranks: Sequence[int]) -> None:
+        """The next meeting is one that these are not members of."""
+        self._members = tuple(rank for rank in self._members if rank not in ranks)
 
     def _move(self, ranks: tuple[int, ...]) -> None:
         """Collectives are those of these ranks from now on, in a new sequence."""
         self.meetings += 1
         self.taking_part = self.group.go_on(ranks, self.meetings)
         self.failures.clear()
-        self.ranks = ranks
+        self.ranks = self._counted = ranks
 
     def _now_without(self, lost: Sequence[int]) -> None:
         self.lost += lost
@@ -278,7 +318,7 @@ class Continuation:
 
     def _welcome(self, newcomer: int, members: tuple[int, ...], calls: int) -> None:
         """All members, in the newcomer's session: meet, and give it the state of one; until nobody is lost in that."""
-        self._members = members
+        self._members = self._counted = members
         for _ in range(MEETINGS):
             try:
                 present = self._meet(f"take in rank {newcomer} before step {calls}", WELCOME_WITHIN)
@@ -333,12 +373,12 @@ class Continuation:
         self.group.finish()
         if not outcome.agreed or self.rank in outcome.culprits:
             raise error
-        if is_gone(outcome):
+        if is_gone(outcome) or self._out_of_reach(outcome):
             return
         if outcome.culprits != (newcomer,):
             raise error
         log.warning("ncclguard: rank %d is left out again: %s", newcomer, error)
-        self._members = tuple(rank for rank in self._members if rank != newcomer)
+        self._meet_without((newcomer,))
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> None:
         self.group.broadcast([tensor], self.all_ranks.index(source)).wait()
@@ -351,11 +391,20 @@ class Continuation:
             terms = terms._replace(ranks=self._members, solo=len(self._members) == 1)
             if terms.solo:
                 return terms.ranks
-            outcome = dispatch.run(BARRIER, Arguments(), terms, EMPTY, queue=Queue("continue", self._members))
+            # A sequence has the same members from its beginning to its end, and in a session they only become fewer.
+            queue = Queue(f"continue-{len(self._members)}", self._members)
+            outcome = dispatch.run(BARRIER, Arguments(), terms, EMPTY, queue=queue)
             if outcome.ok:
                 return outcome.participants
-            others = outcome.cause is Cause.DIVERGED and outcome.culprits and self.rank not in outcome.culprits
-            if not others or not outcome.agreed:
-                break  # else those that are elsewhere end with this verdict, and the rest meets without them
+            if not outcome.agreed or not outcome.culprits or self.rank in outcome.culprits:
+                break
+            if is_gone(outcome):
+                # It could not go on by itself, because others are silent: these are found without those that are gone.
+                self._meet_without(outcome.culprits)
+            elif outcome.cause is Cause.UNKNOWN:
+                if not self._out_of_reach(outcome):
+                    break
+            elif outcome.cause is not Cause.DIVERGED:
+                break  # those that are elsewhere end with this verdict, and the rest meets without them
         outcome.raise_if_failed()
         raise AssertionError("unreachable")

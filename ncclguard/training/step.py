@@ -225,11 +225,16 @@ class ResilientStep:
 
     def _goes_on_after(self, error: Exception, going: Continuation) -> bool:
         outcome = failed_collective(error, going.failures)
-        if outcome is None or not outcome.agreed or going.rank in outcome.culprits:
+        if outcome is None or not outcome.agreed:
             return False
-        if not is_gone(outcome) and (outcome.cause is not Cause.STUCK or self._stepped or not going.gives_up(outcome)):
+        if going.rank in outcome.culprits:
+            if outcome.cause in (Cause.STUCK, Cause.UNKNOWN):
+                log.error("ncclguard: this rank was given up, and the others go on without it: its process has to end")
             return False
-        if self._stepped and self._shards is None:
+        stands = self._stepped and self._shards is None
+        if not is_gone(outcome) and (stands or not going.gives_up(outcome)):
+            return False
+        if stands:
             log.error(
                 "ncclguard: %s is gone, and the optimizer had begun its step, which cannot be done again: have what "
                 "needs all ranks done before it",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = 512  # of the example
@@ -85,7 +86,19 @@ def rank_of(process: psutil.Process) -> str:
 
 
 @pytest.mark.timeout(300)  # four processes import torch, which takes a minute where others compute on all cores
-@pytest.mark.parametrize("way", [[], ["--fsdp"]])
+@pytest.mark.parametrize(
+    "way",
+    [
+        [],
+        pytest.param(
+            ["--fsdp"],
+            marks=pytest.mark.skipif(
+                not hasattr(FSDPModule, "reset_iter_state"),
+                reason="this torch cannot begin FSDP2's step anew (2.13 can)",
+            ),
+        ),
+    ],
+)
 def test_the_example_ends_well_when_rank_0_and_another_are_killed(tmp_path: Path, way: list[str]) -> None:
     """Killed from outside, at any moment. All steps are done, with each sample once in an epoch."""
     steps, killed, lines = 60, list[int](), list[str]()
@@ -118,9 +131,8 @@ def test_the_example_ends_well_when_rank_0_and_another_are_killed(tmp_path: Path
         epoch = samples[begin : begin + IMAGES]
         assert len(set(epoch)) == len(epoch)
     said = [json.loads(file.read_text())["incident"] for file in (tmp_path / "ncclguard-incidents").glob("*.json")]
-    assert {(one["culprits"][0], change["ranks"][0]) for one in said for change in one["afterwards"]} == {
-        (lost, lost) for lost in killed
-    }  # also the one that rank 0 had written, and the one of its own loss
+    told_of = [(one["culprits"], change["ranks"]) for one in said for change in one["afterwards"]]
+    assert sorted(told_of) == sorted(([lost], [lost]) for lost in killed)  # each once, also the one that rank 0 wrote
     for lost in killed:
         assert f"rank {lost} has ended with exit code -9" in errors
         assert re.search(rf"went on without rank {lost} after [0-4]\.\d s", errors), errors

@@ -156,6 +156,16 @@ def test_the_deadline_of_an_earlier_operation_blames_nobody_for_the_next() -> No
     assert (found.action, found.sequence, found.culprits) == (Action.RESUME, 2, ())
 
 
+def test_a_rank_that_is_held_in_an_earlier_operation_is_not_late() -> None:
+    """Its data have arrived, for the others have completed operation 1; what they sent it is lost."""
+    found = verdict_on(entered(0, sequence=2, trouble=DEADLINE), entered(1, sequence=2), entered(2, sequence=1))
+    assert (found.action, found.sequence, found.cause, found.culprits) == (Action.FAIL, 2, Cause.NETWORK, ())
+    beside = verdict_on(
+        entered(0, sequence=2, trouble=DEADLINE), entered(1, sequence=1), silent={2: Cause.UNKNOWN, 3: Cause.UNKNOWN}
+    )
+    assert beside.culprits == ((2, Cause.UNKNOWN), (3, Cause.UNKNOWN))
+
+
 def test_a_rank_that_waits_in_another_groups_operation_is_diverged_when_the_others_are_more() -> None:
     found = verdict_on(entered(0, trouble=DEADLINE), entered(1), outside(2, elsewhere="barrier() of group b"))
     assert found.culprits == ((2, Cause.DIVERGED),)

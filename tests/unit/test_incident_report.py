@@ -575,6 +575,19 @@ class TestAfterwards:
         assert job.said(second) == ["went on without rank 0 after 1.8 s", "rank 0 rejoined at step 9, 1.8 s"]
         assert job.wrote.count(0) == 1
 
+    def test_a_loss_is_known_once_it_was_found_until_the_rank_is_back(self, job: Job) -> None:
+        """So an operation that only goes on without the rank, as the survivors' meeting does, is no further incident."""
+        sequel = job.sequels[1]
+        found = job.lost(0, 1, writer=1)
+        assert sequel.known(found)
+        both = found.model_copy(update={"culprits": (0, 3)})
+        assert not sequel.known(both)
+        assert not sequel.known(incident(culprits=(0,)))  # late, not gone
+        job.lost(3, 2, writer=1)
+        assert sequel.known(both)
+        job.change("rejoined", (0,), step=7)
+        assert not sequel.known(found)  # now it would be the loss of its new process
+
     def test_an_incident_that_is_heard_of_late_says_it_too(self, job: Job) -> None:
         """The monitor may hear of the survivors' own verdict after they have gone on."""
         job.change("went on", (3,))
