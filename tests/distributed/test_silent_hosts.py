@@ -22,13 +22,25 @@ REASON = namespaces_available()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"network namespaces are not available: {REASON}")
 
 SCRIPT = """
-import sys, time
+import pathlib, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist, ncclguard as ng
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 steps, way = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("ncclguard", timeout=timedelta(seconds=4))
+
+if sys.argv[3:] == ["held"]:  # no rank meets the survivors before the test has cut off the next host
+    from ncclguard.training.continuation import Continuation
+
+    def meet_without(self, ranks, leave_out=Continuation._meet_without):
+        leave_out(self, ranks)
+        end, told = time.monotonic() + 6, pathlib.Path(sys.argv[0]).with_name(f"next-after-{ranks[0]}")
+        while not told.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    Continuation._meet_without = meet_without
+
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
 model = fully_shard(model) if way == "fsdp" else DistributedDataParallel(model)
@@ -57,7 +69,7 @@ dist.destroy_process_group()
 class Job:
     """`ncclguard run` on each host, with so many ranks."""
 
-    def __init__(self, hosts: Hosts, folder: Path, way: str, ranks: int) -> None:
+    def __init__(self, hosts: Hosts, folder: Path, way: str, ranks: int, held: bool) -> None:
         script, port = folder / "train.py", hosts.next_port()
         script.write_text(SCRIPT)
         self.outputs = [folder / f"{name}.txt" for name in hosts.names]
@@ -66,7 +78,18 @@ class Job:
             place = ["--nnodes", str(len(hosts.names)), "--node-rank", str(index)]
             place += ["--nproc-per-node", str(ranks)]
             store = ["--master-addr", hosts.address(hosts.names[0]), "--master-port", str(port)]
-            command = [sys.executable, "-m", "ncclguard", "run", *place, *store, str(script), str(STEPS), way]
+            command = [
+                sys.executable,
+                "-m",
+                "ncclguard",
+                "run",
+                *place,
+                *store,
+                str(script),
+                str(STEPS),
+                way,
+                *["held"] * held,
+            ]
             env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             env["NCCLGUARD_REPORT_DIR"] = str(folder / f"{name}-reports")
             with self.outputs[index].open("w") as output:
@@ -106,9 +129,9 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
         yield made
 
 
-def begun(hosts: Hosts, folder: Path, way: str, ranks: int = 2) -> Job:
+def begun(hosts: Hosts, folder: Path, way: str, ranks: int = 2, held: bool = False) -> Job:
     """A job of which each host has made ten steps."""
-    job = Job(hosts, folder, way, ranks)
+    job = Job(hosts, folder, way, ranks, held)
     job.wait_until(lambda: all("step 10 of" in job.said(index) for index in range(len(hosts.names))), 120)
     return job
 
@@ -169,11 +192,12 @@ def test_a_rank_is_killed_elsewhere_before_the_host_is_known_to_be_silent(hosts:
 @pytest.mark.parametrize("hosts", [5], indirect=True)
 def test_fewer_than_half_do_not_go_on_also_where_hosts_fall_silent_one_by_one(hosts: Hosts, tmp_path: Path) -> None:
     """The second falls silent while the others do without the first, and the third likewise: two of five are left."""
-    job = begun(hosts, tmp_path, "ddp", ranks=1)
+    job = begun(hosts, tmp_path, "ddp", ranks=1, held=True)
     hosts.partition("host4")
     for given_up, next_host in (("4", "host3"), ("3", "host2")):
         job.wait_until(lambda rank=given_up: f"rank {rank} given up" in job.said(0), 60)  # type: ignore[misc]
         hosts.partition(next_host)
+        (tmp_path / f"next-after-{given_up}").touch()
     assert [job.code(index, 90) != 0 for index in range(5)] == [True] * 5
     assert "went on" not in job.said(0)
 
