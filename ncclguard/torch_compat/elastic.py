@@ -67,6 +67,9 @@ class Judge(Protocol):
     def taking_part(self, ranks: Iterable[int]) -> set[int] | None:
         """Who takes part in the job, as these ranks of this host know; None where nobody has said it."""
 
+    def elsewhere(self, store: Any) -> tuple[set[int], set[int]]:
+        """Ranks whose process runs on a host that is none of the agents', by this store, and those that ended well."""
+
 
 def check() -> str:
     """What this torch lacks for an agent of our own; empty where it has all."""
@@ -134,7 +137,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     """torch's agent, which asks `judge` what becomes of its workers.
 
     `spares`: how many processes wait for a lost rank's place. At the end the launchers wait for each other, as torch's
-    do, but not for a host whose ranks are all gone, according to those that went on.
+    do, but not for a host whose ranks are all gone, according to those that went on; and for ranks that a host which
+    stood by has taken over.
     """
 
     judge: Judge
@@ -185,15 +189,19 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             own = self.judge.taking_part([worker.global_rank for worker in group.workers])
             store.set(_ENDED.format(group.group_rank), json.dumps(None if own is None else sorted(own)))
             took_part = [] if own is None else [own]  # at the end, by each host that has come to it
-            end = time.monotonic() + self._exit_barrier_timeout
-            while ranks and time.monotonic() < end:
+            end, guests = time.monotonic() + self._exit_barrier_timeout, set[int]()
+            while time.monotonic() < end:
                 for host in [host for host in ranks if store.check([_ENDED.format(host)])]:
                     said = json.loads(store.get(_ENDED.format(host)))
                     took_part += [] if said is None else [set(said)]
                     del ranks[host]
-                for host in [host for host, theirs in ranks.items() if not all(theirs & one for one in took_part)]:
+                guests, ended = self.judge.elsewhere(store)
+                there = [one - guests - ended for one in took_part]
+                for host in [host for host, theirs in ranks.items() if not all(theirs & one for one in there)]:
                     del ranks[host]
-                time.sleep(_LOOK if ranks else 0.0)
+                if not ranks and not (took_part and guests.intersection(*took_part)):
+                    break
+                time.sleep(_LOOK)
         except (RuntimeError, ValueError) as error:  # the host with the store was the first to see that all have ended
             log.info("ncclguard run: the launchers of the other hosts cannot be waited for any more: %s", error)
 
@@ -271,4 +279,33 @@ def failed(error: BaseException) -> bool:
     return type(error).__name__ == "ChildFailedError"
 
 
-__all__: Sequence[str] = ["Agent", "Codes", "Host", "Judge", "check", "failed", "launch", "parser"]
+def launched(arguments: Any) -> tuple[list[str], int]:
+    """The command of each rank by these parsed arguments, and how many there are on this host."""
+    config, command, rest = torchrun.config_from_args(arguments)
+    return [str(command), *map(str, rest)], int(config.nproc_per_node)
+
+
+def store_address(arguments: Any) -> tuple[str, int]:
+    """Where the agents' store is, by these parsed arguments. Raises ValueError where no host is named."""
+    if arguments.standalone or arguments.rdzv_backend not in ("static", "c10d"):
+        raise ValueError("a host that stands by needs --master-addr and --master-port, or --rdzv-backend c10d")
+    if arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint:
+        return str(arguments.master_addr), int(arguments.master_port)
+    host, _, port = str(arguments.rdzv_endpoint).rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"--rdzv-endpoint {arguments.rdzv_endpoint!r} is not HOST:PORT")
+    return host, int(port)
+
+
+__all__: Sequence[str] = [
+    "Agent",
+    "Codes",
+    "Host",
+    "Judge",
+    "check",
+    "failed",
+    "launch",
+    "launched",
+    "parser",
+    "store_address",
+]

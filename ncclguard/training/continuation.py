@@ -31,7 +31,7 @@ from ncclguard.evaluation.runner import is_gone
 from ncclguard.incident.model import ranks_text
 from ncclguard.outcome import Outcome
 from ncclguard.process_group.group import GuardedProcessGroup
-from ncclguard.training import declaration, joining
+from ncclguard.training import declaration, joining, places
 
 if TYPE_CHECKING:
     from ncclguard.training.shards import Shards
@@ -98,6 +98,7 @@ class Continuation:
         self._shards: list[Shards] = []
         self._vote = joining.Vote()
         self._waiting = joining.Waiting()
+        self._offers = places.Offers(self._waiting)
         group.enter_scope(None, self.failures.append)
         self._has_begun = joins_at is not None
         if joins_at is None:
@@ -242,8 +243,7 @@ class Continuation:
             return None
         ballot = torch.zeros(joining.Vote.LENGTH, dtype=torch.uint8)
         if self.rank == self.ranks[0]:
-            missing = set(self.all_ranks) - set(self.ranks)
-            ballot = self._vote.ballot(self.calls, self._waiting.first(missing, step.name))
+            ballot = self._vote.ballot(self.calls, self._waiting.first(step.name))
         started = time.monotonic()
         self._broadcast(ballot, self.ranks[0])
         found = self._vote.counted(self.calls, ballot, time.monotonic() - started)
@@ -309,10 +309,13 @@ class Continuation:
         self._attend(current)
 
     def _attend(self, current: runtime.Runtime, more: joining.Look | None = None) -> None:
-        """The first rank that goes on reads who waits."""
+        """The first rank that goes on reads who waits, and offers the places for which nobody does."""
         looks = [more] if more is not None else []
-        if self.rank == self.ranks[0] and self.ranks != self.all_ranks:
+        self._waiting.missing = frozenset(self.all_ranks) - frozenset(self.ranks)
+        if self.rank == self.ranks[0] and (self._waiting.missing or self.lost):
             looks.append(self._waiting.look)
+            if declaration.has_launcher():
+                looks.append(self._offers.look)
         current.monitor.above_sessions = joining.all_of(looks)
         current.monitor.wake()
 

@@ -16,6 +16,7 @@ from typing import Final
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.errors import CollectiveMismatch
+from ncclguard.training.joining import PlaceTaken
 
 #: The folder; set by `ncclguard run`, and empty or missing under any other launcher.
 FOLDER: Final = "NCCLGUARD_RUN_DIR"
@@ -55,7 +56,9 @@ def _ends(error: BaseException) -> None:
     if not folder or not rank or isinstance(error, KeyboardInterrupt):
         return
     kind = "exception"
-    if isinstance(error, CollectiveMismatch):
+    if isinstance(error, PlaceTaken):
+        kind = "taken"
+    elif isinstance(error, CollectiveMismatch):
         kind = "mismatch"
     elif torch_compat.of_own_device(error):
         kind = "device"
@@ -70,8 +73,8 @@ def _ends(error: BaseException) -> None:
 def withdraw(folder: str, rank: int) -> tuple[str, str, str]:
     """The process of a rank has ended: what it has said is not what its successor says.
 
-    Returns what ended it: "exception", "mismatch", "device" or nothing; in words; and what is equal when the same
-    exception ends another one.
+    Returns what ended it: "exception", "mismatch", "device", "taken" or nothing; in words; and what is equal when the
+    same exception ends another one.
     """
     Path(folder, f"{rank}.json").unlink(missing_ok=True)
     path = Path(folder, f"{rank}.end")

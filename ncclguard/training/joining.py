@@ -16,7 +16,7 @@ import pickle
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ Look = Callable[[float, AgreementStore], None]
 
 _NOTES = ("joins", "join")
 _REFUSED = "refused"
+_TAKEN = "taken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +93,32 @@ class Waiting:
     """The newcomers that wait, as the monitor of the first rank that goes on has read in the store."""
 
     def __init__(self) -> None:
+        self.missing: frozenset[int] = frozenset()
         self._notes = Entries(*_NOTES)
         self._heard: dict[str, _Heard] = {}
         self._lock = threading.Lock()
         self._next_look = 0.0
-        self._used: set[str] = set()  # sessions that the ranks have tried to go over to
-        self._refused: list[str] = []  # those of them to which it came to nothing, until that is written
+        self._used: set[str] = set()  # sessions that the ranks have tried to go over to, or never will
+        self._refused: dict[str, str] = {}  # sessions to which nobody comes, and why, until that is written
+        self._hosts: dict[int, str] = {}  # of ranks that have joined
 
     def used(self, session: str, came: bool) -> None:
         """The ranks have gone over to a newcomer's session, or could not all; it has to begin another one then."""
         with self._lock:
             self._used.add(session)
             if not came:
-                self._refused.append(session)
+                self._refused[session] = _REFUSED
+            elif session in self._heard:
+                note = self._heard[session].note
+                self._hosts[note.rank] = Identity.from_json(note.identity).host_key
+
+    def is_awaited(self, rank: int, now: float) -> bool:
+        """Whether a newcomer waits for this rank's place."""
+        with self._lock:
+            return any(
+                one.note.rank == rank and one.note.session not in self._used and now - one.moved <= SILENT
+                for one in self._heard.values()
+            )
 
     def look(self, now: float, store: AgreementStore) -> None:
         """In the monitor's thread: read what has come since, and who still shows that it waits."""
@@ -115,22 +129,30 @@ class Waiting:
         with self._lock:
             self._heard |= {note.session: _Heard(note, 0, now) for note in new}
             heard = [one for one in self._heard.values() if one.note.session not in self._used]
-            refused, self._refused = self._refused, []
-        for session in refused:
-            store.first(invitation_key(session), _REFUSED)
+            for one in [one for one in heard if self._is_taken(one.note)]:
+                self._used.add(one.note.session)
+                self._refused[one.note.session] = _TAKEN
+            refused, self._refused = self._refused, {}
+        for session, why in refused.items():
+            store.first(invitation_key(session), why)
         for one in heard:
             count = store.count(f"joining/{one.note.session}")
             if count != one.count:
                 one.count, one.moved = count, now
 
-    def first(self, missing: Iterable[int], step: str) -> Note | None:
+    def _is_taken(self, note: Note) -> bool:
+        """Whether a process of another host has the place; one of its own host comes when that has ended."""
+        host = self._hosts.get(note.rank)
+        return note.rank not in self.missing and host is not None and host != Identity.from_json(note.identity).host_key
+
+    def first(self, step: str) -> Note | None:
         """A newcomer for one of the missing ranks that wants to join at this step, and is there; the latest."""
-        now, wanted = time.monotonic(), set(missing)
+        now = time.monotonic()
         with self._lock:
             heard = [one for one in self._heard.values() if one.note.session not in self._used]
         for one in reversed(heard):
             note = one.note
-            if note.rank not in wanted or note.step != step:
+            if note.rank not in self.missing or note.step != step:
                 continue
             if not one.count or now - one.moved > SILENT:
                 continue
@@ -141,12 +163,17 @@ class Waiting:
         return None
 
 
+class PlaceTaken(GuardError):
+    """A newcomer is not needed any more: another host was faster."""
+
+
 class Asking:
     """A newcomer's side: leaves its note and shows that it waits, until it is invited; in the monitor's thread."""
 
     def __init__(self, note: Note) -> None:
         self._note = note
         self._left = False
+        self._taken = False
         self._invitation: Invitation | None = None
         self.invited = threading.Event()
 
@@ -160,13 +187,14 @@ class Asking:
             Entries(*_NOTES).add(store, self._note.to_json())
         said = store.read(invitation_key(self._note.session))
         if said is not None:
-            self._invitation = None if said == _REFUSED else Invitation.from_json(said)
+            self._taken = said == _TAKEN
+            self._invitation = None if said in (_REFUSED, _TAKEN) else Invitation.from_json(said)
             self.invited.set()
 
     def invitation(self, end: float, wake: Callable[[], None], trouble: Callable[[], str]) -> Invitation | None:
         """Wait for it, until `end` by time.monotonic(); None where a rank was lost before all were in this session.
 
-        Raises GuardError when there is no answer, or without the store.
+        Raises GuardError when there is no answer, or without the store, and PlaceTaken.
         """
         while not self.invited.wait(0.1):
             if trouble():
@@ -177,6 +205,11 @@ class Asking:
                     "that is where they must come to again and again, while a rank is missing"
                 )
             wake()
+        if self._taken:
+            raise PlaceTaken(
+                f"rank {self._note.rank} cannot join the others: a process of another host has taken its place; "
+                "nothing is to be done"
+            )
         return self._invitation
 
 

@@ -21,14 +21,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ncclguard import lifecycle
+from ncclguard import lifecycle, torch_compat
 from ncclguard.command_line import described
 from ncclguard.config import current_config
+from ncclguard.coordination.store import AgreementStore, StoreUnavailable
 from ncclguard.incident.model import ranks_text
 from ncclguard.torch_compat import elastic
 from ncclguard.torch_compat.elastic import Codes, Host
-from ncclguard.training import declaration
+from ncclguard.training import declaration, places, stand_by
 
 log = logging.getLogger("ncclguard")
 
@@ -80,6 +82,12 @@ class Survivors:
         for file in Path(self._folder).iterdir():
             file.unlink()
 
+    def taken(self, rank: int) -> None:
+        """A process of this host has taken this rank's place, and has not joined the others yet."""
+        self._down.pop(rank, None)
+        self._lives[rank] += 1
+        self._newcomers[rank] = self._lives[rank]
+
     def judge(self, codes: Codes, host: Host) -> str | None:
         """What to do about the workers; see `torch_compat.elastic.Agent`."""
         now = self._clock()
@@ -96,8 +104,9 @@ class Survivors:
         for rank in ended:
             self._ended(rank, codes[rank] or 0, now, running if go_on else [])
         if not go_on:
-            return None  # nobody is left here, or somebody does not go on
-        self._confirm([said for said in declared.values() if said is not None])
+            # Somebody does not go on, or nobody is left here; but a new process may still come to the others elsewhere.
+            return "wait" if not members and any(codes[rank] is None for rank in self._newcomers) else None
+        self._confirm(members, [said for said in declared.values() if said is not None])
         if running:
             if self._too_many(now) or self._overdue(now):
                 return None
@@ -116,6 +125,13 @@ class Survivors:
         """Who takes part by what these ranks of this host have said last; None where nobody has said it."""
         said = [found for rank in ranks if (found := declaration.taking_part(self._folder, rank)) is not None]
         return set().union(*said) if said else None
+
+    def elsewhere(self, store: Any) -> tuple[set[int], set[int]]:
+        """Ranks whose place a host that stood by has taken: those that run there, and those that ended well."""
+        try:
+            return places.elsewhere(AgreementStore(torch_compat.base_store(store), places.PREFIX))
+        except StoreUnavailable:
+            return set(), set()  # the host with the store has ended
 
     def _given_up(self, members: list[int]) -> bool:
         return any(declaration.given_up(self._folder, rank) for rank in members)
@@ -136,11 +152,13 @@ class Survivors:
             reason = f"{why}, which a new process would do too: ranks call different collectives"
         elif kind == "device":
             reason = f"{why}, and the device lasts longer than the process"
+        elif kind == "taken":
+            reason = "a process of another host has its place"
         elif code > 0 and (same or str(code)) in self._reasons:
             reason = f"{why}, as one before"
         else:
             reason = ""
-        if code > 0:
+        if code > 0 and kind != "taken":
             self._reasons.add(same or str(code))
         if rank in self._newcomers:
             del self._newcomers[rank]
@@ -155,9 +173,14 @@ class Survivors:
         if reason and running:
             say(f"rank {rank} is not started again: {reason}")
 
-    def _confirm(self, declared: list[tuple[int, ...]]) -> None:
+    def _confirm(self, members: list[int], declared: list[tuple[int, ...]]) -> None:
+        """A process that has joined since knows nothing of earlier losses, but who takes part."""
+        there = self.taking_part(members)
         self._unconfirmed = [
-            loss for loss in self._unconfirmed if not any(said.count(loss.rank) >= loss.number for said in declared)
+            loss
+            for loss in self._unconfirmed
+            if not any(said.count(loss.rank) >= loss.number for said in declared)
+            and (there is None or loss.rank in there)
         ]
 
     def _overdue(self, now: float) -> bool:
@@ -187,9 +210,8 @@ class Survivors:
             return
         self._restarts -= not spare
         self._lives[rank] += 1
-        before = self._lives[rank]
-        self._newcomers[rank] = before
-        pid = host.start(rank, {lifecycle.JOINS: str(before)}, spare)
+        self._newcomers[rank] = self._lives[rank]
+        pid = host.start(rank, {lifecycle.JOINS: str(self._lives[rank])}, spare)
         what = "a spare takes the place of rank {}" if spare else "rank {} is started again"
         say(f"{what.format(rank)} (process {pid})")
 
@@ -214,6 +236,7 @@ EXAMPLES = {
     "ncclguard run --nproc-per-node 4 examples/train_surviving.py": "four ranks on this host; kill one and look",
     "ncclguard run --nproc-per-node 4 --spares 1 examples/train_surviving.py": "a process waits to take a lost one's place",
     "ncclguard run --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 train.py": "on each host, as torchrun",
+    "ncclguard run --stand-by --master-addr node0 --nproc-per-node 8 train.py": "on a host that takes a lost one's place",
 }
 
 
@@ -233,6 +256,13 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         help="Processes of this host that wait to take a lost rank's place; they have imported torch.",
+    )
+    parser.add_argument(
+        "--stand-by",
+        "--stand_by",
+        action="store_true",
+        help="This host has no ranks: its --nproc-per-node processes wait to take the places of ranks that are lost "
+        "elsewhere and not started again there. --master-addr and --master-port, or --rdzv-endpoint, as on the others.",
     )
     parser.add_argument(
         "--restart-lost",
@@ -270,7 +300,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     survivors = Survivors(folder, limits)
     os.environ[declaration.FOLDER] = folder
     try:
+        if arguments.stand_by:
+            return stand_by.run(arguments, survivors, say)
         elastic.launch(arguments, survivors, arguments.spares)
+    except ValueError as error:
+        if not arguments.stand_by:
+            raise
+        print(f"ncclguard run: {error}", file=sys.stderr)
+        return 2
     except Exception as error:
         if not elastic.failed(error):
             raise

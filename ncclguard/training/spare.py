@@ -1,10 +1,17 @@
 """A process that waits for a lost rank's place: it has imported what takes seconds, and has no rank until it gets one.
 
     python -m ncclguard.training.spare DESCRIPTOR [COMMAND ...]
+    python -m ncclguard.training.spare --stand-by HOST PORT LOCAL_RANK DESCRIPTOR COMMAND ...
+    python -m ncclguard.training.spare --ended HOST PORT NUMBER CODE ...
 
-Started by `ncclguard run --spares N`. The descriptor is the reading end of a pipe whose other end only the launcher
-has: what comes through it is the place, and its end without one means that the job has ended. The command is there for
-people who look for the ranks with `ps`; what is run comes through the pipe.
+The first is started by `ncclguard run --spares N`. The descriptor is the reading end of a pipe whose other end only the
+launcher has: what comes through it is the place, and its end without one means that the job has ended. The command is
+there for people who look for the ranks with `ps`; what is run comes through the pipe.
+
+The second is started by `ncclguard run --stand-by`. It looks for a place in the job's store itself, because a call of
+the store may block, and a launcher must not. A line goes to the descriptor for each look that the store has answered,
+and one with the rank when it has got a place; it ends when the store does, which is when the job has ended. The third
+writes how processes have ended that had got a place so.
 """
 
 from __future__ import annotations
@@ -14,23 +21,99 @@ import ctypes
 import json
 import os
 import runpy
+import socket
 import sys
-from collections.abc import Sequence
-from typing import Any, Final
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from ncclguard.coordination.store import AgreementStore
 
 #: A variable that a spare is started with, in the room of which its rank is written, so that tools find it in /proc.
 ROOM: Final = "NCCLGUARD_PLACE"
 ROOM_BYTES: Final = 64
 
 
+#: Seconds for the store of the job to be there.
+BEGINS_WITHIN: Final = 600.0
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Import, wait, and become the rank that the launcher says; returns where the job ended without that."""
-    descriptor = int((sys.argv[1:] if argv is None else argv)[0])
+    """Import, wait, and become a rank; returns where the job ended without that."""
+    how, *arguments = sys.argv[1:] if argv is None else argv
+    if how == "--ended":
+        _tell_ended(*arguments)
+        return
     _import()
-    with os.fdopen(descriptor, "rb") as pipe:
-        text = pipe.read()
-    if text:
-        _become(json.loads(text))
+    if how == "--stand-by":
+        host, port, local_rank, descriptor, *command = arguments
+        place = _found(host, port, local_rank, int(descriptor), command)
+    else:
+        with os.fdopen(int(how), "rb") as pipe:
+            text = pipe.read()
+        place = json.loads(text) if text else None
+    if place:
+        _become(place)
+
+
+def _found(host: str, port: str, local_rank: str, descriptor: int, command: Sequence[str]) -> dict[str, Any] | None:
+    """A place that the job's store offers; None where the job has ended without that."""
+    from ncclguard.coordination.store import StoreUnavailable
+    from ncclguard.training import places
+
+    with os.fdopen(descriptor, "w") as launcher:
+        try:
+            store = _places(host, port, BEGINS_WITHIN)
+            search = places.Search(store, f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}")
+            while True:
+                with _quiet():
+                    place = search.look()
+                if place is not None:
+                    break
+                print(json.dumps({}), file=launcher, flush=True)
+                time.sleep(places.LOOK_EVERY)
+        except StoreUnavailable:
+            return None
+        except BrokenPipeError:
+            os._exit(1)  # the launcher is gone, and nobody reads what would be said
+        print(json.dumps({"rank": place.rank, "number": place.number}), file=launcher, flush=True)
+    same_store = place.env.get("MASTER_PORT") == port
+    env = {**place.env, "LOCAL_RANK": local_rank, **({"MASTER_ADDR": host} if same_store else {})}
+    return {"env": env, "command": list(command), "stdout": None, "stderr": None}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's C++ writes its stack when the store has ended, which is how a job ends well."""
+    there = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(there, 2)
+        os.close(there)
+
+
+def _places(host: str, port: str, seconds: float) -> AgreementStore:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from ncclguard.coordination.store import AgreementStore
+    from ncclguard.training import places
+
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    return AgreementStore(store, places.PREFIX)
+
+
+def _tell_ended(host: str, port: str, *numbers_and_codes: str) -> None:
+    from ncclguard.training import places
+
+    store = _places(host, port, 10.0)
+    for number, code in zip(numbers_and_codes[::2], numbers_and_codes[1::2], strict=True):
+        places.ended(store, int(number), int(code))
 
 
 def _import() -> None:

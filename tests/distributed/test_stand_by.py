@@ -1,0 +1,119 @@
+"""`ncclguard run --stand-by`: a host without ranks takes the places of those that are lost with theirs."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ncclguard.faults.hosts import Hosts, namespaces_available
+from tests.distributed.hosts_cases import WAYS, Job
+
+REASON = namespaces_available()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=f"network namespaces are not available: {REASON}"),
+    pytest.mark.timeout(300),
+]
+
+STEPS = 100_000  # more than are made: each test says when it has seen what it waits for
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts(3) as made:
+        yield made
+
+
+def joined(job: Job, index: int, rank: int, times: int = 1) -> bool:
+    """Whether processes of this host have made steps as this rank, so often anew."""
+    lines = re.findall(rf"takes the place of rank {rank}|step \d+ of rank {rank}", job.said(index))
+    return sum(line.startswith("step") and lines[at - 1].startswith("takes") for at, line in enumerate(lines)) == times
+
+
+def check(job: Job) -> list[str]:
+    """Each step was made once, with one loss and one opinion of who took part; returns who, in their order."""
+    steps = max(int(step) for step in re.findall(r"^step (\d+) of", job.said(0), re.MULTILINE))
+    made = [job.made_by(step) for step in range(1, steps + 1)]
+    assert all(len(said) == 1 for said in made), [(step, said) for step, said in enumerate(made, 1) if len(said) != 1]
+    who = [said.pop().split(", by ")[1] for said in made]
+    return [members for index, members in enumerate(who) if index == 0 or members != who[index - 1]]
+
+
+def codes(job: Job) -> list[int]:
+    """The exit codes of all launchers; the job ends with its next step."""
+    job.finish()
+    return [job.code(index, 60) for index in range(3)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fault", ["killed", "cut off"])
+def test_a_host_that_stands_by_takes_the_place_of_one_that_is_lost(
+    hosts: Hosts, tmp_path: Path, way: str, fault: str
+) -> None:
+    job = Job.begun(hosts, tmp_path, way, standing_by=1, steps=STEPS)
+    if fault == "killed":
+        job.kill(1, launcher=True)
+    else:
+        hosts.partition("host1")
+    job.wait_until(lambda: joined(job, 2, 2) and joined(job, 2, 3), 90)
+    ended = codes(job)
+    assert (ended[0], ended[1] != 0, ended[2]) == (0, True, 0), job.said(0)[-3000:] + job.said(2)[-3000:]
+    who = check(job)
+    assert who[0] == who[-1] == "(0, 1, 2, 3)", who
+    assert "(0, 1)" in who
+    assert sorted(re.findall(r"takes the place of rank (\d)", job.said(2))) == ["2", "3"]
+
+
+def test_who_stands_by_and_is_not_needed_ends_with_the_job(hosts: Hosts, tmp_path: Path) -> None:
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS)
+    assert codes(job) == [0, 0, 0], job.said(2)[-3000:]
+    assert check(job) == ["(0, 1, 2, 3)"]
+    assert job.said(2).splitlines()[1:] == []  # no word of torch's about a store that is gone
+    assert "2 processes stand by" in job.said(2)
+
+
+def test_a_rank_that_is_lost_there_too_is_taken_over_again(hosts: Hosts, tmp_path: Path) -> None:
+    """And the third process, which nobody needs, keeps nobody waiting at the end."""
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS, options={2: ["--nproc-per-node", "3"]})
+    job.ranks(1)[3].kill()
+    job.wait_until(lambda: joined(job, 2, 3), 60)
+    job.ranks(2)[3].kill()
+    job.wait_until(lambda: joined(job, 2, 3, times=2), 60)
+    assert codes(job) == [0, 0, 0], job.said(2)[-3000:]
+    assert check(job)[-1] == "(0, 1, 2, 3)"
+
+
+def test_a_spare_of_the_same_host_comes_first(hosts: Hosts, tmp_path: Path) -> None:
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS, options={1: ["--spares", "1"]})
+    job.ranks(1)[3].kill()
+    job.wait_until(lambda: "rank 3 rejoined" in job.said(0), 60)
+    assert codes(job) == [0, 0, 0], job.said(1)[-3000:]
+    assert check(job)[-1] == "(0, 1, 2, 3)"  # it may be there before the others have made a step without it
+    assert "takes the place" not in job.said(2)
+
+
+def test_who_comes_too_late_for_its_own_place_is_not_started_again(hosts: Hosts, tmp_path: Path) -> None:
+    options, env = {1: ["--restart-lost", "3"]}, {1: {"STARTS_AFTER": "12"}}
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS, options=options, env=env)
+    job.ranks(1)[3].kill()
+    job.wait_until(lambda: joined(job, 2, 3) and "not started again" in job.said(1), 90)
+    assert codes(job) == [0, 0, 0], job.said(1)[-3000:]
+    assert check(job) == ["(0, 1, 2, 3)", "(0, 1, 2)", "(0, 1, 2, 3)"]
+    assert job.said(1).count("rank 3 is started again (process") == 1
+    assert "rank 3 is not started again: a process of another host has its place" in job.said(1)
+
+
+def test_it_ends_when_it_is_told_to_and_leaves_nothing_behind(hosts: Hosts, tmp_path: Path) -> None:
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS)
+    job.ranks(1)[3].kill()
+    job.wait_until(lambda: joined(job, 2, 3), 60)
+    there = psutil.Process(job.launchers[2].pid).children(recursive=True)
+    job.launchers[2].terminate()
+    assert job.code(2, 60) == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(there, timeout=10)[1]
+    assert codes(job)[:2] == [0, 0], job.said(0)[-3000:]
+    assert check(job) == ["(0, 1, 2, 3)", "(0, 1, 2)", "(0, 1, 2, 3)", "(0, 1, 2)"]
