@@ -15,10 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -297,6 +299,20 @@ def store_address(arguments: Any) -> tuple[str, int]:
     return host, int(port)
 
 
+def was_here(arguments: Any) -> bool:
+    """Whether the job runs already, and the host of this `--node-rank` has had ranks in it: it is started again.
+
+    Waits for the job's store as torch's agent does; a job on one host, and one that meets by c10d, is not asked.
+    """
+    if arguments.rdzv_backend != "static" or arguments.standalone or int(arguments.node_rank) == 0:
+        return False
+    config, _, _ = torchrun.config_from_args(arguments)
+    host, port = store_address(arguments)
+    timeout = timedelta(seconds=float(config.rdzv_configs.get("timeout", 600)))
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return bool(PrefixStore(config.run_id, store).check([_RANKS.format(arguments.node_rank)]))
+
+
 __all__: Sequence[str] = [
     "Agent",
     "Codes",
@@ -308,4 +324,5 @@ __all__: Sequence[str] = [
     "launched",
     "parser",
     "store_address",
+    "was_here",
 ]

@@ -262,7 +262,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--stand_by",
         action="store_true",
         help="This host has no ranks: its --nproc-per-node processes wait to take the places of ranks that are lost "
-        "elsewhere and not started again there. --master-addr and --master-port, or --rdzv-endpoint, as on the others.",
+        "elsewhere and not started again there. --master-addr and --master-port, or --rdzv-endpoint, as on the others. "
+        "A launcher that is started again with a --node-rank that had ranks in the job stands by too.",
     )
     parser.add_argument(
         "--restart-lost",
@@ -294,20 +295,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if lacking:
         print(f"ncclguard run: {lacking}; use torchrun, or torch 2.13", file=sys.stderr)
         return 2
-    arguments = build_parser().parse_args(list(sys.argv[1:] if argv is None else argv))
+    parser = build_parser()
+    arguments = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
+    if arguments.stand_by:
+        try:
+            elastic.store_address(arguments)
+        except ValueError as error:
+            parser.error(str(error))
     folder = tempfile.mkdtemp(prefix="ncclguard-run-")
     limits = Limits(arguments.go_on_within, arguments.restart_lost, arguments.max_losses, arguments.losses_within)
     survivors = Survivors(folder, limits)
     os.environ[declaration.FOLDER] = folder
     try:
-        if arguments.stand_by:
+        if arguments.stand_by or elastic.was_here(arguments):
             return stand_by.run(arguments, survivors, say)
         elastic.launch(arguments, survivors, arguments.spares)
-    except ValueError as error:
-        if not arguments.stand_by:
-            raise
-        print(f"ncclguard run: {error}", file=sys.stderr)
-        return 2
     except Exception as error:
         if not elastic.failed(error):
             raise

@@ -96,7 +96,7 @@ class Job:
         script, port = folder / "train.py", hosts.next_port()
         script.write_text(SCRIPT)
         self.outputs = [folder / f"{name}.txt" for name in hosts.names]
-        self.launchers = []
+        self._commands: list[tuple[list[str], dict[str, str]]] = []
         self.with_ranks = range(len(hosts.names) - standing_by)
         for index, name in enumerate(hosts.names):
             place = ["--nproc-per-node", str(ranks)]
@@ -109,10 +109,18 @@ class Job:
             command += [str(script), str(steps), way, *["held"] * held]
             own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env.get(index, {})}
             own["NCCLGUARD_REPORT_DIR"] = str(folder / f"{name}-reports")
-            with self.outputs[index].open("w") as output:
-                self.launchers.append(
-                    subprocess.Popen(hosts.command(name, command), env=own, stdout=output, stderr=subprocess.STDOUT)
-                )
+            self._commands.append((hosts.command(name, command), own))
+        self.launchers = [self._started(index) for index in range(len(hosts.names))]
+
+    def _started(self, index: int) -> subprocess.Popen[bytes]:
+        command, env = self._commands[index]
+        with self.outputs[index].open("a") as output:
+            return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+
+    def start_again(self, index: int) -> None:
+        """The same command on the same host, whose launcher has ended."""
+        self.launchers[index].wait(10)
+        self.launchers[index] = self._started(index)
 
     @classmethod
     def begun(cls, hosts: Hosts, folder: Path, *args: Any, **kwargs: Any) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ def hosts() -> Iterator[Hosts]:
 def joined(job: Job, index: int, rank: int, times: int = 1) -> bool:
     """Whether processes of this host have made steps as this rank, so often anew."""
     lines = re.findall(rf"takes the place of rank {rank}|step \d+ of rank {rank}", job.said(index))
-    return sum(line.startswith("step") and lines[at - 1].startswith("takes") for at, line in enumerate(lines)) == times
+    return sum(now[:4] == "step" and before[:5] == "takes" for before, now in itertools.pairwise(lines)) == times
 
 
 def check(job: Job) -> list[str]:
@@ -105,6 +106,17 @@ def test_who_comes_too_late_for_its_own_place_is_not_started_again(hosts: Hosts,
     assert check(job) == ["(0, 1, 2, 3)", "(0, 1, 2)", "(0, 1, 2, 3)"]
     assert job.said(1).count("rank 3 is started again (process") == 1
     assert "rank 3 is not started again: a process of another host has its place" in job.said(1)
+
+
+def test_a_host_that_is_started_again_stands_by_for_its_own_places(hosts: Hosts, tmp_path: Path) -> None:
+    """As a pod is: with the same command."""
+    job = Job.begun(hosts, tmp_path, "ddp", steps=STEPS)
+    job.kill(2, launcher=True)
+    job.start_again(2)
+    job.wait_until(lambda: joined(job, 2, 4) and joined(job, 2, 5), 90)
+    assert codes(job) == [0, 0, 0], job.said(2)[-3000:]
+    assert check(job)[-1] == "(0, 1, 2, 3, 4, 5)"
+    assert "2 processes stand by" in job.said(2)
 
 
 def test_it_ends_when_it_is_told_to_and_leaves_nothing_behind(hosts: Hosts, tmp_path: Path) -> None:
