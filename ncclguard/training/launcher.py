@@ -62,11 +62,22 @@ class _Loss:
 
 
 class Survivors:
-    """Decides for the agent of one host, from exit codes and from what the ranks have declared in `folder`."""
+    """Decides for the agent of one host, from exit codes and from what the ranks have declared in `folder`.
 
-    def __init__(self, folder: str, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    `other_hosts`: whether the job has any, where a new process may find others when nobody is left here.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        other_hosts: bool = False,
+    ) -> None:
         self._folder = folder
         self._limits = limits
+        self._other_hosts = other_hosts
         self._clock = clock
         self._restarts = limits.restarts
         self._reasons: set[str] = set()  # for which processes have ended by themselves
@@ -104,8 +115,9 @@ class Survivors:
         for rank in ended:
             self._ended(rank, codes[rank] or 0, now, running if go_on else [])
         if not go_on:
-            # Somebody does not go on, or nobody is left here; but a new process may still come to the others elsewhere.
-            return "wait" if not members and any(codes[rank] is None for rank in self._newcomers) else None
+            # Nobody is left here, or somebody does not go on; but a new process may still come to the others elsewhere.
+            joining = self._other_hosts and any(codes[rank] is None for rank in self._newcomers)
+            return "wait" if joining and not members else None
         self._confirm(members, [said for said in declared.values() if said is not None])
         if running:
             if self._too_many(now) or self._overdue(now):
@@ -304,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error))
     folder = tempfile.mkdtemp(prefix="ncclguard-run-")
     limits = Limits(arguments.go_on_within, arguments.restart_lost, arguments.max_losses, arguments.losses_within)
-    survivors = Survivors(folder, limits)
+    survivors = Survivors(folder, limits, other_hosts=arguments.stand_by or str(arguments.nnodes) != "1")
     os.environ[declaration.FOLDER] = folder
     try:
         if arguments.stand_by or elastic.was_here(arguments):

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from ncclguard.coordination.store import AgreementStore
 from ncclguard.torch_compat.elastic import Agent
+from ncclguard.training import places
 
 #: Ranks of three hosts.
 HOSTS = {0: [0, 1], 1: [2, 3], 2: [4, 5]}
@@ -24,7 +26,10 @@ def launcher(store: HashStore, host: int, present: set[int] | None, timeout: flo
         _worker_group=SimpleNamespace(group_world_size=len(HOSTS), group_rank=host, workers=workers),
         _store=store,
         _exit_barrier_timeout=timeout,
-        judge=SimpleNamespace(taking_part=lambda ranks: present if list(ranks) == HOSTS[host] else None),
+        judge=SimpleNamespace(
+            taking_part=lambda ranks: present if list(ranks) == HOSTS[host] else None,
+            elsewhere=lambda store: places.elsewhere(AgreementStore(store, places.PREFIX)),
+        ),
     )
 
 
@@ -60,3 +65,41 @@ def test_one_that_ended_before_the_loss_learns_of_it_from_those_that_went_on(sto
 def test_a_host_of_which_one_rank_takes_part_is_waited_for(store: HashStore, present: set[int] | None) -> None:
     store.set("ncclguard/run/1/ended", json.dumps(None))
     assert seconds(launcher(store, 0, present, timeout=1.5)) > 1.4
+
+
+def taken(store: HashStore, number: int, rank: int) -> AgreementStore:
+    """A host that stands by has taken the place of this rank."""
+    found = AgreementStore(store, places.PREFIX)
+    assert found.count("offers", 1) == number
+    found.first(f"offer/{number}", places.Place(number, rank, {}).to_json())
+    found.first(f"taken/{number}", "who")
+    return found
+
+
+def test_ranks_that_a_host_which_stood_by_has_taken_over_are_waited_for_and_their_own_host_is_not(
+    store: HashStore,
+) -> None:
+    """Rank 5 was lost there once more before it was taken over again."""
+    everybody = {0, 1, 2, 3, 4, 5}
+    for number, rank in ((1, 4), (2, 5), (3, 5)):
+        found = taken(store, number, rank)
+    places.ended(found, 1, 0)
+    places.ended(found, 2, -9)
+    guest = threading.Timer(1.0, places.ended, (found, 3, 0))
+    other = threading.Thread(target=Agent._exit_barrier, args=(launcher(store, 1, everybody),))
+    other.start()
+    guest.start()
+    assert 0.9 < seconds(launcher(store, 0, everybody)) < 15
+    other.join()
+    guest.join()
+
+
+def test_a_host_whose_ranks_have_come_back_to_it_is_waited_for(store: HashStore) -> None:
+    """Their guests were lost again, and not the last ones."""
+    for number, rank in ((1, 4), (2, 5)):
+        found = taken(store, number, rank)
+    places.ended(found, 1, -9)
+    places.ended(found, 2, -9)
+    for host in (1, 2):
+        threading.Timer(1.0 * host, Agent._exit_barrier, (launcher(store, host, set(range(6))),)).start()
+    assert 1.9 < seconds(launcher(store, 0, set(range(6)))) < 15

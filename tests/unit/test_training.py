@@ -155,8 +155,13 @@ def clock() -> Clock:
 class Judged:
     """A judge with limits, and what it does to its host."""
 
-    def __init__(self, folder: Path, clock: Clock, **limits: float) -> None:
-        self.survivors = Survivors(str(folder), Limits(10.0, **limits), clock)  # type: ignore[arg-type]
+    def __init__(self, folder: Path, clock: Clock, other_hosts: bool = False, **limits: float) -> None:
+        self.survivors = Survivors(
+            str(folder),
+            Limits(10.0, **limits),  # type: ignore[arg-type]
+            clock,
+            other_hosts=other_hosts,
+        )
         self.waiting = 0
         self.begun: list[tuple[int, bool, dict[str, str]]] = []
         self.killed: list[int] = []
@@ -264,6 +269,53 @@ def test_a_new_rank_alone_is_no_job(folder: Path, clock: Clock) -> None:
     assert judged.judge({0: None, 1: -9}) == "wait"
     assert judged.judge({0: -9, 1: None}) is None
     assert len(judged.begun) == 1
+
+
+def test_a_new_rank_may_still_find_the_others_on_other_hosts(folder: Path, clock: Clock) -> None:
+    judged = Judged(folder, clock, other_hosts=True, restarts=2)
+    for rank in range(2):
+        declaration.going_on(rank, (), ranks=[0, 1, 2, 3])
+    assert judged.judge({0: None, 1: -9}) == "wait"
+    assert judged.judge({0: -9, 1: None}) == "wait"
+    assert len(judged.begun) == 1  # whether the job goes on is only known when the first one has joined
+    declaration.going_on(1, (), ranks=[1, 2, 3])
+    assert judged.judge({0: -9, 1: None}) == "wait"
+    assert [rank for rank, *_ in judged.begun] == [1, 0]
+
+
+def test_a_loss_from_before_a_new_rank_joined_is_confirmed_by_who_takes_part(folder: Path, clock: Clock) -> None:
+    """Rank 1 is lost twice; rank 0 has joined between, and knows of the second time only."""
+    judged = Judged(folder, clock, restarts=9)
+    for rank in range(2):
+        declaration.going_on(rank, (), ranks=[0, 1, 2, 3])
+    assert judged.judge({0: None, 1: -9}) == "wait"
+    declaration.going_on(0, (1,), ranks=(0, 2, 3))
+    assert judged.judge({0: None, 1: None}) == "wait"
+    for rank in range(2):  # it is back
+        declaration.going_on(rank, (1,) * (rank == 0), ranks=[0, 1, 2, 3])
+    assert judged.judge({0: -9, 1: None}) == "wait"
+    declaration.going_on(1, (0,), ranks=(1, 2, 3))
+    assert judged.judge({0: None, 1: None}) == "wait"
+    for rank in range(2):
+        declaration.going_on(rank, (0,) * (rank == 1), ranks=[0, 1, 2, 3])
+    assert judged.judge({0: None, 1: -9}) == "wait"
+    declaration.going_on(0, (1,), ranks=(0, 2, 3))
+    assert judged.judge({0: None, 1: None}) == "wait"
+    clock.now = 11.0
+    assert judged.judge({0: None, 1: None}) == "wait"
+
+
+def test_who_has_come_too_late_for_its_place_is_not_started_again(
+    folder: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged = Judged(folder, clock, restarts=9)
+    for rank in range(2):
+        declaration.going_on(rank, ())
+    assert judged.judge({0: None, 1: -9}) == "wait"
+    ends_with(folder, 1, "taken")
+    assert judged.judge({0: None, 1: 1}) == "wait"
+    assert len(judged.begun) == 1
+    assert "rank 1 is not started again: a process of another host has its place" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["mismatch", "device"])
