@@ -73,8 +73,10 @@ class _Process:
                     self.rank, self.number = said.get("rank"), said.get("number", 0)
 
     def end(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.popen.pid, number)
+        """End it with all that it has started, unless it has ended: then its number may be another's."""
+        if self.popen.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, number)
 
 
 def run(arguments: Any, judge: Judge, say: Say) -> int:
@@ -112,7 +114,9 @@ def _watch(processes: Sequence[_Process], judge: Judge, say: Say) -> None:
         for process in without:
             if process.rank is not None:
                 for before in processes:
-                    before.judged |= before.rank == process.rank and before is not process
+                    if before.rank == process.rank and before is not process:
+                        before.end(signal.SIGKILL)  # it is there, and the others have waited for it in vain
+                        before.judged = True
                 judge.taken(process.rank)
                 say(f"a process that stood by takes the place of rank {process.rank} (process {process.popen.pid})")
             elif process.code is None and process.heard is not None and now - process.heard > SILENT_FOR:
