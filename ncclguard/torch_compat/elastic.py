@@ -63,14 +63,14 @@ class Judge(Protocol):
         None: torch's own behaviour, which ends all workers when one has failed.
         """
 
-    def started(self) -> None:
-        """Workers are about to be started, also again."""
+    def starting(self, store: Any, restarts: int) -> None:
+        """Workers are about to be started, after so many restarts."""
 
     def taking_part(self, ranks: Iterable[int]) -> set[int] | None:
         """Who takes part in the job, as these ranks of this host know; None where nobody has said it."""
 
     def elsewhere(self, store: Any) -> tuple[set[int], set[int]]:
-        """Ranks whose process runs on a host that is none of the agents', by this store, and those that ended well."""
+        """Ranks whose process runs on a host that is none of the agents', by this store; all that came from there."""
 
 
 def check() -> str:
@@ -148,7 +148,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     waiting: list[_Spare] = []  # noqa: RUF012 - `launch` ends them, whatever becomes of the agent
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        self.judge.started()
+        self.judge.starting(self._store, worker_group.spec.max_restarts - self._remaining_restarts)
         ranks = [worker.global_rank for worker in worker_group.workers]
         store: Any = self._store
         store.set(_RANKS.format(worker_group.group_rank), json.dumps(ranks))
@@ -197,8 +197,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                     said = json.loads(store.get(_ENDED.format(host)))
                     took_part += [] if said is None else [set(said)]
                     del ranks[host]
-                guests, ended = self.judge.elsewhere(store)
-                there = [one - guests - ended for one in took_part]
+                guests, came = self.judge.elsewhere(store)
+                there = [one - came for one in took_part]
                 for host in [host for host, theirs in ranks.items() if not all(theirs & one for one in there)]:
                     del ranks[host]
                 if not ranks and not (took_part and guests.intersection(*took_part)):
@@ -282,32 +282,42 @@ def failed(error: BaseException) -> bool:
 
 
 def launched(arguments: Any) -> tuple[list[str], int]:
-    """The command of each rank by these parsed arguments, and how many there are on this host."""
+    """The command of each rank by these parsed arguments, and how many there are on this host. Raises ValueError."""
     config, command, rest = torchrun.config_from_args(arguments)
+    if callable(command):
+        text = "--run-path is a function of the launcher's; a rank that may be replaced has a command"
+        raise ValueError(text)  # noqa: TRY004 - a wrong option
+    if config.nproc_per_node < 1:
+        raise ValueError(f"--nproc-per-node {arguments.nproc_per_node} is no process: give 1 or more")
     return [str(command), *map(str, rest)], int(config.nproc_per_node)
 
 
 def store_address(arguments: Any) -> tuple[str, int]:
-    """Where the agents' store is, by these parsed arguments. Raises ValueError where no host is named."""
-    if arguments.standalone or arguments.rdzv_backend not in ("static", "c10d"):
-        raise ValueError("a host that stands by needs --master-addr and --master-port, or --rdzv-backend c10d")
-    if arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint:
-        return str(arguments.master_addr), int(arguments.master_port)
-    host, _, port = str(arguments.rdzv_endpoint).rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"--rdzv-endpoint {arguments.rdzv_endpoint!r} is not HOST:PORT")
-    return host, int(port)
+    """Where the store of agents and ranks is, by these parsed arguments. Raises ValueError where that is not said."""
+    if arguments.standalone or arguments.rdzv_backend != "static" or arguments.rdzv_endpoint:
+        raise ValueError(
+            "a host that stands by meets the others at --master-addr and --master-port: leave --standalone, "
+            "--rdzv-backend and --rdzv-endpoint out, here and on them"
+        )
+    port = 29500 if arguments.master_port is None else int(arguments.master_port)  # as torchrun's
+    if not 0 < port < 65536:
+        raise ValueError(f"--master-port {port} is no port: give one from 1 to 65535")
+    return str(arguments.master_addr or "127.0.0.1"), port
 
 
 def was_here(arguments: Any) -> bool:
     """Whether the job runs already, and the host of this `--node-rank` has had ranks in it: it is started again.
 
-    Waits for the job's store as torch's agent does; a job on one host, and one that meets by c10d, is not asked.
+    Waits for the job's store as torch's agent does. Only a job with --master-addr is asked: by c10d, hosts have no
+    numbers of their own.
     """
-    if arguments.rdzv_backend != "static" or arguments.standalone or int(arguments.node_rank) == 0:
+    try:
+        host, port = store_address(arguments)
+    except ValueError:
+        return False
+    if int(arguments.node_rank) == 0:
         return False
     config, _, _ = torchrun.config_from_args(arguments)
-    host, port = store_address(arguments)
     timeout = timedelta(seconds=float(config.rdzv_configs.get("timeout", 600)))
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return bool(PrefixStore(config.run_id, store).check([_RANKS.format(arguments.node_rank)]))

@@ -7,6 +7,7 @@ For a new process, see `joining`, they go over to its session, which the lost on
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import weakref
@@ -292,7 +293,8 @@ class Continuation:
             raise GuardError(f"the store has not answered in {KNOWN_WITHIN:.0f} s")
         while True:
             monitor = current.monitor
-            note = joining.Note(self.rank, monitor.nonce, step.name, current.identity.to_json())
+            place = int(os.environ.get(places.NUMBER, "0"))
+            note = joining.Note(self.rank, monitor.nonce, step.name, current.identity.to_json(), place)
             asking = joining.Asking(note)
             monitor.above_sessions = asking.look
             invitation = asking.invitation(end, monitor.wake, lambda monitor=monitor: monitor.unavailable)  # type: ignore[misc]
@@ -311,6 +313,8 @@ class Continuation:
     def _attend(self, current: runtime.Runtime, more: joining.Look | None = None) -> None:
         """The first rank that goes on reads who waits, and offers the places for which nobody does."""
         looks = [more] if more is not None else []
+        if os.environ.get(places.NUMBER):
+            looks.append(places.Seat().look)
         self._waiting.missing = frozenset(self.all_ranks) - frozenset(self.ranks)
         if self.rank == self.ranks[0] and (self._waiting.missing or self.lost):
             looks.append(self._waiting.look)

@@ -34,6 +34,8 @@ PIECE = 32 << 20
 LOOK_EVERY = 0.5
 #: Seconds in which a newcomer that waits must have shown that it does.
 SILENT = 10.0
+#: Seconds for the state to be given to a newcomer, in which nobody else is looked for.
+GIVEN_WITHIN = 60.0
 
 #: What a monitor does in each of its steps, with the store that all sessions are in.
 Look = Callable[[float, AgreementStore], None]
@@ -45,12 +47,16 @@ _TAKEN = "taken"
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a newcomer leaves in the store: its rank, its session, the step that it wants to join at, its process."""
+    """What a newcomer leaves in the store: its rank, its session, the step that it wants to join at, its process.
+
+    `place`: the number of the place that it has taken on a host that stands by; 0 on the rank's own.
+    """
 
     rank: int
     session: str
     step: str
     identity: str
+    place: int = 0
 
     def to_json(self) -> str:
         """As a JSON object."""
@@ -60,7 +66,9 @@ class Note:
     def from_json(cls, text: str) -> Note:
         """The note that `to_json` wrote."""
         said = json.loads(text)
-        return cls(int(said["rank"]), str(said["session"]), str(said["step"]), str(said["identity"]))
+        return cls(
+            int(said["rank"]), str(said["session"]), str(said["step"]), str(said["identity"]), int(said["place"])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,8 @@ class Waiting:
         self._used: set[str] = set()  # sessions that the ranks have tried to go over to, or never will
         self._refused: dict[str, str] = {}  # sessions to which nobody comes, and why, until that is written
         self._hosts: dict[int, str] = {}  # of ranks that have joined
+        self._coming: dict[int, float] = {}  # ranks -> when all have gone over to the session of its newcomer
+        self._joined: list[tuple[int, int]] = []  # ranks and their newcomers' places, until `joined` is asked
 
     def used(self, session: str, came: bool) -> None:
         """The ranks have gone over to a newcomer's session, or could not all; it has to begin another one then."""
@@ -111,14 +121,22 @@ class Waiting:
             elif session in self._heard:
                 note = self._heard[session].note
                 self._hosts[note.rank] = Identity.from_json(note.identity).host_key
+                self._coming[note.rank] = time.monotonic()
+                self._joined.append((note.rank, note.place))
 
     def is_awaited(self, rank: int, now: float) -> bool:
-        """Whether a newcomer waits for this rank's place."""
+        """Whether a newcomer waits for this rank's place, or is given the state now."""
         with self._lock:
-            return any(
+            return now - self._coming.get(rank, float("-inf")) <= GIVEN_WITHIN or any(
                 one.note.rank == rank and one.note.session not in self._used and now - one.moved <= SILENT
                 for one in self._heard.values()
             )
+
+    def joined(self) -> list[tuple[int, int]]:
+        """Ranks whose newcomers all have gone over to since this was asked, and the places that these have taken."""
+        with self._lock:
+            joined, self._joined = self._joined, []
+        return joined
 
     def look(self, now: float, store: AgreementStore) -> None:
         """In the monitor's thread: read what has come since, and who still shows that it waits."""

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ncclguard import lifecycle, torch_compat
+from ncclguard import lifecycle
 from ncclguard.command_line import described
 from ncclguard.config import current_config
-from ncclguard.coordination.store import AgreementStore, StoreUnavailable
+from ncclguard.coordination.store import StoreUnavailable
 from ncclguard.incident.model import ranks_text
 from ncclguard.torch_compat import elastic
 from ncclguard.torch_compat.elastic import Codes, Host
@@ -80,11 +80,18 @@ class Survivors:
         self._other_hosts = other_hosts
         self._clock = clock
         self._restarts = limits.restarts
+        self._guests = places.Guests()
         self._reasons: set[str] = set()  # for which processes have ended by themselves
         self.started()
 
+    def starting(self, store: Any, restarts: int) -> None:
+        """Workers are about to start, again if there were restarts: what earlier ones have said is not theirs."""
+        with contextlib.suppress(StoreUnavailable):
+            places.begin(store, restarts)
+        self.started()
+
     def started(self) -> None:
-        """Workers are about to start: what earlier ones have said is not theirs."""
+        """Forget what workers have said."""
         self._losses: list[_Loss] = []
         self._unconfirmed: list[_Loss] = []  # without whom nobody has said that it goes on
         self._down: dict[int, str] = {}  # ranks without a process -> why it is not started again, or nothing
@@ -92,12 +99,6 @@ class Survivors:
         self._lives: Counter[int] = Counter()  # of the new processes of each rank
         for file in Path(self._folder).iterdir():
             file.unlink()
-
-    def taken(self, rank: int) -> None:
-        """A process of this host has taken this rank's place, and has not joined the others yet."""
-        self._down.pop(rank, None)
-        self._lives[rank] += 1
-        self._newcomers[rank] = self._lives[rank]
 
     def judge(self, codes: Codes, host: Host) -> str | None:
         """What to do about the workers; see `torch_compat.elastic.Agent`."""
@@ -139,9 +140,9 @@ class Survivors:
         return set().union(*said) if said else None
 
     def elsewhere(self, store: Any) -> tuple[set[int], set[int]]:
-        """Ranks whose place a host that stood by has taken: those that run there, and those that ended well."""
+        """Ranks whose place a host that stood by has taken: those that run there, and all."""
         try:
-            return places.elsewhere(AgreementStore(torch_compat.base_store(store), places.PREFIX))
+            return self._guests.look(places.beneath(store), time.monotonic())
         except StoreUnavailable:
             return set(), set()  # the host with the store has ended
 
@@ -274,7 +275,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--stand_by",
         action="store_true",
         help="This host has no ranks: its --nproc-per-node processes wait to take the places of ranks that are lost "
-        "elsewhere and not started again there. --master-addr and --master-port, or --rdzv-endpoint, as on the others. "
+        "elsewhere and not started again there. --master-addr and --master-port as on the others. "
         "A launcher that is started again with a --node-rank that had ranks in the job stands by too.",
     )
     parser.add_argument(
@@ -309,18 +310,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     parser = build_parser()
     arguments = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
-    if arguments.stand_by:
+    stands_by = arguments.stand_by
+    if stands_by:
         try:
             elastic.store_address(arguments)
-        except ValueError as error:
+            elastic.launched(arguments)
+        except (ValueError, RuntimeError) as error:
             parser.error(str(error))
     folder = tempfile.mkdtemp(prefix="ncclguard-run-")
     limits = Limits(arguments.go_on_within, arguments.restart_lost, arguments.max_losses, arguments.losses_within)
-    survivors = Survivors(folder, limits, other_hosts=arguments.stand_by or str(arguments.nnodes) != "1")
+    survivors = Survivors(folder, limits, other_hosts=str(arguments.nnodes) != "1")
     os.environ[declaration.FOLDER] = folder
     try:
-        if arguments.stand_by or elastic.was_here(arguments):
-            return stand_by.run(arguments, survivors, say)
+        if stands_by or elastic.was_here(arguments):
+            return stand_by.run(elastic.store_address(arguments), *elastic.launched(arguments), folder, say)
         elastic.launch(arguments, survivors, arguments.spares)
     except Exception as error:
         if not elastic.failed(error):

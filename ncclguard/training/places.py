@@ -2,16 +2,22 @@
 
 The first of the ranks that go on offers the place of a missing rank when nobody has waited for it for some seconds, and
 counts while it does. A process of `ncclguard run --stand-by` takes an offer whose counter moves: so nobody takes the
-place of a rank that is back, or one in a job that is gone. These keys lie beneath the prefixes that torch gives the
-ranks' store, because who stands by has no rank and does not know them.
+place of a rank that is back, or one in a job that is gone. From then on its launcher counts while that process is there
+and not stopped; when it does not, the place is offered again. Who has joined is written by the first rank, too.
+
+These keys lie beneath the prefixes that torch gives the ranks' store, because who stands by has no rank and does not
+know them. An offer holds for the generation in which it was made: an agent that starts its ranks again begins another.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import signal
+import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.coordination.store import AgreementStore
@@ -19,15 +25,27 @@ from ncclguard.coordination.store import AgreementStore
 if TYPE_CHECKING:
     from ncclguard.training.joining import Waiting
 
+log = logging.getLogger("ncclguard")
+
 PREFIX: Final = "ncclguard/places"
 #: Seconds between two looks at the store, on either side.
 LOOK_EVERY: Final = 0.5
 #: Seconds for a process of the rank's own host to wait for the place first: a spare of that host takes about two.
 OWN_HOST_FIRST: Final = 5.0
-#: Seconds for who has taken a place to wait for it; then it is offered again.
-TAKEN_FOR: Final = 20.0
+#: Seconds in which the launcher of who has taken a place must have counted; then the place is offered again.
+VOUCHED_FOR: Final = 20.0
+#: The same at the end of the job, when nothing is lost by patience.
+PATIENCE: Final = 60.0
+#: Seconds between two looks, beyond which an offer's counter may have moved long ago.
+FRESH: Final = 3.0
 #: So many places are offered at a time, and so many offers are looked at.
 AT_MOST: Final = 256
+
+#: In the place of a counter: the process has ended.
+ENDED: Final = "ended"
+#: The variable that says which place a process has taken.
+NUMBER: Final = "NCCLGUARD_PLACE_NUMBER"
+_GENERATION: Final = "TORCHELASTIC_RESTART_COUNT"
 
 #: What a process that takes a place has to have as the others do; its own are RANK and LOCAL_RANK.
 _ENVIRONMENT: Final = (
@@ -64,6 +82,27 @@ class Place:
         return cls(int(said["number"]), int(said["rank"]), {str(key): str(value) for key, value in said["env"].items()})
 
 
+class _Vouched:
+    """A place that was taken, as far as the launcher of who took it counts."""
+
+    def __init__(self, number: int, now: float) -> None:
+        self._number = number
+        self._said: str | None = None
+        self._moved = now
+
+    def holds(self, places: AgreementStore, now: float, within: float) -> bool:
+        """Whether it has counted within so many seconds."""
+        said = places.read(f"alive/{self._number}")
+        if said != self._said:
+            self._said, self._moved = said, now
+        return said != ENDED and now - self._moved <= within
+
+
+def beneath(store: Any) -> AgreementStore:
+    """The same connection for the keys of this module."""
+    return AgreementStore(torch_compat.base_store(store), PREFIX)
+
+
 class Offers:
     """On the first rank that goes on: the places of missing ranks that nobody waits for, in the monitor's thread."""
 
@@ -71,6 +110,7 @@ class Offers:
         self._waiting = waiting
         self._due: dict[int, float] = {}  # missing ranks -> when their places are offered
         self._open: dict[int, int] = {}  # of those, the number of the offer
+        self._taken: dict[int, _Vouched] | None = None  # of those, who has taken it; unknown to a new first rank
         self._next_look = 0.0
 
     def look(self, now: float, store: AgreementStore) -> None:
@@ -79,27 +119,39 @@ class Offers:
             return
         self._next_look = now + LOOK_EVERY
         missing = sorted(self._waiting.missing)[:AT_MOST]
+        joined = self._waiting.joined()
+        if not missing and not joined:
+            return
+        places = beneath(store.connection.store)
+        for rank, number in joined:
+            places.first(f"join/{places.count('joins', 1)}", json.dumps([rank, number]))
+        taken = _taken(places, now) if self._taken is None else self._taken
         self._due = {rank: self._due.get(rank, now + OWN_HOST_FIRST) for rank in missing}
         self._open = {rank: number for rank, number in self._open.items() if rank in self._due}
-        if not missing:
+        self._taken = {rank: vouched for rank, vouched in taken.items() if rank in self._due}
+        for rank in missing:
+            self._offer(rank, now, places, self._taken)
+
+    def _offer(self, rank: int, now: float, places: AgreementStore, taken: dict[int, _Vouched]) -> None:
+        if self._waiting.is_awaited(rank, now):
+            self._due[rank] = now + OWN_HOST_FIRST
+            self._open.pop(rank, None)
             return
-        places = AgreementStore(torch_compat.base_store(store.connection.store), PREFIX)
-        for rank, due in self._due.items():
-            if self._waiting.is_awaited(rank, now):
-                self._due[rank] = now + OWN_HOST_FIRST
-                self._open.pop(rank, None)
-                continue
-            if now < due:
-                continue
-            if rank not in self._open:
-                self._open[rank] = number = places.count("offers", 1)
-                places.first(f"offer/{number}", Place(number, rank, _environment(rank)).to_json())
-            number = self._open[rank]
-            if places.read(f"taken/{number}") is None:
-                places.count(f"open/{number}", 1)
-            else:
-                self._due[rank] = now + TAKEN_FOR
-                del self._open[rank]
+        if rank in taken:
+            if taken[rank].holds(places, now, VOUCHED_FOR):
+                return
+            del taken[rank]
+        if now < self._due[rank]:
+            return
+        if rank not in self._open:
+            self._open[rank] = number = places.count("offers", 1)
+            places.first(f"offer/{number}", Place(number, rank, _environment(rank, number)).to_json())
+        number = self._open[rank]
+        if places.read(f"taken/{number}") is None:
+            places.count(f"open/{number}", 1)
+        else:
+            taken[rank] = _Vouched(number, now)
+            del self._open[rank]
 
 
 class Search:
@@ -108,7 +160,7 @@ class Search:
     def __init__(self, places: AgreementStore, who: str) -> None:
         self._places = places
         self._who = who
-        self._counted: dict[int, int | None] = {}  # number of an offer -> its counter at the last look
+        self._counted: dict[int, tuple[int, float] | None] = {}  # number of an offer -> its counter, and when that was
         self._known = 0
 
     def look(self) -> Place | None:
@@ -119,31 +171,85 @@ class Search:
         for number in sorted(self._counted)[:-AT_MOST]:
             del self._counted[number]
         for number, before in self._counted.items():
-            self._counted[number] = count = self._places.count(f"open/{number}")
-            if before is None or count == before:
+            count, now = self._places.count(f"open/{number}"), time.monotonic()
+            self._counted[number] = count, now
+            if before is None or count == before[0] or now - before[1] > FRESH:
                 continue
             text = self._places.read(f"offer/{number}")
-            if text is not None and self._places.first(f"taken/{number}", self._who) == self._who:
-                return Place.from_json(text)
+            place = None if text is None else Place.from_json(text)
+            if place is None or place.env.get(_GENERATION, "0") != generation(self._places):
+                continue
+            if self._places.first(f"taken/{number}", self._who) == self._who:
+                return place
         return None
 
 
-def ended(places: AgreementStore, number: int, code: int) -> None:
-    """The process that had taken this place has ended with this exit code."""
-    places.first(f"ended/{number}", str(code))
+class Seat:
+    """On a rank that has taken a place: end it when the others are started again, without it."""
+
+    def look(self, now: float, store: AgreementStore) -> None:
+        """In the monitor's thread."""
+        there = generation(beneath(store.connection.store))
+        if there != os.environ.get(_GENERATION, "0"):
+            log.error(
+                "ncclguard: the ranks of this job were started again; this one ends, for another to take its place"
+            )
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-def elsewhere(places: AgreementStore) -> tuple[set[int], set[int]]:
-    """Ranks whose place a host that stood by has taken: those whose process runs there, and those that ended well."""
-    last: dict[int, str | None] = {}
-    for number in range(1, places.count("offers") + 1):
+def begin(store: Any, generation: int) -> None:
+    """An agent starts its ranks, for the first time (0) or again; not acknowledged."""
+    beneath(store).put("generation", str(generation))
+
+
+def generation(places: AgreementStore) -> str:
+    """How often an agent has started its ranks again."""
+    return places.read("generation") or "0"
+
+
+def vouch(places: AgreementStore, number: int, count: int | None) -> None:
+    """The launcher of who has taken a place: it is there (None: it has ended). Not acknowledged: this never waits."""
+    places.put(f"alive/{number}", ENDED if count is None else str(count))
+
+
+class Guests:
+    """Ranks that run where they have no launcher among the agents, as an agent sees them at the end."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}  # rank -> number of the place that its last process has taken, 0: none
+        self._known = 0
+        self._vouched: dict[int, _Vouched] = {}
+
+    def look(self, places: AgreementStore, now: float) -> tuple[set[int], set[int]]:
+        """Those that run, and all whose last process had joined from elsewhere."""
+        known = places.count("joins")
+        for number in range(self._known + 1, known + 1):
+            text = places.read(f"join/{number}")
+            if text is not None:
+                rank, place = json.loads(text)
+                self._last[rank] = place
+        self._known = known
+        guests = {rank: place for rank, place in self._last.items() if place}
+        running = {
+            rank
+            for rank, place in guests.items()
+            if self._vouched.setdefault(place, _Vouched(place, now)).holds(places, now, PATIENCE)
+        }
+        return running, set(guests)
+
+
+def _taken(places: AgreementStore, now: float) -> dict[int, _Vouched]:
+    found: dict[int, _Vouched] = {}
+    known = places.count("offers")
+    for number in range(max(0, known - AT_MOST) + 1, known + 1):
         text = places.read(f"offer/{number}")
         if text is not None and places.read(f"taken/{number}") is not None:
-            last[Place.from_json(text).rank] = places.read(f"ended/{number}")
-    return {rank for rank, code in last.items() if code is None}, {rank for rank, code in last.items() if code == "0"}
+            found[Place.from_json(text).rank] = _Vouched(number, now)
+    return found
 
 
-def _environment(rank: int) -> dict[str, str]:
+def _environment(rank: int, number: int) -> dict[str, str]:
     env = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
     group = rank // max(1, int(env.get("LOCAL_WORLD_SIZE", "1")))
-    return env | {"RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": str(group), lifecycle.JOINS: "1"}
+    own = {"RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": str(group)}
+    return env | own | {lifecycle.JOINS: "1", NUMBER: str(number)}

@@ -2,7 +2,6 @@
 
     python -m ncclguard.training.spare DESCRIPTOR [COMMAND ...]
     python -m ncclguard.training.spare --stand-by HOST PORT LOCAL_RANK DESCRIPTOR COMMAND ...
-    python -m ncclguard.training.spare --ended HOST PORT NUMBER CODE ...
 
 The first is started by `ncclguard run --spares N`. The descriptor is the reading end of a pipe whose other end only the
 launcher has: what comes through it is the place, and its end without one means that the job has ended. The command is
@@ -10,8 +9,8 @@ there for people who look for the ranks with `ps`; what is run comes through the
 
 The second is started by `ncclguard run --stand-by`. It looks for a place in the job's store itself, because a call of
 the store may block, and a launcher must not. A line goes to the descriptor for each look that the store has answered,
-and one with the rank when it has got a place; it ends when the store does, which is when the job has ended. The third
-writes how processes have ended that had got a place so.
+and one with the rank when it has got a place. It ends when the store does, which is when the job has ended, and while
+it waits with its launcher.
 """
 
 from __future__ import annotations
@@ -21,31 +20,26 @@ import ctypes
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from ncclguard.coordination.store import AgreementStore
+from typing import Any, Final
 
 #: A variable that a spare is started with, in the room of which its rank is written, so that tools find it in /proc.
 ROOM: Final = "NCCLGUARD_PLACE"
 ROOM_BYTES: Final = 64
-
-
-#: Seconds for the store of the job to be there.
-BEGINS_WITHIN: Final = 600.0
+#: For the store, where somebody listens, to answer a process that stands by.
+CONNECTED_WITHIN: Final = timedelta(seconds=60)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Import, wait, and become a rank; returns where the job ended without that."""
     how, *arguments = sys.argv[1:] if argv is None else argv
-    if how == "--ended":
-        _tell_ended(*arguments)
-        return
+    if how == "--stand-by":
+        _end_with_parent(True)
     _import()
     if how == "--stand-by":
         host, port, local_rank, descriptor, *command = arguments
@@ -60,13 +54,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _found(host: str, port: str, local_rank: str, descriptor: int, command: Sequence[str]) -> dict[str, Any] | None:
     """A place that the job's store offers; None where the job has ended without that."""
-    from ncclguard.coordination.store import StoreUnavailable
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from ncclguard.coordination.store import AgreementStore, StoreUnavailable
     from ncclguard.training import places
 
     with os.fdopen(descriptor, "w") as launcher:
         try:
-            store = _places(host, port, BEGINS_WITHIN)
-            search = places.Search(store, f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}")
+            socket.create_connection((host, int(port)), timeout=10.0).close()
+            with _quiet():
+                store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=CONNECTED_WITHIN)
+            search = places.Search(
+                AgreementStore(store, places.PREFIX), f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
+            )
             while True:
                 with _quiet():
                     place = search.look()
@@ -74,14 +74,18 @@ def _found(host: str, port: str, local_rank: str, descriptor: int, command: Sequ
                     break
                 print(json.dumps({}), file=launcher, flush=True)
                 time.sleep(places.LOOK_EVERY)
-        except StoreUnavailable:
+        except (OSError, StoreUnavailable, RuntimeError):
             return None
-        except BrokenPipeError:
-            os._exit(1)  # the launcher is gone, and nobody reads what would be said
+        _end_with_parent(False)  # as a rank under torchrun
         print(json.dumps({"rank": place.rank, "number": place.number}), file=launcher, flush=True)
     same_store = place.env.get("MASTER_PORT") == port
     env = {**place.env, "LOCAL_RANK": local_rank, **({"MASTER_ADDR": host} if same_store else {})}
     return {"env": env, "command": list(command), "stdout": None, "stderr": None}
+
+
+def _end_with_parent(whether: bool) -> None:
+    """Have the kernel end this process when the one that started it ends, or not any more; see prctl(2)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL if whether else 0)
 
 
 @contextlib.contextmanager
@@ -96,24 +100,6 @@ def _quiet() -> Iterator[None]:
     finally:
         os.dup2(there, 2)
         os.close(there)
-
-
-def _places(host: str, port: str, seconds: float) -> AgreementStore:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    from ncclguard.coordination.store import AgreementStore
-    from ncclguard.training import places
-
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-    return AgreementStore(store, places.PREFIX)
-
-
-def _tell_ended(host: str, port: str, *numbers_and_codes: str) -> None:
-    from ncclguard.training import places
-
-    store = _places(host, port, 10.0)
-    for number, code in zip(numbers_and_codes[::2], numbers_and_codes[1::2], strict=True):
-        places.ended(store, int(number), int(code))
 
 
 def _import() -> None:

@@ -1,7 +1,8 @@
 """`ncclguard run --stand-by`: a host without ranks, whose processes take the places of ranks that are lost elsewhere.
 
-Each process looks for a place itself (see `spare`). This launcher hears of it through a pipe, and never asks the store,
-which may not answer: it ends a process that has had no answer for long, and what has to end when others do.
+Each process looks for a place itself (see `spare`), because a call of the store may block. This launcher hears of it
+through a pipe, and from then on vouches for the process with a `set`, which does not wait for an answer. It ends what
+the store has not answered for long, and who has not joined when the job has ended.
 """
 
 from __future__ import annotations
@@ -10,41 +11,40 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import FrameType
-from typing import Any, Final, NoReturn, Protocol
+from typing import Final, NoReturn
 
-from ncclguard.incident.model import ranks_text
-from ncclguard.torch_compat import elastic
-from ncclguard.torch_compat.elastic import Codes, Host
+import psutil
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ncclguard.coordination.store import AgreementStore, StoreUnavailable
+from ncclguard.training import declaration, places
+
+#: Seconds for the store of the job to be there, as under torchrun.
+BEGINS_WITHIN: Final = 600.0
 #: Seconds for the store to answer a process that waits; a TCPStore whose host has lost power never does.
 SILENT_FOR: Final = 120.0
 #: Seconds in which a rank that is told to end has to, as under torchrun.
 ENDS_WITHIN: Final = 30.0
 #: Seconds between two looks at the processes.
 LOOK_EVERY: Final = 0.1
+#: Seconds between two signs that a process is there.
+VOUCH_EVERY: Final = 1.0
 
+Address = tuple[str, int]
 Say = Callable[[str], None]
-
-
-class Judge(Protocol):
-    """As that of torch's agent."""
-
-    def taken(self, rank: int) -> None:
-        """A process of this host has taken this rank's place, and has not joined the others yet."""
-
-    def judge(self, codes: Codes, host: Host) -> str | None:
-        """What becomes of the ranks of this host."""
 
 
 class _Process:
     """One that waits for a place, or has got one; a session of its own, which ends with it."""
 
-    def __init__(self, address: tuple[str, int], local_rank: int, command: Sequence[str]) -> None:
+    def __init__(self, address: Address, local_rank: int, command: Sequence[str]) -> None:
         self._reader, writer = os.pipe()
         os.set_blocking(self._reader, False)
         spare = [sys.executable, "-u", "-m", "ncclguard.training.spare", "--stand-by", *map(str, address)]
@@ -57,20 +57,34 @@ class _Process:
             os.close(writer)
         self.rank: int | None = None
         self.number = 0  # of the place
+        self.joined = False
         self.code: int | None = None
-        self.judged = False  # its end has had its consequences
-        self.heard: float | None = None  # when the store has answered it last
+        self.told = False  # that it has ended
+        self._heard: float | None = None  # when the store has answered it last
         self._text = b""
 
-    def look(self, now: float) -> None:
-        """Read what it has said, and whether it has ended."""
+    def look(self, folder: str, now: float) -> None:
+        """Read what it has said, and whether it has joined or ended."""
         self.code = self.popen.poll()
+        self.joined = self.joined or (self.rank is not None and declaration.read(folder, self.rank) is not None)
         with contextlib.suppress(BlockingIOError):
             while self.rank is None and (text := os.read(self._reader, 65536)):
-                self.heard = now
+                self._heard = now
                 *lines, self._text = (self._text + text).split(b"\n")
                 for said in map(json.loads, lines):
                     self.rank, self.number = said.get("rank"), said.get("number", 0)
+
+    def is_unanswered(self, now: float) -> bool:
+        """Whether it waits, and the store has not answered it for long."""
+        return self.rank is None and self._heard is not None and now - self._heard > SILENT_FOR
+
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal: then it is there, and does nothing."""
+        try:
+            return psutil.Process(self.popen.pid).status() == psutil.STATUS_STOPPED
+        except psutil.Error:
+            return False
 
     def end(self, number: signal.Signals) -> None:
         """End it with all that it has started, unless it has ended: then its number may be another's."""
@@ -79,24 +93,59 @@ class _Process:
                 os.killpg(self.popen.pid, number)
 
 
-def run(arguments: Any, judge: Judge, say: Say) -> int:
-    """Stand by until the job ends; returns the exit code: 1 where ranks failed here and no rank ended well.
+class _Voucher:
+    """Shows the first rank that goes on, and the launchers at the end, which of these processes are there."""
 
-    Raises ValueError where the arguments do not say where the job's store is.
-    """
-    address = elastic.store_address(arguments)
-    command, count = elastic.launched(arguments)
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._places: AgreementStore | None = None
+        self._count = 0
+        self._next = 0.0
+
+    def look(self, processes: Sequence[_Process], now: float) -> bool:
+        """Show it once in a second; False when the store is gone."""
+        ended = [process for process in processes if process.rank is not None and process.code is not None]
+        if now < self._next and all(process.told for process in ended):
+            return True
+        self._next = now + VOUCH_EVERY
+        self._count += 1
+        try:
+            if self._places is None:  # the store has just answered a process
+                host, port = self._address
+                store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+                self._places = AgreementStore(store, places.PREFIX)
+            for process in processes:
+                if process.rank is not None and process.code is None and not process.is_stopped:
+                    places.vouch(self._places, process.number, self._count)
+            for process in ended:
+                places.vouch(self._places, process.number, None)
+                process.told = True
+            self._places.put("standing", str(self._count))  # which finds out whether the store is there, at the latest
+        except (StoreUnavailable, RuntimeError):
+            return False
+        return True
+
+
+def run(address: Address, command: Sequence[str], count: int, folder: str, say: Say) -> int:
+    """Stand by until the job ends; returns the exit code: 1 where ranks failed here and none ended well."""
     for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(name, _stop)
+    say(f"{count} processes stand by for the job at {address[0]}:{address[1]}")
+    if not _is_there(address, time.monotonic() + BEGINS_WITHIN):
+        say(
+            f"nobody listens at {address[0]}:{address[1]} after {BEGINS_WITHIN:.0f} s; is that the first host's address?"
+        )
+        return 1
     processes: list[_Process] = []
     try:
-        processes += [_Process(address, local_rank, command) for local_rank in range(count)]
-        say(f"{count} processes stand by for the job at {address[0]}:{address[1]}")
-        _watch(processes, judge, say)
+        for local_rank in range(count):
+            processes.append(_Process(address, local_rank, command))
+        _watch(address, processes, folder, say)
     finally:
+        for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(name, signal.SIG_IGN)
         _end(processes)
-        _tell(address, processes)
-    codes = [process.code for process in processes if process.rank is not None]
+    codes = [process.code for process in processes if process.joined]
     return 0 if not codes or 0 in codes else 1
 
 
@@ -104,68 +153,76 @@ def _stop(number: int, _: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _watch(processes: Sequence[_Process], judge: Judge, say: Say) -> None:
-    """Until all have ended, or those that have ranks have done so well: then the job has no lost ranks any more."""
+def _is_there(address: Address, end: float) -> bool:
+    while time.monotonic() < end:
+        try:
+            socket.create_connection(address, timeout=5.0).close()
+        except OSError:
+            time.sleep(1.0)
+        else:
+            return True
+    return False
+
+
+def _watch(address: Address, processes: Sequence[_Process], folder: str, say: Say) -> None:
+    """Until all have ended, or those that have joined have done so well: then the job has ended."""
+    voucher: _Voucher | None = None
     while any(process.code is None for process in processes):
         time.sleep(LOOK_EVERY)
-        now, without = time.monotonic(), {process for process in processes if process.rank is None}
+        now, waiting = time.monotonic(), [process for process in processes if process.rank is None]
+        ran = {process for process in processes if process.code is None}
         for process in processes:
-            process.look(now)
-        for process in without:
+            process.look(folder, now)
+        for process in waiting:
             if process.rank is not None:
-                for before in processes:
-                    if before.rank == process.rank and before is not process:
-                        before.end(signal.SIGKILL)  # it is there, and the others have waited for it in vain
-                        before.judged = True
-                judge.taken(process.rank)
+                voucher = voucher or _Voucher(address)
+                _end_predecessor(process, processes, folder, say)
                 say(f"a process that stood by takes the place of rank {process.rank} (process {process.popen.pid})")
-            elif process.code is None and process.heard is not None and now - process.heard > SILENT_FOR:
+            elif process.code is None and process.is_unanswered(now):
                 say(f"the job's store has not answered process {process.popen.pid} for {SILENT_FOR:.0f} s; it is ended")
                 process.end(signal.SIGKILL)
-            elif process.code and not process.judged:
-                process.judged = True
-                say(f"a process that stood by ({process.popen.pid}) has ended with exit code {process.code}")
-        ranks = [process for process in processes if process.rank is not None and not process.judged]
-        _judge(ranks, judge, say)
-        if ranks and all(process.code == 0 for process in ranks):
+        for process in [process for process in ran if process.code]:
+            what = "a process that stood by" if process.rank is None else f"rank {process.rank}"
+            say(f"{what} (process {process.popen.pid}) has ended with exit code {process.code}")
+        _end_given_up(processes, folder, say)
+        if voucher is not None and not voucher.look(processes, now):
+            voucher = None
+            for process in processes:
+                if process.rank is not None and not process.joined:
+                    process.end(signal.SIGKILL)  # there is nobody left whom it could join
+        ends = [process.code for process in processes if process.joined]
+        if 0 in ends and None not in ends:
             return
 
 
-def _judge(ranks: Sequence[_Process], judge: Judge, say: Say) -> None:
-    """What becomes of those that have ranks."""
-    by_rank = {process.rank: process for process in ranks if process.rank is not None}
-    codes = {rank: process.code for rank, process in by_rank.items()}
-    host = Host(lambda: 0, _never, lambda rank: by_rank[rank].end(signal.SIGKILL))
-    if judge.judge(codes, host) is None and any(codes.values()):
-        running = [process for process in by_rank.values() if process.code is None]
-        if running:
-            failed = [rank for rank, code in codes.items() if code]
-            say(f"{ranks_text(failed)} failed, and the other ranks of this host do not go on; they are ended")
-        _end(running)
-        for process in ranks:
-            process.judged = True
+def _end_predecessor(process: _Process, processes: Sequence[_Process], folder: str, say: Say) -> None:
+    """The place is this process's: one that had it and is there still is stopped, or was waited for in vain."""
+    assert process.rank is not None
+    declaration.withdraw(folder, process.rank)
+    for before in processes:
+        if before is not process and before.rank == process.rank and before.code is None:
+            say(f"rank {before.rank} (process {before.popen.pid}) does not run, and its place is taken; it is ended")
+            before.end(signal.SIGKILL)
 
 
-def _never(rank: int, *_: object) -> int:
-    raise AssertionError(f"rank {rank} cannot be started here")
+def _end_given_up(processes: Sequence[_Process], folder: str, say: Say) -> None:
+    """As other launchers do: one that does not run, without which all others of this host go on."""
+    ranks = {process.rank: process for process in processes if process.joined and process.code is None}
+    said = {rank: declaration.given_up(folder, rank) for rank in ranks if rank is not None}
+    for rank in set().union(*said.values()) & set(said):
+        others = [named for named in (said[other] for other in said if other != rank)]
+        if others and all(rank in named for named in others):
+            say(f"rank {rank} does not run, and the others go on without it: its process is ended")
+            ranks[rank].end(signal.SIGKILL)
 
 
 def _end(processes: Sequence[_Process]) -> None:
     """End these processes: who has a rank may write what it was doing."""
     for process in processes:
-        process.end(signal.SIGKILL if process.rank is None else signal.SIGTERM)
+        process.end(signal.SIGTERM if process.joined else signal.SIGKILL)
     end = time.monotonic() + ENDS_WITHIN
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.popen.wait(max(0.0, end - time.monotonic()))
         process.end(signal.SIGKILL)
         process.code = process.popen.wait()
-
-
-def _tell(address: tuple[str, int], processes: Sequence[_Process]) -> None:
-    """Let the other launchers know that they need not wait for these ranks any more; in a process that may block."""
-    ended = [str(number) for process in processes if process.number for number in (process.number, process.code)]
-    if ended:
-        command = [sys.executable, "-m", "ncclguard.training.spare", "--ended", *map(str, address), *ended]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, timeout=ENDS_WITHIN, check=False, stderr=subprocess.DEVNULL)

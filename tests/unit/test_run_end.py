@@ -21,6 +21,7 @@ HOSTS = {0: [0, 1], 1: [2, 3], 2: [4, 5]}
 
 def launcher(store: HashStore, host: int, present: set[int] | None, timeout: float = 20.0) -> Any:
     """As much of the agent of a host as waits at the end; `present`: who takes part, as its ranks have said."""
+    guests = places.Guests()
     workers = [SimpleNamespace(global_rank=rank) for rank in HOSTS[host]]
     return SimpleNamespace(
         _worker_group=SimpleNamespace(group_world_size=len(HOSTS), group_rank=host, workers=workers),
@@ -28,7 +29,7 @@ def launcher(store: HashStore, host: int, present: set[int] | None, timeout: flo
         _exit_barrier_timeout=timeout,
         judge=SimpleNamespace(
             taking_part=lambda ranks: present if list(ranks) == HOSTS[host] else None,
-            elsewhere=lambda store: places.elsewhere(AgreementStore(store, places.PREFIX)),
+            elsewhere=lambda store: guests.look(places.beneath(store), time.monotonic()),
         ),
     )
 
@@ -67,12 +68,10 @@ def test_a_host_of_which_one_rank_takes_part_is_waited_for(store: HashStore, pre
     assert seconds(launcher(store, 0, present, timeout=1.5)) > 1.4
 
 
-def taken(store: HashStore, number: int, rank: int) -> AgreementStore:
-    """A host that stands by has taken the place of this rank."""
-    found = AgreementStore(store, places.PREFIX)
-    assert found.count("offers", 1) == number
-    found.first(f"offer/{number}", places.Place(number, rank, {}).to_json())
-    found.first(f"taken/{number}", "who")
+def joined(store: HashStore, rank: int, place: int) -> AgreementStore:
+    """This rank's newest process has joined from a host that stands by (0: from its own)."""
+    found = places.beneath(store)
+    found.first(f"join/{found.count('joins', 1)}", json.dumps([rank, place]))
     return found
 
 
@@ -81,11 +80,12 @@ def test_ranks_that_a_host_which_stood_by_has_taken_over_are_waited_for_and_thei
 ) -> None:
     """Rank 5 was lost there once more before it was taken over again."""
     everybody = {0, 1, 2, 3, 4, 5}
-    for number, rank in ((1, 4), (2, 5), (3, 5)):
-        found = taken(store, number, rank)
-    places.ended(found, 1, 0)
-    places.ended(found, 2, -9)
-    guest = threading.Timer(1.0, places.ended, (found, 3, 0))
+    for place, rank in ((1, 4), (2, 5), (3, 5)):
+        found = joined(store, rank, place)
+        places.vouch(found, place, 7)
+    places.vouch(found, 1, None)
+    places.vouch(found, 2, None)
+    guest = threading.Timer(1.0, places.vouch, (found, 3, None))
     other = threading.Thread(target=Agent._exit_barrier, args=(launcher(store, 1, everybody),))
     other.start()
     guest.start()
@@ -94,12 +94,22 @@ def test_ranks_that_a_host_which_stood_by_has_taken_over_are_waited_for_and_thei
     guest.join()
 
 
+def test_a_rank_whose_launcher_vouches_for_it_no_more_is_not_waited_for(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "PATIENCE", 1.5)
+    everybody = {0, 1, 2, 3, 4, 5}
+    for place, rank in ((1, 4), (2, 5)):
+        places.vouch(joined(store, rank, place), place, 7)
+    other = threading.Thread(target=Agent._exit_barrier, args=(launcher(store, 1, everybody),))
+    other.start()
+    assert 1.4 < seconds(launcher(store, 0, everybody)) < 15
+    other.join()
+
+
 def test_a_host_whose_ranks_have_come_back_to_it_is_waited_for(store: HashStore) -> None:
-    """Their guests were lost again, and not the last ones."""
-    for number, rank in ((1, 4), (2, 5)):
-        found = taken(store, number, rank)
-    places.ended(found, 1, -9)
-    places.ended(found, 2, -9)
+    for rank, place in ((4, 1), (5, 2), (4, 0), (5, 0)):
+        places.vouch(joined(store, rank, place), place, None)
     for host in (1, 2):
         threading.Timer(1.0 * host, Agent._exit_barrier, (launcher(store, host, set(range(6))),)).start()
     assert 1.9 < seconds(launcher(store, 0, set(range(6)))) < 15

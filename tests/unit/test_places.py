@@ -1,0 +1,124 @@
+"""The places of lost ranks: what is offered, by whom it is taken, and until when it counts as taken."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from ncclguard.coordination.store import AgreementStore
+from ncclguard.training import places
+
+
+class Waiting:
+    """What the first rank has heard of newcomers."""
+
+    def __init__(self, *missing: int) -> None:
+        self.missing = frozenset(missing)
+        self.awaited: set[int] = set()
+
+    def is_awaited(self, rank: int, now: float) -> bool:
+        return rank in self.awaited
+
+    def joined(self) -> list[tuple[int, int]]:
+        return []
+
+
+@pytest.fixture
+def store() -> AgreementStore:
+    return AgreementStore(HashStore(), "ncclguard")
+
+
+@pytest.fixture
+def found(store: AgreementStore) -> AgreementStore:
+    return places.beneath(store.connection.store)
+
+
+def offered(offers: Any, store: AgreementStore, start: float, seconds: float) -> float:
+    """The first rank's monitor steps for so long, by its own clock; returns the time then."""
+    steps = int(seconds / places.LOOK_EVERY) + 1
+    for step in range(1, steps + 1):
+        offers.look(start + step * places.LOOK_EVERY, store)
+    return start + steps * places.LOOK_EVERY
+
+
+def test_a_place_is_offered_when_nobody_of_its_own_host_has_come(store: AgreementStore, found: AgreementStore) -> None:
+    waiting = Waiting(3)
+    offers, search = places.Offers(waiting), places.Search(found, "who")  # type: ignore[arg-type]
+    now = offered(offers, store, 0.0, places.OWN_HOST_FIRST - 1)
+    assert (search.look(), found.count("offers")) == (None, 0)
+    now = offered(offers, store, now, 2)
+    assert search.look() is None  # an offer counts when its counter moves
+    now = offered(offers, store, now, 1)
+    place = search.look()
+    assert place is not None
+    assert (place.rank, place.env["RANK"], place.env[places.NUMBER]) == (3, "3", "1")
+    assert places.Search(found, "another").look() is None
+
+
+def test_nobody_takes_the_place_of_a_rank_that_is_back(store: AgreementStore, found: AgreementStore) -> None:
+    waiting = Waiting(3)
+    offers, search = places.Offers(waiting), places.Search(found, "who")  # type: ignore[arg-type]
+    now = offered(offers, store, 0.0, places.OWN_HOST_FIRST + 1)
+    assert search.look() is None
+    offered(offers, store, now, 1)
+    search._counted = {1: (0, time.monotonic() - 30)}  # it was stopped since
+    assert search.look() is None
+
+
+def test_an_offer_of_an_earlier_generation_is_nobodys(
+    store: AgreementStore, found: AgreementStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers, search = places.Offers(Waiting(3)), places.Search(found, "who")  # type: ignore[arg-type]
+    places.begin(store.connection.store, 1)
+    now = offered(offers, store, 0.0, places.OWN_HOST_FIRST + 1)
+    search.look()
+    offered(offers, store, now, 1)
+    assert search.look() is None
+    ended: list[int] = []
+    monkeypatch.setattr(places, "os", SimpleNamespace(environ={}, getpid=lambda: 1, kill=lambda *_: ended.append(1)))
+    places.Seat().look(0.0, store)
+    assert ended == [1]
+    places.begin(store.connection.store, 0)
+    places.Seat().look(0.0, store)
+    assert ended == [1]
+
+
+def test_a_place_is_offered_again_when_nobody_vouches_for_who_has_taken_it(
+    store: AgreementStore, found: AgreementStore
+) -> None:
+    """And by a new first rank too, which finds out who has it; the making of a model may take minutes."""
+    waiting = Waiting(3)
+    offers = places.Offers(waiting)  # type: ignore[arg-type]
+    now = offered(offers, store, 0.0, places.OWN_HOST_FIRST + 1)
+    found.first("taken/1", "who")
+    for count in range(60):
+        places.vouch(found, 1, count)
+        now = offered(offers, store, now, 2)
+        if count == 30:
+            offers = places.Offers(waiting)  # type: ignore[arg-type]
+    assert found.count("offers") == 1
+    now = offered(offers, store, now, places.VOUCHED_FOR - 5)
+    assert found.count("offers") == 1
+    now = offered(offers, store, now, 8)
+    assert found.count("offers") == 2
+    found.first("taken/2", "another")
+    now = offered(offers, store, now, 1)
+    places.vouch(found, 2, None)
+    offered(offers, store, now, 1)
+    assert found.count("offers") == 3
+
+
+def test_an_offer_is_withdrawn_when_somebody_of_its_own_host_waits(
+    store: AgreementStore, found: AgreementStore
+) -> None:
+    waiting = Waiting(3)
+    offers = places.Offers(waiting)  # type: ignore[arg-type]
+    now = offered(offers, store, 0.0, places.OWN_HOST_FIRST + 1)
+    waiting.awaited = {3}
+    counted = found.count("open/1")
+    offered(offers, store, now, 10)
+    assert (found.count("open/1"), counted > 0) == (counted, True)
