@@ -30,6 +30,7 @@ OTHER_VARIABLES = frozenset(
         "NCCLGUARD_JOINS",
         "NCCLGUARD_PARENT_PATH",
         "NCCLGUARD_PLACE",
+        "NCCLGUARD_PLACE_NUMBER",
         "NCCLGUARD_RUN_DIR",
     }
 )

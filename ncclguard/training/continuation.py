@@ -315,7 +315,7 @@ class Continuation:
         looks = [more] if more is not None else []
         if os.environ.get(places.NUMBER):
             looks.append(places.Seat().look)
-        self._waiting.missing = frozenset(self.all_ranks) - frozenset(self.ranks)
+        self._waiting.miss(set(self.all_ranks) - set(self.ranks))
         if self.rank == self.ranks[0] and (self._waiting.missing or self.lost):
             looks.append(self._waiting.look)
             if declaration.has_launcher():

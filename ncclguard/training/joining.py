@@ -16,7 +16,7 @@ import pickle
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -123,6 +123,12 @@ class Waiting:
                 self._hosts[note.rank] = Identity.from_json(note.identity).host_key
                 self._coming[note.rank] = time.monotonic()
                 self._joined.append((note.rank, note.place))
+
+    def miss(self, ranks: Iterable[int]) -> None:
+        """These ranks are missing now, and no others."""
+        with self._lock:
+            self.missing = frozenset(ranks)
+            self._coming = {rank: since for rank, since in self._coming.items() if rank in self.missing}
 
     def is_awaited(self, rank: int, now: float) -> bool:
         """Whether a newcomer waits for this rank's place, or is given the state now."""

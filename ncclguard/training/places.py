@@ -115,16 +115,15 @@ class Offers:
 
     def look(self, now: float, store: AgreementStore) -> None:
         """Offer what is due, show that the offers still hold, and withdraw those that somebody has taken."""
+        places = beneath(store.connection.store)
+        for rank, number in self._waiting.joined():  # at once: the job may end with the next step
+            places.first(f"join/{places.count('joins', 1)}", json.dumps([rank, number]))
         if now < self._next_look:
             return
         self._next_look = now + LOOK_EVERY
         missing = sorted(self._waiting.missing)[:AT_MOST]
-        joined = self._waiting.joined()
-        if not missing and not joined:
+        if not missing:
             return
-        places = beneath(store.connection.store)
-        for rank, number in joined:
-            places.first(f"join/{places.count('joins', 1)}", json.dumps([rank, number]))
         taken = _taken(places, now) if self._taken is None else self._taken
         self._due = {rank: self._due.get(rank, now + OWN_HOST_FIRST) for rank in missing}
         self._open = {rank: number for rank, number in self._open.items() if rank in self._due}
