@@ -69,6 +69,26 @@ def test_a_host_that_stands_by_takes_the_place_of_one_that_is_lost(
     assert sorted(re.findall(r"takes the place of rank (\d)", job.said(2))) == ["2", "3"]
 
 
+def test_a_job_that_ends_while_they_import_is_not_waited_for(hosts: Hosts, tmp_path: Path) -> None:
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS)
+    job.launchers[2].terminate()
+    job.start_again(2)
+    job.wait_until(lambda: job.said(2).count("2 processes stand by") == 2, 30)
+    assert codes(job) == [0, 0, 0], job.said(2)[-3000:]
+
+
+def test_a_process_that_is_stopped_before_it_joins_is_replaced_and_ended(hosts: Hosts, tmp_path: Path) -> None:
+    env = {2: {"STARTS_AFTER": "4"}}
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS, env=env)
+    job.ranks(1)[3].kill()
+    job.wait_until(lambda: "takes the place of rank 3" in job.said(2), 60)
+    job.ranks(2)[3].suspend()
+    job.wait_until(lambda: joined(job, 2, 3), 90)
+    assert re.search(r"rank 3 \(process \d+\) does not run, and its place is taken; it is ended", job.said(2))
+    assert codes(job) == [0, 0, 0], job.said(2)[-3000:]
+    assert check(job)[-1] == "(0, 1, 2, 3)"
+
+
 def test_who_stands_by_and_is_not_needed_ends_with_the_job(hosts: Hosts, tmp_path: Path) -> None:
     job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS)
     assert codes(job) == [0, 0, 0], job.said(2)[-3000:]
@@ -78,14 +98,17 @@ def test_who_stands_by_and_is_not_needed_ends_with_the_job(hosts: Hosts, tmp_pat
 
 
 def test_a_rank_that_is_lost_there_too_is_taken_over_again(hosts: Hosts, tmp_path: Path) -> None:
-    """And the third process, which nobody needs, keeps nobody waiting at the end."""
-    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS, options={2: ["--nproc-per-node", "3"]})
-    job.ranks(1)[3].kill()
-    job.wait_until(lambda: joined(job, 2, 3), 60)
+    """Another rank there is left alone, and a process that nobody needs keeps nobody waiting at the end."""
+    options = {2: ["--nproc-per-node", "4", "--restart-lost", "1"]}
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS, options=options)
+    job.kill(1, launcher=True)
+    job.wait_until(lambda: joined(job, 2, 2) and joined(job, 2, 3), 60)
     job.ranks(2)[3].kill()
     job.wait_until(lambda: joined(job, 2, 3, times=2), 60)
-    assert codes(job) == [0, 0, 0], job.said(2)[-3000:]
+    ended = codes(job)
+    assert (ended[0], ended[2]) == (0, 0), job.said(2)[-3000:]
     assert check(job)[-1] == "(0, 1, 2, 3)"
+    assert "rank 2 (process" not in job.said(2).split("takes the place of rank 2 (process")[1]
 
 
 def test_a_spare_of_the_same_host_comes_first(hosts: Hosts, tmp_path: Path) -> None:

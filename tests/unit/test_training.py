@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ncclguard import lifecycle
 from ncclguard.evaluation import state
 from ncclguard.torch_compat import elastic
 from ncclguard.torch_compat.elastic import Host
-from ncclguard.training import declaration, joining
+from ncclguard.training import declaration, joining, launcher, stand_by
 from ncclguard.training.launcher import Limits, Survivors
 
 
@@ -527,3 +528,47 @@ def test_the_example_writes_each_sample_once_however_often_the_writing_rank_chan
         if first is not None and step + 1 not in (3, 8):
             first.add(samples, position, True)
     assert [int(line) for line in Path(path).read_text().split()] == list(range(24))
+
+
+# ---------------------------------------------------------------------- a host that stands by
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--standalone"], "leave --standalone"),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29500"], "--rdzv-backend and --rdzv-endpoint out"),
+        (["--rdzv-endpoint", "[::1]"], "--rdzv-endpoint out"),
+        (["--master-port", "99999"], "99999 is no port"),
+        (["--master-port", "-5"], "-5 is no port"),
+        (["--nproc-per-node", "0"], "give 1 or more"),
+        (["--nproc-per-node", "foo"], "foo"),
+        (["--run-path"], "--run-path"),
+    ],
+)
+def test_a_host_cannot_stand_by_without_an_address_or_a_process(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        launcher.main(["--stand-by", *options, "train.py"])
+    assert raised.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_who_stands_by_where_nobody_listens_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stand_by, "BEGINS_WITHIN", 0.2)
+    monkeypatch.setattr(stand_by.signal, "signal", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert launcher.main(["--stand-by", "--master-addr", "127.0.0.1", "--master-port", str(port), "train.py"]) == 1
+    assert f"nobody listens at 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_another_host_meets_at_torchruns_port_where_none_is_given() -> None:
+    arguments = launcher.build_parser().parse_args(["--nnodes", "2", "--node-rank", "1", "train.py"])
+    assert elastic.store_address(arguments) == ("127.0.0.1", 29500)
+    arguments.rdzv_endpoint = "localhost"
+    assert not elastic.was_here(arguments)
