@@ -186,8 +186,14 @@ class Search:
 class Seat:
     """On a rank that has taken a place: end it when the others are started again, without it."""
 
+    def __init__(self) -> None:
+        self._next_look = 0.0
+
     def look(self, now: float, store: AgreementStore) -> None:
         """In the monitor's thread."""
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_EVERY
         there = generation(beneath(store.connection.store))
         if there != os.environ.get(_GENERATION, "0"):
             log.error(
