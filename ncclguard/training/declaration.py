@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -91,9 +91,12 @@ def has_launcher() -> bool:
     return bool(os.environ.get(FOLDER))
 
 
-def given_up(folder: str, rank: int) -> set[int]:
-    """Without whom a rank would go on, were they gone."""
-    return set(_said(folder, rank, "given up") or ())
+def given_up(folder: str, ranks: Iterable[int]) -> set[int]:
+    """Of these ranks of a host, those that do not run, without which all others of them would go on."""
+    said = {rank: set(_said(folder, rank, "given up") or ()) for rank in ranks}
+    named = set[int]().union(*said.values())
+    others = [theirs for rank, theirs in said.items() if rank not in named]
+    return named.intersection(said, *others) if others else set()
 
 
 def read(folder: str, rank: int) -> tuple[int, ...] | None:

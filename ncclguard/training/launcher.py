@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class Survivors:
         ended = [rank for rank, code in codes.items() if code and rank not in self._down]
         members = [rank for rank in codes if rank not in ended and rank not in self._down]
         members = [rank for rank in members if rank not in self._newcomers]
-        if not (ended or self._down or self._losses or self._given_up(members)):
+        if not (ended or self._down or self._losses or declaration.given_up(self._folder, members)):
             return None
         declared = {rank: declaration.read(self._folder, rank) for rank in members}
         running = [rank for rank in members if codes[rank] is None]
@@ -146,15 +146,9 @@ class Survivors:
         except StoreUnavailable:
             return set(), set()  # the host with the store has ended
 
-    def _given_up(self, members: list[int]) -> bool:
-        return any(declaration.given_up(self._folder, rank) for rank in members)
-
-    def _end_given_up(self, codes: Codes, declared: Mapping[int, object], host: Host) -> None:
-        """End processes that do not run, without which all others of this host go on."""
-        said = {rank: declaration.given_up(self._folder, rank) for rank in declared}
-        for rank in set().union(*said.values()):
-            others = [named for other, named in said.items() if not any(other in named for named in said.values())]
-            if rank in said and codes[rank] is None and others and all(rank in named for named in others):
+    def _end_given_up(self, codes: Codes, declared: Iterable[int], host: Host) -> None:
+        for rank in declaration.given_up(self._folder, declared):
+            if codes[rank] is None:
                 say(f"rank {rank} does not run, and the others go on without it: its process is ended")
                 host.kill(rank)
 

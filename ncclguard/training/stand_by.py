@@ -206,14 +206,10 @@ def _end_predecessor(process: _Process, processes: Sequence[_Process], folder: s
 
 
 def _end_given_up(processes: Sequence[_Process], folder: str, say: Say) -> None:
-    """As other launchers do: one that does not run, without which all others of this host go on."""
     ranks = {process.rank: process for process in processes if process.joined and process.code is None}
-    said = {rank: declaration.given_up(folder, rank) for rank in ranks if rank is not None}
-    for rank in set().union(*said.values()) & set(said):
-        others = [named for named in (said[other] for other in said if other != rank)]
-        if others and all(rank in named for named in others):
-            say(f"rank {rank} does not run, and the others go on without it: its process is ended")
-            ranks[rank].end(signal.SIGKILL)
+    for rank in declaration.given_up(folder, [rank for rank in ranks if rank is not None]):
+        say(f"rank {rank} does not run, and the others go on without it: its process is ended")
+        ranks[rank].end(signal.SIGKILL)
 
 
 def _end(processes: Sequence[_Process]) -> None:

@@ -45,6 +45,12 @@ def offered(offers: Any, store: AgreementStore, start: float, seconds: float) ->
     return start + steps * places.LOOK_EVERY
 
 
+def opened(waiting: Waiting, store: AgreementStore) -> tuple[places.Offers, float]:
+    """The offers of missing ranks for whose places nobody of their own host has come, and the time then."""
+    offers = places.Offers(waiting)  # type: ignore[arg-type]
+    return offers, offered(offers, store, 0.0, places.OWN_HOST_FIRST + 1)
+
+
 def test_a_place_is_offered_when_nobody_of_its_own_host_has_come(store: AgreementStore, found: AgreementStore) -> None:
     waiting = Waiting(3)
     offers, search = places.Offers(waiting), places.Search(found, "who")  # type: ignore[arg-type]
@@ -60,9 +66,8 @@ def test_a_place_is_offered_when_nobody_of_its_own_host_has_come(store: Agreemen
 
 
 def test_nobody_takes_the_place_of_a_rank_that_is_back(store: AgreementStore, found: AgreementStore) -> None:
-    waiting = Waiting(3)
-    offers, search = places.Offers(waiting), places.Search(found, "who")  # type: ignore[arg-type]
-    now = offered(offers, store, 0.0, places.OWN_HOST_FIRST + 1)
+    search = places.Search(found, "who")
+    offers, now = opened(Waiting(3), store)
     assert search.look() is None
     offered(offers, store, now, 1)
     search._counted = {1: (0, time.monotonic() - 30)}  # it was stopped since
@@ -72,9 +77,9 @@ def test_nobody_takes_the_place_of_a_rank_that_is_back(store: AgreementStore, fo
 def test_an_offer_of_an_earlier_generation_is_nobodys(
     store: AgreementStore, found: AgreementStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offers, search = places.Offers(Waiting(3)), places.Search(found, "who")  # type: ignore[arg-type]
+    search = places.Search(found, "who")
     places.begin(store.connection.store, 1)
-    now = offered(offers, store, 0.0, places.OWN_HOST_FIRST + 1)
+    offers, now = opened(Waiting(3), store)
     search.look()
     offered(offers, store, now, 1)
     assert search.look() is None
@@ -92,8 +97,7 @@ def test_a_place_is_offered_again_when_nobody_vouches_for_who_has_taken_it(
 ) -> None:
     """And by a new first rank too, which finds out who has it; the making of a model may take minutes."""
     waiting = Waiting(3)
-    offers = places.Offers(waiting)  # type: ignore[arg-type]
-    now = offered(offers, store, 0.0, places.OWN_HOST_FIRST + 1)
+    offers, now = opened(waiting, store)
     found.first("taken/1", "who")
     for count in range(60):
         places.vouch(found, 1, count)
@@ -116,8 +120,7 @@ def test_an_offer_is_withdrawn_when_somebody_of_its_own_host_waits(
     store: AgreementStore, found: AgreementStore
 ) -> None:
     waiting = Waiting(3)
-    offers = places.Offers(waiting)  # type: ignore[arg-type]
-    now = offered(offers, store, 0.0, places.OWN_HOST_FIRST + 1)
+    offers, now = opened(waiting, store)
     waiting.awaited = {3}
     counted = found.count("open/1")
     offered(offers, store, now, 10)

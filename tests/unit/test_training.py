@@ -232,6 +232,25 @@ def test_what_earlier_workers_have_said_does_not_count_for_new_ones(survivors: J
     assert survivors.judge({0: None, 1: -9}) is None
 
 
+@pytest.mark.parametrize(
+    ("said", "ended"),
+    [
+        ({0: (1,), 1: (), 2: (1,)}, {1}),
+        ({0: (1, 2), 1: (), 2: ()}, {1, 2}),  # neither of them runs, and neither can say so
+        ({0: (1,), 1: (), 2: ()}, set()),  # rank 2 does not know it yet
+        ({0: (1,), 1: (0,)}, set()),
+        ({0: (3,), 1: (3,)}, set()),  # of another host
+        ({}, set()),
+    ],
+)
+def test_who_does_not_run_is_ended_when_all_others_of_its_host_would_go_on_without_it(
+    said: dict[int, tuple[int, ...]], ended: set[int], folder: Path
+) -> None:
+    for rank, given_up in said.items():
+        declaration.going_on(rank, (), given_up)
+    assert declaration.given_up(str(folder), said) == ended
+
+
 def ends_with(folder: Path, rank: int, kind: str, same: str = "here") -> None:
     Path(folder, f"{rank}.end").write_text(json.dumps({"kind": kind, "text": "what it raised", "same": same}))
 
@@ -359,7 +378,7 @@ def test_a_process_that_does_not_run_is_ended_when_all_others_have_given_it_up(f
     assert judged.judge(running) is None
     for rank in (0, 1):
         declaration.going_on(rank, (), (3,))
-    assert (judged.judge(running), judged.killed) == ("wait", [])  # rank 2 has not said so
+    assert (judged.judge(running), judged.killed) == (None, [])  # rank 2 has not said so, and nobody has ended
     declaration.going_on(2, (), (3,))
     assert (judged.judge(running), judged.killed) == ("wait", [3])
     for rank in range(3):
