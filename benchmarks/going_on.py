@@ -429,6 +429,20 @@ def replay(folder: Path) -> None:
 # ---------------------------------------------------------------------- one run, and the campaign
 
 
+def runs_of(moments: list[str], together: int, rejoins: bool) -> list[list[str]]:
+    """Those of each run; without newcomers one rank has to be left at its end."""
+    runs: list[list[str]] = [[]]
+    lost = 0
+    for moment in moments:
+        kills = 2 if moment in ("two", *IN_MEETING, *IN_JOINING, "dealing") else 1
+        if len(runs[-1]) == together or (not rejoins and lost + kills >= SIZE):
+            runs.append([])
+            lost = 0
+        runs[-1].append(moment)
+        lost += kills
+    return runs
+
+
 def plan_of(moments: list[str], rejoins: bool, rng: random.Random) -> list[dict[str, Any]]:
     """One strike for each moment, of random ranks."""
     plan = []
@@ -449,8 +463,6 @@ def plan_of(moments: list[str], rejoins: bool, rng: random.Random) -> list[dict[
         plan.append(strike)
         if not rejoins:
             alive -= {*strike["ranks"], strike.get("second", {}).get("rank")}
-            if len(alive) < 2:
-                break
     return plan
 
 
@@ -609,11 +621,9 @@ def main() -> None:
     results = []
     moments = given.moment or [*MOMENTS, *(SHARDED if given.fsdp else ())]
     moments = [m for m in moments if not given.no_rejoin or m not in IN_JOINING]
-    together = min(given.together, SIZE - 1) if given.no_rejoin else given.together
     for seed in range(given.first_seed, given.first_seed + given.seeds):
         order = random.Random(seed).sample(moments, len(moments))
-        for start in range(0, len(order), together):
-            chosen = order[start : start + together]
+        for chosen in runs_of(order, given.together, not given.no_rejoin):
             result = one_run(chosen, seed, given.fsdp, not given.no_rejoin, given.spares, given.keep)
             results.append(result)
             state = "ok" if result["ok"] else f"FAILED: {result['what']} ({result['folder']})"
