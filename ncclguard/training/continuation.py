@@ -248,11 +248,11 @@ class Continuation:
         started = time.monotonic()
         self._broadcast(ballot, self.ranks[0])
         found = self._vote.counted(self.calls, ballot, time.monotonic() - started)
-        return None if found is None else self._go_over(*found)
+        return None if found is None else self._go_over(found)
 
-    def _go_over(self, newcomer: int, session: str) -> tuple[int, tuple[int, ...]] | None:
+    def _go_over(self, found: joining.Newcomer) -> tuple[int, tuple[int, ...]] | None:
         """All survivors: make themselves known in the newcomer's session, agree that all have, and meet there."""
-        before = self.ranks
+        newcomer, session, before = found.rank, found.session, self.ranks
         absent = tuple(rank for rank in self.all_ranks if rank not in before and rank != newcomer)
         prepared = None
         try:
@@ -266,7 +266,7 @@ class Continuation:
             known.zero_()
             raise
         finally:
-            self._waiting.used(session, bool(known))
+            self._waiting.used(found, bool(known))
             if prepared is not None and not int(known):
                 prepared.leave(Cause.EXITED, f"does not take in rank {newcomer}", job=False)
         if prepared is None or not int(known):
@@ -359,7 +359,7 @@ class Continuation:
             joining.send(self._state, broadcast)
         elif self.rank == newcomer:
             state = joining.receive(broadcast)
-            self.lost = list(state["lost"])
+            self.lost, self._waiting.places = list(state["lost"]), state["places"]
             own = joining.numbered(_living())
             for name, said in state["steps"].items():
                 if name in own:
@@ -372,7 +372,7 @@ class Continuation:
 
     def _state(self) -> dict[str, Any]:
         steps = {name: one.state_for_newcomer() for name, one in joining.numbered(_living()).items()}
-        return {"steps": steps, "lost": self.lost}
+        return {"steps": steps, "lost": self.lost, "places": self._waiting.places}
 
     def _leave_out(self, newcomer: int, error: CollectiveFailed) -> None:
         """Have those that are gone left out of the next meeting, and a newcomer that is silent."""

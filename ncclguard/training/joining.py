@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -71,6 +71,14 @@ class Note:
         )
 
 
+class Newcomer(NamedTuple):
+    """What the first rank tells all others of a note: whom they take in."""
+
+    rank: int
+    session: str
+    place: int
+
+
 @dataclass(frozen=True, slots=True)
 class Invitation:
     """What the survivors leave for the newcomer: who meets, how often they have, and before which call of a step."""
@@ -98,7 +106,10 @@ class _Heard:
 
 
 class Waiting:
-    """The newcomers that wait, as the monitor of the first rank that goes on has read in the store."""
+    """The newcomers that wait, as the monitor of the first rank that goes on has read in the store.
+
+    All ranks know whom they have taken in, because each may become the first.
+    """
 
     def __init__(self) -> None:
         self.missing: frozenset[int] = frozenset()
@@ -108,21 +119,33 @@ class Waiting:
         self._next_look = 0.0
         self._used: set[str] = set()  # sessions that the ranks have tried to go over to, or never will
         self._refused: dict[str, str] = {}  # sessions to which nobody comes, and why, until that is written
-        self._hosts: dict[int, str] = {}  # of ranks that have joined
+        self._begun = False
         self._coming: dict[int, float] = {}  # ranks -> when all have gone over to the session of its newcomer
-        self._joined: list[tuple[int, int]] = []  # ranks and their newcomers' places, until `joined` is asked
+        self._places: dict[int, int] = {}  # of ranks that have joined; 0 for the rank's own host
+        self._untold: set[int] = set()  # of these, those that `joined` has not told
 
-    def used(self, session: str, came: bool) -> None:
+    @property
+    def places(self) -> dict[int, int]:
+        """The places that those who have joined last have taken."""
+        with self._lock:
+            return dict(self._places)
+
+    @places.setter
+    def places(self, places: dict[int, int]) -> None:
+        """A newcomer is told by another rank."""
+        with self._lock:
+            self._places, self._untold = dict(places), set(places)
+
+    def used(self, newcomer: Newcomer, came: bool) -> None:
         """The ranks have gone over to a newcomer's session, or could not all; it has to begin another one then."""
         with self._lock:
-            self._used.add(session)
-            if not came:
-                self._refused[session] = _REFUSED
-            elif session in self._heard:
-                note = self._heard[session].note
-                self._hosts[note.rank] = Identity.from_json(note.identity).host_key
-                self._coming[note.rank] = time.monotonic()
-                self._joined.append((note.rank, note.place))
+            self._used.add(newcomer.session)
+            if came:
+                self._coming[newcomer.rank] = time.monotonic()
+                self._places[newcomer.rank] = newcomer.place
+                self._untold.add(newcomer.rank)
+            else:
+                self._refused[newcomer.session] = _REFUSED
 
     def miss(self, ranks: Iterable[int]) -> None:
         """These ranks are missing now, and no others."""
@@ -141,7 +164,8 @@ class Waiting:
     def joined(self) -> list[tuple[int, int]]:
         """Ranks whose newcomers all have gone over to since this was asked, and the places that these have taken."""
         with self._lock:
-            joined, self._joined = self._joined, []
+            joined = [(rank, self._places[rank]) for rank in sorted(self._untold)]
+            self._untold.clear()
         return joined
 
     def look(self, now: float, store: AgreementStore) -> None:
@@ -149,9 +173,13 @@ class Waiting:
         if now < self._next_look:
             return
         self._next_look = now + LOOK_EVERY
-        new = [Note.from_json(text) for text in self._notes.new(store)]
+        new = [_Heard(Note.from_json(text), 0, now) for text in self._notes.new(store)]
+        if not self._begun:  # these may be old: who left them has to show that it is there
+            for one in new:
+                one.count, one.moved = store.count(f"joining/{one.note.session}"), float("-inf")
+        self._begun = True
         with self._lock:
-            self._heard |= {note.session: _Heard(note, 0, now) for note in new}
+            self._heard |= {one.note.session: one for one in new}
             heard = [one for one in self._heard.values() if one.note.session not in self._used]
             for one in [one for one in heard if self._is_taken(one.note)]:
                 self._used.add(one.note.session)
@@ -166,8 +194,7 @@ class Waiting:
 
     def _is_taken(self, note: Note) -> bool:
         """Whether a process of another host has the place; one of its own host comes when that has ended."""
-        host = self._hosts.get(note.rank)
-        return note.rank not in self.missing and host is not None and host != Identity.from_json(note.identity).host_key
+        return note.rank not in self.missing and self._places.get(note.rank, note.place) != note.place
 
     def first(self, step: str) -> Note | None:
         """A newcomer for one of the missing ranks that wants to join at this step, and is there; the latest."""
@@ -457,21 +484,21 @@ class Vote:
         self.due, self._last = calls, None
 
     def ballot(self, calls: int, note: Note | None) -> torch.Tensor:
-        """On the first rank: what is broadcast; of the note the rank and the session."""
+        """On the first rank: what is broadcast; of the note what a `Newcomer` has."""
         now, after = time.monotonic(), 1
         if self._last is not None and calls > self._last[1]:
             step = (now - self._last[0]) / (calls - self._last[1])
             after = max(1, min(1000, round(max(LOOK_EVERY, 200 * self._cost) / max(step, 1e-6))))
         self._last = now, calls
-        text = json.dumps([after, None if note is None else [note.rank, note.session]]).encode()
+        text = json.dumps([after, None if note is None else [note.rank, note.session, note.place]]).encode()
         return torch.frombuffer(bytearray(text.ljust(self.LENGTH)), dtype=torch.uint8)
 
-    def counted(self, calls: int, ballot: torch.Tensor, seconds: float) -> tuple[int, str] | None:
-        """On all ranks, when the broadcast has succeeded: rank and session of the newcomer to meet."""
+    def counted(self, calls: int, ballot: torch.Tensor, seconds: float) -> Newcomer | None:
+        """On all ranks, when the broadcast has succeeded: the newcomer to meet."""
         self._cost = min(2 * self._cost, seconds)
         after, note = json.loads(ballot.numpy().tobytes())
         self.due = calls + int(after)
-        return None if note is None else (int(note[0]), str(note[1]))
+        return None if note is None else Newcomer(*note)
 
 
 def numbered(states: Sequence[Stateful]) -> dict[str, Stateful]:

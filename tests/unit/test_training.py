@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 import ncclguard as ng
 from ncclguard import lifecycle
+from ncclguard.coordination.liveness import Identity
+from ncclguard.coordination.store import AgreementStore
 from ncclguard.evaluation import state
 from ncclguard.torch_compat import elastic
 from ncclguard.torch_compat.elastic import Host
@@ -516,8 +519,58 @@ def test_votes_come_seldom_where_steps_are_short(monkeypatch: pytest.MonkeyPatch
         gap, call = first.due - call, first.due
         now += 0.01 * gap
     assert gap == 50
-    note = joining.Note(3, "session", "step", json.dumps({"pid": 1}))
-    assert other.counted(call, first.ballot(call, note), 0.001) == (3, "session")
+    note = joining.Note(3, "session", "step", json.dumps({"pid": 1}), 7)
+    assert other.counted(call, first.ballot(call, note), 0.001) == joining.Newcomer(3, "session", 7)
+
+
+def waits(store: AgreementStore, session: str, place: int = 0) -> joining.Asking:
+    """A process that waits for rank 3's place, and has shown once that it does."""
+    identity = Identity(3, "elsewhere", "another-host", 1, 1, None).to_json()
+    asking = joining.Asking(joining.Note(3, session, "step", identity, place))
+    asking.look(0.0, store)
+    return asking
+
+
+def test_a_note_that_is_older_than_the_first_rank_counts_when_its_process_shows_that_it_is_there(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new first rank reads all that there are, also of processes that are gone."""
+    monkeypatch.setattr(joining.time, "monotonic", lambda: clock.now)
+    store, waiting = AgreementStore(HashStore(), "ncclguard"), joining.Waiting()
+    waiting.miss([3])
+    waits(store, "old")
+    there = waits(store, "there")
+    waiting.look(1.0, store)
+    assert (waiting.first("step"), waiting.is_awaited(3, 1.0)) == (None, False)
+    there.look(1.5, store)
+    clock.now = 2.0
+    waiting.look(2.0, store)
+    note = waiting.first("step")
+    assert note is not None
+    assert (note.session, waiting.is_awaited(3, 2.0)) == ("there", True)
+    waits(store, "later")
+    waiting.look(3.0, store)
+    note = waiting.first("step")
+    assert note is not None
+    assert note.session == "later"
+
+
+def test_whoever_is_first_refuses_a_process_whose_place_another_host_has(clock: Clock) -> None:
+    """Each rank knows who has joined, also one that has joined itself since."""
+    store = AgreementStore(HashStore(), "ncclguard")
+    before, first = joining.Waiting(), joining.Waiting()
+    before.used(joining.Newcomer(3, "session", 2), True)
+    first.places = before.places
+    first.miss([])
+    late, own = waits(store, "late", 5), waits(store, "of the host that has it", 2)
+    first.look(1.0, store)
+    for asking in (late, own):
+        asking.look(1.0, store)
+    assert not own.invited.is_set()
+    with pytest.raises(joining.PlaceTaken):
+        late.invitation(0.0, lambda: None, lambda: "")
+    assert first.joined() == [(3, 2)]  # the one before may not have come to tell it
+    assert first.joined() == []
 
 
 def test_a_state_that_does_not_pickle_is_refused_on_all_members() -> None:
