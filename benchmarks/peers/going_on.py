@@ -45,6 +45,8 @@ FAULTS: Final = ("2 forward", "0 forward", "2 optimizer", "0 optimizer")
 WAYS: Final = {
     "plain": ("torchrun, checkpoints", "torch", "torchrun --max-restarts 3"),
     "surviving": ("ncclguard", "ncclguard", "ncclguard run"),
+    "surviving-again": ("ncclguard, new process", "ncclguard", "ncclguard run --restart-lost 1"),
+    "surviving-spare": ("ncclguard, spare", "ncclguard", "ncclguard run --spares 1"),
     "replicas": ("torchft", "torchft", "torchft_lighthouse, and a torchrun --max-restarts 3 for each rank"),
     "replicas-pure": ("torchft, its DDP in Python", "torchft", "as above"),
     "inprocess": ("nvidia-resiliency-ext", "nvidia-resiliency-ext", "a process for each rank, without torchrun"),
@@ -73,9 +75,9 @@ def commands(way: str) -> tuple[list[list[str]], list[dict[str, str]]]:
         # Else a restart's gloo finds the addresses of the processes before it in the agent's store (torch 2.13).
         own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return [[*torchrun, "--standalone", "--nproc-per-node", str(RANKS), *script]], [own]
-    if way == "surviving":
-        command = [sys.executable, "-m", "ncclguard", "run", "--standalone", "--nproc-per-node", str(RANKS)]
-        return [[*command, *script]], [{}]
+    if way.startswith("surviving"):
+        command = [sys.executable, "-m", "ncclguard", *WAYS[way][2].split()[1:], "--standalone"]
+        return [[*command, "--nproc-per-node", str(RANKS), *script]], [{}]
     if way.startswith("replicas"):
         own = {"PEERS_PURE": "1"} if way == "replicas-pure" else {}
         each = [[*torchrun, "--standalone", "--nproc-per-node", "1", *script] for _ in range(RANKS)]

@@ -16,7 +16,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     @ng.resilient_step(model, optimizer)
-    def train(step: int) -> None:
+    def train() -> None:
+        step = train.completed
         inputs, targets = parts.batch(step, train.ranks.index(rank), len(train.ranks))
         loss = mse_loss(model(inputs), targets)
         parts.strike("forward", step)
@@ -25,12 +26,12 @@ def main() -> None:
         parts.strike("optimizer", step)
         optimizer.step()
 
-    first = parts.load(model.module, optimizer)
-    for step in range(first, parts.STEPS):
-        train(step)
-        parts.done(step, len(train.ranks))
-        if rank == train.ranks[0] and (step + 1) % parts.EVERY == 0:
-            parts.save(step + 1, model.module, optimizer)
+    train.completed = parts.load(model.module, optimizer)
+    while train.completed < parts.STEPS:
+        train()
+        parts.done(train.completed - 1, len(train.made_by))
+        if rank == train.ranks[0] and train.completed % parts.EVERY == 0:
+            parts.save(train.completed, model.module, optimizer)
     dist.destroy_process_group()
 
 
