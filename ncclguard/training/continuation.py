@@ -100,6 +100,7 @@ class Continuation:
         self._vote = joining.Vote()
         self._waiting = joining.Waiting()
         self._offers = places.Offers(self._waiting)
+        self._seat = [places.Seat().look] if os.environ.get(places.NUMBER) else []
         group.enter_scope(None, self.failures.append)
         self._has_begun = joins_at is not None
         if joins_at is None:
@@ -296,7 +297,7 @@ class Continuation:
             place = int(os.environ.get(places.NUMBER, "0"))
             note = joining.Note(self.rank, monitor.nonce, step.name, current.identity.to_json(), place)
             asking = joining.Asking(note)
-            monitor.above_sessions = asking.look
+            monitor.above_sessions = joining.all_of([asking.look, *self._seat])
             invitation = asking.invitation(end, monitor.wake, lambda monitor=monitor: monitor.unavailable)  # type: ignore[misc]
             if invitation is not None:
                 break
@@ -312,9 +313,7 @@ class Continuation:
 
     def _attend(self, current: runtime.Runtime, more: joining.Look | None = None) -> None:
         """The first rank that goes on reads who waits, and offers the places for which nobody does."""
-        looks = [more] if more is not None else []
-        if os.environ.get(places.NUMBER):
-            looks.append(places.Seat().look)
+        looks = [*self._seat, *([] if more is None else [more])]
         self._waiting.miss(set(self.all_ranks) - set(self.ranks))
         if self.rank == self.ranks[0] and (self._waiting.missing or self.lost):
             looks.append(self._waiting.look)

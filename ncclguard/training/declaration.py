@@ -65,22 +65,35 @@ def _ends(error: BaseException) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    with contextlib.suppress(OSError):
-        said = {"kind": kind, "text": text[:400], "same": f"{type(error).__name__}{where}"}
-        Path(folder, f"{rank}.end").write_text(json.dumps(said))
+    _write_end(folder, rank, kind, text[:400], f"{type(error).__name__}{where}")
+
+
+def superseded() -> None:
+    """This rank ends because all others are started again."""
+    folder, rank = os.environ.get(FOLDER), os.environ.get("RANK")
+    if folder and rank:
+        _write_end(folder, rank, "superseded", "", "")
+
+
+def _write_end(folder: str, rank: str, kind: str, text: str, same: str) -> None:
+    with contextlib.suppress(OSError), Path(folder, f"{rank}.end").open("x") as file:  # what was first is the reason
+        json.dump({"kind": kind, "text": text, "same": same}, file)
 
 
 def withdraw(folder: str, rank: int) -> tuple[str, str, str]:
-    """The process of a rank has ended: what it has said is not what its successor says.
+    """The process of a rank has ended: what it has said is not what its successor says; returns what ended it."""
+    end = ended_by(folder, rank)
+    for name in (f"{rank}.json", f"{rank}.end"):
+        Path(folder, name).unlink(missing_ok=True)
+    return end
 
-    Returns what ended it: "exception", "mismatch", "device", "taken" or nothing; in words; and what is equal when the
-    same exception ends another one.
+
+def ended_by(folder: str, rank: int) -> tuple[str, str, str]:
+    """What has ended a process: "exception", "mismatch", "device", "taken", "superseded" or nothing; in words; and what
+    is equal when the same exception ends another one.
     """
-    Path(folder, f"{rank}.json").unlink(missing_ok=True)
-    path = Path(folder, f"{rank}.end")
     try:
-        said = json.loads(path.read_text())
-        path.unlink()
+        said = json.loads(Path(folder, f"{rank}.end").read_text())
         return str(said["kind"]), str(said["text"]), str(said["same"])
     except (OSError, ValueError, KeyError, TypeError):
         return "", "", ""

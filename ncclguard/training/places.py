@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.coordination.store import AgreementStore
+from ncclguard.training import declaration
 
 if TYPE_CHECKING:
     from ncclguard.training.joining import Waiting
@@ -71,6 +72,11 @@ class Place:
     rank: int
     env: dict[str, str]
 
+    @property
+    def generation(self) -> str:
+        """In which it is to be had; see `generation`."""
+        return self.env.get(_GENERATION, "0")
+
     def to_json(self) -> str:
         """As a JSON object."""
         return json.dumps(asdict(self))
@@ -117,7 +123,8 @@ class Offers:
         """Offer what is due, show that the offers still hold, and withdraw those that somebody has taken."""
         places = beneath(store.connection.store)
         for rank, number in self._waiting.joined():  # at once: the job may end with the next step
-            places.first(f"join/{places.count('joins', 1)}", json.dumps([rank, number]))
+            said = json.dumps([rank, number, _own_generation()])
+            places.first(f"join/{places.count('joins', 1)}", said)
         if now < self._next_look:
             return
         self._next_look = now + LOOK_EVERY
@@ -176,7 +183,7 @@ class Search:
                 continue
             text = self._places.read(f"offer/{number}")
             place = None if text is None else Place.from_json(text)
-            if place is None or place.env.get(_GENERATION, "0") != generation(self._places):
+            if place is None or place.generation != generation(self._places):
                 continue
             if self._places.first(f"taken/{number}", self._who) == self._who:
                 return place
@@ -194,11 +201,11 @@ class Seat:
         if now < self._next_look:
             return
         self._next_look = now + LOOK_EVERY
-        there = generation(beneath(store.connection.store))
-        if there != os.environ.get(_GENERATION, "0"):
+        if generation(beneath(store.connection.store)) != _own_generation():
             log.error(
                 "ncclguard: the ranks of this job were started again; this one ends, for another to take its place"
             )
+            declaration.superseded()
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -222,17 +229,21 @@ class Guests:
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}  # rank -> number of the place that its last process has taken, 0: none
+        self._generation = ""
         self._known = 0
         self._vouched: dict[int, _Vouched] = {}
 
     def look(self, places: AgreementStore, now: float) -> tuple[set[int], set[int]]:
         """Those that run, and all whose last process had joined from elsewhere."""
-        known = places.count("joins")
+        there, known = generation(places), places.count("joins")
+        if there != self._generation:  # all ranks were started where they belong
+            self._generation, self._last = there, {}
         for number in range(self._known + 1, known + 1):
             text = places.read(f"join/{number}")
             if text is not None:
-                rank, place = json.loads(text)
-                self._last[rank] = place
+                rank, place, generated = json.loads(text)
+                if generated == there:
+                    self._last[rank] = place
         self._known = known
         guests = {rank: place for rank, place in self._last.items() if place}
         running = {
@@ -248,9 +259,16 @@ def _taken(places: AgreementStore, now: float) -> dict[int, _Vouched]:
     known = places.count("offers")
     for number in range(max(0, known - AT_MOST) + 1, known + 1):
         text = places.read(f"offer/{number}")
-        if text is not None and places.read(f"taken/{number}") is not None:
-            found[Place.from_json(text).rank] = _Vouched(number, now)
+        place = None if text is None else Place.from_json(text)
+        if place is None or place.generation != _own_generation():
+            continue
+        if places.read(f"taken/{number}") is not None:
+            found[place.rank] = _Vouched(number, now)
     return found
+
+
+def _own_generation() -> str:
+    return os.environ.get(_GENERATION, "0")
 
 
 def _environment(rank: int, number: int) -> dict[str, str]:

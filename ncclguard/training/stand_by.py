@@ -140,13 +140,12 @@ def run(address: Address, command: Sequence[str], count: int, folder: str, say: 
     try:
         for local_rank in range(count):
             processes.append(_Process(address, local_rank, command))
-        _watch(address, processes, folder, say)
+        _watch(address, processes, command, folder, say)
     finally:
         for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(name, signal.SIG_IGN)
         _end(processes)
-    # A rank that ends because all were started again has not failed, see `places.Seat`.
-    codes = [process.code for process in processes if process.joined and process.code != -signal.SIGTERM]
+    codes = [process.code for process in processes if process.joined]
     return 0 if not codes or 0 in codes else 1
 
 
@@ -165,7 +164,7 @@ def _is_there(address: Address, end: float) -> bool:
     return False
 
 
-def _watch(address: Address, processes: Sequence[_Process], folder: str, say: Say) -> None:
+def _watch(address: Address, processes: list[_Process], command: Sequence[str], folder: str, say: Say) -> None:
     """Until all have ended, or those that have joined have done so well: then the job has ended."""
     voucher: _Voucher | None = None
     while any(process.code is None for process in processes):
@@ -182,7 +181,14 @@ def _watch(address: Address, processes: Sequence[_Process], folder: str, say: Sa
             elif process.code is None and process.is_unanswered(now):
                 say(f"the job's store has not answered process {process.popen.pid} for {SILENT_FOR:.0f} s; it is ended")
                 process.end(signal.SIGKILL)
-        for process in [process for process in ran if process.code]:
+        for process in [process for process in ran if process.code is not None]:
+            if process.rank is not None and declaration.ended_by(folder, process.rank)[0] == "superseded":
+                local_rank = processes.index(process)
+                processes[local_rank] = _Process(address, local_rank, command)
+                say(f"rank {process.rank} (process {process.popen.pid}) was ended; another process stands by")
+                continue
+            if not process.code:
+                continue
             what = "a process that stood by" if process.rank is None else f"rank {process.rank}"
             say(f"{what} (process {process.popen.pid}) has ended with exit code {process.code}")
         _end_given_up(processes, folder, say)

@@ -70,16 +70,27 @@ def test_a_host_that_stands_by_takes_the_place_of_one_that_is_lost(
 
 
 def test_ranks_that_are_started_again_have_no_second_training_beside_them(hosts: Hosts, tmp_path: Path) -> None:
-    """All of the job's own ranks were lost, and one that had joined from elsewhere would go on alone."""
-    job = Job.begun(hosts, tmp_path, "ddp", standing_by=2, steps=STEPS, options={0: ["--max-restarts", "1"]})
+    """All of the job's own ranks were lost, and one that had joined from elsewhere would go on alone.
+
+    The host that it had joined from stands by for the new ones.
+    """
+    options = {0: ["--max-restarts", "1"], 1: ["--nproc-per-node", "1"], 2: ["--nproc-per-node", "1"]}
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=2, steps=STEPS, options=options)
     job.ranks(0)[1].kill()
     job.wait_until(lambda: joined(job, 1, 1) or joined(job, 2, 1), 60)
+    there, other = (1, 2) if joined(job, 1, 1) else (2, 1)
+    job.launchers[other].terminate()
     job.ranks(0)[0].kill()
-    job.wait_until(lambda: any("started again; this one ends" in job.said(index) for index in (1, 2)), 60)
+    job.wait_until(lambda: "started again; this one ends" in job.said(there), 60)
     job.wait_until(lambda: job.said(0).count("step 10 of rank 0") == 2, 60)
-    assert codes(job) == [0, 0, 0], job.said(0)[-3000:]
-    anew = job.said(0).split("step 10 of rank 0")[2]
-    assert set(re.findall(r"^step \d+ of rank \d: \S+, by (.*)$", anew, re.MULTILINE)) == {"(0, 1)"}
+    job.ranks(0)[1].kill()
+    job.wait_until(lambda: joined(job, there, 1, times=2), 90)
+    ended = codes(job)
+    assert (ended[0], ended[there], ended[other]) == (0, 0, 128 + signal.SIGTERM), job.said(there)[-3000:]
+    anew = [job.said(0).split("step 10 of rank 0")[2], job.said(there).split("another process stands by")[1]]
+    made = re.findall(r"^step (\d+) of rank \d: (\S+, by .*)$", "\n".join(anew), re.MULTILINE)
+    assert made
+    assert len(dict(made)) == len(set(made))
 
 
 def test_a_job_that_ends_while_they_import_is_not_waited_for(hosts: Hosts, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_host_of_which_one_rank_takes_part_is_waited_for(store: HashStore, pre
 def joined(store: HashStore, rank: int, place: int) -> AgreementStore:
     """This rank's newest process has joined from a host that stands by (0: from its own)."""
     found = places.beneath(store)
-    found.first(f"join/{found.count('joins', 1)}", json.dumps([rank, place]))
+    found.first(f"join/{found.count('joins', 1)}", json.dumps([rank, place, "0"]))
     return found
 
 
@@ -107,9 +107,13 @@ def test_a_rank_whose_launcher_vouches_for_it_no_more_is_not_waited_for(
     other.join()
 
 
-def test_a_host_whose_ranks_have_come_back_to_it_is_waited_for(store: HashStore) -> None:
+@pytest.mark.parametrize("how", ["one by one", "with all others"])
+def test_a_host_whose_ranks_have_come_back_to_it_is_waited_for(store: HashStore, how: str) -> None:
     for rank, place in ((4, 1), (5, 2), (4, 0), (5, 0)):
-        places.vouch(joined(store, rank, place), place, None)
+        if place or how == "one by one":
+            places.vouch(joined(store, rank, place), place, None)
+    if how == "with all others":
+        places.begin(store, 1)
     for host in (1, 2):
         threading.Timer(1.0 * host, Agent._exit_barrier, (launcher(store, host, set(range(6))),)).start()
     assert 1.9 < seconds(launcher(store, 0, set(range(6)))) < 15
