@@ -63,8 +63,8 @@ class Judge(Protocol):
         None: torch's own behaviour, which ends all workers when one has failed.
         """
 
-    def starting(self, store: Any, restarts: int) -> None:
-        """Workers are about to be started, after so many restarts."""
+    def starting(self, store: Any, restarts: int, host: int, hosts: int) -> None:
+        """Workers are about to be started, after so many restarts, on this one of so many hosts."""
 
     def taking_part(self, ranks: Iterable[int]) -> set[int] | None:
         """Who takes part in the job, as these ranks of this host know; None where nobody has said it."""
@@ -148,7 +148,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     waiting: list[_Spare] = []  # noqa: RUF012 - `launch` ends them, whatever becomes of the agent
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        self.judge.starting(self._store, worker_group.spec.max_restarts - self._remaining_restarts)
+        restarts = worker_group.spec.max_restarts - self._remaining_restarts
+        self.judge.starting(self._store, restarts, worker_group.group_rank, worker_group.group_world_size)
         ranks = [worker.global_rank for worker in worker_group.workers]
         store: Any = self._store
         store.set(_RANKS.format(worker_group.group_rank), json.dumps(ranks))
@@ -308,8 +309,8 @@ def store_address(arguments: Any) -> tuple[str, int]:
 def was_here(arguments: Any) -> bool:
     """Whether the job runs already, and the host of this `--node-rank` has had ranks in it: it is started again.
 
-    Waits for the job's store as torch's agent does. Only a job with --master-addr is asked: by c10d, hosts have no
-    numbers of their own.
+    The others do not wait for its agent at the end any more. Waits for the job's store as torch's agent does. Only a
+    job with --master-addr is asked: by c10d, hosts have no numbers of their own.
     """
     try:
         host, port = store_address(arguments)
@@ -319,8 +320,12 @@ def was_here(arguments: Any) -> bool:
         return False
     config, _, _ = torchrun.config_from_args(arguments)
     timeout = timedelta(seconds=float(config.rdzv_configs.get("timeout", 600)))
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return bool(PrefixStore(config.run_id, store).check([_RANKS.format(arguments.node_rank)]))
+    store: Any = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store = PrefixStore(config.run_id, store)
+    if not store.check([_RANKS.format(arguments.node_rank)]):
+        return False
+    store.set(_ENDED.format(arguments.node_rank), json.dumps(None))
+    return True
 
 
 __all__: Sequence[str] = [

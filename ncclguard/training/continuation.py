@@ -100,7 +100,7 @@ class Continuation:
         self._vote = joining.Vote()
         self._waiting = joining.Waiting()
         self._offers = places.Offers(self._waiting)
-        self._seat = [places.Seat().look] if os.environ.get(places.NUMBER) else []
+        self._seat = [places.Seat().look] if os.environ.get(declaration.PLACE) else []
         group.enter_scope(None, self.failures.append)
         self._has_begun = joins_at is not None
         if joins_at is None:
@@ -294,7 +294,7 @@ class Continuation:
             raise GuardError(f"the store has not answered in {KNOWN_WITHIN:.0f} s")
         while True:
             monitor = current.monitor
-            place = int(os.environ.get(places.NUMBER, "0"))
+            place = int(os.environ.get(declaration.PLACE, "0"))
             note = joining.Note(self.rank, monitor.nonce, step.name, current.identity.to_json(), place)
             asking = joining.Asking(note)
             monitor.above_sessions = joining.all_of([asking.look, *self._seat])

@@ -20,6 +20,8 @@ from ncclguard.training.joining import PlaceTaken
 
 #: The folder; set by `ncclguard run`, and empty or missing under any other launcher.
 FOLDER: Final = "NCCLGUARD_RUN_DIR"
+#: The number of the place that a process has taken on a host that stands by; see `places`.
+PLACE: Final = "NCCLGUARD_PLACE_NUMBER"
 
 
 def going_on(
@@ -36,7 +38,8 @@ def going_on(
     path = Path(folder, f"{rank}.json")
     with contextlib.suppress(OSError):  # then the launcher ends all ranks, as torchrun does
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({"lost": list(lost), "given up": list(given_up), "ranks": ranks}))
+        said = {"lost": list(lost), "given up": list(given_up), "ranks": ranks, "place": [os.environ.get(PLACE, "0")]}
+        draft.write_text(json.dumps(said))
         draft.replace(path)
 
 
@@ -82,18 +85,18 @@ def _write_end(folder: str, rank: str, kind: str, text: str, same: str) -> None:
 
 def withdraw(folder: str, rank: int) -> tuple[str, str, str]:
     """The process of a rank has ended: what it has said is not what its successor says; returns what ended it."""
-    end = ended_by(folder, rank)
-    for name in (f"{rank}.json", f"{rank}.end"):
-        Path(folder, name).unlink(missing_ok=True)
-    return end
+    Path(folder, f"{rank}.json").unlink(missing_ok=True)
+    return ended_by(folder, rank)
 
 
 def ended_by(folder: str, rank: int) -> tuple[str, str, str]:
     """What has ended a process: "exception", "mismatch", "device", "taken", "superseded" or nothing; in words; and what
-    is equal when the same exception ends another one.
+    is equal when the same exception ends another one. Said once.
     """
+    path = Path(folder, f"{rank}.end")
     try:
-        said = json.loads(Path(folder, f"{rank}.end").read_text())
+        said = json.loads(path.read_text())
+        path.unlink()
         return str(said["kind"]), str(said["text"]), str(said["same"])
     except (OSError, ValueError, KeyError, TypeError):
         return "", "", ""
@@ -120,6 +123,11 @@ def read(folder: str, rank: int) -> tuple[int, ...] | None:
 def taking_part(folder: str, rank: int) -> tuple[int, ...] | None:
     """Who takes part, as `going_on` was told last; None for a rank that has not said it."""
     return _said(folder, rank, "ranks")
+
+
+def has_joined(folder: str, rank: int, place: int) -> bool:
+    """Whether the process that has taken this place goes on as this rank."""
+    return _said(folder, rank, "place") == (place,)
 
 
 def _said(folder: str, rank: int, key: str) -> tuple[int, ...] | None:

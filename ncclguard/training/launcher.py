@@ -81,13 +81,16 @@ class Survivors:
         self._clock = clock
         self._restarts = limits.restarts
         self._guests = places.Guests()
+        self._store: Any = None
+        self._generation = "0"
         self._reasons: set[str] = set()  # for which processes have ended by themselves
         self.started()
 
-    def starting(self, store: Any, restarts: int) -> None:
+    def starting(self, store: Any, restarts: int, host: int, hosts: int) -> None:
         """Workers are about to start, again if there were restarts: what earlier ones have said is not theirs."""
+        self._store, self._generation = store, str(restarts)
         with contextlib.suppress(StoreUnavailable):
-            places.begin(store, restarts)
+            places.begin(store, restarts, host, hosts)
         self.started()
 
     def started(self) -> None:
@@ -179,6 +182,9 @@ class Survivors:
         self._down[rank] = reason
         if reason and running:
             say(f"rank {rank} is not started again: {reason}")
+        if reason and kind not in ("taken", "device") and self._store is not None:  # nor on a host that stands by
+            with contextlib.suppress(StoreUnavailable):
+                places.refuse(places.beneath(self._store), rank, self._generation)
 
     def _confirm(self, members: list[int], declared: list[tuple[int, ...]]) -> None:
         """A process that has joined since knows nothing of earlier losses, but who takes part."""

@@ -6,7 +6,8 @@ place of a rank that is back, or one in a job that is gone. From then on its lau
 and not stopped; when it does not, the place is offered again. Who has joined is written by the first rank, too.
 
 These keys lie beneath the prefixes that torch gives the ranks' store, because who stands by has no rank and does not
-know them. An offer holds for the generation in which it was made: an agent that starts its ranks again begins another.
+know them. An offer holds for the generation in which it was made: agents that all start their ranks again begin
+another.
 """
 
 from __future__ import annotations
@@ -44,8 +45,6 @@ AT_MOST: Final = 256
 
 #: In the place of a counter: the process has ended.
 ENDED: Final = "ended"
-#: The variable that says which place a process has taken.
-NUMBER: Final = "NCCLGUARD_PLACE_NUMBER"
 _GENERATION: Final = "TORCHELASTIC_RESTART_COUNT"
 
 #: What a process that takes a place has to have as the others do; its own are RANK and LOCAL_RANK.
@@ -129,10 +128,10 @@ class Offers:
             return
         self._next_look = now + LOOK_EVERY
         missing = sorted(self._waiting.missing)[:AT_MOST]
+        self._due = {rank: self._due.get(rank, now + OWN_HOST_FIRST) for rank in missing}
         if not missing:
             return
         taken = _taken(places, now) if self._taken is None else self._taken
-        self._due = {rank: self._due.get(rank, now + OWN_HOST_FIRST) for rank in missing}
         self._open = {rank: number for rank, number in self._open.items() if rank in self._due}
         self._taken = {rank: vouched for rank, vouched in taken.items() if rank in self._due}
         for rank in missing:
@@ -150,6 +149,9 @@ class Offers:
         if now < self._due[rank]:
             return
         if rank not in self._open:
+            if places.read(f"refused/{_own_generation()}/{rank}") is not None:
+                self._due[rank] = now + OWN_HOST_FIRST
+                return
             self._open[rank] = number = places.count("offers", 1)
             places.first(f"offer/{number}", Place(number, rank, _environment(rank, number)).to_json())
         number = self._open[rank]
@@ -209,14 +211,25 @@ class Seat:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def begin(store: Any, generation: int) -> None:
+def begin(store: Any, generation: int, host: int, hosts: int) -> None:
     """An agent starts its ranks, for the first time (0) or again; not acknowledged."""
-    beneath(store).put("generation", str(generation))
+    places = beneath(store)
+    places.put("hosts", str(hosts))
+    places.put(f"generation/{host}", str(generation))
 
 
 def generation(places: AgreementStore) -> str:
-    """How often an agent has started its ranks again."""
-    return places.read("generation") or "0"
+    """How often all agents have started their ranks again: as long as one has not, its ranks go on."""
+    if (places.read("generation/0") or "0") == "0":
+        return "0"
+    hosts = int(places.read("hosts") or 1)
+    said = places.read_many([f"generation/{host}" for host in range(hosts)])
+    return str(min(map(int, said.values()))) if len(said) == hosts else "0"
+
+
+def refuse(places: AgreementStore, rank: int, generation: str) -> None:
+    """A new process of this rank would end as those before: nobody is to take its place. Not acknowledged."""
+    places.put(f"refused/{generation}/{rank}", "")
 
 
 def vouch(places: AgreementStore, number: int, count: int | None) -> None:
@@ -275,4 +288,4 @@ def _environment(rank: int, number: int) -> dict[str, str]:
     env = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
     group = rank // max(1, int(env.get("LOCAL_WORLD_SIZE", "1")))
     own = {"RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": str(group)}
-    return env | own | {lifecycle.JOINS: "1", NUMBER: str(number)}
+    return env | own | {lifecycle.JOINS: "1", declaration.PLACE: str(number)}

@@ -8,9 +8,9 @@ launcher has: what comes through it is the place, and its end without one means 
 there for people who look for the ranks with `ps`; what is run comes through the pipe.
 
 The second is started by `ncclguard run --stand-by`. It looks for a place in the job's store itself, because a call of
-the store may block, and a launcher must not. A line goes to the descriptor for each look that the store has answered,
-and one with the rank when it has got a place. It ends when the store does, which is when the job has ended, and while
-it waits with its launcher.
+the store may block, and a launcher must not. A line goes to the descriptor when it begins, for each look that the store
+has answered, and one with the rank when it has got a place. It ends when the store does, which is when the job has
+ended, and while it waits with its launcher.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+if TYPE_CHECKING:
+    from ncclguard.training.places import Place
 
 #: A variable that a spare is started with, in the room of which its rank is written, so that tools find it in /proc.
 ROOM: Final = "NCCLGUARD_PLACE"
@@ -54,33 +57,48 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _found(host: str, port: str, local_rank: str, descriptor: int, command: Sequence[str]) -> dict[str, Any] | None:
     """A place that the job's store offers; None where the job has ended without that."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    from ncclguard.coordination.store import AgreementStore, StoreUnavailable
-    from ncclguard.training import places
+    from ncclguard.coordination.store import StoreUnavailable
 
     with os.fdopen(descriptor, "w") as launcher:
-        try:
-            socket.create_connection((host, int(port)), timeout=10.0).close()
-            with _quiet():
-                store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=CONNECTED_WITHIN)
-            search = places.Search(
-                AgreementStore(store, places.PREFIX), f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
-            )
-            while True:
-                with _quiet():
-                    place = search.look()
-                if place is not None:
-                    break
-                print(json.dumps({}), file=launcher, flush=True)
-                time.sleep(places.LOOK_EVERY)
-        except (OSError, StoreUnavailable, RuntimeError):
-            return None
+        print(json.dumps({}), file=launcher, flush=True)
+        place = None
+        while place is None:
+            try:
+                place = _offered(host, int(port), launcher)
+            except ConnectionRefusedError:
+                return None
+            except (OSError, StoreUnavailable, RuntimeError):  # a connection may break, and the job be there
+                time.sleep(1.0)
         _end_with_parent(False)  # as a rank under torchrun
-        print(json.dumps({"rank": place.rank, "number": place.number}), file=launcher, flush=True)
+        print(
+            json.dumps({"rank": place.rank, "number": place.number, "generation": place.generation}),
+            file=launcher,
+            flush=True,
+        )
     same_store = place.env.get("MASTER_PORT") == port
     env = {**place.env, "LOCAL_RANK": local_rank, **({"MASTER_ADDR": host} if same_store else {})}
     return {"env": env, "command": list(command), "stdout": None, "stderr": None}
+
+
+def _offered(host: str, port: int, launcher: TextIO) -> Place:
+    """The first place that is offered, over one connection. Raises ConnectionRefusedError when there is no store."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from ncclguard.coordination.store import AgreementStore
+    from ncclguard.training import places
+
+    socket.create_connection((host, port), timeout=10.0).close()
+    with _quiet():
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECTED_WITHIN)
+    who = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
+    search = places.Search(AgreementStore(store, places.PREFIX), who)
+    while True:
+        with _quiet():
+            place = search.look()
+        if place is not None:
+            return place
+        print(json.dumps({}), file=launcher, flush=True)
+        time.sleep(places.LOOK_EVERY)
 
 
 def _end_with_parent(whether: bool) -> None:

@@ -36,6 +36,8 @@ ENDS_WITHIN: Final = 30.0
 LOOK_EVERY: Final = 0.1
 #: Seconds between two signs that a process is there.
 VOUCH_EVERY: Final = 1.0
+#: What ends processes in the places of which others stand by; see `declaration.ended_by`.
+_NO_FAILURE: Final = ("superseded", "taken")
 
 Address = tuple[str, int]
 Say = Callable[[str], None]
@@ -56,27 +58,28 @@ class _Process:
         finally:
             os.close(writer)
         self.rank: int | None = None
-        self.number = 0  # of the place
+        self.number, self.generation = 0, "0"  # of the place
         self.joined = False
         self.code: int | None = None
         self.told = False  # that it has ended
-        self._heard: float | None = None  # when the store has answered it last
+        self.repeats = False  # for a reason that has ended one before, or would end the next one
+        self.unanswered = False  # it waits, and the store has not answered it for long
+        self._heard: float | None = None  # when the store has answered it last, or it had imported what it needs
         self._text = b""
 
     def look(self, folder: str, now: float) -> None:
         """Read what it has said, and whether it has joined or ended."""
         self.code = self.popen.poll()
-        self.joined = self.joined or (self.rank is not None and declaration.read(folder, self.rank) is not None)
+        if self.rank is not None:
+            self.joined = self.joined or declaration.has_joined(folder, self.rank, self.number)
         with contextlib.suppress(BlockingIOError):
             while self.rank is None and (text := os.read(self._reader, 65536)):
                 self._heard = now
                 *lines, self._text = (self._text + text).split(b"\n")
                 for said in map(json.loads, lines):
                     self.rank, self.number = said.get("rank"), said.get("number", 0)
-
-    def is_unanswered(self, now: float) -> bool:
-        """Whether it waits, and the store has not answered it for long."""
-        return self.rank is None and self._heard is not None and now - self._heard > SILENT_FOR
+                    self.generation = said.get("generation", "0")
+        self.unanswered = self.rank is None and self._heard is not None and now - self._heard > SILENT_FOR
 
     @property
     def is_stopped(self) -> bool:
@@ -103,14 +106,15 @@ class _Voucher:
         self._next = 0.0
 
     def look(self, processes: Sequence[_Process], now: float) -> bool:
-        """Show it once in a second; False when the store is gone."""
+        """Show it once in a second; False when nobody listens at the store's address any more."""
         ended = [process for process in processes if process.rank is not None and process.code is not None]
         if now < self._next and all(process.told for process in ended):
             return True
         self._next = now + VOUCH_EVERY
         self._count += 1
         try:
-            if self._places is None:  # the store has just answered a process
+            if self._places is None:
+                socket.create_connection(self._address, timeout=VOUCH_EVERY).close()
                 host, port = self._address
                 store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
                 self._places = AgreementStore(store, places.PREFIX)
@@ -118,16 +122,23 @@ class _Voucher:
                 if process.rank is not None and process.code is None and not process.is_stopped:
                     places.vouch(self._places, process.number, self._count)
             for process in ended:
+                if process.rank is not None and process.repeats:
+                    places.refuse(self._places, process.rank, process.generation)
                 places.vouch(self._places, process.number, None)
                 process.told = True
             self._places.put("standing", str(self._count))  # which finds out whether the store is there, at the latest
-        except (StoreUnavailable, RuntimeError):
+        except ConnectionRefusedError:
             return False
+        except (StoreUnavailable, OSError, RuntimeError):
+            self._places = None  # a connection may break, and the job be there
         return True
 
 
 def run(address: Address, command: Sequence[str], count: int, folder: str, say: Say) -> int:
-    """Stand by until the job ends; returns the exit code: 1 where ranks failed here and none ended well."""
+    """Stand by until the job ends; returns the exit code.
+
+    1 where ranks failed here and none ended well, or the store did not answer.
+    """
     for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(name, _stop)
     say(f"{count} processes stand by for the job at {address[0]}:{address[1]}")
@@ -145,7 +156,7 @@ def run(address: Address, command: Sequence[str], count: int, folder: str, say: 
         for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(name, signal.SIG_IGN)
         _end(processes)
-    codes = [process.code for process in processes if process.joined]
+    codes = [process.code for process in processes if process.joined or process.unanswered]
     return 0 if not codes or 0 in codes else 1
 
 
@@ -167,49 +178,58 @@ def _is_there(address: Address, end: float) -> bool:
 def _watch(address: Address, processes: list[_Process], command: Sequence[str], folder: str, say: Say) -> None:
     """Until all have ended, or those that have joined have done so well: then the job has ended."""
     voucher: _Voucher | None = None
+    reasons: set[str] = set()  # for which ranks have ended by themselves
     while any(process.code is None for process in processes):
         time.sleep(LOOK_EVERY)
         now, waiting = time.monotonic(), [process for process in processes if process.rank is None]
-        ran = {process for process in processes if process.code is None}
+        ran = {process for process in processes if process.code is None and not process.unanswered}
         for process in processes:
             process.look(folder, now)
         for process in waiting:
             if process.rank is not None:
                 voucher = voucher or _Voucher(address)
-                _end_predecessor(process, processes, folder, say)
+                _succeed(process, processes, folder, say)
                 say(f"a process that stood by takes the place of rank {process.rank} (process {process.popen.pid})")
-            elif process.code is None and process.is_unanswered(now):
+            elif process in ran and process.code is None and process.unanswered:
                 say(f"the job's store has not answered process {process.popen.pid} for {SILENT_FOR:.0f} s; it is ended")
                 process.end(signal.SIGKILL)
         for process in [process for process in ran if process.code is not None]:
-            if process.rank is not None and declaration.ended_by(folder, process.rank)[0] == "superseded":
+            kind, _, same = declaration.ended_by(folder, process.rank) if process.rank is not None else ("", "", "")
+            if kind in _NO_FAILURE:
                 local_rank = processes.index(process)
                 processes[local_rank] = _Process(address, local_rank, command)
-                say(f"rank {process.rank} (process {process.popen.pid}) was ended; another process stands by")
+                say(f"rank {process.rank} (process {process.popen.pid}) is not needed; another process stands by")
                 continue
             if not process.code:
                 continue
+            if process.rank is not None and process.code > 0:
+                process.repeats = kind == "mismatch" or (same or str(process.code)) in reasons
+                reasons.add(same or str(process.code))
             what = "a process that stood by" if process.rank is None else f"rank {process.rank}"
             say(f"{what} (process {process.popen.pid}) has ended with exit code {process.code}")
         _end_given_up(processes, folder, say)
         if voucher is not None and not voucher.look(processes, now):
-            voucher = None
             for process in processes:
-                if process.rank is not None and not process.joined:
-                    process.end(signal.SIGKILL)  # there is nobody left whom it could join
+                if process.rank is not None and (not process.joined or process.is_stopped):
+                    process.end(signal.SIGKILL)  # there is nobody left whom it could join, or who waits for it
         ends = [process.code for process in processes if process.joined]
         if 0 in ends and None not in ends:
             return
 
 
-def _end_predecessor(process: _Process, processes: Sequence[_Process], folder: str, say: Say) -> None:
-    """The place is this process's: one that had it and is there still is stopped, or was waited for in vain."""
+def _succeed(process: _Process, processes: Sequence[_Process], folder: str, say: Say) -> None:
+    """The place is this process's: one that had it and does not run is ended.
+
+    One that does run had it while this launcher did not: whichever of the two comes to the others too late is told so.
+    """
     assert process.rank is not None
-    declaration.withdraw(folder, process.rank)
-    for before in processes:
-        if before is not process and before.rank == process.rank and before.code is None:
-            say(f"rank {before.rank} (process {before.popen.pid}) does not run, and its place is taken; it is ended")
-            before.end(signal.SIGKILL)
+    before = [one for one in processes if one is not process and one.rank == process.rank and one.code is None]
+    for one in [one for one in before if one.is_stopped]:
+        before.remove(one)
+        say(f"rank {one.rank} (process {one.popen.pid}) does not run, and its place is taken; it is ended")
+        one.end(signal.SIGKILL)
+    if not before:
+        declaration.withdraw(folder, process.rank)
 
 
 def _end_given_up(processes: Sequence[_Process], folder: str, say: Say) -> None:

@@ -58,6 +58,8 @@ loader = ng.ElasticLoader(torch.utils.data.TensorDataset(torch.arange(512.0).res
 
 @ng.resilient_step(model, optimizer, loader=loader, timeout=8, copies=2 * (way == "fsdp"))
 def step(batch):
+    if os.environ.get("RAISES") == str(dist.get_rank()) and step.completed >= 20:
+        raise RuntimeError("of its own")
     optimizer.zero_grad()
     loss = model(batch[0]).square().mean()
     loss.backward()

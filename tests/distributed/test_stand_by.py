@@ -5,6 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import psutil
 import pytest
 
 from ncclguard.faults.hosts import Hosts, namespaces_available
+from ncclguard.training import places
 from tests.distributed.hosts_cases import WAYS, Job
 
 REASON = namespaces_available()
@@ -113,6 +118,79 @@ def test_a_process_that_is_stopped_before_it_joins_is_replaced_and_ended(hosts: 
     assert check(job)[-1] == "(0, 1, 2, 3)"
 
 
+def test_a_launcher_that_did_not_run_for_a_while_ends_no_rank_that_has_joined_since(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """Nobody vouched for the first that took the place, a second one takes it too, and comes too late."""
+    env = {2: {"STARTS_AFTER": str(places.VOUCHED_FOR + 6)}}
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS, env=env)
+    job.ranks(1)[3].kill()
+    job.wait_until(lambda: "takes the place of rank 3" in job.said(2), 60)
+    launcher = psutil.Process(job.launchers[2].pid)
+    launcher.suspend()
+    job.wait_until(lambda: joined(job, 2, 3), 90)
+    launcher.resume()
+    job.wait_until(lambda: "is not needed; another process stands by" in job.said(2), 90)
+    assert codes(job) == [0, 0, 0], job.said(2)[-3000:]
+    assert check(job) == ["(0, 1, 2, 3)", "(0, 1, 2)", "(0, 1, 2, 3)"]
+    assert job.said(2).count("takes the place of rank 3") == 2
+    assert "it is ended" not in job.said(2)
+
+
+@pytest.mark.parametrize("how", ["cut off", "reset"])
+def test_a_host_whose_connection_was_broken_stands_by_still(hosts: Hosts, tmp_path: Path, how: str) -> None:
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS)
+    if how == "cut off":
+        hosts.partition("host2")
+        time.sleep(20)
+        hosts.heal()
+    else:
+        for _ in range(2):
+            job.wait_until(lambda: hosts.reset_connections("host2") > 0, 60)
+            time.sleep(3)
+    job.ranks(1)[3].kill()
+    job.wait_until(lambda: joined(job, 2, 3), 90)
+    assert codes(job) == [0, 0, 0], job.said(2)[-3000:]
+
+
+def test_the_launcher_does_not_wait_for_a_rank_that_is_stopped_when_the_job_has_ended(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """It is alone on its host, so that nobody there could give it up."""
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS)
+    job.ranks(1)[3].kill()
+    job.wait_until(lambda: joined(job, 2, 3), 60)
+    job.ranks(2)[3].suspend()
+    assert [job.code(index, 90) for index in range(3)] == [1, 1, 1]
+
+
+def test_a_launcher_whose_own_ranks_live_on_is_not_waited_for(hosts: Hosts, tmp_path: Path) -> None:
+    """It was killed and started again, and stands by; its ranks end by themselves."""
+    job = Job.begun(hosts, tmp_path, "ddp", steps=STEPS)
+    ranks = list(job.ranks(1).values())
+    job.launchers[1].kill()
+    job.start_again(1)
+    job.wait_until(lambda: "2 processes stand by" in job.said(1), 60)
+    assert codes(job) == [0, 0, 0], job.said(1)[-3000:]
+    assert check(job) == ["(0, 1, 2, 3, 4, 5)"]
+    assert not psutil.wait_procs(ranks, timeout=30)[1]
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+    """Something else listens at the port."""
+    program = """
+import sys
+from ncclguard.training import stand_by
+stand_by.SILENT_FOR = 3.0
+sys.exit(stand_by.run(("127.0.0.1", int(sys.argv[1])), ["true"], 2, sys.argv[2], print))
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", program, str(server.getsockname()[1]), str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done
+    assert done.stdout.count("has not answered") == 2
+
+
 def test_who_stands_by_and_is_not_needed_ends_with_the_job(hosts: Hosts, tmp_path: Path) -> None:
     job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS)
     assert codes(job) == [0, 0, 0], job.said(2)[-3000:]
@@ -153,6 +231,16 @@ def test_who_comes_too_late_for_its_own_place_is_not_started_again(hosts: Hosts,
     assert check(job) == ["(0, 1, 2, 3)", "(0, 1, 2)", "(0, 1, 2, 3)"]
     assert job.said(1).count("rank 3 is started again (process") == 1
     assert "rank 3 is not started again: a process of another host has its place" in job.said(1)
+
+
+def test_who_is_not_started_again_on_its_own_host_is_not_on_another_either(hosts: Hosts, tmp_path: Path) -> None:
+    env, options = dict.fromkeys((1, 2), {"RAISES": "3"}), {1: ["--restart-lost", "3"]}
+    job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS, options=options, env=env)
+    job.wait_until(lambda: re.search("rank 3 is not started again: .* as one before", job.said(1)) is not None, 90)
+    time.sleep(places.OWN_HOST_FIRST + 3)
+    assert codes(job) == [0, 0, 0], job.said(1)[-3000:]
+    assert check(job)[-1] == "(0, 1, 2)"
+    assert "takes the place" not in job.said(2)
 
 
 def test_a_host_that_is_started_again_stands_by_for_its_own_places(hosts: Hosts, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ncclguard.coordination.store import AgreementStore
-from ncclguard.training import places
+from ncclguard.training import declaration, places
 
 
 class Waiting:
@@ -61,8 +61,44 @@ def test_a_place_is_offered_when_nobody_of_its_own_host_has_come(store: Agreemen
     now = offered(offers, store, now, 1)
     place = search.look()
     assert place is not None
-    assert (place.rank, place.env["RANK"], place.env[places.NUMBER]) == (3, "3", "1")
+    assert (place.rank, place.env["RANK"], place.env[declaration.PLACE]) == (3, "3", "1")
     assert places.Search(found, "another").look() is None
+
+
+def test_an_offer_holds_where_only_one_of_two_hosts_has_started_its_ranks_again(
+    store: AgreementStore, found: AgreementStore
+) -> None:
+    for host in (0, 1):
+        places.begin(store.connection.store, 0, host, 2)
+    places.begin(store.connection.store, 1, 1, 2)
+    assert places.generation(found) == "0"
+    places.begin(store.connection.store, 1, 0, 2)
+    assert places.generation(found) == "1"
+    places.begin(store.connection.store, 2, 0, 2)
+    assert places.generation(found) == "1"
+
+
+def test_the_place_of_a_rank_that_would_end_again_is_not_offered(store: AgreementStore, found: AgreementStore) -> None:
+    places.refuse(found, 3, "0")
+    offers: Any = places.Offers(Waiting(2, 3))  # type: ignore[arg-type]
+    offered(offers, store, 0.0, places.OWN_HOST_FIRST * 3)
+    assert found.count("offers") == 1
+    text = found.read("offer/1")
+    assert text is not None
+    assert places.Place.from_json(text).rank == 2
+
+
+def test_its_own_host_comes_first_each_time_that_a_rank_is_lost(store: AgreementStore, found: AgreementStore) -> None:
+    waiting = Waiting(3)
+    offers: Any = places.Offers(waiting)  # type: ignore[arg-type]
+    now = offered(offers, store, 0.0, 2)
+    waiting.missing = frozenset()
+    now = offered(offers, store, now, places.OWN_HOST_FIRST)
+    waiting.missing = frozenset({3})
+    now = offered(offers, store, now, places.OWN_HOST_FIRST - 1)
+    assert found.count("offers") == 0
+    offered(offers, store, now, 2)
+    assert found.count("offers") == 1
 
 
 def test_nobody_takes_the_place_of_a_rank_that_is_back(store: AgreementStore, found: AgreementStore) -> None:
@@ -78,7 +114,7 @@ def test_an_offer_of_an_earlier_generation_is_nobodys(
     store: AgreementStore, found: AgreementStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search = places.Search(found, "who")
-    places.begin(store.connection.store, 1)
+    places.begin(store.connection.store, 1, 0, 1)
     offers, now = opened(Waiting(3), store)
     search.look()
     offered(offers, store, now, 1)
@@ -87,7 +123,7 @@ def test_an_offer_of_an_earlier_generation_is_nobodys(
     monkeypatch.setattr(places, "os", SimpleNamespace(environ={}, getpid=lambda: 1, kill=lambda *_: ended.append(1)))
     places.Seat().look(0.0, store)
     assert ended == [1]
-    places.begin(store.connection.store, 0)
+    places.begin(store.connection.store, 0, 0, 1)
     places.Seat().look(0.0, store)
     assert ended == [1]
 

@@ -113,7 +113,7 @@ def test_a_host_whose_ranks_have_come_back_to_it_is_waited_for(store: HashStore,
         if place or how == "one by one":
             places.vouch(joined(store, rank, place), place, None)
     if how == "with all others":
-        places.begin(store, 1)
+        places.begin(store, 1, 0, 1)
     for host in (1, 2):
         threading.Timer(1.0 * host, Agent._exit_barrier, (launcher(store, host, set(range(6))),)).start()
     assert 1.9 < seconds(launcher(store, 0, set(range(6)))) < 15
