@@ -234,7 +234,7 @@ def test_who_comes_too_late_for_its_own_place_is_not_started_again(hosts: Hosts,
 
 
 def test_who_is_not_started_again_on_its_own_host_is_not_on_another_either(hosts: Hosts, tmp_path: Path) -> None:
-    env, options = dict.fromkeys((1, 2), {"RAISES": "3"}), {1: ["--restart-lost", "3"]}
+    env, options = {1: {"RAISES": "3"}, 2: {"RAISES": "3"}}, {1: ["--restart-lost", "3"]}
     job = Job.begun(hosts, tmp_path, "ddp", standing_by=1, steps=STEPS, options=options, env=env)
     job.wait_until(lambda: re.search("rank 3 is not started again: .* as one before", job.said(1)) is not None, 90)
     time.sleep(places.OWN_HOST_FIRST + 3)
