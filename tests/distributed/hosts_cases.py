@@ -58,7 +58,7 @@ loader = ng.ElasticLoader(torch.utils.data.TensorDataset(torch.arange(512.0).res
 
 @ng.resilient_step(model, optimizer, loader=loader, timeout=8, copies=2 * (way == "fsdp"))
 def step(batch):
-    if os.environ.get("RAISES") == str(dist.get_rank()) and step.completed >= 20:
+    if step.completed >= int(os.environ.get(f"RAISES_{dist.get_rank()}_AFTER", 1 << 30)):
         raise RuntimeError("of its own")
     optimizer.zero_grad()
     loss = model(batch[0]).square().mean()
