@@ -585,7 +585,7 @@ def one_run(moments: list[str], seed: int, fsdp: bool, rejoins: bool, spares: in
         assert done.returncode == 0, f"exit code {done.returncode}"
         found = checked(folder, plan, rejoins)
         result |= {"losses": found["losses"], "joins": found["joins"], "kills": seconds_after(folder, found["struck"])}
-        again = run(folder, "replay")
+        again = run(folder, "replay", timeout=180 + 45 * kills)
         assert again.returncode == 0, f"the replay ended with exit code {again.returncode}"
         prints = {path.read_text() for path in folder.glob("replay-*")}
         assert prints == {found["fingerprint"]}, "the parameters are not those of the replay"

@@ -38,6 +38,8 @@ steps, way, end = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[0]).with_
 if os.environ.get("NCCLGUARD_JOINS"):
     time.sleep(float(os.environ.get("STARTS_AFTER", 0)))
 dist.init_process_group("ncclguard", timeout=timedelta(seconds=4))
+if not os.environ.get("NCCLGUARD_JOINS"):
+    ng.safe_barrier(timeout=100)  # on a busy machine imports take unequal time
 
 if sys.argv[3:] == ["held"]:  # no rank meets the survivors before the test has cut off the next host
     from ncclguard.training.continuation import Continuation
