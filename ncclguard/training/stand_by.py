@@ -194,19 +194,9 @@ def _watch(address: Address, processes: list[_Process], command: Sequence[str], 
                 say(f"the job's store has not answered process {process.popen.pid} for {SILENT_FOR:.0f} s; it is ended")
                 process.end(signal.SIGKILL)
         for process in [process for process in ran if process.code is not None]:
-            kind, _, same = declaration.ended_by(folder, process.rank) if process.rank is not None else ("", "", "")
-            if kind in _NO_FAILURE:
+            if not _is_done_with(process, folder, reasons, say):
                 local_rank = processes.index(process)
                 processes[local_rank] = _Process(address, local_rank, command)
-                say(f"rank {process.rank} (process {process.popen.pid}) is not needed; another process stands by")
-                continue
-            if not process.code:
-                continue
-            if process.rank is not None and process.code > 0:
-                process.repeats = kind == "mismatch" or (same or str(process.code)) in reasons
-                reasons.add(same or str(process.code))
-            what = "a process that stood by" if process.rank is None else f"rank {process.rank}"
-            say(f"{what} (process {process.popen.pid}) has ended with exit code {process.code}")
         _end_given_up(processes, folder, say)
         if voucher is not None and not voucher.look(processes, now):
             for process in processes:
@@ -215,6 +205,23 @@ def _watch(address: Address, processes: list[_Process], command: Sequence[str], 
         ends = [process.code for process in processes if process.joined]
         if 0 in ends and None not in ends:
             return
+
+
+def _is_done_with(process: _Process, folder: str, reasons: set[str], say: Say) -> bool:
+    """Say how a process has ended; False where it was only not needed any more, and another is to stand by."""
+    who, kind, same = "a process that stood by", "", ""
+    if process.rank is not None:
+        who = f"rank {process.rank}"
+        kind, _, same = declaration.ended_by(folder, process.rank)
+    if kind in _NO_FAILURE:
+        say(f"{who} (process {process.popen.pid}) is not needed; another process stands by")
+        return False
+    if process.code:
+        if process.rank is not None and process.code > 0:
+            process.repeats = kind == "mismatch" or (same or str(process.code)) in reasons
+            reasons.add(same or str(process.code))
+        say(f"{who} (process {process.popen.pid}) has ended with exit code {process.code}")
+    return True
 
 
 def _succeed(process: _Process, processes: Sequence[_Process], folder: str, say: Say) -> None:
