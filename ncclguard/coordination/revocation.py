@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -159,7 +160,7 @@ class Revocation:
             self._adopt(codec.loads_verdict(text))
             return True
         if not self._answered:
-            self._answer(describe)
+            self._answer(describe, now)
         overdue = self._overdue(now)
         if fetch is not None and overdue >= self._timing.look_after:
             awaited = [rank for rank in here if rank not in departed and rank not in self._reports]
@@ -200,8 +201,10 @@ class Revocation:
         self._adopt(codec.loads_verdict(self._store.first("verdict", codec.dumps(verdict))))
         return True
 
-    def _answer(self, describe: Describe) -> None:
+    def _answer(self, describe: Describe, now: float) -> None:
+        began = time.monotonic()
         report = describe(self.state, self.state.answer())
+        self._pace.met(time.monotonic() - began, now)  # what took long here may take as long on the others
         leave_result(self._results, self.state)  # before the report, on the same connection
         self._store.first(f"report/{self._rank}", codec.dumps(report))
         self._store.tell_host(f"report/{self._rank}")

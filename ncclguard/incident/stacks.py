@@ -25,14 +25,19 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import IO, Final
+from typing import IO, Any, Final, NamedTuple
 
 from ncclguard.language import tr
 
 SOURCE_LENGTH: Final = 160
 EXCEPTION_LENGTH: Final = 400
+#: Seconds within which source lines have to be read. The file system may be what holds the job up, and a rank has to
+#: answer all the same; it has 1.2 s for that (`protocol.timing`).
+READ_WITHIN: Final = 0.4
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Parts of the package that use the library as a program does: their frames are what a reader wants to see.
@@ -44,6 +49,7 @@ _INSTALLED: Final = tuple(
 )
 
 _own_files: dict[str, bool] = {}
+_reader: threading.Thread | None = None  # of source files, the last one that was not done in time
 
 
 def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
@@ -51,25 +57,26 @@ def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
 
     May be called from any thread; the main thread may sit in a native call, as long as that has released the GIL. Runs
     of frames inside this library are folded into one line, and of more than ``limit`` lines the innermost are kept,
-    under a first line that counts the others. Source lines are read from disk when they were not before.
+    under a first line that counts the others. Source lines are read from disk when they were not before, and left out
+    where that takes longer than READ_WITHIN.
 
     >>> "main_thread_stack" in main_thread_stack()[-1]
     True
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    spots = _spots(sys._current_frames().get(threading.main_thread().ident or 0))
+    _read_sources(spot for spot in spots if not is_own_file(spot.file))
     lines: list[str] = []  # innermost first
-    own: list[FrameType] = []
+    own: list[_Spot] = []
     left_out = 0
-    while frame is not None or own:
-        if frame is not None and is_own_file(frame.f_code.co_filename):
-            own.append(frame)
-        else:
-            if own:
-                lines.append(f"{_place(own[-1])}: {_count(len(own), 'frame')} of ncclguard")
-                own = []
-            if frame is not None:
-                lines.append(_line(frame))
-        frame = frame.f_back if frame is not None else None
+    for spot in [*spots, None]:
+        if spot is not None and is_own_file(spot.file):
+            own.append(spot)
+            continue
+        if own:
+            lines.append(f"{own[-1].place()}: {_count(len(own), 'frame')} of ncclguard")
+            own = []
+        if spot is not None:
+            lines.append(spot.text())
     if len(lines) > limit:
         left_out = len(lines) - limit + 1
         lines = [*lines[: limit - 1], f"... {_count(left_out, 'line')} further out ..."]
@@ -80,16 +87,14 @@ def other_threads(limit: int = 16) -> list[list[object]]:
     """Return the frames of the other threads by name, as `main_thread_stack` writes them, without this library's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    found: list[list[object]] = []
+    found: list[tuple[str, list[_Spot]]] = []
     for ident, innermost in sys._current_frames().items():
-        frames: list[FrameType] = []
-        frame: FrameType | None = innermost
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
-        if ident != main and not any(is_own_file(f.f_code.co_filename) for f in frames):
-            found.append([names.get(ident, f"thread {ident:#x}"), [_line(f) for f in reversed(frames[:limit])]])
-    return found[:limit]
+        spots = _spots(innermost)
+        if ident != main and not any(is_own_file(spot.file) for spot in spots):
+            found.append((names.get(ident, f"thread {ident:#x}"), spots[:limit]))
+    del found[limit:]
+    _read_sources(spot for _, spots in found for spot in spots)
+    return [[name, [spot.text() for spot in reversed(spots)]] for name, spots in found]
 
 
 def call_site_of(thread: int) -> str:
@@ -102,7 +107,7 @@ def call_site_of(thread: int) -> str:
         frame = frame.f_back  # what the library itself is waiting in
     while frame is not None and frame.f_back is not None and is_own_file(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else _place(frame)
+    return "" if frame is None else _Spot.of(frame).place()
 
 
 def program_place(thread: int = 0) -> str:
@@ -110,7 +115,7 @@ def program_place(thread: int = 0) -> str:
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     while frame is not None and not _is_programs(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else _place(frame)
+    return "" if frame is None else _Spot.of(frame).place()
 
 
 def _is_programs(filename: str) -> bool:
@@ -135,14 +140,9 @@ def describe_exception(error: BaseException) -> str:
 
 def traceback_frames(error: BaseException, limit: int = 64) -> tuple[str, ...]:
     """Return the frames an exception came through, outermost first, as `main_thread_stack` writes them."""
-    lines = []
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        source = linecache.getline(code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals).strip()
-        lines.append(place_text(code.co_filename, trace.tb_lineno, code.co_name, source))
-        trace = trace.tb_next
-    return tuple(lines[-limit:])
+    spots = [_Spot.of(frame, number) for frame, number in traceback.walk_tb(error.__traceback__)][-limit:]
+    _read_sources(spots)
+    return tuple(spot.text() for spot in spots)
 
 
 def is_own_file(filename: str) -> bool:
@@ -172,13 +172,70 @@ def place_text(file: str, line: int | None, function: str, source: str = "") -> 
     return f"{place}: {_shorten(source, SOURCE_LENGTH)}" if source else place
 
 
-def _place(frame: FrameType) -> str:
-    return place_text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+class _Spot(NamedTuple):
+    """Where a frame was when it was looked at: it runs on while source lines are read."""
+
+    file: str
+    number: int
+    function: str
+    names: dict[str, Any]  # the globals of its module, by which its source may have to be found
+
+    @classmethod
+    def of(cls, frame: FrameType, number: int | None = None) -> _Spot:
+        code = frame.f_code
+        return cls(code.co_filename, number or frame.f_lineno or 0, code.co_name, frame.f_globals)
+
+    def place(self) -> str:
+        return place_text(self.file, self.number, self.function)
+
+    def text(self) -> str:
+        return place_text(self.file, self.number, self.function, _source(self.file, self.number))
 
 
-def _line(frame: FrameType) -> str:
-    source = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_globals).strip()
-    return place_text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, source)
+def _spots(frame: FrameType | None) -> list[_Spot]:
+    """Those of a frame and of all that it was called from, innermost first."""
+    found = []
+    while frame is not None:
+        found.append(_Spot.of(frame))
+        frame = frame.f_back
+    return found
+
+
+def _source(file: str, number: int) -> str:
+    """A line of a file that was read before; never waits for a disk."""
+    known = linecache.cache.get(file, ())
+    lines = known[2] if len(known) == 4 else ()
+    return lines[number - 1].strip() if 0 < number <= len(lines) else ""
+
+
+def _read_sources(spots: Iterable[_Spot]) -> None:
+    """Have the source files of these in memory, as far as they come in READ_WITHIN seconds."""
+    _read_files({spot.file: spot.names for spot in spots})
+
+
+def _read_files(files: Mapping[str, dict[str, Any] | None]) -> None:
+    """The same for these files, each with the globals of its module where they are known."""
+    global _reader
+    unread = {
+        file: names
+        for file, names in files.items()
+        if len(linecache.cache.get(file, ())) != 4 and not file.startswith("<")
+    }
+    if not unread or (_reader is not None and _reader.is_alive()):  # one that hangs is enough
+        return
+
+    def read() -> None:
+        for file, names in unread.items():
+            linecache.getlines(file, names)
+
+    reader = threading.Thread(target=read, name="ncclguard-sources", daemon=True)
+    try:
+        reader.start()
+    except RuntimeError:  # the interpreter ends
+        return
+    reader.join(READ_WITHIN)
+    if reader.is_alive():
+        _reader = reader
 
 
 @functools.lru_cache(maxsize=4096)
@@ -312,6 +369,7 @@ def parse(text: str, main: int) -> tuple[tuple[str, ...], tuple[tuple[str, tuple
         if head is None:
             continue
         found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', block, flags=re.MULTILINE)
+        _read_files({file: None for file, _, _ in found})
         frames = tuple(_frame(file, int(line), function) for file, line, function in reversed(found))
         if int(head[1], 16) == main:
             stack = frames
@@ -330,6 +388,7 @@ def parse_spied(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str,
         if head is None:
             continue
         found = re.findall(r"^ {4}(.*) \((.*):(\d+)\)$", block, flags=re.MULTILINE)
+        _read_files({file: None for _, file, _ in found})
         frames = tuple(_frame(file, int(line), function) for function, file, line in reversed(found))
         if head[2] == "MainThread" or (process is not None and head[1] == process[1]):
             stack = frames
@@ -415,8 +474,7 @@ def _spy(pid: int) -> Fetched:
 
 
 def _frame(file: str, line: int, function: str) -> str:
-    source = linecache.getline(file, line).strip()
-    return place_text(file, line, function, source)
+    return place_text(file, line, function, _source(file, line))
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import os
 import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -100,3 +102,48 @@ def test_stacks_of_a_rank_that_holds_the_gil_and_of_one_that_is_stopped() -> Non
         assert any("other_work" in frame for _, frames in culprit.threads for frame in frames), culprit
         assert ("catastrophic" if key == "guarded" else "asleep_with_the_gil") in str(incident)
     assert result[CULPRIT].ok, str(result)
+
+
+def from_dead_storage(file: str) -> None:
+    """The program's file is on storage that answers no more: rank 2 waits for it, and so would all who read the file."""
+    specification = importlib.util.spec_from_file_location("program", file)
+    assert specification is not None and specification.loader is not None
+    program = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(program)
+    dist.init_process_group("gloo")
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    if dist.get_rank() == 0:
+        os.remove(file)
+        os.mkfifo(file)  # who opens it for reading waits for a writer, as for a server that is gone
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    outcome = program.step(ng, dist.get_rank() == CULPRIT, TIMEOUT)
+    outcome.acknowledge()
+    culprit = next(report for report in outcome.incident.ranks if report.rank == CULPRIT)
+    faults.report(
+        verdict=[outcome.agreed, str(outcome.cause), list(outcome.culprits)],
+        stack=culprit.stack,
+        seconds=outcome.seconds,
+    )
+    dist.destroy_process_group()  # and the process ends, although a thread of it still waits for the storage
+
+
+PROGRAM = """
+import time
+
+def step(ng, late, timeout):
+    if late:
+        time.sleep(timeout + 4)
+    return ng.safe_barrier(timeout=timeout)
+"""
+
+
+def test_ranks_whose_source_files_cannot_be_read_any_more_answer_all_the_same(tmp_path: Path) -> None:
+    """Dead storage makes one rank late; the others, who would quote its lines, must not be held up by it too."""
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    result = faults.run_ranks(from_dead_storage, 3, args=[str(file)], timeout=120).check()
+    for rank in range(3):
+        said = result[rank].reports
+        assert said["verdict"] == [True, "late", [CULPRIT]], str(result)
+        assert any("program.py:6 in step" in frame for frame in said["stack"]), said
+    assert result[0].reports["seconds"] < TIMEOUT + 2.0, str(result)

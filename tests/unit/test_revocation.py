@@ -122,6 +122,26 @@ def test_nobody_is_called_silent_while_answers_keep_coming_but_not_for_ever() ->
     assert Timing().is_silence(PATIENCE + RESERVE / 2, since_arrival=0.0, delay=1.0)
 
 
+def test_a_coordinator_that_took_long_to_answer_itself_gives_the_others_time_for_it() -> None:
+    """All of them read the same source files, from a disk that may be slow, and describe themselves on one machine."""
+    state = state_of_rank_0()
+    enter(state, 0.0)
+    state.trouble(0, TroubleKind.DEADLINE, "not complete")
+    revocation = Revocation(AgreementStore(HashStore()), state, 0, 0, REVOKED)
+
+    def slow(state: GroupState, report: Report) -> Report:
+        time.sleep(0.5)
+        return report
+
+    def work(now: float) -> bool:
+        return revocation.step(now, {}, slow, lambda rank: Cause.STUCK, lambda *known: "")
+
+    assert not work(REVOKED)
+    assert not work(REVOKED + 0.5)  # which knows of the delay
+    assert not work(REVOKED + PATIENCE + 1.0)
+    assert work(REVOKED + PATIENCE + 2.0)
+
+
 def test_a_rank_that_takes_over_decides_once_it_has_read_who_departed() -> None:
     """Until then it has read only some departures, and would name ranks that a launcher ended beside the one to blame."""
     state = state_of_rank_0()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import subprocess
 import sys
 import textwrap
@@ -190,3 +191,22 @@ def test_importing_it_does_not_import_torch() -> None:
     code = f"import sys; sys.path.insert(0, {str(Path(stacks.__file__).parent)!r}); import stacks; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_source_lines_that_cannot_be_read_are_left_out_after_a_moment(tmp_path: Path) -> None:
+    """The storage may be what holds the job up; a named pipe without a writer stands for it."""
+    file = tmp_path / "program.py"
+    os.mkfifo(file)
+    namespace: dict[str, object] = {}
+    exec(compile("def go(f):\n    return f()", str(file), "exec"), namespace)  # noqa: S102
+    times = []
+    try:
+        for _ in range(2):
+            started = time.monotonic()
+            lines: tuple[str, ...] = namespace["go"](main_thread_stack)  # type: ignore[operator]
+            times.append(time.monotonic() - started)
+            assert any(line.endswith("program.py:2 in go") for line in lines)
+    finally:
+        os.close(os.open(file, os.O_RDWR))  # lets the reader go
+    assert stacks.READ_WITHIN <= times[0] < 10 * stacks.READ_WITHIN
+    assert times[1] < stacks.READ_WITHIN  # nobody waits twice
