@@ -55,7 +55,9 @@ WAYS: Final = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one kill came to; seconds since it. `again`: steps that were complete before it and were computed again."""
+    """What one kill came to; seconds since it. `again`: steps that a rank had completed and that it, or who took its place,
+    computed again.
+    """
 
     way: str
     fault: str
@@ -137,6 +139,7 @@ def found(way: str, fault: str, folder: Path, ends: tuple[int, ...]) -> Run:
     if struck is None:
         return Run(way, fault, None, 0, 0, None, len({line["step"] for line in lines}), ends)
     before = {line["step"] for line in lines if line["at"] < struck}
+    known = {(line["name"], line["step"]) for line in lines if line["at"] < struck}
     after = sorted((line for line in lines if line["at"] >= struck), key=lambda line: line["at"])
     # A rank that is started again when the others have ended finds nobody to train with.
     last = min((line["at"] for line in after if line["step"] == parts.STEPS - 1), default=float("inf"))
@@ -150,7 +153,7 @@ def found(way: str, fault: str, folder: Path, ends: tuple[int, ...]) -> Run:
         way=way,
         fault=fault,
         stood=round(new[0]["at"] - struck, 2) if new else None,
-        again=len({line["step"] for line in after if line["step"] in before}),
+        again=len({line["step"] for line in after if (line["name"], line["step"]) in known}),
         size=new[0]["size"] if new else 0,
         whole=round(back[0] - struck, 2) if back else None,
         steps=len({line["step"] for line in lines}),

@@ -266,7 +266,7 @@ def release_memory() -> None:
 
 
 def _cuda_in_use() -> bool:
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call] # `is_available` asks the driver each time
 
 
 # ---------------------------------------------------------------------- whose state
