@@ -55,7 +55,7 @@ WAYS: Final = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one kill came to; seconds since it. `again`: steps that a rank had completed and that it, or who took its place,
+    """What one kill came to; seconds since it. `again`: steps that a rank had completed, and then it or its successor
     computed again.
     """
 
