@@ -13,6 +13,8 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPreTrainedModel
 
 _MODEL_PARAMETERS = frozenset(inspect.signature(Qwen2_5_VLModel.forward).parameters)
+#: What transformers calls the cache, as an argument and in outputs: from 5.24 on, and before.
+_CACHE = "cache" if "cache" in _MODEL_PARAMETERS else "past_key_values"
 
 
 class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: ignore[misc]
@@ -75,6 +77,7 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
         video_grid_thw: torch.Tensor | None = None,
         mm_token_type_ids: torch.Tensor | None = None,
         second_per_grid_ts: torch.Tensor | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Logits of a batch, and its loss if there are labels.
@@ -83,8 +86,8 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
         padding (by default padding is where the id is ``pad_token_id``); ``inputs_embeds`` (batch, sequence, hidden) in
         place of ids; ``pixel_values`` (patches, channels x temporal patch x patch x patch) of all images,
         ``image_grid_thw`` (images, 3) in patches, ``second_per_grid_ts`` in seconds, and the same for videos, as the
-        processor gives them. ``labels``: (batch,) class indices, -100 to leave one out; (batch, L) of 0 and 1; (batch,)
-        or (batch, L) numbers.
+        processor gives them. ``past_key_values`` and ``cache`` are two names of one argument. ``labels``: (batch,)
+        class indices, -100 to leave one out; (batch, L) of 0 and 1; (batch,) or (batch, L) numbers.
 
         Returns ``SequenceClassifierOutputWithPast`` with ``logits`` (batch, L), or a tuple if ``return_dict`` is False.
         Raises ValueError unless exactly one of ``input_ids`` and ``inputs_embeds`` is given.
@@ -95,6 +98,7 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
             image, video = input_ids == self.config.image_token_id, input_ids == self.config.video_token_id
             mm_token_type_ids = image.int() + 2 * video.int()
         optional: dict[str, Any] = {
+            _CACHE: past_key_values if cache is None else cache,
             "use_cache": use_cache,
             "output_attentions": output_attentions,
             "output_hidden_states": output_hidden_states,
@@ -105,7 +109,6 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             pixel_values=pixel_values,
             pixel_values_videos=pixel_values_videos,
@@ -123,9 +126,9 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
         result = SequenceClassifierOutputWithPast(
             loss=None if labels is None else self._loss(logits, labels.to(logits.device)),
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{_CACHE: getattr(outputs, _CACHE)},
         )
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return result if as_dict else result.to_tuple()

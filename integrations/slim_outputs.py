@@ -24,9 +24,15 @@ from .modes import unwrap
 
 Target = TypeVar("Target")
 
-#: What makes a model of transformers collect a field of its output.
-_FLAGS = {"hidden_states": "output_hidden_states", "attentions": "output_attentions", "past_key_values": "use_cache"}
-_DROP = tuple(_FLAGS)
+#: The two names of one field, and of the argument that brings it: transformers says "cache" from 5.24 on.
+_CACHE = frozenset({"past_key_values", "cache"})
+#: What makes a model of transformers collect which field of its output.
+_FLAGS = {
+    "output_hidden_states": frozenset({"hidden_states"}),
+    "output_attentions": frozenset({"attentions"}),
+    "use_cache": _CACHE,
+}
+_DROP = ("hidden_states", "attentions", "past_key_values")
 #: The attribute of a model that has the handles of the hooks that `quiet` made.
 _QUIETED = "_slim_handles"
 
@@ -36,11 +42,12 @@ def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_seque
 
     The inner model is told not to collect what would be dropped, whatever its config says, so the memory is never
     taken. A caller who asks in the call itself (``output_hidden_states=True``, ``output_attentions=True``,
-    ``use_cache=True``, or with ``past_key_values``) gets that. Decisions never look at ``training``, on which wrapper
-    and inner module may disagree.
+    ``use_cache=True``, or with ``past_key_values`` or ``cache``) gets that. Decisions never look at ``training``, on
+    which wrapper and inner module may disagree.
 
     ``model_or_class`` is a class (its present and future instances), a model, or what DDP, FSDP, DeepSpeed or
-    torch.compile made of one: then the model inside is patched. ``drop`` has names of output fields. With
+    torch.compile made of one: then the model inside is patched. ``drop`` has names of output fields; in an output of
+    transformers ``past_key_values`` and ``cache`` are one field, whichever name it has. With
     ``keep_sequence_length`` an output without a ``last_hidden_state`` gets one that has ``size()`` and ``shape``, in
     elements, and no data (`SequenceShape`): of the dropped tensor if there was one, else of ``input_ids``,
     ``inputs_embeds`` or ``attention_mask``.
@@ -116,22 +123,23 @@ class _Patch:
 
     def _make(self, function: Callable[..., Any], drop: frozenset[str], length: bool) -> Callable[..., Any]:
         positions, takes_any = parameters(function)
-        flags = [(field, flag) for field, flag in _FLAGS.items() if field in drop]
+        flags = [(flag, fields) for flag, fields in _FLAGS.items() if fields & drop]
 
         @functools.wraps(function)
         def forward(model: Any, /, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return function(model, *args, **kwargs)
             given = {**dict(zip(positions, args, strict=False)), **kwargs}
-            asked = [field for field, flag in flags if given.get(flag) is not None and given[flag] is not False]
-            if given.get("past_key_values") is not None:
-                asked.append("past_key_values")
+            asked = set(_CACHE) if brings_cache(given) else set()
+            for flag, fields in flags:
+                if given.get(flag) is not None and given[flag] is not False:
+                    asked |= fields
             passes_any = takes_any and passes_keywords_on(type(model))
             untold = []
-            for field, flag in flags:
+            for flag, fields in flags:
                 if flag not in positions and not passes_any:
                     untold.append(flag)
-                elif field not in asked:
+                elif not fields & asked:
                     place = positions.get(flag, len(args))
                     if place < len(args):
                         args = (*args[:place], False, *args[place + 1 :])
@@ -214,6 +222,11 @@ def passes_keywords_on(kind: type) -> bool:
     return any(base.__module__.split(".")[0] in ("transformers", "peft") for base in kind.__mro__)
 
 
+def brings_cache(given: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a call, by name, have a cache."""
+    return any(given.get(name) is not None for name in _CACHE)
+
+
 class _Quiet:
     """A hook before an inner model's forward: flags that its caller left open are False, whatever the config says."""
 
@@ -225,7 +238,7 @@ class _Quiet:
         closed = dict(kwargs)
         for flag, place in self.places.items():
             by_position = place is not None and place < len(args)
-            cached = flag == "use_cache" and kwargs.get("past_key_values") is not None
+            cached = flag == "use_cache" and brings_cache(kwargs)
             if not by_position and not cached and kwargs.get(flag) is None:
                 closed[flag] = False
         return args, closed
@@ -324,7 +337,8 @@ def slim_output(output: Any, drop: frozenset[str], shape: Iterable[int] | None) 
     None. A tuple or anything else is returned as it is.
     """
     if isinstance(output, OrderedDict) and dataclasses.is_dataclass(output):
-        kept = {name: value for name, value in output.items() if name not in drop}
+        left_out = drop | _CACHE if drop & _CACHE else drop
+        kept = {name: value for name, value in output.items() if name not in left_out}
         last = kept.pop("last_hidden_state", None)
         if last is None and shape is not None:
             last = SequenceShape(shape)

@@ -11,6 +11,7 @@ process that is stopped runs no handler: then /proc says so, and py-spy is tried
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -226,7 +227,8 @@ def _read_files(files: Mapping[str, dict[str, Any] | None]) -> None:
 
     def read() -> None:
         for file, names in unread.items():
-            linecache.getlines(file, names)
+            with contextlib.suppress(Exception):  # of a loader's own code
+                linecache.getlines(file, names)
 
     reader = threading.Thread(target=read, name="ncclguard-sources", daemon=True)
     try:

@@ -8,8 +8,18 @@ import torch
 
 IMAGE, VIDEO, START, END, PAD = 90, 91, 92, 93, 0
 PATCH = 3 * 2 * 14 * 14  # channels x temporal patch x patch x patch
-#: The items of an output where the configuration says to return everything.
-FAT = ["loss", "logits", "past_key_values", "hidden_states"]
+
+
+def name_of_cache() -> str:
+    """What the installed transformers calls the cache in its outputs."""
+    from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+    return "cache" if "cache" in SequenceClassifierOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def fat() -> list[str]:
+    """The items of an output where the configuration says to return everything."""
+    return ["loss", "logits", name_of_cache(), "hidden_states"]
 
 
 def config(num_labels: int = 3, output_hidden_states: bool = False, attention: str = "", **settings: Any) -> Any:

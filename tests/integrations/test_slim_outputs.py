@@ -67,10 +67,10 @@ def slim_class() -> Iterator[Any]:
 def test_loss_and_logits_alone_in_both_modes(training: bool) -> None:
     model = fat().train(training)
     before = model(**cases.text_batch(), labels=LABELS)
-    assert list(before) == cases.FAT
+    assert list(before) == cases.fat()
     after = slim_outputs(model)(**cases.text_batch(), labels=LABELS)
     assert list(after) == ["loss", "logits"]
-    assert after.hidden_states is None and after.past_key_values is None and after.attentions is None
+    assert after.hidden_states is None and getattr(after, cases.name_of_cache()) is None and after.attentions is None
     assert isinstance(after, type(before))
     assert torch.equal(after.loss, before.loss) and torch.equal(after.logits, before.logits)
 
@@ -88,7 +88,7 @@ def test_memory_is_saved_at_its_peak(kind: str) -> None:
         )
     decoder.register_forward_hook(
         lambda _, __, output: alive.append(
-            (sum(ref() is not None for ref in outputs), output.past_key_values is not None)
+            (sum(ref() is not None for ref in outputs), getattr(output, cases.name_of_cache()) is not None)
         )
     )
     for patched in (False, True):
@@ -104,24 +104,24 @@ def test_memory_is_saved_at_its_peak(kind: str) -> None:
 
 def test_a_forward_without_flags_is_slim_and_restored() -> None:
     model = Users().eval()
-    assert {"past_key_values", "hidden_states"} <= set(items(model))
+    assert {cases.name_of_cache(), "hidden_states"} <= set(items(model))
     slim_outputs(model)
     assert set(items(model)) - {"rope_deltas"} == {"loss", "logits", "last_hidden_state"}
     inner = model.backbone(**cases.text_batch(), use_cache=True, output_hidden_states=True)
-    assert {"past_key_values", "hidden_states"} <= set(inner)  # its own caller may still ask
+    assert {cases.name_of_cache(), "hidden_states"} <= set(inner)  # its own caller may still ask
     unpatch(model)
-    assert {"past_key_values", "hidden_states"} <= set(items(model))
+    assert {cases.name_of_cache(), "hidden_states"} <= set(items(model))
     assert not any(part._forward_pre_hooks for part in model.modules())
 
 
 def test_a_class_with_its_present_and_future_models(slim_class: Any) -> None:
     config = cases.config(output_hidden_states=True)
     present = slim_class(config)
-    assert items(present) == cases.FAT
+    assert items(present) == cases.fat()
     assert slim_outputs(slim_class) is slim_class
     assert items(present) == items(slim_class(config)) == ["loss", "logits"]
     unpatch(slim_class)
-    assert items(present) == items(slim_class(config)) == cases.FAT
+    assert items(present) == items(slim_class(config)) == cases.fat()
     assert "forward" not in vars(slim_class)
 
 
@@ -130,14 +130,14 @@ def test_a_class_whose_forward_has_no_flags() -> None:
     model = slim_outputs(kind)().eval()
     assert set(items(model)) - {"rope_deltas"} == {"loss", "logits", "last_hidden_state"}
     unpatch(kind)
-    assert {"past_key_values", "hidden_states"} <= set(items(model))
+    assert {cases.name_of_cache(), "hidden_states"} <= set(items(model))
 
 
 @pytest.mark.parametrize(
     ("asked", "kept"),
     [
         ({"output_hidden_states": True}, "hidden_states"),
-        ({"use_cache": True}, "past_key_values"),
+        ({"use_cache": True}, cases.name_of_cache()),
         ({"output_attentions": True}, "attentions"),
     ],
 )
@@ -161,14 +161,15 @@ def test_flags_by_position() -> None:
     assert model(ids)["flags"] == (False, False)
 
 
-def test_a_cache_that_is_passed_in_comes_back() -> None:
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_cache_that_is_passed_in_comes_back(name: str) -> None:
     from transformers import DynamicCache
 
     model = slim_outputs(fat())
     cache = DynamicCache()
     with torch.no_grad():
-        output = model(**cases.text_batch(), past_key_values=cache)
-    assert output.past_key_values is cache
+        output = model(**cases.text_batch(), **{name: cache})
+    assert getattr(output, cases.name_of_cache()) is cache
     assert cache.get_seq_length() == 9
 
 
@@ -187,15 +188,15 @@ def test_twice_is_as_once_and_the_last_one_counts() -> None:
     model = fat()
     original = model.forward
     slim_outputs(slim_outputs(model), drop=("hidden_states",))
-    assert items(model) == ["loss", "logits", "past_key_values"]
+    assert items(model) == ["loss", "logits", cases.name_of_cache()]
     unpatch(unpatch(model))
     assert model.forward == original and "forward" not in vars(model)
-    assert items(model) == cases.FAT
+    assert items(model) == cases.fat()
 
 
 def test_a_models_own_options_go_before_its_classs(slim_class: Any) -> None:
     model = slim_outputs(slim_class)(cases.config(output_hidden_states=True))
-    assert items(slim_outputs(model, drop=("hidden_states",))) == ["loss", "logits", "past_key_values"]
+    assert items(slim_outputs(model, drop=("hidden_states",))) == ["loss", "logits", cases.name_of_cache()]
     assert items(unpatch(model)) == ["loss", "logits"]
 
 
@@ -225,7 +226,7 @@ def test_unpatched_beneath_somebody_elses_wrapper() -> None:
     theirs = model.forward
     unpatch(model)
     assert model.forward is theirs
-    assert items(model) == cases.FAT
+    assert items(model) == cases.fat()
     assert items(slim_outputs(model)) == ["loss", "logits"]
 
 
@@ -236,7 +237,7 @@ def test_a_copy_runs_its_own_weights() -> None:
         twin.score.weight.zero_()
     assert twin(**cases.text_batch()).logits.abs().sum() == 0
     assert model(**cases.text_batch()).logits.abs().sum() > 0
-    assert items(unpatch(twin)) == cases.FAT
+    assert items(unpatch(twin)) == cases.fat()
     assert items(model) == ["loss", "logits"]
 
 
@@ -357,7 +358,7 @@ def test_accelerate_in_bfloat16() -> None:
     """Its conversion rebuilds outputs from their items: patched after prepare() the length is there too."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(fat())
-    assert items(model) == cases.FAT
+    assert items(model) == cases.fat()
     output = slim_outputs(model)(**cases.text_batch(), labels=LABELS)
     assert list(output) == ["loss", "logits"]
     assert output.last_hidden_state.size(1) == 9
@@ -372,7 +373,7 @@ def test_under_peft(where: str, slim_class: Any) -> None:
         slim_outputs(model if where == "inside" else slim_class)
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS"))
     if where == "outside":
-        assert items(adapted) == cases.FAT
+        assert items(adapted) == cases.fat()
         slim_outputs(adapted)
     assert items(adapted) == ["loss", "logits"]
     assert items(adapted, output_hidden_states=True) == ["loss", "logits", "hidden_states"]

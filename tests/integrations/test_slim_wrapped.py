@@ -38,7 +38,7 @@ def test_under_every_wrapping(wrapped: dict[str, Any], name: str) -> None:
         pytest.skip("deepspeed is not installed")
     before, after, restored, patched_first = wrapped[name]
     for fat_one in (before, restored):
-        assert fat_one["training"]["items"] == cases.FAT
+        assert fat_one["training"]["items"] == cases.fat()
     for slim_one in (after, patched_first):
         for mode, expected in (("training", ["loss", "logits"]), ("evaluation", ["logits"])):
             assert slim_one[mode]["items"] == expected
@@ -55,7 +55,7 @@ def test_compiled_as_one_graph(first: str) -> None:
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         if first == "compiled":
-            assert list(compiled(**cases.text_batch())) == cases.FAT[1:]
+            assert list(compiled(**cases.text_batch())) == cases.fat()[1:]
         slim_outputs(compiled if first == "compiled" else model)
         for length in (9, 12):
             output = compiled(**cases.text_batch(length=length))
