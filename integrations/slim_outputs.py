@@ -25,7 +25,8 @@ from .modes import unwrap
 Target = TypeVar("Target")
 
 #: The two names of one field, and of the argument that brings it: transformers says "cache" from 5.24 on.
-_CACHE = frozenset({"past_key_values", "cache"})
+_OLD = frozenset({"past_key_values"})
+_CACHE = _OLD | {"cache"}
 #: What makes a model of transformers collect which field of its output.
 _FLAGS = {
     "output_hidden_states": frozenset({"hidden_states"}),
@@ -130,11 +131,12 @@ class _Patch:
             if not self.active:
                 return function(model, *args, **kwargs)
             given = {**dict(zip(positions, args, strict=False)), **kwargs}
-            asked = set(_CACHE) if brings_cache(given) else set()
+            own = passes_keywords_on(type(model))  # elsewhere `cache` may be anything
+            asked = set(_CACHE) if brings_cache(given, _CACHE if own else _OLD) else set()
             for flag, fields in flags:
                 if given.get(flag) is not None and given[flag] is not False:
                     asked |= fields
-            passes_any = takes_any and passes_keywords_on(type(model))
+            passes_any = takes_any and own
             untold = []
             for flag, fields in flags:
                 if flag not in positions and not passes_any:
@@ -222,9 +224,9 @@ def passes_keywords_on(kind: type) -> bool:
     return any(base.__module__.split(".")[0] in ("transformers", "peft") for base in kind.__mro__)
 
 
-def brings_cache(given: Mapping[str, Any]) -> bool:
+def brings_cache(given: Mapping[str, Any], names: Iterable[str] = _CACHE) -> bool:
     """Whether the arguments of a call, by name, have a cache."""
-    return any(given.get(name) is not None for name in _CACHE)
+    return any(given.get(name) is not None for name in names)
 
 
 class _Quiet:
@@ -337,7 +339,8 @@ def slim_output(output: Any, drop: frozenset[str], shape: Iterable[int] | None) 
     None. A tuple or anything else is returned as it is.
     """
     if isinstance(output, OrderedDict) and dataclasses.is_dataclass(output):
-        left_out = drop | _CACHE if drop & _CACHE else drop
+        one_name = len(_CACHE & type(output).__dataclass_fields__.keys()) == 1  # both: they are not the same
+        left_out = drop | _CACHE if drop & _CACHE and one_name else drop
         kept = {name: value for name, value in output.items() if name not in left_out}
         last = kept.pop("last_hidden_state", None)
         if last is None and shape is not None:

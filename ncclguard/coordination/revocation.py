@@ -204,7 +204,9 @@ class Revocation:
     def _answer(self, describe: Describe, now: float) -> None:
         began = time.monotonic()
         report = describe(self.state, self.state.answer())
-        self._pace.met(time.monotonic() - began, now)  # what took long here may take as long on the others
+        took = time.monotonic() - began  # what took long here may take as long on the others
+        self._pace.met(took, now + took)
+        self._delay = max(self._delay, self._pace.delay(now + took))
         leave_result(self._results, self.state)  # before the report, on the same connection
         self._store.first(f"report/{self._rank}", codec.dumps(report))
         self._store.tell_host(f"report/{self._rank}")

@@ -36,9 +36,10 @@ from ncclguard.language import tr
 
 SOURCE_LENGTH: Final = 160
 EXCEPTION_LENGTH: Final = 400
-#: Seconds within which source lines have to be read. The file system may be what holds the job up, and a rank has to
-#: answer all the same; it has 1.2 s for that (`protocol.timing`).
-READ_WITHIN: Final = 0.4
+#: Seconds within which source lines have to be read; 25 files took 0.06 s on a busy machine. The file system may be
+#: what holds the job up, and a rank has to answer all the same; it has 1.2 s for that (`protocol.timing`). While the
+#: read of one file hangs, others that were not read before are left out too.
+READ_WITHIN: Final = 0.25
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Parts of the package that use the library as a program does: their frames are what a reader wants to see.
@@ -142,7 +143,7 @@ def describe_exception(error: BaseException) -> str:
 def traceback_frames(error: BaseException, limit: int = 64) -> tuple[str, ...]:
     """Return the frames an exception came through, outermost first, as `main_thread_stack` writes them."""
     spots = [_Spot.of(frame, number) for frame, number in traceback.walk_tb(error.__traceback__)][-limit:]
-    _read_sources(spots)
+    _read_sources(reversed(spots))
     return tuple(spot.text() for spot in spots)
 
 
@@ -184,7 +185,7 @@ class _Spot(NamedTuple):
     @classmethod
     def of(cls, frame: FrameType, number: int | None = None) -> _Spot:
         code = frame.f_code
-        return cls(code.co_filename, number or frame.f_lineno or 0, code.co_name, frame.f_globals)
+        return cls(code.co_filename, (frame.f_lineno if number is None else number) or 0, code.co_name, frame.f_globals)
 
     def place(self) -> str:
         return place_text(self.file, self.number, self.function)
@@ -220,20 +221,21 @@ def _read_files(files: Mapping[str, dict[str, Any] | None]) -> None:
     unread = {
         file: names
         for file, names in files.items()
-        if len(linecache.cache.get(file, ())) != 4 and not file.startswith("<")
+        if len(linecache.cache.get(file, ())) != 4 and not (file.startswith("<") and file.endswith(">"))
     }
     if not unread or (_reader is not None and _reader.is_alive()):  # one that hangs is enough
         return
 
     def read() -> None:
         for file, names in unread.items():
-            with contextlib.suppress(Exception):  # of a loader's own code
+            with contextlib.suppress(BaseException):  # of a loader's own code: nobody is to hear of this thread
                 linecache.getlines(file, names)
 
     reader = threading.Thread(target=read, name="ncclguard-sources", daemon=True)
     try:
         reader.start()
-    except RuntimeError:  # the interpreter ends
+    except RuntimeError:  # the interpreter ends (3.12), or there are as many threads as may be
+        read()
         return
     reader.join(READ_WITHIN)
     if reader.is_alive():
@@ -366,12 +368,12 @@ def parse(text: str, main: int) -> tuple[tuple[str, ...], tuple[tuple[str, tuple
     """
     stack: tuple[str, ...] = ()
     others = []
+    _read_files(dict.fromkeys(re.findall(r'^  File "(.*)", line \d+ in ', text, flags=re.MULTILINE)))
     for block in re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE):
         head = re.match(r"(?:Current t|T)hread 0x([0-9a-f]+)(?: \[([^\]]*)\])?", block)
         if head is None:
             continue
         found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', block, flags=re.MULTILINE)
-        _read_files({file: None for file, _, _ in found})
         frames = tuple(_frame(file, int(line), function) for file, line, function in reversed(found))
         if int(head[1], 16) == main:
             stack = frames
@@ -385,12 +387,12 @@ def parse_spied(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str,
     stack: tuple[str, ...] = ()
     others = []
     process = re.match(r"Process (\d+)", text)
+    _read_files(dict.fromkeys(re.findall(r"^ {4}.* \((.*):\d+\)$", text, flags=re.MULTILINE)))
     for block in re.split(r"^(?=Thread )", text, flags=re.MULTILINE):
         head = re.match(r'Thread (\S+) \([^)]*\)(?:: "(.*)")?', block)
         if head is None:
             continue
         found = re.findall(r"^ {4}(.*) \((.*):(\d+)\)$", block, flags=re.MULTILINE)
-        _read_files({file: None for _, file, _ in found})
         frames = tuple(_frame(file, int(line), function) for function, file, line in reversed(found))
         if head[2] == "MainThread" or (process is not None and head[1] == process[1]):
             stack = frames

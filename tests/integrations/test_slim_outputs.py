@@ -173,6 +173,18 @@ def test_a_cache_that_is_passed_in_comes_back(name: str) -> None:
     assert cache.get_seq_length() == 9
 
 
+def test_elsewhere_cache_is_a_word_like_any_other() -> None:
+    """Only models of transformers mean `past_key_values` by it."""
+
+    class Model(nn.Module):
+        def forward(self, input_ids: torch.Tensor, cache: Any = None, use_cache: bool = True) -> Any:
+            return {"logits": input_ids, "cache": cache, **({"past_key_values": 1} if use_cache else {})}
+
+    model = slim_outputs(Model())
+    for cache in (None, {}, torch.ones(2)):
+        assert list(model(torch.ones(2, 3), cache=cache)) == ["logits", "cache"]
+
+
 def test_generation_of_a_slim_model_is_unchanged() -> None:
     from transformers import Qwen2_5_VLForConditionalGeneration
 

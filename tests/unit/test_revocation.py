@@ -139,7 +139,7 @@ def test_a_coordinator_that_took_long_to_answer_itself_gives_the_others_time_for
     assert not work(REVOKED)
     assert not work(REVOKED + 0.5)  # which knows of the delay
     assert not work(REVOKED + PATIENCE + 1.0)
-    assert work(REVOKED + PATIENCE + 2.0)
+    assert work(REVOKED + PATIENCE + RESERVE / 2)  # but not for ever
 
 
 def test_a_rank_that_takes_over_decides_once_it_has_read_who_departed() -> None:
