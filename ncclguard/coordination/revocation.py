@@ -206,7 +206,7 @@ class Revocation:
         report = describe(self.state, self.state.answer())
         took = time.monotonic() - began  # what took long here may take as long on the others
         self._pace.met(took, now + took)
-        self._delay = max(self._delay, self._pace.delay(now + took))
+        self._delay = max(self._delay, took)
         leave_result(self._results, self.state)  # before the report, on the same connection
         self._store.first(f"report/{self._rank}", codec.dumps(report))
         self._store.tell_host(f"report/{self._rank}")

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import itertools
 import linecache
 import logging
 import os
@@ -68,17 +69,12 @@ def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
     spots = _spots(sys._current_frames().get(threading.main_thread().ident or 0))
     _read_sources(spot for spot in spots if not is_own_file(spot.file))
     lines: list[str] = []  # innermost first
-    own: list[_Spot] = []
-    left_out = 0
-    for spot in [*spots, None]:
-        if spot is not None and is_own_file(spot.file):
-            own.append(spot)
-            continue
+    for own, run in itertools.groupby(spots, lambda spot: is_own_file(spot.file)):
+        some = list(run)
         if own:
-            lines.append(f"{own[-1].place()}: {_count(len(own), 'frame')} of ncclguard")
-            own = []
-        if spot is not None:
-            lines.append(spot.text())
+            lines.append(f"{some[-1].place()}: {_count(len(some), 'frame')} of ncclguard")
+        else:
+            lines += [spot.text() for spot in some]
     if len(lines) > limit:
         left_out = len(lines) - limit + 1
         lines = [*lines[: limit - 1], f"... {_count(left_out, 'line')} further out ..."]
@@ -191,7 +187,7 @@ class _Spot(NamedTuple):
         return place_text(self.file, self.number, self.function)
 
     def text(self) -> str:
-        return place_text(self.file, self.number, self.function, _source(self.file, self.number))
+        return _frame(self.file, self.number, self.function)
 
 
 def _spots(frame: FrameType | None) -> list[_Spot]:
