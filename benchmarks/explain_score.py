@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from explain_render import Renderer, render
 
-from ncclguard.explain import Report, explain
+from ncclguard_explain import Report, explain
 
 FIELDS = {
     "seq": "seq",

@@ -24,7 +24,6 @@ from ncclguard import explain
 from ncclguard.coordination import incidents
 from ncclguard.coordination.group_state import GroupState
 from ncclguard.engine.description import shortened
-from ncclguard.explain.render import render_html as explain_page
 from ncclguard.incident import timeline
 from ncclguard.incident.model import Incident
 from ncclguard.incident.page import render_html
@@ -32,6 +31,7 @@ from ncclguard.incident.report import show
 from ncclguard.incident.timeline import Document
 from ncclguard.metrics.top_command import job_view
 from ncclguard.protocol.decision import Operation, Phase, Report, Trouble, TroubleKind
+from ncclguard_explain.render import render_html as explain_page
 
 T = TypeVar("T")
 TEXT = "all_reduce(float32[467019003], SUM)"

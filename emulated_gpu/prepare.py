@@ -125,12 +125,14 @@ def install_project(folder: Path, extras: list[str]) -> None:
         environment = {**os.environ, "DS_BUILD_OPS": "0"}
         subprocess.run([*pip, "--no-build-isolation", "deepspeed"], check=True, env=environment)
     say(f"installing the project with {', '.join(extras)}")
-    subprocess.run([*pip, "--editable", f"{ROOT}[{','.join(extras)}]"], check=True)
+    own = ["--editable", f"{ROOT}/explain", "--editable", f"{ROOT}[{','.join(extras)}]"]
+    subprocess.run([*pip, *own], check=True)
 
 
 def project_hash() -> str:
     """Changes when the project's requirements may have."""
-    return hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()[:16]
+    projects = (ROOT / "pyproject.toml", ROOT / "explain" / "pyproject.toml")
+    return hashlib.sha256(b"".join(file.read_bytes() for file in projects)).hexdigest()[:16]
 
 
 def say(text: str) -> None:

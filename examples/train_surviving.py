@@ -1,8 +1,8 @@
 """A training, by DDP or with --fsdp by FSDP2, that goes on, without them, when ranks are killed:
 
-    ncclguard run --nproc-per-node 4 examples/train_surviving.py --steps 200 [--fsdp]
+    ncclguard run --nproc-per-node 4 examples/train_surviving.py --steps 200 --pause 0.5 [--fsdp]
 
-Kill any of its processes while it runs.
+Kill any of its processes while it runs; each prints its number.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import time
 from pathlib import Path
 
 import common
@@ -93,6 +94,9 @@ def digest(model: torch.nn.Module) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds between two steps, so that there is time to kill"
+    )
     parser.add_argument("--samples", default="", help="file for one line for each sample that a completed step used")
     parser.add_argument("--fsdp", action="store_true", help="FSDP2; a neighbour keeps a copy of each rank's shard")
     given = parser.parse_args()
@@ -148,7 +152,9 @@ def main() -> None:
         dist.barrier()
 
     record = Record(given.samples)
+    tell(f"rank {rank} is process {os.getpid()}")
     while train.completed < given.steps:  # a rank that takes a lost one's place begins with the step the others are at
+        time.sleep(given.pause)
         loss, samples = train()
         step = train.completed
         tells = rank == train.ranks[0]

@@ -100,12 +100,12 @@ def _waiting(original: Callable[..., Any], timeout: float | None) -> Callable[..
 
 
 def keepers_of(models: Iterable[nn.Module]) -> Iterator[Keeper]:
-    """What Accelerate knows about gradients and about the dataloaders that are being iterated; one for the process."""
+    """Yield the keeper of Accelerate's gradient state, which is one for the process, whatever the models."""
     yield _gradient_state
 
 
 def _gradient_state() -> Restore:
-    """What Accelerate knows of the iteration in progress.
+    """Remember Accelerate's `GradientState`, which has the active dataloaders and whether gradients are synchronised.
 
     An iteration that an exception ended stays the active one, and training would synchronise gradients by its end.
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ncclguard.evaluation import GuardedEvaluation, resilient_evaluate
+from ncclguard.evaluation import NOT_EVALUATED, GuardedEvaluation, resilient_evaluate
 from ncclguard.evaluation.runner import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
 
@@ -27,7 +27,7 @@ def patch_trainer(
     timeout: float | timedelta = 1800,
     barrier_timeout: float | timedelta = 300,
     max_attempts: int = 3,
-    fallback: Any = (0.0, 0.0),
+    fallback: Any = NOT_EVALUATED,
     batch_size: Any = None,
     metric_prefix: str = "eval/",
     **more: Any,
@@ -44,8 +44,9 @@ def patch_trainer(
     ...         raise ValueError("a metric went wrong")
     >>> trainer = Trainer()
     >>> guarded = patch_trainer(trainer, max_attempts=1)
-    >>> trainer.evaluate(7), guarded.report.failed
-    ((0.0, 0.0), True)
+    >>> loss, accuracy = trainer.evaluate(7)
+    >>> loss, accuracy, guarded.report.failed
+    (nan, nan, True)
     """
     unpatch_trainer(trainer)
     guarded = resilient_evaluate(
@@ -81,7 +82,7 @@ def keepers_of(models: Iterable[nn.Module]) -> Iterator[Keeper]:
 
 
 def _timers(engine: Any) -> Keeper:
-    """Which timers run: a timer that an exception left running could not be started again."""
+    """Return a keeper that stops timers which an exception left running: they could not be started again."""
 
     def keeper() -> Restore:
         timers = getattr(getattr(engine, "timers", None), "timers", {})
@@ -98,7 +99,7 @@ def _timers(engine: Any) -> Keeper:
 
 
 def _partitions(engine: Any) -> Keeper:
-    """ZeRO-3: which parameters are gathered, and what the coordinator of the gathers knows of the module order.
+    """Return a keeper of ZeRO-3's state: the gathered parameters, and the coordinator's trace of the modules.
 
     A forward pass that ends in the middle leaves parameters gathered or in flight and the trace of modules half-way;
     ranks that differ in it wait for each other in the next step. Gathers are ended before `restore` is called.
@@ -134,7 +135,7 @@ def _put_back(parameter: Any, status: Enum, active: set[int]) -> None:
     statuses = type(status)
     parameter.ds_active_sub_modules.clear()
     if parameter.ds_status != status and status == statuses["NOT_AVAILABLE"]:
-        parameter.ds_status = statuses["AVAILABLE"]  # one in flight is refused, and its gather has ended
+        parameter.ds_status = statuses["AVAILABLE"]  # DeepSpeed refuses INFLIGHT, and the gather has ended
         parameter.partition()
     parameter.ds_active_sub_modules.update(active)
 
@@ -150,7 +151,7 @@ _MODULE_COUNTERS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
 
 
 def _plain_attributes(holder: Any) -> dict[str, Any]:
-    """A module's counters; of a coordinator all that is plain data, however a version of DeepSpeed calls it."""
+    """Return a module's counters, or all plain data of a coordinator, named differently in each DeepSpeed."""
     if isinstance(holder, nn.Module):
         return {name: holder.__dict__[name] for name in _MODULE_COUNTERS if name in holder.__dict__}
     kinds = (int, float, str, tuple, list, dict, set, deque, Enum, type(None))
@@ -158,7 +159,7 @@ def _plain_attributes(holder: Any) -> dict[str, Any]:
 
 
 def _copy_of(value: Any) -> Any:
-    """Containers of containers, and the objects inside as they are: modules and parameters are not copied."""
+    """Copy a container with the containers inside it, but not other objects such as modules and parameters."""
     if isinstance(value, dict):
         copied = copy.copy(value)
         for key, inner in value.items():
@@ -168,12 +169,12 @@ def _copy_of(value: Any) -> Any:
 
 
 def _is_nested(registry: dict[Any, Any]) -> bool:
-    """Whether there is one registry for each mode, as until 0.16."""
+    """Return whether there is one registry for each mode, as until 0.16."""
     return all(hasattr(value, "clear") for value in registry.values()) and bool(registry)
 
 
 def _forward_stack() -> list[Any]:
-    """The modules that DeepSpeed believes to be in their forward pass."""
+    """Return the modules that DeepSpeed believes to be in their forward pass."""
     module = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     stack = getattr(module, "FWD_MODULE_STACK", None)
     return stack if isinstance(stack, list) else []

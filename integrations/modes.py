@@ -41,7 +41,7 @@ def set_train_mode(model: Model) -> Model:
 
 
 def unwrap(model: Any) -> Any:
-    """The model inside DDP, FSDP 1, a DeepSpeed engine, torch.compile or several of them; itself if it is not wrapped.
+    """Return the model inside DDP, FSDP 1, DeepSpeed's engine, torch.compile or several of them, or the model itself.
 
     >>> from torch import nn
     >>> inner = nn.Linear(2, 2)
@@ -63,7 +63,7 @@ def _layers(model: Any) -> Iterator[Any]:
 
 
 def _inner(layer: Any) -> Any:
-    """What a wrapper wraps, or None; what a model merely has among other parts is not meant."""
+    """Return the module inside a wrapper, or None; a child of a module that is no wrapper does not count."""
     if not isinstance(layer, nn.Module):  # a holder, such as Accelerate's of an engine
         found = (getattr(layer, name, None) for name in (*_INNER, "model"))
         return next((inner for inner in found if isinstance(inner, nn.Module)), None)

@@ -52,7 +52,7 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
         self.post_init()
 
     def get_input_embeddings(self) -> Any:
-        """The embedding of the tokens."""
+        """Return the embedding of the tokens."""
         return self.model.get_input_embeddings()
 
     def set_input_embeddings(self, value: Any) -> None:
@@ -134,7 +134,7 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
         return result if as_dict else result.to_tuple()
 
     def _last_token(self, states: torch.Tensor, input_ids: Any, attention_mask: Any) -> torch.Tensor:
-        """The position of each example's last token that is no padding, whichever side the padding is on."""
+        """Return the position of each example's last token that is no padding, whichever side the padding is on."""
         length = states.shape[1]
         real = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
         pad = self.config.get_text_config().pad_token_id
@@ -147,7 +147,7 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
         return (places * (real[:, -length:].to(states.device) != 0)).argmax(-1)
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean loss of a batch, in float32."""
+        """Return the mean loss of a batch, in float32."""
         logits = logits.float()
         kind = self.config.problem_type
         if kind is None and self.num_labels == 1:

@@ -84,7 +84,7 @@ def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_seque
     else:
         function = _unbound(before, target)
     patch = _Patch(function, names, keep_sequence_length, before)
-    # To a model a bound method, because a copy of the model then runs its own forward and not this one's.
+    # On a model it is a bound method, so that a copy of the model runs its own forward and not this model's.
     target.forward = patch.installed if is_class else types.MethodType(patch.installed, target)
     return model_or_class
 
@@ -103,9 +103,7 @@ def unpatch(model_or_class: Target) -> Target:
     for model in (target,) if isinstance(target, nn.Module) else tuple(patch.quieted):
         unquiet(model)
     if getattr(forward, "__func__", forward) is not patch.installed:
-        patch.active = (
-            False  # somebody wrapped it since and took the mark along: theirs has to stay, ours does nothing now
-        )
+        patch.active = False  # somebody has wrapped it since: their wrapper stays, and the patch does nothing now
     elif patch.before is None:
         del target.forward
     else:
@@ -117,7 +115,7 @@ class _Patch:
     """One patched forward: what it was, and what it leaves out."""
 
     def __init__(self, function: Callable[..., Any], drop: frozenset[str], length: bool, before: Any) -> None:
-        self.before = before  # what the target itself had, None if it inherited its forward
+        self.before = before  # the target's own forward, None if it inherited one
         self.active = True
         self.quieted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.installed = self._make(function, drop, length)
@@ -158,7 +156,7 @@ class _Patch:
 
 
 def _target(model_or_class: Any) -> Any:
-    """The class, or the model inside its wrappers."""
+    """Return the class, or the model inside its wrappers."""
     if isinstance(model_or_class, type) and issubclass(model_or_class, nn.Module):
         return model_or_class
     inner = unwrap(model_or_class)
@@ -171,13 +169,13 @@ def _target(model_or_class: Any) -> Any:
 
 
 def _plain(forward: Any) -> Any:
-    """A class's forward, without the patch that the class may have: the model's own patch says what is dropped."""
+    """Return a class's forward without the class's patch: the model's own patch says what is dropped."""
     on_top = getattr(getattr(forward, "_slim_patch", None), "installed", None) is forward
     return forward.__wrapped__ if on_top else forward
 
 
 def _unbound(forward: Any, model: nn.Module) -> Callable[..., Any]:
-    """A forward that somebody set on the model itself, as a function of the model."""
+    """Return a forward that somebody set on the model itself, as a function of the model."""
     if isinstance(forward, types.MethodType) and forward.__self__ is model:
         return forward.__func__
 
@@ -188,7 +186,7 @@ def _unbound(forward: Any, model: nn.Module) -> Callable[..., Any]:
     return function
 
 
-# ---------------------------------------------------------------------- models inside that are told not to collect
+# ---------------------------------------------------------------------- inner models that do not collect outputs
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -211,7 +209,7 @@ def unquiet(model: nn.Module) -> None:
 
 
 def parameters(function: Callable[..., Any]) -> tuple[dict[str, int], bool]:
-    """The parameters after the model by name, with their positions, and whether it takes any keyword."""
+    """Return the parameters after the model by name, with their positions, and whether it takes any keyword."""
     parameters = list(inspect.signature(function).parameters.values())
     names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     if names and names[0] == "self":
@@ -220,12 +218,12 @@ def parameters(function: Callable[..., Any]) -> tuple[dict[str, int], bool]:
 
 
 def passes_keywords_on(kind: type) -> bool:
-    """Whether a model passes unknown keywords on to its inner models, as those of transformers and PEFT do."""
+    """Return whether a model passes unknown keywords on to its inner models, as those of transformers and PEFT do."""
     return any(base.__module__.split(".")[0] in ("transformers", "peft") for base in kind.__mro__)
 
 
 def brings_cache(given: Mapping[str, Any], names: Iterable[str] = _CACHE) -> bool:
-    """Whether the arguments of a call, by name, have a cache."""
+    """Return whether the arguments of a call, by name, have a cache."""
     return any(given.get(name) is not None for name in names)
 
 
@@ -264,11 +262,11 @@ class SequenceShape:
         self.shape = torch.Size(shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """The whole shape, or the elements of one dimension."""
+        """Return the whole shape, or the elements of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """The number of dimensions."""
+        """Return the number of dimensions."""
         return len(self.shape)
 
     @property
@@ -277,7 +275,7 @@ class SequenceShape:
         return len(self.shape)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "shape" or name.startswith("__"):  # being copied or unpickled: nothing to explain
+        if name == "shape" or name.startswith("__"):  # asked while it is copied or unpickled
             raise AttributeError(name)
         raise AttributeError(
             f"the tensor was dropped by slim_outputs, only its shape is here, so it has no {name!r}. "
@@ -295,7 +293,7 @@ class SequenceShape:
 
 
 class _Slim:
-    """What `_slim_type` mixes into an output type of transformers.
+    """A mixin that `_slim_type` adds to an output type of transformers.
 
     The `SequenceShape` is an attribute and a dataclass field, never an item: ``items()``, ``to_tuple()`` and with them
     all that gathers or detaches outputs see tensors only, while copies made field by field (FSDP) and through pytrees
@@ -309,7 +307,7 @@ class _Slim:
         register_pytree_node(cls, _flatten, functools.partial(_unflatten, cls))
 
     def __post_init__(self) -> None:
-        # In place of ModelOutput's: that would make the shape an item. It too takes one mapping for the fields.
+        # Replaces ModelOutput's method, which would make the shape an item. Like it, takes one mapping for all fields.
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
         first = getattr(self, names[0])
         given = dict(first) if isinstance(first, Mapping) else {name: getattr(self, name) for name in names}
@@ -332,14 +330,14 @@ class _Slim:
 
 
 def slim_output(output: Any, drop: frozenset[str], shape: Iterable[int] | None) -> Any:
-    """A copy of a model's output without the fields in ``drop``.
+    """Return a copy of a model's output without the fields in ``drop``.
 
     ``shape`` takes the place of a ``last_hidden_state`` that is not there. An output type of transformers becomes a
     subclass of itself; of a plain mapping the keys are left out; in another dataclass that has these fields they are
     None. A tuple or anything else is returned as it is.
     """
     if isinstance(output, OrderedDict) and dataclasses.is_dataclass(output):
-        one_name = len(_CACHE & type(output).__dataclass_fields__.keys()) == 1  # both: they are not the same
+        one_name = len(_CACHE & type(output).__dataclass_fields__.keys()) == 1  # a type with both means two things
         left_out = drop | _CACHE if drop & _CACHE and one_name else drop
         kept = {name: value for name, value in output.items() if name not in left_out}
         last = kept.pop("last_hidden_state", None)
@@ -355,7 +353,7 @@ def slim_output(output: Any, drop: frozenset[str], shape: Iterable[int] | None) 
 
 
 def dropped_shape(model: Any, given: Mapping[str, Any], output: Any) -> tuple[int, ...] | None:
-    """The shape of the last hidden state, from the output, else from the inputs; None if neither says it."""
+    """Return the shape of the last hidden state, from the output, else from the inputs; None if neither says it."""
     fields = output if isinstance(output, Mapping) else vars(output) if dataclasses.is_dataclass(output) else {}
     last = fields.get("last_hidden_state")
     states = fields.get("hidden_states")
@@ -380,7 +378,7 @@ def _slim_type(base: Any) -> Any:
 
 @functools.cache
 def _make_slim_type(base: Any) -> Any:
-    # Every field may be missing, and there is one for the shape.
+    # Every field is optional, and the shape has a field.
     names = [field.name for field in dataclasses.fields(base) if field.default is dataclasses.MISSING]
     if "last_hidden_state" not in base.__dataclass_fields__:
         names.append("last_hidden_state")
@@ -405,7 +403,7 @@ def _restore(base: Any, items: Mapping[str, Any], last: Any) -> Any:
 
 
 def _build(made: Any, items: Mapping[str, Any], last: Any) -> Any:
-    """An output with these items, also those that are no fields of its type, as a model may add."""
+    """Make an output with these items, also those that are no fields of its type, as a model may add."""
     output = made(last_hidden_state=last)
     for name, value in items.items():
         output[name] = value

@@ -117,14 +117,14 @@ def _predict(trainer: Any, original: Callable[..., Any], args: tuple[Any, ...], 
 
 
 def _guard(trainer: Any, name: str, function: Callable[..., Any]) -> GuardedEvaluation:
-    """One for each method of each trainer, so that its switches stay what they are."""
+    """Return the guard of a trainer's method; there is one for each, so that its switches stay what they are."""
     guards = vars(trainer).setdefault(_GUARDS, {})
     if name not in guards:
         function.__name__ = name
         options: dict[str, Any] = {
             "fallback": None,
             "batch_size": "args.per_device_eval_batch_size",
-            "monitor": lambda metrics, step: None,  # the trainer's own `log` gets them, which knows what ranks report
+            "monitor": lambda metrics, step: None,  # `_evaluate` calls the trainer's own `log`, on every rank
             "same_result": name == "evaluate",
             "keepers": (functools.partial(_keep, trainer),),
         }
@@ -135,7 +135,7 @@ def _guard(trainer: Any, name: str, function: Callable[..., Any]) -> GuardedEval
 
 
 def _undecided(trainer: Any) -> dict[str, float]:
-    """A metric for best-model selection that is better than none: every comparison with NaN is false."""
+    """Return NaN as the metric for best-model selection: it compares as false, so this model is not the best."""
     name = getattr(getattr(trainer, "args", None), "metric_for_best_model", None)
     return {} if name is None else {name if name.startswith("eval_") else f"eval_{name}": float("nan")}
 
@@ -152,13 +152,16 @@ def _stateful(trainer: Any) -> list[Any]:
 
 
 def _standing_of(trainer: Any) -> dict[str, Any]:
-    """What callbacks made of the metrics: the switches of the training loop, and the patience of early stopping."""
+    """Return the switches of the training loop and the states of callbacks, such as the patience of early stopping."""
     control = dict(vars(trainer.control)) if hasattr(trainer, "control") else {}
     return {"control": control, "callbacks": [callback.state()["attributes"] for callback in _stateful(trainer)]}
 
 
 def _adopt(trainer: Any, standing: dict[str, Any]) -> None:
-    """Take over the first rank's: metrics may differ in the last bit, and a rank that stops alone stops all."""
+    """Take over the first rank's switches and callbacks.
+
+    Metrics may differ in the last bit, and a rank that stops alone stops all.
+    """
     if standing.get("control"):
         vars(trainer.control).update(standing["control"])
     for callback, attributes in zip(_stateful(trainer), standing.get("callbacks", ()), strict=False):
@@ -167,7 +170,7 @@ def _adopt(trainer: Any, standing: dict[str, Any]) -> None:
 
 
 def _keep(trainer: Any) -> Restore:
-    """The trainer's state, log, switches and callbacks, of which an evaluation that ends in the middle did a part."""
+    """Remember the trainer's state, log, switches and callbacks, which an unfinished evaluation has partly changed."""
     held = {name: value for name, value in vars(trainer).items() if name in ("state", "control", "_memory_tracker")}
     objects = [*held.values(), *_callbacks(trainer)]
     saved = [(each, {name: _copied(value) for name, value in vars(each).items()}) for each in objects]
@@ -188,13 +191,16 @@ def _copied(value: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`SurvivingEvaluation` needs the package for its base class, and so is made when it is asked for."""
+    """Make `SurvivingEvaluation` on demand, because its base class is in transformers."""
     if name != "SurvivingEvaluation":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from transformers import TrainerCallback
 
     class SurvivingEvaluation(TrainerCallback):  # type: ignore[misc]
-        """`trainer.add_callback(SurvivingEvaluation(trainer, timeout=1800))` does what `patch_trainer` does."""
+        """A callback that does what `patch_trainer` does, without a class of your own.
+
+        Add it with `trainer.add_callback(SurvivingEvaluation(trainer, timeout=1800))`.
+        """
 
         def __init__(self, trainer: Any, **options: Any) -> None:
             patch_trainer(trainer, **options)

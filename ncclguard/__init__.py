@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from ncclguard._loading import AfterTorch as _AfterTorch
+from ncclguard._loading import AfterImport as _AfterImport
 
 if TYPE_CHECKING:
     from ncclguard._public import *
@@ -30,6 +30,7 @@ __all__ = [
     "PeerFailed",
     "PeerLost",
     "__version__",
+    "check",
     "configure",
     "current_config",
     "get_adaptive_timeout",
@@ -70,5 +71,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_after_torch = _AfterTorch(_load)
+_after_torch = _AfterImport("torch", _load)
 _after_torch.start()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import codecs
 import importlib
 import importlib.util
-import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ncclguard import __version__
+from ncclguard.spelling import meant
+from ncclguard_explain.command_line import READER_GONE, run_command
+from ncclguard_explain.language import told, tr
 
 USAGE = 2
-EXIT_CODES = {0: "help or the version was shown", USAGE: "there is no such command"}
+EXIT_CODES = {
+    0: "help or the version was shown",
+    USAGE: "there is no such command",
+    READER_GONE: "the reader of the output of any command ended before it, as head does",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +33,10 @@ class Command:
 
     @property
     def available(self) -> bool:
-        """Whether this installation has the module."""
+        """Return whether this installation has the module."""
         try:
             return importlib.util.find_spec(self.module) is not None
-        except ModuleNotFoundError:  # of a package above it
+        except ModuleNotFoundError:  # a package above it is missing
             return False
 
 
@@ -41,7 +46,11 @@ COMMANDS = {
     ),
     "doctor": Command("ncclguard.environment.doctor.command", "check this host or the whole job before training"),
     "env": Command("ncclguard.environment.env_command", "print the environment variables that fit this host"),
-    "explain": Command("ncclguard.explain.command", "read what a hung job left and name the rank that held it up"),
+    "explain": Command("ncclguard_explain.command", "read what a hung job left and name the rank that held it up"),
+    "hang": Command("ncclguard.hang.command", "name the rank that holds up a job that hangs now on this host"),
+    "observe": Command(
+        "ncclguard.watch.observe", "run a program that is not changed, and name the rank that holds the others up"
+    ),
     "top": Command("ncclguard.metrics.top_command", "watch the ranks of a running job on this host"),
     "set": Command("ncclguard.metrics.control", "change settings of a running job, on all ranks at once"),
     "run": Command(
@@ -57,7 +66,10 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; 2 for a command that does not exist."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    _write_what_cannot_be_encoded()
+    return run_command(lambda: _run(words))
+
+
+def _run(words: Sequence[str]) -> int:
     if not words:
         print(usage(), file=sys.stderr)
         return USAGE
@@ -70,21 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command = COMMANDS.get(name)
     if command is None or not command.available:
-        known = ", ".join(name for name, command in COMMANDS.items() if command.available)
-        print(f"ncclguard: there is no command {name!r}; use one of {known}", file=sys.stderr)
+        known = [name for name, command in COMMANDS.items() if command.available]
+        hint = meant(name, known) or tr("there are {some}", some=", ".join(known))
+        text = told("there is no command {name}: {hint}", name=repr(name), hint=hint)
+        print(f"ncclguard: {text}", file=sys.stderr)
         return USAGE
     return int(importlib.import_module(command.module).main(rest))
 
 
-def _write_what_cannot_be_encoded() -> None:
-    """Where the output is not UTF-8, a character that it lacks is written as its number, and ends no command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
-            stream.reconfigure(errors="backslashreplace")
-
-
 def usage() -> str:
-    """The commands that this installation has, one a line."""
+    """Return the list of commands that this installation has, one a line."""
     lines = ["usage: ncclguard [--version] COMMAND [ARGUMENT ...]", "", "commands:"]
     lines += [f"  {name:<11}{command.help}" for name, command in COMMANDS.items() if command.available]
     return "\n".join([*lines, "", "`ncclguard COMMAND --help` shows the arguments, examples and exit codes of one."])

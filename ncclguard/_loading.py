@@ -17,7 +17,7 @@ from types import ModuleType
 class _Announcing(Loader):
     """A loader that says when the module's body has run."""
 
-    def __init__(self, inner: Loader, waiting: AfterTorch) -> None:
+    def __init__(self, inner: Loader, waiting: AfterImport) -> None:
         self._inner = inner
         self._waiting = waiting
 
@@ -40,16 +40,17 @@ class _Announcing(Loader):
         waiting.try_now()
 
 
-class AfterTorch(MetaPathFinder):
-    """Calls `load` once: when torch, and whatever module of ncclguard was importing it, has been imported."""
+class AfterImport(MetaPathFinder):
+    """Calls `load` once: when a module, and whatever module of ncclguard was importing it, has been imported."""
 
-    def __init__(self, load: Callable[[], None]) -> None:
+    def __init__(self, module: str, load: Callable[[], None]) -> None:
         self.depth = 0
+        self._module = module
         self._load = load
 
     def start(self) -> None:
-        """Call `load` now when torch is there, else when it comes."""
-        if sys.modules.get("torch") is not None and not _being_imported("torch"):
+        """Call `load` now when the module is there, else when it comes."""
+        if sys.modules.get(self._module) is not None and not _being_imported(self._module):
             self._load()
         else:
             sys.meta_path.insert(0, self)
@@ -61,14 +62,15 @@ class AfterTorch(MetaPathFinder):
 
     def try_now(self) -> None:
         """Call `load` if no import is under way that it could run into."""
-        if self.depth == 0 and self in sys.meta_path and sys.modules.get("torch") is not None:
+        if self.depth == 0 and self in sys.meta_path and sys.modules.get(self._module) is not None:
+            self.stop()
             self._load()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Wrap the loader of torch and of ncclguard's own modules; every other import is none of our business."""
-        if fullname != "torch" and not fullname.startswith("ncclguard."):
+        """Wrap the loader of the module and of ncclguard's own; every other import is none of our business."""
+        if fullname != self._module and not fullname.startswith("ncclguard."):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:

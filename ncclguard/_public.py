@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ncclguard.cause import Cause
 from ncclguard.collectives import (
     safe_all_gather,
     safe_all_gather_object,
@@ -30,9 +29,14 @@ from ncclguard.incident.model import Incident
 from ncclguard.metrics.monitoring import setup_nccl_monitoring
 from ncclguard.outcome import Outcome
 from ncclguard.phases import phase
+from ncclguard.process_group import enqueued
+from ncclguard.process_group.enqueued import check
 from ncclguard.process_group.group import register
+from ncclguard.torch_compat import compiler
 from ncclguard.training import ElasticLoader, resilient_step
+from ncclguard.watch import point_to_point
 from ncclguard.watch.watcher import watch
+from ncclguard_explain.cause import Cause
 
 __all__ = [
     "Cause",
@@ -47,6 +51,7 @@ __all__ = [
     "Outcome",
     "PeerFailed",
     "PeerLost",
+    "check",
     "configure",
     "current_config",
     "get_adaptive_timeout",
@@ -69,6 +74,9 @@ __all__ = [
 
 
 def install() -> None:
-    """Hook the guard into torch.distributed, and make the backend "ncclguard" known to torch."""
+    """Hook the guard into torch.distributed and torch.compile; make the backend "ncclguard" known to torch."""
+    compiler.keep_out()
     register()
+    enqueued.register()
     runtime.install()
+    point_to_point.start()

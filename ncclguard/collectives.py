@@ -38,9 +38,11 @@ from ncclguard.engine.table import (
     Collective,
 )
 from ncclguard.outcome import Outcome
+from ncclguard.spelling import hinted
 from ncclguard.transport.memory import writable
 
 
+@hinted
 def safe_all_reduce(
     tensor: torch.Tensor,
     op: Any = ReduceOp.SUM,
@@ -58,7 +60,8 @@ def safe_all_reduce(
     `tensor`: any shape, dense, the same shape and dtype on all ranks. `timeout`: seconds or timedelta for the whole
     call, retries included. On failure the tensor is bit-equal to its input (`atomic=True`, the default). On the CPU
     the sum has the same bits on all ranks, and a NaN on any rank is the MAX and MIN. Raises TypeError or
-    ValueError for a wrong call, before anything is sent; never for a failed communication.
+    ValueError for a wrong call, before anything is sent; not for a failed communication, but for an earlier one on the
+    group whose outcome nobody looked at: CollectiveFailed.
 
     >>> import torch
     >>> import ncclguard as ng
@@ -78,6 +81,7 @@ def safe_all_reduce(
     return run(ALL_REDUCE, Arguments(tensor, op=kind), terms, pieces)
 
 
+@hinted
 def safe_barrier(
     group: ProcessGroup | None = None,
     *,
@@ -99,6 +103,7 @@ def safe_barrier(
     return run(BARRIER, Arguments(), terms, EMPTY)
 
 
+@hinted
 def safe_broadcast(
     tensor: torch.Tensor,
     src: int,
@@ -126,13 +131,14 @@ def safe_broadcast(
         group, timeout, tensor.numel(), max_attempts=max_attempts, atomic=atomic, on_lost=on_lost, name=name
     )
     check_carried(BROADCAST, tensor, terms)
-    source = terms.member(src)
+    source = terms.member(src, "src")
     pieces = terms.plan(tensor.numel(), chunk_numel, tensor.element_size())
     if terms.solo:
         return alone(BROADCAST, terms, tensor)
     return run(BROADCAST, Arguments(tensor, root=source), terms, pieces)
 
 
+@hinted
 def safe_all_gather(
     tensor_list: Sequence[torch.Tensor],
     tensor: torch.Tensor,
@@ -170,6 +176,7 @@ def safe_all_gather(
     return run(ALL_GATHER, Arguments(tensor, tensor_list), terms, pieces)
 
 
+@hinted
 def safe_reduce_scatter(
     output: torch.Tensor,
     input_list: Sequence[torch.Tensor],
@@ -215,6 +222,7 @@ def safe_reduce_scatter(
     return run(REDUCE_SCATTER, Arguments(output, input_list, op=kind), terms, pieces)
 
 
+@hinted
 def safe_all_gather_object(
     object_list: list[Any],
     obj: Any,
@@ -248,7 +256,7 @@ def safe_all_gather_object(
 
 
 def _all_gather_object(terms: Terms, object_list: list[Any], data: torch.Tensor) -> Outcome:
-    """First the sizes, then the bytes, padded to the largest."""
+    """Gather the sizes, then the bytes, padded to the largest."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in terms.ranks]
     size = torch.tensor([data.numel()], dtype=torch.int64)
     outcome = run(ALL_GATHER_OBJECT, Arguments(size, sizes), terms, ONE, detail="sizes", key=("sizes",))
@@ -274,6 +282,7 @@ def _all_gather_object(terms: Terms, object_list: list[Any], data: torch.Tensor)
     return outcome
 
 
+@hinted
 def safe_broadcast_object_list(
     object_list: list[Any],
     src: int,
@@ -295,7 +304,7 @@ def safe_broadcast_object_list(
     """
     check_objects(object_list)
     terms = terms_of(group, timeout, 0, max_attempts=max_attempts, atomic=True, on_lost=on_lost, name=name)
-    source = terms.member(src)
+    source = terms.member(src, "src")
     if terms.solo:
         return alone(BROADCAST_OBJECT_LIST, terms)
     sending = dist.get_rank() == source
@@ -305,12 +314,12 @@ def safe_broadcast_object_list(
 
 
 def _broadcast_object_list(terms: Terms, object_list: list[Any], data: torch.Tensor, source: int) -> Outcome:
-    """First the size, then the bytes."""
+    """Broadcast the size, then the bytes."""
     sending = dist.get_rank() == source
     size = torch.tensor([data.numel()], dtype=torch.int64)
     whose = (source, len(object_list))
-    said = f"size, src={source}"
-    outcome = run(BROADCAST_OBJECT_LIST, Arguments(size, root=source), terms, ONE, detail=said, key=("size", *whose))
+    detail = f"size, src={source}"
+    outcome = run(BROADCAST_OBJECT_LIST, Arguments(size, root=source), terms, ONE, detail=detail, key=("size", *whose))
     if outcome.failed:
         return outcome
     numel = int(size)
@@ -320,18 +329,18 @@ def _broadcast_object_list(terms: Terms, object_list: list[Any], data: torch.Ten
     except (RuntimeError, MemoryError) as error:
         received, refused = _without_memory(numel), _refused(BROADCAST_OBJECT_LIST, terms, cut, error)
     arguments = Arguments(received, root=source)
-    said, key = f"{numel} bytes, src={source}", ("bytes", numel, *whose)
-    outcome = run(BROADCAST_OBJECT_LIST, arguments, terms, cut, detail=said, key=key, work=refused)
+    detail, key = f"{numel} bytes, src={source}", ("bytes", numel, *whose)
+    outcome = run(BROADCAST_OBJECT_LIST, arguments, terms, cut, detail=detail, key=key, work=refused)
     if not (sending or outcome.failed):
         object_list[:] = unpickled(received)
     return outcome
 
 
 def _without_memory(nbytes: int) -> torch.Tensor:
-    """Of the kind that the others have, so that it is the same operation, in one byte."""
+    """Return a tensor that looks to the other ranks like theirs, but takes one byte of memory."""
     return torch.empty(1, dtype=torch.uint8).expand(nbytes)
 
 
 def _refused(collective: Collective, terms: Terms, cut: ChunkPlan, error: BaseException) -> Refused:
-    """In place of an operation that this rank has no memory for, alike for the others, who are told why it fails."""
+    """Return an operation that fails here for lack of memory; the other ranks take part in it and learn the reason."""
     return Refused(cut, collective.closes(cut.numel, len(terms.ranks), terms.config.closing_nbytes), str(error))

@@ -1,4 +1,4 @@
-"""`ncclguard completion bash|zsh|fish`: a script that completes commands, options and values, made from the parsers."""
+"""`ncclguard completion bash|zsh|fish`: a script, made from the parsers, that completes commands and options."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Final
 
 from ncclguard.__main__ import COMMANDS
-from ncclguard.command_line import described
+from ncclguard_explain.command_line import described
 
 SHELLS: Final = ("bash", "zsh", "fish")
 EXIT_CODES: Final = {0: "the script was printed", 2: "there is no such shell"}
-#: How names of values begin that are files or folders.
+#: The beginnings of the names of values that are files or folders.
 _FILES: Final = ("FILE", "PATH", "CONFIG")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option: its spellings, what it is for, whether it takes a value, and what values there are."""
+    """An option: its spellings, its help, whether it takes a value, and the values to choose from."""
 
     names: tuple[str, ...]
     help: str
@@ -33,7 +33,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """What can follow a command: its options, and the words that its arguments may be; none means files."""
+    """The options and argument words of a command; no words means that files are completed."""
 
     help: str
     options: tuple[Option, ...]
@@ -41,7 +41,7 @@ class Syntax:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
+    """Return the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="ncclguard completion", description="Print a script for a shell that completes what one types."
     )
@@ -61,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def syntax() -> dict[str, Syntax]:
-    """What this installation's commands take; of one whose packages are missing only the name."""
+    """Return each command's syntax; a command whose packages are missing has its name and help only."""
     found = {}
     for name, command in COMMANDS.items():
         if command.available:
             try:
                 parser = importlib.import_module(command.module).build_parser()
-            except (ImportError, AttributeError):  # without torch, `bench` cannot even say what it would take
+            except (ImportError, AttributeError):  # without torch, `bench` cannot even build its parser
                 parser = argparse.ArgumentParser()
             found[name] = Syntax(command.help, tuple(_options(parser)), tuple(_words(parser)))
     return found
@@ -94,7 +94,7 @@ def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def bash(commands: Mapping[str, Syntax]) -> str:
-    """The script for bash."""
+    """Return the script for bash."""
     values, options, words = [], [], []
     for name, command in commands.items():
         for option in command.options:
@@ -140,7 +140,7 @@ def bash(commands: Mapping[str, Syntax]) -> str:
 
 
 def zsh(commands: Mapping[str, Syntax]) -> str:
-    """The script for zsh."""
+    """Return the script for zsh."""
 
     def text(words: str) -> str:
         return re.sub(r"([\\\[\]:])", r"\\\1", words).replace("'", "'\\''")
@@ -179,7 +179,7 @@ def zsh(commands: Mapping[str, Syntax]) -> str:
 
 
 def fish(commands: Mapping[str, Syntax]) -> str:
-    """The script for fish."""
+    """Return the script for fish."""
 
     def quoted(words: str) -> str:
         return "'" + words.replace("\\", "\\\\").replace("'", "\\'") + "'"

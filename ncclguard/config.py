@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import numbers
@@ -14,20 +13,23 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from ncclguard import language
 from ncclguard.errors import GuardConfigError
+from ncclguard.spelling import meant
+from ncclguard_explain import language
+from ncclguard_explain.language import Message, joined, told, tr
 
 log = logging.getLogger("ncclguard")
 
 PREFIX = "NCCLGUARD_"
 #: Variables with this prefix that are not settings of the guard: those of drills, of ranks that
-#: `ncclguard.faults` starts, and of `ncclguard run`.
+#: `ncclguard.faults` starts, of `ncclguard run`, and the one that `ncclguard_observe` reads.
 OTHER_VARIABLES = frozenset(
     {
         "NCCLGUARD_ALLOW_DRILL",
         "NCCLGUARD_FAULT",
         "NCCLGUARD_JOB",
         "NCCLGUARD_JOINS",
+        "NCCLGUARD_OBSERVE",
         "NCCLGUARD_PARENT_PATH",
         "NCCLGUARD_PLACE",
         "NCCLGUARD_PLACE_NUMBER",
@@ -57,39 +59,75 @@ def seconds(value: float | timedelta | None, what: str) -> float | None:
     if isinstance(value, timedelta):
         value = value.total_seconds()
     elif isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
-        raise TypeError(f"{what} must be seconds or a timedelta, not {type(value).__name__}: give for example 600")
+        raise TypeError(
+            told(
+                "{what} must be seconds or a timedelta, not {kind}: give for example 600",
+                what=what,
+                kind=type(value).__name__,
+            )
+        )
     value = float(value)
     if not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{what} must be a positive, finite time, got {value:g} s: give None for the default limit")
+        raise ValueError(
+            told(
+                "{what} must be a positive, finite time, got {value:g} s: give None for the default limit",
+                what=what,
+                value=value,
+            )
+        )
     if value < SHORTEST:
-        raise ValueError(f"{what} must be at least 1 ms, got {value:g} s: torch takes less for no time limit at all")
+        raise ValueError(
+            told(
+                "{what} must be at least 1 ms, got {value:g} s: torch takes less for no time limit at all",
+                what=what,
+                value=value,
+            )
+        )
     if value > LONGEST:
-        raise ValueError(f"{what} must be at most {LONGEST:g} s, got {value:g} s: give a limit that can be reached")
+        raise ValueError(
+            told(
+                "{what} must be at most {most:g} s, got {value:g} s: give a limit that can be reached",
+                what=what,
+                most=LONGEST,
+                value=value,
+            )
+        )
     return value
 
 
+def is_time(given: object) -> bool:
+    """Return whether this is a time, so that an error can say where a time given for another argument belongs.
+
+    >>> is_time(30), is_time(True)
+    (True, False)
+    """
+    return isinstance(given, (timedelta, numbers.Real)) and not isinstance(given, bool)
+
+
 def _time(value: object) -> object:
-    """A setting's time out of a number, a timedelta or the text of a variable."""
+    """Convert a setting's time from a number, a timedelta or the text of a variable."""
     if isinstance(value, str):
         value = float(value)
     try:
-        return seconds(cast("float | timedelta | None", value), "it")
+        return seconds(cast("float | timedelta | None", value), tr("it", "setting"))
     except TypeError as error:  # pydantic reports ValueError only
         raise ValueError(str(error)) from None
 
 
 def _count(value: object) -> object:
-    """A setting's whole number; people write 5e7 and 50_000_000."""
+    """Convert a setting's whole number; accepts 5e7 and 50_000_000."""
     if isinstance(value, bool):
-        raise ValueError("a whole number is needed, not a truth value")  # noqa: TRY004 - pydantic takes only this
+        raise ValueError(told("a whole number is needed, not a truth value"))  # noqa: TRY004 - pydantic takes only this
     if isinstance(value, str):
         value = float(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _language(value: object) -> object:
-    """A setting's language; people write zh_CN.UTF-8."""
-    return language.parsed(value) if isinstance(value, str) else value
+    """Convert a setting's language; accepts zh_CN.UTF-8. No job ends because of the variable: it is warned of, once."""
+    if not isinstance(value, str):
+        return value
+    return language.of_variable(value) if value == os.environ.get(language.VARIABLE) else language.parsed(value)
 
 
 Seconds = Annotated[float, BeforeValidator(_time)]
@@ -99,12 +137,12 @@ Count = Annotated[int, BeforeValidator(_count)]
 def _setting(
     default: Any, unit: str, allowed: str, description: str, *, ge: float | None = None, le: float | None = None
 ) -> Any:
-    """A field with what its documentation and its error message say: the unit and the values allowed."""
+    """Make a field with the unit and the allowed values that its documentation and error message name."""
     return Field(default, ge=ge, le=le, description=description, json_schema_extra={"unit": unit, "allowed": allowed})
 
 
-_TIME = "1 ms to 1e9 s"
-_SWITCH = "true or false"
+_TIME = tr("1 ms to 1e9 s")
+_SWITCH = tr("true or false")
 
 
 class GuardConfig(BaseSettings):
@@ -125,33 +163,36 @@ class GuardConfig(BaseSettings):
         True, "", _SWITCH, "start the monitor with init_process_group, not with the first guarded call"
     )
     timeout: Seconds | None = _setting(
-        None, "s", f"{_TIME}, or none", "budget of a call that has no argument and is in no phase; none: by size"
+        None,
+        "s",
+        tr("1 ms to 1e9 s, or none"),
+        "budget of a call that has no argument and is in no phase; none: by size",
     )
     timeout_eval: Seconds = _setting(1800.0, "s", _TIME, 'budget inside phase("eval")')
     timeout_train: Seconds = _setting(600.0, "s", _TIME, 'budget inside phase("train")')
     timeout_small: Seconds = _setting(300.0, "s", _TIME, 'budget inside phase("small")')
     max_attempts: Count = _setting(
-        3, "", "1 to 100", "tries of one call, for faults of the transport, within its budget", ge=1, le=100
+        3, "", tr("1 to 100"), "tries of one call, for faults of the transport, within its budget", ge=1, le=100
     )
     chunk_numel: Count | None = _setting(
-        None, "elements", "1 or more, or none", "length of a piece of a large tensor; none: by size", ge=1
+        None, "elements", tr("1 or more, or none"), "length of a piece of a large tensor; none: by size", ge=1
     )
     atomic: bool | Literal["require"] = _setting(
         True,
         "",
-        "true, false or require",
+        tr("true, false or require"),
         "keep a copy, so that a failed call leaves its input; require: refuse the call where memory for it is missing",
     )
     on_lost: Literal["fail", "shrink"] = _setting(
-        "fail", "", "fail or shrink", "when a rank is gone: fail, or let the others finish (needs atomic)"
+        "fail", "", tr("fail or shrink"), "when a rank is gone: fail, or let the others finish (needs atomic)"
     )
     on_failure: Literal["return", "raise"] = _setting(
-        "return", "", "return or raise", "give a failed outcome back, or raise its typed error"
+        "return", "", tr("return or raise"), "give a failed outcome back, or raise its typed error"
     )
     stuck_timeout: Seconds | None = _setting(
         None,
         "s",
-        f"{_TIME} and less than every timeout, or none",
+        tr("1 ms to 1e9 s and less than every timeout, or none"),
         "end a call before its deadline when a rank gave no sign of life for this long; none: at the deadline",
     )
     warn_after: Seconds = _setting(30.0, "s", _TIME, "log who is awaited, and where it is, after this time")
@@ -159,7 +200,7 @@ class GuardConfig(BaseSettings):
     closing_nbytes: Count = _setting(
         65536,
         "bytes",
-        "0 to 1048576",
+        tr("0 to 1048576"),
         "results up to this size need no closing round; equal on all ranks",
         ge=0,
         le=1 << 20,
@@ -167,17 +208,17 @@ class GuardConfig(BaseSettings):
     poll_idle: Seconds = _setting(
         0.5,
         "s",
-        "1 ms to 1 s",
+        tr("1 ms to 1 s"),
         "period of the monitor while nothing is pending; bounds how late a rank learns of a failure",
         le=1,
     )
     poll_active: Seconds = _setting(
-        0.05, "s", "1 ms to 0.2 s, at most poll_idle", "period of the monitor while a call is pending", le=0.2
+        0.05, "s", tr("1 ms to 0.2 s, at most poll_idle"), "period of the monitor while a call is pending", le=0.2
     )
     stack_signal: str = _setting(
         "auto",
         "",
-        "auto, none, or a signal's name such as SIGUSR2",
+        tr("auto, none, or a signal's name such as SIGUSR2"),
         "how ranks of one host get the stacks of one whose interpreter does not run; auto: a free real-time signal",
     )
     cross_memory: bool = _setting(
@@ -186,15 +227,22 @@ class GuardConfig(BaseSettings):
         _SWITCH,
         "ranks of one host read large parts of CPU tensors from each other's memory, where the kernel permits it",
     )
-    build_slice: Seconds = _setting(5.0, "s", "1 s to 60 s", "bound of one try to connect a communicator", ge=1, le=60)
+    build_slice: Seconds = _setting(
+        5.0, "s", tr("1 s to 60 s"), "bound of one try to connect a communicator", ge=1, le=60
+    )
     exit_linger: float = _setting(
-        2.0, "s", "0 s to 60 s", "how long the host of the store waits at exit for the others' goodbyes", ge=0, le=60
+        2.0,
+        "s",
+        tr("0 s to 60 s"),
+        "how long the host of the store waits at exit for the others' goodbyes",
+        ge=0,
+        le=60,
     )
 
     statistics_every: Count | None = _setting(
         None,
         "operations",
-        "0 to 1000000, or none; above 0 needs rounds",
+        tr("0 to 1000000, or none; above 0 needs rounds"),
         "exchange statistics between the ranks with every so many-th operation of a group; none: every 100th where rounds is on; "
         "0: never; equal on all ranks",
         ge=0,
@@ -203,23 +251,27 @@ class GuardConfig(BaseSettings):
     adjust: bool = _setting(
         False,
         "",
-        "true or false; true needs the exchange of statistics",
+        tr("true or false; true needs the exchange of statistics"),
         "move the limits of phases and the length of pieces by what was measured; equal on all ranks",
     )
     adjust_timeout_min: Seconds = _setting(60.0, "s", _TIME, "adjust lowers no limit below this; equal on all ranks")
     adjust_timeout_max: Seconds = _setting(
         3600.0,
         "s",
-        "1 ms to 1e9 s, at least adjust_timeout_min",
+        tr("1 ms to 1e9 s, at least adjust_timeout_min"),
         "adjust raises no limit above this; equal on all ranks",
     )
     adjust_chunk_min: Count = _setting(
-        1_000_000, "elements", "1024 or more", "adjust makes no piece shorter than this; equal on all ranks", ge=1024
+        1_000_000,
+        "elements",
+        tr("1024 or more"),
+        "adjust makes no piece shorter than this; equal on all ranks",
+        ge=1024,
     )
     adjust_chunk_max: Count = _setting(
         100_000_000,
         "elements",
-        "at least adjust_chunk_min",
+        tr("at least adjust_chunk_min"),
         "adjust makes no piece longer than this; equal on all ranks",
         ge=1024,
     )
@@ -232,12 +284,15 @@ class GuardConfig(BaseSettings):
     report_dir: str | None = _setting(
         "ncclguard-incidents",
         "",
-        "a folder, or none",
+        tr("a folder, or none"),
         "where the JSON and the page of an incident go, relative to the working directory; none: no files",
     )
     report_panel: bool = _setting(True, "", _SWITCH, "show an incident on stderr, on the lowest live rank")
     language: Annotated[Literal["en", "zh"], BeforeValidator(_language)] = _setting(
-        "en", "", "en or zh (also zh_CN, zh-CN)", "what people read: incidents, their pages, errors; data stays English"
+        "en",
+        "",
+        tr("en or zh (also zh_CN, zh-CN)"),
+        "what people read: incidents, their pages, errors; data stays English",
     )
 
     def __init__(self, **values: Any) -> None:
@@ -252,44 +307,66 @@ class GuardConfig(BaseSettings):
         limit, name = min((value, name) for name, value in limits.items() if value is not None)
         if self.stuck_timeout is not None and self.stuck_timeout >= limit:
             raise ValueError(
-                f"every timeout must exceed stuck_timeout, which could never end a call earlier otherwise: {name} is "
-                f"{limit:g} s, stuck_timeout {self.stuck_timeout:g} s; raise {name} or lower stuck_timeout"
+                told(
+                    "every timeout must exceed stuck_timeout, which could never end a call earlier otherwise: {name} is "
+                    "{limit:g} s, stuck_timeout {value:g} s; raise {name} or lower stuck_timeout",
+                    name=name,
+                    limit=limit,
+                    value=self.stuck_timeout,
+                )
             )
         if self.poll_active > self.poll_idle:
             raise ValueError(
-                f"poll_idle must be at least poll_active: it is {self.poll_idle:g} s, poll_active "
-                f"{self.poll_active:g} s; raise poll_idle or lower poll_active"
+                told(
+                    "poll_idle must be at least poll_active: it is {idle:g} s, poll_active {active:g} s; raise poll_idle or "
+                    "lower poll_active",
+                    idle=self.poll_idle,
+                    active=self.poll_active,
+                )
             )
         if self.statistics_every and not self.rounds:
             raise ValueError(
-                f"statistics_every={self.statistics_every} needs rounds=True: without rounds the ranks cannot know that all have "
-                "the statistics; set statistics_every=0 or rounds=True"
+                told(
+                    "statistics_every={count} needs rounds=True: without rounds the ranks cannot know that all have the "
+                    "statistics; set statistics_every=0 or rounds=True",
+                    count=self.statistics_every,
+                )
             )
         if self.adjust and not self.exchange_every:
             switched_off = "statistics_every=0" if self.statistics_every == 0 else "rounds=False"
             raise ValueError(
-                f"adjust=True needs the exchange of statistics, which {switched_off} switches off: without it the ranks would "
-                f"decide differently; set adjust=False, or leave {switched_off.partition('=')[0]} at its default"
+                told(
+                    "adjust=True needs the exchange of statistics, which {setting} switches off: without it the ranks would "
+                    "decide differently; set adjust=False, or leave {name} at its default",
+                    setting=switched_off,
+                    name=switched_off.partition("=")[0],
+                )
             )
         for low, high in (("adjust_timeout_min", "adjust_timeout_max"), ("adjust_chunk_min", "adjust_chunk_max")):
             if getattr(self, low) > getattr(self, high):
                 raise ValueError(
-                    f"{high} must be at least {low}: it is {getattr(self, high):g}, {low} {getattr(self, low):g}; raise "
-                    f"{high} or lower {low}"
+                    told(
+                        "{high} must be at least {low}: it is {most:g}, {low} {least:g}; raise {high} or lower {low}",
+                        high=high,
+                        low=low,
+                        most=getattr(self, high),
+                        least=getattr(self, low),
+                    )
                 )
         if self.on_lost == "shrink" and self.atomic is False:
             raise ValueError(
-                'on_lost="shrink" needs atomic=True: the survivors start again from their inputs, which atomic=False '
-                "does not keep; set one of the two"
+                told(
+                    'on_lost="shrink" needs atomic=True: the survivors start again from their inputs, which atomic=False '
+                    "does not keep; set one of the two"
+                )
             )
         return self
 
     @property
     def exchange_every(self) -> int:
-        """Every so many-th operation of a group carries the exchange of statistics; 0 for none.
+        """The number of operations from one exchange of statistics to the next; 0 for no exchange.
 
-        What `statistics_every` comes to: where it is not set, it follows `rounds`, without which there can be no
-        exchange.
+        Where `statistics_every` is not set, it follows `rounds`, without which there can be no exchange.
         """
         if self.statistics_every is not None:
             return self.statistics_every
@@ -341,33 +418,42 @@ def reset_config() -> None:
 
 
 def _explain(error: ValidationError, given: dict[str, Any]) -> str:
-    """The errors of one construction, one sentence for each field: whose value it is, the value, what is allowed."""
-    sentences: dict[str, str] = {}  # a field of several types has an error for each of them
+    """Turn the errors of one construction into text: for each field its source, its value and what is allowed."""
+    sentences: dict[str, Message] = {}  # a field of several types has an error for each of them
     for item in error.errors():
         name = str(item["loc"][0]) if item["loc"] else ""
         if not name:
-            sentences[name] = item["msg"].removeprefix("Value error, ")
+            sentences[name] = Message(item["msg"].removeprefix("Value error, "))
         elif name in GuardConfig.model_fields:
-            source = name if name in given else f"the environment variable {PREFIX}{name.upper()}"
-            why = item["msg"].removeprefix("Value error, ")
-            sentences.setdefault(name, f"{source} is {item['input']!r}; allowed: {allowed_values(name)} ({why})")
+            variable = tr("the environment variable {name}", name=PREFIX + name.upper())
+            text = tr(
+                "{setting} is {value}; allowed: {allowed} ({why})",
+                setting=name if name in given else variable,
+                value=repr(item["input"]),
+                allowed=allowed_values(name),
+                why=item["msg"].removeprefix("Value error, "),
+            )
+            sentences.setdefault(name, text)
         else:
-            close = difflib.get_close_matches(name, GuardConfig.model_fields, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(GuardConfig.model_fields)}"
-            sentences[name] = f"{name} is not a setting; {hint}"
-    return "; ".join(sentences.values()) + ". All settings are in docs/configuration.md."
+            there = tr("there are {some}", some=", ".join(GuardConfig.model_fields))
+            hint = meant(name, GuardConfig.model_fields) or there
+            sentences[name] = joined("; ", (tr("{name} is not a setting", name=name), hint))
+    text = joined("; ", sentences.values())
+    if text.endswith("?"):
+        return told("{text} All settings are in docs/configuration.md.", text=text)
+    return told("{text}. All settings are in docs/configuration.md.", text=text)
 
 
 def allowed_values(field: str) -> str:
-    """The values that a setting may have, in words."""
+    """Return the values that a setting may have, in words."""
     extra = GuardConfig.model_fields[field].json_schema_extra
-    return str(extra["allowed"]) if isinstance(extra, dict) else ""
+    allowed = extra["allowed"] if isinstance(extra, dict) else ""
+    return allowed if isinstance(allowed, Message) else str(allowed)
 
 
 def _warn_of_unknown_variables() -> None:
     known = {PREFIX + name.upper() for name in GuardConfig.model_fields} | OTHER_VARIABLES
     for name in sorted(os.environ):
         if name.upper().startswith(PREFIX) and name.upper() not in known:
-            close = difflib.get_close_matches(name.upper(), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "see docs/configuration.md for those that have"
-            log.warning("the environment variable %s has no effect: %s", name, hint)
+            hint = meant(name.upper(), known) or tr("see docs/configuration.md for those that have")
+            log.warning("%s", told("the environment variable {name} has no effect: {details}", name=name, details=hint))

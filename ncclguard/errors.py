@@ -17,20 +17,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ncclguard.cause import WORD, Cause
-from ncclguard.incident.model import ranks_text
-from ncclguard.language import Message, read, told, tr
+from ncclguard_explain.cause import WORD, Cause
+from ncclguard_explain.language import Message, read, told, tr
+from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
     from ncclguard.outcome import Outcome
 
 
 class GuardError(Exception):
-    """Everything that ncclguard raises by itself."""
+    """The base class of the errors that ncclguard raises by itself."""
 
 
 class GuardConfigError(GuardError, ValueError):
-    """A setting, an environment value or a combination of limits that cannot be; raised before anything is sent."""
+    """Invalid settings: raised before anything is sent.
+
+    A setting, an environment value or a combination of limits is not allowed, or a job of several ranks has no process
+    group.
+    """
 
 
 class CollectiveFailed(GuardError):
@@ -47,6 +51,11 @@ class CollectiveFailed(GuardError):
 
     def __reduce__(self) -> tuple[type[CollectiveFailed], tuple[Outcome]]:
         return type(self), (self.outcome,)
+
+
+def repeats(error: BaseException) -> str:
+    """Name an error of an earlier verdict and its operation, "CollectiveTimeout (0/7)"; "" for any other exception."""
+    return f"{type(error).__name__} ({error.outcome.op_id})" if isinstance(error, CollectiveFailed) else ""
 
 
 class CollectiveTimeout(CollectiveFailed, TimeoutError):
@@ -75,7 +84,11 @@ def error_for(outcome: Outcome) -> CollectiveFailed:
     """
     if not outcome.failed:
         raise ValueError(
-            f"{outcome.op} {outcome.op_id} succeeded and has no error; test the outcome's truth value first"
+            told(
+                "{op} {op_id} succeeded and has no error; test the outcome's truth value first",
+                op=outcome.op,
+                op_id=outcome.op_id,
+            )
         )
     expired = outcome.incident is not None and outcome.incident.deadline_expired
     if outcome.cause is Cause.DIVERGED:
@@ -89,8 +102,24 @@ def error_for(outcome: Outcome) -> CollectiveFailed:
     return CollectiveFailed(outcome)
 
 
+def sentence(outcome: Outcome) -> str:
+    """Say in one sentence, in the language of this process, how a call ended."""
+    op, seconds = outcome.op, outcome.seconds
+    if outcome.cause is None:
+        who = ranks_text(outcome.participants)
+        return told("{op} succeeded on {ranks} in {seconds:.3g} s.", op=op, ranks=who, seconds=seconds)
+    if outcome.incident is not None:
+        return read(outcome.incident.summary)
+    why = _blamed(outcome.cause, outcome.culprits)
+    return told("{op} failed after {seconds:.3g} s: {cause}.", op=op, seconds=seconds, cause=why)
+
+
+def _blamed(cause: Cause, culprits: tuple[int, ...]) -> Message:
+    return tr("{cause} by {ranks}", cause=WORD[cause], ranks=ranks_text(culprits)) if culprits else WORD[cause]
+
+
 def _text(kind: str, outcome: Outcome) -> str:
-    """What happened and what to do, in the language of this process."""
+    """Build an error's text in the language of this process: what happened, and what to do."""
     incident = outcome.incident
     head = tr(
         "{kind} of {op} ({op_id}) after {seconds:.3g} s",
@@ -103,8 +132,7 @@ def _text(kind: str, outcome: Outcome) -> str:
         return told(
             "{head}: {summary} {advice}", head=head, summary=read(incident.summary), advice=read(incident.advice)
         )
-    who: Message = WORD[outcome.cause or Cause.UNKNOWN]
-    who = tr("{cause} by {ranks}", cause=who, ranks=ranks_text(outcome.culprits)) if outcome.culprits else who
+    who = _blamed(outcome.cause or Cause.UNKNOWN, outcome.culprits)
     return told("{head}: {cause}. See the logs of all ranks: no incident could be recorded here.", head=head, cause=who)
 
 

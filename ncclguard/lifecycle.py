@@ -7,7 +7,7 @@ around torch's `init_process_group` and `destroy_process_group` go through `torc
 
 At the end of the interpreter, in this order:
 
-1. what was given to `before_end`, the last first: the last snapshot of monitoring, the watchdog of time limits, the
+1. the callbacks of `before_end`, the last first: the last snapshot of monitoring, the watchdog of time limits, the
    last line of a drill. These stand before the exit handlers of packages that were imported before, such as a sink's.
 2. `End.JOB`: this rank says goodbye, the monitor ends, the guarded groups are closed.
 3. `End.QUEUES`: the threads that run asynchronous collectives, which have been ended by then; torch's own kernels.
@@ -15,8 +15,8 @@ At the end of the interpreter, in this order:
 5. `End.CALLS`: calls into C++ that were given up are released and waited for. A thread that comes back from C++ into an
    interpreter that is being torn down would end the process with SIGABRT.
 
-`destroy_process_group` does 2 and 3 only. A forked child has none of the threads and speaks for nobody: it does what
-was given to `in_child`, in the order of registration.
+`destroy_process_group` does 2 and 3 only. A forked child has none of the threads and takes no part in the job: it runs
+the callbacks of `in_child`, in the order of registration.
 
 SIGTERM: a Python handler runs only between two bytecodes of the main thread, which may sit in a C call for minutes;
 without more, catching SIGTERM would keep a process alive that the signal used to end at once. So the signal is noticed
@@ -48,7 +48,7 @@ from types import FrameType, TracebackType
 from typing import Final
 
 from ncclguard.incident.stacks import describe_exception
-from ncclguard.language import tr
+from ncclguard_explain.language import tr
 
 _log = logging.getLogger("ncclguard")
 
@@ -68,21 +68,21 @@ _after_fork: list[Callable[[], None]] = []
 _in_child: list[Callable[[], None]] = []
 
 
-#: Set by `ncclguard run` for a process that takes a lost rank's place, to how many had it before.
+#: Set by `ncclguard run` for a process that takes a lost rank's place, to the number of processes that had it before.
 JOINS: Final = "NCCLGUARD_JOINS"
 _joined = False
 
 
 def is_joining() -> bool:
-    """Whether this process is to take a lost rank's place in a job that runs, and has not come to that yet.
+    """Return whether this process is to take a lost rank's place in a running job and has not done so yet.
 
-    Till then the others are in other collectives: its own are carried out as if it were alone.
+    Till then the others are in other collectives, so its own are carried out as if it were alone.
     """
     return not _joined and bool(os.environ.get(JOINS))
 
 
 def joined() -> None:
-    """The others have taken this process into the job."""
+    """Note that the other ranks have taken this process into the job."""
     global _joined
     _joined = True
 
@@ -99,12 +99,12 @@ def before_end(callback: Callable[[], object]) -> None:
 
 
 def forget(callback: Callable[[], object]) -> None:
-    """What was given to `before_end` is not needed any more."""
+    """Drop a callback of `before_end`."""
     atexit.unregister(callback)
 
 
 def reach(*stages: End) -> None:
-    """Do now what these stages do: in `destroy_process_group`, or where no exit handlers run."""
+    """Run the callbacks of these stages now: in `destroy_process_group`, or where no exit handlers run."""
     _run([callback for stage, callback in _at_end if stage in stages])
 
 
@@ -136,14 +136,15 @@ os.register_at_fork(
 
 # ---------------------------------------------------------------------- SIGTERM
 
-#: Seconds until a process that SIGTERM's default action did not end is ended by `_exit` with the shell's code for it.
+#: Seconds that SIGTERM's default action has to end the process; after them `_exit` does, with the shell's code for it.
 _GRACE: Final = 1.0
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 
 
 class Termination:
     """Calls `tell` when SIGTERM is about to end this process, then lets it end.
-    `install` in the main thread, else nothing.
+
+    Only `install` in the main thread has an effect.
 
     `tell` runs in a thread that is neither the main nor the monitor's; it must end by itself within a few seconds.
     """
@@ -154,12 +155,10 @@ class Termination:
         self._begun = _thread.allocate_lock()
         self._writer: socket.socket | None = None
         self._installed = False
-        self._masks = threading.local()  # of the threads that are about to fork
+        self._masks = threading.local()  # signal masks of the threads that are forking
 
     def install(self) -> bool:
-        """Take SIGTERM over where its action is the default; False where it is not, or in
-        another thread than the main.
-        """
+        """Take SIGTERM over; return False outside the main thread, or where its action is not the default."""
         if threading.current_thread() is not threading.main_thread():
             return False
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -180,14 +179,15 @@ class Termination:
         self._close()
 
     def forget_in_child(self) -> None:
-        """A forked child, such as a data loader's worker, ends by SIGTERM as ever and must
-        not wake the parent's thread.
+        """Restore SIGTERM's default action in a forked child, such as a data loader's worker.
+
+        The child must end by SIGTERM as ever, and must not wake the parent's thread.
         """
         if self._installed:
             self._installed = False
             if signal.getsignal(signal.SIGTERM) is self._ours:
                 _default_action()
-                with contextlib.suppress(ValueError):  # forked from a thread that this interpreter does not call main
+                with contextlib.suppress(ValueError):  # forked from another thread than the main one
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._close()
         self.after_fork()
@@ -198,7 +198,7 @@ class Termination:
             self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def after_fork(self) -> None:
-        """Let it through again."""
+        """Let SIGTERM through again, in the thread that has forked."""
         before = self._masks.__dict__.pop("before", None)
         if before is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -208,7 +208,7 @@ class Termination:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         writer.setblocking(False)
         before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        if before != -1:  # an event loop's: it keeps it, and the handler alone has to do
+        if before != -1:  # an event loop has set one and keeps it; the handler alone has to do
             signal.set_wakeup_fd(before)
             reader.close()
             writer.close()
@@ -222,15 +222,14 @@ class Termination:
                 heard, extra, _, _ = reader.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
                 if not heard:
                     return
-                # A child has this handler and this socket too, from its fork until `forget_in_child`: not its signals.
+                # From the fork until `forget_in_child`, a child writes to this socket too: its signals do not count.
                 own = any(_CREDENTIALS.unpack(data)[0] == os.getpid() for _, _, data in extra)
                 if own and signal.SIGTERM in heard and signal.getsignal(signal.SIGTERM) is self._ours:
                     self._end()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # In the main thread, which may hold any lock: the work is done by another one, started without Python's own
-        # locks. Called by a handler that was put over this one, it does what the default action would have done there:
-        # nothing.
+        # The main thread may hold any lock, so another thread does the work, started without Python's own locks. Where
+        # a program's handler has replaced this one and calls it, it does nothing, like the default action.
         if signal.getsignal(signal.SIGTERM) is self._ours:
             _thread.start_new_thread(self._end, ())
 
@@ -252,26 +251,29 @@ class Termination:
             return
         with contextlib.suppress(ValueError):  # not in the main thread
             current = signal.set_wakeup_fd(-1)
-            if current not in (-1, writer.fileno()):  # somebody else's by now
+            if current not in (-1, writer.fileno()):  # set by somebody else since
                 signal.set_wakeup_fd(current)
         writer.close()
 
 
 def _default_action() -> None:
-    """`signal.signal` works in the main thread only; the C function does in all."""
+    """Restore SIGTERM's default action from any thread; `signal.signal` works in the main thread only."""
     function = ctypes.CDLL(None).signal
     function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     function(int(signal.SIGTERM), None)  # SIG_DFL is 0
 
 
-#: What a rank says of its end that a launcher or a scheduler has asked for.
+#: The reason that a rank gives for its end when a launcher or a scheduler has asked for it.
 SENT_SIGTERM = tr("was sent SIGTERM")
 
 _dead_threads: list[str] = []
 
 
 def dead_threads() -> str:
-    """What is known of threads of this process that ended with an exception; empty for none. Kept: the first three."""
+    """Describe threads of this process that ended with an exception; "" for none.
+
+    Only the first three are kept.
+    """
     return "; ".join(_dead_threads)
 
 
@@ -300,11 +302,14 @@ def watch_uncaught(announce: Callable[[BaseException], None]) -> None:
     sys.excepthook = hook
 
 
-_raises: list[Callable[[], None]] = []  # called while what ends a process that `multiprocessing` started is in sight
+_raises: list[Callable[[], None]] = []  # called while the exception that ends a `multiprocessing` process is handled
 
 
 def _note_what_ends_a_process() -> None:
-    """From Python 3.13 on, finalizers of `multiprocessing` run when what a process raised is out of sight."""
+    """Call `_raises` while an exception ends a process of `multiprocessing`.
+
+    From Python 3.13 on, finalizers run too late to see that exception.
+    """
     run = multiprocessing.process.BaseProcess.run
 
     @functools.wraps(run)
@@ -323,7 +328,7 @@ if sys.version_info >= (3, 13):
 
 
 def watch_multiprocessing(announce: Callable[[BaseException], None]) -> None:
-    """Do the same in a process that `multiprocessing` started, and then leave the job.
+    """Do as `watch_uncaught` in a process that `multiprocessing` started, and then leave the job.
 
     Such a process ends without `sys.excepthook`, and a forked one without exit handlers.
     """
@@ -331,7 +336,7 @@ def watch_multiprocessing(announce: Callable[[BaseException], None]) -> None:
     def end() -> None:
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit) and error.code not in (None, 0):
-            error = error.__context__  # torch.multiprocessing catches what a rank raises, and exits
+            error = error.__context__  # torch.multiprocessing catches a rank's exception and raises SystemExit
         if isinstance(error, Exception):
             announce(error)
         reach(End.JOB, End.QUEUES)

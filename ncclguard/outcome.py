@@ -1,12 +1,12 @@
-"""What a guarded collective returns."""
+"""The result of a guarded collective."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ncclguard.cause import Cause
-from ncclguard.errors import CollectiveFailed, error_for
+from ncclguard.errors import CollectiveFailed, error_for, sentence
+from ncclguard_explain.cause import Cause
 
 if TYPE_CHECKING:
     from ncclguard.incident.model import Incident
@@ -51,20 +51,24 @@ class Outcome:
     def __bool__(self) -> bool:
         return self.ok
 
+    def __str__(self) -> str:
+        """Say how the call ended, in one sentence; acknowledges nothing. `repr` has every field."""
+        return sentence(self)
+
     @property
     def ok(self) -> bool:
-        """Whether the collective succeeded; asking acknowledges a failure."""
+        """Return whether the collective succeeded; asking acknowledges a failure."""
         self.acknowledge()
         return self.cause is None
 
     @property
     def failed(self) -> bool:
-        """Whether the collective failed; asking acknowledges nothing."""
+        """Return whether the collective failed; asking acknowledges nothing."""
         return self.cause is not None
 
     @property
     def acknowledged(self) -> bool:
-        """Whether the program has asked how the collective ended."""
+        """Return whether the program has asked how the collective ended."""
         return bool(self._acknowledged)
 
     def acknowledge(self) -> None:
@@ -86,7 +90,7 @@ class Outcome:
 
 
 def of_incident(incident: Incident, seconds: float, torn: bool) -> Outcome:
-    """The failure of a collective that the guard has not carried out: its incident, and no figures but the time."""
+    """Build the failure of a collective that the guard did not carry out: an incident, and no figures but the time."""
     return Outcome(
         agreed=incident.agreed,
         op=incident.op,

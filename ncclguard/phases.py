@@ -1,9 +1,12 @@
-"""Where in the program a call is made, and how long it may take there: phases, sections, and a call's budget."""
+"""Phases and sections of a program, and the time limits that its calls have there."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +16,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from ncclguard.config import GuardConfig, current_config, seconds
 from ncclguard.deadlines.deadline import get_adaptive_timeout
 from ncclguard.errors import GuardConfigError
+from ncclguard.spelling import meant
+from ncclguard_explain.language import told, tr
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -23,6 +28,33 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _phases: ContextVar[tuple[str, ...]] = ContextVar("ncclguard_phases", default=())
+
+#: How many changes of a thread's phases are kept.
+KEPT = 64
+#: The last changes of each thread: time.time_ns(), and the phases from then on. Other threads cannot see its context.
+_changes: dict[int, deque[tuple[int, tuple[str, ...]]]] = {}
+
+
+def _enter(phases: tuple[str, ...]) -> None:
+    _phases.set(phases)
+    changes = _changes.get(threading.get_ident())
+    if changes is None:
+        for ended in _changes.keys() - {thread.ident for thread in threading.enumerate()}:
+            _changes.pop(ended, None)
+        changes = _changes[threading.get_ident()] = deque(maxlen=KEPT)
+    changes.append((time.time_ns(), phases))
+
+
+def phases_of(thread: int, at: int) -> tuple[str, ...]:
+    """Return the phases that `thread`, an ident, was in at a time of `time.time_ns()`; may be called in any thread.
+
+    Threads that are not Python's, such as those of a backward pass, are in those of the main thread. Phases of asyncio
+    tasks are taken for their thread's.
+    """
+    python = {known.ident for known in threading.enumerate()}
+    changes = tuple(_changes.get(thread if thread in python else threading.main_thread().ident or 0, ()))
+    before = [phases for since, phases in changes if since <= at]
+    return before[-1] if before else changes[0][1] if len(changes) == KEPT else ()
 
 
 class phase:
@@ -40,22 +72,25 @@ class phase:
 
     def __init__(self, name: str) -> None:
         if name not in PHASES:
-            raise GuardConfigError(f"unknown phase {name!r}: use one of {', '.join(map(repr, PHASES))}")
+            hint = meant(str(name), PHASES, "{!r}") or tr("there are {some}", some=", ".join(map(repr, PHASES)))
+            raise GuardConfigError(told("there is no phase {name}: {hint}", name=repr(name), hint=hint))
         self._name = name
 
     def __enter__(self) -> Self:
-        _phases.set((*_phases.get(), self._name))
+        _enter((*_phases.get(), self._name))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        # The stack is kept in the context and not on this object, which several threads and tasks may be inside at
-        # once.
-        _phases.set(_phases.get()[:-1])
+        # The stack is kept in the context and not on this object, which several threads and tasks may enter at once.
+        _enter(_phases.get()[:-1])
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"{function.__qualname__} is a generator and runs in its caller's phase: use `with phase(...)`"
+                told(
+                    "{name} is a generator and runs in its caller's phase: use `with phase(...)`",
+                    name=function.__qualname__,
+                )
             )
         if inspect.iscoroutinefunction(function):
 
@@ -83,18 +118,19 @@ class Section(str):
 
 @contextmanager
 def inside_section(name: str, limit: float) -> Iterator[None]:
-    """Calls in here have `limit` seconds and differ from those of other sections, as if they had another `name`."""
+    """Give calls inside `limit` seconds, and keep them apart from calls of other sections, as another `name` would."""
     section = Section(name)
     section.limit = limit
-    token = _phases.set((*_phases.get(), section))
+    before = _phases.get()
+    _enter((*before, section))
     try:
         yield
     finally:
-        _phases.reset(token)
+        _enter(before)
 
 
 def current_phase() -> str | None:
-    """The innermost phase of this thread or task, "eval" in a section; None outside of any."""
+    """Return the innermost phase of this thread or task, "eval" in a section; None outside of any."""
     phases = _phases.get()
     if not phases:
         return None
@@ -102,20 +138,28 @@ def current_phase() -> str | None:
 
 
 def current_place() -> str | None:
-    """The innermost phase with the sections around it: what must be equal on all ranks that meet in a call."""
+    """Return the innermost phase with the sections around it, which must be equal on all ranks that meet in a call."""
     phases = _phases.get()
     if not phases:
         return None
     return ", ".join([*(phase for phase in phases[:-1] if isinstance(phase, Section)), phases[-1]])
 
 
-def resolve_timeout(argument: float | timedelta | None, numel: int, config: GuardConfig | None = None) -> float:
-    """A call's budget in seconds: argument > phase > variable > size of the operation. Raises as `seconds` does."""
+def resolve_timeout(
+    argument: float | timedelta | None,
+    numel: int,
+    config: GuardConfig | None = None,
+    phases: tuple[str, ...] | None = None,
+) -> float:
+    """Return a call's budget in seconds: argument > phase > variable > size of the operation. Raises as `seconds` does.
+
+    `phases`: those of the call, by default those of this thread.
+    """
     given = seconds(argument, "timeout")
     if given is not None:
         return given
     config = config or current_config()
-    phases = _phases.get()
+    phases = _phases.get() if phases is None else phases
     if phases:
         name = phases[-1]
         limit: float = name.limit if isinstance(name, Section) else getattr(config, f"timeout_{name}")

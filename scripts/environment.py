@@ -29,6 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv"
 PYTHON = FOLDER / "bin" / "python"
+#: ncclguard, and what it stands on.
+PROJECTS = (ROOT / "pyproject.toml", ROOT / "explain" / "pyproject.toml")
 TORCH = "torch>=2.6"
 RECENT_TORCH = "import sys, torch; sys.exit(tuple(map(int, torch.__version__.split('.')[:2])) < (2, 6))"
 #: https://pytorch.org/get-started/locally names it for CPU builds.
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             install_deepspeed()
         name = ROOT.as_posix() + (f"[{','.join(options.extras)}]" if options.extras else "")
         say(f"installing ncclguard {'with ' + ', '.join(options.extras) if options.extras else ''}".rstrip())
-        pip("install", "-qq", "--editable", name)
+        pip("install", "-qq", "--editable", str(ROOT / "explain"), "--editable", name)
         if "deepspeed" in options.extras:
             build_deepspeed_extension()
     except subprocess.CalledProcessError as error:
@@ -135,11 +137,11 @@ def build_deepspeed_extension() -> None:
     kill processes. Without a compiler DeepSpeed does without the extension.
     """
     folder = FOLDER / "torch_extensions"
-    if any(folder.glob("*/*.so")):
-        return
     say("building the extension that DeepSpeed uses on CPUs")
-    shutil.rmtree(folder, ignore_errors=True)
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder)}  # PATH too: another ninja would build it again
+    shutil.rmtree(folder, ignore_errors=True)  # older than DeepSpeed's sources, which were just installed
+    # The environment's own ninja, which tests/conftest.py finds first too: another one would build it again.
+    path = os.pathsep.join([str(PYTHON.parent), os.environ.get("PATH", os.defpath)])
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "PATH": path}
     code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
     done = subprocess.run([PYTHON, "-c", code], check=False, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
@@ -186,7 +188,7 @@ def has_gpu() -> bool:
 
 def hash_of_project() -> str:
     """Changes when the dependencies may have."""
-    return hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + str(ROOT).encode()).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in PROJECTS) + str(ROOT).encode()).hexdigest()
 
 
 def pip(*arguments: str) -> None:

@@ -85,9 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = read(kept)
     wanted = options.pair or [pair for pair in PAIRS if pair not in rows or not rows[pair].works]
     with tempfile.TemporaryDirectory(prefix="ncclguard-matrix-") as folder:
-        package = wheel.build(Path(folder)) if wanted else Path()
+        packages = wheel.build(Path(folder)) if wanted else []
         for pair in wanted:
-            rows[pair] = run(pair, package, options.keep)
+            rows[pair] = run(pair, packages, options.keep)
             print("| " + " | ".join(cells(rows[pair])) + " |", flush=True)
             if kept is not None:  # after each, because the whole takes long and may be ended
                 kept.write_text(json.dumps([asdict(rows[pair]) for pair in ordered(rows)], indent=1) + "\n")
@@ -109,7 +109,7 @@ def read(kept: Path | None) -> dict[str, Row]:
     return {row.pair: row for row in found}
 
 
-def run(pair: str, package: Path, keep: bool) -> Row:
+def run(pair: str, packages: Sequence[Path], keep: bool) -> Row:
     """Install and test one pair."""
     python, torch = pair.split(":")
     folder = FOLDER / pair.replace(":", "-")
@@ -118,8 +118,8 @@ def run(pair: str, package: Path, keep: bool) -> Row:
     try:
         if not (keep and interpreter.exists()):
             wheel.make(folder, wheel.find_python(python), torch)
-        wheel.install(interpreter, "--force-reinstall", "--no-deps", str(package))
-        wheel.install(interpreter, str(package))
+        wheel.install(interpreter, "--force-reinstall", "--no-deps", *map(str, packages))
+        wheel.install(interpreter, *map(str, packages))
         versions = (
             "import platform, torch, ncclguard as n; print(platform.python_version(), torch.__version__, n.__version__)"
         )
@@ -133,7 +133,9 @@ def run(pair: str, package: Path, keep: bool) -> Row:
             installed = "failed"
             (FOLDER / f"{folder.name}-wheel.txt").write_text(f"{error}\n")
         # The tests are those of the clone, with what it has: the package from there too.
-        wheel.install(interpreter, "--editable", f"{wheel.ROOT}[test,prometheus]")
+        wheel.install(
+            interpreter, "--editable", f"{wheel.ROOT}/explain", "--editable", f"{wheel.ROOT}[test,prometheus]"
+        )
         results = {}
         for name, selection in SELECTIONS.items():
             say(f"{full}, torch {version}: pytest {' '.join(selection)}")

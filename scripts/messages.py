@@ -1,7 +1,7 @@
 """Bring the catalogues of messages up to date with the source: `python scripts/messages.py`.
 
-A template that `tr`, `told` or `joined` has in the source, or in a page's template, and that ncclguard/locale/*.po
-lacks, comes in with an empty translation; one that is in the source no longer goes out. Those that are still to be
+A template that `tr`, `told` or `joined` has in the source, or in a page's template, and that the catalogues
+lack, comes in with an empty translation; one that is in the source no longer goes out. Those that are still to be
 translated are printed, and the exit code is 1 while there are any. Entries stand in the order of the source.
 """
 
@@ -13,13 +13,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ncclguard.language import CATALOGUES, LANGUAGES, entries_of
+from ncclguard_explain.language import CATALOGUES, LANGUAGES, entries_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "ncclguard"
+PACKAGES = (ROOT / "explain" / "ncclguard_explain", ROOT / "ncclguard")
 FUNCTIONS = frozenset({"joined", "told", "tr"})
 #: What is made where it is shown; the texts of all other files may come from another process, and are marked "sent".
-SHOWN = ("ncclguard/errors.py", "ncclguard/explain/", "ncclguard/incident/page.py", "ncclguard/incident/templates/")
+SHOWN = (
+    "ncclguard/config.py", "ncclguard/groups.py",
+    "ncclguard/environment/catalogue.py", "ncclguard/environment/doctor/", "ncclguard/environment/limits.py",
+    "ncclguard/environment/network.py", "ncclguard/environment/setup.py", "ncclguard/errors.py", "explain/", "ncclguard/faults/drill",
+    "ncclguard/hang/", "ncclguard/incident/page.py", "ncclguard/incident/templates/",
+)  # fmt: skip
+#: What the core's messages are made of: sent with them.
+ALSO_SENT = ("explain/ncclguard_explain/cause.py", "explain/ncclguard_explain/ranks.py")
 #: A call in a page's template: its text, and its context where it has one.
 _CALL = re.compile(r'\b(?:tr|told)\("((?:[^"\\]|\\.)*)"(?:, "([a-z]+)")?')
 HEADER = """\
@@ -38,11 +45,11 @@ def templates() -> dict[Key, str]:
     Raises ValueError for one that is no literal: it cannot be found by reading.
     """
     found: dict[Key, str] = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
+    for file in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
         if file.name != "language.py":
             for key in _of_module(file):
                 found.setdefault(key, str(file.relative_to(ROOT)))
-    for file in sorted(PACKAGE.rglob("*.j2")):
+    for file in sorted(path for package in PACKAGES for path in package.rglob("*.j2")):
         for text, context in _CALL.findall(file.read_text(encoding="utf-8")):
             found.setdefault((context, ast.literal_eval(f'"{text}"')), str(file.relative_to(ROOT)))
     return found
@@ -73,7 +80,7 @@ def written(language: str, translations: dict[Key, str]) -> str:
     parts = [HEADER.replace("{language}", language)]
     for (context, template), file in templates().items():
         flags = ["python-brace-format"] if "{" in template else []
-        flags += ["sent"] if not file.startswith(SHOWN) else []
+        flags += ["sent"] if file in ALSO_SENT or not file.startswith(SHOWN) else []
         head = f"#. {file}\n" + (f"#, {', '.join(flags)}\n" if flags else "")
         head += f"msgctxt {_quoted(context)}\n" if context else ""
         translation = translations.get((context, template), "")
@@ -94,7 +101,7 @@ def main() -> int:
         lacking = [template for (context, template) in templates() if not translations.get((context, template))]
         missing += len(lacking)
         for template in lacking:
-            print(f"{language}: {template!r} is not translated yet: see ncclguard/locale/{language}.po")
+            print(f"{language}: {template!r} is not translated yet: see explain/ncclguard_explain/locale/{language}.po")
     return 1 if missing else 0
 
 

@@ -1,7 +1,8 @@
 """Write the JSON schemas of what commands and incidents leave: `python scripts/schema.py` into operations/schema/.
 
-They are those of the pydantic models, so that they cannot say anything else; with `--check` nothing is written, and the
-exit code is 1 where a file is not what the model says. A file's name has the schema version of its documents.
+They are those that pydantic makes of the models, so that they cannot say anything else; with `--check` nothing is
+written, and the exit code is 1 where a file is not what the model says. A file's name has the schema version of its
+documents.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from ncclguard.environment.doctor import checks
-from ncclguard.explain import report
 from ncclguard.incident import model, timeline
+from ncclguard_explain import report
 
 FOLDER = Path(__file__).resolve().parent.parent / "operations" / "schema"
 #: Name -> the model, its schema version, and where such documents come from.
-DOCUMENTS: dict[str, tuple[type[BaseModel], int, str]] = {
+DOCUMENTS: dict[str, tuple[type[object], int, str]] = {
     "incident": (model.Incident, model.SCHEMA_VERSION, "Incident.to_json(), and `incident` of an incident's report."),
     "incident-report": (timeline.Document, timeline.SCHEMA_VERSION, "incident-ID.json in the folder of incidents."),
     "explain": (report.Report, report.SCHEMA_VERSION, "`ncclguard explain --json FILE`."),
@@ -31,7 +32,7 @@ def schemas() -> dict[str, str]:
     """File name -> the schema as it should stand there."""
     found = {}
     for name, (document, version, source) in DOCUMENTS.items():
-        made = document.model_json_schema(mode="serialization")
+        made = TypeAdapter(document).json_schema(mode="serialization")
         made["properties"]["schema_version"]["const"] = version
         for part in (made, *made.get("$defs", {}).values()):
             if "properties" in part:

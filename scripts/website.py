@@ -2,7 +2,8 @@
 
 mkdocs.yml names this file as a hook. Before a build it writes `.site/docs`: a copy of docs/, the pages of the
 repository that are elsewhere (`PAGES`), the reference of commands (from argparse) and of names (for mkdocstrings), with
-links as the site needs them. What is in docs/ stays readable, with its links, where the repository is browsed.
+links as the site needs them. What is in docs/ stays readable, with its links, where the repository is browsed. Below
+/zh/ a page that is there in English only says so, and has its Chinese name of mkdocs.yml (`chinese_titles`).
 
     python scripts/website.py check            every link of the built site leads somewhere in it
     python scripts/website.py renew PAGE ...   after a Chinese page was brought up to its English one
@@ -53,15 +54,18 @@ PAGES = {"README.md": "index.md", "README.zh-CN.md": "index.zh.md"} | {
     path.relative_to(ROOT).as_posix(): path.relative_to(ROOT).as_posix().replace("README.md", "index.md").lower()
     for pattern in ("*.md", "[a-z]*/README.md", "[a-z]*/[a-z]*/README.md")
     for path in sorted(ROOT.glob(pattern))
-    if not path.name.startswith("README.") or path.relative_to(ROOT).parts[0] not in (path.name, "docs", "tests")
+    if not path.name.startswith("README.")
+    or path.relative_to(ROOT).parts[0] not in (path.name, "docs", "explain", "tests")
 }
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 MARK = re.compile(r"^<!-- english: (\S+) sha256:([0-9a-f]{64}) -->$", re.MULTILINE)
+#: What a page below /zh/ says where there is no translation.
+ONLY_ENGLISH = "此页暂无中文版，以下为英文原文。"
 #: Public names that are not in `ncclguard` itself.
 FURTHER = {
     "Evaluation": ["ncclguard.evaluation.record_partial"],
     "Process groups": ["ncclguard.process_group.redirected"],
-    "Reading what a job left": ["ncclguard.explain.explain"],
+    "Reading what a job left": ["ncclguard_explain.explain"],
     "Integrations": [
         "ncclguard.integrations.deepspeed",
         "ncclguard.integrations.transformers",
@@ -75,7 +79,7 @@ FURTHER = {
 SUBJECTS = {
     "ncclguard.collectives": "Collectives",
     "ncclguard.outcome": "Outcomes",
-    "ncclguard.cause": "Outcomes",
+    "ncclguard_explain.cause": "Outcomes",
     "ncclguard.incident.model": "Outcomes",
     "ncclguard.phases": "Time limits",
     "ncclguard.deadlines": "Time limits",
@@ -95,12 +99,22 @@ def on_config(config: Any) -> Any:
         assemble()
         config["docs_dir"] = str(SOURCE)
         config["watch"] = [*config["watch"], str(DOCS)]
+        config["repo_url"] = repository(ROOT)
+        config["repo_name"] = config["repo_url"] and urlsplit(config["repo_url"]).path.strip("/")
         listed = set(pages_of(config["nav"]))
         pages = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.md"))
         further = [page for page in pages if page not in listed and not page.endswith(".zh.md")]
         if further:
             config["nav"] = [*config["nav"], {"Further pages": further}]
     return config
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Say on a page below /zh/ that it has no translation, and give it a Chinese name in the sidebar."""
+    if not page.file.dest_uri.startswith("zh/") or page.file.src_uri.endswith(".zh.md"):
+        return markdown
+    page.meta["title"] = config["extra"]["chinese_titles"][page.file.src_uri]
+    return f'!!! note "{ONLY_ENGLISH}"\n\n{markdown}'
 
 
 def on_post_page(output: str, *, page: Any, **_: Any) -> str:
@@ -110,6 +124,14 @@ def on_post_page(output: str, *, page: Any, **_: Any) -> str:
     return re.sub(
         r'href="/(zh/)?"', lambda match: f'href="{"../" * (page.url == "zh/")}{match[1] or ""}index.html"', output
     )
+
+
+def repository(folder: Path) -> str | None:
+    """The address at which a clone's origin is browsed, without a user's name or password; None if it has none."""
+    command = ["git", "-C", str(folder), "config", "--get", "remote.origin.url"]
+    origin = subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
+    found = re.fullmatch(r"(?:(?:https?|ssh|git)://)?(?:[^@/]+@)?([\w.-]+\.\w+)(?::\d+/|[:/])(.+?)(?:\.git)?/?", origin)
+    return f"https://{found[1]}/{found[2]}" if found else None
 
 
 def pages_of(nav: Any) -> Iterator[str]:
@@ -138,9 +160,34 @@ def assemble() -> None:
     only_code = shutil.ignore_patterns("__pycache__", "*.j2")
     shutil.copytree(ROOT / "ncclguard", API / "ncclguard", ignore=only_code)
     shutil.copytree(ROOT / "integrations", API / "ncclguard" / "integrations", ignore=only_code)
+    shutil.copytree(ROOT / "explain" / "ncclguard_explain", API / "ncclguard_explain", ignore=only_code)
+    shutil.copy(wheel_of_explain(), SOURCE / "assets" / "ncclguard_explain.whl")
     (SOURCE / "reference").mkdir(exist_ok=True)
     (SOURCE / "reference" / "api.md").write_text(api_page())
     (SOURCE / "reference" / "cli.md").write_text(command_page())
+
+
+@cache
+def wheel_of_explain() -> Path:
+    """Build the wheel that docs/drop.html loads, out of a copy: a build leaves files beside its sources."""
+    folder = ROOT / ".site" / "wheel"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(
+        ROOT / "explain", folder / "source", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--wheel-dir",
+        str(folder),
+        str(folder / "source"),
+    ]
+    subprocess.run(command, check=True)
+    return next(folder.glob("*.whl"))
 
 
 def place_of(path: str) -> str | None:
@@ -156,17 +203,28 @@ def for_site(page: Path) -> str:
     here = place_of(path) or path
 
     def renewed(match: re.Match[str]) -> str:
-        text, target, anchor = match[1], match[2], match[3] or ""
+        text, target, anchor = LINK.sub(renewed, match[1]), match[2], match[3] or ""
         place = place_of(normpath(f"{Path(path).parent.as_posix()}/{target}"))
         if place is None:
             return text
-        place = place.replace(".zh.md", ".md")  # by which the languages' plugin finds the translation
+        place = re.sub(r"\.zh(\.\w+)$", r"\1", place)  # by which the languages' plugin finds the translation
         if place == here.replace(".zh.md", ".md") and not anchor:
             return ""  # the same page in the other language: the site has a switch for that
         return f"[{text}]({relpath(place, Path(here).parent.as_posix() or '.')}{anchor})"
 
     parts = re.split(r"(^```.*?^```$)", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return "".join(part if part.startswith("```") else LINK.sub(renewed, part) for part in parts)
+    return "".join(open_panel(part) if part.startswith("```") else LINK.sub(renewed, part) for part in parts)
+
+
+def open_panel(block: str) -> str:
+    """Leave out the right border of a panel in Chinese.
+
+    A terminal draws a Chinese character as wide as two letters; few browsers have a font that does, and there the
+    border is ragged.
+    """
+    if "╭" not in block or block.isascii() or not re.search(r"[\u4e00-\u9fff]", block):
+        return block
+    return re.sub(r"[╮╯]$", "─", re.sub(r" +│$", "", block, flags=re.MULTILINE), flags=re.MULTILINE)
 
 
 def api_page() -> str:

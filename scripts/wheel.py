@@ -1,8 +1,9 @@
 """The package as others get it: `scripts/wheel [FOLDER] [--python X.Y] [--torch VERSION ...]`.
 
-Builds the source distribution and from it the wheel, and for each version of torch makes an empty environment, installs
-the wheel there and uses it: pip's own check, every command's --help, completion, two ranks and the commands of the
-tour. `scripts/matrix` takes its environments from here. The standard library alone is used.
+Builds the source distributions and from them the wheels of ncclguard and ncclguard-explain. The second is used in an
+empty environment without torch, and for each version of torch both are installed in another one and used: pip's own
+check, every command's --help, completion, two ranks and the commands of the tour. `scripts/matrix` takes its
+environments from here. The standard library alone is used.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ from pathlib import Path
 import environment
 
 ROOT = Path(__file__).resolve().parent.parent
-#: What the package is built from; a copy of it, because a build leaves files beside its sources.
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "ncclguard", "integrations")
+#: What each distribution is built from, by its folder; a copy of it, because a build leaves files beside its sources.
+SOURCES = {
+    "explain": ("pyproject.toml", "README.md", "LICENSE", "ncclguard_explain"),
+    ".": ("pyproject.toml", "setup.py", "README.md", "LICENSE", "ncclguard", "ncclguard_observe", "integrations"),
+}
+#: The oldest Python of ncclguard-explain; what a job left, and the exit code that says what to do about it.
+OLDEST, LOGS, FIX_CODE = "3.9", ROOT / "tests" / "unguarded_logs" / "legacy-exception", 12
 #: Seconds for an installation, for a command that starts nothing, and for the ranks and the tour together.
 INSTALL, COMMAND, USE = 1800, 180, 1100
 
@@ -46,13 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         torches = options.torch or [torch_of_venv()]
         with tempfile.TemporaryDirectory(prefix="ncclguard-wheel-") as folder:
-            wheel = build(Path(folder, "dist"))
+            wheels = build(Path(folder, "dist"))
+            for version in dict.fromkeys((OLDEST, python)):
+                try:
+                    use_explain(empty(Path(folder, "explain"), find_python(version)), wheels[0])
+                except Unavailable as error:
+                    say(f"ncclguard-explain was not tried with Python {version}: {error}")
             for torch in torches:
                 interpreter = make(Path(folder, "environment"), find_python(python), torch)
-                install(interpreter, str(wheel))
+                install(interpreter, *map(str, wheels))
                 use(interpreter)
             if options.folder is not None:
-                shutil.copytree(wheel.parent, options.folder, dirs_exist_ok=True)
+                shutil.copytree(wheels[0].parent, options.folder, dirs_exist_ok=True)
     except (Unavailable, Broken) as error:
         print(f"wheel: {error}", file=sys.stderr)
         return 1
@@ -66,21 +77,23 @@ def torch_of_venv() -> str:
     return output(environment.PYTHON, "-c", "import torch; print(torch.__version__)")
 
 
-def build(folder: Path) -> Path:
-    """Build both distributions into an empty folder and return the wheel. Raises Unavailable and Broken."""
+def build(folder: Path) -> list[Path]:
+    """Build into an empty folder and return the wheels, that of ncclguard-explain first. Raises Unavailable, Broken."""
     with tempfile.TemporaryDirectory(prefix="ncclguard-build-") as place:
-        source, builder = Path(place, "source"), Path(place, "builder")
-        source.mkdir()
-        for name in SOURCES:
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-            copy(ROOT / name, source / name)
+        builder = Path(place, "builder")
         subprocess.run([sys.executable, "-m", "venv", builder], check=True)
         install(builder / "bin" / "python", "build")
-        done = run(builder / "bin" / "python", "-m", "build", "-q", "--outdir", folder, source, limit=INSTALL)
-    if done.returncode:
-        raise Broken(f"the package cannot be built:\n{done.stdout}{done.stderr}")
+        for project, names in SOURCES.items():
+            source = Path(place, "source", project)
+            source.mkdir(parents=True, exist_ok=True)
+            for name in names:
+                copy = shutil.copytree if (ROOT / project / name).is_dir() else shutil.copy
+                copy(ROOT / project / name, source / name)
+            done = run(builder / "bin" / "python", "-m", "build", "-q", "--outdir", folder, source, limit=INSTALL)
+            if done.returncode:
+                raise Broken(f"the package in {project} cannot be built:\n{done.stdout}{done.stderr}")
     say("built " + ", ".join(sorted(path.name for path in folder.iterdir())))
-    return next(folder.glob("*.whl"))
+    return [next(folder.glob(f"{name}-*.whl")) for name in ("ncclguard_explain", "ncclguard")]
 
 
 def find_python(version: str) -> str:
@@ -97,13 +110,18 @@ def find_python(version: str) -> str:
     return installed[-1]
 
 
-def make(folder: Path, python: str, torch: str) -> Path:
-    """The Python of an empty environment with nothing but that torch. Raises Unavailable."""
-    say(f"a new environment with {Path(python).name} and torch {torch}")
+def empty(folder: Path, python: str) -> Path:
+    """Return the Python of a new environment. Raises Unavailable."""
     shutil.rmtree(folder, ignore_errors=True)
     if subprocess.run([python, "-m", "venv", folder], check=False, capture_output=True).returncode:
         raise Unavailable(f"{Path(python).name} makes no environments")
-    interpreter = folder / "bin" / "python"
+    return folder / "bin" / "python"
+
+
+def make(folder: Path, python: str, torch: str) -> Path:
+    """Return the Python of an environment with nothing but that torch. Raises Unavailable."""
+    say(f"a new environment with {Path(python).name} and torch {torch}")
+    interpreter = empty(folder, python)
     required = f"torch=={torch}" if torch.count(".") > 1 else f"torch=={torch}.*"
     try:
         install(interpreter, required, "--index-url", environment.CPU_INDEX, "--retries", "0", "--timeout", "10")
@@ -118,6 +136,25 @@ def install(interpreter: Path, *requirements: str) -> None:
     if done.returncode:
         reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
         raise Unavailable(f"pip: {reasons[-1].removeprefix('ERROR: ')}")
+
+
+def use_explain(interpreter: Path, wheel: Path) -> None:
+    """Install the wheel of ncclguard-explain alone and read a log with it. Raises Unavailable and Broken."""
+    say(f"an environment with {wheel.name} alone")
+    install(interpreter, str(wheel))
+    command = interpreter.parent / "ncclguard-explain"
+    checks: list[tuple[list[str | Path], int]] = [
+        ([interpreter, "-m", "pip", "check"], 0),
+        ([command, "--help"], 0),
+        ([command, "--exit-code", LOGS], FIX_CODE),
+    ]
+    for words, code in checks:
+        done = run(*words, limit=COMMAND)
+        if done.returncode != code:
+            raise Broken(f"`{' '.join(map(str, words))}` ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    for name in ("torch", "numpy", "pydantic"):
+        if run(interpreter, "-c", f"import {name}", limit=COMMAND).returncode == 0:
+            raise Broken(f"{wheel.name} has brought {name}")
 
 
 def use(interpreter: Path) -> None:

@@ -27,6 +27,8 @@ os.environ.setdefault("RES_OPTIONS", network.RES_OPTIONS)
 # scripts/environment.py has built it.
 if (Path(sys.prefix) / "torch_extensions").is_dir():
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+# The environment's own programs before the system's, as where it is activated: another ninja would build that again.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)])
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests and their ranks send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,6 +36,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 # of DistributedDataParallel, the files of the tests and the text of an incident import.
 launcher.DEFAULT = "fork"
 PRELOADED = ("torch._dynamo", "pytest", "rich.panel")
+
+#: Ten minutes of waiting in one file: it begins first, or the run would end with it alone.
+LONGEST = "tests/distributed/test_stand_by.py"
 
 #: What Python reports (sys.addaudithook) before it starts a process.
 STARTS_A_PROCESS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system")
@@ -63,6 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
     waiting = [name for name in files if name not in computing]
     place = {name: index / len(kind) for kind in (waiting, computing) for index, name in enumerate(kind)}
+    if LONGEST in place:
+        place[LONGEST] = -1.0
     items[:] = [item for name in sorted(files, key=place.__getitem__) for item in files[name]]
 
 

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from ncclguard.incident.model import ranks_text
+from ncclguard_explain.ranks import ranks_text
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 GALLERY: Final = REPOSITORY / "docs" / "gallery"

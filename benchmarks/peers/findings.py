@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.peers.job import STRIKE, STRUCK
 from benchmarks.peers.ways import WAYS
-from ncclguard.incident.model import ranks_text
+from ncclguard_explain.ranks import ranks_text
 
 #: How the ways that have no field for it name ranks in their texts: the first of these that a text fits counts; the
 #: group is the rank, or a list of ranks. nvidia-resiliency-ext lists all whose function was interrupted: where it knows

@@ -10,6 +10,7 @@ from ncclguard.bench.arguments import EXIT_CODES, BenchError, build_parser, pars
 from ncclguard.bench.job import objection, run_rank
 from ncclguard.bench.ranks import STALL_GRACE, Supervisor, World, choose_backend, choose_ranks, detect
 from ncclguard.bench.rehearsal import check_fault, run_fault
+from ncclguard_explain.command_line import run_command
 
 __all__ = ["EXIT_CODES", "build_parser", "main"]
 
@@ -43,4 +44,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -12,9 +12,9 @@ from typing import NoReturn
 
 import torch
 
-from ncclguard.command_line import described
 from ncclguard.config import seconds
 from ncclguard.errors import GuardConfigError
+from ncclguard_explain.command_line import described
 
 _LARGEST = 2**62  # bytes; above it torch's own 64-bit sizes end
 _MOST = 1000  # sizes of a sweep: each takes seconds
@@ -137,7 +137,7 @@ EXAMPLES = {
     "ncclguard bench --fault kill --ranks 4": "kill a rank and see what the guard says",
     "torchrun --nnodes 2 ... -m ncclguard.bench --op all_gather": "in the world of a launcher",
 }
-LIMITS = {"late": 5.0, "stop": 5.0}  # seconds: these faults are over at the deadline, so it is a short one
+LIMITS = {"late": 5.0, "stop": 5.0}  # seconds; short, because these faults end only at the deadline
 
 
 class BenchError(GuardConfigError):
@@ -146,7 +146,7 @@ class BenchError(GuardConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What one run of the bench does.
+    """All options of one run of the bench.
 
     `numels` are whole-operation sizes in elements, as nccl-tests counts them: the larger of the send and the
     receive side. `seconds` is the time to spend on each size when `iters` is None. `timeout` bounds one call.
@@ -216,7 +216,7 @@ def _limit(text: str) -> float:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser, with every option and its default in its help text."""
+    """Return the parser, with every option and its default in its help text."""
     parser = _Parser(
         prog="ncclguard bench",
         description="Compare plain torch.distributed collectives with guarded ones, side by side in one run, and check "

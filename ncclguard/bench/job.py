@@ -1,4 +1,4 @@
-"""What each rank of a bench does, from init_process_group to the verdict line."""
+"""The part of one rank in a bench, from init_process_group to the verdict line."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def run_rank(settings: Settings, world: World, argv: Sequence[str]) -> int:
 
 
 def join(settings: Settings, world: World) -> tuple[torch.device, str]:
-    """Join the world: this rank's device and the backend's name."""
+    """Join the world and return this rank's device and the backend's name."""
     backend = choose_backend(settings.backend)
     device = device_of(world, backend)
     if device.type == "cuda":
@@ -107,7 +107,7 @@ def join(settings: Settings, world: World) -> tuple[torch.device, str]:
 
 
 def objection(settings: Settings, world: World, device: torch.device | None) -> str | None:
-    """What speaks against starting, as far as this process sees it; None when nothing does. Allocates nothing.
+    """Return the reason against starting that this process sees, or None; allocates nothing.
 
     `device` is None in the process that starts the ranks, which looks at host memory only.
     """
@@ -130,7 +130,7 @@ def objection(settings: Settings, world: World, device: torch.device | None) -> 
 def _sweep(
     settings: Settings, world: World, device: torch.device, control: Control, screen: Screen, sizes: list[SizeResult]
 ) -> tuple[bool, str | None]:
-    """Fill `sizes` row by row: whether Ctrl-C ended it, and what failed, if anything did."""
+    """Fill `sizes` row by row; return whether Ctrl-C ended that, and the failure, if there was one."""
     variants = variants_for(settings.op, settings.atomics)
     for number, numel in enumerate(settings.numels):
         shape = shape_for(settings.op, numel, settings.torch_dtype, world.size)
@@ -159,9 +159,7 @@ def _sweep(
 
 
 def _write_files(settings: Settings, result: BenchResult) -> bool:
-    """Whether all that were asked for are written; what was measured has been printed,
-    and is not lost where they cannot be.
-    """
+    """Write the requested files and return whether that succeeded; the printed results are not lost if it fails."""
     try:
         if settings.json_path is not None:
             write_json(result, settings.json_path)

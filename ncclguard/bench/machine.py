@@ -44,7 +44,7 @@ class Environment(BaseModel):
     variables: dict[str, str]
 
     def lines(self) -> list[str]:
-        """The head of the table."""
+        """Return the head of the table."""
         where = self.hosts[0] if len(self.hosts) == 1 else f"{len(self.hosts)} hosts ({self.hosts[0]}, ...)"
         gpus = f", {len(self.gpus)} x {self.gpus[0]}" if self.gpus else ""
         versions = f"torch {self.torch}, NCCL {self.nccl or 'none'}, Python {self.python}, {self.system}"
@@ -60,7 +60,7 @@ class Environment(BaseModel):
 
 
 def describe(world: World, backend: str, device: torch.device, hosts: Sequence[str]) -> Environment:
-    """This rank's view; `hosts` are the host names of all ranks."""
+    """Describe the machine as this rank sees it; `hosts` are the host names of all ranks."""
     return Environment(
         ncclguard=ncclguard.__version__,
         torch=torch.__version__,
@@ -86,7 +86,7 @@ def _gpus() -> tuple[str, ...]:
 
 
 def hostname() -> str:
-    """The name this host calls itself."""
+    """Return the name this host calls itself."""
     return socket.gethostname()
 
 
@@ -129,7 +129,7 @@ class Need:
 
 
 def need(shape: Shape, slots: int, guarded: bool, on_cuda: bool) -> Need:
-    """What one rank needs at its peak for `shape`; the variants take turns on the same buffers.
+    """Return the memory that one rank needs at its peak for `shape`; the variants take turns on the same buffers.
 
     Measured on torch 2.13 with gloo, two ranks, 1e8 float32: all_gather flattens its list once more (0.4 GB), the
     guarded reduce_scatter takes three times the whole (1.2 GB). The guard keeps what a failed call has to restore: the
@@ -161,7 +161,7 @@ def free_device_bytes(device: torch.device) -> int:
 
 
 def shortage(required: Need, ranks: int, free: int, what: str) -> str | None:
-    """A sentence when `ranks` processes that share `free` bytes of `what` do not fit, else None."""
+    """Return a sentence if `ranks` processes that share `free` bytes of `what` do not fit, else None."""
     wanted = required.total * ranks
     if wanted <= free:
         return None
@@ -175,7 +175,7 @@ def shortage(required: Need, ranks: int, free: int, what: str) -> str | None:
 
 
 def peak_resident_bytes() -> int | None:
-    """The largest resident size this process had so far, or None where /proc does not tell."""
+    """Return the largest resident size this process had so far, or None where /proc does not tell."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -187,7 +187,7 @@ def peak_resident_bytes() -> int | None:
 
 
 def _cgroup_folders(root: Path, own: Path) -> list[Path]:
-    """The folders whose limits bind this process: its own groups (versions 1 and 2) and all above them."""
+    """Return the folders whose limits bind this process: its own groups (versions 1 and 2) and all above them."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -199,7 +199,7 @@ def _cgroup_folders(root: Path, own: Path) -> list[Path]:
             continue
         top = root / "memory" if controllers else root
         folder = top / path.lstrip("/")
-        # Inside a container the path names the host's tree while only `top` is mounted: absent folders are passed over.
+        # Inside a container the path is the host's while only `top` is mounted: folders that do not exist are skipped.
         folders += [candidate for candidate in (folder, *folder.parents) if candidate.is_relative_to(top)]
     return folders
 
@@ -218,5 +218,5 @@ def _cgroup_left(folder: Path) -> int | None:
         if limit == "max":
             return None
         cache = next((int(line.split()[1]) for line in stat.splitlines() if line.startswith(cache_name + " ")), 0)
-        return max(0, int(limit) - usage + cache)  # file cache that nobody uses is given back on demand
+        return max(0, int(limit) - usage + cache)  # the kernel frees unused file cache on demand
     return None

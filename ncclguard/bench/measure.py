@@ -1,4 +1,4 @@
-"""What is timed and how: inputs with known results, and all variants in turn on the same buffers, behind a barrier."""
+"""Timing: inputs with known results, and all variants in turn on the same buffers, behind a barrier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LARGEST_MODULUS = 251  # prime: pieces, pages and vectors never line up with th
 
 
 def largest_exact(dtype: torch.dtype) -> int:
-    """The largest n such that `dtype` holds every whole number from 0 to n.
+    """Return the largest n such that `dtype` holds every whole number from 0 to n.
 
     Example:
         >>> largest_exact(torch.bfloat16), largest_exact(torch.float32), largest_exact(torch.int8)
@@ -72,7 +72,7 @@ class Blocks:
         self._phase = (positions % pattern.modulus + 1).to(pattern.dtype)
 
     def contribution(self, rank: int, salt: int) -> torch.Tensor:
-        """What `rank` puts in."""
+        """The input of `rank`."""
         return self._shifted(salt) + rank % self._pattern.spread
 
     def total(self, salt: int) -> torch.Tensor:
@@ -85,12 +85,12 @@ class Blocks:
 
 
 def choose_pattern(dtype: torch.dtype, world_size: int) -> Pattern:
-    """The pattern with the most different values whose sum over `world_size` ranks is exact in `dtype`.
+    """Return the pattern with the most different values whose sum over `world_size` ranks is exact in `dtype`.
 
     Raises:
         ValueError: so many ranks that not even two values per position fit.
     """
-    limit = largest_exact(dtype) - 1  # so that "one more" is another value: that is how results are spoilt beforehand
+    limit = largest_exact(dtype) - 1  # so that adding one, which spoils a result beforehand, gives another value
     spread = world_size
     while spread > 1 and _rank_sum(world_size, spread) > limit // 2:
         spread //= 2
@@ -111,7 +111,7 @@ def fill(flat: torch.Tensor, block: torch.Tensor) -> None:
 
 
 def count_wrong(flat: torch.Tensor, block: torch.Tensor) -> int:
-    """How many elements of `flat` differ from `block` laid end to end; NaN always differs."""
+    """Return how many elements of `flat` differ from `block` laid end to end; NaN always differs."""
     wrong = 0
     for start in range(0, flat.numel(), block.numel()):
         piece = flat[start : start + block.numel()]
@@ -133,7 +133,7 @@ SOURCE = 0  # the rank that broadcasts
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one call moves: `numel` elements in the larger of its send and receive side, on `world_size` ranks."""
+    """The size of one call: `numel` elements in the larger of its send and receive side, on `world_size` ranks."""
 
     op: str
     numel: int
@@ -156,7 +156,7 @@ class Shape:
 
 
 def shape_for(op: str, numel: int, dtype: torch.dtype, world_size: int) -> Shape:
-    """The shape nearest to `numel`: what is scattered or gathered is rounded up to equal parts for all ranks."""
+    """Return the shape nearest to `numel`: what is scattered or gathered is rounded up to equal parts for all ranks."""
     if op in ("all_gather", "reduce_scatter"):
         numel = -(-numel // world_size) * world_size
     return Shape(op, numel, dtype, world_size)
@@ -165,7 +165,7 @@ def shape_for(op: str, numel: int, dtype: torch.dtype, world_size: int) -> Shape
 class Workload(ABC):
     """Buffers of one operation on one rank, for `slots` calls back to back."""
 
-    checked = 0  # elements of the result that one batch checks
+    checked = 0  # elements of the result that are checked after one batch
 
     def __init__(self, shape: Shape, slots: int, rank: int, device: torch.device, timeout: float) -> None:
         self.shape, self.slots, self.rank, self.device, self.timeout = shape, slots, rank, device, timeout
@@ -180,15 +180,15 @@ class Workload(ABC):
 
     @abstractmethod
     def guarded(self, slot: int, atomic: bool, group: dist.ProcessGroup | None) -> Outcome:
-        """The same through the guard."""
+        """The guarded call; returns its outcome."""
 
     @abstractmethod
     def count_wrong(self, salt: int) -> int:
-        """Elements of the result that are not what they must be, over all slots."""
+        """Return how many elements of the result are wrong, over all slots."""
 
 
 class _Elements(Workload):
-    """What the operations that move elements share: the pattern's blocks and flat tensors cut into slots.
+    """The base of operations that move elements: the pattern's blocks, and flat tensors cut into slots.
 
     `whole` says whether the reduced or sent tensor is the whole operation or one rank's part of it.
     """
@@ -324,11 +324,11 @@ WORKLOADS: dict[str, type[Workload]] = {
 
 
 class Wish(IntEnum):
-    """What a rank wants next; the strongest wish of all ranks counts."""
+    """The wish of a rank for the next cycle; the strongest wish of all ranks counts."""
 
     GO_ON = 0
-    ENOUGH = 1  # honoured between two cycles
-    STOP = 2  # Ctrl-C: honoured before the next call
+    ENOUGH = 1  # takes effect between two cycles
+    STOP = 2  # Ctrl-C: takes effect before the next call
 
 
 class Control:
@@ -346,7 +346,7 @@ class Control:
         self._heartbeat.beat()
 
     def align(self, wish: Wish = Wish.GO_ON) -> tuple[float, Wish]:
-        """Wait for all ranks: the seconds that took here, and the strongest wish."""
+        """Wait for all ranks; return the seconds that took here, and the strongest wish."""
         self.beat()
         self._wish.fill_(int(Wish.STOP if self.interrupted else wish))
         started = time.perf_counter()
@@ -354,14 +354,14 @@ class Control:
         return time.perf_counter() - started, Wish(int(self._wish.item()))
 
     def gather(self, mine: object) -> list[Any]:
-        """Everybody's object, in the order of the ranks, on all ranks."""
+        """Return the objects of all ranks, in rank order, on all ranks."""
         self.beat()
         everybody: list[Any] = [None] * self.size
         dist.all_gather_object(everybody, mine, group=self._group)
         return everybody
 
     def agree_to_start(self, objection: str | None) -> None:
-        """Go on only if no rank objects.
+        """Raise a BenchError on all ranks if one of them objects.
 
         Raises:
             BenchError: on every rank, with the objection of the lowest rank that has one.
@@ -389,7 +389,7 @@ Array = npt.NDArray[np.float64]
 
 LEAST_CYCLES = 5
 MOST_CYCLES = 200
-_LONG_NBYTES = 1 << 26  # from here one warm-up cycle is enough: the call is long against what it warms
+_LONG_NBYTES = 1 << 26  # from here on one warm-up cycle is enough: a cold start is short against the call
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +405,7 @@ PLAIN = Variant("plain", guarded=False, atomic=False)
 
 
 def variants_for(op: str, atomics: Sequence[bool]) -> tuple[Variant, ...]:
-    """What is compared: plain first. A barrier has no tensor, so nothing to copy."""
+    """Return the variants to compare, plain first. A barrier has no tensor, so nothing to copy."""
     if op == "barrier":
         return (PLAIN, Variant("guarded", guarded=True, atomic=False))
     return (PLAIN, *(Variant(f"guarded atomic={atomic}", guarded=True, atomic=atomic) for atomic in atomics))
@@ -413,7 +413,7 @@ def variants_for(op: str, atomics: Sequence[bool]) -> tuple[Variant, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How often: `warmup` cycles untimed, then `cycles` timed ones, or as many as fit in `seconds`."""
+    """The number of cycles: `warmup` untimed ones, then `cycles` timed ones, or as many as fit in `seconds`."""
 
     slots: int
     warmup: int
@@ -445,7 +445,7 @@ class GuardedCallFailed(Exception):
 
 @dataclass(slots=True)
 class Samples:
-    """What one rank measured of one variant. Only whole cycles of all variants are kept."""
+    """The measurements of one rank for one variant. Only whole cycles of all variants are kept."""
 
     durations: list[list[float]] = field(default_factory=list)  # seconds: cycles x calls back to back
     waits: list[float] = field(default_factory=list)  # seconds in the barrier before each cycle
@@ -464,9 +464,9 @@ def measure(
     group: dist.ProcessGroup | None = None,
     advance: Callable[[float], None] = lambda part: None,
 ) -> tuple[dict[str, Samples], bool]:
-    """Run `plan` on this rank: the samples by variant name, and whether Ctrl-C cut it short.
+    """Run `plan` on this rank; return the samples by variant name, and whether Ctrl-C cut it short.
 
-    `advance` is told the part of the work that is done, from 0 to 1.
+    `advance` is called with the part of the work that is done, from 0 to 1.
 
     Raises:
         GuardedCallFailed: a guarded call failed, with its outcome.
@@ -502,7 +502,7 @@ def measure(
 def _cycle(
     workload: Workload, order: Sequence[Variant], salt: int, control: Control, group: dist.ProcessGroup | None
 ) -> dict[str, tuple[list[float], float, int]] | None:
-    """Each variant once: fill, wait for all ranks, the timed calls, check. None when the ranks agreed to stop."""
+    """Run each variant once: fill, wait for all ranks, time the calls, check. None when the ranks agreed to stop."""
     found: dict[str, tuple[list[float], float, int]] = {}
     for variant in order:
         workload.fill(salt)

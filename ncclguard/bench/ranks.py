@@ -1,4 +1,4 @@
-"""Which ranks a bench has: those that torchrun or srun started, or its own, which it starts and always ends."""
+"""The ranks of a bench: those that torchrun or srun started, or its own, which it starts and always ends."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from ncclguard.bench.arguments import BenchError
 
-PIPE_VARIABLE = "_NCCLGUARD_BENCH_PIPE"  # only in ranks that the bench started: the pipe to the process that did
+PIPE_VARIABLE = "_NCCLGUARD_BENCH_PIPE"  # in ranks that the bench started: the pipe to the process that started them
 _LOOPBACK = Path("/sys/class/net/lo")  # without a name gloo resolves the hostname, which may lead anywhere
-_SLURM_PORTS = (20000, 20000)  # first port and how many, the job's number chooses: below the ephemeral range
+_SLURM_PORTS = (20000, 20000)  # first port and their number, below the ephemeral range; the job's number chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class World:
     launcher: str
 
     def environment(self) -> dict[str, str]:
-        """The variables of torch's env:// rendezvous that name this place."""
+        """Return the variables of torch's env:// rendezvous that name this place."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -47,7 +47,7 @@ class World:
 
 
 def detect(environment: Mapping[str, str]) -> World | None:
-    """The world that a launcher described in `environment`, or None when there is none.
+    """Return the world that a launcher described in `environment`, or None when there is none.
 
     torchrun, and whatever else sets RANK and WORLD_SIZE, wins over srun. An sbatch script or an salloc shell is not a
     launcher: only a step that srun started has SLURM_STEP_NUM_TASKS with SLURM_PROCID.
@@ -87,7 +87,7 @@ def detect(environment: Mapping[str, str]) -> World | None:
 
 
 def rendezvous_variables(world: World, environment: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the environment so that torch's env:// finds the world; what is set already stays."""
+    """Return the variables with which torch's env:// finds the world; those already set keep their values."""
     variables = world.environment()
     if world.launcher == "srun":
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "127.0.0.1"
@@ -99,7 +99,7 @@ def rendezvous_variables(world: World, environment: Mapping[str, str]) -> dict[s
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list.
+    """Return the first host of a Slurm node list.
 
     Example:
         >>> first_host("gpu[003-006,9],login1"), first_host("a1,a2")
@@ -110,7 +110,7 @@ def first_host(nodelist: str) -> str:
 
 
 def choose_backend(asked: str | None) -> str:
-    """The backend to compare on: NCCL where torch has it and sees a GPU, else gloo.
+    """Return the backend to compare on: NCCL where torch has it and sees a GPU, else gloo.
 
     Raises:
         BenchError: `asked` is nccl and this machine cannot run it.
@@ -123,7 +123,7 @@ def choose_backend(asked: str | None) -> str:
 
 
 def choose_ranks(asked: int | None, backend: str, fault: bool) -> int:
-    """How many ranks to start on this host when no launcher did."""
+    """Return how many ranks to start on this host when no launcher did."""
     if asked is not None:
         return asked
     if fault:
@@ -132,14 +132,14 @@ def choose_ranks(asked: int | None, backend: str, fault: bool) -> int:
 
 
 def device_of(world: World, backend: str) -> torch.device:
-    """The device this rank's tensors are on; ranks beyond the number of GPUs share them."""
+    """Return the device this rank's tensors are on; ranks beyond the number of GPUs share them."""
     if backend != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", world.local_rank % torch.cuda.device_count())
 
 
 def ranks_sharing(world: World, device: torch.device) -> int:
-    """How many ranks of this host take their tensors from the same memory as this one."""
+    """Return how many ranks of this host take their tensors from the same memory as this one."""
     if device.type == "cpu":
         return world.local_size
     count = torch.cuda.device_count()
@@ -147,7 +147,7 @@ def ranks_sharing(world: World, device: torch.device) -> int:
 
 
 def own_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The environment of one rank that the bench starts itself, whose store the starting process keeps."""
+    """Return the environment of one rank that the bench starts itself, whose store the starting process keeps."""
     place = World(rank, ranks, rank, ranks, "the bench").environment()
     threads = max(1, (os.cpu_count() or 1) // ranks)  # the same for every variant: they run in the same processes
     return {
@@ -178,7 +178,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 
 def _tasks_here(environment: Mapping[str, str], size: int) -> int:
-    """SLURM_STEP_TASKS_PER_NODE reads `4(x2),3`: the entry of this node, SLURM_NODEID."""
+    """Return this node's number of tasks, entry SLURM_NODEID of SLURM_STEP_TASKS_PER_NODE, which reads `4(x2),3`."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
     if text is None:
         return size
@@ -247,14 +247,14 @@ class Supervisor:
                 env={**own_environment(rank, self._ranks, port), PIPE_VARIABLE: str(writer)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[writer],
-                start_new_session=True,  # a terminal's Ctrl-C comes here once and is passed on once
+                start_new_session=True,  # a terminal's Ctrl-C reaches this process only, which passes it on once
             )
         finally:
             os.close(writer)
         self._children.append(child)
 
     def _watch(self, pipes: selectors.BaseSelector) -> str | None:
-        """Wait until every rank has ended; a sentence when some had to be killed."""
+        """Wait until every rank has ended; return a sentence if some had to be killed."""
         moved = time.monotonic()
         hurry: float | None = None
         forwarded = 0
@@ -313,7 +313,7 @@ class Supervisor:
                     os.kill(child.pid, number)
 
     def _kill(self) -> None:
-        """Nothing is left behind: SIGKILL also ends a stopped process, and each rank leads its own session."""
+        """Kill every rank with its session; SIGKILL also ends stopped processes."""
         for child in self._children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -322,7 +322,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
-        """Count SIGINT and SIGTERM instead of being ended by them; only the main thread may set handlers."""
+        """Count SIGINT and SIGTERM in place of ending by them; only the main thread may set handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

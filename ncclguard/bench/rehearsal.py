@@ -20,8 +20,8 @@ from ncclguard.bench.arguments import BenchError, Settings
 from ncclguard.bench.job import join, objection
 from ncclguard.bench.measure import AllReduce, count_wrong, raise_first, shape_for
 from ncclguard.bench.ranks import Heartbeat, World
-from ncclguard.cause import Cause
 from ncclguard.outcome import Outcome
+from ncclguard_explain.cause import Cause
 
 _HEALTHY_LIMIT = 60.0  # seconds for the calls in which nothing is injected, also while a late rank comes back
 _AWAY = 1.5  # seconds beyond the deadline that a late or stopped rank stays away
@@ -45,7 +45,7 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one rank saw: of the call with the fault, and of the one after it."""
+    """One rank's observations of the call with the fault and of the call after it."""
 
     rank: int
     ok: bool
@@ -83,7 +83,7 @@ def check_fault(settings: Settings, ranks: int, launcher: str | None) -> None:
 
 
 def run_fault(settings: Settings, world: World) -> int:
-    """One healthy call, one with the fault, one after it. Returns this rank's exit code: 0 if all was as it should be.
+    """Run one healthy call, one with the fault and one after it; return this rank's exit code, 0 if all was right.
 
     Raises:
         BenchError: some rank objects to the start; nothing was allocated.
@@ -108,7 +108,7 @@ class _Rehearsal:
         self.heartbeat = heartbeat
         shape = shape_for("all_reduce", settings.numels[0], settings.torch_dtype, world.size)
         self.workload = AllReduce(shape, 1, world.rank, device, settings.timeout)
-        self.reporter = 0 if culprit != 0 else 1  # who prints what is not one line a rank
+        self.reporter = 0 if culprit != 0 else 1  # prints the lines that are for all ranks
 
     def run(self) -> int:
         settings, world = self.settings, self.world
@@ -138,7 +138,7 @@ class _Rehearsal:
     def _call(
         self, salt: int, limit: float, shrink: bool = False, tensor: torch.Tensor | None = None
     ) -> tuple[Outcome, float]:
-        """Fill and reduce; the outcome, and the seconds that the call took here."""
+        """Fill and reduce; return the outcome, and the seconds that the call took here."""
         if tensor is None:
             self.workload.fill(salt)
             tensor = self.workload.data
@@ -155,7 +155,7 @@ class _Rehearsal:
         return self._call(salt=1, limit=self.settings.timeout, tensor=tensor)
 
     def _misbehave(self, tensor: torch.Tensor, healthy_seconds: float) -> torch.Tensor:
-        """Do what the fault is; the tensor to call with afterwards."""
+        """Commit the fault; return the tensor to call with afterwards."""
         away = self.settings.timeout + _AWAY
         if self.fault == "late":
             time.sleep(away)
@@ -181,7 +181,7 @@ class _Rehearsal:
         return count_wrong(self.workload.data, self.workload.blocks.contribution(self.world.rank, salt)) == 0
 
     def _wrong(self, outcome: Outcome, salt: int) -> int:
-        """Elements that are not the exact sum over those who took part."""
+        """Return how many elements are not the exact sum over the participants."""
         parts = [self.workload.blocks.contribution(rank, salt) for rank in outcome.participants]
         return count_wrong(self.workload.data, torch.stack(parts).sum(0, dtype=self.settings.torch_dtype))
 
@@ -223,19 +223,19 @@ class _Rehearsal:
         return f"{head}; the next call succeeded on ranks {took_part}."
 
     def _say(self, text: str) -> None:
-        """One line from this rank, in one write so that lines of several ranks do not mix."""
+        """Print a line of this rank in one write, so that lines of several ranks do not mix."""
         sys.stdout.write(f"[rank {self.world.rank}] {text}\n")
         sys.stdout.flush()
 
     def _tell(self, text: str) -> None:
-        """What one rank says for all."""
+        """Print a line on the reporting rank only."""
         if self.world.rank == self.reporter:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
 
 
 def judge_records(records: Sequence[Record], fault: str, culprit: int, live: int) -> str | None:
-    """What is not as the guard promises, or None: one verdict on all live ranks, tensors right, the next call good."""
+    """Return which promise of the guard is broken: one verdict, tensors right, the next call good; None for none."""
     if len(records) != live:
         return f"only {len(records)} of {live} live ranks could tell their verdict."
     verdicts = {(record.ok, record.cause, record.culprits, record.op_id) for record in records}

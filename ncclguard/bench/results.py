@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def percentile(samples: Sequence[float] | Array, percent: float) -> float:
-    """The smallest sample that at least `percent` % of all samples do not exceed (nearest rank): always a real sample.
+    """Return the smallest sample that at least `percent` % of all samples do not exceed (nearest rank).
 
     Raises:
         ValueError: no samples, or a percentage outside 0 to 100.
@@ -83,7 +83,7 @@ class Lag:
 
 
 def slowest(waits: Array) -> Lag:
-    """Who arrives last, from how long each rank waits in a barrier: who waits least arrived last.
+    """Return the rank that arrives last, by the ranks' waits in a barrier: whoever waits least arrived last.
 
     `waits` has shape (ranks, cycles). All ranks leave a barrier together, so a rank's lateness against the first to
     arrive is the longest wait minus its own. Only durations of one host's clock each go in.
@@ -161,7 +161,7 @@ class BenchResult(_Record):
 def summarize(
     shape: Shape, variants: Sequence[Variant], everybody: Sequence[Mapping[str, Samples]], complete: bool
 ) -> SizeResult | None:
-    """The figures of one size from the samples of all ranks; None when not one cycle was complete."""
+    """Return the figures of one size from the samples of all ranks; None when no cycle was complete."""
     if not everybody[0][PLAIN.name].durations:
         return None
     plain_cycles = _cycle_times(everybody, PLAIN.name)
@@ -204,7 +204,7 @@ def _cycle_times(everybody: Sequence[Mapping[str, Samples]], name: str) -> list[
 
 
 def judge(sizes: Sequence[SizeResult], interrupted: bool, failure: str | None) -> tuple[bool, str]:
-    """Whether nothing was wrong, and the one line that says so."""
+    """Return whether nothing was wrong, and the one line that says so."""
     rows = [(size, row) for size in sizes for row in size.variants]
     wrong = [(size, row) for size, row in rows if row.wrong]
     checked = sum(row.checked for _, row in rows)
@@ -247,7 +247,7 @@ _REDRAW = 0.2  # seconds between two drawings of the bar
 
 
 def header(settings: Settings, environment: Environment) -> list[str]:
-    """The lines above the rows: the machine, the job, what the columns mean."""
+    """Return the lines above the rows: the machine, the job, what the columns mean."""
     reduce_op = " sum" if settings.op in ("all_reduce", "reduce_scatter") else ""
     rounds = "with" if settings.rounds else "without"
     return [
@@ -275,7 +275,7 @@ def row(size: SizeResult, variant: VariantResult) -> str:
 
 
 class Screen:
-    """Where the lines go: plain lines in a pipe; on a terminal the same lines above a progress bar."""
+    """The output of the bench: plain lines in a pipe; on a terminal the same lines above a progress bar."""
 
     def __init__(self, sizes: int, enabled: bool = True) -> None:
         """`enabled` is False on all ranks but the one that prints."""
@@ -314,12 +314,12 @@ class Screen:
             self.line(row(result, variant))
 
     def begin(self, what: str, sizes_done: int) -> None:
-        """The next size, `what`, starts."""
+        """Begin the next size, `what`."""
         self._what, self._sizes_done = what, sizes_done
         self.advance(0.0)
 
     def advance(self, part: float) -> None:
-        """`part` of the present size is done, from 0 to 1."""
+        """Show that `part` of the present size is done, from 0 to 1."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=self._what, completed=self._sizes_done + part)
             now = time.monotonic()
@@ -329,7 +329,7 @@ class Screen:
 
 
 def check_outputs(settings: Settings) -> None:
-    """See before any work that the files can be written.
+    """Check before any work that the output files can be written.
 
     Raises:
         BenchError: one exists, its folder is missing or closed, both are the same, or matplotlib is needed and absent.

@@ -1,1 +1,1 @@
-"""How the ranks of a job tell each other what happened: store, monitor thread, evidence about other processes."""
+"""Ways for ranks to tell each other what happened: store, monitor thread, evidence about other processes."""

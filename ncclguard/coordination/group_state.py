@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ncclguard.cause import Cause
 from ncclguard.incident import model
 from ncclguard.incident.model import Incident
 from ncclguard.protocol.decision import (
@@ -29,6 +28,7 @@ from ncclguard.protocol.decision import (
 )
 from ncclguard.protocol.member import Entry, Member, Resolution
 from ncclguard.protocol.timing import GRACE
+from ncclguard_explain.cause import Cause
 
 #: Seconds for which a rank tells of its last call that failed, which may be why another group has waited for it.
 TOLD_FOR = 30.0
@@ -39,7 +39,7 @@ Decided = tuple[Resolution, Verdict, str | None]
 
 
 class Subject(Protocol):
-    """What an incident says of a group: one that the guard carries, or one of torch's that is watched."""
+    """A group as an incident tells of it: one that the guard carries, or one of torch's that is watched."""
 
     @property
     def key(self) -> str: ...
@@ -134,7 +134,7 @@ class GroupState:
 
     @property
     def sightings(self) -> Sightings:
-        """What was seen of ranks that did not answer the last revoke."""
+        """Return what was seen of ranks that did not answer the last revoke."""
         return self._sightings
 
     @property
@@ -148,7 +148,7 @@ class GroupState:
             return self.member.in_trouble(generation, Trouble(kind, text, peer, host))
 
     def open_calls(self) -> list[tuple[str, int, str, float]]:
-        """What this rank is in, for the timeline: group, sequence, text, and when it entered by `time.monotonic()`."""
+        """Return what this rank is in, for the timeline: group, sequence, text, and when (`time.monotonic()`)."""
         with self.condition:
             call = self._call
         return [] if call is None else [(self.key, call.sequence, call.text, call.entered)]
@@ -162,7 +162,7 @@ class GroupState:
             return self._call, operation.sequence
 
     def waiting(self) -> tuple[str, float]:
-        """What this rank is waiting in, for the reports of other groups, and 0; empty when it is not.
+        """Return what this rank is waiting in, for the reports of other groups, and 0; empty when it is not.
 
         Else what it has waited in, in vain, and how many seconds ago that ended.
         """
@@ -242,7 +242,7 @@ class GroupState:
                     self._failed = (call.text, time.monotonic())
 
     def _gives_up(self, call: OpenCall) -> bool:
-        """Whether the call ends without the verdict that it waits for: none can come, or it has taken too long."""
+        """Return whether the call ends without the verdict that it waits for: none can come, or it takes too long."""
         return bool(self._unavailable) or time.monotonic() >= call.deadline + self._waits()
 
     def await_verdict(self, wait: float, call: OpenCall) -> Decided | None:
@@ -270,7 +270,7 @@ class GroupState:
             return overruled
 
     def takes_part(self, verdict: Verdict) -> tuple[int, ...]:
-        """Who takes part in the generation after a verdict: this rank may have left out those that are gone."""
+        """Return who takes part in the generation after a verdict: this rank may have left out those that are gone."""
         with self.condition:
             member = self.member
             return member.participants if member.generation == verdict.generation + 1 else verdict.participants
@@ -322,7 +322,7 @@ class GroupState:
         return None if text is None else (kept, text)
 
     def last_words(self) -> Watched | None:
-        """What the others may have to know of torch's collectives once this rank has left."""
+        """Return what the others may have to know of torch's collectives once this rank has left."""
         return None
 
     def answer(self) -> Report:
@@ -335,7 +335,7 @@ class GroupState:
             return self._timed(report)
 
     def glance(self) -> Report:
-        """Where this rank is, without the promise: nothing is frozen, and no trouble is told."""
+        """Return where this rank is, without the promise: nothing is frozen, and no trouble is told."""
         with self.condition:
             return self._timed(replace(self.member.report(), trouble=None))
 
@@ -388,7 +388,7 @@ def _no_trouble() -> Trouble | None:
 
 
 def _explains(standing: Trouble, report: Report) -> bool:
-    """Whether others wait because of what this rank did in the section: it is in no call, or in one not theirs."""
+    """Return whether others wait because of what this rank did in the section: it is in no call, or not in theirs."""
     if report.operation is None:
         return report.trouble is None
     mismatch = report.trouble is not None and report.trouble.kind is TroubleKind.MISMATCH

@@ -1,4 +1,4 @@
-"""What the ranks of one host have read of the job's store, in a small file in memory that they share.
+"""A small file in memory in which the ranks of one host share what they have read of the job's store.
 
 A rank that wants to know whether there is anything new looks here first, and asks the store only when what stands here
 is too old and no other rank of the host is asking just now. So the requests of ranks that wait grow with hosts, not
@@ -71,7 +71,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What stands in the page for one key: what the store said to a question of `asked`, by time.monotonic().
+    """An entry of the page for one key: what the store said to a question of `asked`, by time.monotonic().
 
     `value` is the counter, or for a value that is written once whether it is there; `text` is that value, None where
     the page has no room for it; `claimed` is when a rank of this host last went to ask; where `asked` is `NEVER`, no
@@ -84,11 +84,11 @@ class Known:
     text: bytes | None
 
     def fresh(self, now: float, within: float) -> bool:
-        """Whether this will do for somebody who wants what the store said in the last `within` seconds."""
+        """Return whether this will do for somebody who wants what the store said in the last `within` seconds."""
         return 0.0 <= now - self.asked < within or self.asked_for(now, within)
 
     def asked_for(self, now: float, within: float) -> bool:
-        """Whether a rank of this host went to ask in the last `within` seconds, and may still come back with it."""
+        """Return whether a rank of this host went to ask in the last `within` seconds, and may still bring it."""
         return 0.0 <= now - self.claimed < min(within, CLAIM_HOLDS)
 
 
@@ -110,7 +110,7 @@ class HostPage:
         self._awaited = ranks
 
     def look(self, key: str) -> Known | None:
-        """What is known of a key; None for nothing."""
+        """Return what is known of a key; None for nothing."""
         return self._try(lambda memory: _find(memory, _hash(key))[1])
 
     def claim(self, key: str, now: float) -> None:
@@ -143,7 +143,7 @@ class HostPage:
         self._try(write)
 
     def turn(self, key: str, now: float, within: float) -> bool:
-        """Whether it is for this rank to do what one rank of the host does every `within` seconds."""
+        """Return whether it is for this rank to do what one rank of the host does every `within` seconds."""
         known = self.look(key)
         if known is not None and 0.0 <= now - known.asked < within:
             return False
@@ -173,7 +173,7 @@ class HostPage:
 
 
 def _find(memory: Memory, number: int) -> tuple[int, Known | None]:
-    """Where the record of a key is and what it says; else None, and where it may be put: over the oldest there."""
+    """Find the record of a key and what it says; else None, and where it may be put: over the oldest there."""
     start = number % (SLOTS // WAYS) * WAYS * SLOT
     block = memory.read(start, WAYS * SLOT)
     oldest = (float("inf"), start)

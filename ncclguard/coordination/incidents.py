@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from pydantic import ValidationError
 
 from ncclguard import lifecycle, torch_compat
-from ncclguard.cause import ADVICE, ADVICE_WATCHED, WORD, Cause
 from ncclguard.coordination.group_state import GroupState, Subject
 from ncclguard.incident import model
-from ncclguard.incident.model import Hosts, Incident, RankReport, State, ranks_text
-from ncclguard.language import Message, joined, tr
-from ncclguard.protocol.decision import Action, Departure, Phase, Report, Verdict
+from ncclguard.incident.model import Incident, RankReport, State
+from ncclguard.protocol.decision import Action, Departure, Phase, Report, Sides, TroubleKind, Verdict
+from ncclguard_explain.cause import ADVICE, ADVICE_WATCHED, SEE_LOST, WORD, Cause
+from ncclguard_explain.language import Message, joined, tr
+from ncclguard_explain.ranks import FEW_RANKS, Hosts, ranks_text
 
 #: Broken connections that a summary names.
 SHOWN_ENDS = 4
@@ -26,8 +27,12 @@ def summarise(
     departed: Mapping[int, Departure],
     silent: Mapping[int, Cause],
     state: Subject,
+    reported: Iterable[Incident] = (),
 ) -> str:
-    """The coordinator's incident as JSON; empty for a verdict under which nothing failed."""
+    """The coordinator's incident as JSON; empty for a verdict under which nothing failed.
+
+    `reported`: earlier incidents that have a report, which this one may only repeat.
+    """
     if verdict.cause is None:
         return ""
     causes = dict(verdict.culprits)
@@ -45,7 +50,7 @@ def summarise(
         for rank in sorted({*reports, *departed, *silent})
     ]
     absent = sorted({*departed, *silent} - reports.keys())
-    many = len(reports) + len(absent) > model.FEW_RANKS
+    many = len(reports) + len(absent) > FEW_RANKS
     known = state.hosts(absent) if many and absent else {}
     hosts = {**known, **{report.rank: report.host for report in said if report.host}}
     placed = Hosts(hosts, (report.rank for report in said))
@@ -68,9 +73,12 @@ def summarise(
         hosts=model.unsaid_hosts(hosts, told),
         summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed),
         advice=_advice(verdict.cause, state, resumed),
+        further=_further(text, verdict.cause, state, resumed, told),
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),
     )
+    first = next((one.id for one in reported if state.guarded and goes_on(one, incident)), None)
+    incident = incident.model_copy(update={"repeats": first})
     fields = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
     return json.dumps({"schema_version": incident.schema_version, **fields}, separators=(",", ":"))
 
@@ -88,7 +96,7 @@ def alone(
     expired: bool = False,
     evidence: Mapping[int, str] | None = None,
 ) -> Incident:
-    """What one rank can say without a verdict."""
+    """Return what one rank can say without a verdict."""
     op_id = f"{state.key}/{sequence}"
     return Incident(
         id=_identifier(state, f"{op_id}.{state.member.generation}.rank{state.member.rank}"),
@@ -111,17 +119,37 @@ def alone(
             "{operation} failed: {because}; {why}.", operation=text, because=_because(causes) or WORD[cause], why=why
         ),
         advice=_advice(cause, state),
+        further=_further(text, cause, state),
     )
 
 
 def _advice(cause: Cause, state: Subject, resumed: bool = False) -> str:
-    advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
-    return tr("The others go on without it. {advice}", advice=advice) if resumed else advice
+    if resumed:
+        return tr("The others go on without it. {advice}", advice=SEE_LOST if cause is Cause.LOST else ADVICE[cause])
+    return ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
+
+
+def _further(text: str, cause: Cause, state: Subject, resumed: bool = False, ranks: Collection[RankReport] = ()) -> str:
+    """Return what would have made more of the same failure; empty where the program has it, or nothing here would."""
+    if not state.guarded:
+        return tr(
+            '`watch()` only observes. A guarded call (`safe_all_reduce`, or the backend "ncclguard") ends on all ranks at its '
+            "limit, and the program goes on with the tensor as it was."
+        )
+    if resumed or "='evaluation " in text:
+        return ""
+    if cause in (Cause.LOST, Cause.EXITED, Cause.STUCK):
+        return tr("A training goes on without a lost rank under `resilient_step`, started with `ncclguard run`.")
+    places = [text, *(place for one in ranks for place in (one.call_site or "", *one.stack))]
+    if not any("eval" in place.lower() for place in places):
+        return ""
+    return tr("An evaluation that fails on one rank ends on all with `resilient_evaluate`, and the training goes on.")
 
 
 def histories(reports: Mapping[int, Report], departed: Mapping[int, Departure], culprits: Collection[int] = ()) -> str:
-    """What each rank says of its last operations, as JSON: for the one rank that writes
-    the report, not part of the verdict.
+    """Return what each rank says of its last operations, as JSON.
+
+    It is for the one rank that writes the report, and not part of the verdict.
 
     Where that is more than a store takes, those of the `culprits` come before the others'.
     """
@@ -135,9 +163,59 @@ def histories(reports: Mapping[int, Report], departed: Mapping[int, Departure], 
     return json.dumps(found, separators=(",", ":"))
 
 
+def goes_on(known: Incident, later: Incident) -> bool:
+    """Return whether a later incident is the fault of a known one, which goes on: of each culprit the same is known.
+
+    A rank that has begun a guarded call in between is at fault anew, unless all that it raised is the error of the
+    known incident, whose outcome its program had left unread, or it stands at the same place in a later try of the
+    same evaluation. One that answered neither time is taken for the same while its process and its stack are.
+    """
+    if _only_raise_its_error(known, later):
+        return True
+    if (known.cause, known.culprits) != (later.cause, later.culprits) or not known.culprits:
+        return False
+    before, now = ({report.rank: report for report in one.ranks} for one in (known, later))
+    tried_again = _is_a_later_try(known, later)
+    return all(
+        rank in before and rank in now and _same_standstill(before[rank], now[rank], tried_again)
+        for rank in known.culprits
+    )
+
+
+def _only_raise_its_error(known: Incident, later: Incident) -> bool:
+    """Return whether what ended the later call is nothing but the error of the known one, which carries its id."""
+    raised = [report.exception for report in later.ranks if report.exception is not None]
+    return (
+        later.cause in (Cause.FAILED, Cause.UNKNOWN)
+        and bool(raised)
+        and all(f"({known.op_id})" in text for text in raised)
+    )
+
+
+def _same_standstill(before: RankReport, now: RankReport, tried_again: bool) -> bool:
+    same = before.pid == now.pid != 0 and before.exception == now.exception
+    if before.entered is None or now.entered is None:
+        return same and before.state == now.state == "silent" and before.stack == now.stack
+    return same and (before.entered == now.entered or (tried_again and before.stack == now.stack))
+
+
+#: What the calls of an evaluation are called: its label, and the try.
+_TRY = re.compile(r"='(evaluation .*), (?:beginning of )?try (\d+)'")
+
+
+def _is_a_later_try(known: Incident, later: Incident) -> bool:
+    """Return whether both are about calls of one evaluation, and the later one about a later try."""
+    first, again = (
+        max((found.groups() for report in one.ranks if (found := _TRY.search(report.operation or ""))), default=None)
+        for one in (known, later)
+    )
+    return first is not None and again is not None and first[0] == again[0] and int(first[1]) < int(again[1])
+
+
 def writer(incident: Incident) -> int:
-    """The one rank that writes the report: the lowest that answered, and rather one
-    that is not to blame; -1 for none.
+    """Return the one rank that writes the report; -1 for none.
+
+    It is the lowest that answered, and rather one that is not to blame.
     """
     live = [report.rank for report in incident.ranks if report.state not in ("silent", "departed")]
     return min(sorted(set(live) - set(incident.culprits)) or live, default=-1)
@@ -180,7 +258,8 @@ def _rank(
         return _left(left, cause)
     details = report.details
     trouble = report.trouble
-    raised = trouble.text if trouble is not None and cause is Cause.FAILED else None
+    repeated = trouble is not None and trouble.kind is TroubleKind.REPEATED
+    raised = trouble.text if trouble is not None and (cause is Cause.FAILED or repeated) else None
     # Where a rank was when it said that it leaves, such as the traceback, tells more than where it is while it ends.
     stack = (left.details.get("stack") if left is not None else None) or details.get("stack")
     notes = (
@@ -195,6 +274,7 @@ def _rank(
         cause=cause,
         state=_state(report.phase_at(verdict.sequence)),
         sequence=report.operation.sequence if report.operation is not None else report.done,
+        entered=int(str(details["entered"])) if cause is not None and "entered" in details else None,
         operation=str(details.get("call") or details.get("last") or "") or None,
         age=round(report.age, 3) if report.operation is not None else None,
         call_site=str(details.get("call_site") or "") or None,
@@ -207,7 +287,7 @@ def _rank(
 
 
 def _elsewhere(report: Report) -> str:
-    """What the rank waits in, in another group, or has waited in until the others gave up."""
+    """Return what the rank waits in, in another group, or has waited in until the others gave up."""
     if report.free_for:
         until = tr(
             "it waited in {operation} until {seconds:.3g} s before", operation=report.elsewhere, seconds=report.free_for
@@ -287,7 +367,9 @@ def _summary(
     failed = tr("{operation} stood still for {seconds:.3g} s", operation=text, seconds=waited)
     if guarded:
         failed = tr("{operation} failed after {seconds:.3g} s", operation=text, seconds=waited)
-    because = _alone_to_blame(causes, reports, departed, placed) or _because(causes, placed)
+    because = (
+        _alone_to_blame(causes, reports, departed, placed) or _because(causes, placed) or _repeated(reports, placed)
+    )
     if because and verdict.action is Action.RESUME and guarded:
         return tr(
             "{operation} starts again after {seconds:.3g} s: {because}.",
@@ -296,7 +378,23 @@ def _summary(
             because=because,
         )
     if because:
+        if _of_groups(verdict.sides):
+            because = tr("{because}: the same call on another group", because=because)
+        elif _of_settings(verdict.sides):
+            because = tr(
+                "{because}: the same call with another `chunk_numel`, `max_attempts` or `on_lost`", because=because
+            )
         return tr("{failed}: {because}.", failed=failed, because=because)
+    if verdict.cause is Cause.DIVERGED and _of_groups(verdict.sides):
+        return tr(
+            "{failed}: the ranks made the same call on different groups, and no side is a majority.", failed=failed
+        )
+    if verdict.cause is Cause.DIVERGED and _of_settings(verdict.sides):
+        return tr(
+            "{failed}: the ranks made the same call with different `chunk_numel`, `max_attempts` or `on_lost`, and no "
+            "side is a majority.",
+            failed=failed,
+        )
     if verdict.cause is Cause.DIVERGED:
         return tr("{failed}: the ranks called different operations, and no side is a majority.", failed=failed)
     troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})
@@ -305,15 +403,16 @@ def _summary(
     quiet = silent.keys() - departed.keys()
     if quiet:
         cause = tr("{cause}; {ranks} did not answer in time", cause=cause, ranks=placed.text(quiet))
-    else:
+    elif verdict.cause is Cause.NETWORK:
         failed = tr("{failed} although every rank was in it", failed=failed)
     cause = tr("{cause} ({details})", cause=cause, details=found) if found else cause
     return tr("{failed}: {because}.", failed=failed, because=cause)
 
 
 def _broken(reports: Mapping[int, Report]) -> Message:
-    """Which connections broke, as each side saw it; those that both sides lost first,
-    for the others may be a consequence.
+    """Return which connections broke, as each side saw it.
+
+    Those that both sides lost come first, for the others may be a consequence.
     """
     ends = {
         rank: r.trouble
@@ -347,9 +446,7 @@ def _broken(reports: Mapping[int, Report]) -> Message:
 def _alone_to_blame(
     causes: Mapping[int, Cause], reports: Mapping[int, Report], departed: Mapping[int, Departure], placed: Hosts
 ) -> str:
-    """One culprit in its own words: that it raised, and what and where, or that it was
-    sent SIGTERM; empty for any other.
-    """
+    """Return one culprit in its own words: what it raised, or that it was sent SIGTERM; empty for any other."""
     if len(causes) != 1:
         return ""
     ((rank, cause),) = causes.items()
@@ -362,11 +459,38 @@ def _alone_to_blame(
         return ""
     trouble = report.trouble if report is not None else None
     text = left.text if left is not None and left.cause is Cause.FAILED else trouble.text if trouble is not None else ""
-    return tr("{ranks} raised {exception}", ranks=placed.text([rank]), exception=text.rstrip(".")) if text else ""
+    return tr("{ranks} raised {exception}", ranks=placed.text([rank]), exception=text.rstrip(".。")) if text else ""
+
+
+def _of_groups(sides: Sides) -> bool:
+    """Return whether what the ranks called differs by nothing but the group, with which a call on another is named."""
+    texts = {text for text, _ in sides}
+    return len(texts) > 1 and len({text.partition(" of group ")[0] for text in texts}) == 1
+
+
+def _of_settings(sides: Sides) -> bool:
+    """Return whether the ranks called the same by its text: what is compared and not shown are settings of the call."""
+    return len(sides) > 1 and len({text for text, _ in sides}) == 1
+
+
+def _repeated(reports: Mapping[int, Report], placed: Hosts) -> str:
+    """Ranks that are not to blame, and only raised here what an earlier verdict had found."""
+    errors = {
+        rank: r.trouble.text
+        for rank, r in sorted(reports.items())
+        if r.trouble is not None and r.trouble.kind is TroubleKind.REPEATED
+    }
+    if not errors:
+        return ""
+    return tr(
+        "{ranks} raised {exception}, the error of an earlier call whose outcome its program had not looked at",
+        ranks=placed.text(errors),
+        exception=next(iter(errors.values())),
+    )
 
 
 def _of_ranks(cause: Cause, ranks: Message) -> Message:
-    """Who is to blame for what: a sentence of its own for each cause, because other languages put it otherwise."""
+    """Say who is to blame for what: a sentence of its own for each cause, because other languages put it otherwise."""
     return {
         Cause.LATE: tr("{ranks} late", ranks=ranks),
         Cause.DIVERGED: tr("{ranks} diverged", ranks=ranks),

@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ncclguard.cause import Cause
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.liveness import Sight, silent_cause
 from ncclguard.coordination.store import AgreementStore, HighWaterMarks
-from ncclguard.incident.model import SHOWN_GROUPS, Hosts, ranks_text
-from ncclguard.language import tr
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Operation, Phase, Report, TroubleKind
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import tr
+from ncclguard_explain.ranks import SHOWN_GROUPS, Hosts, ranks_text
 
 log = logging.getLogger("ncclguard")
 
@@ -33,14 +33,14 @@ ANSWER_WITHIN = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How many seconds a call may take until its ranks are asked who is awaited, and until a silent one ends it."""
+    """The seconds that a call may take until its ranks are asked who is awaited, and until a silent one ends it."""
 
     warn_after: float
     stuck_timeout: float | None
 
 
 class Surroundings(Protocol):
-    """What an inquiry needs from the monitor."""
+    """The parts of the monitor that an inquiry needs."""
 
     def wake(self) -> None: ...
     def states(self) -> Sequence[GroupState]: ...
@@ -54,7 +54,7 @@ class Surroundings(Protocol):
 
 @dataclass(kw_only=True)
 class Question:
-    """What one rank wants to know of the members of a group, and what they have said so far.
+    """A question of one rank to the members of a group, and what they have said so far.
 
     The answers have one key for each asker and rank, which the asker empties when it has read it: with stacks in them,
     those of all the questions of a long job would fill the store.
@@ -68,7 +68,7 @@ class Question:
     answers: dict[int, Report] = field(default_factory=dict)
 
     def entry(self, state: GroupState, rank: int, store: AgreementStore) -> dict[str, object]:
-        """What to post for the others, by `rank`."""
+        """Return what to post for the others, by `rank`."""
         self.before = store.count(f"answers/{self.asker}")
         members = list(state.member.members)
         return {
@@ -95,8 +95,9 @@ class Question:
 
 
 def answer(store: AgreementStore, entry: Mapping[str, object], rank: int, report: Report) -> None:
-    """Answer the question that was posted; the count is acknowledged, and what stands
-    before it on this connection with it.
+    """Answer the question that was posted.
+
+    The count is acknowledged, and what stands before it on this connection with it.
     """
     store.put(f"answer/{entry['to']}/{rank}", f"{entry['id']} {codec.dumps(report)}")
     store.count(f"answers/{entry['to']}", 1)
@@ -131,7 +132,7 @@ class Inquiries:
         return self._question is not None
 
     def awaited(self, seconds: float) -> list[dict[str, Any]] | None:
-        """What the last inquiry of each group came to, of operations that have not ended here; by any other thread.
+        """Return the result of each group's last inquiry, of operations that have not ended here; by any other thread.
 
         The monitor looks it up in its next step; None where that did not come within `seconds`. Each entry has the
         `group`, its `generation` and `sequence`, the `text` of the call, the `lines` of the warning, and which rank
@@ -271,7 +272,7 @@ class Inquiries:
 
 
 def not_come(reports: Mapping[int, Report], hosts: Hosts | None = None) -> list[str]:
-    """Where the ranks are that are awaited, a line for each; where they are many, for each place."""
+    """Return where the ranks are that are awaited, a line for each; where they are many, for each place."""
     who = ranks_text if hosts is None else hosts.text
     if len(reports) <= SHOWN_GROUPS:
         return [f"{who([rank])} has not come: {whereabouts(report)}" for rank, report in sorted(reports.items())]

@@ -28,12 +28,12 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from enum import Enum
 
 from ncclguard import lifecycle
-from ncclguard.cause import Cause
 from ncclguard.coordination.store import BATCH, AgreementStore, Entries
 from ncclguard.environment.network import address_towards_master
 from ncclguard.incident.stacks import Offer, fetch, process_state
-from ncclguard.language import tr
 from ncclguard.protocol.decision import Departure
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import tr
 
 Port = tuple[str, int]  # (numeric address, port)
 
@@ -55,7 +55,7 @@ TOTAL_RETRANSMITS = struct.Struct("100xI")
 
 
 class Sight(str, Enum):
-    """What can be seen of a peer's process."""
+    """The states of a peer's process, as far as they can be seen."""
 
     RUNNING = "running"
     STOPPED = "stopped"
@@ -70,7 +70,7 @@ class Sight(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a rank's process is, as it publishes it.
+    """The process of a rank, as it publishes it.
 
     ``host_key`` is equal only where pids mean the same processes and addresses the same hosts. ``start_ticks`` is the
     start time of the process in clock ticks since boot (/proc/<pid>/stat field 22, see proc(5)), so a reused pid is
@@ -86,7 +86,7 @@ class Identity:
     stacks: tuple[int, int, int, int] | None = None  # how to have it write its stacks, see incident/stacks.py
 
     def to_json(self) -> str:
-        """As a JSON object."""
+        """Return it as a JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -112,7 +112,7 @@ class Identity:
 
 @dataclass(slots=True)
 class _Probe:
-    """What is known of one peer's liveness port, and the connection under way to it."""
+    """The knowledge of one peer's liveness port, and the connection under way to it."""
 
     reached: bool = False
     gone: str = ""
@@ -164,8 +164,9 @@ class Liveness:
         _open.add(self)
 
     def look(self, peer: Identity) -> tuple[Sight, str]:
-        """What can be seen of a peer's process now, and the evidence in words; blocks for
-        20 ms at most, as a rule not at all.
+        """Return what can be seen of a peer's process now, and the evidence in words.
+
+        It blocks for 20 ms at most, as a rule not at all.
 
         For a peer on another host this connects to its liveness port, or collects the answer of a connection under way;
         the last answer stands until the next one is there.
@@ -176,14 +177,16 @@ class Liveness:
             return self._look_there(peer)
 
     def befriend(self, peer: Identity) -> None:
-        """Reach a peer's liveness port once, so that its being refused later is evidence; returns at
-        once, ``look`` goes on with it.
+        """Reach a peer's liveness port once, so that its being refused later is evidence.
+
+        It returns at once, and ``look`` goes on with it.
         """
         self.look(peer)
 
     def seek(self, peers: Iterable[Identity], since: float) -> None:
-        """Reach for the liveness ports of several peers at once, so that a `look` a moment later
-        finds their answers; never waits.
+        """Reach for the liveness ports of several peers at once; never waits.
+
+        A `look` a moment later finds their answers.
 
         Each is probed once after ``since`` (time.monotonic()), PROBES at a time: call it again for those that had to
         wait.
@@ -200,8 +203,9 @@ class Liveness:
                     self._begin(probe, peer, peer.port)
 
     def drain(self) -> None:
-        """Accept and close what has queued at the own liveness port, and end probes that nobody asks
-        about any more; never blocks.
+        """Accept and close what has queued at the own liveness port; never blocks.
+
+        Probes that nobody asks about any more are ended too.
         """
         if self._under_way:
             with self._lock:
@@ -337,7 +341,7 @@ class Liveness:
 
 
 def _was_sent_again(connection: socket.socket) -> bool:
-    """Whether the first packet of a connection that is there now was lost; see `struct tcp_info` in linux/tcp.h."""
+    """Return whether the first packet of this connection was lost; see `struct tcp_info` in linux/tcp.h."""
     try:
         information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TOTAL_RETRANSMITS.size)
         return bool(TOTAL_RETRANSMITS.unpack(information)[0])
@@ -346,7 +350,7 @@ def _was_sent_again(connection: socket.socket) -> bool:
 
 
 def look_here(peer: Identity) -> tuple[Sight, str]:
-    """What /proc says of a peer's process on this host, and the evidence in words."""
+    """Return what /proc says of a peer's process on this host, and the evidence in words."""
     who = tr("process {pid} of rank {rank} on {host}", pid=peer.pid, rank=peer.rank, host=peer.host)
     state = process_state(peer.pid)
     if state is None:
@@ -378,8 +382,9 @@ def silent_cause(sight: Sight) -> Cause:
 
 @functools.cache
 def host_key() -> str:
-    """Equal for two processes only if they share the host, its pids and its network;
-    unlike all others if that is not known.
+    """Return a key that is equal only for processes that share the host, its pids and its network.
+
+    It is unlike all others if that is not known.
 
     Boot id, pid namespace and network namespace, and the hostname: machines restored from one snapshot share the
     others.
@@ -405,9 +410,7 @@ def _named(peer: Identity) -> str:
 
 
 def _open_port(address: str) -> socket.socket | None:
-    """A listening socket at the address, or at all addresses where it is not one of
-    this host's own; None if neither.
-    """
+    """Open a listening socket at the address, or at all addresses where it is not of this host; None if neither."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for bound in (address, "::" if family == socket.AF_INET6 else "0.0.0.0"):
         try:
@@ -522,7 +525,7 @@ class Neighbours:
         return found
 
     def first_here(self) -> bool:
-        """Whether this is the lowest rank of its host that is not known to be gone."""
+        """Return whether this is the lowest rank of its host that is not known to be gone."""
         return not any(peer.rank < self._rank and not self.gone(peer.rank) for peer in self.here())
 
     def here(self) -> list[Identity]:
@@ -555,15 +558,16 @@ class Neighbours:
         return self._gone.get(rank, "")
 
     def look(self, rank: int) -> tuple[Sight, str]:
-        """What can be seen of a rank's process from here."""
+        """Return what can be seen of a rank's process from here."""
         peer = self._identity(rank)
         if peer is None:
             return Sight.UNKNOWN, tr("it never started ncclguard; import it on every rank before init_process_group")
         return self._liveness.look(peer)
 
     def seek(self, ranks: Sequence[int], since: float) -> None:
-        """Begin to look at ranks that may have to be looked at soon, many at once; each
-        once after `since`. Never waits for them.
+        """Begin to look at ranks that may have to be looked at soon, each once after `since`.
+
+        They are many at once, and none is waited for.
         """
         new = [rank for rank in ranks if rank not in self._known and rank not in self._met and rank not in self._sought]
         if new and self._store is not None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ncclguard.cause import WORD, Cause
 from ncclguard.coordination.group_state import GroupState, Summarise, make_state
 from ncclguard.coordination.host_page import HostPage
 from ncclguard.coordination.inquiry import Inquiries, Patience
@@ -25,10 +24,13 @@ from ncclguard.coordination.sections import Sections
 from ncclguard.coordination.store import AgreementStore, Departures, Entries, Handshake, StoreUnavailable
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import Offer
-from ncclguard.language import tr
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Departure, Report, TroubleKind
+from ncclguard.protocol.group_key import GroupKey
 from ncclguard.protocol.timing import Timing
+from ncclguard_explain.cause import WORD, Cause
+from ncclguard_explain.language import tr
+from ncclguard_explain.ranks import ranks_text
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class MonitorSettings:
     publish_alone: Callable[[Incident], None] = lambda incident: None
     offer_stacks: Callable[[int], Offer | None] = lambda thread: None  # given the monitor's own thread
     open_page: Callable[[str], HostPage | None] = lambda session: None  # what the ranks of this host share, if they do
+    about: str = ""  # what must be equal on all ranks, in words
 
 
 log = logging.getLogger("ncclguard")
@@ -94,7 +97,9 @@ class Monitor:
         self._store = store
         self._settings = settings
         self._given = session
-        self._handshake: Handshake | None = Handshake(store, rank, world_size) if session is None else None
+        self._handshake: Handshake | None = (
+            Handshake(store, rank, world_size, settings.about) if session is None else None
+        )
         self._neighbours = Neighbours(rank, world_size, liveness, settings.timing.aside)
         self._inquiries = Inquiries(rank, self, settings.timing.period)
         self.sections = Sections(rank, self.wake)
@@ -204,7 +209,7 @@ class Monitor:
         return self._settings.timing.caller_waits(time.monotonic() - self._connection.answered)
 
     def goodbyes(self) -> int:
-        """How many ranks of the job are known to have left; counted while this one leaves."""
+        """Return how many ranks of the job are known to have left; counted while this one leaves."""
         return self._goodbyes
 
     def peers_here(self) -> list[Identity]:
@@ -212,7 +217,7 @@ class Monitor:
         return self._neighbours.here()
 
     def first_here(self) -> bool:
-        """Whether no live rank of this host is lower, as far as is known: it speaks where no agreement can be had."""
+        """Return whether no live rank of this host is lower, as far as is known: it speaks where none agree."""
         return self._neighbours.first_here()
 
     def gone(self, rank: int) -> str:
@@ -220,11 +225,11 @@ class Monitor:
         return self._neighbours.gone(rank)
 
     def left(self, rank: int) -> bool:
-        """Whether a rank of this host has told it that it ends as it should; known without the store."""
+        """Return whether a rank of this host has told it that it ends as it should; known without the store."""
         return self.session_ready.is_set() and self._store.told_here(f"left/{rank}") is not None
 
     def awaited(self, seconds: float) -> list[dict[str, Any]] | None:
-        """Who is awaited in operations that have not ended here, see `Inquiries.awaited`; None: no answer in time."""
+        """Return who is awaited in open operations, see `Inquiries.awaited`; None: no answer in time."""
         if self._unavailable or not self._thread.is_alive():
             return None
         return self._inquiries.awaited(seconds)
@@ -263,7 +268,7 @@ class Monitor:
         return timing.idle / 2 if self._connection.page is not None else timing.idle
 
     def _pending(self, now: float) -> bool:
-        """Whether something is to be agreed, or may soon have to be."""
+        """Return whether something is to be agreed, or may soon have to be."""
         if self._revocations or self.sections.waiting:
             return True
         for state in self.states():
@@ -276,11 +281,11 @@ class Monitor:
 
     @property
     def _decides(self) -> bool:
-        """Whether this rank coordinates a revocation."""
+        """Return whether this rank coordinates a revocation."""
         return any(revocation.coordinates for revocation in self._revocations.values())
 
     def _only_awaits_verdicts(self) -> bool:
-        """Whether this rank has answered the revoke of each of its calls, and others are to decide."""
+        """Return whether this rank has answered the revoke of each of its calls, and others are to decide."""
         if not self._revocations or self._decides:
             return False
         return all(state.call is None or state.key in self._revocations for state in self.states())
@@ -291,6 +296,7 @@ class Monitor:
         if self._handshake is not None:
             finished = self._handshake.step()
             if self._handshake.nonce is not None and not self.session_ready.is_set():
+                self._compare(self._handshake.about_first)  # before its program goes on, and perhaps ends
                 self._begin_session(self._handshake.nonce)
             if finished:
                 self._handshake = None
@@ -345,6 +351,17 @@ class Monitor:
         if self.above_sessions is not None:
             self.above_sessions(now, self._root)
         self._inquiries.step(now, self._store)
+
+    def _compare(self, about_first: str) -> None:
+        """Say it loudly when this rank was not started like the others: what follows may be anything."""
+        if about_first != self._settings.about:
+            log.error(
+                "ncclguard: rank %d was not started like rank 0: it has %s, and rank 0 has %s; ranks that differ may refuse each "
+                "other's calls or wait for each other: start all ranks in the same environment, with the same number of ranks",
+                self.rank,
+                self._settings.about,
+                about_first or "another version of ncclguard",
+            )
 
     def _begin_session(self, nonce: str, absent: Sequence[int] = ()) -> None:
         self.nonce = nonce
@@ -409,7 +426,7 @@ class Monitor:
             self._unchecked.add(state.key)
 
     def _look_for_revoke(self, state: GroupState, now: float) -> None:
-        """What another rank of this host has just heard will do: news of a later revoke is in the job's log."""
+        """Take up what another rank of this host has just heard: news of a later revoke is in the job's log."""
         if state.key in self._revocations:
             return
         generation = state.member.generation
@@ -481,9 +498,19 @@ class Monitor:
     # ------------------------------------------------------------------ what the inquiries need
 
     def waiting_elsewhere(self, key: str) -> tuple[str, float]:
-        """The call of another group that this rank waits in, else one that failed, and how long ago."""
-        found = [state.waiting() for state in self.states() if state.key != key]
-        return min((one for one in found if one[0]), key=lambda one: one[1], default=("", 0.0))
+        """The call of another group that this rank waits in, else one that failed, and how long ago.
+
+        With its group: the same call on another one is what is wrong where ranks were given different groups.
+        """
+        found = [(state, *state.waiting()) for state in self.states() if state.key != key]
+        waiting = min((one for one in found if one[1]), key=lambda one: one[2], default=None)
+        if waiting is None:
+            return "", 0.0
+        state, text, ended = waiting
+        if state.guarded:  # what is watched says its group by itself
+            group, ranks = GroupKey.parse(state.key).short, ranks_text(state.member.members)
+            text = tr("{operation} of group {name} ({ranks})", operation=text, name=group, ranks=ranks)
+        return text, ended
 
     def read_departures(self) -> dict[int, Departure]:
         """Every departure that is known to the store, or was a moment ago; from the monitor's own thread only."""

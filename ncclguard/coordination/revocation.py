@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ncclguard.cause import Cause
 from ncclguard.coordination.group_state import GroupState, Summarise
 from ncclguard.coordination.incidents import histories
 from ncclguard.coordination.store import BATCH, AgreementStore, Entries
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Action, Departure, Report, TroubleKind, Verdict, elsewhere_long_enough
 from ncclguard.protocol.timing import WAIT_FOR_STACKS, Pace, Timing
+from ncclguard_explain.cause import Cause
 
 log = logging.getLogger("ncclguard")
 
@@ -46,8 +46,9 @@ class StackFetcher:
         self.closed = False
 
     def step(self, overdue: float, members: Sequence[int], here: Sequence[int], fetch: Fetch) -> None:
-        """Look at those `here`, on this host, that are members and have not answered; `overdue`,
-        from `look_after` on: seconds since they should have.
+        """Look at those `here`, on this host, that are members and have not answered.
+
+        `overdue`, from `look_after` on: the seconds since they should have.
         """
         # Each of them is looked up once: the group may have thousands of members, and this is done in every step.
         self._members.update({rank: rank in members for rank in here if rank not in self._members})
@@ -69,8 +70,9 @@ class StackFetcher:
                 self._store.first(f"stacks/{rank}", json.dumps(details, default=str))
 
     def sightings(self, ranks: Sequence[int]) -> tuple[dict[int, Details], bool]:
-        """For the coordinator: what was fetched of these ranks, of the first where they are
-        many, and whether some is still fetched.
+        """Return for the coordinator what was fetched of these ranks, and whether some is still fetched.
+
+        Where they are many it is that of the first ones.
         """
         found: dict[int, Details] = {}
         pending = False
@@ -139,7 +141,7 @@ class Revocation:
 
     @property
     def coordinates(self) -> bool:
-        """Whether this rank is to decide."""
+        """Return whether this rank is to decide."""
         return self._revoker == self._rank
 
     def step(
@@ -254,7 +256,9 @@ class Revocation:
             self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def _patience_over(self, now: float) -> bool:
-        """Silence never ends an operation before its deadline; one whose caller has gone,
+        """Return whether a silent rank has had its time.
+
+        Silence never ends an operation before its deadline; one whose caller has gone,
         or that nobody is in, has none left.
         """
         return self._timing.is_silence(self._overdue(now), now - self._last_arrival, self._delay)
@@ -264,7 +268,7 @@ class Revocation:
         return now - (self._since if self._deadline is None else max(self._since, self._deadline))
 
     def histories(self) -> str | None:
-        """What the ranks remember of their last operations, left by the coordinator beside its verdict."""
+        """Return what the ranks remember of their last operations, left by the coordinator beside its verdict."""
         return self._store.read("histories")
 
     def _adopt(self, verdict: Verdict) -> None:

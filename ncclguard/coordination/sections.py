@@ -1,5 +1,6 @@
-"""Parts of the program that the ranks run together: one that raised or came to its
-end there tells those that wait for it.
+"""Parts of the program that the ranks run together.
+
+A rank that raised or came to its end there tells those that wait for it.
 
 A rank that leaves the job announces a departure. One that gives up only a *section*, such as an evaluation, goes on
 living, and the others may be waiting for it in any group: they are told over the job's log. Nothing is written while
@@ -25,7 +26,7 @@ REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What one rank said about a section."""
+    """The word of one rank about a section."""
 
     rank: int
     kind: TroubleKind  # RAISED or FINISHED
@@ -33,8 +34,9 @@ class News:
 
 
 class Sections:
-    """This process's place in sections; thread-safe. The monitor calls `hear` and
-    `step`, its rank's program the rest.
+    """The place of this process in sections; thread-safe.
+
+    The monitor calls `hear` and `step`, its rank's program the rest.
     """
 
     def __init__(self, rank: int, wake: Callable[[], None]) -> None:
@@ -81,7 +83,7 @@ class Sections:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is something to say, or somebody in the section to be told."""
+        """Return whether there is something to say, or somebody in the section to be told."""
         return self._unsaid is not None or bool(self._name and self._name in self._news)
 
     def hear(self, entry: dict[str, object]) -> None:

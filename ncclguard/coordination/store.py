@@ -1,4 +1,4 @@
-"""What the ranks of a job write for each other in its store: keys, numbered logs, the session's name, who has left.
+"""Entries of a job's ranks for each other in its store: keys, numbered logs, the session's name, who has left.
 
 A TCPStore `set` is not acknowledged: on another connection a later `check` missed it in 187 of 5,000 tries. So whatever
 a decision rests on is written with `compare_set` (acknowledged, the first writer wins), and a plain `set` is only used
@@ -87,8 +87,9 @@ class AgreementStore:
         return self.replace(key, "", value)
 
     def replace(self, key: str, expected: str, value: str) -> str:
-        """Write `value` if `expected` is there, or nothing where that is empty; return what
-        is there now. Acknowledged.
+        """Write `value` if `expected` is there, or nothing where that is empty; return what is there now.
+
+        The write is acknowledged.
         """
         full, expected, value = self._key(key), expected and _short(expected), _short(value)
         return _plain(self.connection.ask(f"compare_set {key}", lambda: self._store.compare_set(full, expected, value)))
@@ -106,8 +107,9 @@ class AgreementStore:
         return None if written is None else _plain(written)
 
     def read_many(self, keys: Sequence[str]) -> dict[str, str]:
-        """Return the values of those keys that somebody has written; where all have been,
-        in two round trips for many keys.
+        """Return the values of those keys that somebody has written.
+
+        Where all have been, many keys take two round trips.
         """
         found: dict[str, str] = {}
         for start in range(0, len(keys), BATCH):
@@ -122,8 +124,9 @@ class AgreementStore:
     # ------------------------------------------------------------------ by way of the page that this host's ranks share
 
     def recent(self, key: str, within: float) -> int:
-        """A counter that only grows, as it was in the last `within` seconds, or twice that
-        while another rank of this host asks.
+        """Return a counter that only grows, as it was in the last `within` seconds.
+
+        While another rank of this host asks, it may be twice as old.
         """
         page = self.connection.page
         if page is None:
@@ -139,8 +142,9 @@ class AgreementStore:
         return value
 
     def find(self, key: str, within: float = 0.0) -> str | None:
-        """A value that is written once and stays. Where it was missing in the last `within`
-        seconds, the store is not asked.
+        """Return a value that is written once and stays.
+
+        Where it was missing in the last `within` seconds, the store is not asked.
         """
         page = self.connection.page
         if page is None:
@@ -180,7 +184,7 @@ class AgreementStore:
         return found
 
     def written(self, key: str, within: float) -> bool:
-        """Whether somebody has written `key`, as it was in the last `within` seconds; once written it stays."""
+        """Return whether somebody has written `key`, as it was in the last `within` seconds; once written it stays."""
         page, now, full = self.connection.page, time.monotonic(), self._key(key)
         known = None if page is None else page.look(full)
         if known is not None and (known.value or known.fresh(now, within)):
@@ -197,12 +201,12 @@ class AgreementStore:
             self.connection.page.publish(self._key(key), time.monotonic(), 1, text)
 
     def told_here(self, key: str) -> str | None:
-        """What a rank of this host has read or told of `key`, None where that is nothing; the store is not asked."""
+        """Return what a rank of this host has read or told of `key`, or None; the store is not asked."""
         known = None if self.connection.page is None else self.connection.page.look(self._key(key))
         return None if known is None or known.text is None else _plain(known.text)
 
     def left_to_another(self, key: str, within: float) -> bool:
-        """Whether another rank of this host went to do the same in the last `within` seconds; else this one goes."""
+        """Return whether another rank of this host did the same in the last `within` seconds; else this one does."""
         page, now, full = self.connection.page, time.monotonic(), self._key(key)
         if page is None or not within:
             return False
@@ -213,7 +217,7 @@ class AgreementStore:
         return False
 
     def turn(self, what: str, within: float) -> bool:
-        """Whether it is for this rank to do what one rank of a host does every `within` seconds."""
+        """Return whether it is for this rank to do what one rank of a host does every `within` seconds."""
         page = self.connection.page
         return page is None or page.turn(self._key(what), time.monotonic(), within)
 
@@ -242,7 +246,7 @@ class AgreementStore:
 
 
 def _short(value: str) -> str:
-    """What is written: a TCPStore's server closes the connection of whoever writes more than 8 MiB at once."""
+    """Shorten what is written: a TCPStore's server closes the connection of whoever writes more than 8 MiB at once."""
     if len(value) < LONG and not value.startswith(_COMPRESSED):
         return value
     return _COMPRESSED + base64.b64encode(zlib.compress(value.encode())).decode()
@@ -261,8 +265,9 @@ ENTRY_PATIENCE = 10.0
 
 
 class Entries:
-    """One list, under the key `counter` and the keys ``<entry>/<number>``; a reader of
-    its own for each object, and each thread.
+    """A list in the store, under the key `counter` and the keys ``<entry>/<number>``.
+
+    Each object, and each thread, has a reader of its own.
     """
 
     def __init__(self, counter: str, entry: str) -> None:
@@ -280,15 +285,16 @@ class Entries:
         return number
 
     def count(self, store: AgreementStore, within: float = 0.0) -> int:
-        """How many there are, or were in the last `within` seconds; those included whose
-        writer has not come to write them.
+        """Count how many there are, or were in the last `within` seconds.
+
+        Those whose writer has not come to write them count too.
         """
         return store.recent(self._counter, within) if within else store.count(self._counter)
 
     def new(
         self, store: AgreementStore, within: float = 0.0, at_least: int = 0, at_most: int | None = None
     ) -> list[str]:
-        """Those that were written since the last call, in order of their numbers, by the count of `within` seconds.
+        """Return those written since the last call, in order of their numbers, by the count of `within` seconds.
 
         `at_least`: how many there are known to be; `at_most`: how many further ones to look for now, the others another
         time: `more` tells whether there are any.
@@ -323,16 +329,18 @@ Place = tuple[int, ...]
 
 
 class HighWaterMarks:
-    """This process's view of such keys. Places are compared like tuples and only grow:
-    generation, then number, then level.
+    """The view that this process has of such keys.
+
+    Places are compared like tuples and only grow: generation, then number, then level.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, str] = {}  # key -> what was there last
 
     def enter(self, store: AgreementStore, key: str, place: Place, entry: list[int | str]) -> list[int | str] | None:
-        """Write `entry` for a place that nobody has come to; return the entry of its first,
-        None when others are further.
+        """Write `entry` for a place that nobody has come to.
+
+        Return the entry of its first, None when others are further.
         """
         told = store.told_here(key)
         if told is not None:
@@ -363,7 +371,7 @@ class Departures:
 
     @property
     def more(self) -> bool:
-        """Whether there are some that `read` has left for another time."""
+        """Return whether there are some that `read` has left for another time."""
         return self._entries.more
 
     def __contains__(self, rank: int) -> bool:
@@ -374,7 +382,8 @@ class Departures:
 
     def post(self, store: AgreementStore, departure: Departure, done: dict[str, int]) -> int:
         """Enter a departure once per rank, whoever is first: the rank itself or a witness.
-        How many there are when all should be told to look, else 0.
+
+        Return how many there are when all should be told to look, else 0.
 
         That is with the first, second, fourth, eighth and so on, so that the end of a large job is no flood of news.
         """
@@ -397,7 +406,7 @@ class Departures:
         self._portion = 2 * self._portion if self.more else PORTION
 
     def count(self, store: AgreementStore, within: float = 0.0) -> int:
-        """How many have been entered."""
+        """Count how many have been entered."""
         return self._entries.count(store, within)
 
     def _learn(self, text: str) -> None:
@@ -405,7 +414,7 @@ class Departures:
         self._known.setdefault(departure.rank, (departure, done))
 
     def among(self, ranks: Iterable[int], group: str = "") -> dict[int, Departure]:
-        """Those of some ranks, with the highest sequence they completed in a group."""
+        """Return those of some ranks, with the highest sequence they completed in a group."""
         if not self._known:  # in every step of every monitor
             return {}
         members = frozenset(ranks)
@@ -438,14 +447,18 @@ class Handshake:
     nobody had before; rank 0 acknowledges the numbers that came to its own nonce, all that it has read at a time in one
     write. A rank believes a nonce when its own number is acknowledged under it. Cost: a few operations per rank; of
     rank 0 a few for each `BATCH` ranks. Nothing in it is a collective, so ranks may come minutes apart.
+
+    `about`: what must be equal on all ranks, in words, which rank 0 publishes with its nonce; `about_first` is that of
+    rank 0, as soon as its nonce is believed.
     """
 
-    def __init__(self, store: AgreementStore, rank: int, world_size: int) -> None:
+    def __init__(self, store: AgreementStore, rank: int, world_size: int, about: str = "") -> None:
         self._store = store
         self._rank = rank
         self._missing = set(range(1, world_size)) if rank == 0 else set()
         self._acknowledged: set[int] = set()  # of rank 0: the numbers
         self._hello: str | None = None
+        self._about = self.about_first = about
         self._number = 0
         self._tries = 0
         self._next_try = 0.0
@@ -470,9 +483,9 @@ class Handshake:
         return self.nonce is not None
 
     def _register(self) -> None:
-        hello = self._store.read("hello")
-        if hello is not None and hello != self._hello:
-            self._hello, self._tries = hello, 0
+        hello, _, about = (self._store.read("hello") or "").partition(" ")
+        if hello and hello != self._hello:
+            self._hello, self._tries, self.about_first = hello, 0, about
             self._number = self._store.count(f"registrations/{hello}", 1)
             self._store.first(f"registration/{hello}/{self._number}", str(self._rank))
             self._pause = HANDSHAKE_POLL[0]
@@ -480,7 +493,7 @@ class Handshake:
     def _acknowledge(self) -> bool:
         if self.nonce is None:
             self.nonce = secrets.token_hex(6)
-            self._store.put("hello", self.nonce)
+            self._store.put("hello", f"{self.nonce} {self._about}")
         count = self._store.count(f"registrations/{self.nonce}")
         awaited = [number for number in range(1, count + 1) if number not in self._acknowledged]
         keys = {f"registration/{self.nonce}/{number}": number for number in awaited}

@@ -1,7 +1,7 @@
 """Budgets, size-based limits, and the time limit for raw ``torch.distributed`` calls.
 
-``deadline`` has the points in time; ``handler`` what users call; ``limit`` the rules of one block; ``alarm`` and
-``watchdog`` its two clocks; ``stopping`` how operations of a process group are made to end.
+``deadline.py`` has the points in time; ``limit.py`` the function that users call and the rules of one block;
+``timers.py`` its two clocks; ``stopping.py`` ends operations of a process group.
 """
 
 from __future__ import annotations

@@ -57,8 +57,7 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float | timedelta) -> Deadline:
-        """Return the deadline ``seconds`` from now; zero or less is one that has expired,
-        ``math.inf`` one that never will.
+        """Return the deadline ``seconds`` from now: expired for zero or less, never for ``math.inf``.
 
         Raises ``TypeError`` for anything but a number or ``timedelta``, ``ValueError`` for NaN.
         """
@@ -76,7 +75,7 @@ class Deadline:
 
     @property
     def expired(self) -> bool:
-        """Whether the deadline has passed."""
+        """Return whether the deadline has passed."""
         return time.monotonic() >= self.at
 
     def sooner(self, other: Deadline | None) -> Deadline:

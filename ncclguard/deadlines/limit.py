@@ -17,20 +17,21 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from ncclguard import config, lifecycle, torch_compat
-from ncclguard.cause import Cause
 from ncclguard.deadlines.deadline import Deadline
 from ncclguard.deadlines.stopping import Board, Notice, Stop, asleep, backends, describe, in_c10d_call, in_flight
 from ncclguard.deadlines.timers import TICK, Alarm, Watchdog
 from ncclguard.errors import CollectiveFailed, CollectiveTimeout
+from ncclguard.groups import check_group
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import of_incident
+from ncclguard_explain.cause import Cause
 
 logger = logging.getLogger(__name__)
 
 GRACE: Final = 0.05  # seconds after the deadline in which the main thread can show that it runs Python code
 RECHECK: Final = 0.1
-LOOKS: Final = 10  # at a native call that nothing shows to be a collective: a matmul, a save, a bare Work.wait()
-ASLEEP: Final = 6  # of these looks that find its thread asleep, as a wait is; each tick of the alarm wakes it
+LOOKS: Final = 10  # checks of a native call that may be a collective or not: a matmul, a save, a bare Work.wait()
+ASLEEP: Final = 6  # checks that must find its thread asleep, as it is in a wait; each tick of the alarm wakes it
 
 FAILED_CALL: Final = "a call inside it failed by itself, or because a peer gave up"
 RECREATE: Final = (
@@ -50,7 +51,7 @@ _engine_depth: dict[int, int] = {}  # ident of a thread -> how many guarded oper
 
 
 def innermost() -> TimeLimit | None:
-    """The block that the calling code is in, if any; its deadline is the soonest of all that enclose it."""
+    """Return the block that the calling code is in, if any; its deadline is the soonest of all that enclose it."""
     limit = _current.get()
     while limit is not None and not limit.open:
         limit = limit.parent
@@ -64,7 +65,7 @@ def enter_engine() -> None:
 
 
 def leave_engine() -> None:
-    """End it; blocks whose limit has passed by now leave Python code alone from here on."""
+    """End a guarded operation; blocks whose limit has passed by now do not interrupt Python code from here on."""
     limit = innermost()
     if limit is not None:
         now = time.monotonic()
@@ -100,7 +101,7 @@ class TimeLimit:
         self.entered = now = time.monotonic()
         self.deadline = now + self.limit
         self.binding: TimeLimit = self  # the block whose limit holds here
-        self.silent = False  # leave Python code alone
+        self.silent = False  # do not interrupt Python code
         if parent is not None and parent.deadline <= self.deadline:
             self.deadline, self.binding, self.silent = parent.deadline, parent.binding, parent.silent
         self.look_at = self.deadline + GRACE
@@ -110,10 +111,10 @@ class TimeLimit:
         self._inner: TimeLimit | None = None
         self._process = os.getpid()
         self._noticed: float | None = None  # when the main thread first ran Python code past the deadline
-        self._heard = self.deadline  # when it last did
+        self._heard = self.deadline  # when the main thread last ran Python code
         self._interruption: CollectiveTimeout | None = None
-        self._errors = _backend_errors(self._group)  # of torch's watchdog, when the block was entered
-        self._found: dict[str, str] = {}  # those that it has found since, before anything was stopped here
+        self._errors = _backend_errors(self._group)  # found by torch's watchdog before the block was entered
+        self._found: dict[str, str] = {}  # found by it since, before anything was stopped here
         self._stops: tuple[Stop, ...] = ()
         if self.thread not in _engine_depth:
             self._heed_notices()
@@ -134,7 +135,7 @@ class TimeLimit:
         groups = [g for g in torch_compat.known_groups() if self._group in (None, g) and g not in _not_to_stop]
         for group, notice in _board.heard(groups, self.deadline - self.entered, self.entered).items():
             if self._group is None and group in _broken:
-                continue  # this rank knows, and may well use another one now
+                continue  # this rank knows already, and may be using another group now
             _broken.add(group)
             raise self._stopped_before(group, notice)
 
@@ -202,12 +203,12 @@ class TimeLimit:
         busy = in_flight(groups).busy
         if not busy and not in_c10d_call(self.thread):
             self._asleep.append(asleep(self._native))
-            if len(self._asleep) < LOOKS or sum(self._asleep) < ASLEEP:  # computing, or not for long
+            if len(self._asleep) < LOOKS or sum(self._asleep) < ASLEEP:  # computing, or not watched long enough
                 return now + RECHECK
         with _watchdog.lock:
             if not _watchdog.guards(self) or self._heard != heard or self.thread in _engine_depth:
                 return now + GRACE
-            stop = self._stop(busy or (groups if self._stops else groups[:1]))  # the rest if that was not it
+            stop = self._stop(busy or (groups if self._stops else groups[:1]))  # all, if one was not enough
             self._heard = time.monotonic()
         stop.start()
         logger.warning(
@@ -215,13 +216,14 @@ class TimeLimit:
             self.binding.limit,
             ", ".join(stop.names),
         )
-        if self._found:  # on nccl2 the call may not come back, and this be all that is said
+        if self._found:  # on nccl2 the call may not come back, so this may be the only message
             logger.error("%s%s", ", ".join(f"{kind} in {name}:" for name, kind in self._found.items()), ENDS_SOON)
         return self._heard + GRACE
 
     def _bounded(self) -> tuple[dist.ProcessGroup, ...]:
-        """Groups whose operations must not go on, the default group first: this block's,
-        and of enclosing ones past theirs.
+        """Return the groups whose operations must end, the default group first.
+
+        They are this block's, and those of enclosing blocks whose limits have passed.
         """
         now = time.monotonic()
         named = set()
@@ -251,8 +253,8 @@ class TimeLimit:
             stop.wait()
         if self._interruption is not None and error is self._interruption:
             if self._stops:
-                told = self._timeout("Python code inside it was interrupted")
-                self._interruption.args, self._interruption.outcome = told.args, told.outcome
+                error_now = self._timeout("Python code inside it was interrupted")
+                self._interruption.args, self._interruption.outcome = error_now.args, error_now.outcome
         elif error is None and self._stops:
             raise self._timeout("the calls inside it returned just as they were being ended")
         elif error is not None and torch_compat.from_collective(error):
@@ -274,7 +276,7 @@ class TimeLimit:
         return {name: kind for name, kind in _backend_errors(self._group).items() if name not in self._errors}
 
     def _timeout(self, what: str) -> CollectiveTimeout:
-        """The error of this block, with an outcome that is this rank's view alone."""
+        """Build the error of this block, with an outcome that is this rank's view alone."""
         elapsed = time.monotonic() - self.binding.entered
         stopped = ", ".join(name for stop in self._stops for name in stop.names)
         broken = what.startswith(BROKEN_INSIDE)
@@ -311,7 +313,7 @@ class TimeLimit:
         )
 
     def _stopped_before(self, group: dist.ProcessGroup, notice: Notice) -> CollectiveTimeout:
-        """The error on a rank that comes after a peer has stopped the group; names this rank if it was awaited."""
+        """Build the error of a rank that comes after a peer has stopped the group, naming it if it was awaited."""
         name, rank = describe(group), dist.get_rank()
         missing = None if _board.gave_up else notice.missing(group)
         summary = f"rank {notice.rank} stopped {name} because its limit of {notice.limit:g} s passed;"
@@ -332,7 +334,7 @@ class TimeLimit:
         )
 
     def _error(self, elapsed: float, **facts: Any) -> CollectiveTimeout:
-        """An error that is this rank's view alone."""
+        """Build an error that is this rank's view alone."""
         fields = {"cause": Cause.UNKNOWN, "culprits": (), "deadline_expired": True, "torn": False, **facts}
         incident = Incident(
             id=f"limit-{self._process}-{self.thread}-{self.entered:.6f}",
@@ -350,7 +352,7 @@ class TimeLimit:
 
 
 def _backend_errors(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """What torch's watchdog has found so far on a group, or on all, by the group's name and backend."""
+    """Return the errors that torch's watchdog has found on a group, or on all, by the group's name and backend."""
     found = {}
     for known in torch_compat.known_groups():
         if group in (None, known) and known not in _not_to_stop:
@@ -362,7 +364,7 @@ def _backend_errors(group: dist.ProcessGroup | None) -> dict[str, str]:
 
 
 def _expired(now: float) -> CollectiveTimeout | None:
-    """What to raise in the main thread: only for the block that the interrupted code itself is in.
+    """Return the error to raise in the main thread: only for the block that the interrupted code itself is in.
 
     In an asyncio program that may be another task, or the event loop.
     """
@@ -383,7 +385,7 @@ _broken: Final[weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakSet()  # a call
 
 
 def _after_fork_in_child() -> None:
-    """Blocks and groups of the parent are the parent's: stopping a group here would cut the connections of both."""
+    """Forget the parent's blocks and groups: stopping a group here would cut the connections of both."""
     global _watchdog
     for watched in _watchdog.watched():
         watched.open = False
@@ -414,7 +416,9 @@ def nccl_timeout_handler(seconds: float | timedelta = 1800, group: dist.ProcessG
       ``group`` those with a collective in flight are stopped, or else the default group, and if the block still does
       not end, every other group. A stopped group is unusable from then on, on all ranks; the error says which that is.
 
-    What has ended when the block is left is not reported, also if it ended late; another exception passes unchanged.
+    What has ended when the block is left is not reported, also if it ended late; another exception passes unchanged:
+    where a peer stops the group first, a healthy rank sees torch's own error of that moment (gloo: "Connection closed
+    by peer"), and the peer's ``CollectiveTimeout`` says why.
     A rank that stops a group says so in the job's store: one that comes to a block later, after a long absence, raises
     ``CollectiveTimeout`` when it enters, before it has sent anything, and names itself where it had not called what
     was waited for. Blocks nest: the sooner limit holds. Around ``safe_*`` a block shortens their budget and never
@@ -437,14 +441,7 @@ def nccl_timeout_handler(seconds: float | timedelta = 1800, group: dist.ProcessG
     limit = config.seconds(seconds, "the limit of nccl_timeout_handler")
     if limit is None:
         raise TypeError("nccl_timeout_handler needs a limit: pass seconds or a timedelta (1800 s is the default)")
-    if group is not None and not torch_compat.is_member(group):
-        if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                "the process group was destroyed, or this rank is not a member of it; enter nccl_timeout_handler on its "
-                "members, with a group that init_process_group or new_group returned"
-            )
-        raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, not {type(group).__name__}")
-    return TimeLimit(limit, group)
+    return TimeLimit(limit, check_group(group))
 
 
 def remaining_limit() -> float | None:
@@ -454,8 +451,9 @@ def remaining_limit() -> float | None:
 
 
 class engine_section:
-    """Mark the code inside as a guarded operation, which ends by itself: no limit
-    interrupts it or stops a group for it.
+    """Mark the code inside as a guarded operation, which ends by itself.
+
+    No limit interrupts it or stops a group for it.
 
     The enclosing limit is not lifted by that, see ``remaining_limit``. Code that goes on in a block whose limit passed
     inside such a section is not interrupted either, because the guarded operation has told of the failure; a raw call

@@ -1,5 +1,7 @@
-"""Stop what waits in native code: which groups have collectives in flight, whether a thread sleeps, the stop, and word
-of it in the job's store, so that a rank that comes late hears of it in time.
+"""Stop process groups whose collectives wait in native code.
+
+Here is which groups have collectives in flight, whether a thread sleeps, the stop itself, and its announcement in the
+job's store, so that a rank that comes late learns of it in time.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _INTERVAL = 0.01  # seconds a thread must have slept through
 
 
 def asleep(threads: frozenset[int], seconds: float = _INTERVAL) -> bool:
-    """Whether all ``threads`` slept, without running once, through the next 10 ms, or ``seconds`` (or have ended).
+    """Return whether all ``threads`` slept without running once for the next ``seconds``, or have ended.
 
     False where it cannot be seen: no threads given, or a kernel without scheduler statistics.
     """
@@ -42,8 +44,9 @@ def asleep(threads: frozenset[int], seconds: float = _INTERVAL) -> bool:
 
 
 def _sleeping(thread: int) -> str | None:
-    """How long a sleeping thread has run in all (nanoseconds, and how often), "" for
-    one that has ended; None if it runs.
+    """Return a sleeping thread's run time as text, "" if the thread has ended, None if it runs.
+
+    The text is the kernel's: nanoseconds on a core, nanoseconds waiting for one, and how often it ran.
     """
     try:
         with open(f"/proc/self/task/{thread}/stat") as file:
@@ -112,7 +115,7 @@ def _unfinished(recorder: str) -> set[str] | None:
 
 
 def in_c10d_call(thread: int) -> bool:
-    """Whether the thread with this ident is inside a Python function of torch.distributed's collectives."""
+    """Return whether the thread with this ident is inside a Python function of torch.distributed's collectives."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
@@ -122,8 +125,9 @@ def in_c10d_call(thread: int) -> bool:
 
 
 class Stop:
-    """Ends what is in flight on some process groups, each from a thread of its own
-    because an abort of NCCL may hang.
+    """Ends what is in flight on some process groups.
+
+    Each group is ended from a thread of its own, because an abort of NCCL may hang.
     """
 
     def __init__(
@@ -132,12 +136,12 @@ class Stop:
         """``announce`` is called with each group, from its thread, before anything of it is ended."""
         self.groups = tuple(groups)
         self._announce = announce
-        self.names = tuple(describe(group) for group in groups)  # now: a group may be destroyed before it is spoken of
+        self.names = tuple(describe(group) for group in groups)  # now: a group may be destroyed before the message
         self.failures: list[str] = []
         self._done = tuple(threading.Event() for _ in groups)
 
     def start(self) -> None:
-        """Begin."""
+        """Start a thread for each group."""
         for item in zip(self.groups, self.names, self._done, strict=True):
             try:
                 threading.Thread(target=self._run, args=item, name="ncclguard-stop", daemon=True).start()
@@ -199,21 +203,21 @@ def describe(group: dist.ProcessGroup) -> str:
 
 T = TypeVar("T")
 
-ROOT: Final = "ncclguard-limits"  # of the keys; below it the number of the process group's life, then the group's name
-ANSWER_WITHIN: Final = 0.5  # seconds; a store that takes longer is asked no more
-AWAY: Final = 30.0  # seconds; a rank that was inside a block less long ago, or than half of its limit, asks nobody
+ROOT: Final = "ncclguard-limits"  # prefix of the keys; then the number of the process group's life, the group's name
+ANSWER_WITHIN: Final = 0.5  # seconds; a store that takes longer is not asked again
+AWAY: Final = 30.0  # seconds, or half of the limit: a rank that left its last block more recently does not ask
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A group was stopped by a rank whose limit had passed."""
+    """The notice that a rank has stopped a group because its limit had passed."""
 
-    rank: int  # which
+    rank: int  # the rank that stopped the group
     limit: float  # seconds
     issued: Mapping[str, int]  # backend -> collectives that the rank had issued on the group
 
     def missing(self, group: dist.ProcessGroup) -> int | None:
-        """The number of the first collective that the other had issued and this process has not, or None."""
+        """Return the number of the first collective that the other had issued and this process has not, or None."""
         own = _issued(group)
         behind = [own[name] + 1 for name, number in self.issued.items() if name in own and own[name] < number]
         return min(behind, default=None)
@@ -224,30 +228,30 @@ class Board:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._life = 0  # of the default group in this process: equal on all ranks, as each makes it equally often
+        self._life = 0  # default groups made in this process: equal on all ranks, which make them together
         self._store: torch_compat.Store | None = None
         self._silent = False
-        self.gave_up = False  # this rank has stopped a group itself: what it had not called may be for that reason
+        self.gave_up = False  # this rank has stopped a group itself, which may be why it has not called a collective
         self._here_at: float | None = None
         self._known: weakref.WeakKeyDictionary[dist.ProcessGroup, Notice] = weakref.WeakKeyDictionary()
 
     def begin_life(self) -> None:
-        """The default group has been made: what was said of others before has nothing to do with its groups."""
+        """Begin anew for a new default group: earlier notices have nothing to do with its groups."""
         with self._lock:
             self._life += 1
             self._store, self._silent, self._here_at, self.gave_up = None, False, None, False
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the groups and the connection are the parent's, and its threads may have held the lock."""
+        """Leave the groups and the store's connection to the parent; its threads may have held the lock at the fork."""
         self._lock = threading.Lock()
         self._store = None
 
     def left(self, now: float) -> None:
-        """This rank leaves a block: until now it was not away."""
+        """Note that this rank leaves a block: until now it was not away."""
         self._here_at = now
 
     def post(self, group: dist.ProcessGroup, limit: float) -> None:
-        """Say that this rank stops the group because its limit (seconds) passed; of several the first counts."""
+        """Announce that this rank stops the group because its limit (seconds) passed; the first notice counts."""
         self.gave_up = True
         notice = {"rank": dist.get_rank(), "limit": limit, "issued": _issued(group)}
         self._ask(
@@ -256,7 +260,7 @@ class Board:
         )
 
     def heard(self, groups: Iterable[dist.ProcessGroup], limit: float, now: float) -> dict[dist.ProcessGroup, Notice]:
-        """Which of the groups a peer has stopped, as far as this rank knows; asks the store after a long absence."""
+        """Return the groups that a peer has stopped, as far as this rank knows; asks the store after a long absence."""
         groups = [group for group in groups if group.size() > 1]
         away = self._here_at is None or now - self._here_at > min(AWAY, limit / 2)
         self._here_at = now
@@ -264,15 +268,15 @@ class Board:
         if away and unknown:
             found = self._ask("asking for stopped process groups", lambda store: store.read_many(list(unknown)))
             for key, text in (found or {}).items():
-                said = json.loads(text)
-                self._known[unknown[key]] = Notice(int(said["rank"]), float(said["limit"]), dict(said["issued"]))
+                notice = json.loads(text)
+                self._known[unknown[key]] = Notice(int(notice["rank"]), float(notice["limit"]), dict(notice["issued"]))
         return {group: self._known[group] for group in groups if group in self._known}
 
     def _key(self, group: dist.ProcessGroup) -> str:
         return f"{self._life}/{torch_compat.group_name(group)}"
 
     def _ask(self, what: str, question: Callable[[AgreementStore], T]) -> T | None:
-        """The answer of the store, on a connection of its own; None where there is none in time."""
+        """Ask the store on a connection of its own; return None if no answer comes in time."""
         with self._lock:
             if self._silent or not dist.is_initialized():
                 return None

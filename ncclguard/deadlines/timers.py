@@ -1,4 +1,4 @@
-"""What wakes a block whose time is up: SIGALRM on the main thread, the watchdog where no signal reaches the block.
+"""Wake-ups for a block whose time is up: SIGALRM on the main thread, a watchdog thread where no signal arrives.
 
 One SIGALRM handler serves all blocks of the main thread, and shares the process's only real-time timer with its owner.
 One watchdog thread per process looks after every block whose limit may pass while its own thread cannot act.
@@ -44,12 +44,12 @@ class Alarmed(Protocol):
     deadline: float  # reading of time.monotonic()
 
     def tick(self, now: float) -> None:
-        """Called in the main thread at the deadline and every ``TICK`` seconds after it."""
+        """Note the time `now`; called in the main thread at the deadline and every ``TICK`` seconds after it."""
 
 
 @dataclass(slots=True)
 class _Found:
-    """What was installed before this library's handler, and is put back after it."""
+    """The handler and timer found before this library's own, and put back after it."""
 
     handler: Any  # as signal.signal returned it
     due: float | None  # reading of time.monotonic() at which the timer found would have fired
@@ -78,9 +78,7 @@ class Alarm:
         self.own_code: set[CodeType] = set()
 
     def enter(self, block: Alarmed) -> bool:
-        """Deliver ticks to ``block``; False where that cannot be (another thread, a handler
-        that Python did not set).
-        """
+        """Deliver ticks to ``block``; return False outside the main thread, or if C code has set the handler."""
         if threading.get_ident() != threading.main_thread().ident:
             return False
         current = quick.getsignal(SIGALRM)
@@ -131,7 +129,7 @@ class Alarm:
             signal.setitimer(signal.ITIMER_REAL, max(found.due - time.monotonic(), EARLY), found.interval)
 
     def forget_timers(self) -> None:
-        """In a forked child: timers are not inherited, so there is none to put back and none to wait for."""
+        """Forget the timers in a forked child: they are not inherited, so none is put back or waited for."""
         for found in self._found:
             found.due = None
         self._next.clear()
@@ -189,7 +187,7 @@ class Alarm:
 
 
 def _between_handlers(frame: FrameType | None) -> bool:
-    """Whether the frame is at the jump at the end of a ``while`` loop that its exception table leaves out.
+    """Return whether the frame is at the jump at the end of a ``while`` loop that its exception table leaves out.
 
     Python 3.12 and 3.13 compile a loop with a condition so (CPython's issue 130279). What is raised there by a handler
     of a signal passes by every ``with`` and ``except`` of the frame: no block would be left.
@@ -201,7 +199,7 @@ def _between_handlers(frame: FrameType | None) -> bool:
 
 
 def _is_covered(code: CodeType, offset: int) -> bool:
-    """Whether an exception at this instruction finds a handler in its own code.
+    """Return whether an exception at this instruction finds a handler in its own code.
 
     The table is a sequence of start, length, target, and depth, the first three counted in code units of two bytes,
     each in groups of six bits with a bit for "more follows": Objects/exception_handling_notes.txt of CPython.
@@ -272,12 +270,12 @@ class Watchdog:
             self._watched.pop(id(watched), None)
 
     def guards(self, watched: Watched) -> bool:
-        """Whether ``watched`` is still entered."""
+        """Return whether ``watched`` is still entered."""
         return id(watched) in self._watched
 
     @property
     def lock(self) -> threading.Condition:
-        """Held by whoever decides something that must not happen after ``leave``."""
+        """The lock to hold while deciding something that must not happen after ``leave``."""
         return self._changed
 
     def watched(self) -> tuple[Watched, ...]:
@@ -294,8 +292,9 @@ class Watchdog:
             thread.join(EXIT_BOUND)
 
     def abandon(self) -> None:
-        """In a forked child, where the thread does not exist and the lock may be held for
-        good: leave nothing to do at exit.
+        """Leave nothing to do at exit in a forked child.
+
+        The thread does not exist there, and the lock may be held for good.
         """
         lifecycle.forget(self.close)
 

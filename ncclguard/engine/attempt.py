@@ -12,9 +12,9 @@ import torch
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.engine.communicators import BuildRefused, Communicators, OutOfTime, Revoked
 from ncclguard.engine.execution import Execution
-from ncclguard.language import tr
 from ncclguard.protocol.decision import TroubleKind
 from ncclguard.transport.base import Agreement, Communicator, Disagreement, Pending, TransportError
+from ncclguard_explain.language import tr
 
 #: Seconds of one uninterrupted wait, so that signals, revokes and deadlines are noticed in between.
 SLICE = 0.1
@@ -26,13 +26,13 @@ Trouble = Callable[[int, TroubleKind, str, int], None]
 
 
 class Statistics(Protocol):
-    """What rides along with some operations of a group: bytes of each rank, and everybody's handed to all."""
+    """Statistics that ride along with some operations of a group: bytes of each rank, and everybody's handed to all."""
 
     def payload(self, call: OpenCall) -> bytes:
         """This rank's bytes, of the same length on all ranks; the opening round has passed."""
 
     def gathered(self, call: OpenCall, ranks: tuple[int, ...], parts: list[bytes]) -> None:
-        """Everybody's, in the order of `ranks`; the operation may still fail."""
+        """Return everybody's, in the order of `ranks`; the operation may still fail."""
 
 
 class Attempts:
@@ -131,7 +131,7 @@ class Attempts:
         return vote
 
     def _complete_small(self, generation: int, kept: list[bytes]) -> bool:
-        """Everybody has entered, and all data has come with that; False when the verdict decides."""
+        """Return whether everybody has entered, and all data has come with that; False when the verdict decides."""
         with self._state.lock:
             if not self._member.opened(generation):
                 return False

@@ -18,16 +18,17 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.config import GuardConfig, current_config
 from ncclguard.engine.chunking import ChunkPlan, plan
 from ncclguard.engine.table import Arguments, Collective
+from ncclguard.groups import group_of
 from ncclguard.metrics.settings import adjusted, config_of
 from ncclguard.phases import resolve_timeout
 from ncclguard.protocol.decision import EVERYBODY, Operation
+from ncclguard_explain.language import told
 
 Time = float | timedelta | None
 OnLost = Literal["fail", "shrink"] | None
@@ -37,7 +38,7 @@ _CPU = torch.device("cpu")
 
 
 class Terms(NamedTuple):
-    """Where a call is made and what it may cost: checked, with settings in the place of what was not given.
+    """The place of a call and its limits: checked, with settings in the place of what was not given.
 
     `group` is None without a process group. `ranks`: its global ranks. `deadline`: by time.monotonic(). `shrink`: the
     call may go on without ranks that are lost. `atomic`: True, False or "require". `solo`: there is nobody to
@@ -55,23 +56,33 @@ class Terms(NamedTuple):
     solo: bool
 
     def plan(self, numel: int, chunk_numel: float | None, element_size: int) -> ChunkPlan:
-        """How a tensor is cut: as the caller says, else as the settings say, else by size."""
+        """Decide how a tensor is cut: as the caller says, else as the settings say, else by size."""
         chosen = self.config.chunk_numel if chunk_numel is None else _checked_chunk(chunk_numel)
         return plan(numel, chosen, element_size)
 
-    def member(self, rank: int) -> int:
-        """Return `rank` if it is a global rank of the group, else raise."""
+    def member(self, rank: int, what: str) -> int:
+        """Return `rank` if it is a global rank of the group, else raise; `what`: the argument it was given as."""
         if isinstance(rank, bool) or not isinstance(rank, int):
-            raise TypeError(f"src must be a global rank, not {type(rank).__name__}")
+            raise TypeError(told("{name} must be a global rank, not {kind}", name=what, kind=type(rank).__name__))
         if rank not in self.ranks:
-            raise ValueError(f"src {rank} is not a global rank of the group, which has {list(self.ranks)[:16]}")
+            some = list(self.ranks)[:16]
+            raise ValueError(
+                told(
+                    "{name} {rank} is not a global rank of the group, which has {some}", name=what, rank=rank, some=some
+                )
+            )
         return rank
 
     def check_length(self, values: Sequence[Any], what: str) -> None:
         """Raise when a list has not one entry for each rank of the group."""
         if len(values) != len(self.ranks):
             raise ValueError(
-                f"{what} has {len(values)} entries, the group has {len(self.ranks)} ranks: give one for each"
+                told(
+                    "{name} has {count} entries, the group has {number} ranks: give one for each",
+                    name=what,
+                    count=len(values),
+                    number=len(self.ranks),
+                )
             )
 
 
@@ -109,7 +120,7 @@ def terms_of(
 
     `numel`: elements that the call moves, by which its limit goes where none is set.
     """
-    chosen = _checked_group(group)
+    chosen = group_of(group)
     config = current_config()
     if adjusted and chosen is not None:  # a group of this job has changed settings while it ran
         config = config_of(torch_compat.group_name(chosen), config)
@@ -118,8 +129,10 @@ def terms_of(
     kept = _checked_atomic(atomic, config)
     if shrink and not kept:
         raise ValueError(
-            'atomic=False and on_lost="shrink" contradict each other: the survivors start again from their inputs, which '
-            "atomic=False does not keep; change one of the two, argument or setting"
+            told(
+                'atomic=False and on_lost="shrink" contradict each other: the survivors start again from their inputs, '
+                "which atomic=False does not keep; change one of the two, argument or setting"
+            )
         )
     ranks = (0,) if chosen is None else torch_compat.group_ranks(chosen)
     solo = len(ranks) == 1 or lifecycle.is_joining()
@@ -146,7 +159,7 @@ def described(
     numel: int,
     element: int,
 ) -> Call:
-    """What describes a call; programs make the same few calls over and over, so it is made once."""
+    """Return what describes a call; programs make the same few calls over and over, so it is made once."""
     arguments = Arguments(op=op, root=root)
     needs = collective.awaited(arguments)
     if detail is None:
@@ -193,47 +206,40 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 # ---------------------------------------------------------------------- bad input, refused before anything is sent
 
 
-def _checked_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    if not (dist.is_available() and dist.is_initialized()):
-        if group is not None:
-            raise ValueError(
-                "a group was given, but torch.distributed is not initialised: call init_process_group first"
-            )
-        return None
-    chosen: Any = dist.group.WORLD if group is None else group
-    if chosen is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the group that was given: call guarded collectives on its members only"
-        )
-    if not isinstance(chosen, ProcessGroup):
-        raise TypeError(f"group must be a torch.distributed.ProcessGroup, not {type(chosen).__name__}")
-    if not torch_compat.is_member(chosen):
-        raise ValueError("the process group was destroyed: create it again with new_group() or init_process_group()")
-    return chosen
-
-
 def check_tensor(tensor: object, what: str, written: bool = False) -> None:
     """Raise for what is no dense tensor; if it is to be `written`, also for one whose elements share memory."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+        raise TypeError(told("{name} must be a torch.Tensor, not {kind}", name=what, kind=type(tensor).__name__))
     if tensor.is_nested:
-        raise ValueError(f"{what} is a nested tensor: guarded collectives take dense tensors only; pad it first")
+        raise ValueError(
+            told("{name} is a nested tensor: guarded collectives take dense tensors only; pad it first", name=what)
+        )
     if tensor.layout is not torch.strided:
         raise ValueError(
-            f"{what} is {tensor.layout}: guarded collectives take dense tensors only; call to_dense() first"
+            told(
+                "{name} is {kind}: guarded collectives take dense tensors only; call to_dense() first",
+                name=what,
+                kind=tensor.layout,
+            )
         )
     if tensor.is_meta:
-        raise ValueError(f"{what} is a meta tensor without memory: materialise it first")
+        raise ValueError(told("{name} is a meta tensor without memory: materialise it first", name=what))
     if written and _overlaps(tensor):
         raise ValueError(
-            f"{what} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, so several of its elements share memory (expand, "
-            "unfold) and cannot hold a result each: pass a clone()"
+            told(
+                "{name} of shape {shape} has strides {strides}, so several of its elements share memory (expand, unfold) and "
+                "cannot hold a result each: pass a clone()",
+                name=what,
+                shape=tuple(tensor.shape),
+                strides=tensor.stride(),
+            )
         )
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two elements have the same address. Sees every overlap within two
-    dimensions, which is what expand and unfold make.
+    """Return whether two elements have the same address.
+
+    It sees every overlap within two dimensions, which is what expand and unfold make.
     """
     if tensor.is_contiguous():
         return False
@@ -249,26 +255,50 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 def check_list(tensors: object, like: torch.Tensor, what: str, written: bool = False) -> None:
     if not isinstance(tensors, Sequence) or isinstance(tensors, torch.Tensor):
-        raise TypeError(f"{what} must be a list of tensors, not {type(tensors).__name__}")
+        raise TypeError(told("{name} must be a list of tensors, not {kind}", name=what, kind=type(tensors).__name__))
     for index, tensor in enumerate(tensors):
         check_tensor(tensor, f"{what}[{index}]", written)
         if tensor.shape != like.shape or tensor.dtype != like.dtype or tensor.device != like.device:
             raise ValueError(
-                f"{what}[{index}] is {describe(tensor)} on {tensor.device}, but {describe(like)} on {like.device} is needed"
+                told(
+                    "{name} is {this} on {here}, but {that} on {there} is needed",
+                    name=f"{what}[{index}]",
+                    this=describe(tensor),
+                    here=tensor.device,
+                    that=describe(like),
+                    there=like.device,
+                )
             )
+    if written and like.numel() and len({tensor.data_ptr() for tensor in tensors}) < len(tensors):
+        raise ValueError(
+            told(
+                "{name} has the same memory more than once, as in [tensor] * {count}, and cannot hold a result for each "
+                "rank: make a tensor for each, [torch.empty_like(tensor) for _ in range(world_size)]",
+                name=what,
+                count=len(tensors),
+            )
+        )
 
 
 def check_objects(values: object) -> None:
     if not isinstance(values, list):
-        raise TypeError(f"object_list must be a list, which is written into, not {type(values).__name__}")
+        raise TypeError(
+            told("object_list must be a list, which is written into, not {kind}", kind=type(values).__name__)
+        )
 
 
 def _checked_chunk(value: object) -> int:
     """People write 5e7 and 50_000_000."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"chunk_numel must be a number of elements, not {type(value).__name__}: give for example 5e7")
+        raise TypeError(
+            told(
+                "chunk_numel must be a number of elements, not {kind}: give for example 5e7", kind=type(value).__name__
+            )
+        )
     if not isinstance(value, numbers.Integral) and not float(value).is_integer():
-        raise ValueError(f"chunk_numel must be a whole number of elements, got {value}: give for example 5e7")
+        raise ValueError(
+            told("chunk_numel must be a whole number of elements, got {value}: give for example 5e7", value=value)
+        )
     return int(cast("int", value))
 
 
@@ -276,9 +306,9 @@ def _checked_attempts(value: int | None, config: GuardConfig) -> int:
     if value is None:
         return config.max_attempts
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"max_attempts must be a whole number, not {type(value).__name__}")
+        raise TypeError(told("max_attempts must be a whole number, not {kind}", kind=type(value).__name__))
     if value < 1:
-        raise ValueError(f"max_attempts must be at least 1, got {value}")
+        raise ValueError(told("max_attempts must be at least 1, got {value}", value=value))
     return value
 
 
@@ -286,7 +316,7 @@ def _checked_on_lost(value: str | None, config: GuardConfig) -> str:
     if value is None:
         return config.on_lost
     if value not in ("fail", "shrink"):
-        raise ValueError(f'on_lost must be "fail" or "shrink", got {value!r}')
+        raise ValueError(told('on_lost must be "fail" or "shrink", got {value}', value=repr(value)))
     return value
 
 
@@ -294,13 +324,13 @@ def _checked_atomic(value: Atomic, config: GuardConfig) -> bool | str:
     if value is None:
         return config.atomic
     if value not in (True, False, "require"):
-        raise ValueError(f'atomic must be True, False or "require", got {value!r}')
+        raise ValueError(told('atomic must be True, False or "require", got {value}', value=repr(value)))
     return value
 
 
 def _checked_name(name: str | None) -> str | None:
     if name is not None and not isinstance(name, str):
-        raise TypeError(f"name must be a string, not {type(name).__name__}")
+        raise TypeError(told("name must be a string, not {kind}", kind=type(name).__name__))
     return name
 
 
@@ -308,7 +338,8 @@ def pickled(obj: Any) -> torch.Tensor:
     try:
         data = pickle.dumps(obj)
     except Exception as error:  # whatever an object's own reduction raises
-        raise ValueError(f"the object cannot be pickled ({error}): send plain data instead") from error
+        text = told("the object cannot be pickled ({error}): send plain data instead", error=error)
+        raise ValueError(text) from error
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

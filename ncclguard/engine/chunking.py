@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ncclguard_explain.language import told
+
 #: Elements below which a tensor goes as one piece, and above which it is cut finely (the users' original recipe).
 MEDIUM, LARGE = 100_000_000, 500_000_000
 #: A plan is a tuple that is kept; more pieces than this would cost more than they bring.
@@ -44,7 +46,12 @@ def plan(numel: int, chunk_numel: int | None = None, element_size: int = 4) -> C
     if numel < 0:
         raise ValueError(f"numel must not be negative, got {numel}: pass tensor.numel()")
     if chunk_numel is not None and chunk_numel < 1:
-        raise ValueError(f"chunk_numel must be at least 1, got {chunk_numel}: give the elements of one piece, or None")
+        raise ValueError(
+            told(
+                "chunk_numel must be at least 1, got {value}: give the elements of one piece, or None",
+                value=chunk_numel,
+            )
+        )
     if numel == 0:
         return ChunkPlan(0, ())
     if chunk_numel is None:
@@ -52,8 +59,15 @@ def plan(numel: int, chunk_numel: int | None = None, element_size: int = 4) -> C
     count = -(-numel // chunk_numel)
     if count > MAX_PIECES:
         raise ValueError(
-            f"chunk_numel={chunk_numel} would cut {numel:,} elements into {count:,} pieces, more than {MAX_PIECES:,}: "
-            f"give at least {-(-numel // MAX_PIECES)}"
+            told(
+                "chunk_numel={value} would cut {numel:,} elements into {count:,} pieces, more than {most:,}: give at least "
+                "{least}",
+                value=chunk_numel,
+                numel=numel,
+                count=count,
+                most=MAX_PIECES,
+                least=-(-numel // MAX_PIECES),
+            )
         )
     return ChunkPlan(numel, tuple((start, min(start + chunk_numel, numel)) for start in range(0, numel, chunk_numel)))
 

@@ -1,5 +1,6 @@
-"""Builds, hands out and retires the communicators of one guarded group: one for
-each generation, first build and rebuild alike.
+"""Communicators of one guarded group: built, handed out and retired.
+
+There is one for each generation, first build and rebuild alike.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from ncclguard import torch_compat
 from ncclguard.coordination.group_state import GroupState
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.coordination.store import ROOT, AgreementStore, StoreUnavailable
-from ncclguard.language import tr
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import TroubleKind
 from ncclguard.protocol.timing import period
 from ncclguard.torch_compat.groups import Store
 from ncclguard.transport.base import Builder, Communicator, TransportError
 from ncclguard.transport.bounded import bounded
+from ncclguard_explain.language import tr
 
 log = logging.getLogger("ncclguard")
 

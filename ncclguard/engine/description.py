@@ -1,4 +1,4 @@
-"""What a rank says of itself in reports and when it leaves: where its threads are and what it called last.
+"""The description of a rank in reports and when it leaves: where its threads are and what it called last.
 
 The reports of all ranks go through the store of one process, so what one may say shrinks with the number of ranks.
 """
@@ -33,6 +33,13 @@ class History(events.Listener):
 
     def __init__(self) -> None:
         self._past: dict[str, deque[PastTuple]] = {}
+        self.entered = 0  # calls of this process, in all groups
+
+    def call_started(self, group: str, call: OpenCall) -> None:
+        self.entered += 1
+
+    def call_refused(self, group: str, outcome: Outcome) -> None:
+        self.entered += 1
 
     def call_ended(self, group: str, call: OpenCall, outcome: Outcome | None) -> None:
         if not call.participants:  # it never began
@@ -54,7 +61,7 @@ class History(events.Listener):
 
 
 class Description:
-    """Of this process, for the monitor's thread."""
+    """The description of this process, for the monitor's thread."""
 
     def __init__(self, monitor: Monitor, host: str, history: History) -> None:
         self._monitor = monitor
@@ -69,6 +76,7 @@ class Description:
             "stack": list(main_thread_stack()),
             "call_site": "" if call is None else call_site_of(call.thread),
             "last": self._history.last(state.key),
+            "entered": self._history.entered,
             "call": "" if call is None else call.text,
             "dead_threads": lifecycle.dead_threads(),
         }
@@ -86,7 +94,7 @@ class Description:
         )
 
     def identity(self) -> dict[str, object]:
-        """Which process this is, with its history."""
+        """Return which process this is, with its history."""
         return {"host": self._host, "pid": os.getpid(), "history": self.history()}
 
     def history(self) -> dict[str, object]:
@@ -96,7 +104,7 @@ class Description:
 
 
 def report_bytes(members: int) -> int:
-    """How many bytes the details of one report in a group of so many members may have, as JSON.
+    """Return how many bytes the details of one report in a group of so many members may have, as JSON.
 
     >>> report_bytes(8), report_bytes(1000), report_bytes(4000)
     (98304, 16777, 4194)
@@ -106,8 +114,9 @@ def report_bytes(members: int) -> int:
 
 
 def shortened(details: Mapping[str, object], members: int) -> dict[str, object]:
-    """Return the details within `report_bytes`, as far as that is possible: outer
-    frames, history and other threads give way.
+    """Return the details within `report_bytes`, as far as that is possible.
+
+    Outer frames, history and other threads give way.
 
     Half of the bytes are the main thread's, innermost frames first. What a verdict under `watch` rests on is never cut.
     """

@@ -21,6 +21,7 @@ from ncclguard.faults.injection import before_operation
 from ncclguard.outcome import Outcome
 from ncclguard.phases import current_place
 from ncclguard.transport.base import Kind
+from ncclguard_explain.language import told
 
 _NO_SHAPE = torch.Size()
 _CPU = torch.device("cpu")
@@ -29,7 +30,9 @@ _CPU = torch.device("cpu")
 def check_carried(collective: Collective, tensor: torch.Tensor, terms: Terms, op: str | None = None) -> None:
     """Raise for a dtype or reduce op that the backend cannot carry, and while a CUDA graph is captured."""
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError("a guarded collective blocks the host and cannot be captured in a CUDA graph: call it outside")
+        raise ValueError(
+            told("a guarded collective blocks the host and cannot be captured in a CUDA graph: call it outside")
+        )
     device = tensor.device
     if terms.solo and device.type != "cuda":  # nothing is carried, so any device will do
         device = _CPU
@@ -82,6 +85,8 @@ def run(
     if work is None:
         closing = collective.closes(numel * element, len(terms.ranks), terms.config.closing_nbytes)
         work = collective.execution(arguments, Conditions(queue.ranks or terms.ranks, dist.get_rank(), cut, closing))
+    if arguments.outputs:  # sizes differ by rank: what the ranks compare has none, and this rank's own are its traffic
+        numel = sum(sent.numel() for sent in arguments.others)
     call = described(
         collective, arguments.op, arguments.root, detail, key, dtype, shape, work.pieces, work.plan.longest,
         work.closing, terms.shrink, terms.max_attempts, terms.name, current_place(), terms.atomic,
@@ -91,8 +96,12 @@ def run(
     group = runtime.current(terms.deadline - time.monotonic()).group(terms.group, device, queue.name, queue.ranks)
     if group.device != device:
         raise ValueError(
-            f"the tensor is on {device}, the first operation of this group was on {group.device}, and a group's communicator serves "
-            f"one device of a process: move the tensor there, or use another group (new_group) for {device}"
+            told(
+                "the tensor is on {device}, the first operation of this group was on {other}, and a group's communicator "
+                "serves one device of a process: move the tensor there, or use another group (new_group) for {device}",
+                device=device,
+                other=group.device,
+            )
         )
     alteration = before_operation(group.rank, group.calls)
     if alteration is not None:

@@ -1,4 +1,4 @@
-"""How the data of one call move, piece by piece: in place (all-reduce, broadcast), or staged apart from the input.
+"""Movements of one call's data, piece by piece: in place (all-reduce, broadcast), or staged apart from the input.
 
 The staged ones (all-gather, scatter and their like) send from the caller's memory, receive into staging memory, and
 write the caller's memory after the verdict.
@@ -37,9 +37,7 @@ log = logging.getLogger("ncclguard")
 
 
 class InUse(Exception):
-    """A communicator that cannot be stopped may still write into memory of the caller,
-    and no other can take its place.
-    """
+    """A communicator that cannot be stopped may still write into the caller's memory, and none can take its place."""
 
 
 class Execution(ABC):
@@ -62,8 +60,9 @@ class Execution(ABC):
         """Get the memory that will be needed. Raises MemoryError."""
 
     def obtain(self, atomic: bool | str, in_flight: int, text: str) -> None:
-        """Get the memory for an `atomic` call, as asked for; without it the call goes on
-        not atomic, unless that was required.
+        """Get the memory for an `atomic` call, as asked for.
+
+        Without it the call goes on not atomic, unless that was required.
         """
         try:
             self.reserve(bool(atomic), in_flight)
@@ -74,16 +73,18 @@ class Execution(ABC):
             self.reserve(False, in_flight)
 
     def payload(self, limit: int) -> torch.Tensor | None:
-        """What to send along with the opening round, when up to `limit` bytes of each rank
-        are all this operation needs.
+        """Return what to send along with the opening round.
+
+        It is there when up to `limit` bytes of each rank are all this operation needs.
 
         Contiguous, on the CPU. None, the same on all ranks: the pieces are to be moved instead.
         """
         return None
 
     def _fits(self, tensor: torch.Tensor, limit: int) -> bool:
-        """Whether up to `limit` bytes of `tensor` are all that the operation moves; from
-        values that all ranks compare.
+        """Return whether up to `limit` bytes of `tensor` are all that the operation moves.
+
+        It follows from values that all ranks compare.
         """
         return self.pieces == 1 and tensor.numel() * tensor.element_size() <= limit
 
@@ -102,7 +103,7 @@ class Execution(ABC):
 
     @abstractmethod
     def restorable_after(self, piece: int) -> int:
-        """What `restorable_from` will be once `piece` has been submitted."""
+        """Return what `restorable_from` will be once `piece` has been submitted."""
 
     @abstractmethod
     def restore(self, from_piece: int) -> None:
@@ -110,17 +111,18 @@ class Execution(ABC):
 
     @property
     def exposed(self) -> bool:
-        """Whether the transport writes into the caller's own memory."""
+        """Return whether the transport writes into the caller's own memory."""
         return False
 
     @property
     def may_be_torn(self) -> bool:
-        """Whether the caller's memory is not what it was before, or may still be written into."""
+        """Return whether the caller's memory is not what it was before, or may still be written into."""
         return self.torn or (self.busy and self.exposed)
 
     def renew(self, from_piece: int) -> None:
-        """Where the transport is still `busy` with the memory: take other for the next try,
-        with what is complete before `from_piece`.
+        """Take other memory for the next try where the transport is still `busy` with this.
+
+        It has what is complete before `from_piece`.
 
         Raises MemoryError, and InUse where it is the caller's.
         """
@@ -157,8 +159,9 @@ class Execution(ABC):
         """The tensors that hold the result before `finish`, the same on every rank."""
 
     def accept(self, donated: str) -> None:
-        """Take the result from a rank that completed, as if the opening round had brought
-        it: no memory is needed but its own.
+        """Take the result from a rank that completed, as if the opening round had brought it.
+
+        No memory is needed but its own.
         """
         self.collected = [base64.b64decode(text) for text in donated.split(",")]
 
@@ -197,7 +200,7 @@ class Barrier(Execution):
         return []
 
     def release(self) -> None:
-        """Nothing was reserved."""
+        """Do nothing: nothing was reserved."""
 
 
 class Refused(Execution):
@@ -218,7 +221,7 @@ class Refused(Execution):
         return 0
 
     def restore(self, from_piece: int) -> None:
-        """Nothing was written."""
+        """Do nothing: nothing was written."""
 
     def finish(self, participants: Sequence[int]) -> None:
         raise AssertionError("an operation without memory does not succeed")
@@ -227,7 +230,7 @@ class Refused(Execution):
         return []
 
     def release(self) -> None:
-        """Nothing was reserved."""
+        """Do nothing: nothing was reserved."""
 
 
 def encode(parts: Sequence[bytes]) -> str:
@@ -356,7 +359,7 @@ class _InPlace(Execution):
                 self._tensor.detach().copy_(result.view(self._tensor.shape))
 
     def _complete(self, result: torch.Tensor, participants: int) -> None:
-        """What is left to do with the result where `_unfinished` says so, in place, once for all pieces."""
+        """Do what is left to do with the result where `_unfinished` says so, in place, once for all pieces."""
 
     @property
     def exposed(self) -> bool:
@@ -423,9 +426,7 @@ class Broadcast(_InPlace):
 
 
 class _Collected(Execution):
-    """A result that is put together in staging memory and copied to the caller after
-    the verdict (or directly, not atomic).
-    """
+    """A result in staging memory that is copied to the caller after the verdict (or directly, not atomic)."""
 
     meets = True
 
@@ -480,7 +481,7 @@ class _Collected(Execution):
                 output.detach().copy_(self._parts[index].view(output.shape))
 
     def _put(self, index: int, data: bytes) -> None:
-        """The same from bytes, which need no staging."""
+        """Put the result there from bytes, which need no staging."""
         output = self._outputs[index]
         if plain(output) and not output.is_cuda:
             put(data, output)
@@ -533,7 +534,7 @@ class AllGather(_Collected):
                 self._put(place, self.collected[place])
 
     def _places(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Where the slots of `ranks` are among those of the whole group."""
+        """Return where the slots of `ranks` are among those of the whole group."""
         if len(ranks) == len(self._ranks):  # in the same order, as the participants always are
             return range(len(ranks))
         places = {rank: place for place, rank in enumerate(self._ranks)}
@@ -663,8 +664,9 @@ class Scatter(Staged):
 
 
 class AllToAll(Staged):
-    """`inputs[i]` to the i-th rank of the group, `outputs[i]` from it; what is sent and
-    what is expected must be known to agree.
+    """An exchange: `inputs[i]` goes to the i-th rank of the group, `outputs[i]` comes from it.
+
+    What is sent and what is expected must be known to agree.
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], nothing: bool) -> None:
@@ -727,7 +729,7 @@ class SparseReduce(Staged):
 
 
 class _Elements(Pending):
-    """How many elements each rank has, then all of them: places and values."""
+    """The numbers of elements of each rank, then all of them: places and values."""
 
     __slots__ = ("_communicator", "_counts", "_like", "_parts", "_pending", "_stage")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
 
 from ncclguard import events
-from ncclguard.cause import Cause
 from ncclguard.config import GuardConfig
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.deadlines import enter_engine, leave_engine, remaining_limit
@@ -18,12 +18,13 @@ from ncclguard.engine.attempt import SLICE, Attempts, Statistics
 from ncclguard.engine.call import Call
 from ncclguard.engine.communicators import Communicators
 from ncclguard.engine.execution import Execution, InUse, encode
-from ncclguard.errors import CollectiveFailed
-from ncclguard.language import tr
+from ncclguard.errors import CollectiveFailed, repeats
 from ncclguard.outcome import Outcome
 from ncclguard.protocol.decision import Action, Operation, TroubleKind, Verdict
 from ncclguard.protocol.member import Entry, Resolution
 from ncclguard.transport.memory import drained, queues
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import told, tr
 
 log = logging.getLogger("ncclguard")
 
@@ -228,12 +229,15 @@ class GuardedGroup:
         self, operation: Operation, work: Execution, opened: OpenCall, interruption: BaseException
     ) -> None:
         """Ctrl-C or any other exception in this thread: tell the others and restore the input; it goes on."""
-        text = type(interruption).__name__ + "".join(f": {line}" for line in str(interruption).splitlines()[:1])
+        text, kind = repeats(interruption), TroubleKind.REPEATED
+        if not text:
+            text = type(interruption).__name__ + "".join(f": {line}" for line in str(interruption).splitlines()[:1])
+            kind = TroubleKind.RAISED
         end, generations = time.monotonic() + self._state.grace, list[int]()
         work.busy = True  # until it is known that nothing writes any more
         while True:
             try:
-                self._withdraw(operation, opened, text, end, generations)
+                self._withdraw(operation, opened, kind, text, end, generations)
                 work.busy = not all(self._communicators.quiet(generation, QUIET) for generation in generations)
                 with contextlib.suppress(Exception):  # the interruption matters more than what restoring may raise
                     work.abandon()
@@ -242,7 +246,15 @@ class GuardedGroup:
                 log.debug("ncclguard: interrupted again while %s is restored", operation.text, exc_info=True)
                 end = 0.0
 
-    def _withdraw(self, operation: Operation, opened: OpenCall, text: str, end: float, generations: list[int]) -> None:
+    def _withdraw(
+        self,
+        operation: Operation,
+        opened: OpenCall,
+        kind: TroubleKind,
+        text: str,
+        end: float,
+        generations: list[int],
+    ) -> None:
         """Have the operation failed for the others, waiting until `end`; `generations`: those it was stopped on."""
         state, member = self._state, self._member
         with state.condition:
@@ -251,10 +263,10 @@ class GuardedGroup:
                 opened.sequence = state.skip([operation])
                 generations += [member.generation] if member.abandoned else []
         for generation in generations:
-            self._trouble(generation, TroubleKind.RAISED, text)
+            self._trouble(generation, kind, text)
         while begun:
             generations.append(member.generation)
-            self._trouble(member.generation, TroubleKind.RAISED, text)
+            self._trouble(member.generation, kind, text)
             with state.condition:
                 decided = state.verdict_within(end - time.monotonic())
                 # The verdict on an earlier trouble: the others try again, and would wait for this rank.
@@ -274,8 +286,13 @@ class GuardedGroup:
     def _raise_unread(self) -> None:
         """A failure that nobody acknowledged must not pass in silence, nor one that was only decided afterwards."""
         unread = self._log_unread()
-        if unread is not None:
-            unread.raise_if_failed()
+        error = None if unread is None else unread.error
+        if error is not None:
+            if sys.version_info >= (3, 11):
+                error.add_note(
+                    told("It is the failure of an earlier call, whose outcome the program had not looked at.")
+                )
+            raise error
         overruled = self._state.take_overruled()
         if overruled:
             raise CollectiveFailed(outcomes.overruled(self._state.key, overruled[-1]))
@@ -284,7 +301,13 @@ class GuardedGroup:
         unread, self._unread = self._unread, None
         if unread is None or unread.acknowledged:
             return None
-        log.error("ncclguard: the failed outcome of %s was never looked at", unread.op_id)
+        log.error(
+            "ncclguard: %s",
+            told(
+                "the failed outcome of {name} was never looked at: test it (`if not outcome:`), or call its raise_if_failed()",
+                name=unread.op_id,
+            ),
+        )
         return unread
 
     def close(self, why: str) -> None:

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable
 
 from ncclguard import lifecycle
-from ncclguard.cause import Cause
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.incidents import alone, from_json
 from ncclguard.engine.call import Call
 from ncclguard.engine.table import bus_factor
 from ncclguard.incident.model import Incident
-from ncclguard.language import tr
 from ncclguard.outcome import Outcome
 from ncclguard.protocol.decision import NOBODY, PRECEDENCE, Verdict
 from ncclguard.protocol.member import Entry, Resolution
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import tr
 
 
 def success(key: str, call: Call, opened: OpenCall, attempts: int, chunks: int) -> Outcome:
@@ -103,8 +103,9 @@ def not_started(
     verdict: Verdict | None,
     missing: dict[int, Cause],
 ) -> Outcome:
-    """The call ended before it began: decided already, a member known to be gone,
-    fenced, or no verdict on what was before.
+    """Return the outcome of a call that ended before it began.
+
+    It was decided already, a member is known to be gone, it was fenced, or there is no verdict on what was before.
     """
     if entry is Entry.SETTLED and verdict is not None:
         return _failure(

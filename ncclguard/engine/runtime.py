@@ -7,22 +7,23 @@ still be asked where it is), or with the first guarded call when ncclguard was i
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
+import platform
 import secrets
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from ncclguard import events, lifecycle, torch_compat
-from ncclguard.cause import Cause
+from ncclguard import __version__, events, lifecycle, torch_compat
 from ncclguard.config import GuardConfig, current_config
 from ncclguard.coordination import incidents
 from ncclguard.coordination.group_state import GroupState
@@ -37,12 +38,11 @@ from ncclguard.engine.communicators import Communicators
 from ncclguard.engine.description import Description, History, shortened
 from ncclguard.engine.group import GuardedGroup
 from ncclguard.environment.ras import Witness
-from ncclguard.errors import GuardConfigError, GuardError
+from ncclguard.errors import GuardConfigError, GuardError, repeats
 from ncclguard.faults.injection import from_environment
 from ncclguard.incident.model import Incident, MembershipChange
-from ncclguard.incident.report import Sequels, Writer
+from ncclguard.incident.report import AT_MOST, Sequels, Writer
 from ncclguard.incident.stacks import describe_exception, main_thread_stack, offer, traceback_frames
-from ncclguard.language import tr
 from ncclguard.metrics import exchange
 from ncclguard.metrics.settings import config_of
 from ncclguard.protocol.decision import Action
@@ -52,9 +52,12 @@ from ncclguard.transport.base import Builder, TransportError
 from ncclguard.transport.bounded import bounded
 from ncclguard.transport.nccl import NcclBuilder
 from ncclguard.transport.streams import StreamBuilder
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import read, told, tr
 
 log = logging.getLogger("ncclguard")
 
+_PYTHON = ".".join(platform.python_version_tuple()[:2])
 #: Seconds in which the store has to take a connection, at most.
 CONNECT_WITHIN = 30.0
 #: Seconds that the end of the monitor may take.
@@ -68,7 +71,7 @@ LEFT = "this process has left the job: its default process group is being destro
 
 
 class Watcher(Protocol):
-    """What observes the collectives of this process that the guard does not carry: see `ncclguard.watch`."""
+    """The observer of the collectives of this process that the guard does not carry: see `ncclguard.watch`."""
 
     def close(self) -> None:
         """Stop, after a verdict that is on its way."""
@@ -95,16 +98,18 @@ class Runtime:
         witness = Witness(torch.cuda.is_initialized, self._known)
         self._writer = Writer(config.report_dir, config.report_panel, self.rank, self.world_size, witness)
         self._sequels = Sequels(self.rank, _complete)
+        self._faults: deque[Incident] = deque(maxlen=AT_MOST)  # agreed, each reported; used by the monitor's thread
         settings = MonitorSettings(
             timing=Timing.of(self.world_size, config.poll_active, config.poll_idle),
             patience=_patience,
             describe=lambda state, report: self._description.describe(state, report),
-            summarise=summarise,
+            summarise=functools.partial(summarise, reported=self._faults),
             revoked=self._revoked,
             publish=self._publish,
             publish_alone=self._publish_alone,
             offer_stacks=lambda thread: offer(config.stack_signal, thread),
             open_page=lambda session: open_page(session, self._liveness.identity.host_key),
+            about=f"{self.world_size} ranks, ncclguard {__version__}, torch {torch.__version__}, Python {_PYTHON}",
         )
         self.monitor = Monitor(
             AgreementStore(self._connection), self.rank, self.world_size, self._liveness, settings, session
@@ -220,8 +225,9 @@ class Runtime:
         self.monitor.depart(cause, text, self.monitor.timing.leave, details, terminated=terminated)
 
     def _terminate(self) -> None:
-        """SIGTERM: finish the verdict in progress, which may be about the rank that this is
-        a consequence of; then go.
+        """Go on SIGTERM, once the verdict in progress has ended.
+
+        That verdict may be about the rank that this is a consequence of.
         """
         self.monitor.settle(self.monitor.timing.leave)
         self.announce(Cause.LOST, lifecycle.SENT_SIGTERM, main_thread_stack(), terminated=True)
@@ -263,6 +269,18 @@ class Runtime:
         if incident is None or (verdict.action is Action.RESUME and self._sequels.known(incident)):
             return  # the loss has its report: this operation has only gone on without the rank
         writer = incidents.writer(incident)
+        if incident.repeats is not None:
+            if writer == self.rank:
+                log.warning(
+                    "%s",
+                    told(
+                        "ncclguard: the fault of incident {first} goes on: {summary}",
+                        first=incident.repeats,
+                        summary=read(incident.summary),
+                    ),
+                )
+            return
+        self._faults.append(incident)
         if writer == self.rank:
             said = json.loads(revocation.histories() or "{}")
             self._writer.submit(incident, self.monitor.nonce, {int(rank): history for rank, history in said.items()})
@@ -317,9 +335,10 @@ def current(within: float = CONNECT_WITHIN) -> Runtime:
             if _exiting or (_left is not None and _left() is dist.group.WORLD):
                 raise GuardError(LEFT)
             from_environment()
+            config = current_config()  # a wrong setting is an error of its own, not one of the store
             try:
                 own = own_session() if lifecycle.is_joining() else None
-                _runtime = Runtime(current_config(), max(0.001, min(within, CONNECT_WITHIN)), own)
+                _runtime = Runtime(config, max(0.001, min(within, CONNECT_WITHIN)), own)
                 _runtime.take_sigterm()
             except (TransportError, RuntimeError, ValueError, OSError) as error:
                 raise GuardError(
@@ -358,9 +377,10 @@ def replace(prepared: Runtime) -> Runtime:
     """
     global _runtime
     with _starting:
-        before, _runtime = _runtime, prepared
+        before = _runtime
         if before is None:
             raise GuardError(LEFT)
+        _runtime = prepared
         before.termination.uninstall()
         prepared._sequels = before._sequels  # what becomes of the job after earlier losses is still to be told
         prepared.take_sigterm()
@@ -425,6 +445,11 @@ def _end(cause: Cause, text: str) -> None:
         runtime.leave(cause, text)
 
 
+def has_ended() -> bool:
+    """Return whether the default process group was destroyed, and none was made since."""
+    return _left is not None and not dist.is_initialized()
+
+
 _failure = ""
 
 
@@ -440,7 +465,7 @@ def _at_exit() -> None:
 def _announce(error: BaseException) -> None:
     """An uncaught exception is about to end the program."""
     global _failure
-    _failure = describe_exception(error)
+    _failure = repeats(error) or describe_exception(error)
     runtime = _runtime
     if runtime is not None:
         if runtime.watcher is not None:

@@ -35,7 +35,7 @@ NO_TENSOR = torch.empty(0, device="cpu")
 
 
 class Arguments(NamedTuple):
-    """What one rank brings to a collective.
+    """The arguments that one rank brings to a collective.
 
     `tensor`: what is reduced, sent or received, alike on all ranks. `others`: the tensors of which there is one for
     each rank; `outputs`: those that an all-to-all fills. `op`: the name of the reduce op. `root`: the global rank that
@@ -81,7 +81,7 @@ class Collective:
     traffic: Callable[[int], float] = lambda ranks: 1.0
 
     def named(self, name: str) -> Collective:
-        """The same collective under another name, as a part of a larger operation."""
+        """Return the same collective under another name, as a part of a larger operation."""
         return replace(self, name=name)
 
     def detail(self, arguments: Arguments) -> str:
@@ -90,7 +90,7 @@ class Collective:
         return ", ".join(part for part in (arguments.op, root) if part)
 
     def key(self, arguments: Arguments) -> tuple[object, ...]:
-        """What must be equal on all ranks besides the tensor's shape and dtype."""
+        """Return what must be equal on all ranks besides the tensor's shape and dtype."""
         return (*((arguments.op,) if arguments.op else ()), *((arguments.root,) if self.root else ()))
 
     def awaited(self, arguments: Arguments) -> int:
@@ -98,7 +98,7 @@ class Collective:
         return {"nobody": NOBODY, "root": arguments.root, "everybody": EVERYBODY}[self.needs]
 
     def closes(self, nbytes: int, ranks: int, kept_nbytes: int) -> bool:
-        """Whether a call that moves so many bytes of each rank has a closing round."""
+        """Return whether a call that moves so many bytes of each rank has a closing round."""
         if self.closing == "by size":
             return nbytes * (ranks if self.whole else 1) > kept_nbytes
         return self.closing == "always"
@@ -150,7 +150,7 @@ SPARSE_ALL_REDUCE = Collective(
 
 ALL_TO_ALL = Collective(
     "all_to_all", "all_gather", lambda a, c: AllToAll(a.outputs, a.others, nothing=not c.plan.pieces),
-    needs="everybody", closing="always",
+    needs="everybody", closing="always", traffic=_share,
 )  # fmt: skip
 
 TABLE: dict[str, Collective] = {

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from ncclguard.environment.nccl_names import NCCL_NAMES, NEWEST_READ
 from ncclguard.environment.versions import BUNDLED_NCCL, Versions, within
+from ncclguard_explain.language import Message, tr
 
 
 class Reader(str, Enum):
-    """Who reads a variable; decides which version counts."""
+    """The program that reads a variable, whose version counts."""
 
     TORCH = "torch"  # every build
     TORCH_NCCL = "torch with NCCL"  # CUDA builds: ProcessGroupNCCL
@@ -33,7 +34,7 @@ class Reader(str, Enum):
 
 
 class Kind(str, Enum):
-    """What a value has to look like."""
+    """The form that a value must have."""
 
     TEXT = "text"
     BOOL = "boolean"
@@ -41,7 +42,7 @@ class Kind(str, Enum):
     CHOICE = "one of"
 
 
-# getCvarBool of torch (torch/csrc/distributed/c10d/Utils.hpp) takes these, whatever the case, and raises on others.
+# torch's getCvarBool (torch/csrc/distributed/c10d/Utils.hpp) takes these words in any case, and raises on others.
 TRUE_WORDS = frozenset({"y", "yes", "1", "t", "true"})
 FALSE_WORDS = frozenset({"n", "no", "0", "f", "false"})
 
@@ -77,7 +78,7 @@ class Variable:
     not_by_nccl2: bool = False
 
     def version_of_reader(self, versions: Versions) -> str | None:
-        """The installed version that counts for this variable; None when it is unknown."""
+        """Return the installed version that counts for this variable; None when it is unknown."""
         if self.reader is Reader.NCCL:
             return versions.nccl_for_names
         if self.reader in (Reader.TORCH, Reader.TORCH_NCCL, Reader.GLOO):
@@ -85,7 +86,7 @@ class Variable:
         return None
 
     def is_read(self, versions: Versions) -> bool | None:
-        """Whether the installed versions read the name; None when that is not known."""
+        """Return whether the installed versions read the name; None when that is not known."""
         if self.reader is Reader.NOTHING or (self.not_by_nccl2 and versions.nccl2):
             return False
         version = self.version_of_reader(versions)
@@ -94,40 +95,40 @@ class Variable:
         return within(version, self.since, self.until)
 
     def is_deprecated(self, versions: Versions) -> bool:
-        """Whether the installed version reads the name only as an alias of ``replaced_by``."""
+        """Return whether the installed version reads the name only as an alias of ``replaced_by``."""
         if self.replaced_by is None:
             return False
         version = self.version_of_reader(versions)
         return version is not None and within(version, self.deprecated_since, None)
 
-    def fault_of(self, value: str) -> str | None:
-        """What is wrong with a value, as the rest of a sentence that begins with the name; None when nothing is.
+    def fault_of(self, value: str) -> Message | None:
+        """Return what is wrong with a value, as a sentence that continues the name; None when nothing is.
 
         >>> Variable("X", Reader.TORCH, "", "", kind=Kind.BOOL).fault_of("maybe")
         'takes 1/0, true/false, yes/no, t/f or y/n'
         """
         if self.kind is Kind.BOOL and value.lower() not in TRUE_WORDS | FALSE_WORDS:
-            return "takes 1/0, true/false, yes/no, t/f or y/n"
+            return tr("takes 1/0, true/false, yes/no, t/f or y/n")
         if self.kind is Kind.CHOICE and value.upper() not in self.choices:
-            return f"takes one of {', '.join(self.choices)}"
+            return tr("takes one of {some}", some=", ".join(self.choices))
         if self.kind is Kind.INTEGER:
             return self._fault_of_integer(value)
         return None
 
-    def _fault_of_integer(self, value: str) -> str | None:
-        wanted = "a whole number" + (f" of {self.unit}" if self.unit else "")
+    def _fault_of_integer(self, value: str) -> Message | None:
+        wanted = tr("a whole number of {unit}", unit=self.unit) if self.unit else tr("a whole number")
         if re.fullmatch(r"\s*[+-]?\d+\s*", value) is None:
-            return f"takes {wanted}"
+            return tr("takes {wanted}", wanted=wanted)
         number = int(value)
         if self.low is not None and number < self.low:
-            return f"takes {wanted} of at least {self.low}"
+            return tr("takes {wanted} of at least {number}", wanted=wanted, number=self.low)
         if self.high is not None and number > self.high:
-            return f"takes {wanted} of at most {self.high}"
+            return tr("takes {wanted} of at most {number}", wanted=wanted, number=self.high)
         return None
 
     @property
     def allowed(self) -> str:
-        """What values are taken, in words."""
+        """The allowed values, in words."""
         if self.kind is Kind.CHOICE:
             return ", ".join(self.choices)
         if self.kind is Kind.INTEGER and (self.low is not None or self.high is not None):
@@ -143,19 +144,19 @@ _RECORDER = "torch/csrc/distributed/c10d/FlightRecorder.hpp"
 
 
 def _switch(name: str, default: str, since: str, sentence: str, source: str = _HEADER) -> Variable:
-    """A boolean that ProcessGroupNCCL reads when it is constructed."""
+    """Describe a boolean that ProcessGroupNCCL reads when it is constructed."""
     return Variable(name, Reader.TORCH_NCCL, sentence, source, since=since, default=default, kind=Kind.BOOL)
 
 
 def _number(name: str, default: str, unit: str, since: str, sentence: str, low: int = 0) -> Variable:
-    """A whole number that ProcessGroupNCCL reads when it is constructed."""
+    """Describe a whole number that ProcessGroupNCCL reads when it is constructed."""
     return Variable(
         name, Reader.TORCH_NCCL, sentence, _HEADER, since=since, default=default, unit=unit, kind=Kind.INTEGER, low=low
     )
 
 
 def _alias(name: str, new: str, since: str | None, deprecated: str, kind: Kind, reader: Reader) -> Variable:
-    """A name of old that torch still reads after the new one, with a warning."""
+    """Describe an old name that torch still reads after the new one, with a warning."""
     return Variable(
         name,
         reader,
@@ -651,7 +652,7 @@ NCCL_VARIABLES: tuple[Variable, ...] = (
 )
 
 
-#: Names that are recommended in public and that nothing reads, with what does the job instead.
+#: Names that are recommended in public although nothing reads them, and the ones that do the job.
 UNREAD_VARIABLES: tuple[Variable, ...] = tuple(
     Variable(name, Reader.NOTHING, sentence, source, instead=instead)
     for name, sentence, source, instead in (
@@ -707,12 +708,12 @@ CATALOGUE: dict[str, Variable] = {
     variable.name: variable for variable in (*TORCH_VARIABLES, *NCCL_VARIABLES, *DEEPSPEED_VARIABLES, *UNREAD_VARIABLES)
 }
 
-#: Names with these beginnings are looked at when the environment is checked.
+#: The prefixes of names that are checked.
 WATCHED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "TORCH_GLOO_")
 
 
 def lookup(name: str) -> Variable | None:
-    """The entry of a name; for an NCCL variable that is not described here, one with its versions only."""
+    """Return the entry of a name; for an NCCL variable that is not described here, one with its versions only."""
     known = CATALOGUE.get(name)
     if known is not None or name not in NCCL_NAMES:
         return known
@@ -729,7 +730,7 @@ def lookup(name: str) -> Variable | None:
 
 
 def name_for(name: str, versions: Versions) -> str | None:
-    """The name under which the installed versions read what the newest ones call ``name``; None when none does.
+    """Return the name by which the installed versions read the newest versions' ``name``; None when none does.
 
     >>> name_for("TORCH_FR_BUFFER_SIZE", Versions(torch="2.7.0", nccl=None, nccl_source="test"))
     'TORCH_NCCL_TRACE_BUFFER_SIZE'
@@ -744,13 +745,13 @@ def name_for(name: str, versions: Versions) -> str | None:
 
 
 def closest(name: str, versions: Versions) -> str | None:
-    """The name that is read and looks most like this one (a misspelling), or None."""
+    """Return the known name that looks most like this one (a misspelling), or None."""
     candidates = [known for known in (*CATALOGUE, *NCCL_NAMES) if (entry := lookup(known)) and entry.is_read(versions)]
     matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0.85)
     return matches[0] if matches else None
 
 
-#: What is written by hand ends with this line; what follows it is made from the catalogue.
+#: The line that ends the text written by hand; the rest of the page is made from the catalogue.
 MARK = "<!-- Below: `python -m ncclguard.environment.catalogue docs/environment.md`; a test compares. -->"
 
 _HINT = """
@@ -793,7 +794,7 @@ def _table(title: str, variables: Sequence[Variable]) -> list[str]:
 
 
 def with_tables(page: str) -> str:
-    """The page with its tables made anew: what stands above `MARK` is kept.
+    """Return the page with its tables made anew; the text above `MARK` is kept.
 
     Raises ValueError for a text without the mark.
     """

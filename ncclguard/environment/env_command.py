@@ -1,4 +1,4 @@
-"""``ncclguard env``: print what ``setup_env()`` would set, for a shell, a file, a batch system or a launcher."""
+"""``ncclguard env``: print the variables of ``setup_env()``, for a shell, a file, a batch system or a launcher."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from typing import Literal, get_args
 
-from ncclguard.command_line import described
+from ncclguard.config import current_config
 from ncclguard.environment.catalogue import CATALOGUE
+from ncclguard.environment.limits import as_table, limits_in_force
 from ncclguard.environment.setup import PROFILE_NAMES, EnvironmentReport, plan_environment
 from ncclguard.errors import GuardConfigError
+from ncclguard_explain.command_line import described
+from ncclguard_explain.language import say, speaking_to
 
 EXIT_CODES = {0: "the variables were printed; what is wrong is on stderr", 2: "a setting cannot be used"}
 EXAMPLES = {
     'eval "$(ncclguard env)"': "set them in this shell",
+    "ncclguard env --limits": "which limit of time governs what, its value here and where that is from",
     "ncclguard env --explain": "each with a sentence and its source",
     "ncclguard env --format slurm >> train.sbatch": "for a batch script; also k8s, deepspeed, dotenv, json",
     "ncclguard env --master-addr node-0 --debug info": "the interface that leads to node-0, and what NCCL says",
@@ -95,7 +100,7 @@ _WRITERS: dict[str, Callable[[Mapping[str, str], Mapping[str, str]], str]] = {
 
 
 def render(values: Mapping[str, str], format_name: str, comments: Mapping[str, str] | None = None) -> str:
-    r"""The variables in a format; ``comments`` are put above their variables where the format has comments.
+    r"""Format the variables; ``comments`` are put above their variables where the format has comments.
 
     >>> render({"NCCL_SOCKET_IFNAME": "=eth0"}, "shell")
     "export NCCL_SOCKET_IFNAME='=eth0'"
@@ -105,19 +110,19 @@ def render(values: Mapping[str, str], format_name: str, comments: Mapping[str, s
 
 
 def explain(name: str, why: str | None = None) -> str:
-    """One sentence on a variable and where that is from; ``why`` is the reason for the value it was given."""
+    """Describe a variable and its source in one sentence; ``why`` is the reason for its value."""
     variable = CATALOGUE[name]
     reason = f" Here: {why}." if why else ""
     return f"{variable.sentence}{reason} [{variable.source}]"
 
 
 def host_dependent(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the names whose right value can differ from host to host."""
+    """Return the names whose right value can differ from host to host."""
     return tuple(name for name in names if CATALOGUE[name].differs_per_host)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
+    """Return the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="ncclguard env",
         description="Print the environment variables for interface, network, error handling and recorder that fit this "
@@ -134,11 +139,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--debug", choices=("warn", "info", "all"), default="warn", help="what NCCL logs, default: warn"
     )
+    parser.add_argument(
+        "--limits",
+        action="store_true",
+        help="instead: every limit of time, what it governs, its value here and where that is from (also --format json)",
+    )
     return described(parser, EXAMPLES, EXIT_CODES)
 
 
 def _values(report: EnvironmentReport) -> dict[str, str]:
-    """What ncclguard set, and what it would have set had the user not done so."""
+    """Return the variables that ncclguard set, and those it would have set, with the values that the user gave."""
     values = {setting.name: setting.value for setting in report.set}
     values.update({entry.name: entry.value for entry in report.kept if entry.proposed is not None})
     return {name: values[name] for name in sorted(values, key=list(CATALOGUE).index)}
@@ -170,12 +180,22 @@ def _say_if_emulated() -> None:
     import torch  # only here: it takes seconds
 
     if torch.cuda.is_available() and "emulated" in (name := torch.cuda.get_device_name()):
-        told = f"the GPU is an emulated one ({name}): what is measured here says nothing of a real one"
-        print(f"ncclguard env: {told}", file=sys.stderr)
+        warning = f"the GPU is an emulated one ({name}): what is measured here says nothing of a real one"
+        print(f"ncclguard env: {warning}", file=sys.stderr)
+
+
+def _say_limits(report: EnvironmentReport, format_name: str) -> int:
+    found = limits_in_force(current_config(), report.limits, report.versions, os.environ)
+    with speaking_to(sys.stdout):
+        print(json.dumps([asdict(limit) for limit in found], indent=2) if format_name == "json" else as_table(found))
+    with speaking_to(sys.stderr):
+        for problem in report.limits.problems:
+            print(f"ncclguard env: {say(problem)}", file=sys.stderr)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, or 2 when the configuration is wrong. What is found wrong goes to stderr."""
+    """Run the command; returns 0, or 2 when the configuration is wrong. Problems go to stderr."""
     arguments = build_parser().parse_args(argv)
     environ = dict(os.environ)
     if arguments.master_addr:
@@ -190,6 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GuardConfigError as error:
         print(f"ncclguard env: {error}", file=sys.stderr)
         return 2
+    if arguments.limits:
+        return _say_limits(report, arguments.format)
     _say_if_emulated()
     values = _values(report)
     comments = _comments(report, values) if arguments.explain else None

@@ -6,11 +6,6 @@ compared with the strings of the libnccl 2.29.7 that torch 2.13 bundles. Plug-in
 
 from __future__ import annotations
 
-import os
-import pwd
-from collections.abc import Mapping
-from pathlib import Path
-
 #: The newest NCCL whose source was read. What a later one added is unknown to this table.
 NEWEST_READ = "2.30.7"
 
@@ -291,33 +286,3 @@ NCCL_NAMES: dict[str, tuple[str, str | None]] = {
     f"NCCL_{name}": (since, None if until == "-" else until)
     for name, since, until in (line.split() for line in _TABLE.strip().splitlines())
 }
-
-#: The last of the files from which NCCL takes what the environment does not have (NCCL source, src/misc/param.cc).
-SYSTEM_FILE = Path("/etc/nccl.conf")
-
-
-def conf_files(environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """The files in the order in which NCCL reads them; the first that has a name wins."""
-    named = environ.get("NCCL_CONF_FILE")
-    if named:
-        return (Path(named), SYSTEM_FILE)
-    try:
-        home = Path(pwd.getpwuid(os.getuid()).pw_dir)
-    except KeyError:  # a container's user without an entry: NCCL skips the file too
-        return (SYSTEM_FILE,)
-    return (home / ".nccl.conf", SYSTEM_FILE)
-
-
-def read_conf(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """The variables set in these files: name to (value, file). Unreadable files count as absent, as for NCCL."""
-    found: dict[str, tuple[str, str]] = {}
-    for path in conf_files(environ):
-        try:
-            lines = path.read_text(errors="replace").splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            name, equals, value = line.partition("=")
-            if equals and not line.startswith("#"):
-                found.setdefault(name, (value, str(path)))
-    return found

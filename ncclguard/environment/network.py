@@ -17,15 +17,20 @@ import shutil
 import socket
 import struct
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import psutil
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, WrapValidator
+
+from ncclguard_explain.host import lookup, resolve, wait_for
+from ncclguard_explain.language import Message, joined, told, tr
+
+#: A text of a pydantic model that stays a message, where pydantic would make plain text of it.
+Prose = Annotated[str, WrapValidator(lambda value, check: value if isinstance(value, Message) else check(value))]
 
 # ---------------------------------------------------------------------------------------------------- interfaces
 
@@ -35,7 +40,7 @@ AVOIDED_KINDS = frozenset(
     {"bridge", "openvswitch", "veth", "tun", "dummy", "ifb", "wireguard", "vxlan", "geneve", "gre", "gretap", "ipip"}
     | {"sit", "ip6tnl", "ip6gre", "ppp", "nlmon", "vcan", "netdevsim"}
 )
-# Kinds by name, for hosts where neither `ip` nor sysfs tells.
+# Kinds by name, for hosts where neither `ip` nor sysfs tells the kind.
 _KIND_BY_NAME: tuple[tuple[str, str], ...] = (
     (r"lo", "loopback"),
     (
@@ -69,50 +74,52 @@ class Link:
 
     @property
     def loopback(self) -> bool:
-        """Whether it is the loopback interface."""
+        """Return whether it is the loopback interface."""
         return self.kind == "loopback"
 
     @property
     def usable(self) -> bool:
-        """Whether it is up with a carrier and has an address that other hosts can be given."""
+        """Return whether it is up with a carrier and has an address that other hosts can be given."""
         return self.up and self.running and bool(self.global_addresses)
 
     @property
     def avoided(self) -> bool:
-        """Whether its kind is one that is taken only when there is no other way."""
+        """Return whether its kind is one that is taken only when there is no other way."""
         return self.kind in AVOIDED_KINDS
 
     @property
     def global_addresses(self) -> tuple[str, ...]:
-        """Its addresses without loopback and link-local ones."""
+        """The addresses of the link without loopback and link-local ones."""
         parsed = ((text, ipaddress.ip_address(text)) for text in self.addresses)
         return tuple(text for text, address in parsed if not address.is_loopback and not address.is_link_local)
 
     def address_of(self, family: int) -> str | None:
-        """Its first address of ``socket.AF_INET`` or ``AF_INET6`` that other hosts can be given, else None."""
+        """Return the first address of ``socket.AF_INET`` or ``AF_INET6`` that other hosts can be given, else None."""
         for text in self.global_addresses:
             if family_of(text) == family:
                 return text
         return None
 
-    def describe(self) -> str:
-        """Kind and state in a few words."""
-        state = "up" if self.up and self.running else "up, no carrier" if self.up else "down"
-        return f"{self.kind}, {state}"
+    def describe(self) -> Message:
+        """Describe kind and state in a few words."""
+        state = (
+            tr("up", "link") if self.up and self.running else tr("up, no carrier") if self.up else tr("down", "link")
+        )
+        return joined(", ", (self.kind, state))
 
 
 def family_of(address: str) -> int:
-    """``socket.AF_INET`` or ``socket.AF_INET6`` for the text of an address."""
+    """Return ``socket.AF_INET`` or ``socket.AF_INET6`` for the text of an address."""
     return socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
 
 
 def find_ip() -> str | None:
-    """The path of the ``ip`` command; also where a user's PATH does not have the administration folders."""
+    """Return the path of the ``ip`` command, also where a user's PATH does not have the administration folders."""
     return shutil.which("ip") or shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin:/bin")
 
 
 def run_ip(program: str, *arguments: str) -> list[dict[str, Any]] | None:
-    """The objects that ``ip -json`` prints; None when it failed, as for an address without a route."""
+    """Return the objects that ``ip -json`` prints; None when it failed, as for an address without a route."""
     try:
         done = subprocess.run(
             [program, "-json", *arguments], capture_output=True, text=True, timeout=_IP_SECONDS, check=False
@@ -129,7 +136,7 @@ def run_ip(program: str, *arguments: str) -> list[dict[str, Any]] | None:
 
 
 def kind_by_name(name: str) -> str:
-    """The kind that a name suggests; "ethernet" when it suggests none."""
+    """Return the kind that a name suggests; "ethernet" when it suggests none."""
     for pattern, kind in _KIND_BY_NAME:
         if re.fullmatch(pattern, name):
             return kind
@@ -137,11 +144,11 @@ def kind_by_name(name: str) -> str:
 
 
 def link_from_json(entry: dict[str, Any]) -> Link:
-    """A link from one object of ``ip -json -details address show``."""
+    """Make a link from one object of ``ip -json -details address show``."""
     flags = set(entry.get("flags", ()))
     name = str(entry["ifname"])
-    told = (entry.get("linkinfo") or {}).get("info_kind")
-    kind = str(told) if told else {"loopback": "loopback", "infiniband": "infiniband"}.get(entry.get("link_type", ""))
+    info = (entry.get("linkinfo") or {}).get("info_kind")
+    kind = str(info) if info else {"loopback": "loopback", "infiniband": "infiniband"}.get(entry.get("link_type", ""))
     if kind is None:
         kind = "tun" if entry.get("link_type") == "none" else "ethernet"
     found = [str(info["local"]) for info in entry.get("addr_info", ()) if "local" in info]
@@ -184,7 +191,7 @@ def _kind_from_sysfs(name: str, folder: Path) -> str:
 
 
 def read_file(path: Path) -> str:
-    """The text of a file of the kernel's; empty when the kernel lacks the file or does not let this process read it."""
+    """Read a file of the kernel's; "" when the kernel lacks the file or does not let this process read it."""
     try:
         return path.read_text()
     except OSError:
@@ -192,7 +199,7 @@ def read_file(path: Path) -> str:
 
 
 def links_from_psutil(sysfs: Path = Path("/sys/class/net")) -> tuple[Link, ...]:
-    """The interfaces without the ``ip`` command, from psutil and sysfs."""
+    """Return the interfaces without the ``ip`` command, from psutil and sysfs."""
     addresses = psutil.net_if_addrs()
     links = []
     for name, state in psutil.net_if_stats().items():
@@ -219,7 +226,7 @@ def links_from_psutil(sysfs: Path = Path("/sys/class/net")) -> tuple[Link, ...]:
 
 
 def read_links() -> tuple[Link, ...]:
-    """The interfaces of this host (of this network namespace), by ``ip`` where it is there, else by psutil."""
+    """Return the interfaces of this host's network namespace, by ``ip`` where it is there, else by psutil."""
     program = find_ip()
     entries = run_ip(program, "-details", "address", "show") if program else None
     if entries is None:
@@ -248,10 +255,10 @@ class Route:
 
 
 class Routes(Protocol):
-    """What the choice of the interface asks of the kernel."""
+    """The kernel's routes, as far as the choice of the interface needs them."""
 
     def to(self, address: str) -> Route | None:
-        """The route that packets to an address take; None when there is none."""
+        """Return the route that packets to an address take; None when there is none."""
         ...
 
     def matching(self, address: str) -> tuple[Route, ...]:
@@ -259,12 +266,12 @@ class Routes(Protocol):
         ...
 
     def defaults(self) -> tuple[Route, ...]:
-        """The default routes, IPv4 before IPv6, the lowest metric first."""
+        """Return the default routes, IPv4 before IPv6, the lowest metric first."""
         ...
 
 
 def routes_from_json(entry: dict[str, Any]) -> list[Route]:
-    """The routes in one object of ``ip -json route``; several for one with several next hops."""
+    """Return the routes in one object of ``ip -json route``; several for one with several next hops."""
     destination = str(entry.get("dst", "default"))
     length = 0 if destination == "default" else ipaddress.ip_network(destination, strict=False).prefixlen
     hops = entry.get("nexthops") or [entry]
@@ -289,16 +296,16 @@ class IpRoutes:
         self._program = program
 
     def to(self, address: str) -> Route | None:
-        """The answer of ``ip -json route get``."""
+        """Return the answer of ``ip -json route get``."""
         return next(iter(self._ask("route", "get", address)), None)
 
     def matching(self, address: str) -> tuple[Route, ...]:
-        """The answer of ``ip -json route show match``."""
+        """Return the answer of ``ip -json route show match``."""
         version = "-6" if family_of(address) == socket.AF_INET6 else "-4"
         return _by_precedence(self._ask(version, "route", "show", "match", address))
 
     def defaults(self) -> tuple[Route, ...]:
-        """The answer of ``ip -json route show default`` for both families."""
+        """Return the answer of ``ip -json route show default`` for both families."""
         return tuple(
             route
             for version in ("-4", "-6")
@@ -322,7 +329,7 @@ class ProcRoutes:
             self._add_ipv6(line.split())
 
     def to(self, address: str) -> Route | None:
-        """The most specific route, of those the one with the lowest metric; ``local`` for an address of this host."""
+        """Return the most specific route, then the one of lowest metric; ``local`` for an address of this host."""
         for link in self._links:
             if address in link.addresses:
                 return Route(device="lo", source=address, local=True)
@@ -338,7 +345,7 @@ class ProcRoutes:
         )
 
     def defaults(self) -> tuple[Route, ...]:
-        """The routes of the table to everywhere."""
+        """Return the routes of the table to everywhere."""
         found = [(network.version, route) for network, route in self._table if network.prefixlen == 0]
         return tuple(route for _, route in sorted(found, key=lambda entry: (entry[0], entry[1].metric)))
 
@@ -384,7 +391,7 @@ def _by_precedence(routes: Iterable[Route]) -> tuple[Route, ...]:
 
 
 def read_routes(links: Sequence[Link]) -> Routes:
-    """The routes of this host, by ``ip`` where it can print JSON, else from ``/proc/net``."""
+    """Return the routes of this host, by ``ip`` where it can print JSON, else from ``/proc/net``."""
     program = find_ip()
     if program is not None and run_ip(program, "link", "show", "lo") is not None:
         return IpRoutes(program)
@@ -393,29 +400,14 @@ def read_routes(links: Sequence[Link]) -> Routes:
 
 # --------------------------------------------------------------------------------------------- names and answers
 
-#: For the variable of this name, which the C library's resolver reads: a lost answer costs 1 s, not 5 and more.
+#: A value of RES_OPTIONS, which the C library's resolver reads: a lost answer costs 1 s, not 5 and more.
 RES_OPTIONS = "timeout:1 attempts:1"
-# What a host that can be reached says of a port on which nobody listens.
+# The errors by which a reachable host answers for a port on which nobody listens.
 _ANSWERED = frozenset({0, errno.ECONNREFUSED})
 
 
-def resolve(name: str, seconds: float = 5.0) -> tuple[str, ...]:
-    """The addresses of a host name, in the resolver's order; none when it has none or does not answer in time.
-
-    >>> resolve("127.0.0.1")
-    ('127.0.0.1',)
-    """
-    found: list[str] = []
-
-    def ask() -> None:
-        found.extend(str(address[0]).partition("%")[0] for _, address in _lookup(name.strip("[]")))
-
-    _wait_for(ask, seconds)
-    return tuple(dict.fromkeys(found))
-
-
 def name_seconds(address: str, seconds: float = 5.0) -> float:
-    """How long the system's resolver takes for the name of an address, which may have none; ``seconds`` at most.
+    """Measure how long the system's resolver takes for an address's name, which may not exist; ``seconds`` at most.
 
     Asked for as torch's TCPStore does it when somebody connects: an IPv4 address as one of IPv6 (``::ffff:10.0.0.1``).
 
@@ -425,32 +417,16 @@ def name_seconds(address: str, seconds: float = 5.0) -> float:
     mapped = address if ":" in address else f"::ffff:{address}"
 
     def ask() -> None:
-        with contextlib.suppress(OSError):  # the resolver says that it does not know: an answer too
+        with contextlib.suppress(OSError):  # the resolver does not know the name, which is an answer too
             socket.getnameinfo((mapped.partition("%")[0], 1, 0, 0), socket.NI_NUMERICSERV)
 
     started = time.monotonic()
-    _wait_for(ask, seconds)
+    wait_for(ask, seconds)
     return min(time.monotonic() - started, seconds)
 
 
-def _lookup(name: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """Family and socket address, port 0, of all addresses of a name; none when the resolver knows none."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return []
-    return list(dict.fromkeys((entry[0], entry[4]) for entry in found))
-
-
-def _wait_for(ask: Callable[[], None], seconds: float) -> None:
-    """The system's resolver takes no time limit, so it runs in a thread that is left behind when it is too slow."""
-    thread = threading.Thread(target=ask, name="ncclguard-resolve", daemon=True)
-    thread.start()
-    thread.join(seconds)
-
-
 def answers(address: str, port: int, device: str, seconds: float = 1.0) -> bool:
-    """Whether a host answers a TCP connection that is made through one interface; a refusal is an answer too.
+    """Return whether a host answers a TCP connection that is made through one interface; a refusal is an answer too.
 
     Linux only (``SO_BINDTODEVICE``). False when nothing came back within ``seconds``.
     """
@@ -476,7 +452,7 @@ _UNROUTED = "192.0.2.1"  # TEST-NET-1, RFC 5737: only asks the kernel for the wa
 
 
 def job_address(master: str = "") -> str:
-    """The address of this host that peers are given for the job's data.
+    """Return the address of this host that peers are given for the job's data.
 
     The first usable interface of ``GLOO_SOCKET_IFNAME`` (as `ncclguard.setup_env` sets it); else what the host's own
     name stands for, as with gloo; where that is a loopback address only, the source of the route to the job's
@@ -493,13 +469,16 @@ def job_address(master: str = "") -> str:
             if hosts:
                 return min(hosts, key=lambda host: host.startswith("fe80:"))
     raise ValueError(
-        f"GLOO_SOCKET_IFNAME={','.join(names)} names no interface of this host that is up and has an address: "
-        "set it to one that `ip address` shows, or unset it"
+        told(
+            "GLOO_SOCKET_IFNAME={value} names no interface of this host that is up and has an address: set it to one that "
+            "`ip address` shows, or unset it",
+            value=",".join(names),
+        )
     )
 
 
 def address_towards_master() -> str:
-    """The address of this host from which ``MASTER_ADDR``, or else the default route, is reached.
+    """Return the address of this host from which ``MASTER_ADDR``, or else the default route, is reached.
 
     Unlike `job_address` this looks up no name but the master's: a resolver that does not know the host's own name may
     take many seconds to say so.
@@ -514,7 +493,7 @@ def address_towards_master() -> str:
 
 @functools.lru_cache(maxsize=8)
 def _address_by_name(name: str, master: str) -> str:
-    own = [str(address[0]) for family, address in _lookup(name) if _can_listen(family, address)]
+    own = [str(address[0]) for family, address in lookup(name) if _can_listen(family, address)]
     for host in (*own, *_sources_towards(master)):
         if not ipaddress.ip_address(host).is_loopback:
             return host
@@ -523,7 +502,7 @@ def _address_by_name(name: str, master: str) -> str:
 
 def _sources_towards(name: str) -> Iterator[str]:
     """The addresses that packets to a host would be sent from; the kernel is asked for the routes, nothing is sent."""
-    for family, address in _lookup(name):
+    for family, address in lookup(name):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address[0], 9, *address[2:]))  # any port but 0
             yield str(probe.getsockname()[0])
@@ -555,19 +534,19 @@ class Job(BaseModel):
 
     @property
     def single_host(self) -> bool:
-        """Whether all ranks are known to run on this host."""
+        """Return whether all ranks are known to run on this host."""
         if self.hosts is not None:
             return self.hosts == 1
         return self.master_addr is not None and is_loopback_name(self.master_addr)
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process speaks for the job (also when no launcher says otherwise)."""
+        """Return whether this process speaks for the job (also when no launcher says otherwise)."""
         return self.rank in (None, 0)
 
 
 def is_loopback_name(address: str) -> bool:
-    """Whether a master address means "this host" by itself.
+    """Return whether a master address means "this host" by itself.
 
     127.0.1.1 does not: Debian gives that address to the host's own name.
     """
@@ -597,17 +576,17 @@ def _launcher(environ: Mapping[str, str]) -> str | None:
 def _hosts(environ: Mapping[str, str], world_size: int | None) -> int | None:
     if world_size == 1:
         return 1
-    told = _number(environ, "GROUP_WORLD_SIZE", "CROSS_SIZE")
-    if told is not None:
-        return told
+    nodes = _number(environ, "GROUP_WORLD_SIZE", "CROSS_SIZE")
+    if nodes is not None:
+        return nodes
     local = _number(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
     if world_size is not None and local:
-        return -(-world_size // local)  # hosts with fewer ranks than this one still count as one each, at least
+        return -(-world_size // local)  # at least: hosts with fewer ranks than this one would be more
     return _number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 
 
 def read_job(environ: Mapping[str, str]) -> Job:
-    """The job that torchrun, DeepSpeed's launcher, mpirun, srun or a hand-written script describes.
+    """Return the job that torchrun, DeepSpeed's launcher, mpirun, srun or a hand-written script describes.
 
     >>> read_job({"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}).hosts
     2
@@ -623,7 +602,21 @@ def read_job(environ: Mapping[str, str]) -> Job:
     )
 
 
-# Addresses that every routed network has a way to: Google's public name servers. Nothing is sent to them.
+def launched_ranks(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return the variable by which a launcher says how many ranks it started, and the number; None without a launcher.
+
+    An sbatch script and an salloc shell have SLURM_NTASKS as well, but only a step that srun started has both
+    SLURM_PROCID and SLURM_STEP_NUM_TASKS.
+
+    >>> launched_ranks({"WORLD_SIZE": "2"}), launched_ranks({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"})
+    (('WORLD_SIZE', 2), None)
+    """
+    names = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", *(["SLURM_STEP_NUM_TASKS"] if "SLURM_PROCID" in environ else [])]
+    numbers = [(name, _number(environ, name)) for name in names]
+    return next(((name, number) for name, number in numbers if number is not None), None)
+
+
+# Addresses to which every routed network has a route: Google's public name servers. Nothing is sent to them.
 _OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")
 
 
@@ -639,14 +632,14 @@ class InterfaceChoice(BaseModel):
     name: str | None
     address: str | None = None
     kind: str | None = None
-    evidence: str
-    notes: tuple[str, ...] = ()
-    trouble: str | None = None
-    advice: str | None = None
+    evidence: Prose
+    notes: tuple[Prose, ...] = ()
+    trouble: Prose | None = None
+    advice: Prose | None = None
 
     @property
     def ipv6(self) -> bool:
-        """Whether the address that peers are given is an IPv6 one."""
+        """Return whether the address that peers are given is an IPv6 one."""
         return self.address is not None and family_of(self.address) == socket.AF_INET6
 
 
@@ -656,7 +649,7 @@ _PROPER, _VETH, _AVOIDED, _NO_CARRIER, _LAST = range(5)
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A link that something speaks for; ``address`` is None for its first one."""
+    """A link with evidence for it; ``address`` is None for its first one."""
 
     link: Link
     address: str | None
@@ -714,17 +707,17 @@ class _Chooser:
             return None
         for link in self._links.values():
             if link.loopback and link.up and "127.0.0.1" in link.addresses:
-                return self._chosen(link, "127.0.0.1", "all ranks run on this host")
+                return self._chosen(link, "127.0.0.1", tr("all ranks run on this host"))
         # NCCL skips ::1, so a loopback without 127.0.0.1 is of no use to it.
-        self._notes.append("all ranks run on this host, but the loopback interface is down or has no 127.0.0.1")
+        self._notes.append(tr("all ranks run on this host, but the loopback interface is down or has no 127.0.0.1"))
         return None
 
     def _check_loopback(self) -> None:
-        """Linux sends what a host says to itself over lo, also when it is said to the address of another interface."""
+        """Check the loopback: Linux sends traffic of a host to itself over lo, whichever of its addresses is used."""
         if any(link.loopback and not link.up for link in self._links.values()):
             self._fail(
-                "the loopback interface is down, so the processes of this host cannot connect to each other",
-                "bring it up: ip link set lo up",
+                tr("the loopback interface is down, so the processes of this host cannot connect to each other"),
+                tr("bring it up: ip link set lo up"),
             )
 
     def _by_master(self) -> InterfaceChoice | None:
@@ -733,15 +726,19 @@ class _Chooser:
             return None
         if self._job.hosts not in (None, 1) and is_loopback_name(master):
             self._fail(
-                f"MASTER_ADDR={master} means this host, but the job has {self._job.hosts} hosts",
-                "set MASTER_ADDR to the name or address of the host of rank 0, as the other hosts see it",
+                tr(
+                    "MASTER_ADDR={host} means this host, but the job has {count} hosts",
+                    host=master,
+                    count=self._job.hosts,
+                ),
+                tr("set MASTER_ADDR to the name or address of the host of rank 0, as the other hosts see it"),
             )
             return None
         addresses = self._resolve(master)
         if not addresses:
             self._fail(
-                f"MASTER_ADDR={master} does not resolve on this host",
-                "use an address, or add the name to the name server or to /etc/hosts on every host",
+                tr("MASTER_ADDR={host} does not resolve on this host", host=master),
+                tr("use an address, or add the name to the name server or to /etc/hosts on every host"),
             )
             return None
         for address in addresses:
@@ -753,8 +750,8 @@ class _Chooser:
                 return choice
         if self._trouble is None and not self._notes:
             self._fail(
-                f"no route to MASTER_ADDR={master} ({', '.join(addresses)})",
-                "check addresses, netmask and default route of this host: ip address; ip route get <master>",
+                tr("no route to MASTER_ADDR={host} ({some})", host=master, some=", ".join(addresses)),
+                tr("check addresses, netmask and default route of this host: ip address; ip route get <master>"),
             )
         return None
 
@@ -762,18 +759,29 @@ class _Chooser:
         for link in self._links.values():
             if address not in link.addresses or link.loopback:
                 continue
-            evidence = f"MASTER_ADDR={master} is an address of this interface"
+            evidence = tr("MASTER_ADDR={host} is an address of this interface", host=master)
             if self._avoided(link) and address != master.strip("[]"):
-                # A name that leads to docker0 on its own host: the other hosts resolve it to something else.
-                self._notes.append(f"MASTER_ADDR={master} resolves to {address} here, which is on {link.name}")
+                # The name of a host may lead to docker0 on that host; the other hosts resolve it to something else.
+                self._notes.append(
+                    tr(
+                        "MASTER_ADDR={host} resolves to {address} here, which is on {name}",
+                        host=master,
+                        address=address,
+                        name=link.name,
+                    )
+                )
                 self._found.append(_Candidate(link, address, evidence))
                 return None
             self._warn_about(link)
             return self._chosen(link, address, evidence)
         if not self._job.single_host:
             self._notes.append(
-                f"MASTER_ADDR={master} resolves to {address} here, which other hosts cannot reach; where they resolve "
-                "it to another address the job works, else give the host's real address"
+                tr(
+                    "MASTER_ADDR={host} resolves to {address} here, which other hosts cannot reach; where they resolve it "
+                    "to another address the job works, else give the host's real address",
+                    host=master,
+                    address=address,
+                )
             )
         return None
 
@@ -781,22 +789,29 @@ class _Chooser:
         link = self._links.get(route.device)
         if link is None:
             return None
-        evidence = f"the route to MASTER_ADDR={master} ({address}) goes over it"
+        evidence = tr("the route to MASTER_ADDR={host} ({address}) goes over it", host=master, address=address)
         grade = self._grade(link)
         if grade == _PROPER:
             return self._chosen(link, route.source or link.address_of(family_of(address)), evidence)
-        # A bridge, a tunnel or a dead link: another one is taken only if the master answers there.
+        # The link is a bridge, a tunnel or dead: another one replaces it only if the master answers there.
         for other in self._routes.matching(address):
             candidate = self._links.get(other.device)
             if candidate is None or self._grade(candidate) >= grade:
                 continue
             if self._answers(address, self._job.master_port, candidate.name):
                 self._notes.append(
-                    f"the kernel's route to {address} goes over {link.name} ({link.describe()}); the master also "
-                    f"answers over {candidate.name}"
+                    tr(
+                        "the kernel's route to {address} goes over {name} ({state}); the master also answers over {other}",
+                        address=address,
+                        name=link.name,
+                        state=link.describe(),
+                        other=candidate.name,
+                    )
                 )
                 return self._chosen(
-                    candidate, candidate.address_of(family_of(address)), f"MASTER_ADDR={master} answers through it"
+                    candidate,
+                    candidate.address_of(family_of(address)),
+                    tr("MASTER_ADDR={host} answers through it", host=master),
                 )
         self._warn_about(link)
         return self._chosen(link, route.source or link.address_of(family_of(address)), evidence)
@@ -806,13 +821,15 @@ class _Chooser:
             route = self._routes.to(address)
             link = self._links.get(route.device) if route is not None else None
             if route is not None and link is not None and not route.local:
-                self._found.append(_Candidate(link, route.source, f"the route to {address} goes over it"))
+                self._found.append(
+                    _Candidate(link, route.source, tr("the route to {address} goes over it", address=address))
+                )
 
     def _look_at_default_routes(self) -> None:
         for route in self._routes.defaults():
             link = self._links.get(route.device)
             if link is not None:
-                evidence = f"a default route (metric {route.metric}) goes over it"
+                evidence = tr("a default route (metric {number}) goes over it", number=route.metric)
                 self._found.append(_Candidate(link, route.source, evidence))
 
     def _look_for_the_only_one(self) -> None:
@@ -820,27 +837,29 @@ class _Chooser:
         for grade in (_PROPER, _VETH, _AVOIDED):
             alike = [link for link in usable if self._grade(link) == grade]
             if len(alike) == 1:
-                others = "" if len(usable) == 1 else " and no bridge, tunnel or veth"
-                self._found.append(_Candidate(alike[0], None, f"the only interface that is up{others}"))
+                alone = tr("the only interface that is up")
+                proper = tr("the only interface that is up and no bridge, tunnel or veth")
+                self._found.append(_Candidate(alike[0], None, alone if len(usable) == 1 else proper))
             if alike:
                 return
         for link in self._links.values():
             if link.loopback and link.up and "127.0.0.1" in link.addresses:
-                self._found.append(_Candidate(link, "127.0.0.1", "no other interface is up"))
+                self._found.append(_Candidate(link, "127.0.0.1", tr("no other interface is up")))
 
     def _nothing(self) -> InterfaceChoice:
         usable = [link for link in self._links.values() if not link.loopback and link.usable]
-        names = ", ".join(f"{link.name} ({link.describe()})" for link in usable) or "none"
+        named = joined(", ", (tr("{name} ({state})", name=link.name, state=link.describe()) for link in usable))
+        names = named or tr("none", "doctor")
         return InterfaceChoice(
             name=None,
-            evidence=f"nothing tells which interface reaches the other hosts; candidates: {names}",
+            evidence=tr("nothing tells which interface reaches the other hosts; candidates: {names}", names=names),
             notes=tuple(self._notes),
-            trouble=self._trouble or f"no interface could be chosen; candidates: {names}",
-            advice=self._advice or "set MASTER_ADDR before, or NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME by hand",
+            trouble=self._trouble or tr("no interface could be chosen; candidates: {names}", names=names),
+            advice=self._advice or tr("set MASTER_ADDR before, or NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME by hand"),
         )
 
     def _grade(self, link: Link) -> int:
-        """How good a kind and state of link is; a lower grade is taken before a higher one, whatever the evidence."""
+        """Grade a link by kind and state; a lower grade is taken before a higher one, whatever the evidence."""
         if not link.usable:
             return _NO_CARRIER if link.global_addresses else _LAST
         if link.loopback:
@@ -851,7 +870,7 @@ class _Chooser:
         return _VETH if link.kind == "veth" else _AVOIDED
 
     def _avoided(self, link: Link) -> bool:
-        """Whether a link is taken only as the last way. A bridge with a wire in it carries the host's own address."""
+        """Return whether a link is the last choice. A bridge with a wire in it carries the host's own address."""
         if not link.avoided:
             return False
         members = (other for other in self._links.values() if other.master == link.name)
@@ -863,10 +882,17 @@ class _Chooser:
 
     def _warn_about(self, link: Link) -> None:
         if not link.running:
-            self._notes.append(f"{link.name} has no carrier")
+            self._notes.append(tr("{name} has no carrier", name=link.name))
         better = [other.name for other in self._links.values() if self._grade(other) < self._grade(link)]
         if self._avoided(link) and better:
-            self._notes.append(f"{link.name} is a {link.kind}; {', '.join(better)} did not lead to the master")
+            self._notes.append(
+                tr(
+                    "{name} is a {kind}; {some} did not lead to the master",
+                    name=link.name,
+                    kind=link.kind,
+                    some=", ".join(better),
+                )
+            )
 
 
 def choose_interface(
@@ -877,7 +903,7 @@ def choose_interface(
     resolve: Callable[[str], tuple[str, ...]] = resolve,
     answers: Callable[[str, int, str], bool] = answers,
 ) -> InterfaceChoice:
-    """The interface over which this host reaches the job's master.
+    """Choose the interface over which this host reaches the job's master.
 
     Sends nothing, except when the kernel's route to the master goes over a bridge, a tunnel or a dead link while
     another route exists: then one connection to the master's port is tried through each, at most a second long.

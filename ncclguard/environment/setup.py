@@ -38,9 +38,18 @@ from ncclguard.environment.catalogue import (
     lookup,
     name_for,
 )
-from ncclguard.environment.nccl_names import read_conf
-from ncclguard.environment.network import InterfaceChoice, Link, choose_interface, read_file, read_job, read_links
+from ncclguard.environment.network import (
+    InterfaceChoice,
+    Link,
+    Prose,
+    choose_interface,
+    read_file,
+    read_job,
+    read_links,
+)
 from ncclguard.environment.versions import Versions, detect_versions, within
+from ncclguard_explain.host import read_conf
+from ncclguard_explain.language import Message, joined, tr
 
 Severity = Literal["error", "warning"]
 
@@ -52,8 +61,8 @@ class Finding(BaseModel):
 
     name: str
     severity: Severity
-    detail: str
-    advice: str
+    detail: Prose
+    advice: Prose
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.detail}; {self.advice}"
@@ -64,12 +73,12 @@ def _finding(name: str, severity: Severity, detail: str, advice: str) -> Finding
 
 
 def watched(name: str) -> bool:
-    """Whether a variable of the environment is looked at."""
+    """Return whether a variable of the environment is looked at."""
     return name in CATALOGUE or name.startswith(WATCHED_PREFIXES)
 
 
 def check_names(environ: Mapping[str, str], versions: Versions) -> list[Finding]:
-    """Names that the installed versions do not read, and deprecated ones."""
+    """Find names that the installed versions do not read, and deprecated ones."""
     found = (_check_name(name, environ, versions) for name in sorted(environ) if watched(name))
     return [finding for finding in found if finding is not None]
 
@@ -80,16 +89,21 @@ def _check_name(name: str, environ: Mapping[str, str], versions: Versions) -> Fi
     if variable is None:
         meant = closest(name, versions)
         if meant is not None:
-            return _finding(name, "warning", f"nothing known reads {shown}", f"did you mean {meant}? If so, rename it")
-        return None  # a plug-in's or another program's name: nothing is known of it
+            return _finding(
+                name,
+                "warning",
+                tr("nothing known reads {setting}", setting=shown),
+                tr("did you mean {name}? If so, rename it", name=meant),
+            )
+        return None  # a plug-in's or another program's name, of which nothing is known
     if variable.reader is Reader.NOTHING:
-        return _finding(name, "warning", f"{shown} has no effect: nothing reads it", f"use {variable.instead}")
+        unread = tr("{setting} has no effect: nothing reads it", setting=shown)
+        return _finding(name, "warning", unread, tr("use {name}", name=variable.instead))
     if variable.is_deprecated(versions):
         return _check_deprecated(variable, environ)
     if variable.is_read(versions) is False:
-        return _finding(
-            name, "warning", f"{shown} has no effect: {_outside(variable, versions)}", _other_name(variable)
-        )
+        unread = tr("{setting} has no effect: {why}", setting=shown, why=_outside(variable, versions))
+        return _finding(name, "warning", unread, _other_name(variable))
     return None
 
 
@@ -99,34 +113,41 @@ def _check_deprecated(variable: Variable, environ: Mapping[str, str]) -> Finding
         return _finding(
             old,
             "warning",
-            f"{old}={environ[old]} is deprecated and {new}={environ[new]} takes precedence",
-            f"remove {old}",
+            tr(
+                "{setting} is deprecated and {other} takes precedence",
+                setting=f"{old}={environ[old]}",
+                other=f"{new}={environ[new]}",
+            ),
+            tr("remove {name}", name=old),
         )
-    return _finding(
-        old, "warning", f"{old} is deprecated since torch {variable.deprecated_since}", f"rename it to {new}"
-    )
+    deprecated = tr("{name} is deprecated since torch {version}", name=old, version=variable.deprecated_since)
+    return _finding(old, "warning", deprecated, tr("rename it to {name}", name=new))
 
 
-def _outside(variable: Variable, versions: Versions) -> str:
+def _outside(variable: Variable, versions: Versions) -> Message:
     if variable.not_by_nccl2 and versions.nccl2:
-        return f'the backend nccl2, which "nccl" is on torch {versions.torch}, does not heed it'
+        return tr('the backend nccl2, which "nccl" is on torch {version}, does not heed it', version=versions.torch)
     version = variable.version_of_reader(versions)
-    name = "NCCL" if variable.reader is Reader.NCCL else "torch"
-    span = f"only {variable.since or 'the first'} to {variable.until} read it" if variable.until else ""
-    return f"{name} {version} does not read it, {span or f'versions from {variable.since} on do'}"
+    reader = "NCCL" if variable.reader is Reader.NCCL else "torch"
+    if variable.until:
+        first = variable.since or tr("the first")
+        span = tr("only {first} to {last} read it", first=first, last=variable.until)
+    else:
+        span = tr("versions from {version} on do", version=variable.since)
+    return joined(", ", (tr("{name} {version} does not read it", name=reader, version=version), span))
 
 
-def _other_name(variable: Variable) -> str:
+def _other_name(variable: Variable) -> Message:
     if variable.not_by_nccl2:
-        return "remove it, or set TORCH_DIST_USE_NCCL2=0 to have the backend of before"
+        return tr("remove it, or set TORCH_DIST_USE_NCCL2=0 to have the backend of before")
     for other in CATALOGUE.values():
         if other.replaced_by == variable.name:
-            return f"use {other.name} with this version, or upgrade"
-    return "remove it"
+            return tr("use {name} with this version, or upgrade", name=other.name)
+    return tr("remove it")
 
 
 def check_values(environ: Mapping[str, str], versions: Versions) -> list[Finding]:
-    """Values that the reader refuses or misunderstands."""
+    """Find values that the reader refuses or misunderstands."""
     found = []
     for name in sorted(environ):
         variable = CATALOGUE.get(name)
@@ -134,12 +155,13 @@ def check_values(environ: Mapping[str, str], versions: Versions) -> list[Finding
             continue
         fault = variable.fault_of(environ[name])
         if fault is not None:
-            found.append(_finding(name, "error", f"{name}={environ[name]}: {name} {fault}", "correct or remove it"))
+            detail = tr("{setting}: {name} {text}", setting=f"{name}={environ[name]}", name=name, text=fault)
+            found.append(_finding(name, "error", detail, tr("correct or remove it")))
     return found
 
 
 def check_interfaces(environ: Mapping[str, str], choice: InterfaceChoice, links: Sequence[Link]) -> list[Finding]:
-    """The interfaces that the user named: whether they are there, run, and lead to the master."""
+    """Check that the user's interfaces exist, are up, and lead to the master."""
     found = []
     for name, reader in (("NCCL_SOCKET_IFNAME", match_nccl), ("GLOO_SOCKET_IFNAME", match_gloo)):
         if name in environ:
@@ -148,7 +170,7 @@ def check_interfaces(environ: Mapping[str, str], choice: InterfaceChoice, links:
 
 
 def match_nccl(value: str, links: Sequence[Link]) -> list[Link]:
-    """The links that a value of ``NCCL_SOCKET_IFNAME`` selects: prefixes, ``=`` exact names, ``^`` all others."""
+    """Return the links that a value of ``NCCL_SOCKET_IFNAME`` selects: prefixes, ``=`` names, ``^`` all but these."""
     excluding, exact, entries = _list_of_nccl(value)
     names = [entry.partition(":")[0] for entry in entries]
     return [
@@ -159,7 +181,7 @@ def match_nccl(value: str, links: Sequence[Link]) -> list[Link]:
 
 
 def _matching_ports(value: str, ports: Sequence[Port]) -> list[Port]:
-    """The ports that a value of ``NCCL_IB_HCA`` selects: the same for ``name[:port]``."""
+    """Return the ports that a value of ``NCCL_IB_HCA`` selects: the same for ``name[:port]``."""
     excluding, exact, entries = _list_of_nccl(value)
     wanted = [entry.split(":") for entry in entries]
 
@@ -174,7 +196,7 @@ def _matching_ports(value: str, ports: Sequence[Port]) -> list[Port]:
 
 
 def _list_of_nccl(value: str) -> tuple[bool, bool, list[str]]:
-    """Whether a list as NCCL takes it excludes (``^``), whether it has exact names (``=``), and its entries."""
+    """Return whether a list as NCCL takes it excludes (``^``), whether it has exact names (``=``), and its entries."""
     excluding = value.startswith("^")
     rest = value[1:] if excluding else value
     exact = rest.startswith("=")
@@ -182,7 +204,7 @@ def _list_of_nccl(value: str) -> tuple[bool, bool, list[str]]:
 
 
 def match_gloo(value: str, links: Sequence[Link]) -> list[Link]:
-    """The links that a value of ``GLOO_SOCKET_IFNAME`` selects: exact names, separated by commas."""
+    """Return the links that a value of ``GLOO_SOCKET_IFNAME`` selects: exact names, separated by commas."""
     return [link for entry in value.split(",") for link in links if link.name == entry]
 
 
@@ -197,80 +219,96 @@ def _check_interface(
     matched = match(value, links)
     if not matched:
         there = ", ".join(link.name for link in links)
-        hint = f"; {name} takes exact names only" if match is match_gloo and value[:1] in "^=" else ""
-        return [_finding(name, "error", f"{shown} matches no interface of this host ({there}){hint}", use)]
+        detail = tr("{setting} matches no interface of this host ({some})", setting=shown, some=there)
+        if match is match_gloo and value[:1] in "^=":
+            detail = joined("; ", (detail, tr("{name} takes exact names only", name=name)))
+        return [_finding(name, "error", detail, use)]
     if not any(link.up and link.running for link in matched):
-        states = ", ".join(f"{link.name} ({link.describe()})" for link in matched)
-        return [_finding(name, "error", f"{shown}: {states}", use)]
+        states = [tr("{name} ({state})", name=link.name, state=link.describe()) for link in matched]
+        return [_finding(name, "error", joined(": ", (shown, joined(", ", states))), use)]
     if choice.name is None or choice.name in [link.name for link in matched]:
         return []
     if all(link.loopback for link in matched) and choice.kind != "loopback":
-        detail = f"{shown} is the loopback, but the master is not on this host alone ({choice.evidence}: {choice.name})"
+        detail = tr(
+            "{setting} is the loopback, but the master is not on this host alone ({evidence}: {name})",
+            setting=shown,
+            evidence=choice.evidence,
+            name=choice.name,
+        )
         return [_finding(name, "error", detail, use)]
     names = ", ".join(link.name for link in matched)
-    detail = f"{shown} selects {names}, but {choice.name} leads to the master ({choice.evidence})"
-    return [_finding(name, "warning", detail, f"if the other hosts are not on the network of {names}: {use}")]
+    detail = tr(
+        "{setting} selects {some}, but {name} leads to the master ({evidence})",
+        setting=shown,
+        some=names,
+        name=choice.name,
+        evidence=choice.evidence,
+    )
+    advice = tr("if the other hosts are not on the network of {some}: {advice}", some=names, advice=use)
+    return [_finding(name, "warning", detail, advice)]
 
 
-def _use(name: str, choice: InterfaceChoice) -> str:
+def _use(name: str, choice: InterfaceChoice) -> Message:
     if choice.name is None:
-        return f"correct or remove {name}"
-    return f"remove {name}, or set it to {'=' if name == 'NCCL_SOCKET_IFNAME' else ''}{choice.name}"
+        return tr("correct or remove {name}", name=name)
+    wanted = f"={choice.name}" if name == "NCCL_SOCKET_IFNAME" else choice.name
+    return tr("remove {name}, or set it to {value}", name=name, value=wanted)
 
 
-#: Legal values that do harm: the variable, the values, what they do (after name and "="), and what to do.
-_HARMFUL: tuple[tuple[str, frozenset[str], str, str], ...] = (
+#: Legal values that do harm: the variable, the values, their effect (as it follows name and "="), and what to do.
+_HARMFUL: tuple[tuple[str, frozenset[str], Message, Message], ...] = (
     (
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         frozenset({"0"}),
-        "0: an unguarded collective that hangs is never ended",
-        "set it to 3",
+        tr("TORCH_NCCL_ASYNC_ERROR_HANDLING=0: an unguarded collective that hangs is never ended"),
+        tr("set it to 3"),
     ),
     (
         "TORCH_NCCL_BLOCKING_WAIT",
         TRUE_WORDS,
-        "1 switches watchdog, monitor and automatic dump off",
-        "remove it",
+        tr("TORCH_NCCL_BLOCKING_WAIT=1 switches watchdog, monitor and automatic dump off"),
+        tr("remove it"),
     ),
     (
         "TORCH_NCCL_EXTRA_DUMP_ON_EXEC",
         TRUE_WORDS,
-        (
-            "1: when the guard aborts its own NCCL communicator to end a collective, torch tells all ranks to write a "
-            "dump and end their process"
+        tr(
+            "TORCH_NCCL_EXTRA_DUMP_ON_EXEC=1: when the guard aborts its own NCCL communicator to end a collective, torch "
+            "tells all ranks to write a dump and end their process"
         ),
-        "remove it: torch writes dumps at a timeout without it",
+        tr("remove it: torch writes dumps at a timeout without it"),
     ),
     (
         "NCCL_P2P_DISABLE",
         frozenset({"1"}),
-        "1 sends everything between the GPUs of a host through its memory",
-        "remove it, unless direct access fails on this machine",
+        tr("NCCL_P2P_DISABLE=1 sends everything between the GPUs of a host through its memory"),
+        tr("remove it, unless direct access fails on this machine"),
     ),
 )
 
 
 def check_harm(environ: Mapping[str, str], ports: Sequence[Port]) -> list[Finding]:
-    """Legal values that switch off what keeps a job from hanging, or the fast path."""
+    """Find legal values that switch off the fast path, or the means against a hang."""
     found = [
-        _finding(name, "warning", f"{name}={effect}", advice)
+        _finding(name, "warning", effect, advice)
         for name, values, effect, advice in _HARMFUL
         if environ.get(name, "").strip().lower() in values
     ]
     active = [port.name for port in ports if port.active and port.layer in ("InfiniBand", "Ethernet")]
     if environ.get("NCCL_IB_DISABLE") == "1" and active:
-        detail = f"NCCL_IB_DISABLE=1 leaves the active ports {', '.join(active)} unused"
-        found.append(_finding("NCCL_IB_DISABLE", "warning", detail, "remove it, unless they are not for this job"))
+        detail = tr("NCCL_IB_DISABLE=1 leaves the active ports {some} unused", some=", ".join(active))
+        found.append(_finding("NCCL_IB_DISABLE", "warning", detail, tr("remove it, unless they are not for this job")))
     if "NCCL_IB_HCA" in environ and ports and not _matching_ports(environ["NCCL_IB_HCA"], ports):
         there = ", ".join(port.name for port in ports)
-        detail = f"NCCL_IB_HCA={environ['NCCL_IB_HCA']} matches no port of this host ({there})"
-        found.append(_finding("NCCL_IB_HCA", "error", detail, "correct or remove it"))
+        setting = f"NCCL_IB_HCA={environ['NCCL_IB_HCA']}"
+        detail = tr("{setting} matches no port of this host ({some})", setting=setting, some=there)
+        found.append(_finding("NCCL_IB_HCA", "error", detail, tr("correct or remove it")))
     return found
 
 
 _log = logging.getLogger("ncclguard.environment")
 
-# What earlier calls in this process wrote, so that a second call tells its own values from the user's.
+# The values that earlier calls in this process wrote, so that a second call tells them from the user's.
 _written: dict[str, str] = {}
 _lock = threading.Lock()
 
@@ -285,6 +323,12 @@ class Setting(BaseModel):
     name: str
     value: str
     why: str
+
+
+class Late(Setting):
+    """A variable that was not set, and what has happened already that reads it."""
+
+    after: str
 
 
 class Kept(BaseModel):
@@ -319,11 +363,11 @@ class EnvironmentReport(BaseModel):
     kept: tuple[Kept, ...] = ()
     translated: tuple[tuple[str, str], ...] = ()
     wrong: tuple[Finding, ...] = ()
-    too_late: tuple[Setting, ...] = ()
+    too_late: tuple[Late, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is an error and nothing came too late."""
+        """Return whether nothing is an error and nothing came too late."""
         return not self.too_late and not any(finding.severity == "error" for finding in self.wrong)
 
     @property
@@ -335,9 +379,9 @@ class EnvironmentReport(BaseModel):
             f"{len(self.set)} variables set, {len(self.kept)} kept",
             self.limits.one_line,
         ]
-        if self.too_late:
-            names = ", ".join(setting.name for setting in self.too_late)
-            parts.append(f"too late, init_process_group has been called, for {names}")
+        for after in dict.fromkeys(setting.after for setting in self.too_late):
+            names = ", ".join(setting.name for setting in self.too_late if setting.after == after)
+            parts.append(f"too late, {after}, for {names}")
         if self.wrong:
             parts.append("wrong: " + " | ".join(str(finding) for finding in self.wrong))
         return "; ".join(parts)
@@ -352,7 +396,7 @@ class EnvironmentReport(BaseModel):
         ]
         lines += [f"set        {entry.name}={entry.value}: {entry.why}" for entry in self.set]
         lines += [_kept_line(entry) for entry in self.kept]
-        lines += [f"too late   {entry.name}={entry.value}: {entry.why}" for entry in self.too_late]
+        lines += [f"too late   {entry.name}={entry.value}: {entry.why} ({entry.after})" for entry in self.too_late]
         lines += [f"{finding.severity:<10} {finding.detail}; {finding.advice}" for finding in self.wrong]
         return "\n".join([*lines, "limits", *(f"  {rung}" for rung in self.limits.rungs)])
 
@@ -428,7 +472,7 @@ def make_plan(
     nccl_debug: NcclDebug = "warn",
     deepspeed: bool | None = None,
 ) -> tuple[Setting, ...]:
-    """The settings, most important first. ``deepspeed=None`` includes DeepSpeed's where it is installed.
+    """Return the settings, most important first. ``deepspeed=None`` includes DeepSpeed's where it is installed.
 
     Names are those of the installed versions; a setting that they have no name for is left out.
     """
@@ -451,7 +495,7 @@ def make_plan(
 
 
 def translate(environ: Mapping[str, str], versions: Versions) -> dict[str, tuple[str, str]]:
-    """New names whose deprecated alias alone is set: new name to (old name, its value)."""
+    """Return new names of which only the deprecated alias is set: new name to (old name, its value)."""
     found: dict[str, tuple[str, str]] = {}
     for variable in CATALOGUE.values():
         new = variable.replaced_by
@@ -478,7 +522,7 @@ class _Situation:
 
 
 def guard_deadline() -> float:
-    """The longest time in seconds that a guarded collective may take by the current configuration."""
+    """Return the longest time in seconds that a guarded collective may take by the current configuration."""
     config = current_config()
     if config.timeout is not None:
         return max(config.timeout, config.timeout_eval, config.timeout_train, config.timeout_small)
@@ -511,24 +555,26 @@ def _read_situation(
 
 
 def process_group_exists() -> bool:
-    """Whether ``init_process_group`` has been called; does not import torch."""
+    """Return whether ``init_process_group`` has been called; does not import torch."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
 
 
-def _is_late(name: str) -> bool:
-    if CATALOGUE[name].read_at == "import deepspeed" and "deepspeed" in sys.modules:
-        return True
-    return process_group_exists()  # DeepSpeed takes a group that exists as it is
+def _late_after(name: str) -> str:
+    """Return the event that makes setting a variable too late; "" for none."""
+    if process_group_exists():  # also for DeepSpeed's variables: it uses an existing group as it is
+        return "init_process_group has been called"
+    read_by_deepspeed = CATALOGUE[name].read_at == "import deepspeed" and "deepspeed" in sys.modules
+    return "deepspeed has been imported" if read_by_deepspeed else ""
 
 
 def _findings(situation: _Situation, theirs: Mapping[str, str]) -> list[Finding]:
-    """What is wrong with the variables that ncclguard did not set, and with the situation."""
+    """Return what is wrong with the variables that ncclguard did not set, and with the situation."""
     found = []
     choice = situation.choice
     if choice.trouble is not None:
         found.append(
-            Finding(name="MASTER_ADDR", severity="error", detail=choice.trouble, advice=choice.advice or "check it")
+            Finding(name="MASTER_ADDR", severity="error", detail=choice.trouble, advice=choice.advice or tr("check it"))
         )
     if situation.profile.trouble is not None:
         found.append(
@@ -536,7 +582,7 @@ def _findings(situation: _Situation, theirs: Mapping[str, str]) -> list[Finding]
                 name="NCCL_IB_HCA",
                 severity="warning",
                 detail=situation.profile.trouble,
-                advice="see `ibstat` and `rdma link`, or choose another profile",
+                advice=tr("see `ibstat` and `rdma link`, or choose another profile"),
             )
         )
     found += _family_finding(choice, situation.links)
@@ -549,8 +595,11 @@ def _findings(situation: _Situation, theirs: Mapping[str, str]) -> list[Finding]
             name="limits",
             severity="error",
             detail=problem,
-            advice=f"proposed: process group {situation.ladder.process_group.seconds:g} s, "
-            f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={situation.ladder.proposed_heartbeat}",
+            advice=tr(
+                "proposed: process group {seconds:g} s, TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={number}",
+                seconds=situation.ladder.process_group.seconds or 0.0,
+                number=situation.ladder.proposed_heartbeat,
+            ),
         )
         for problem in situation.ladder.problems
     ]
@@ -558,7 +607,7 @@ def _findings(situation: _Situation, theirs: Mapping[str, str]) -> list[Finding]
 
 
 def _family_finding(choice: InterfaceChoice, links: tuple[Link, ...]) -> list[Finding]:
-    """gloo gives its peers the first address of the interface, IPv4 before IPv6, and cannot be told otherwise."""
+    """Warn if the interface's first address, which gloo gives its peers, is not the one that reaches the master."""
     link = next((link for link in links if link.name == choice.name), None)
     if link is None or choice.address is None or choice.kind == "loopback":
         return []
@@ -569,9 +618,13 @@ def _family_finding(choice: InterfaceChoice, links: tuple[Link, ...]) -> list[Fi
         Finding(
             name="GLOO_SOCKET_IFNAME",
             severity="warning",
-            detail=f"the master is reached from {choice.address}, but gloo gives its peers the first address of "
-            f"{link.name}, {first}",
-            advice=f"make sure that the other hosts reach {first}, or remove that address",
+            detail=tr(
+                "the master is reached from {address}, but gloo gives its peers the first address of {name}, {first}",
+                address=choice.address,
+                name=link.name,
+                first=first,
+            ),
+            advice=tr("make sure that the other hosts reach {address}, or remove that address", address=first),
         )
     ]
 
@@ -583,11 +636,11 @@ def _apply(
     conf: Mapping[str, tuple[str, str]],
     *,
     may_be_late: bool,
-) -> tuple[list[Setting], list[Kept], list[Setting]]:
-    """Writes the plan where nothing else is set; returns what ncclguard set, what was kept and what came too late."""
+) -> tuple[list[Setting], list[Kept], list[Late]]:
+    """Write the plan where nothing else is set; return what ncclguard set, what was kept and what came too late."""
     done: list[Setting] = []
     kept: list[Kept] = []
-    late: list[Setting] = []
+    late: list[Late] = []
     for setting in plan:
         name, value = setting.name, setting.value
         present = environ.get(name)
@@ -597,8 +650,8 @@ def _apply(
             kept.append(Kept(name=name, value=conf[name][0], origin=conf[name][1], proposed=value))
         elif present == value:
             done.append(setting)
-        elif may_be_late and _is_late(name):
-            late.append(setting)
+        elif may_be_late and (after := _late_after(name)):
+            late.append(Late(name=name, value=value, why=setting.why, after=after))
         else:
             environ[name] = written[name] = value
             done.append(setting)
@@ -615,7 +668,7 @@ def plan_environment(
     deepspeed: bool | None = None,
     written: dict[str, str] | None = None,
 ) -> EnvironmentReport:
-    """Does to a mapping what :func:`setup_env` does to the environment of this process; times are in seconds.
+    """Do to a mapping what :func:`setup_env` does to the environment of this process; times are in seconds.
 
     Never "too late" when ``written`` is None: the mapping is then for processes that are yet to start.
     """
@@ -661,7 +714,7 @@ def setup_env(
     launcher_timeout: float | timedelta | None = None,
     nccl_debug: NcclDebug = "warn",
 ) -> EnvironmentReport:
-    """Sets the variables for interface, network, error handling and recorder; call it before ``init_process_group``.
+    """Set the variables for interface, network, error handling and recorder; call it before ``init_process_group``.
 
     A variable that is already set, in the environment or in NCCL's files, is never overwritten, only checked.
     Calling it again changes nothing. After ``init_process_group`` it sets nothing, and the report says what came too
@@ -692,13 +745,13 @@ def setup_env(
     return report
 
 
-#: The name that the users of the original recipe know.
+#: The name by which users of the original recipe know it.
 setup_nccl_timeout_env = setup_env
 
 
-#: What a process group waits beyond the guard's deadline: the verdict (2 s), and ranks that arrive one after the other.
+#: Seconds of a process group beyond the guard's deadline: for the verdict (2 s), and ranks that arrive one by one.
 PROCESS_GROUP_MARGIN = 120.0
-#: What the heartbeat monitor waits beyond the watchdog's own end, which sleeps during the flight-recorder dump.
+#: Seconds of the heartbeat monitor beyond the watchdog's own end, which sleeps during the flight-recorder dump.
 HEARTBEAT_MARGIN = 60.0
 
 
@@ -707,9 +760,9 @@ class Rung(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    name: str
+    name: Prose
     seconds: float | None
-    origin: str
+    origin: Prose
 
     def __str__(self) -> str:
         figure = "none" if self.seconds is None else f"{self.seconds:g} s"
@@ -737,22 +790,28 @@ class Ladder(BaseModel):
         """A sentence for each pair of limits in the wrong order; empty when the ladder holds."""
         known = [rung for rung in self.rungs if rung.seconds is not None]
         return tuple(
-            f"the {upper.name} ({upper.seconds:g} s, {upper.origin}) must exceed the {lower.name} "
-            f"({lower.seconds:g} s, {lower.origin})"
+            tr(
+                "the {upper} ({more}) must exceed the {lower} ({less})",
+                upper=upper.name,
+                more=joined(", ", (f"{upper.seconds:g} s", upper.origin)),
+                lower=lower.name,
+                less=joined(", ", (f"{lower.seconds:g} s", lower.origin)),
+            )
             for lower, upper in itertools.pairwise(known)
             if upper.seconds is not None and lower.seconds is not None and upper.seconds <= lower.seconds
         )
 
     @property
     def process_group_timeout(self) -> timedelta:
-        """What to pass to ``init_process_group(timeout=...)``."""
+        """The value for ``init_process_group(timeout=...)``."""
         return timedelta(seconds=self.process_group.seconds or 0.0)
 
     @property
-    def one_line(self) -> str:
+    def one_line(self) -> Message:
         """The limits in one line."""
-        figures = " < ".join("none" if rung.seconds is None else f"{rung.seconds:g}" for rung in self.rungs)
-        return f"limits in s (guard < process group < heartbeat < launcher): {figures}"
+        none = tr("none", "doctor")
+        figures = joined(" < ", (none if rung.seconds is None else f"{rung.seconds:g}" for rung in self.rungs))
+        return tr("limits in s (guard < process group < heartbeat < launcher): {figures}", figures=figures)
 
     def __str__(self) -> str:
         return "\n".join([*(str(rung) for rung in self.rungs), *(f"wrong: {problem}" for problem in self.problems)])
@@ -765,7 +824,7 @@ def _up_to_minutes(seconds: float) -> int:
 def _number(environ: Mapping[str, str], name: str) -> float | None:
     try:
         return float(environ[name])
-    except (KeyError, ValueError):  # absent, or no number: the check of the value says so
+    except (KeyError, ValueError):  # absent, or no number, which the check of the value reports
         return None
 
 
@@ -776,38 +835,38 @@ def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
 
 def _process_group(guard: float, given: float | None, environ: Mapping[str, str]) -> Rung:
     if given is not None:
-        return Rung(name="process-group timeout", seconds=given, origin="init_process_group(timeout=...)")
+        return Rung(name=tr("process-group timeout"), seconds=given, origin="init_process_group(timeout=...)")
     minutes = _number(environ, "DEEPSPEED_TIMEOUT")
     if minutes is not None:
-        return Rung(name="process-group timeout", seconds=minutes * 60, origin=f"DEEPSPEED_TIMEOUT={minutes:g} min")
+        return Rung(name=tr("process-group timeout"), seconds=minutes * 60, origin=f"DEEPSPEED_TIMEOUT={minutes:g} min")
     return Rung(
-        name="process-group timeout",
+        name=tr("process-group timeout"),
         seconds=_up_to_minutes(guard + PROCESS_GROUP_MARGIN),
-        origin="computed: pass it to init_process_group(timeout=...)",
+        origin=tr("computed: pass it to init_process_group(timeout=...)"),
     )
 
 
 def _heartbeat(proposed: int, environ: Mapping[str, str], versions: Versions) -> Rung:
-    name = "heartbeat monitor"
+    name = tr("heartbeat monitor")
     if _flag(environ, "TORCH_NCCL_BLOCKING_WAIT", False) or _flag(environ, "NCCL_BLOCKING_WAIT", False):
-        return Rung(name=name, seconds=None, origin="off: TORCH_NCCL_BLOCKING_WAIT is set")
+        return Rung(name=name, seconds=None, origin=tr("off: TORCH_NCCL_BLOCKING_WAIT is set"))
     if not within(versions.torch, "2.2", None):
-        return Rung(name=name, seconds=None, origin="off: torch before 2.2 has none")
+        return Rung(name=name, seconds=None, origin=tr("off: torch before 2.2 has none"))
     if not _flag(environ, "TORCH_NCCL_ENABLE_MONITORING", True):
-        return Rung(name=name, seconds=None, origin="off: TORCH_NCCL_ENABLE_MONITORING=0")
+        return Rung(name=name, seconds=None, origin=tr("off: TORCH_NCCL_ENABLE_MONITORING=0"))
     given = _number(environ, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
     if given is not None:
         return Rung(name=name, seconds=given, origin="TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
-    return Rung(name=name, seconds=proposed, origin="computed: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
+    return Rung(name=name, seconds=proposed, origin=tr("computed: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"))
 
 
 def _launcher(given: float | None, environ: Mapping[str, str]) -> Rung:
     if given is not None:
-        return Rung(name="launcher", seconds=given, origin="given")
+        return Rung(name=tr("launcher"), seconds=given, origin="given")
     start, end = _number(environ, "SLURM_JOB_START_TIME"), _number(environ, "SLURM_JOB_END_TIME")
     if start is not None and end is not None and end > start:
-        return Rung(name="launcher", seconds=end - start, origin="time limit of the Slurm job")
-    return Rung(name="launcher", seconds=None, origin="unknown: its limit has to exceed those above")
+        return Rung(name=tr("launcher"), seconds=end - start, origin=tr("time limit of the Slurm job"))
+    return Rung(name=tr("launcher"), seconds=None, origin="unknown: its limit has to exceed those above")
 
 
 def compute_ladder(
@@ -818,7 +877,7 @@ def compute_ladder(
     process_group_timeout: float | None = None,
     launcher_timeout: float | None = None,
 ) -> Ladder:
-    """The limits that hold, or that ``setup_env()`` proposes, for a longest guard deadline in seconds.
+    """Return the limits that hold, or that ``setup_env()`` proposes, for a longest guard deadline in seconds.
 
     >>> versions = Versions(torch="2.13.0", nccl="2.29.7", nccl_source="example")
     >>> print(compute_ladder(1800, versions, {}).one_line)
@@ -830,7 +889,9 @@ def compute_ladder(
     sleeping = 4 * (15.0 if dump is None else dump / 1000.0) if within(versions.torch, "2.8", None) else 60.0
     proposed = _up_to_minutes((process_group.seconds or 0.0) + sleeping + HEARTBEAT_MARGIN)
     return Ladder(
-        guard=Rung(name="guard deadline", seconds=guard_deadline, origin="the longest of GuardConfig's timeouts"),
+        guard=Rung(
+            name=tr("guard deadline"), seconds=guard_deadline, origin=tr("the longest of GuardConfig's timeouts")
+        ),
         process_group=process_group,
         heartbeat=_heartbeat(proposed, environ, versions),
         launcher=_launcher(launcher_timeout, environ),
@@ -851,7 +912,7 @@ class Gid:
 
     @property
     def carries_ipv4(self) -> bool:
-        """Whether it is an IPv4-mapped address, which a routed network needs."""
+        """Return whether it is an IPv4-mapped address, which a routed network needs."""
         return self.value.startswith("0000:0000:0000:0000:0000:ffff:")
 
 
@@ -870,12 +931,12 @@ class Port:
 
     @property
     def active(self) -> bool:
-        """Whether the subnet manager (or the Ethernet link) has brought it up."""
+        """Return whether the subnet manager (or the Ethernet link) has brought it up."""
         return self.state == "ACTIVE"
 
     @property
     def roce(self) -> bool:
-        """Whether it speaks Ethernet."""
+        """Return whether it speaks Ethernet."""
         return self.layer == "Ethernet"
 
     @property
@@ -909,7 +970,7 @@ def _port(device: str, folder: Path) -> Port:
 
 
 def read_ports(sysfs: Path = SYSFS) -> tuple[Port, ...]:
-    """All ports of all adapters of this host, by name; none where there is no RDMA hardware."""
+    """Return all ports of all adapters of this host, by name; none where there is no RDMA hardware."""
     if not sysfs.is_dir():
         return ()
     return tuple(
@@ -936,14 +997,14 @@ class Profile(BaseModel):
 
 
 def compute_ports(ports: Sequence[Port], *, roce: bool) -> tuple[Port, ...]:
-    """The active ports of one kind that carry the job: the fastest; slower ones are for storage or management."""
+    """Return the active ports of one kind that carry the job: the fastest; slower ones serve storage or management."""
     active = [port for port in ports if port.active and port.layer == ("Ethernet" if roce else "InfiniBand")]
     fastest = max((port.rate or 0.0 for port in active), default=0.0)
     return tuple(port for port in active if (port.rate or 0.0) == fastest)
 
 
 def _gid_for_roce(ports: Sequence[Port]) -> Gid | None:
-    """The RoCE v2 address with an IPv4 in it that all ports have at the same index; NCCL takes one index for all."""
+    """Return the RoCE v2 address with an IPv4 that all ports have at one index, as NCCL takes one index for all."""
     common: set[int] | None = None
     for port in ports:
         indices = {gid.index for gid in port.gids if gid.kind == "RoCE v2" and gid.carries_ipv4}
@@ -967,7 +1028,7 @@ def _hca_settings(ports: Sequence[Port]) -> list[tuple[str, str, str]]:
 
 def _infiniband(ports: Sequence[Port], reason: str) -> Profile:
     used = compute_ports(ports, roce=False)
-    trouble = None if used else "profile infiniband, but no InfiniBand port is active on this host"
+    trouble = None if used else tr("profile infiniband, but no InfiniBand port is active on this host")
     names = tuple(port.name for port in used)
     return Profile(name="infiniband", reason=reason, ports=names, settings=tuple(_hca_settings(used)), trouble=trouble)
 
@@ -975,13 +1036,13 @@ def _infiniband(ports: Sequence[Port], reason: str) -> Profile:
 def _roce(ports: Sequence[Port], reason: str, versions: Versions) -> Profile:
     used = compute_ports(ports, roce=True)
     settings = _hca_settings(used)
-    trouble = None if used else "profile roce, but no RoCE port is active on this host"
+    trouble = None if used else tr("profile roce, but no RoCE port is active on this host")
     nccl = versions.nccl_for_names
     if used and nccl is not None and not within(nccl, "2.21", None):
         # NCCL before 2.21 takes index 0, a RoCE v1 address that no router forwards; later ones look for a v2 address.
         gid = _gid_for_roce(used)
         if gid is None:
-            trouble = "no RoCE v2 address with an IPv4 in it is at the same index of all ports"
+            trouble = tr("no RoCE v2 address with an IPv4 in it is at the same index of all ports")
         else:
             settings.append(("NCCL_IB_GID_INDEX", str(gid.index), f"the {gid.kind} address; NCCL {nccl} takes index 0"))
     return Profile(
@@ -1008,7 +1069,7 @@ def _ethernet(ports: Sequence[Port], reason: str, *, named: bool) -> Profile:
 
 
 def choose_profile(name: str, ports: Sequence[Port], versions: Versions) -> Profile:
-    """The profile of a name, or for "auto" the one that the active ports ask for.
+    """Return the profile of a name, or for "auto" the one that the active ports ask for.
 
     Raises ValueError for a name that is not one of ``PROFILE_NAMES``.
     """

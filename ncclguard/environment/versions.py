@@ -1,4 +1,4 @@
-"""Which torch and which NCCL this process would use, without loading either when that can be avoided."""
+"""The versions of torch and NCCL that this process would use, without loading either where possible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """The numbers at the front of a version, for comparison.
+    """Return the numbers at the front of a version, for comparison.
 
     Raises ValueError when the text does not begin with a number.
 
@@ -45,7 +45,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def within(version: str, since: str | None, until: str | None) -> bool:
-    """Whether ``since <= version <= until``, compared to the length of each bound (2.13.1 is within until 2.13).
+    """Return whether ``since <= version <= until``, compared to the length of each bound (2.13.1 is within until 2.13).
 
     >>> within("2.7.1", "2.6", "2.7")
     True
@@ -77,7 +77,7 @@ class Versions(BaseModel):
 
     @property
     def nccl_for_names(self) -> str | None:
-        """The NCCL version by which names are chosen; None when even a guess has no ground."""
+        """Return the NCCL version by which names are chosen; None when there is no ground even for a guess."""
         return self.nccl or self.nccl_assumed
 
 
@@ -95,7 +95,7 @@ def _torch_version() -> str:
 
 
 def _nccl_of_loaded_torch() -> str | None:
-    """What the loaded torch says of the NCCL in it; asking it does not initialise CUDA."""
+    """Return the version of NCCL in the loaded torch, without initialising CUDA."""
     torch = sys.modules.get("torch")
     native = getattr(torch, "_C", None)
     ask = getattr(native, "_nccl_version", None)
@@ -107,7 +107,7 @@ def _nccl_of_loaded_torch() -> str | None:
 
 
 def detect_versions() -> Versions:
-    """The installed torch and NCCL.
+    """Return the versions of the installed torch and NCCL.
 
     Raises importlib.metadata.PackageNotFoundError when torch is not installed.
     """

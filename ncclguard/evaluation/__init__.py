@@ -1,6 +1,16 @@
-"""Evaluation that survives: what fails on one rank is known to all, who decide alike, and training goes on."""
+"""Evaluation that survives: all ranks learn of one rank's failure and decide alike, and training goes on."""
 
 from ncclguard.evaluation.decision import Action, EvaluationReport, Failure
+from ncclguard.evaluation.fallback import NOT_EVALUATED, NotEvaluated
 from ncclguard.evaluation.runner import GuardedEvaluation, record_partial, resilient_evaluate
 
-__all__ = ["Action", "EvaluationReport", "Failure", "GuardedEvaluation", "record_partial", "resilient_evaluate"]
+__all__ = [
+    "NOT_EVALUATED",
+    "Action",
+    "EvaluationReport",
+    "Failure",
+    "GuardedEvaluation",
+    "NotEvaluated",
+    "record_partial",
+    "resilient_evaluate",
+]

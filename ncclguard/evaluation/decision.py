@@ -1,4 +1,4 @@
-"""What the ranks tell each other about one try of an evaluation, what all of them do next, and the report of it.
+"""The messages of ranks about one try of an evaluation, the decision that follows from them, and the report.
 
 The decisions are pure functions of what all ranks exchanged, or of the agreed verdict on an exchange that failed: equal
 input on every rank, equal decision on every rank.
@@ -7,18 +7,19 @@ input on every rank, equal decision on every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from ncclguard.cause import ADVICE, Cause
-from ncclguard.incident.model import ranks_text
 from ncclguard.protocol.decision import PRECEDENCE
+from ncclguard_explain.cause import ADVICE, WORD, Cause
+from ncclguard_explain.language import Message, joined, say, told, tr
+from ncclguard_explain.ranks import ranks_text
 
 
 class Kind(str, Enum):
-    """How the try of one rank ended."""
+    """The way in which the try of one rank ended."""
 
     FINE = "fine"
     OUT_OF_MEMORY = "out of memory"
@@ -29,7 +30,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What one rank brings to the beginning of a try."""
+    """One rank's message at the beginning of a try."""
 
     enabled: bool = True
     divisor: int = 1  # of the batch size
@@ -39,13 +40,14 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What one rank brings to the end of a try."""
+    """One rank's message at the end of a try."""
 
     rank: int
     kind: Kind = Kind.FINE
     error: str = ""  # type, place and message of the exception
     cause: Cause | None = None  # of the failed collective
     culprits: tuple[int, ...] = ()
+    incident: str = ""  # of the failed collective, by which its report is found
     done: tuple[int, ...] = ()  # the counts at which a partial result was recorded
     total: int = 0  # what `done` would be in the end, 0 where it is not known
     part: Any = None  # the latest partial result, pickled, where parts of ranks are combined
@@ -59,19 +61,20 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What all ranks brought to a meeting; `values` are in the order of the group's ranks."""
+    """The messages of all ranks at a meeting; `values` are in the order of the group's ranks."""
 
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class NotMet:
-    """Why a meeting failed; with `agreed` all ranks know the same, with `gone` a process has ended."""
+    """The reason why a meeting failed; with `agreed` all ranks know the same, with `gone` a process has ended."""
 
     cause: Cause
     culprits: tuple[int, ...]
     agreed: bool = True
     gone: bool = False
+    incident: str = ""
     report: str = ""
     error: Exception | None = field(default=None, compare=False)
 
@@ -80,7 +83,7 @@ Meeting = Met | NotMet
 
 
 class Action(str, Enum):
-    """What all ranks do next."""
+    """The next step of all ranks."""
 
     RUN = "run"
     RUN_SINGLE = "run on a single rank"
@@ -94,26 +97,40 @@ class Action(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why one try failed; the same on all ranks."""
+    """The reason why one try failed; the same on all ranks."""
 
     attempt: int
     cause: Cause
     culprits: tuple[int, ...]
     errors: tuple[tuple[int, str], ...] = ()  # by rank
     out_of_memory: bool = False
-    report: str = ""
-    final: bool = False  # tries were left, and none was made because each would raise the same
+    incident: str = ""  # whose report has the stacks and says what to do
+    report: str = ""  # the whole incident, where reports are switched off
+    final: bool = False  # the remaining tries were not made, because each would raise the same error
+    began: bool = True  # False: not all ranks came to the beginning of the try
+
+    @property
+    def summary(self) -> Message:
+        """The failed try, the reason and the ranks to blame, in one line."""
+        cause: Message = WORD[self.cause]
+        if self.out_of_memory:
+            cause = tr("{cause}, out of memory", cause=cause)
+        if self.culprits:
+            cause = joined(", ", (cause, ranks_text(self.culprits)))
+        if self.incident:
+            cause = tr("{cause} (incident {name})", cause=cause, name=self.incident)
+        if self.began:
+            return tr("try {number}: {cause}", number=self.attempt, cause=cause)
+        return tr("before try {number}: {cause}", number=self.attempt, cause=cause)
 
     def __str__(self) -> str:
-        by = f", {ranks_text(self.culprits)}" if self.culprits else ""
-        memory = ", out of memory" if self.out_of_memory else ""
-        errors = "".join(f"\n    rank {rank}: {error}" for rank, error in self.errors)
-        return f"try {self.attempt}: {self.cause}{memory}{by}{errors}"
+        errors = (f"\n    {say(joined(': ', (ranks_text([rank]), error)))}" for rank, error in self.errors)
+        return "".join((say(self.summary), *errors))
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What all ranks do after they met, or failed to."""
+    """The next step of all ranks, after a meeting or after one that failed."""
 
     action: Action
     failure: Failure | None = None
@@ -127,9 +144,9 @@ class Decision:
 
 
 def at_opening(meeting: Meeting, attempt: int, ranks: Sequence[int]) -> Decision:
-    """Whether to run a try at all, from the `Terms` of all ranks; a rank that switches off, or is missing, decides."""
+    """Decide from the `Terms` of all ranks whether to run a try; not if a rank is switched off or missing."""
     if isinstance(meeting, NotMet):
-        return Decision(_unmet(meeting, Action.GIVE_UP), _failure_to_meet(meeting, attempt))
+        return Decision(_unmet(meeting, Action.GIVE_UP), replace(_failure_to_meet(meeting, attempt), began=False))
     terms: Sequence[Terms] = meeting.values
     if not all(term.enabled for term in terms):
         return Decision(Action.SKIP)
@@ -141,7 +158,7 @@ def at_opening(meeting: Meeting, attempt: int, ranks: Sequence[int]) -> Decision
 
 
 def at_end(meeting: Meeting, attempt: int, max_attempts: int) -> Decision:
-    """What to do after a try, from the `RankResult` of each rank that evaluated.
+    """Decide what follows a try, from the `RankResult` of each rank that evaluated.
 
     Whether a partial result is taken in place of GIVE_UP is the caller's to decide.
     """
@@ -159,7 +176,7 @@ def at_end(meeting: Meeting, attempt: int, max_attempts: int) -> Decision:
 
 
 def would_fail_again(results: Sequence[RankResult]) -> bool:
-    """Whether errors of the program are the whole reason why a try failed, so that each try would fail.
+    """Return whether errors of the program are the whole reason why a try failed, so that each try would fail.
 
     A failed collective is a part of that reason only where its verdict names a rank whose error it is, or a rank that
     itself gave up the try, or where nobody was missing but the ranks were in different calls. Whatever else went wrong
@@ -179,7 +196,7 @@ def would_fail_again(results: Sequence[RankResult]) -> bool:
 
 
 def failure_of(results: Sequence[RankResult], attempt: int) -> Failure:
-    """Why a try failed: the ranks that raised exceptions of their own, else the ranks that the verdicts name."""
+    """Return why a try failed, blaming ranks that raised exceptions of their own, else those that the verdicts name."""
     own = [result for result in results if result.kind in (Kind.OUT_OF_MEMORY, Kind.RAISED, Kind.WRONG)]
     if own:
         return Failure(
@@ -188,15 +205,22 @@ def failure_of(results: Sequence[RankResult], attempt: int) -> Failure:
             tuple(sorted(result.rank for result in own)),
             tuple(sorted((result.rank, result.error) for result in own)),
             any(result.kind is Kind.OUT_OF_MEMORY for result in own),
+            _incident_of(result for result in results if set(result.culprits) <= {other.rank for other in own}),
         )
     with_verdict = [result for result in results if result.cause is not None]
-    # Nobody has an exception of its own, so "rank 3 failed" says that rank 3 gave up the try after a verdict.
+    # No rank has an exception of its own, so "rank 3 failed" means that rank 3 gave up the try after a verdict.
     with_verdict = [result for result in with_verdict if result.cause is not Cause.FAILED] or with_verdict
     cause = min((result.cause for result in with_verdict if result.cause), key=PRECEDENCE.index, default=None)
     decisive = [result for result in with_verdict if result.cause is cause]
     culprits = {rank for result in decisive for rank in result.culprits}
     errors = tuple(sorted((result.rank, result.error) for result in decisive))[:1]
-    return Failure(attempt, cause or Cause.UNKNOWN, tuple(sorted(culprits)), errors)
+    return Failure(
+        attempt, cause or Cause.UNKNOWN, tuple(sorted(culprits)), errors, incident=_incident_of(iter(decisive))
+    )
+
+
+def _incident_of(results: Iterator[RankResult]) -> str:
+    return next((result.incident for result in results if result.incident), "")
 
 
 def without_followers(decided: Decision, mine: RankResult) -> Decision:
@@ -204,11 +228,12 @@ def without_followers(decided: Decision, mine: RankResult) -> Decision:
     failure = decided.failure
     if failure is None or not mine.culprits or not set(mine.culprits) < set(failure.culprits):
         return decided
-    return replace(decided, failure=replace(failure, cause=mine.cause or failure.cause, culprits=mine.culprits))
+    own = replace(failure, cause=mine.cause or failure.cause, culprits=mine.culprits, incident=mine.incident)
+    return replace(decided, failure=own)
 
 
 def common_part(results: Sequence[RankResult]) -> tuple[int, int]:
-    """The largest count at which *every* rank recorded a partial result, and the total; (0, 0) for none."""
+    """Return the largest count at which *every* rank recorded a partial result, and the total; (0, 0) for none."""
     common = set(results[0].done) if results else set()
     for result in results[1:]:
         common &= set(result.done)
@@ -217,7 +242,7 @@ def common_part(results: Sequence[RankResult]) -> tuple[int, int]:
 
 
 def first_with_sink(terms: Sequence[Terms], ranks: Sequence[int]) -> int:
-    """The one rank that logs metrics, so that each is logged once: the first that has a place to log them to."""
+    """Return the rank that logs metrics, so that each is logged once: the first that has a place to log them to."""
     return next((rank for rank, term in zip(ranks, terms, strict=True) if term.sink), ranks[0])
 
 
@@ -226,23 +251,24 @@ def _unmet(meeting: NotMet, otherwise: Action) -> Action:
 
 
 def _failure_to_meet(meeting: NotMet, attempt: int) -> Failure:
-    return Failure(attempt, meeting.cause, meeting.culprits, report=meeting.report)
+    return Failure(attempt, meeting.cause, meeting.culprits, incident=meeting.incident, report=meeting.report)
 
 
 log = logging.getLogger("ncclguard")
 
 #: Why no other try was made although more were allowed.
-_FINAL = "an exception of this type says that the program or its data is wrong, so each try would raise it."
+_FINAL = tr("an exception of this type says that the program or its data is wrong, so each try would raise it.")
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """What became of one evaluation; the same on all ranks that could agree.
+    """The report of one evaluation; the same on all ranks that could agree.
 
     Attributes: `label` (which evaluation); `action` (the last one taken: ACCEPT, PARTIAL, GIVE_UP, SKIP or STOP);
     `failures` (of each try that failed, and of combining partial results, in order); `attempts` (tries that were
-    begun); `done`, `total` (what the partial result covers); `cause`, `culprits` (of the last failure). `str()` is for
-    people.
+    begun); `done`, `total` (what the partial result covers); `fallback` (whether the program has given one);
+    `cause`, `culprits` (of the last failure). `str()` is for people; it refers to the report of an incident, which has
+    the stacks, by the incident's name.
     """
 
     label: str
@@ -251,10 +277,11 @@ class EvaluationReport:
     attempts: int = 0
     done: int = 0
     total: int = 0
+    fallback: bool = True
 
     @property
     def failed(self) -> bool:
-        """Whether no complete result came out although one was wanted."""
+        """Return whether no complete result came out although one was wanted."""
         return self.action in (Action.PARTIAL, Action.GIVE_UP, Action.STOP)
 
     @property
@@ -265,43 +292,61 @@ class EvaluationReport:
     def culprits(self) -> tuple[int, ...]:
         return self.failures[-1].culprits if self.failures else ()
 
+    @property
+    def headline(self) -> str:
+        """The result of the evaluation, and the reason why the last try failed, in one line."""
+        text = told("ncclguard {name}: {text}", name=self.label, text=self._what())
+        if not self.failures:
+            return text
+        return told("{headline} ({failure})", headline=text, failure=say(self.failures[-1].summary))
+
     def __str__(self) -> str:
-        lines = [f"ncclguard {self.label}: {self._what()}"]
+        lines = [told("ncclguard {name}: {text}", name=self.label, text=self._what())]
         lines += [f"  {failure}" for failure in self.failures]
         reports = [failure.report for failure in self.failures if failure.report]
         if reports:
             lines.append(reports[-1])
         if any(failure.final for failure in self.failures):
-            lines.append(f"  no other try was made: {_FINAL}")
-        if self.failures:
-            lines.append(f"  what to do: {self._advice()}")
+            lines.append(f"  {told('no other try was made: {because}', because=_FINAL)}")
+        advice = self._advice()
+        if advice:
+            lines.append(f"  {told('what to do: {advice}', advice=advice)}")
         return "\n".join(lines)
 
-    def _what(self) -> str:
-        tries = f"{self.attempts} {'try' if self.attempts == 1 else 'tries'}"
-        of = f"{self.done} of {self.total}" if self.total else str(self.done)
-        return {
-            Action.ACCEPT: f"complete after {tries}.",
-            Action.PARTIAL: f"failed after {tries}; a partial result is returned, from {of}.",
-            Action.GIVE_UP: f"failed after {tries}; the fallback is returned and training goes on."
-            if self.attempts
-            else "skipped, because not all ranks arrived; the fallback is returned and training goes on.",
-            Action.SKIP: "skipped, because it is switched off; the fallback is returned.",
-        }.get(self.action, f"stopped after {tries}: the job cannot go on.")
+    def _what(self) -> Message:
+        tries = tr("1 try") if self.attempts == 1 else tr("{count} tries", count=self.attempts)
+        of = tr("{done} of {count}", done=self.done, count=self.total) if self.total else str(self.done)
+        instead = tr("the fallback is returned")
+        if not self.fallback:
+            instead = tr("NaN is returned, because no `fallback=` was given")
+        if self.action is Action.ACCEPT:
+            return tr("complete after {tries}.", tries=tries)
+        if self.action is Action.PARTIAL:
+            return tr("failed after {tries}; a partial result is returned, from {part}.", tries=tries, part=of)
+        if self.action is Action.GIVE_UP and self.attempts:
+            return tr("failed after {tries}; {text}, and training goes on.", tries=tries, text=instead)
+        if self.action is Action.GIVE_UP:
+            return tr("skipped, because not all ranks arrived; {text}, and training goes on.", text=instead)
+        if self.action is Action.SKIP:
+            return tr("skipped, because it is switched off; {text}.", text=instead)
+        return tr("stopped after {tries}: the job cannot go on.", tries=tries)
 
     def _advice(self) -> str:
+        """Return what to do next; "" where an incident's report, or the lines above, say it."""
+        if not self.failures:
+            return ""
         last = self.failures[-1]
         if self.action is Action.STOP:
-            return "Restart the job from its last checkpoint, after a look at the ranks above."
+            return tr("Restart the job from its last checkpoint, after a look at the ranks above.")
         if last.out_of_memory:
-            return (
+            return tr(
                 "Evaluate with smaller batches, or say with `batch_size` where their size is, so that it can be halved."
             )
-        return ADVICE[last.cause]
+        return "" if last.incident or last.report else ADVICE[last.cause]
 
 
 def metrics_of(report: EvaluationReport, prefix: str) -> dict[str, float]:
-    """What is logged of an evaluation that failed: numbers only, since not every sink takes text.
+    """Return the metrics of a failed evaluation: numbers only, since not every sink takes text.
 
     >>> from ncclguard.evaluation import Action, EvaluationReport, Failure
     >>> from ncclguard import Cause
@@ -326,7 +371,7 @@ def metrics_of(report: EvaluationReport, prefix: str) -> dict[str, float]:
 
 
 def log_to(sink: Any, metrics: Mapping[str, float], step: int | None) -> bool:
-    """Hand metrics to whatever the program logs with; returns whether they were taken.
+    """Log metrics with the program's logger, of whatever kind; return whether it took them.
 
     An exception of the sink is logged and goes no further. What a sink has is looked for in this order:
     `log_metrics(metrics, step)`; `add_scalar(name, value, step)` (TensorBoard's SummaryWriter); `log(metrics,

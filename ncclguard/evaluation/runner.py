@@ -28,9 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ncclguard import process_group, torch_compat
-from ncclguard.cause import Cause
 from ncclguard.collectives import safe_all_gather_object, safe_broadcast_object_list
-from ncclguard.config import current_config, seconds
+from ncclguard.config import current_config, is_time, seconds
 from ncclguard.coordination.sections import Sections
 from ncclguard.engine import runtime
 from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError
@@ -49,10 +48,16 @@ from ncclguard.evaluation.decision import (
     log_to,
     metrics_of,
 )
-from ncclguard.incident.model import ranks_text
+from ncclguard.evaluation.fallback import NOT_EVALUATED
+from ncclguard.groups import check_group, group_of
+from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import describe_exception
 from ncclguard.outcome import Outcome
 from ncclguard.phases import inside_section
+from ncclguard.spelling import meant, no_argument
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import told, tr
+from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
 
@@ -65,10 +70,9 @@ BatchSize = str | Callable[[int], object] | None
 
 
 def members_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """The global ranks that evaluate together; (0,) without torch.distributed."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return (0,)
-    return torch_compat.group_ranks(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
+    """Return the global ranks that evaluate together; (0,) for a process alone. Raises as `group_of` does."""
+    chosen = group_of(group)
+    return (0,) if chosen is None else torch_compat.group_ranks(chosen)
 
 
 @contextmanager
@@ -96,7 +100,7 @@ def one_try(name: str, members: tuple[int, ...], timeout: float) -> Iterator[pro
 
 
 def settle(members: tuple[int, ...]) -> None:
-    """Say that all ranks have met, or have agreed that they did not: no rank waits for this one inside the try."""
+    """Note that all ranks have met, or know that they have not: no rank waits for this one inside the try."""
     if len(members) > 1:
         _sections().settle()
 
@@ -112,7 +116,7 @@ def _sections() -> Sections:
 def divided(owner: Any, batch_size: BatchSize, divisor: int) -> Iterator[None]:
     """Run a block with batches `divisor` times smaller, and at least of size 1; afterwards they are as before.
 
-    Raises AttributeError or TypeError when `batch_size` names nothing that can be divided.
+    Call `check_batch_size` before: what `batch_size` names is there, and can be divided.
     """
     if batch_size is None or divisor == 1:
         yield
@@ -124,10 +128,7 @@ def divided(owner: Any, batch_size: BatchSize, divisor: int) -> Iterator[None]:
         finally:
             batch_size(1)
         return
-    *path, name = batch_size.split(".")
-    holder = owner
-    for step in path:
-        holder = getattr(holder, step)
+    holder, name = _holder_of(owner, batch_size)
     before = getattr(holder, name)
     setattr(holder, name, smaller(before, divisor))
     try:
@@ -136,25 +137,60 @@ def divided(owner: Any, batch_size: BatchSize, divisor: int) -> Iterator[None]:
         setattr(holder, name, before)
 
 
+def check_batch_size(owner: Any, batch_size: BatchSize, function: str) -> None:
+    """Raise GuardConfigError when `batch_size` names nothing of the owner of `function`, or nothing to divide."""
+    if not isinstance(batch_size, str):
+        return
+    what = f"batch_size={batch_size!r} of {function}"
+    if owner is None:
+        raise GuardConfigError(
+            f"{what} names an attribute, but {function} was called without arguments, so there is no object that could "
+            "have it: give a callable that gets the divisor"
+        )
+    try:
+        holder, name = _holder_of(owner, batch_size)
+        value = getattr(holder, name)
+    except AttributeError as error:
+        hint = meant(error.name or "", dir(error.obj), "{!r}") or tr(
+            "give a dotted attribute of its object, or a callable"
+        )
+        raise GuardConfigError(f"{what} names nothing: {error}; {hint}") from None
+    try:
+        check_divisible(value)
+    except TypeError as error:
+        raise GuardConfigError(f"{what}: {error}") from None
+
+
+def _holder_of(owner: Any, batch_size: str) -> tuple[Any, str]:
+    """Return the object and its attribute that a dotted name stands for. Raises AttributeError on the way."""
+    *path, name = batch_size.split(".")
+    return functools.reduce(getattr, path, owner), name
+
+
+def check_divisible(value: Any) -> None:
+    """Raise TypeError for anything but a batch size, or a DataLoader that has one."""
+    if isinstance(value, DataLoader):
+        if value.batch_size is None or type(value.batch_sampler) is not BatchSampler:
+            raise TypeError("this DataLoader has a batch sampler of its own: give `batch_size` as a callable instead")
+    elif isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"a batch size is a whole number or a DataLoader, not {type(value).__name__}: give a callable instead"
+        )
+
+
 def smaller(value: Any, divisor: int) -> Any:
-    """A batch size, or a DataLoader, with batches `divisor` times smaller and at least 1.
+    """Return a batch size, or a DataLoader, with batches `divisor` times smaller and at least 1.
 
     >>> smaller(32, 4), smaller(2, 8)
     (8, 1)
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return max(1, value // divisor)
-    if isinstance(value, DataLoader):
-        return _smaller_loader(value, divisor)
-    raise TypeError(
-        f"a batch size is a whole number or a DataLoader, not {type(value).__name__}: give a callable instead"
-    )
+    check_divisible(value)
+    return _smaller_loader(value, divisor) if isinstance(value, DataLoader) else max(1, value // divisor)
 
 
 def _smaller_loader(loader: DataLoader[Any], divisor: int) -> DataLoader[Any]:
-    """The same loader with another batch size, which torch does not let change; the sampler is the same object."""
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise TypeError("this DataLoader has a batch sampler of its own: give `batch_size` as a callable instead")
+    """Copy a loader with a smaller batch size, which torch does not let change; the sampler is shared."""
+    assert loader.batch_size is not None
     options: dict[str, Any] = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
     return DataLoader(
         loader.dataset,
@@ -172,7 +208,7 @@ def _smaller_loader(loader: DataLoader[Any], divisor: int) -> DataLoader[Any]:
 
 
 def default_batch_size(evaluate: Callable[..., Any]) -> int | None:
-    """The default of `evaluate`'s own parameter `batch_size`, if that is a number."""
+    """Return the default of `evaluate`'s own parameter `batch_size`, if that is a number."""
     parameter = inspect.signature(evaluate).parameters.get("batch_size")
     default = None if parameter is None else parameter.default
     return default if isinstance(default, int) and not isinstance(default, bool) else None
@@ -236,7 +272,7 @@ def countdown(what: str, seconds: float, every: float = EVERY) -> Iterator[None]
 
 @dataclass
 class Recorder:
-    """What one try has recorded on this rank."""
+    """The partial results that one try has recorded on this rank."""
 
     results: dict[int, Any] = field(default_factory=dict)  # by count; another rank may be at any of them
     total: int = 0
@@ -260,7 +296,7 @@ _current: Recorder | None = None
 
 
 def record_partial(result: Any, done: int, total: int = 0) -> None:
-    """Say inside an evaluation that `result` covers `done` of `total` data sets or batches.
+    """Record inside an evaluation that `result` covers `done` of `total` data sets or batches.
 
     If the evaluation has to be given up, the result with the largest `done` that *every* rank recorded is returned in
     its place, so record what is the same on all ranks; with `combine=` the ranks' own parts are combined instead. Every
@@ -288,13 +324,13 @@ def recorded(*, latest_only: bool = False) -> Iterator[Recorder]:
 
 
 def recording() -> bool:
-    """Whether a try is in progress in this process."""
+    """Return whether a try is in progress in this process."""
     return _current is not None
 
 
-#: How often ranks meet again at the end of a try because a rank was still inside it, in a collective that met theirs.
+#: Meetings at the end of a try at most: a rank may still be inside, in a collective that meets those of the others.
 REPEATS = 16
-#: Such a verdict says that not all ranks had come to the end yet. They will, because those inside have failed with it.
+#: The causes of a meeting that not all ranks had come to yet. They will, because the collective fails for them as well.
 _STILL_INSIDE = (Cause.DIVERGED, Cause.FAILED)
 #: Exceptions that say that the program or its data is wrong. With the state as it was before, each try raises them,
 #: while the reason of others, such as an OSError or a RuntimeError of torch, may be gone in the next try.
@@ -314,7 +350,7 @@ class Options:
     timeout: float = 1800.0
     barrier_timeout: float = 300.0
     max_attempts: int = 3
-    fallback: Any = (0.0, 0.0)
+    fallback: Any = NOT_EVALUATED
     batch_size: BatchSize = None
     metric_prefix: str = "eval/"
     monitor: Any = None
@@ -332,16 +368,25 @@ class Options:
         for name in ("timeout", "barrier_timeout"):
             value = seconds(getattr(self, name), name)
             if value is None:
-                raise TypeError(f"{name} must be seconds or a timedelta, not None: give for example 300")
+                raise TypeError(
+                    told("{name} must be seconds or a timedelta, not None: give for example 300", name=name)
+                )
             object.__setattr__(self, name, value)
         if isinstance(self.max_attempts, bool) or not isinstance(self.max_attempts, int):
-            raise TypeError(f"max_attempts must be a whole number, not {type(self.max_attempts).__name__}")
+            raise TypeError(
+                told("max_attempts must be a whole number, not {kind}", kind=type(self.max_attempts).__name__)
+            )
         if self.max_attempts < 1:
-            raise GuardConfigError(f"max_attempts must be at least 1, got {self.max_attempts}")
+            raise GuardConfigError(told("max_attempts must be at least 1, got {value}", value=self.max_attempts))
+        check_group(self.group)
         if self.on_lost not in ("fail", "checkpoint"):
-            raise GuardConfigError(f'on_lost must be "fail" or "checkpoint", got {self.on_lost!r}')
+            raise GuardConfigError(
+                told('on_lost must be "fail" or "checkpoint", got {value}', value=repr(self.on_lost))
+            )
         if (self.on_lost == "checkpoint") != (self.save is not None):
-            raise GuardConfigError('on_lost="checkpoint" and save=, a function without arguments, need each other')
+            raise GuardConfigError(
+                told('on_lost="checkpoint" and save=, a function without arguments, need each other')
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +404,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """What an evaluation returns, why, and the rank that logs it."""
+    """The end of an evaluation: the result, its report, and the rank that logs it."""
 
     result: Any
     report: EvaluationReport
@@ -409,7 +454,14 @@ class Evaluation:
             if decided.action is not Action.RETRY:
                 return self._end(decided, met, result)
             self._note(decided)
-            log.warning("ncclguard: %s: %s; trying again", self._job.label, decided.failure)
+            log.warning(
+                "%s",
+                told(
+                    "ncclguard: {name}: {failed}; trying again",
+                    name=self._job.label,
+                    failed=decided.failure or "",
+                ),
+            )
         raise AssertionError("the last try is decided by at_end")
 
     # ------------------------------------------------------------------ one try
@@ -451,7 +503,7 @@ class Evaluation:
                     sent = self._packed(job.run(divisor), "the result"), RankResult(chosen)
             except Exception as error:  # noqa: BLE001 - whatever the evaluation raises is what this is for
                 sent = None, self._result_of(error)
-            restore()  # the other ranks have not evaluated: whatever is equal on all ranks stays equal
+            restore()  # the other ranks have not evaluated, and state that is equal on all ranks must stay equal
         what = f"the {job.label} on rank {chosen}"
         with nullcontext() if sent is not None else countdown(what, self._options.timeout):
             meeting = self._tell(sent, chosen, f"{job.label} on rank {chosen}, try {attempt}")
@@ -463,7 +515,7 @@ class Evaluation:
         return self._taken(shared, attempt) if decided.action is Action.ACCEPT else (decided, meeting, None)
 
     def _taken(self, shared: Any, attempt: int) -> tuple[Decision, Meeting, Any]:
-        """The result of one rank, if every rank can read it; where one rank cannot, no rank returns it."""
+        """Return the result of one rank if every rank can read it; where one cannot, none returns it."""
         try:
             result, mine = self._unpacked(shared), RankResult(self._rank)
         except Exception as error:  # noqa: BLE001 - whatever reading an object of the program's own raises
@@ -473,7 +525,7 @@ class Evaluation:
         return decided, meeting, result
 
     def _inside(self, name: str, work: Callable[[], Any]) -> tuple[Any, RankResult]:
-        """What the program's own code returns on this rank, and how the try ended; its exceptions go no further."""
+        """Run the program's code; return its result and how the try ended, and raise none of its exceptions."""
         redirection = None
         try:
             with one_try(name, self._members, self._options.timeout) as redirection:
@@ -491,12 +543,17 @@ class Evaluation:
         return decided, meeting
 
     def _result_of(self, error: Exception, failures: Sequence[Outcome] = ()) -> RankResult:
-        """What this rank says of its exception, which itself is not kept, because its frames hold memory."""
+        """Describe this rank's exception for the other ranks.
+
+        The exception itself is not kept, because its frames hold memory.
+        """
         outcome = failed_collective(error, failures)
         if outcome is not None:
             text = outcome.incident.summary if outcome.incident is not None else str(outcome.error)
             log.info("ncclguard: rank %d: %s ended here: %s", self._rank, self._job.label, text)
-            return RankResult(self._rank, Kind.COLLECTIVE, text, outcome.cause, outcome.culprits)
+            return RankResult(
+                self._rank, Kind.COLLECTIVE, text, outcome.cause, outcome.culprits, reported_as(outcome.incident)
+            )
         text = describe_exception(error)
         log.warning("ncclguard: rank %d: %s failed here: %s", self._rank, self._job.label, text)
         if any(map(_is_out_of_memory, _with_origins(error))):
@@ -507,7 +564,7 @@ class Evaluation:
     # ------------------------------------------------------------------ partial results
 
     def _with_part(self, mine: RankResult, recorder: Recorder) -> RankResult:
-        """Add what was recorded; a part that cannot be sent fails nothing as long as no rank needs it."""
+        """Add the recorded partial results; one that cannot be sent fails nothing as long as no rank needs it."""
         mine = replace(mine, done=tuple(sorted(recorder.results)), total=recorder.total)
         if self._options.combine is None or not self._options.accept_partial or not mine.done:
             return mine
@@ -518,7 +575,7 @@ class Evaluation:
             return replace(mine, unsent=describe_exception(error))
 
     def _weigh_part(self, decided: Decision, meeting: Meeting, recorder: Recorder, attempt: int) -> None:
-        """Keep the partial result that covers most; all ranks choose the same."""
+        """Keep the partial result that covers most; all ranks keep the same one."""
         if decided.action is Action.ACCEPT or not isinstance(meeting, Met) or not self._options.accept_partial:
             return
         best = self._part.done if self._part is not None else 0
@@ -536,7 +593,7 @@ class Evaluation:
             self._part = Part(done, total, [value.part for value in meeting.values if value.done])
 
     def _combined(self, part: Part, combine: Callable[[list[Any]], Any]) -> tuple[Decision, Meeting, Any]:
-        """The parts of all ranks combined, if that goes well on every rank; else none has a partial result."""
+        """Combine the parts of all ranks, if that goes well on every rank; else none has a partial result."""
         name = f"{self._job.label}, combining"
         result, mine = self._inside(name, lambda: combine([self._unpacked(each) for each in part.result]))
         decided, meeting = self._meet(mine, f"end of {name}", self._attempts, self._attempts)
@@ -563,14 +620,15 @@ class Evaluation:
         action = decided.action
         if action not in (Action.ACCEPT, Action.PARTIAL):
             result = self._options.fallback
-        report = EvaluationReport(self._job.label, action, tuple(self._failures), self._attempts, done, total)
+        given = self._options.fallback is not NOT_EVALUATED
+        report = EvaluationReport(self._job.label, action, tuple(self._failures), self._attempts, done, total, given)
         error = meeting.error if isinstance(meeting, NotMet) and action is Action.STOP else None
         return Ended(result, report, self._logging_rank, error)
 
     # ------------------------------------------------------------------ meeting
 
     def _packed(self, value: Any, what: str) -> Any:
-        """Pickle what other ranks will read. Raises ValueError now, and not in the exchange where the ranks wait."""
+        """Pickle an object for other ranks. Raises ValueError now, and not in the exchange where the ranks wait."""
         if len(self._members) == 1:
             return value
         try:
@@ -611,7 +669,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _with_origins(error: BaseException) -> Iterator[BaseException]:
-    """The exception, and those that it was raised from or while they were handled."""
+    """Yield the exception, and those that it was raised from or while they were handled."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -621,17 +679,17 @@ def _with_origins(error: BaseException) -> Iterator[BaseException]:
 
 
 def failed_collective(error: BaseException, failures: Sequence[Outcome]) -> Outcome | None:
-    """The outcome of the failed collective that an exception is, or came from; None for an error of this rank's own."""
+    """Return the outcome of the failed collective behind an exception; None for an error of this rank's own."""
     for each in _with_origins(error):
         if isinstance(each, CollectiveFailed):
             return each.outcome
     if isinstance(error, RuntimeError) and not _is_out_of_memory(error) and failures:
-        return failures[0]  # through C++, such as a hook of DDP, the error comes as a plain RuntimeError
+        return failures[0]  # an error that passes through C++, such as in a hook of DDP, is a plain RuntimeError
     return None
 
 
 def stopped(ended: Ended) -> Exception:
-    """What is raised when the job cannot go on."""
+    """Return the error to raise when the job cannot go on."""
     if ended.error is not None:
         return ended.error
     return GuardError(f"{ended.report}\n({ranks_text(ended.report.culprits)})")
@@ -649,18 +707,28 @@ def meet(once: Callable[[], tuple[Outcome, tuple[Any, ...]]], repeat: bool) -> M
         gone = is_gone(outcome)
         if gone or not outcome.agreed or outcome.cause not in _STILL_INSIDE:
             break
+    name = reported_as(outcome.incident)
     return NotMet(
         outcome.cause or Cause.UNKNOWN,
         outcome.culprits,
         agreed=outcome.agreed,
         gone=gone,
-        report=str(outcome.incident or ""),
+        incident=name,
+        report="" if name else str(outcome.incident or ""),
         error=outcome.error,
     )
 
 
+def reported_as(incident: Incident | None) -> str:
+    """Return the incident whose report is on the terminal or in the folder; "" where reports are off."""
+    config = current_config()
+    if incident is None or (config.report_dir is None and not config.report_panel):
+        return ""
+    return incident.repeats or incident.id
+
+
 def _outcome_of(once: Callable[[], tuple[Outcome, tuple[Any, ...]]]) -> tuple[Outcome, tuple[Any, ...]]:
-    """The outcome of this exchange, also where failures are raised, and not that of an older call nobody looked at."""
+    """Return the outcome of this exchange, also where failures raise; an older call's failure is logged and skipped."""
     while True:
         try:
             return once()
@@ -672,26 +740,26 @@ def _outcome_of(once: Callable[[], tuple[Outcome, tuple[Any, ...]]]) -> tuple[Ou
 
 
 def is_gone(outcome: Outcome) -> bool:
-    """Whether the process of a culprit has ended, and not only its try."""
+    """Return whether the process of a culprit has ended, and not only its try."""
     if outcome.cause in (Cause.LOST, Cause.EXITED):
         return True
     ranks = outcome.incident.ranks if outcome.incident is not None else ()
     return any(report.rank in outcome.culprits and report.state == "departed" for report in ranks)
 
 
-#: What keeps more of the state of some models, such as a DeepSpeed engine's.
+#: Makes keepers of further state of some models, such as that of a DeepSpeed engine.
 KeepersOf = Callable[[Iterable[nn.Module]], Iterable[state.Keeper]]
 _keepers_of: list[KeepersOf] = []
 
 
 def register_keepers(keepers_of: KeepersOf) -> None:
-    """Have what `keepers_of(models)` gives kept in every guarded evaluation from now on."""
+    """Use the keepers of `keepers_of(models)` in every guarded evaluation from now on."""
     if keepers_of not in _keepers_of:
         _keepers_of.append(keepers_of)
 
 
 def _framework_keepers(models: Sequence[nn.Module]) -> list[state.Keeper]:
-    """What the frameworks that the program has loaded need kept; none of them is required."""
+    """Return the keepers of the frameworks that the program has loaded; none of them is required."""
     for name in ("accelerate", "deepspeed"):
         if name in sys.modules:
             importlib.import_module(f"ncclguard.integrations.{name}")
@@ -699,7 +767,7 @@ def _framework_keepers(models: Sequence[nn.Module]) -> list[state.Keeper]:
 
 
 class GuardedEvaluation:
-    """What `resilient_evaluate` makes of a function that evaluates, or of a method as `evaluate(self, step=None)`.
+    """A function that evaluates, or a method as `evaluate(self, step=None)`, made resilient by `resilient_evaluate`.
 
     Three attributes may be changed at any time, on any rank, and what one rank says holds for all: `enabled` (False
     returns the fallback), `divisor` (of the batch size, from the first try on), `single_rank` (evaluate on this global
@@ -726,6 +794,7 @@ class GuardedEvaluation:
         if recording():  # a part of another evaluation, which survives or fails as a whole
             return function(*args, **kwargs)
         owner = self._owner if self._owner is not None or not args else args[0]
+        check_batch_size(owner, options.batch_size, f"{getattr(function, '__name__', 'evaluate')}()")
         step = step_of(function, owner, args, kwargs)
         holders = [owner, *args, *kwargs.values(), *state.named_in(function)]
         models = state.models_of([*holders, *options.models])
@@ -761,17 +830,14 @@ class GuardedEvaluation:
         return ended.result
 
     def _tell(self, ended: Ended, sink: Any, step: int | None) -> None:
-        """One rank logs the metrics; all log that the evaluation failed, one of them the whole story."""
+        """Log on one rank the metrics and the report, and on all that the evaluation failed."""
         report = ended.report
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if report.action is Action.SKIP:
             log.warning("%s", report)
         if not report.failed:
             return
-        if rank in (ended.logging_rank, *report.culprits):
-            log.error("%s", report)
-        else:
-            log.error("%s", str(report).splitlines()[0])
+        log.error("%s", report if rank == ended.logging_rank else report.headline)
         if rank == ended.logging_rank:
             log_to(sink, metrics_of(report, self._options.metric_prefix), step)
 
@@ -797,26 +863,34 @@ def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options:
 
     `timeout`, `barrier_timeout`: seconds or timedelta, for each collective inside, and for all ranks to arrive (1800,
     300). `max_attempts`: tries, each with half the batch size of the one before (3); an exception that each try would
-    raise, such as a KeyError in a metric, is the last one at once. `batch_size`: where it is, a
-    dotted attribute of the owner (a number or a DataLoader), or a callable that gets the divisor; a `batch_size`
-    parameter is found by itself. `fallback`: returned when all tries failed ((0.0, 0.0)). `monitor`: where metrics go,
-    else `self.monitor`; `metric_prefix` ("eval/"). `accept_partial`, `combine(parts)`: see `record_partial`.
-    `same_result`: all ranks return what the first one found. `on_lost`: "fail" raises when a process is gone;
-    "checkpoint" calls `save()` on the survivors before. `group`: who evaluates together (default: all). `models`,
-    `loaders`, `keepers`: whose state is kept, besides what the owner and the arguments hold and the function itself
-    names.
+    raise, such as a KeyError in a metric, is the last one at once. `batch_size`: where it is, a dotted attribute of the
+    owner (a number or a DataLoader), or a callable that gets the divisor; a `batch_size` parameter is found by itself.
+    `fallback`: returned when all tries failed (`NOT_EVALUATED`, which is NaN, alone and as a loss and an accuracy).
+    `monitor`: where metrics go, else `self.monitor`; `metric_prefix` ("eval/"). `accept_partial`, `combine(parts)`: see
+    `record_partial`. `same_result`: all ranks return what the first one found. `on_lost`: "fail" raises when a process
+    is gone; "checkpoint" calls `save()` on the survivors before. `group`: who evaluates together (default: all).
+    `models`, `loaders`, `keepers`: whose state is kept, besides what the owner and the arguments hold and the function
+    itself names.
 
-    Raises GuardConfigError, TypeError or ValueError for options that cannot be. A call raises PeerLost, or another
-    CollectiveFailed, when the job cannot go on, and otherwise nothing of what happened inside.
+    Raises GuardConfigError, TypeError or ValueError for options that cannot be. A call raises GuardConfigError where
+    `batch_size` names nothing, before anything is sent; PeerLost, or another CollectiveFailed, when the job cannot go
+    on; and otherwise nothing of what happened inside.
 
     >>> import ncclguard as ng
-    >>> @ng.resilient_evaluate(fallback=(0.0, 0.0), max_attempts=2)
+    >>> @ng.resilient_evaluate(max_attempts=2)
     ... def evaluate(step=None):
     ...     raise ValueError("a metric went wrong")
-    >>> evaluate(step=7)
-    (0.0, 0.0)
+    >>> loss, accuracy = evaluate(step=7)
+    >>> loss, loss < 0.5
+    (nan, False)
     """
+    unknown = [name for name in options if name not in Options.__dataclass_fields__]
+    if unknown:
+        raise no_argument("resilient_evaluate", unknown[0], Options.__dataclass_fields__)
     checked = Options(**options)
+    if function is not None and not callable(function):
+        meant = f": a limit is given by its name, timeout={function!r}" if is_time(function) else ""
+        raise TypeError(f"resilient_evaluate takes a function that evaluates, not {type(function).__name__}{meant}")
 
     def wrap(wrapped: Callable[..., Any]) -> GuardedEvaluation:
         return GuardedEvaluation(wrapped, checked)
@@ -832,7 +906,7 @@ _counting = False
 
 
 def start_counting() -> None:
-    """Count the steps of all optimizers of this process from now on; once."""
+    """Count the steps of all optimizers of this process from now on; a second call does nothing."""
     global _counting
     with _lock:
         if not _counting:
@@ -846,7 +920,7 @@ def _count(*_: Any) -> None:
 
 
 def step_of(evaluate: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The argument `step` or `global_step` of a call, else what the owner or its `state` has under `global_step`."""
+    """Return the argument `step` or `global_step` of a call, else the `global_step` of the owner or of its `state`."""
     try:
         given = inspect.signature(evaluate).bind_partial(*args, **kwargs).arguments
     except TypeError:  # the call itself will say what is wrong with it
@@ -872,7 +946,7 @@ class Labels:
         self._repeated = 0
 
     def next(self, step: int | None) -> str:
-        """The name of the evaluation that begins now."""
+        """Return the name of the evaluation that begins now."""
         place = (step, _updates if step is None else 0)
         self._repeated = self._repeated + 1 if place == self._last else 0
         self._last = place

@@ -1,4 +1,4 @@
-"""What an evaluation, or a training step, that fails must leave as it was, and how to restore it.
+"""The state that a failed evaluation or training step must leave as it was, and how to restore it.
 
 The state is the modes and gradients of models, random numbers, and the positions of loaders. The models and loaders
 are those that the evaluation's owner, such as a trainer, or its arguments hold, or that its code names.
@@ -59,7 +59,7 @@ def keep(keepers: Iterable[Keeper]) -> Restore:
 
 
 def modes(modules: Iterable[nn.Module]) -> Keeper:
-    """The train or eval mode of every module inside the given ones, wrappers included.
+    """Return a keeper of the train or eval mode of every module inside the given ones, wrappers included.
 
     The attribute itself is set: `train()` of a wrapper may do more, or less, than its name says. DeepSpeed 0.19's
     `engine.eval()` leaves `engine.training` True.
@@ -89,7 +89,7 @@ class _Inside:
         self._known: list[tuple[nn.Module, ...]] = []
 
     def modules(self) -> list[nn.Module]:
-        """Each module once; the list is never changed, but replaced."""
+        """Return each module once; the list is never changed, but replaced."""
         if not self._found or [tuple(named.values()) for named in self._children] != self._known:
             self._found = list(dict.fromkeys(module for root in self._roots for module in root.modules()))
             self._children = [torch_compat.children_of(module) for module in self._found]
@@ -98,7 +98,7 @@ class _Inside:
 
 
 def gradients(modules: Iterable[nn.Module]) -> Keeper:
-    """Which tensor is the gradient of each parameter, and whether gradients are computed at all.
+    """Return a keeper of the gradients: the tensor of each parameter, and whether gradients are computed at all.
 
     The tensors are not copied: an evaluation that writes into one is warned of, because that cannot be undone.
     """
@@ -133,7 +133,7 @@ def gradients(modules: Iterable[nn.Module]) -> Keeper:
 
 
 def random_numbers() -> Restore:
-    """The generators of python, numpy and torch, on the CPU and on every CUDA device that is in use."""
+    """Remember the random generators of python, numpy and torch, on the CPU and on every CUDA device in use."""
     python, numpy = random.getstate(), _numpy.state()
     generators = (torch.default_generator, *(torch.cuda.default_generators if _cuda_in_use() else ()))
     states = [(generator, generator.get_state()) for generator in generators]
@@ -164,14 +164,14 @@ class _NumpyState:
         self._state: dict[str, Any] = {}
 
     def state(self) -> dict[str, Any]:
-        """What `np.random.set_state` takes."""
+        """Return the state of numpy's global generator, as `np.random.set_state` takes it."""
         generator = np.random.get_bit_generator() if hasattr(np.random, "get_bit_generator") else None
         if generator is not self._of:
             self._of, self._address, self._state = generator, self._found(generator), {}
         if self._address is None:
             return self._asked()
         words = ctypes.string_at(self._address, self._SIZE)
-        # A normal variate that numpy has in reserve can be used up without a change of the words.
+        # numpy can use up a normal variate that it has in reserve without changing the words.
         if words != self._words or not self._state or self._state["has_gauss"]:
             self._words, self._state = words, self._asked()
         return self._state
@@ -192,7 +192,7 @@ _numpy = _NumpyState()
 
 
 def positions(loaders: Iterable[Any]) -> Keeper:
-    """Where loaders and samplers are: their generators, `epoch`, and `state_dict()` where they have one."""
+    """Return a keeper of the positions of loaders and samplers: generators, `epoch`, and any `state_dict()`."""
     given = tuple(loaders)
 
     def keeper() -> Restore:
@@ -208,7 +208,7 @@ def positions(loaders: Iterable[Any]) -> Keeper:
 
 
 def _parts(loader: Any) -> list[Any]:
-    """The loader itself and what it draws from, each once."""
+    """Return a loader and the objects that it draws from, each once."""
     parts: list[Any] = []
     queue = [loader]
     while queue:
@@ -273,7 +273,7 @@ def _cuda_in_use() -> bool:
 
 
 def named_in(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """The objects that a function's own code names: global variables, and variables of the functions around it.
+    """Return the objects that a function's own code names: global variables, and variables of the functions around it.
 
     Modules, classes and functions are left out, and so is what the functions that it calls name.
     """
@@ -287,12 +287,12 @@ def named_in(function: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def models_of(holders: Iterable[Any]) -> tuple[nn.Module, ...]:
-    """Every module that is one of `holders`, or an attribute of one, each once."""
+    """Return every module that is one of `holders`, or an attribute of one, each once."""
     return _unique(value for value in _values(holders) if isinstance(value, nn.Module))
 
 
 def loaders_of(holders: Iterable[Any]) -> tuple[Any, ...]:
-    """Every DataLoader, or what has a sampler as one has, among `holders` and their attributes, each once."""
+    """Return every DataLoader, or object with a sampler like one, among `holders` and their attributes, each once."""
     return _unique(value for value in _values(holders) if _is_loader(value))
 
 
@@ -325,7 +325,7 @@ def _unique(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def no_gradients(modules: Iterable[nn.Module]) -> Keeper:
-    """Gradients are cleared when a step is done again: it begins by clearing them."""
+    """Return a keeper that clears gradients: a step that is done again begins by clearing them."""
     roots = tuple(modules)
 
     def restore() -> None:
@@ -336,7 +336,7 @@ def no_gradients(modules: Iterable[nn.Module]) -> Keeper:
 
 
 def gradient_values(modules: Iterable[nn.Module]) -> Keeper:
-    """The gradients that are there, by a copy."""
+    """Return a keeper of copies of the gradients."""
     roots = tuple(modules)
 
     def keeper() -> Restore:
@@ -352,7 +352,7 @@ def gradient_values(modules: Iterable[nn.Module]) -> Keeper:
 
 
 def buffers(modules: Iterable[nn.Module]) -> Keeper:
-    """What forward changes beside gradients, such as running means: by a copy, in memory that is kept for that."""
+    """Return a keeper of buffers, which forward changes, such as running means; the memory of its copies is reused."""
     inside, copies = _Inside(modules), _Copies()
 
     def keeper() -> Restore:
@@ -379,14 +379,14 @@ class _Copies:
         self._alike: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # tensors, copies
 
     def take(self, given: Iterable[torch.Tensor]) -> None:
-        """Copy these tensors, and forget those that were copied before."""
+        """Copy these tensors and forget the copies taken before."""
         tensors = list(given)
         if len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors)):
             try:
                 with torch.no_grad():
                     for originals, copies in self._alike:
                         torch_compat.copy_all(copies, originals)
-            except RuntimeError:  # one has another size now
+            except RuntimeError:  # a tensor has another size now
                 pass
             else:
                 return
@@ -396,25 +396,25 @@ class _Copies:
         self._alike = [(same, [tensor.detach().clone() for tensor in same]) for same in kinds.values()]
 
     def bring_back(self) -> None:
-        """The tensors have the values that they had."""
+        """Give the tensors the values that they had."""
         with torch.no_grad():
             for originals, copies in self._alike:
                 torch_compat.copy_all(originals, copies)
 
 
 def hyperparameters(optimizers: Iterable[torch.optim.Optimizer]) -> Keeper:
-    """What a scheduler may change in the optimizers' groups: learning rates and their like."""
+    """Return a keeper of the optimizers' hyperparameters, such as learning rates, which a scheduler may change."""
     given = tuple(optimizers)
 
     def keeper() -> Restore:
-        kept = [(group, dict(group)) for one in given for group in one.param_groups]
+        kept = [(group, dict(group)) for optimizer in given for group in optimizer.param_groups]
         tensors = [(v, v.clone()) for _, before in kept for v in before.values() if isinstance(v, torch.Tensor)]
 
         def restore() -> None:
             for group, before in kept:
                 group.update(before)
             with torch.no_grad():
-                for tensor, value in tensors:  # a learning rate that CUDA graphs read is written into
+                for tensor, value in tensors:  # a CUDA graph reads its learning rate from the same tensor
                     tensor.copy_(value)
 
         return restore
@@ -423,16 +423,18 @@ def hyperparameters(optimizers: Iterable[torch.optim.Optimizer]) -> Keeper:
 
 
 def states_of(objects: Iterable[Any]) -> Keeper:
-    """Whatever has `state_dict()` and `load_state_dict()`, such as schedulers and scalers."""
+    """Return a keeper of objects that have `state_dict()` and `load_state_dict()`, such as schedulers and scalers."""
     given = tuple(objects)
 
     def keeper() -> Restore:
-        scalers = [torch_compat.keep_scaler(one) for one in given if isinstance(one, torch.amp.GradScaler)]
-        kept = [(one, _copy(one.state_dict())) for one in given if not isinstance(one, torch.amp.GradScaler)]
+        scalers = [torch_compat.keep_scaler(holder) for holder in given if isinstance(holder, torch.amp.GradScaler)]
+        kept = [
+            (holder, _copy(holder.state_dict())) for holder in given if not isinstance(holder, torch.amp.GradScaler)
+        ]
 
         def restore() -> None:
-            for one, before in kept:
-                one.load_state_dict(_copy(before))
+            for holder, before in kept:
+                holder.load_state_dict(_copy(before))
             for bring_back in scalers:
                 bring_back()
 
@@ -442,7 +444,7 @@ def states_of(objects: Iterable[Any]) -> Keeper:
 
 
 def _copy(value: Any) -> Any:
-    """A state as it is now, whatever is written into its tensors and lists later."""
+    """Copy a state, so that nothing written into its tensors and lists later changes it."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

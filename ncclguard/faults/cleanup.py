@@ -14,12 +14,12 @@ import subprocess
 import sys
 import time
 
-SEARCH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))  # where ip, iptables and ss may be
+SEARCH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))  # may have ip, iptables and ss
 JOB_VARIABLE = "_NCCLGUARD_JOB"  # inherited over fork and exec, so it marks every descendant, whatever session it is in
 
 
 def processes_of(job: str) -> list[int]:
-    """Pids, without this process, whose environment at their start named the job."""
+    """Return the pids, without this process, whose environment at their start named the job."""
     mark = f"{JOB_VARIABLE}={job}".encode()
     found: list[int] = []
     for name in os.listdir("/proc"):
@@ -36,7 +36,7 @@ def processes_of(job: str) -> list[int]:
 
 
 def end_processes(job: str, patience: float = 10.0) -> list[int]:
-    """SIGKILL every process of the job, again until none is left; the pids that outlived ``patience`` seconds."""
+    """SIGKILL every process of the job until none is left; return the pids that outlived ``patience`` seconds."""
     deadline = time.monotonic() + patience
     while True:
         left = processes_of(job)  # a zombie has an empty environment, so it is not counted
@@ -67,7 +67,7 @@ def remove_namespace(name: str) -> None:
 
 
 class Cleaner:
-    """A process that cleans up what `watch` was given as soon as this process is gone, or ``close`` is called.
+    """A process that cleans up everything given to `watch` once this process is gone or ``close`` is called.
 
     >>> cleaner = Cleaner()
     >>> cleaner.close()
@@ -89,9 +89,9 @@ class Cleaner:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Let it clean up now, and wait until it has; safe to call twice."""
+        """Clean up now, and wait until that is done; safe to call twice."""
         if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.write("end\n")  # closing alone is no sign while a forked child holds the pipe open too
+            self._process.stdin.write("end\n")  # closing is not enough while a forked child holds the pipe open too
             self._process.stdin.close()
         self._process.wait(timeout=60)
 

@@ -22,14 +22,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ncclguard.command_line import described, progress
+from rich.cells import cell_len
+
 from ncclguard.config import GuardConfig
 from ncclguard.errors import GuardConfigError
-from ncclguard.faults.fault import EVENTS_VARIABLE, PARAMETERS, PERMISSION, VARIABLE, Fault, parse
+from ncclguard.faults.fault import ALTERS, EVENTS_VARIABLE, PARAMETERS, PERMISSION, VARIABLE, Fault, parse
 from ncclguard.faults.launcher import run_ranks
-from ncclguard.incident.model import ranks_text
+from ncclguard_explain.cause import WORD, Cause
+from ncclguard_explain.command_line import described, progress
+from ncclguard_explain.language import Message, joined, say, speaking_to, told, tr
+from ncclguard_explain.ranks import ranks_text
 
-#: The cause that each fault should be called by; several where it depends on what the others can see.
+#: The right cause for each fault; several where it depends on what the others can see.
 EXPECTED: Final[dict[str, tuple[str, ...]]] = {
     "late": ("late",),
     "kill": ("lost",),
@@ -44,7 +48,7 @@ EXPECTED: Final[dict[str, tuple[str, ...]]] = {
     "reset": ("network",),
     "partition": ("stuck", "unknown", "late"),
 }
-#: What the struck rank is called where the others went on without it in the same call, and so got no failed outcome.
+#: The cause where the others went on without the struck rank in the same call, and so got no failed outcome.
 GONE: Final = "gone"
 #: Faults that a guard may absorb without a failed call: a rank that is back in time, a transfer that is tried again.
 ABSORBED: Final = frozenset({"late", "stop", "gil", "reset", "partition"})
@@ -62,10 +66,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a drill came to: seconds since the fault struck, None for never; `named` is what the others agreed on.
+    """The result of a drill: seconds since the fault struck, None for never; `named` are the ranks agreed on.
 
     `went_on`: when each rank had its next collective, or, where the job goes on without lost ranks, was to begin its
-    step again. `afterwards`: what became of the job, in the words of the incident's report; empty where nobody says.
+    step again. `afterwards`: what became of the job, in the words of the incident's report, if it says so.
     """
 
     fault: str
@@ -82,6 +86,8 @@ class Findings:
     participants: tuple[int, ...]
     calls: int
     raw: bool = False
+    collectives: int = 0
+    watched: bool = False
     afterwards: tuple[str, ...] = ()
 
     @property
@@ -91,65 +97,132 @@ class Findings:
 
     @property
     def absorbed(self) -> bool:
-        """Whether no call failed, as is right for a fault that was over in time."""
+        """Return whether no call failed, as is right for a fault that was over in time."""
         return self.struck_after is not None and not self.known_by and self.fault in ABSORBED
 
     @property
     def right(self) -> bool:
-        """Whether the struck rank alone was named, by a fitting cause; with a broken transfer nobody may be."""
+        """Return whether the struck rank alone was named, by a fitting cause; with a broken transfer nobody may be."""
         nobody = self.fault in ("reset", "partition") and not self.named and self.cause in ("network", "unknown")
         return (self.named == (self.rank,) and self.cause in (*EXPECTED[self.fault], GONE)) or nobody
 
     @property
     def passed(self) -> bool:
-        """Whether the drill went as it should: struck, known by all others and rightly named, or absorbed."""
+        """Return whether the drill went as it should: struck, known by all others and rightly named, or absorbed."""
         if self.struck_after is None:
             return False
         return self.absorbed or (set(self.others) <= set(self.known_by) and self.right)
 
     def lines(self) -> list[tuple[str, str]]:
-        """The findings for people, as (what, text)."""
+        """Return the findings for people, as (what, text)."""
         if not self.ranks:
-            text = "no rank came up with ncclguard: does the program import it before init_process_group?"
+            text = tr("no rank came up with ncclguard: does the program import it before init_process_group?")
             return [("happened", text)]
         if self.struck_after is None:
-            what = "collectives in the default group" if self.raw else "guarded calls"
-            text = f"nothing: rank {self.rank} made no such operation; the ranks made up to {self.calls} {what}"
-            other = "" if self.raw else ", or --raw for the collectives that watch() observes"
-            return [("happened", f"{text}; choose a lower --op{other}")]
-        found = [("happened", f"rank {self.rank} was struck {self.struck_after:.1f} s after the ranks had started")]
+            return [("happened", self._nowhere())]
+        struck = tr(
+            "rank {rank} was struck {seconds:.1f} s after the ranks had started",
+            rank=self.rank,
+            seconds=self.struck_after,
+        )
+        found: list[tuple[str, str]] = [("happened", struck)]
         if self.absorbed:
-            return [*found, ("known", "no call failed: the fault was over in time, or the transfer was tried again")]
+            over = tr("no call failed: the fault was over in time, or the transfer was tried again")
+            longer = tr("to see it named, give more --seconds than the limit of the job")
+            return [*found, ("known", over if self.fault == "reset" else joined("; ", (over, longer)))]
         missing = sorted(set(self.others) - set(self.known_by))
         if self.known_by:
             first, last = min(self.known_by.values()), max(self.known_by.values())
-            who = f"all {len(self.others)} others" if not missing else f"{ranks_text(self.known_by)}"
-            found.append(("known", f"by {who} within {last:.2f} s, by the first after {first:.2f} s"))
+            who = tr("all {count} others", count=len(self.others)) if not missing else ranks_text(self.known_by)
+            known = tr(
+                "by {who} within {last:.2f} s, by the first after {first:.2f} s", who=who, last=last, first=first
+            )
+            found.append(("known", known))
         if missing:
-            found.append(("not known", f"by {ranks_text(missing)}"))
+            found.append(("not known", tr("by {ranks}", "drill", ranks=ranks_text(missing))))
         if self.known_by:
-            who = ranks_text(self.named) if self.named else "nobody"
-            judged = "right" if self.right else f"wrong: it was rank {self.rank}"
-            found.append(("named", f"{who}, {self.cause}: {judged}"))
-            found.append(("said", self.summary))
+            who = ranks_text(self.named) if self.named else tr("nobody")
+            judged = tr("right") if self.right else tr("wrong: it was rank {rank}", rank=self.rank)
+            named = tr("{who}, {cause}: {judged}", who=who, cause=_word(self.cause), judged=judged)
+            found += [("named", named), ("said", self.summary)]
         if self.alone:
-            text = f"{ranks_text(self.alone)} could not agree with the others, and had verdicts of their own"
+            text = tr(
+                "{ranks} could not agree with the others, and had verdicts of their own", ranks=ranks_text(self.alone)
+            )
             found.append(("alone", text))
         if not self.raw:  # watch() has no hand in them
-            which = f"torn on {ranks_text(self.torn)}" if self.torn else "intact wherever a call failed"
-            found.append(("tensors", which))
+            torn = tr("torn on {ranks}", ranks=ranks_text(self.torn))
+            found.append(("tensors", torn if self.torn else tr("intact wherever a call failed")))
         if self.went_on:
-            text = f"yes, {ranks_text(self.went_on)} within {max(self.went_on.values()):.2f} s"
-            found.append(("went on", f"{text}, as {ranks_text(self.participants)}"))
+            text = tr(
+                "yes, {ranks} within {seconds:.2f} s, as {others}",
+                ranks=ranks_text(self.went_on),
+                seconds=max(self.went_on.values()),
+                others=ranks_text(self.participants),
+            )
+            found.append(("went on", text))
             found += [("then", change) for change in self.afterwards]
+        elif self.raw:
+            found.append(("went on", tr("no: no collective was issued afterwards")))
         else:
-            no_more = "no collective was issued" if self.raw else "no guarded call succeeded"
-            found.append(("went on", f"no: {no_more} afterwards"))
+            found.append(("went on", tr("no: no guarded call succeeded afterwards")))
         return found
+
+    def _nowhere(self) -> Message:
+        """Return why the fault did not strike, and what to do."""
+        nothing = tr("nothing: rank {rank} made no such operation", rank=self.rank)
+        lower = tr("choose a lower --op")
+        if self.raw or (self.watched and not self.calls and self.fault not in ALTERS):
+            watched = tr("the ranks issued up to {count} collectives in the default group", count=self.collectives)
+            return joined("; ", (nothing, watched, lower))
+        if self.calls:
+            guarded = tr("the ranks made up to {count} guarded calls", count=self.calls)
+            raw = tr("choose a lower --op, or --raw for the collectives that watch() observes")
+            return joined("; ", (nothing, guarded, raw if self.watched else lower))
+        if self.watched:
+            changes = tr(
+                "{kind} changes a guarded call, and this job only has watch(); choose another fault", kind=self.fault
+            )
+            return joined(": ", (nothing, changes))
+        silent = tr(
+            "this job makes no guarded call and does not call watch(), so that nobody would say what became of a fault; "
+            "call ncclguard.watch(timeout=...) after init_process_group"
+        )
+        return joined(": ", (nothing, silent))
+
+
+#: The words before each line of the findings.
+HEADS: Final = {
+    "happened": tr("happened", "drill"),
+    "known": tr("known", "drill"),
+    "not known": tr("not known", "drill"),
+    "named": tr("named", "drill"),
+    "said": tr("said", "drill"),
+    "alone": tr("alone", "drill"),
+    "tensors": tr("tensors", "drill"),
+    "went on": tr("went on", "drill"),
+    "then": tr("then", "drill"),
+    "job": tr("job", "drill"),
+    "ended": tr("ended", "drill"),
+    "report": tr("report", "drill"),
+    "drill": tr("drill", "drill"),
+}
+#: Causes that a drill has beside those of an incident.
+_OWN_CAUSES: Final = {GONE: tr("gone", "drill"), "different verdicts": tr("different verdicts")}
+
+
+def _word(cause: str) -> str:
+    return WORD[Cause(cause)] if cause in set(Cause) else _OWN_CAUSES.get(cause, cause)
+
+
+def _line(what: str, text: str) -> str:
+    """Format one line of the findings, in the language of this process."""
+    head = told("{what}:", what=HEADS[what])
+    return f"  {head}{' ' * max(11 - cell_len(head), 1)}{say(text)}"
 
 
 def read_events(folder: Path) -> list[Event]:
-    """All events of a drill, in order of time; half a line of a killed rank is left out."""
+    """Read all events of a drill, in order of time; half a line of a killed rank is left out."""
     events = []
     for file in sorted(folder.glob("rank*.events")):
         rank = int(file.name.split(".")[0].removeprefix("rank"))
@@ -163,9 +236,10 @@ def read_events(folder: Path) -> list[Event]:
 
 
 def findings_of(fault: str, rank: int, events: list[Event], raw: bool = False) -> Findings:
-    """Put the findings together: `rank` was to be struck by the fault `fault`, in a job under `watch` if `raw`."""
+    """Put the findings together: `rank` was to be struck by the fault `fault`, as a raw one if `raw`."""
     begun = [event for event in events if event.kind == "started"]
     struck = next((event for event in events if event.kind == "struck"), None)
+    ended = [event.values for event in events if event.kind == "ended"]
     after = [event for event in events if struck is not None and event.at >= struck.at]
     failed: dict[int, Event] = {}
     went_on: dict[int, Event] = {}
@@ -174,22 +248,22 @@ def findings_of(fault: str, rank: int, events: list[Event], raw: bool = False) -
         if event.kind == "failed":
             failed.setdefault(event.rank, event)
         elif event.kind == "went on" and event.rank != rank and event.rank not in failed:
-            failed[event.rank] = went_on[event.rank] = event  # went on without the rank, in the same call
+            failed[event.rank] = went_on[event.rank] = event  # went on in the same call, without the struck rank
         elif event.kind == "went on":
             went_on.setdefault(event.rank, event)
     resumed = {event.rank: event for event in reversed(changes) if event.values["change"] == "went on"}
     since = struck.at if struck is not None else 0.0
-    told = [event for other, event in failed.items() if other != rank and event.kind == "failed"]
-    agreed = [event.values for event in told if event.values["agreed"]]
+    verdicts = [event for other, event in failed.items() if other != rank and event.kind == "failed"]
+    agreed = [event.values for event in verdicts if event.values["agreed"]]
     lost = next((event for other, event in failed.items() if other != rank and event.kind == "went on"), None)
     ranks = tuple(sorted({event.rank for event in begun}))
-    verdict: dict[str, Any] = agreed[0] if agreed else told[0].values if told else {}
+    verdict: dict[str, Any] = agreed[0] if agreed else verdicts[0].values if verdicts else {}
     if not verdict and lost is not None:
         gone = sorted(set(ranks) - set(lost.values["participants"]))
         verdict = {
             "culprits": gone,
             "cause": GONE,
-            "summary": f"{lost.values['op']} went on without {ranks_text(gone)}",
+            "summary": tr("{operation} went on without {ranks}", operation=lost.values["op"], ranks=ranks_text(gone)),
         }
     differ = {json.dumps([values["cause"], values["culprits"]]) for values in agreed}
     return Findings(
@@ -200,13 +274,15 @@ def findings_of(fault: str, rank: int, events: list[Event], raw: bool = False) -
         known_by={other: event.at - since for other, event in failed.items() if other != rank},
         named=tuple(verdict.get("culprits", ())) if len(differ) <= 1 else (),
         cause=str(verdict.get("cause", "")) if len(differ) <= 1 else "different verdicts",
-        summary=str(verdict.get("summary", "")),
+        summary=verdict.get("summary", ""),
         torn=tuple(sorted(other for other, event in failed.items() if event.values.get("torn"))),
         alone=tuple(sorted(other for other, event in failed.items() if event.values.get("agreed") is False)),
         went_on={other: event.at - since for other, event in sorted((resumed or went_on).items())},
         participants=tuple(next(iter(went_on.values())).values["participants"]) if went_on else (),
-        calls=max((event.values["calls"] for event in events if event.kind == "ended"), default=0),
-        raw=raw,
+        calls=max((values["calls"] for values in ended), default=0),
+        raw=raw or (struck is not None and bool(struck.values.get("raw"))),
+        collectives=max((values["collectives"] for values in ended), default=0),
+        watched=any(values["watched"] for values in ended),
         afterwards=tuple(dict.fromkeys(event.values["text"] for event in changes if event.rank == changes[0].rank)),
     )
 
@@ -220,7 +296,7 @@ EXIT_CODES: Final = {
 EXAMPLES: Final = {
     f"{PERMISSION}=1 ncclguard drill --fault late": "the built-in job, with a rank that comes too late",
     f"{PERMISSION}=1 ncclguard drill --fault kill --rank 2 -- torchrun --nproc-per-node 4 train.py": "a program of one's own",
-    f"{PERMISSION}=1 ncclguard drill --fault stop --rank 1 --seconds 60 --raw -- torchrun ... train.py": "under watch()",
+    f"{PERMISSION}=1 ncclguard drill --fault stop --rank 1 --seconds 60 -- torchrun ... train.py": "the same where it only calls watch()",
 }
 #: Seconds between SIGTERM and SIGKILL for a command that has not ended at the timeout.
 _GRACE: Final = 10.0
@@ -228,7 +304,7 @@ _GRACE: Final = 10.0
 _RANKS, _NUMEL, _LONGER = 4, 100_000, 4.0
 #: Its steps after the one that is struck; while a partition lasts and TCP finds back, several of them fail.
 _STEPS, _STEPS_OF_PARTITION = 4, 9
-#: Where the fault strikes when nobody says; a watched job has set its model up by then.
+#: The default operation at which the fault strikes; a watched job has set its model up by then.
 _OPERATIONS: Final = range(2, 9)
 _COLLECTIVES: Final = range(10, 17)
 _SCHEMA_VERSION: Final = 1
@@ -236,14 +312,14 @@ _SCHEMA_VERSION: Final = 1
 
 @dataclass(frozen=True)
 class Ended:
-    """How the job came to its end, in words, and after how many seconds."""
+    """The end of the job, in words, and after how many seconds."""
 
     text: str
     seconds: float
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
+    """Return the parser of the command's arguments."""
     made = argparse.ArgumentParser(
         prog="ncclguard drill",
         usage="ncclguard drill --fault KIND [--rank R] [options] [-- COMMAND ...]",
@@ -253,9 +329,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--fault", required=True, choices=sorted(PARAMETERS), help="what happens to the rank")
     made.add_argument("--rank", type=int, help="the global rank that is struck (built-in job: by the seed)")
-    made.add_argument("--op", type=int, help="its guarded operation at which it strikes, from 0 (default: by the seed)")
     made.add_argument(
-        "--raw", action="store_true", help="--op counts the collectives of the default group, in a job under watch()"
+        "--op",
+        type=int,
+        help="its guarded operation at which it strikes, from 0, or where the job only has watch(), its collective in the "
+        "default group (default: by the seed)",
+    )
+    made.add_argument(
+        "--raw", action="store_true", help="--op counts those collectives, also where the job makes guarded calls"
     )
     made.add_argument("--seconds", type=float, help="how long late, stop, gil and partition last")
     made.add_argument("--of", choices=("shape", "dtype"), help="what differs in a mismatch")
@@ -275,11 +356,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     at = words.index("--") if "--" in words else len(words)
     arguments, command = build_parser().parse_args(words[:at]), words[at + 1 :]
     if os.environ.get(PERMISSION) != "1":
-        print(
-            f"ncclguard drill: a drill breaks the job on purpose, and {PERMISSION} is not 1; set {PERMISSION}=1 where that may "
-            "happen, and never in production",
-            file=sys.stderr,
-        )
+        with speaking_to(sys.stderr):
+            refused = told(
+                "a drill breaks the job on purpose, and {variable} is not 1; set {variable}=1 where that may happen, and "
+                "never in production",
+                variable=PERMISSION,
+            )
+        print(f"ncclguard drill: {refused}", file=sys.stderr)
         return USAGE
     try:
         fault, reports = chosen(arguments, bool(command)), _report_folder()
@@ -287,7 +370,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ncclguard drill: {error}", file=sys.stderr)
         return USAGE
     out = sys.stderr if arguments.json == "-" else sys.stdout
-    print(f"ncclguard drill: {fault} (seed {arguments.seed})", file=out, flush=True)
+    with speaking_to(out):
+        head = told("ncclguard drill: {operation} (seed {number})", operation=str(fault), number=arguments.seed)
+        print(head, file=out, flush=True)
     with tempfile.TemporaryDirectory(prefix="ncclguard-drill-", ignore_cleanup_errors=True) as folder:
         before = set(reports.glob("incident-*.html")) if reports is not None else set()
         env = {VARIABLE: str(fault), PERMISSION: "1", EVENTS_VARIABLE: folder}
@@ -295,33 +380,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             ended = _command(command, env, arguments.timeout) if command else _built_in(arguments, fault, env)
         except OSError as error:
-            print(f"ncclguard drill: {shlex.join(command)} cannot be run: {error}", file=sys.stderr)
+            with speaking_to(sys.stderr):
+                cannot = told("{operation} cannot be run: {error}", operation=shlex.join(command), error=error)
+            print(f"ncclguard drill: {cannot}", file=sys.stderr)
             return USAGE
         findings = findings_of(fault.fault, fault.rank, read_events(Path(folder)), fault.raw)
         pages = sorted(set(reports.glob("incident-*.html")) - before) if reports is not None else []
-    job = shlex.join(command) if command else f"the built-in one, {arguments.ranks} ranks, limit {arguments.limit:g} s"
-    for what, text in [("job", job), *findings.lines(), ("ended", f"{ended.text}, {ended.seconds:.1f} s in all")]:
-        print(f"  {what + ':':<11}{text}", file=out)
-    for page in pages:
-        print(f"  {'report:':<11}{os.path.relpath(page)}", file=out)
-    print(f"  {'drill:':<11}{'passed' if findings.passed else 'FAILED'}", file=out, flush=True)
+    built_in = tr("the built-in one, {count} ranks, limit {limit:g} s", count=arguments.ranks, limit=arguments.limit)
+    job = Message(shlex.join(command)) if command else built_in
+    end = tr("{how}, {seconds:.1f} s in all", how=ended.text, seconds=ended.seconds)
+    passed = tr("passed", "drill") if findings.passed else tr("FAILED", "drill")
+    reports_of = [("report", Message(os.path.relpath(page))) for page in pages]
+    with speaking_to(out):
+        for what, text in [("job", job), *findings.lines(), ("ended", end), *reports_of, ("drill", passed)]:
+            print(_line(what, text), file=out, flush=True)
     if arguments.json is not None:
         _write(arguments.json, fault, arguments.seed, findings, ended, pages)
     return 0 if findings.passed else 1
 
 
 def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
-    """The fault that the arguments and the seed make. Raises GuardConfigError for one that cannot be."""
+    """Return the fault that the arguments and the seed make. Raises GuardConfigError for an invalid one."""
     draw = random.Random(arguments.seed)
     rank = draw.randrange(1, max(arguments.ranks, 2))
     op = draw.choice(_COLLECTIVES if arguments.raw else _OPERATIONS)
+    watched_op = None
+    if has_command and not arguments.raw and arguments.fault not in ALTERS:
+        watched_op = draw.choice(_COLLECTIVES) if arguments.op is None else arguments.op
     if arguments.rank is None and has_command:
-        raise GuardConfigError("which rank is to be struck? give --rank R with a command")
+        raise GuardConfigError(told("which rank is to be struck? give --rank R with a command"))
     seconds = arguments.seconds
     if seconds is None and arguments.fault in ("late", "stop", "gil", "partition"):
         if has_command:
             raise GuardConfigError(
-                f"how long is {arguments.fault} to last? give --seconds, longer than the job's limit"
+                told("how long is {kind} to last? give --seconds, longer than the job's limit", kind=arguments.fault)
             )
         seconds = arguments.limit + _LONGER
     fault = Fault(
@@ -331,9 +423,16 @@ def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
         seconds=seconds,
         of=arguments.of or "shape",
         raw=arguments.raw,
+        watched_op=watched_op,
     )
     if not has_command and fault.rank >= arguments.ranks:
-        raise GuardConfigError(f"--rank {fault.rank} is not one of the {arguments.ranks} ranks; they count from 0")
+        raise GuardConfigError(
+            told(
+                "--rank {rank} is not one of the {count} ranks; they count from 0",
+                rank=fault.rank,
+                count=arguments.ranks,
+            )
+        )
     parse(str(fault))
     return fault
 
@@ -344,9 +443,13 @@ def _command(command: Sequence[str], env: Mapping[str, str], timeout: float) -> 
     process = subprocess.Popen(command, env={**os.environ, **env}, start_new_session=True)
     try:
         code = process.wait(timeout)
-        text = f"exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+        text = (
+            tr("exit code {code}", "drill", code=code)
+            if code >= 0
+            else tr("by {signal}", signal=signal.Signals(-code).name)
+        )
     except subprocess.TimeoutExpired:
-        text = f"not by itself: ended after --timeout {timeout:g} s"
+        text = tr("not by itself: ended after --timeout {limit:g} s", limit=timeout)
     finally:
         _end(process)
     return Ended(text, time.monotonic() - started)
@@ -375,18 +478,28 @@ def _built_in(arguments: argparse.Namespace, fault: Fault, env: Mapping[str, str
     ends: dict[str, list[str]] = {}
     for rank in result:
         ends.setdefault(rank.end, []).append(str(rank.rank))
-    return Ended("; ".join(f"{end}: {', '.join(ranks)}" for end, ranks in ends.items()), result.seconds)
+    parts = [tr("{how}: {numbers}", how=_end_of(end), numbers=", ".join(ranks)) for end, ranks in ends.items()]
+    return Ended(joined("; ", parts), result.seconds)
+
+
+def _end_of(end: str) -> Message:
+    """Return the end of a rank as a text that can be translated; a signal keeps its name."""
+    if end.startswith("exit "):
+        return tr("exit {code}", "drill", code=end.removeprefix("exit "))
+    return {"still running": tr("still running", "drill"), "unknown": tr("unknown", "drill")}.get(end, Message(end))
 
 
 def _state_of(ranks: int, events: Sequence[Event]) -> str:
-    """How far a drill is, for people."""
+    """Describe the progress of a drill for people."""
     kinds = {kind: {event.rank for event in events if event.kind == kind} for kind in ("started", "failed", "went on")}
     if not any(event.kind == "struck" for event in events):
-        return f"{len(kinds['started'])} of {ranks} ranks have started"
+        return told("{count} of {ranks} ranks have started", count=len(kinds["started"]), ranks=ranks)
     if not kinds["failed"] | kinds["went on"]:
-        return "the fault has struck, and nobody knows of it yet"
-    known = ranks_text(kinds["failed"]) if kinds["failed"] else "nobody had to give up a call"
-    return f"{known}; went on: {ranks_text(kinds['went on'])}" if kinds["went on"] else f"known by {known}"
+        return told("the fault has struck, and nobody knows of it yet")
+    known = ranks_text(kinds["failed"]) if kinds["failed"] else tr("nobody had to give up a call")
+    if not kinds["went on"]:
+        return told("known by {ranks}", ranks=known)
+    return told("{who}; went on: {ranks}", who=known, ranks=ranks_text(kinds["went on"]))
 
 
 def _report_folder() -> Path | None:

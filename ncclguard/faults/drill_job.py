@@ -1,4 +1,4 @@
-"""What a drilled rank runs and writes down: the jobs of `ncclguard drill` without a command, and the recorder.
+"""The jobs that `ncclguard drill` runs without a command, and the recorder of a drilled rank.
 
 The recorder writes one file a rank, one JSON object a line, moments by CLOCK_MONOTONIC, which all processes of one
 host share. It listens to events when NCCLGUARD_FAULT was armed, and only then.
@@ -6,8 +6,10 @@ host share. It listens to events when NCCLGUARD_FAULT was armed, and only then.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ncclguard as ng
 from ncclguard import events, lifecycle, torch_compat
 from ncclguard.faults.fault import EVENTS_VARIABLE
+from ncclguard_explain.cause import WORD, Cause
+from ncclguard_explain.language import speaking_to, told
 
 if TYPE_CHECKING:
     from ncclguard.coordination.group_state import OpenCall
@@ -28,14 +32,16 @@ if TYPE_CHECKING:
     from ncclguard.outcome import Outcome
 
 
-_PAUSE: Final = 0.001  # seconds between two looks at the sequence number
+_PAUSE: Final = 0.001  # seconds between two readings of the sequence number
 
 _path: Path | None = None
-_calls = 0
+_calls = 0  # guarded calls
+_collectives = 0  # collectives of the default group at the last reading
+_watched = False
 
 
 def start() -> None:
-    """Begin to record if this process is a rank of a drill; once."""
+    """Start recording if this process is a rank of a drill; a second call does nothing."""
     global _path
     folder = os.environ.get(EVENTS_VARIABLE)
     if folder is None or _path is not None:
@@ -43,22 +49,26 @@ def start() -> None:
     _path = Path(folder, f"rank{dist.get_rank()}.{os.getpid()}.events")
     event("started", rank=dist.get_rank(), world_size=dist.get_world_size(), pid=os.getpid())
     events.listen(_Recorder())
-    lifecycle.before_end(lambda: event("ended", calls=_calls))
+    lifecycle.before_end(lambda: event("ended", calls=_calls, collectives=issued(), watched=_watched))
 
 
 class _Recorder(events.Listener):
-    """Writes down what every call came to, and what `watch` has found."""
+    """Writes down the result of every call, and the findings of `watch`."""
 
     def call_started(self, group: str, call: OpenCall) -> None:
-        count(_calls + 1)
+        _count_call()
 
     def call_ended(self, group: str, call: OpenCall, outcome: Outcome | None) -> None:
         if outcome is not None:
             _note(outcome)
 
     def call_refused(self, group: str, outcome: Outcome) -> None:
-        count(_calls + 1)
+        _count_call()
         _note(outcome)
+
+    def watch_started(self) -> None:
+        global _watched
+        _watched = True
 
     def incident_found(self, incident: Incident) -> None:
         event("failed", **_fields(incident), op_id=incident.op_id, seconds=None, torn=False, summary=incident.summary)
@@ -69,21 +79,20 @@ class _Recorder(events.Listener):
         event("membership", change=change.kind, ranks=list(change.ranks), seconds=change.seconds, text=str(change))
 
 
-def count(calls: int) -> None:
-    """Note how many calls there were, guarded ones or, in a raw drill, collectives."""
+def _count_call() -> None:
     global _calls
-    _calls = max(_calls, calls)
+    _calls += 1
 
 
 def event(kind: str, **values: Any) -> None:
-    """Write one line; what cannot be written is not worth an error in the job."""
+    """Write one line; ignore errors, because the job matters more than the record."""
     if _path is None:
         return
     line = json.dumps({"event": kind, "at": time.monotonic(), **values}, default=str)
     try:
         descriptor = os.open(_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            os.write(descriptor, line.encode() + b"\n")  # one write, and no buffer that a SIGKILL could lose
+            os.write(descriptor, line.encode() + b"\n")  # one unbuffered write, so that a SIGKILL loses nothing
         finally:
             os.close(descriptor)
     except OSError:
@@ -91,20 +100,23 @@ def event(kind: str, **values: Any) -> None:
 
 
 def issued() -> int:
-    """The collectives that this process has issued in the default group, whoever called them; 0 where there is none."""
+    """Return how many collectives this process has issued in the default group, whoever called them."""
+    global _collectives
     group = dist.group.WORLD
-    try:
-        return 0 if group is None else torch_compat.sequence_number(group) or 0
-    except (RuntimeError, ValueError):  # destroyed meanwhile
-        return 0
+    with contextlib.suppress(RuntimeError, ValueError):  # destroyed meanwhile
+        _collectives = max(_collectives, 0 if group is None else torch_compat.sequence_number(group) or 0)
+    return _collectives
 
 
-def wait_for_collectives(number: int) -> bool:
-    """Block until so many collectives have been issued in the default group; False when the program ended before."""
+def wait_for_collectives(number: int, only_watched: bool = False) -> bool:
+    """Block until so many collectives have been issued in the default group; False when the program ended before.
+
+    With `only_watched`, until `watch` observes them too; False once the program makes a guarded call.
+    """
     while threading.main_thread().is_alive():
-        found = issued()
-        count(found)
-        if dist.is_initialized() and found >= number:
+        if only_watched and _calls:
+            return False
+        if dist.is_initialized() and issued() >= number and (_watched or not only_watched):
             return True
         time.sleep(_PAUSE)
     return False
@@ -116,7 +128,7 @@ def after_next_collective(then: Callable[[], object]) -> None:
     threading.Thread(target=lambda: wait_for_collectives(number) and then(), name="ncclguard drill progress").start()
 
 
-_state: tuple[bool, tuple[int, ...]] | None = None  # of the operation before: success, participants
+_state: tuple[bool, tuple[int, ...]] | None = None  # the last operation's success and participants
 
 
 def _fields(incident: Incident) -> dict[str, object]:
@@ -164,7 +176,15 @@ def train(steps: int, timeout: float, numel: int, seed: int) -> None:
             raise SystemExit(f"step {step}: {outcome.error}")
         else:
             on_lost = "shrink"  # the same on all ranks, as the verdict is
-            print(f"rank {dist.get_rank()}: step {step} is left out: {outcome.cause}, ranks {outcome.culprits}")
+            with speaking_to(sys.stdout):
+                left_out = told(
+                    "rank {rank}: step {number} is left out: {cause}, ranks {culprits}",
+                    rank=dist.get_rank(),
+                    number=step,
+                    cause=WORD[outcome.cause or Cause.UNKNOWN],
+                    culprits=str(outcome.culprits),
+                )
+            print(left_out)
     dist.destroy_process_group()
 
 

@@ -13,12 +13,12 @@ from ncclguard.errors import GuardConfigError
 
 VARIABLE: Final = "NCCLGUARD_FAULT"
 PERMISSION: Final = "NCCLGUARD_ALLOW_DRILL"
-#: The folder for what drilled ranks write down; set by `ncclguard drill` and read by nobody else.
+#: The folder for the events of drilled ranks; set by `ncclguard drill`.
 EVENTS_VARIABLE: Final = "_NCCLGUARD_DRILL_DIR"
 SYNTAX: Final = "kill@rank=2,op=3 or, several, late@rank=1,op=0,seconds=5;reset@rank=0,op=4"
 
 _TRIGGER = ("after", "after_bytes")
-# What each fault takes besides rank and op; a name that ends with ! must be given.
+# The parameters of each fault besides rank and op; a name that ends with ! must be given.
 PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "late": ("seconds!",),
     "kill": ("children", *_TRIGGER),
@@ -33,12 +33,12 @@ PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "reset": ("times", *_TRIGGER),
     "partition": ("seconds!", *_TRIGGER),
 }
-# What the caller of a guarded operation does itself.
-_ALTERS: Final = ("mismatch", "skip", "extra")
+# Faults that the caller of a guarded operation carries out itself.
+ALTERS: Final = ("mismatch", "skip", "extra")
 
 
 class Alteration(str, Enum):
-    """What the caller of ``before_operation`` has to do itself, as only it knows the call."""
+    """A fault that the caller of ``before_operation`` has to carry out itself, as only it knows the call."""
 
     OTHER_SHAPE = "other shape"
     OTHER_DTYPE = "other dtype"
@@ -55,7 +55,9 @@ class Fault:
     bytes since, in both directions, so in mid-operation. ``raw``: ``op`` counts the collectives of the default process
     group, whoever issues them, and the fault strikes from outside when so many have been issued. ``children``: forked
     children that outlive the kill with all sockets open. ``times``: how often connections are reset, so that a rebuild
-    is hit too. Raises GuardConfigError for a combination that cannot be.
+    is hit too. ``watched_op``: the number of the collective at which it strikes as a raw one in a job that has called
+    ``watch()`` and makes no guarded call; None for a fault of guarded calls only. Raises GuardConfigError for a
+    combination that cannot be.
     """
 
     fault: str
@@ -69,6 +71,7 @@ class Fault:
     of: str = "shape"
     times: int = 1
     raw: bool = False
+    watched_op: int | None = None
 
     def __post_init__(self) -> None:
         if self.fault not in PARAMETERS:
@@ -77,12 +80,16 @@ class Fault:
             )
         takes = [name.rstrip("!") for name in PARAMETERS[self.fault]]
         for field in fields(self)[3:]:
-            if getattr(self, field.name) != field.default and field.name not in (*takes, "raw"):
+            if getattr(self, field.name) != field.default and field.name not in (*takes, "raw", "watched_op"):
                 allowed = f"it takes {', '.join(takes)}" if takes else "it takes nothing but rank and op"
                 raise GuardConfigError(f"{self.fault} takes no {field.name}; {allowed}")
         if "seconds!" in PARAMETERS[self.fault] and self.seconds is None:
             raise GuardConfigError(f"{self.fault} needs seconds; for example {self.fault}@rank=2,op=3,seconds=5")
-        if self.raw and self.fault in _ALTERS:
+        if self.raw and self.watched_op is not None:
+            raise GuardConfigError(f"a raw {self.fault} strikes at op; leave watched_op out")
+        if self.watched_op is not None:
+            _check(self.fault, "watched_op", self.watched_op, int, 0)
+        if (self.raw or self.watched_op is not None) and self.fault in ALTERS:
             raise GuardConfigError(f"{self.fault} changes a guarded call, so it cannot be raw; leave raw out")
         for name in ("rank", "op", "after_bytes", "children"):
             _check(self.fault, name, getattr(self, name), int, 0)
@@ -106,7 +113,7 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """The faults that a variable's value names, ``fault@rank=R,op=N[,name=value...]`` separated by semicolons.
+    """Parse the faults in a variable's value, ``fault@rank=R,op=N[,name=value...]`` separated by semicolons.
 
     Raises GuardConfigError, with the offending part, for anything else.
 
@@ -131,6 +138,7 @@ def _parse_one(part: str) -> Fault:
         "of": str,
         "times": int,
         "raw": lambda text: bool(int(text)),
+        "watched_op": int,
     }
     values: dict[str, Any] = {}
     for item in rest.split(","):

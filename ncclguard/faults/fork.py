@@ -44,8 +44,8 @@ _READ_LATE = (
     "PYTHONFAULTHANDLER",
     "PYTHONDONTWRITEBYTECODE",
 )
-_INHERITED = ("OMP_NUM_THREADS", "PYTHONPATH")  # the server has these from the first job
-#: What the server's own environment says of the job: room for the name of one, which each fork overwrites in place.
+_INHERITED = ("OMP_NUM_THREADS", "PYTHONPATH")  # the server keeps those of the first job
+#: The job's name in the server's own environment: a placeholder that each fork overwrites in place.
 _ROOM = "0" * 32
 
 _lock = threading.Lock()
@@ -63,7 +63,7 @@ def preload(modules: Sequence[str]) -> None:
 
 
 def possible(env: Mapping[str, str]) -> bool:
-    """Whether the ranks of a job with this environment can be forks; starts the server if need be."""
+    """Return whether the ranks of a job with this environment can be forks; starts the server if need be."""
     global _started_with
     with _lock:
         if _started_with is None:
@@ -91,8 +91,10 @@ class ForkedRank:
     """A rank that was forked: to be used like a subprocess.Popen."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], output: Path, entrance: Sequence[str]) -> None:
-        """`arguments` are those of `python -m ncclguard.faults`; `entrance` what `Hosts.entrance` gives, or the path of
-        a file that takes the place of /etc/hosts where that is permitted, or nothing.
+        """Fork a rank with the arguments of `python -m ncclguard.faults`.
+
+        `entrance` is the result of `Hosts.entrance`, or the path of a file that replaces /etc/hosts where that is
+        permitted, or nothing.
         """
         given = (list(arguments), dict(env), str(output), list(entrance), os.getcwd(), sys.executable)
         self._process: ForkServerProcess = multiprocessing.get_context("forkserver").Process(target=_run, args=given)
@@ -101,28 +103,28 @@ class ForkedRank:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """None as long as it runs; then its exit code, or minus the signal's number."""
+        """Return None as long as the rank runs; then its exit code, or minus the signal's number."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Block until it has ended, `timeout` seconds at most."""
+        """Block until the rank has ended, `timeout` seconds at most."""
         self._process.join(timeout)
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send the rank a signal, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send it SIGKILL, if it still runs."""
+        """Send the rank SIGKILL, if it still runs."""
         self.send_signal(signal.SIGKILL)
 
 
 def _run(
     arguments: list[str], env: dict[str, str], output: str, entrance: list[str], folder: str, python: str
 ) -> NoReturn:
-    """In the fork: become what a process of its own would be, run the function and end."""
+    """Run the function in the fork and end, like an ordinary process in directory, environment and output."""
     os.setsid()
     _mark(env[JOB_VARIABLE])
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -134,11 +136,11 @@ def _run(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
-    sys.executable, tempfile.tempdir = python, None  # Python has remembered the latter if an import asked for it
-    multiprocessing.set_start_method(None, force=True)  # a rank's own children are started as ever
+    sys.executable, tempfile.tempdir = python, None  # tempdir is cached if an import in the server has asked for it
+    multiprocessing.set_start_method(None, force=True)  # the default, for a rank's own children
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.distributed.set_debug_level_from_env()  # which torch did when it was imported
+        torch.distributed.set_debug_level_from_env()  # torch does so only when it is imported
         if env.get("OMP_NUM_THREADS", "").isdigit():
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     sys.argv = ["ncclguard.faults", *arguments]
@@ -162,7 +164,7 @@ def _run(
 
 
 def _mark(job: str) -> None:
-    """Put the job's name where /proc shows it of this process and its forks: in the environment that it began with."""
+    """Put the job's name into the environment that /proc shows for this process and its forks."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     found: int | None = libc.getenv(JOB_VARIABLE.encode())
@@ -189,7 +191,7 @@ def _enter_host(namespace: str, hosts_file: str, hostname: str) -> None:
 
 
 def _put_over_hosts(hosts_file: str) -> None:
-    """Have this process, and its forks, read another file for /etc/hosts. Raises OSError where the kernel refuses."""
+    """Make this process and its forks read another file as /etc/hosts. Raises OSError where the kernel refuses."""
     _call("unshare", _NEW_MOUNTS)
     _call("mount", "", "/", "none", _RECURSIVE | _SLAVE, None)
     _call("mount", hosts_file, "/etc/hosts", "none", _BIND, None)
@@ -200,7 +202,7 @@ _BIND, _RECURSIVE, _SLAVE, _DETACH = 0x1000, 0x4000, 0x80000, 2  # MS_* and MNT_
 
 
 def _call(function: str, *arguments: str | int | None) -> None:
-    """A function of the C library; OSError where it fails."""
+    """Call a function of the C library; OSError where it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, function)(*(a.encode() if isinstance(a, str) else a for a in arguments)) != 0:
         number = ctypes.get_errno()
@@ -208,7 +210,7 @@ def _call(function: str, *arguments: str | int | None) -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """The first half of what Python does at exit; what was imported is not taken down, which takes 0.3 s of a core."""
+    """Do the first half of Python's exit; unloading the imported modules is skipped, which saves 0.3 s of a core."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -33,7 +33,7 @@ _PIDFD_GETFD: Final = 438  # the system call's number, the same on every archite
 
 
 def tool(name: str) -> str:
-    """The path of a system tool; RuntimeError that names the package to install when it is not there."""
+    """Return the path of a system tool; RuntimeError that names the package to install when it is not there."""
     path = shutil.which(name, path=SEARCH)
     if path is None:
         package = {"iptables": "iptables", "unshare": "util-linux", "nsenter": "util-linux"}.get(name, "iproute2")
@@ -63,7 +63,7 @@ def reset_connections(pid: int, keep_ports: Iterable[int] = ()) -> int:
 def reset_where(
     prefix: Sequence[str], filter_words: Sequence[str] = (), keep_ports: Iterable[int] = (), pid: int | None = None
 ) -> int:
-    """Reset what ``ss`` lists behind a prefix that enters a network namespace; of one process only where given."""
+    """Reset the connections that ``ss`` lists in a network namespace, entered by a prefix; of one process if given."""
     keep, count = set(keep_ports), 0
     ss, established = (*prefix, tool("ss")), ("-H", "-n", "-t", "state", "established")
     for line in run_tool((*ss, "-p", *established, *filter_words)).splitlines():
@@ -73,7 +73,7 @@ def reset_where(
         if not keep & set(ports) and (pid is None or pid in {owner for owner, _ in owners}):
             if any(_reset(*owner, ports) for owner in owners):
                 count += 1
-            else:  # no owner left, or a kernel that does not hand out the descriptors of others
+            else:  # no owner is left, or the kernel does not give out other processes' descriptors
                 count += len(run_tool((*ss, "-K", *established, "src", local, "dst", remote)).splitlines())
     return count
 
@@ -111,7 +111,7 @@ _ENTER = 'mount --bind "$1" /etc/hosts && echo "$2" > /proc/sys/kernel/hostname 
 
 @functools.cache
 def namespaces_available() -> str | None:
-    """None where ``Hosts`` works, else the reason, for a test's skip message.
+    """Return None where ``Hosts`` works, else the reason, for a test's skip message.
 
     >>> namespaces_available()  # doctest: +SKIP
     'creating network namespaces needs root (run as root, or in a privileged container)'
@@ -153,7 +153,7 @@ class Hosts:
         self._id = uuid.uuid4().hex[:8]
         self._router = f"ng-{self._id}-router"
         self._ports = itertools.count(29500)
-        self._rules: list[tuple[tuple[str, ...], tuple[str, ...]]] = []  # the hosts it is about, the rule
+        self._rules: list[tuple[tuple[str, ...], tuple[str, ...]]] = []  # the hosts that a rule is about, the rule
         self._directory = Path(tempfile.mkdtemp(prefix="ncclguard-hosts-"))
         self._cleaner = Cleaner()
         self._cleaner.watch("directory", str(self._directory))
@@ -165,8 +165,8 @@ class Hosts:
 
     def _create(self) -> None:
         known = [("127.0.0.1", "localhost"), ("::1", "localhost"), *((self.address(name), name) for name in self.names)]
-        # TCPStore asks for the names of these when somebody connects, and waits: no name server can be reached. The
-        # names are others, so that a host's own name has no such address.
+        # TCPStore asks for the name of an address when somebody connects, and would wait, as no name server can be
+        # reached. These names are extra ones, so that a host's own name has no such address.
         known += [(f"::ffff:{address}", f"{name}.mapped") for address, name in known if ":" not in address]
         (self._directory / "hosts").write_text("".join(f"{address} {name}\n" for address, name in known))
         for namespace in (self._router, *map(self.namespace, self.names)):
@@ -185,24 +185,24 @@ class Hosts:
             run_tool(["ip", "-n", host, "route", "add", "default", "via", f"10.77.{index}.1"])
 
     def address(self, host: str) -> str:
-        """A host's IPv4 address."""
+        """Return a host's IPv4 address."""
         return f"10.77.{self._index(host)}.2"
 
     def namespace(self, host: str) -> str:
-        """The name under which ``ip netns`` knows a host."""
+        """Return the name under which ``ip netns`` knows a host."""
         return f"ng-{self._id}-{self._index(host)}"
 
     def next_port(self) -> int:
-        """A port that no other job in these hosts has used."""
+        """Return a port that no other job in these hosts has used."""
         return next(self._ports)
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """The command line that runs ``argv`` inside a host, under the pid of the process that is started with it."""
+        """Return the command line that runs ``argv`` inside a host, under the pid of the process that runs it."""
         enter = [tool("ip"), "netns", "exec", self.namespace(host), tool("unshare"), "--uts", "sh", "-c", _ENTER, "sh"]
         return [*enter, str(self._directory / "hosts"), host, *argv]
 
     def entrance(self, host: str) -> list[str]:
-        """What a fork is given instead, to enter a host by itself: see fork.py."""
+        """Return the arguments with which a fork enters a host by itself; see fork.py."""
         return [self.namespace(host), str(self._directory / "hosts"), host]
 
     def run(self, host: str, argv: Sequence[str]) -> str:
@@ -222,7 +222,7 @@ class Hosts:
             self._add_rule((source, destination), (*way, *match, "-j", "DROP"))
 
     def reject(self, host: str, ports: Ports | None = None) -> None:
-        """Answer TCP towards a host with a reset, as a firewall does that rejects: its ports look closed."""
+        """Answer TCP connections to a host with a reset, as a rejecting firewall does: its ports look closed."""
         match = () if ports is None else ("--dport", f"{ports[0]}:{ports[1]}")
         rule = ("-o", self._port(host), "-p", "tcp", *match, "-j", "REJECT", "--reject-with", "tcp-reset")
         self._add_rule((host,), rule)
@@ -312,7 +312,7 @@ class Hosts:
 
 
 def _port_matches(ports: Ports | None) -> tuple[tuple[str, ...], ...]:
-    """The iptables matches for all packets, or for TCP from or to a range of ports."""
+    """Return the iptables matches for all packets, or for TCP from or to a range of ports."""
     if ports is None:
         return ((),)
     span = f"{ports[0]}:{ports[1]}"

@@ -1,4 +1,4 @@
-"""Arms faults in a rank, lets them strike when it enters the operation they are meant for, and does what each is."""
+"""Faults armed in a rank: each strikes when the rank enters its operation, or in the middle of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -25,9 +26,10 @@ from ncclguard.faults import drill_job
 from ncclguard.faults.fault import PERMISSION, VARIABLE, Alteration, Fault, parse
 from ncclguard.torch_compat.sockets import Connection, connections, hold, tcp_sockets
 from ncclguard.transport.memory import bytes_read
+from ncclguard_explain.language import told
 
 _CHILD_LIVES = 60.0  # seconds that a forked child keeps the sockets open, unless the launcher ends it before
-_PAUSE = 0.001  # seconds between two looks at the bytes that connections have carried
+_PAUSE = 0.001  # seconds between two readings of the bytes that connections have carried
 # In struct tcp_info (linux/tcp.h, since 4.1), in bytes from its start: two 64-bit counters, one after the other.
 _BYTES_ACKED, _BYTES_RECEIVED = 120, 128
 
@@ -69,17 +71,17 @@ def hold_gil(seconds: float) -> None:
 
 
 def run_out_of_memory() -> None:
-    """Raise what torch raises when a device has no memory left."""
+    """Raise the error that torch raises when a device has no memory left."""
     raise out_of_memory()
 
 
 def out_of_memory() -> Exception:
-    """What torch raises when a device has no memory left."""
+    """Make the error that torch raises when a device has no memory left."""
     return torch.OutOfMemoryError("injected fault: out of memory. Tried to allocate more than there is.")
 
 
 def store_ports() -> set[int]:
-    """The port of the job's store, whose connections a network fault of the transport leaves alone."""
+    """Return the port of the job's store, whose connections a network fault of the transport leaves alone."""
     ports = {int(os.environ["MASTER_PORT"])} if os.environ.get("MASTER_PORT", "").isdigit() else set()
     if dist.is_available() and dist.is_initialized():
         ports.add(getattr(torch_compat.base_store(torch_compat.default_store()), "port", 0))
@@ -115,7 +117,7 @@ def reset_own_connections(keep_ports: Iterable[int] | None = None) -> int:
 
 
 def bytes_carried(keep_ports: Iterable[int] | None = None) -> dict[int, int]:
-    """Bytes that each connection of this process has received, or sent and had acknowledged; by the socket's inode."""
+    """Return the bytes that each connection has received, or sent and had acknowledged; by the socket's inode."""
     carried: dict[int, int] = {}
     for connection in _data_connections(keep_ports):
         for copy in hold([connection]):
@@ -150,11 +152,11 @@ def _data_connections(keep_ports: Iterable[int] | None) -> tuple[Connection, ...
 # the other before TCP sees it, and neither is told. When the key is taken away, TCP sends again what was lost, so the
 # connections live on, as after a link that came back. The constants are those of linux/tcp.h.
 _TCP_MD5SIG_EXT: Final = 32
-_PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX: the key is for all addresses that begin alike, here for all
+_PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX: the key is for all addresses with a prefix, here of length 0
 _ANY: Final = struct.pack("=HHI120x", socket.AF_INET, 0, 0)
 _ANY_MAPPED: Final = struct.pack("=HHI16sI100x", socket.AF_INET6, 0, 0, b"\0" * 10 + b"\xff" * 2 + b"\0" * 4, 0)
 _ANY6: Final = struct.pack("=HHI16sI100x", socket.AF_INET6, 0, 0, b"\0" * 16, 0)
-_CUT_AGAIN: Final = 0.005  # seconds between two looks for connections that are new
+_CUT_AGAIN: Final = 0.005  # seconds between two searches for new connections
 
 
 def cut_off(seconds: float) -> threading.Thread:
@@ -184,7 +186,7 @@ def _keep_cut(seconds: float, cut: set[int], key: bytes) -> None:
 
 
 def _cut_all(cut: set[int], key: bytes) -> list[OSError]:
-    """Cut the sockets off that are not yet; returns what the kernel said where it could not."""
+    """Cut off the sockets that are not cut yet; return the kernel's error where it refuses."""
     failures = []
     for _, found in tcp_sockets():
         inode = os.fstat(found.fileno()).st_ino
@@ -198,7 +200,7 @@ def _cut_all(cut: set[int], key: bytes) -> list[OSError]:
 
 
 def _set_key(found: socket.socket, key: bytes) -> None:
-    """Set the key for all peers, or take it away where it is empty."""
+    """Set the key for all peers, or remove it if it is empty."""
     addresses = (_ANY,) if found.family == socket.AF_INET else (_ANY6, _ANY_MAPPED)
     for number, address in enumerate(addresses):
         # struct tcp_md5sig: address, flags, prefix length, key length, interface, key.
@@ -210,7 +212,7 @@ def _set_key(found: socket.socket, key: bytes) -> None:
 log = logging.getLogger("ncclguard")
 
 _lock = threading.Lock()
-_armed: tuple[Fault, ...] | None = None  # None, and not an empty tuple, so that a look costs one comparison
+_armed: tuple[Fault, ...] | None = None  # None, and not an empty tuple, so that a check costs one comparison
 
 
 def at(*, rank: int, op: int, fault: str, **how: Any) -> Fault:
@@ -231,7 +233,7 @@ def at(*, rank: int, op: int, fault: str, **how: Any) -> Fault:
 
     ``raw=True``: ``op`` counts the collectives of the default process group instead, whoever issues them (DDP, FSDP,
     DeepSpeed). The fault then strikes from outside, so not in the call: all but ``mismatch``, ``skip`` and ``extra``
-    can.
+    can. ``watched_op``: strike like that at this collective where the program calls ``watch()`` and nothing guarded.
 
     Raises GuardConfigError for a fault or a combination that cannot be.
 
@@ -279,7 +281,7 @@ def disarm() -> None:
 
 
 def armed() -> tuple[Fault, ...]:
-    """The faults that have not struck yet."""
+    """Return the faults that have not struck yet."""
     return _armed or ()
 
 
@@ -298,7 +300,7 @@ def _arm(faults: tuple[Fault, ...]) -> None:
     with _lock:
         _armed = (*(_armed or ()), *(fault for fault in faults if not fault.raw)) or None
     for fault in faults:
-        if fault.raw:
+        if fault.raw or fault.watched_op is not None:
             # No daemon thread: it would be inside torch's C++ when the interpreter ends.
             threading.Thread(target=_follow, args=(fault,), name=f"ncclguard drill {fault}").start()
 
@@ -336,7 +338,7 @@ def _strike(fault: Fault) -> Alteration | None:
 
 
 def _strike_later(fault: Fault) -> None:
-    """In a thread of its own: wait for the moment in mid-operation, then strike."""
+    """Wait in a thread of its own for a moment in mid-operation, then strike."""
     time.sleep(fault.after)
     for _ in range(fault.times):
         if fault.after_bytes:
@@ -358,15 +360,15 @@ def _strike_process(fault: Fault) -> None:
 
 
 # A raw fault strikes a rank by the number of collectives that torch has counted in the default group, whoever issues
-# them. For jobs under `watch`: ncclguard is not in the way of such a collective, so a thread looks at the sequence
-# number of the group and strikes from outside. What only the main thread can do, that thread is made to do between two
-# of its bytecodes.
+# them. It is for jobs under `watch`: such a collective does not pass through ncclguard, so a thread reads the sequence
+# number of the group and strikes from outside. Where only the main thread can act, it is made to between two of its
+# bytecodes.
 
 _callbacks: list[object] = []  # kept alive, because C code holds them
 
 
 def _in_main_thread(action: Callable[[], object]) -> None:
-    """Have the main thread do this; it does not while it is in a C call."""
+    """Make the main thread call this; it does not while it is in a C call."""
 
     def call(_: object) -> int:
         action()
@@ -378,7 +380,10 @@ def _in_main_thread(action: Callable[[], object]) -> None:
 
 
 def _raise_in_main_thread(error: BaseException) -> None:
-    """Raise this in the main thread; asynchronous exceptions are classes, so this one is made to need no arguments."""
+    """Raise an error in the main thread.
+
+    Asynchronous exceptions are classes, so the class is made to need no arguments.
+    """
     kind = type(error)
     members = {
         "__init__": lambda self: kind.__init__(self, *error.args),
@@ -391,9 +396,14 @@ def _raise_in_main_thread(error: BaseException) -> None:
 
 
 def _follow(fault: Fault) -> None:
-    """Strike in the struck rank once its default group has issued `fault.op` collectives; at once if it has."""
-    if not drill_job.wait_for_collectives(fault.op) or dist.get_rank() != fault.rank:
+    """Strike in the struck rank once its default group has issued so many collectives; at once if it has."""
+    global _armed
+    number = fault.op if fault.watched_op is None else fault.watched_op
+    if not drill_job.wait_for_collectives(number, only_watched=not fault.raw) or dist.get_rank() != fault.rank:
         return
+    with _lock:
+        _armed = tuple(one for one in _armed or () if one is not fault) or None
+    fault = replace(fault, op=number, raw=True, watched_op=None)
     if fault.fault == "late":
         _in_main_thread(lambda: _be_late(fault))
         return
@@ -414,5 +424,5 @@ def _be_late(fault: Fault) -> None:
 
 
 def _say(fault: Fault) -> None:
-    log.warning("injected fault on rank %d: %s", fault.rank, fault)
-    drill_job.event("struck", rank=fault.rank, fault=str(fault))
+    log.warning("%s", told("injected fault on rank {rank}: {name}", rank=fault.rank, name=fault))
+    drill_job.event("struck", rank=fault.rank, fault=str(fault), raw=fault.raw)

@@ -1,4 +1,4 @@
-"""A running job of rank processes: watched until it ends, ended when it does not, and how each of its ranks ended."""
+"""A running job of rank processes: watched until it ends, ended at its limit, with the end of each rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RanksFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """How one rank ended.
+    """The end of one rank.
 
     ``exit_code`` is None when a signal ended it, or when torchrun ended it before anything could be written down.
     ``ended`` is in seconds since the job started. ``output`` is stdout and stderr as one text. ``running_at_timeout``
@@ -53,7 +53,7 @@ class RankResult:
 
     @property
     def ok(self) -> bool:
-        """True when the rank ended by itself with exit code 0."""
+        """Return whether the rank ended by itself with exit code 0."""
         return self.exit_code == 0 and not self.running_at_timeout
 
     @property
@@ -68,7 +68,7 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How all ranks ended; ``str()`` of it is made for an assertion's message.
+    """The ends of all ranks; ``str()`` of it is made for an assertion's message.
 
     ``seconds`` is the whole job's duration. ``left_running`` are the pids of forked children that were still alive
     when the last rank had ended; they have been killed since. ``launcher_output`` is what torchrun itself wrote.
@@ -89,7 +89,7 @@ class JobResult:
 
     @property
     def ok(self) -> bool:
-        """True when every rank ended by itself with exit code 0."""
+        """Return whether every rank ended by itself with exit code 0."""
         return all(rank.ok for rank in self.ranks)
 
     @property
@@ -98,7 +98,7 @@ class JobResult:
         return tuple(rank.rank for rank in self.ranks if rank.running_at_timeout)
 
     def values(self, key: str) -> dict[int, Any]:
-        """What the ranks reported under a key, by rank; ranks that did not report it are left out."""
+        """Return the ranks' reports under a key, by rank; ranks that did not report it are left out."""
         return {rank.rank: rank.reports[key] for rank in self.ranks if key in rank.reports}
 
     def check(self) -> JobResult:
@@ -126,7 +126,7 @@ class JobResult:
         return "\n".join(lines)
 
 
-POLL = 0.01  # seconds between two looks at the processes
+POLL = 0.01  # seconds between two polls of the processes
 STACKS = 5.0  # seconds that a rank gets to write its stacks after SIGABRT
 
 
@@ -148,7 +148,7 @@ class Command:
     entrance: Sequence[str] = ()
 
     def start(self) -> subprocess.Popen[bytes] | ForkedRank:
-        """Start it, leading a session of its own."""
+        """Start the process, leading a session of its own."""
         if self.forked:
             return ForkedRank(self.argv[3:], self.env, self.output, self.entrance)
         with open(self.output, "ab") as output:
@@ -184,7 +184,7 @@ class Job:
         self.timeout = timeout
         self._name = name
         self._directory = directory
-        self._port = port  # bound and not listening: keeps everybody but rank 0's store off the master port
+        self._port = port  # bound and not listening: reserves the master port for rank 0's store
         self._cleaner = Cleaner()
         self._cleaner.watch("job", name)
         self._cleaner.watch("directory", str(directory))
@@ -206,7 +206,7 @@ class Job:
                 continue
 
     def pid(self, rank: int) -> int:
-        """The pid of a rank's main process; RanksFailed when torchrun has not started it within 60 s."""
+        """Return the pid of a rank's main process; RanksFailed when torchrun has not started it within 60 s."""
         for command, process in self._processes:
             if command.is_rank and command.ranks == (rank,):
                 return process.pid
@@ -223,7 +223,7 @@ class Job:
         os.kill(self.pid(rank), number)
 
     def reports(self, rank: int) -> dict[str, Any]:
-        """What a rank has reported so far."""
+        """Return the reports of a rank so far."""
         return read_reports(self._directory, rank)
 
     def tell(self, word: str) -> None:
@@ -239,7 +239,7 @@ class Job:
         deadline = time.monotonic() + seconds
         while True:
             ended = set(wanted) if self._all_ended() else {rank for rank in wanted if rank in self._ended}
-            values = {rank: self.reports(rank) for rank in wanted}  # after the look at the ends: a last report counts
+            values = {rank: self.reports(rank) for rank in wanted}  # read after the ends, so that a last report counts
             missing = [rank for rank in wanted if key not in values[rank]]
             if not missing:
                 return {rank: values[rank][key] for rank in wanted}
@@ -294,7 +294,7 @@ class Job:
         self.close()
 
     def _all_ended(self) -> bool:
-        """Note who has ended since the last look; True when every process that was started has."""
+        """Note which processes have ended since the last call; return whether all have."""
         running = False
         for command, process in self._processes:
             code = process.poll()
@@ -315,7 +315,7 @@ class Job:
             if command.ends_all and process.poll() is None:
                 process.send_signal(
                     signal.SIGSTOP
-                )  # torchrun ends all ranks when one ends: it would cut their stacks off
+                )  # torchrun ends all ranks when one ends, before they have written their stacks
         pids = [process.pid for command, process in self._processes if command.is_rank and command.ranks[0] in ranks]
         files = [self._directory / f"rank{rank}.pid" for rank in ranks]
         pids += [int(file.read_text()) for file in files if file.exists()]

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 Program = str | Path | Callable[..., Any]
 Launcher = Literal["processes", "fork", "torchrun"]
-#: What starts the ranks where a call does not say it; the tests of this project set it to "fork".
+#: The launcher where a call names none; the tests of this project set it to "fork".
 DEFAULT: Launcher = "processes"
 
-# What a surrounding job, launcher or scheduler told this process about itself, and must not tell the ranks.
+# Variables by which a surrounding job, launcher or scheduler describes itself; the ranks must not inherit them.
 _NOT_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR")
 _NOT_INHERITED_PREFIX = ("TORCHELASTIC_", "PYTEST_")
 
@@ -93,7 +93,7 @@ def start_ranks(
     rank_command = command_of(program, args)
     directory = Path(tempfile.mkdtemp(prefix="ncclguard-ranks-"))
     name = uuid.uuid4().hex
-    reserved = reserve_port() if hosts is None else None  # in a namespace of its own nobody else takes a port
+    reserved = reserve_port() if hosts is None else None  # in a namespace of the job's own nobody else takes a port
     if reserved is not None:
         address, port = "127.0.0.1", reserved.getsockname()[1]
     elif hosts is not None:
@@ -116,7 +116,7 @@ def start_ranks(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the ranks of one job have in common."""
+    """The settings that the ranks of one job have in common."""
 
     rank_command: Sequence[str]
     world_size: int
@@ -128,7 +128,7 @@ class Plan:
 
 
 def rank_commands(plan: Plan, forked: bool) -> list[Command]:
-    """One process a rank."""
+    """Return a command for each rank."""
     commands = []
     known = [str(hosts_file(plan.directory))] if forked and plan.hosts is None else []
     for number, own in enumerate(variables(plan)):
@@ -144,7 +144,7 @@ def rank_commands(plan: Plan, forked: bool) -> list[Command]:
 
 
 def hosts_file(directory: Path) -> Path:
-    """This host's /etc/hosts, and a name for the address by which a TCPStore knows who connects on this host.
+    """Write this host's /etc/hosts with a name for the address by which a TCPStore knows who connects on this host.
 
     It asks for that name at each connection and serves nobody meanwhile (torch/csrc/distributed/c10d/socket.cpp). No
     /etc/hosts has one, so that a name server is asked: an answer that was lost has cost 64 ranks 1 s, and without
@@ -157,7 +157,7 @@ def hosts_file(directory: Path) -> Path:
 
 
 def variables(plan: Plan) -> list[dict[str, str]]:
-    """What a launcher tells each rank."""
+    """Return the variables that a launcher sets for each rank."""
     return [
         {
             "RANK": str(number),
@@ -174,7 +174,7 @@ def variables(plan: Plan) -> list[dict[str, str]]:
 
 
 def torchrun_commands(plan: Plan) -> list[Command]:
-    """One torchrun a host; the ranks use its store, as they do in a real torchrun job."""
+    """Return a torchrun for each host; the ranks use its store, as they do in a real torchrun job."""
     nodes = blocks(plan.world_size, plan.hosts)
     if len({len(ranks) for ranks in nodes}) > 1:
         raise ValueError(f"torchrun wants equally many ranks on each host, not {plan.world_size} on {len(nodes)}")
@@ -207,7 +207,7 @@ def torchrun_commands(plan: Plan) -> list[Command]:
 
 
 def blocks(world_size: int, hosts: Hosts | None) -> list[range]:
-    """The ranks of each host: consecutive, the first hosts take one more where it does not divide."""
+    """Return the ranks of each host: consecutive, one more on the first hosts where the division leaves a rest."""
     nodes = 1 if hosts is None else len(hosts.names)
     if world_size < nodes:
         raise ValueError(f"{world_size} ranks cannot be spread over {nodes} hosts; give each host one rank at least")
@@ -217,7 +217,7 @@ def blocks(world_size: int, hosts: Hosts | None) -> list[range]:
 
 
 def command_of(program: Program, args: Sequence[Any]) -> list[str]:
-    """The command line that runs ``program`` in one rank."""
+    """Return the command line that runs ``program`` in one rank."""
     if callable(program):
         name = getattr(program, "__qualname__", "")
         file = inspect.getsourcefile(program)
@@ -241,12 +241,12 @@ def command_of(program: Program, args: Sequence[Any]) -> list[str]:
 
 
 def function_command(module: str, name: str, args: Sequence[Any]) -> list[str]:
-    """The command line that runs one function in one rank."""
+    """Return the command line that runs one function in one rank."""
     return [sys.executable, "-m", __package__, module, name, json.dumps(list(args))]
 
 
 def environment_of(env: Mapping[str, str] | None, hosts: Hosts | None) -> dict[str, str]:
-    """What every rank inherits: this process's variables without another job's, this package importable, stacks on."""
+    """Return the variables of every rank: this process's without another job's, this package importable, stacks on."""
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -269,7 +269,7 @@ def environment_of(env: Mapping[str, str] | None, hosts: Hosts | None) -> dict[s
 
 
 def reserve_port() -> socket.socket:
-    """A socket bound to a free port that nobody else is given while it stays open; its owner never listens.
+    """Return a socket bound to a free port that nobody else is given while it stays open; its owner never listens.
 
     Linux hands a port with a bound socket to no ``bind(0)`` and no ``connect``, but lets a listener that asks for
     exactly this port with SO_REUSEADDR have it, as TCPStore does.

@@ -1,4 +1,4 @@
-"""What runs inside a rank that `run_ranks` has started: its entry, and what it can say to the process that started it.
+"""The code inside a rank that `run_ranks` has started: its entry, and its reports to the process that started it.
 
 `python -m ncclguard.faults MODULE[=FILE] FUNCTION JSON_ARGUMENTS` calls one function. `python rank.py FOLDER COMMAND`,
 by the file's path and with the standard library only, runs one rank beneath torchrun and writes down how that rank
@@ -60,21 +60,21 @@ def wait_until_told(word: str, seconds: float = 60.0) -> None:
             raise TimeoutError(
                 f"the parent did not call tell({word!r}) within {seconds:g} s; check that the test reaches it"
             )
-        time.sleep(min(0.05, 0.005 + waited / 50))  # dozens of ranks may wait for long
+        time.sleep(min(0.05, 0.005 + waited / 50))  # longer and longer: dozens of ranks may wait
 
 
 def report_file(directory: Path, rank: int) -> Path:
-    """Where a rank's reports go, one JSON object a line."""
+    """Return the file of a rank's reports, one JSON object a line."""
     return directory / f"rank{rank}.reports"
 
 
 def word_file(directory: Path, word: str) -> Path:
-    """The file whose existence says that the parent has told ``word``."""
+    """Return the file whose existence says that the parent has told ``word``."""
     return directory / f"told.{word}"
 
 
 def read_reports(directory: Path, rank: int) -> dict[str, Any]:
-    """All values that a rank has reported so far; a later value of a key replaces an earlier one.
+    """Read all values that a rank has reported so far; a later value of a key replaces an earlier one.
 
     A line without its end is still being written: a file grows page by page under a reader.
     """

@@ -1,1 +1,1 @@
-"""What happened when an operation failed, for people and for programs: the record, its page, its files, the stacks."""
+"""Records of a failed operation, for people and for programs: the incident, its page, its files, the stacks."""

@@ -7,14 +7,14 @@ have the same, then the culprits' other threads, then where the other ranks wait
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
 
-from ncclguard.cause import MEANING, WORD, Cause
-from ncclguard.language import Message, joined, read, said, say, told, tr
+from ncclguard_explain.cause import MEANING, SEE_LOST, WORD, Cause
+from ncclguard_explain.language import Message, joined, read, said, say, told, tr
+from ncclguard_explain.ranks import FEW_RANKS, SHOWN_GROUPS, Hosts, duration, ranks_text, runs
 
 #: Bytes that all readers of an incident read together, and the least and the most that one incident says of single
 #: ranks, as JSON.
@@ -25,6 +25,10 @@ HISTORIES: Final = 2 << 20
 #: Sides of a mismatch, and different places in which ranks wait, that an incident keeps apart.
 PLACES: Final = 64
 TEXT: Final = 200
+#: Bytes of the hosts that an incident tells beside the ranks' own reports: enough for 2,000 hosts of eight ranks.
+HOSTS_BYTES: Final = 96 << 10
+#: Characters of a host's name (HOST_NAME_MAX of Linux).
+HOST_NAME: Final = 64
 
 Sides = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -63,7 +67,7 @@ def sides(found: Sequence[tuple[str, tuple[int, ...]]]) -> Sides:
 
 
 def _once_each(blamed: Sequence[RankReport]) -> list[RankReport]:
-    """Of culprits at the same place of the program only the first keeps its stack; the others name that rank."""
+    """Keep of culprits at the same place of the program only the first's stack; the others name that rank."""
     seen: dict[tuple[str, ...], int] = {}
     found = []
     for report in blamed:
@@ -105,190 +109,6 @@ def _size(report: RankReport) -> int:
     return len(report.model_dump_json(exclude_defaults=True))
 
 
-#: Culprits, sides and groups of waiting ranks that are shown one by one.
-SHOWN_GROUPS: Final = 8
-
-
-def ranks_text(ranks: Iterable[int]) -> Message:
-    """Return ranks for people, runs shortened.
-
-    >>> ranks_text([3]), ranks_text([0, 1, 2, 5]), ranks_text([])
-    ('rank 3', 'ranks 0-2, 5', 'no rank')
-    """
-    numbers = sorted(set(ranks))
-    if not numbers:
-        return tr("no rank")
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    parts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    if len(parts) > 2 * SHOWN_GROUPS:
-        return tr("ranks {some}, ... ({count} in all)", some=", ".join(parts[: 2 * SHOWN_GROUPS]), count=len(numbers))
-    return tr("rank {rank}", rank=parts[0]) if len(numbers) == 1 else tr("ranks {numbers}", numbers=", ".join(parts))
-
-
-#: Ranks of a job up to which each is told by its number alone; in larger jobs they are told by their hosts.
-FEW_RANKS: Final = 64
-#: Kinds of host names that are told apart, names without a pattern that are shown, and hosts of which single ranks are.
-SHOWN_NAMES: Final = 4
-#: Part of all ranks from which on it is shorter to tell the others.
-MOST: Final = 0.9
-#: Bytes of the hosts that an incident tells beside the ranks' own reports: enough for 2,000 hosts of eight ranks.
-HOSTS_BYTES: Final = 96 << 10
-#: Characters of a host's name (HOST_NAME_MAX of Linux).
-HOST_NAME: Final = 64
-
-
-def hosts_text(names: Iterable[str]) -> Message:
-    """Return host names for people: numbers in them become ranges, as in the lists of Slurm.
-
-    >>> hosts_text(["node0012", "node0013", "node0019"]), hosts_text(["gpu-a-7"])
-    ('hosts node[0012-0013,0019]', 'host gpu-a-7')
-    >>> hosts_text(["anna", "bert", "carl", "dora", "emil", "fritz"])
-    'hosts anna, bert, carl, dora, ... (6 in all)'
-    """
-    found = sorted(set(names), key=_natural)
-    if not found:
-        return tr("no host")
-    if len(found) == 1:
-        return tr("host {host}", host=found[0])
-    parts, cut = _folded_names(found)
-    if len(parts) > SHOWN_NAMES:
-        return tr("hosts {some}, ... ({count:,} in all)", some=", ".join(parts[:SHOWN_NAMES]), count=len(found))
-    if cut:
-        return tr("hosts {some} ({count:,} in all)", some=", ".join(parts), count=len(found))
-    return tr("hosts {some}", some=", ".join(parts))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """For an order in which node9 comes before node10."""
-    return [(int(part), part) if part.isdecimal() else (0, part) for part in re.split("([0-9]+)", name)]
-
-
-def _folded_names(names: Sequence[str]) -> tuple[list[str], bool]:
-    """Names that differ in one number share an entry; also whether numbers were left out."""
-    shapes: dict[tuple[str, ...], list[list[str]]] = {}
-    for name in names:
-        parts = re.split("([0-9]+)", name)
-        shapes.setdefault(tuple(parts[::2]), []).append(parts)
-    found, cut = [], False
-    for same in shapes.values():
-        varying = [place for place in range(1, len(same[0]), 2) if len({parts[place] for parts in same}) > 1]
-        if not varying:
-            found.append("".join(same[0]))
-            continue
-        last = varying[-1]
-        series: dict[tuple[str, str], list[str]] = {}
-        for parts in same:
-            series.setdefault(("".join(parts[:last]), "".join(parts[last + 1 :])), []).append(parts[last])
-        for (before, after), numbers in series.items():
-            runs = _runs(numbers)
-            cut = cut or len(runs) > SHOWN_GROUPS
-            shown = [*runs[:SHOWN_GROUPS], "..."] if len(runs) > SHOWN_GROUPS else runs
-            found.append(f"{before}[{','.join(shown)}]{after}" if len(numbers) > 1 else f"{before}{numbers[0]}{after}")
-    return found, cut
-
-
-def _runs(numbers: Sequence[str]) -> list[str]:
-    """Numbers as they are written, runs of equally padded ones as first-last."""
-    runs: list[list[str]] = []
-    for number in numbers:
-        last = runs[-1][1] if runs else ""
-        follows = last != "" and int(number) == int(last) + 1
-        if follows and (len(number) == len(last) or not (number.startswith("0") or last.startswith("0"))):
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return [first if first == last else f"{first}-{last}" for first, last in runs]
-
-
-class Hosts:
-    """Which rank is on which host, to tell of ranks by their hosts in a job of more than `FEW_RANKS`.
-
-    `everyone`: all ranks of the job, of which `hosts` knows as many as have said where they are.
-
-    >>> hosts = Hosts({rank: f"node{rank // 8:02}" for rank in range(80)}, range(80))
-    >>> hosts.text(range(16, 40))
-    'hosts node[02-04], all 24 ranks (16-39)'
-    >>> hosts.text(range(20, 40))
-    'hosts node[03-04], all 16 ranks (24-39), and ranks 20-23 on host node02'
-    >>> hosts.text(set(range(80)) - {17})
-    '79 ranks, all but rank 17 on host node02'
-    >>> Hosts({0: "a", 1: "b"}, range(2)).text([1])
-    'rank 1'
-    """
-
-    def __init__(self, hosts: Mapping[int, str], everyone: Iterable[int]) -> None:
-        self._hosts = hosts
-        self._everyone = frozenset(everyone)
-        self._members: dict[str, int] = {}
-        for rank in self._everyone:
-            host = hosts.get(rank, "")
-            if host:
-                self._members[host] = self._members.get(host, 0) + 1
-
-    @property
-    def told(self) -> bool:
-        """Whether ranks are told by their hosts: the job has many, and for most of them it is known."""
-        return len(self._everyone) > FEW_RANKS and 2 * sum(self._members.values()) > len(self._everyone)
-
-    def host(self, rank: int) -> str:
-        """The name of a rank's host, empty where it is not known."""
-        return self._hosts.get(rank, "")
-
-    def text(self, ranks: Iterable[int]) -> Message:
-        """Ranks for people: whole hosts, then ranks of others; by their numbers alone in a job of few ranks."""
-        asked = sorted(set(ranks))
-        if not asked or not self.told:
-            return ranks_text(asked)
-        others = self._everyone.difference(asked)
-        if not others:
-            return tr("all {count:,} ranks", count=len(asked))
-        if len(asked) >= MOST * len(self._everyone):
-            return tr("{count:,} ranks, all but {others}", count=len(asked), others=self.text(others))
-        found: dict[str, list[int]] = {}
-        for rank in asked:
-            found.setdefault(self.host(rank), []).append(rank)
-        unknown = found.pop("", [])
-        whole = {host: here for host, here in found.items() if 1 < len(here) == self._members.get(host)}
-        parts: list[Message] = []
-        if whole:
-            inside = sorted(rank for here in whole.values() for rank in here)
-            every = tr("all {count:,} ranks", count=len(inside))
-            parts.append(tr("{hosts}, {part}", hosts=hosts_text(whole), part=_numbered(every, inside)))
-        some = {host: here for host, here in found.items() if host not in whole}
-        if len(some) <= SHOWN_NAMES:
-            parts += [tr("{part} on host {host}", part=ranks_text(here), host=host) for host, here in some.items()]
-        else:
-            inside = sorted(rank for here in some.values() for rank in here)
-            many = _numbered(tr("{count:,} ranks", count=len(inside)), inside)
-            parts.append(tr("{part} on {hosts}", part=many, hosts=hosts_text(some)))
-        if unknown:
-            lost = ranks_text(unknown)
-            if parts and len(unknown) > 1:
-                lost = tr("{part} on hosts that are not known", part=lost)
-            elif parts:
-                lost = tr("{part} on a host that is not known", part=lost)
-            parts.append(lost)
-        return parts[0] if len(parts) == 1 else joined(", and ", (joined(", ", parts[:-1]), parts[-1]))
-
-
-def _numbered(text: Message, ranks: Sequence[int]) -> Message:
-    """With their numbers in brackets, where these are few runs."""
-    numbers = ranks_text(ranks)
-    if numbers.count(",") >= SHOWN_NAMES:
-        return text
-    return tr("{ranks} ({numbers})", ranks=text, numbers=numbers.split(" ", 1)[1])
-
-
-def duration(seconds: float) -> str:
-    """Seconds, with minutes beside them where that helps."""
-    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s ({seconds / 60:.3g} min)"
-
-
 #: Raised with every change of a field's name or meaning.
 SCHEMA_VERSION = 1
 #: Frames of a culprit's stack that are shown, the innermost; all are in the JSON.
@@ -313,6 +133,7 @@ class RankReport(BaseModel):
     """One rank at the moment the operation was given up.
 
     `operation`: what the rank is in, or last was in; `age`: seconds in it; `call_site`: where the program called it;
+    `entered`: of a culprit, the guarded calls that its process had begun by then, in all groups;
     `peer`: the rank at the other end of the connection that broke on this one; `stack`: the main thread's frames,
     outermost first; `threads`: name and frames of other threads, for culprits. None and "" stand for what is not known.
     `state` is how far the rank got in the operation: none (not entered), running, ready (own data complete), done; or
@@ -327,6 +148,7 @@ class RankReport(BaseModel):
     cause: Cause | None = None
     state: State
     sequence: int = 0
+    entered: int | None = None
     operation: Text | None = None
     age: float | None = None
     call_site: Text | None = None
@@ -344,12 +166,12 @@ class RankReport(BaseModel):
 
     @property
     def inside(self) -> bool:
-        """Whether it waits in the operation; one that does not has left its last, which is the one it reports."""
+        """Return whether it waits in the operation; one that does not reports its last."""
         return self.state in ("running", "ready")
 
 
 class MembershipChange(BaseModel):
-    """What became of the job after a loss: it went on without ranks, or ranks came back.
+    """The change of the job after a loss: it went on without ranks, or ranks came back.
 
     `ranks`: global ranks that were lost, or are back; `participants`: how many take part from then on; `seconds`: what
     it cost, from the beginning of the step that was struck to the beginning of the one without them, or, where ranks
@@ -384,14 +206,16 @@ class MembershipChange(BaseModel):
 
 
 class Incident(BaseModel):
-    """Who, why, where and what to do; `timeout` in seconds, `ranks` in order of rank, `culprits` sorted global ranks.
+    """The record of a failure; `timeout` in seconds, `ranks` in order of rank, `culprits` sorted global ranks.
 
     `sides` is filled when ranks diverged: what was called, and by which ranks, the largest side first. `device` is the
     GPU's name where it is an emulated one, else None. `hosts` is filled in a job of more than 64 ranks: names, and
     those of their ranks whose own report does not say the host, such as "0-7,12". `decided_after`: seconds from the
     revoke to the verdict, on the rank that decided; None where nothing was agreed. `afterwards`: what became of the
-    job, as far as it is known; a report is written before that, and again then. `str()` is for people, `to_json()`
-    for programs. Raises pydantic.ValidationError, a ValueError, for fields that cannot be.
+    job, as far as it is known; a report is written before that, and again then. `repeats`: the incident that reported
+    the same fault first, where its ranks have begun no guarded call since; such an incident has no report of its own.
+    `further`: what of this library would make more of such a failure the next time, empty for nothing. `str()` is for
+    people, `to_json()` for programs. Raises pydantic.ValidationError, a ValueError, for fields that cannot be.
 
     >>> incident = Incident(
     ...     id="0-17.0", op="barrier", op_id="0/17", group="0", generation=0, cause=Cause.LATE, culprits=(2,),
@@ -426,6 +250,8 @@ class Incident(BaseModel):
     hosts: tuple[tuple[Text, Text], ...] = ()
     decided_after: float | None = None
     afterwards: tuple[MembershipChange, ...] = ()
+    repeats: str | None = None
+    further: Text = ""
 
     @field_validator("schema_version")
     @classmethod
@@ -457,13 +283,22 @@ class Incident(BaseModel):
         return cls.model_validate_json(text)
 
     def placed(self) -> Hosts:
-        """Which rank is on which host, as far as the ranks said or others knew."""
+        """Return which rank is on which host, as far as the ranks said or others knew."""
         found = {rank: host for host, ranks in self.hosts for rank in _ranks_of(ranks)}
         found |= {report.rank: report.host for report in self.ranks if report.host}
         return Hosts(found, {*self.participants, *(report.rank for report in self.ranks)})
 
     def __str__(self) -> str:
         return as_text(self)
+
+    def followed_by(self, changes: Sequence[MembershipChange]) -> Incident:
+        """Return the incident with what became of the job, and advice that fits a job that has gone on."""
+        survived = {rank for change in changes if change.kind == "went on" for rank in change.ranks}
+        told = self.model_copy(update={"afterwards": tuple(changes)})
+        if self.cause is not Cause.LOST or not set(self.culprits) <= survived:
+            return told
+        advice = tr("The others go on without it. {advice}", advice=SEE_LOST)
+        return told.model_copy(update={"advice": advice, "further": ""})
 
 
 def unsaid_hosts(hosts: Mapping[int, str], reports: Sequence[RankReport]) -> tuple[tuple[str, str], ...]:
@@ -482,7 +317,7 @@ def unsaid_hosts(hosts: Mapping[int, str], reports: Sequence[RankReport]) -> tup
             ranks.setdefault(host[:HOST_NAME], []).append(report.rank)
     found, left = [], HOSTS_BYTES
     for host, here in ranks.items():
-        text = ",".join(_runs([str(rank) for rank in here]))
+        text = ",".join(runs([str(rank) for rank in here]))
         left -= len(host) + len(text)
         if left < 0:
             break
@@ -536,20 +371,22 @@ def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
         lines.append(f"  {told('device: {device}', device=incident.device)}")
     lines += [f"  {_indented(line)}" for line in evidence]
     lines.append(f"  {what_to_do(read(incident.advice))}")
+    if incident.further:
+        lines.append(f"  {told('next time: {advice}', advice=read(incident.further))}")
     about = told(
-        "operation {op_id}, group {group}, generation {generation}",
+        "(operation {op_id}, group {group}, generation {generation})",
         op_id=incident.op_id,
         group=incident.group,
         generation=incident.generation,
     )
-    lines.append(f"  ({about})")
+    lines.append(f"  {about}")
     return "\n".join(lines).translate(_CONTROL)
 
 
 def both(cause: Cause) -> str:
     """The word for a cause and, in another language, the one that data and documents have."""
     word = say(WORD[cause])
-    return word if word == cause.value else f"{word} ({cause})"
+    return word if word == cause.value else told("{cause} ({details})", cause=word, details=cause.value)
 
 
 def what_to_do(advice: str = "") -> str:
@@ -640,7 +477,7 @@ def _sides(sides: Sequence[tuple[str, tuple[int, ...]]], placed: Hosts) -> list[
 
 
 def _waiting(reports: Sequence[RankReport], placed: Hosts) -> list[str]:
-    """What the ranks that are not to blame were in, and for how long; ranks in the same place share a line."""
+    """Return what the ranks that are not to blame were in, and for how long; ranks in the same place share a line."""
     places: dict[tuple[str, str], list[RankReport]] = {}
     for report in reports:
         if report.inside:
@@ -655,12 +492,12 @@ def _waiting(reports: Sequence[RankReport], placed: Hosts) -> list[str]:
             waiting = (
                 tr("waiting for up to {time}", time=longest) if several else tr("waiting for {time}", time=longest)
             )
-        where = _called(tr("in {operation}", operation=operation or tr("the operation")), call_site)
+        where = tr("in {operation}", operation=operation or tr("the operation"))
         who = placed.text(report.rank for report in group)
         line = tr("{waiting}: {ranks} {where}", waiting=waiting, ranks=who, where=where)
         if placed.told:
             line = tr("{waiting}: {ranks}, {where}", waiting=waiting, ranks=who, where=where)
-        lines.append(f"  {said(line)}")
+        lines.append(f"  {said(_called(line, call_site))}")
     if len(places) > SHOWN_GROUPS:
         more = told("and ranks waiting in {count} further places: see to_json()", count=len(places) - SHOWN_GROUPS)
         lines.append(f"  {more}")

@@ -1,92 +1,24 @@
-"""Self-contained pages for people, from the Jinja2 templates beside this module; and the page of an incident.
-
-Light and dark, everything escaped. Jinja2 comes with torch; on a machine without torch only pages need it
-(`pip install "ncclguard[html]"` or jinja2).
-"""
+"""The page of an incident, from the templates beside this module and those of `ncclguard_explain.page`."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from ncclguard import language
-from ncclguard.cause import MEANING, WORD, Cause
-from ncclguard.incident.model import FEW_RANKS, Hosts, Incident, RankReport, alike, duration, ranks_text
+from ncclguard.incident.model import Incident, RankReport, alike
 from ncclguard.incident.timeline import Bar, Document, Key, Lane, Timeline
-from ncclguard.language import Message, joined, read, said, say, told, tr
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
+from ncclguard_explain.cause import MEANING, WORD, Cause
+from ncclguard_explain.language import Message, joined, read, say, told, tr
+from ncclguard_explain.page import render
+from ncclguard_explain.ranks import FEW_RANKS, Hosts, duration, ranks_text
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
-
-
-class PageError(RuntimeError):
-    """A page cannot be made on this machine; the text says what to install."""
-
-
-def render(template: str, **values: Any) -> str:
-    """The whole page that a template makes of the values, whose texts are escaped.
-
-    Raises PageError where Jinja2 is not installed.
-
-    >>> render("base.html.j2", title="a < b", style="", body="x").startswith("<!doctype html>")
-    True
-    """
-    return _environment().get_template(template).render(values)
-
-
-@functools.cache
-def _environment() -> Environment:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise PageError(
-            told(
-                "an HTML page needs Jinja2, which is not installed here: pip install jinja2; text and JSON need nothing more"
-            )
-        ) from error
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        auto_reload=False,
-        finalize=said,
-    )
-    environment.globals.update(tr=tr, told=told, language=language.current)
-    environment.filters["prose"] = lambda text: _markup(prose(say(text)))
-    environment.filters["read"] = read
-    environment.filters["say"] = say
-    environment.filters["sentence"] = lambda message: message.capitalised()
-    environment.filters["percent"] = lambda part: f"{100 * part:.2f}%"
-    return environment
-
-
-def _markup(html: str) -> str:
-    """HTML that a template puts in as it is."""
-    from markupsafe import Markup  # a part of Jinja2
-
-    return Markup(html)
-
-
-def prose(text: str) -> str:
-    """Text in which `words` stand for what is typed.
-
-    >>> prose("run `a < b`")
-    'run <code>a &lt; b</code>'
-    """
-    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 #: Culprits that get a card of their own, and ranks up to which the table is open.
@@ -132,6 +64,7 @@ def render_html(document: Document) -> str:
     columns, rows = _table(incident, placed)
     return render(
         "incident.html.j2",
+        TEMPLATES,
         document=document,
         incident=incident,
         named=tr(
@@ -157,7 +90,7 @@ def render_html(document: Document) -> str:
 
 
 def _heading(group: Sequence[RankReport], placed: Hosts) -> Message:
-    """Who a card is about, and where they are; of several the first is shown."""
+    """Return who a card is about, and where they are; of several the first is shown."""
     if len(group) > 1:
         who = placed.text(report.rank for report in group)
         return tr("{ranks}; the first, rank {rank}", ranks=who, rank=group[0].rank)
@@ -428,7 +361,12 @@ class Chart:
     @property
     def kinds(self) -> set[str]:
         """The kinds of bars that are drawn, for the legend."""
-        return {bar.kind for row in self.rows for bar in row.bars}
+        return {bar.kind for row in self.rows for bar in row.bars if not bar.colour}
+
+    @property
+    def colours(self) -> list[str]:
+        """The colours of other groups' operations that are drawn, for the legend."""
+        return sorted({bar.colour.strip() for row in self.rows for bar in row.bars if bar.colour})
 
 
 def lay_out(incident: Incident, timeline: Timeline) -> Chart:
@@ -532,7 +470,7 @@ class _Layout:
         return [span.whole() for _, span in sorted(_spans(done).items())]
 
     def _said(self, report: RankReport | None, lane: Lane | None) -> tuple[str, float]:
-        """What kept this rank, and the place where its bars end; nothing where it is in the operation itself."""
+        """Return what kept this rank, and the place where its bars end; nothing where it is in the operation itself."""
         if report is None:
             return told("nothing is known"), self.scale.diverged
         bars = lane.bars if lane is not None else ()
@@ -559,7 +497,7 @@ def _by_place(ranks: Iterable[int], reports: Mapping[int, RankReport]) -> list[l
 
 
 def _clocks(timeline: Timeline) -> Message:
-    """How the lanes were laid over each other, and how exact that is."""
+    """Return how the lanes were laid over each other, and how exact that is."""
     loose = [lane.rank for lane in timeline.lanes if lane.clock == "answer"]
     spreads = [lane.spread for lane in timeline.lanes if lane.spread is not None]
     how = tr(

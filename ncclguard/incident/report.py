@@ -22,14 +22,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TextIO
 
+from pydantic import ValidationError
+
 from ncclguard import __version__
-from ncclguard.cause import Cause
-from ncclguard.command_line import described
 from ncclguard.incident import timeline
 from ncclguard.incident.model import Incident, MembershipChange, as_text, what_to_do
-from ncclguard.incident.page import PageError, render_html
+from ncclguard.incident.page import render_html
 from ncclguard.incident.timeline import Document, RasQuote
-from ncclguard.language import speaking_to
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.command_line import described
+from ncclguard_explain.language import speaking_to, told
+from ncclguard_explain.page import PageError
 
 log = logging.getLogger("ncclguard")
 
@@ -40,7 +43,7 @@ _INDENTED: Final = 64
 
 
 class Witness(Protocol):
-    """Who is asked beside the ranks when an incident begins; `ncclguard.environment.ras.Witness` asks NCCL's RAS."""
+    """A source that is asked beside the ranks at an incident; `ncclguard.environment.ras.Witness` asks NCCL's RAS."""
 
     @property
     def patience(self) -> float:
@@ -166,11 +169,11 @@ class Writer:
 
     def _complete(self, incident: Incident, job: str) -> None:
         document = self._written.get(incident.id) or self._found(incident) or self._document(incident, job, {}, None)
-        told = document.incident.model_copy(update={"afterwards": incident.afterwards})
+        told = document.incident.followed_by(incident.afterwards)
         self._write_files(document.model_copy(update={"incident": told}), again=True)
 
     def _found(self, incident: Incident) -> Document | None:
-        """What another rank has written of this incident, if this one can read it."""
+        """Return what another rank has written of this incident, if this one can read it."""
         for folder in self._folders():
             with contextlib.suppress(OSError, ValueError):  # not there, not of this version, or not a report
                 found = Document.model_validate_json((folder / f"incident-{incident.id}.json").read_text("utf-8"))
@@ -206,15 +209,19 @@ class Writer:
             try:
                 write_all(folder, texts)
             except OSError as error:
-                log.warning("ncclguard: the report of incident %s cannot be written: %s", document.incident.id, error)
+                text = told(
+                    "the report of incident {name} cannot be written: {error}", name=document.incident.id, error=error
+                )
+                log.warning("ncclguard: %s", text)
                 continue
             self._written[document.incident.id] = document
             if not again:
-                log.warning(
-                    "ncclguard: the report of incident %s is %s", document.incident.id, folder / list(texts)[-1]
-                )
+                where = folder / list(texts)[-1]
+                text = told("the report of incident {name} is {path}", name=document.incident.id, path=where)
+                log.warning("ncclguard: %s", text)
             return
-        log.warning("ncclguard: set NCCLGUARD_REPORT_DIR to a folder that can be written, or to none for no files")
+        text = told("set NCCLGUARD_REPORT_DIR to a folder that can be written, or to none for no files")
+        log.warning("ncclguard: %s", text)
 
     def _folders(self) -> list[Path]:
         """The folder that was chosen, and the machine's for temporary files in case that does not take them."""
@@ -225,7 +232,7 @@ class Writer:
 
 
 class Sequels:
-    """What became of the job after each incident of lost ranks, and which rank has the incident's report say so.
+    """The changes of the job after each incident of lost ranks, and which rank has the incident's report say so.
 
     Every rank keeps the same record of what all have agreed on. A report is completed by the rank that wrote it, or,
     where that is gone, by the lowest rank that has been there since; it writes all that is known, also what the other
@@ -242,7 +249,7 @@ class Sequels:
         self._returns: dict[int, int] = {}  # how often a rank has come back, so that its second loss is another
 
     def known(self, incident: Incident) -> bool:
-        """Whether all that this incident says is that ranks are gone, of whose loss there is an incident already."""
+        """Return whether this incident only says that ranks are gone, of whose loss there is one already."""
         with self._lock:
             lives = self._lives(_lost(incident))
             told = [case.lives.items() for case in self._cases]
@@ -279,14 +286,14 @@ class Sequels:
         case.changes.append(change)
         case.narrow(change, participants)
         if case.completed_by == self._rank:
-            self._complete(case.incident.model_copy(update={"afterwards": tuple(case.changes)}), case.session)
+            self._complete(case.incident.followed_by(case.changes), case.session)
 
     def _hand_over(self, case: _Case, change: MembershipChange, participants: frozenset[int]) -> None:
         """The rank that should have told of an earlier change may be gone, and may not have come to it."""
         before = case.completed_by
         case.narrow(change, participants)
         if case.completed_by == self._rank != before:
-            self._complete(case.incident.model_copy(update={"afterwards": tuple(case.changes)}), case.session)
+            self._complete(case.incident.followed_by(case.changes), case.session)
 
 
 def _lost(incident: Incident) -> list[int]:
@@ -317,7 +324,7 @@ class _Case:
         return self._writer if self._writer in since else min(since, default=-1)
 
     def concerned(self, change: MembershipChange, lives: Mapping[int, int]) -> bool:
-        """Whether the change is about a rank of this incident, and about the same life of it."""
+        """Return whether the change is about a rank of this incident, and about the same life of it."""
         return any(self.lives.get(rank) == life for rank, life in lives.items())
 
     def narrow(self, change: MembershipChange, participants: frozenset[int]) -> None:
@@ -463,8 +470,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             document = Document.model_validate_json(file.read_text(encoding="utf-8"))
             show(document.incident, sys.stdout, document.ras.evidence if document.ras is not None else ())
             page.write_text(render_html(document), encoding="utf-8", errors="backslashreplace")
+        except BrokenPipeError:  # nobody reads on: no fault of this file's
+            raise
         except (OSError, ValueError, PageError) as error:  # pydantic's ValidationError is a ValueError
-            print(f"ncclguard report: {file}: {error}", file=sys.stderr)
+            print(f"ncclguard report: {file}: {_refused(error)}", file=sys.stderr)
             return UNUSABLE
         print(page)
     return 0
+
+
+def _refused(error: Exception) -> str:
+    """Say why a file is no report, without pydantic's list of what it lacks."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    if first["type"] == "value_error":  # of another version
+        return first["msg"].removeprefix("Value error, ")
+    return told("this is no report of an incident: give the JSON that lies beside its page")

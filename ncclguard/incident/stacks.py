@@ -1,4 +1,4 @@
-"""Where Python code is: stacks and places as short texts, of this process, and of another one of its host.
+"""Stacks and places of Python code as short texts, of this process, and of another one of its host.
 
 Files are named as they would be imported, relative to the entry of ``sys.path`` they lie under: ``train.py``,
 ``torch/distributed/distributed_c10d.py``.
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import IO, Any, Final, NamedTuple
 
-from ncclguard.language import tr
+from ncclguard_explain.language import tr
 
 SOURCE_LENGTH: Final = 160
 EXCEPTION_LENGTH: Final = 400
@@ -44,12 +44,13 @@ READ_WITHIN: Final = 0.25
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Parts of the package that use the library as a program does: their frames are what a reader wants to see.
-_USERS: Final = tuple(os.path.join(_PACKAGE, name) for name in ("bench", "faults", "explain", "integrations"))
-# Of these, the one that stands around the library's own calls while a drill is recorded.
-_RECORDER: Final = os.path.join(_PACKAGE, "faults", "record.py")
+_USERS: Final = tuple(os.path.join(_PACKAGE, name) for name in ("bench", "faults"))
 _INSTALLED: Final = tuple(
     {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
+
+_PACKAGES: Final = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
+_TORCH: Final = tuple(os.path.join(folder, "torch", "") for folder in _PACKAGES)
 
 _own_files: dict[str, bool] = {}
 _reader: threading.Thread | None = None  # of source files, the last one that was not done in time
@@ -88,32 +89,42 @@ def other_threads(limit: int = 16) -> list[list[object]]:
     found: list[tuple[str, list[_Spot]]] = []
     for ident, innermost in sys._current_frames().items():
         spots = _spots(innermost)
-        if ident != main and not any(is_own_file(spot.file) for spot in spots):
-            found.append((names.get(ident, f"thread {ident:#x}"), spots[:limit]))
+        name = names.get(ident, f"thread {ident:#x}")
+        # Threads of a drill have frames of `faults` only, which count as a program's.
+        if (
+            ident != main
+            and not name.startswith("ncclguard drill")
+            and not any(is_own_file(spot.file) for spot in spots)
+        ):
+            found.append((name, spots[:limit]))
     del found[limit:]
     _read_sources(spot for _, spots in found for spot in spots)
     return [[name, [spot.text() for spot in reversed(spots)]] for name, spots in found]
 
 
-def call_site_of(thread: int) -> str:
-    """Return where a thread, by its ident, called the library from, such as ``train.py:211 in step``.
+def call_site_of(thread: int = 0) -> str:
+    """Return the program's own line that a thread, by its ident, is in, such as ``train.py:211 in step``.
 
-    Empty when it has ended.
+    Where it has none, as the library's own threads, which carry out what the program issued, the main thread's. Of a
+    program that is installed like a library it is the innermost line of any that is neither torch's nor Python's.
+    Empty for threads that have ended.
     """
-    frame = sys._current_frames().get(thread)
-    while frame is not None and not is_own_file(frame.f_code.co_filename):
-        frame = frame.f_back  # what the library itself is waiting in
-    while frame is not None and frame.f_back is not None and is_own_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else _Spot.of(frame).place()
+    frames = sys._current_frames()
+    spots = [
+        spot
+        for ident in dict.fromkeys((thread, threading.main_thread().ident or 0))
+        for spot in _spots(frames.get(ident))
+        if not is_own_file(spot.file)
+    ]
+    for suits in (_is_programs, _is_packages):
+        for spot in spots:
+            if suits(spot.file):
+                return spot.place()
+    return ""
 
 
-def program_place(thread: int = 0) -> str:
-    """Return the place of the program's own code on a thread, by its ident, or on the main thread; empty when ended."""
-    frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
-    while frame is not None and not _is_programs(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else _Spot.of(frame).place()
+def _is_packages(filename: str) -> bool:
+    return filename.startswith(_PACKAGES) and not filename.startswith(_TORCH)
 
 
 def _is_programs(filename: str) -> bool:
@@ -144,12 +155,10 @@ def traceback_frames(error: BaseException, limit: int = 64) -> tuple[str, ...]:
 
 
 def is_own_file(filename: str) -> bool:
-    """Whether the code in ``filename`` is this library's, and not a program's that uses it."""
+    """Return whether the code in ``filename`` is this library's, and not a program's that uses it."""
     own = _own_files.get(filename)
     if own is None:
-        own = _own_files[filename] = filename.startswith(_PACKAGE) and (
-            filename == _RECORDER or not filename.startswith(_USERS)
-        )
+        own = _own_files[filename] = filename.startswith(_PACKAGE) and not filename.startswith(_USERS)
     return own
 
 
@@ -171,7 +180,7 @@ def place_text(file: str, line: int | None, function: str, source: str = "") -> 
 
 
 class _Spot(NamedTuple):
-    """Where a frame was when it was looked at: it runs on while source lines are read."""
+    """The place of a frame when it was looked at: it runs on while source lines are read."""
 
     file: str
     number: int
@@ -191,7 +200,7 @@ class _Spot(NamedTuple):
 
 
 def _spots(frame: FrameType | None) -> list[_Spot]:
-    """Those of a frame and of all that it was called from, innermost first."""
+    """Return the spots of a frame and of all that it was called from, innermost first."""
     found = []
     while frame is not None:
         found.append(_Spot.of(frame))
@@ -212,7 +221,7 @@ def _read_sources(spots: Iterable[_Spot]) -> None:
 
 
 def _read_files(files: Mapping[str, dict[str, Any] | None]) -> None:
-    """The same for these files, each with the globals of its module where they are known."""
+    """Read these files in the same way, each with the globals of its module where they are known."""
     global _reader
     unread = {
         file: names
@@ -280,7 +289,7 @@ _STATES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """How to have a process write its stacks: the signal, the thread to send it to, the file, and the main thread."""
+    """The way to have a process write its stacks: the signal, the thread that gets it, the file, the main thread."""
 
     signal: int
     thread: int  # native id, of a thread that belongs to this library
@@ -379,7 +388,7 @@ def parse(text: str, main: int) -> tuple[tuple[str, ...], tuple[tuple[str, tuple
 
 
 def parse_spied(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-    """The same for the output of ``py-spy dump``; on Linux the main thread's id is the process's."""
+    """Parse the output of ``py-spy dump`` likewise; on Linux the main thread's id is the process's."""
     stack: tuple[str, ...] = ()
     others = []
     process = re.match(r"Process (\d+)", text)
@@ -487,7 +496,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _wchan(pid: int) -> str:
-    """Where in the kernel its main thread sleeps, where that may be seen."""
+    """Return where in the kernel its main thread sleeps, where that may be seen."""
     try:
         with open(f"/proc/{pid}/wchan") as file:
             text = file.read().strip()

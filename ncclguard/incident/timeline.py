@@ -1,4 +1,4 @@
-"""What each rank did before an incident, kept by every process and laid over each other on one axis for the report.
+"""Operations of each rank before an incident, kept by every process, on one axis for the report.
 
 Every process keeps its last few operations: on the path of every call that is one append to a ring, turned into plain
 data only when a report is asked for. Its moments are seconds *before the report*, on its own monotonic clock: no clocks
@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from ncclguard.incident.model import Incident, Text, encodable
-from ncclguard.language import Message, read, received, say, tr
+from ncclguard_explain.language import Message, read, received, say, tr
 
 #: Operations kept for each group, and those of all groups together that a report carries.
 KEPT: Final = 20
@@ -94,7 +94,7 @@ class Bar(BaseModel):
 
 
 class Lane(BaseModel):
-    """What one rank did. `clock` says how its clock was laid over the others'; `spread` how well that fits, in seconds.
+    """The operations of one rank. `clock` says how it was laid over the others'; `spread` how well, in seconds.
 
     `asked`: when it answered the revoke or announced that it leaves; its open operation is known up to there.
     """
@@ -152,7 +152,7 @@ _Row = tuple[str, int, str, float, "float | None", bool]
 
 
 class _Fit(NamedTuple):
-    """How a rank's clock is laid over the reference rank's; `offset` in seconds."""
+    """The place of a rank's clock over the reference rank's; `offset` in seconds."""
 
     clock: Literal["reference", "operations", "answer"]
     offset: float = 0.0
@@ -188,7 +188,7 @@ def _text(value: object) -> str:
 
 
 def _ends(rows: Iterable[_Row]) -> dict[Key, float]:
-    """When its completed operations ended: the moments that all ranks share."""
+    """Return when its completed operations ended: the moments that all ranks share."""
     return {(group, sequence): end for group, sequence, _, _, end, ok in rows if ok and end is not None}
 
 
@@ -264,7 +264,7 @@ class RasQuote(BaseModel):
 
     @property
     def heading(self) -> Message:
-        """Who was asked, and what it came to."""
+        """Return who was asked, and what it came to."""
         if self.reason is not None:
             return tr("NCCL's RAS is no witness here: {reason}", reason=received(self.reason))
         who = tr("NCCL's RAS ({address}, NCCL {version})", address=self.address, version=self.nccl)

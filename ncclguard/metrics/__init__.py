@@ -1,3 +1,1 @@
-"""What guarded operations cost and how they end: counters, sinks, the straggler
-table, and settings that change in a running job.
-"""
+"""Counters of guarded operations, sinks, the straggler table, and settings that change in a running job."""

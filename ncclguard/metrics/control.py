@@ -1,4 +1,4 @@
-"""How commands on the same host reach a rank, over a Unix socket that only its user may use; and `ncclguard set`.
+"""Commands on the same host reach a rank over a Unix socket that only its user may use; and `ncclguard set`.
 
 One line of JSON asks, one line answers, and a connection is for one question. No question can hold the job up: one
 small thread answers it, in bounded time. This module imports no torch, so that the commands start at once.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -23,19 +24,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ncclguard.command_line import described
 from ncclguard.metrics.settings import SETTINGS
+from ncclguard_explain.command_line import described
 
 log = logging.getLogger("ncclguard")
 
 #: Bytes of a question; an answer may have more.
 MAX_QUESTION = 65536
-#: Seconds for one connection, so that a client that says nothing does not keep the others out.
+#: Seconds for one connection, so that a silent client does not keep the others out.
 PATIENCE = 2.0
 SUFFIX = ".sock"
 
 
-#: A question, as JSON carries it, to its answer.
+#: Answers a question; both are dictionaries that JSON can carry.
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -67,7 +68,7 @@ class ControlSocket:
             self._path.unlink()
 
     def _serve(self) -> None:
-        waiting = select.poll()  # select() takes no descriptor above 1023, which loaders that keep files open go beyond
+        waiting = select.poll()  # select() takes no descriptor above 1023, and loaders may keep more files open
         for each in (self._listener, self._stop):
             waiting.register(each, select.POLLIN)
         while not self._closed:
@@ -114,7 +115,7 @@ def open_control(job: str, rank: int, answer: Answer) -> ControlSocket | None:
 
 
 def folders() -> list[Path]:
-    """Where sockets of this user's jobs may be on this host, the preferred one first.
+    """Return the folders where sockets of this user's jobs may be on this host, the preferred one first.
 
     All are searched: a job's environment and that of the shell beside it often differ in XDG_RUNTIME_DIR.
     """
@@ -124,7 +125,7 @@ def folders() -> list[Path]:
 
 
 def _folder() -> Path:
-    """The folder, made if need be. Raises OSError unless it belongs to this user alone."""
+    """Make the folder if need be. Raises OSError unless it belongs to this user alone."""
     folder = folders()[0]
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -135,27 +136,23 @@ def _folder() -> Path:
 
 
 def _remove_dead(path: Path) -> None:
-    """A socket that a killed process left behind. Raises OSError when somebody answers there."""
+    """Remove a socket that a killed process left behind. Raises OSError when somebody answers there."""
     if not path.exists():
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(PATIENCE)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
+    if not _is_open(path):
+        path.unlink(missing_ok=True)
+        return
     raise FileExistsError(f"another process answers at {path}: give setup_nccl_monitoring another job name")
 
 
 def _peer(connection: socket.socket) -> int:
-    """User id of the process at the other end."""
+    """Return the user id of the process at the other end."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", data)[1])
 
 
 def _line(connection: socket.socket, limit: int) -> bytes:
-    """One line. Raises ValueError for a longer one, TimeoutError when it takes too long."""
+    """Read one line. Raises ValueError for a longer one, TimeoutError when it takes too long."""
     data, until = b"", time.monotonic() + PATIENCE
     while not data.endswith(b"\n"):
         if len(data) > limit or time.monotonic() > until:
@@ -171,15 +168,25 @@ def _line(connection: socket.socket, limit: int) -> bytes:
 
 
 def jobs() -> dict[str, dict[int, Path]]:
-    """Name of each job of this user on this host -> rank -> its socket."""
+    """Return the jobs of this user on this host: the name of each, its ranks, and the socket of each rank.
+
+    Those of which only the sockets of killed processes are left are not among them.
+    """
     found: dict[str, dict[int, Path]] = {}
     for name, rank, path in _sockets():
         found.setdefault(name, {})[rank] = path
-    return found
+    return {name: ranks for name, ranks in found.items() if any(map(_is_open, ranks.values()))}
+
+
+def _is_open(path: Path) -> bool:
+    """Return whether a process has the socket open; one that does not answer may be stopped."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
-    """The rank's answer. Raises ControlError when there is none, or when the rank refused."""
+    """Return the rank's answer. Raises ControlError when there is none, or when the rank refused."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(2 * PATIENCE)
@@ -196,11 +203,15 @@ def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def choose(wanted: str | None) -> tuple[str, dict[int, Path]]:
-    """The job of that name, or the only one, with the sockets of its ranks on this host. Raises ControlError."""
+    """Return the job of that name, or the only one, with the sockets of its ranks on this host. Raises ControlError."""
     found = jobs()
     if wanted is not None and wanted in found:
         return wanted, found[wanted]
-    known = f"there are {', '.join(found)}" if found else "there is none: call setup_nccl_monitoring() in the program"
+    known = (
+        f"there are {', '.join(found)}"
+        if found
+        else "there is none: call setup_nccl_monitoring() or watch() in the program"
+    )
     if wanted is not None:
         raise ControlError(f"there is no job {wanted!r} of this user on this host; {known}")
     if len(found) == 1:
@@ -209,7 +220,7 @@ def choose(wanted: str | None) -> tuple[str, dict[int, Path]]:
 
 
 def first_answer(ranks: dict[int, Path], question: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The answer of the lowest rank that gives one. Raises ControlError when none does, or when it refuses."""
+    """Return the answer of the lowest rank that gives one. Raises ControlError when none does, or when it refuses."""
     unanswered: ControlError | None = None
     for _, path in sorted(ranks.items()):
         try:
@@ -238,7 +249,7 @@ EXAMPLES = {
     "ncclguard set timeout=none chunk_numel=5e7 --job 4711": "two settings of one of several jobs",
     "ncclguard set warn_after=10 --wait 0": "propose, and do not wait for the agreement",
 }
-#: Seconds between two looks at whether the ranks have agreed.
+#: Seconds between two questions whether the ranks have agreed.
 LOOK = 0.2
 
 
@@ -291,7 +302,7 @@ def _assignment(text: str) -> tuple[str, float | None]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
+    """Return the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="ncclguard set",
         description="Change settings of a running job, on all its ranks after the same operation. The job needs "

@@ -1,9 +1,9 @@
-"""The exchange of statistics in one guarded group, and what its settings become: at every so many-th operation.
+"""The exchange of statistics in one guarded group, at every so many-th operation, and the settings that follow from it.
 
-It rides in the operation itself, between the opening round (all ranks are in the same operation) and the closing round,
-which such an operation always has: whoever completes it has everybody's numbers. What follows from them is a pure
-function, so that all ranks change at the same operation. The number of an operation is agreed by the protocol, so
-nothing else needs to be.
+It is part of the operation itself, between the opening round (all ranks are in the same operation) and the closing
+round, which such an operation always has: a rank that completes it has the numbers of all ranks. A pure function makes
+the settings of them, so that all ranks change at the same operation. The protocol agrees on the number of an operation,
+so nothing else needs agreement.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ncclguard import events
-from ncclguard.cause import Cause
 from ncclguard.config import GuardConfig, current_config
 from ncclguard.metrics import records, settings, statistics
 from ncclguard.metrics.records import StragglerTable
@@ -26,6 +25,7 @@ from ncclguard.metrics.statistics import MAX_WAITS, PHASES, RankStatistics, Stra
 from ncclguard.outcome import Outcome
 from ncclguard.phases import current_phase
 from ncclguard.protocol.group_key import GroupKey
+from ncclguard_explain.cause import Cause
 
 if TYPE_CHECKING:
     from ncclguard.coordination.group_state import OpenCall
@@ -48,9 +48,9 @@ _LIMITS = {"none": "timeout", "train": "timeout_train", "eval": "timeout_eval", 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Whether and how far the measurements may move settings; seconds and elements, equal on all ranks.
+    """The bounds within which measurements may move settings; seconds and elements, equal on all ranks.
 
-    `names`: the settings that can change at all in this group.
+    `adjust`: whether they may move any. `names`: the settings that can change at all in this group.
     """
 
     adjust: bool
@@ -60,7 +60,7 @@ class Bounds:
 
     @classmethod
     def of(cls, config: GuardConfig, names: tuple[str, ...] = SETTINGS) -> Bounds:
-        """The bounds that are configured."""
+        """Return the bounds that are configured."""
         return cls(
             config.adjust,
             (config.adjust_timeout_min, config.adjust_timeout_max),
@@ -80,7 +80,7 @@ class SettingChange:
 
 
 def decide(gathered: Combined, bounds: Bounds) -> tuple[Settings, tuple[SettingChange, ...]]:
-    """The settings of the group from now on, and what changes with them.
+    """Decide the settings of the group from now on; return them and the changes.
 
     The first rank's settings are where it starts from, so that a rank which missed an exchange is in step again after
     the next.
@@ -156,7 +156,7 @@ def _pieces(
         return _resize(settings, current, direction, direction, bounds, why)
     if rate > before * BETTER:
         return _resize(settings, current, direction, direction, bounds, why)
-    if rate < before * WORSE:  # back, and once the other way
+    if rate < before * WORSE:  # go back, and try the other direction once
         return _resize(settings, current, -direction, -1 if direction > 0 else 0, bounds, why)
     return replace(settings, direction=0), ()
 
@@ -164,7 +164,7 @@ def _pieces(
 def _resize(
     settings: Settings, current: float, step: int, direction: int, bounds: tuple[int, int], why: str
 ) -> tuple[Settings, tuple[SettingChange, ...]]:
-    """Twice (`step` 1) or half (-1) the length, and where to look next; at a bound the search turns round or ends."""
+    """Double (`step` 1) or halve (-1) the length, and say where to look next; at a bound the search turns or ends."""
     wanted = float(int(min(max(current * 2.0**step, bounds[0]), bounds[1])))
     if not _worth(current, wanted) or (wanted > current) != (step > 0):
         return replace(settings, direction=-1 if direction > 0 else 0), ()
@@ -173,7 +173,7 @@ def _resize(
 
 
 def _in_force(name: str, settings: Settings, gathered: Combined) -> float | None:
-    """What the first rank had: its limits are in the exchange, the rest is known only where it was changed before."""
+    """Return the first rank's setting: its limits are in the exchange, others are known only if changed before."""
     for index, phase in enumerate(PHASES):
         if _LIMITS[phase] == name:
             return gathered.first.limits[index]
@@ -191,15 +191,13 @@ def _worth(old: float, new: float) -> bool:
 
 log = logging.getLogger("ncclguard")
 
-#: Bytes from which an operation says something about the length of pieces.
+#: Bytes of the smallest operation whose rate depends on the length of pieces.
 LARGE = 1 << 20
 _PHASES = {name: index for index, name in enumerate(PHASES)}
 
 
 class Proposals:
-    """The newest proposal this process has heard of, from outside or from other ranks;
-    each contains those before it.
-    """
+    """The newest proposal that this process knows, made here or on other ranks; each contains those before it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -215,7 +213,7 @@ class Proposals:
             return self.number
 
     def learn(self, number: int, values: tuple[tuple[str, float | None], ...]) -> None:
-        """Another rank knows this one."""
+        """Adopt a proposal of another rank, if it is newer."""
         with self._lock:
             if number > self.number:
                 self.number, self.values = number, values
@@ -225,7 +223,7 @@ class Proposals:
             return self.number, self.values
 
     def forget(self) -> None:
-        """The job's process group has ended."""
+        """Drop the proposals when the job's process group has ended."""
         with self._lock:
             self.number, self.values = 0, ()
 
@@ -234,7 +232,7 @@ proposals = Proposals()
 
 
 def terms(config: GuardConfig) -> dict[str, object]:
-    """What must be equal on all ranks for a guarded group with an exchange; nothing where there is none."""
+    """Return the terms of an exchange, which all ranks of a guarded group must have alike; {} without an exchange."""
     if not config.exchange_every:
         return {}
     return {
@@ -244,12 +242,12 @@ def terms(config: GuardConfig) -> dict[str, object]:
     }
 
 
-#: Given the seconds that it may take: what the last inquiry of each group came to.
+#: Returns the results of the last inquiry of each group; its argument is the seconds that it may take.
 Awaited = Callable[[float], "list[dict[str, Any]] | None"]
 
 
 class Exchange(events.Listener):
-    """One group's exchange on this rank: what it says, and what follows from what all have said.
+    """One group's exchange on this rank: it sends this rank's numbers, and applies what follows from all ranks'.
 
     The caller's thread does everything; `table` and `settings` may be read by any thread. `every`: how many operations
     of the group there are for one that carries the exchange.
@@ -260,7 +258,7 @@ class Exchange(events.Listener):
     ) -> None:
         self.every = config.exchange_every
         self.group = key.short
-        #: Who is awaited in any group, as `Monitor.awaited` says; None where there is no monitor.
+        #: `Monitor.awaited`, which says which ranks are awaited in any group; None where there is no monitor.
         self.awaited = awaited
         self.settings = Settings()
         self.adopted_after = ""  # the operation after which the newest proposal came into force
@@ -274,7 +272,7 @@ class Exchange(events.Listener):
 
     @property
     def table(self) -> StragglerTable | None:
-        """Who comes last; None before the first exchange."""
+        """The table of ranks by how late they arrive; None before the first exchange."""
         return self._stragglers.table()
 
     def _reset(self) -> None:
@@ -286,12 +284,12 @@ class Exchange(events.Listener):
     # ------------------------------------------------------------------ the operation that carries the exchange
 
     def payload(self, call: OpenCall) -> bytes:
-        """This rank's numbers; the opening round has passed."""
+        """Encode this rank's numbers, after the opening round."""
         self._wait(call)
         return statistics.encode(self._mine(call))
 
     def gathered(self, call: OpenCall, ranks: tuple[int, ...], parts: list[bytes]) -> None:
-        """Everybody's numbers, which count once the operation has succeeded."""
+        """Keep the numbers of all ranks until the operation has succeeded, when they count."""
         self._gathered = call.sequence, ranks, parts
 
     # ------------------------------------------------------------------ every operation
@@ -315,7 +313,7 @@ class Exchange(events.Listener):
         try:
             if outcome.attempts > 1:
                 self._retries += outcome.attempts - 1
-                self._waits[call.sequence % len(self._waits)] = (0, 0.0)  # of a later try: not who came last
+                self._waits[call.sequence % len(self._waits)] = (0, 0.0)  # a later try does not show who came last
             elif not call.exchange:
                 self._wait(call)
             self._operations += 1
@@ -352,19 +350,19 @@ class Exchange(events.Listener):
             proposal=number, proposed=proposed, settings=self.settings,
         )  # fmt: skip
 
-    # ------------------------------------------------------------------ everybody's
+    # ------------------------------------------------------------------ numbers of all ranks
 
     def _conclude(self, call: OpenCall) -> None:
         gathered, self._gathered = self._gathered, None
         if gathered is None or gathered[0] != call.sequence:
             return
         _, ranks, parts = gathered
-        everybody = statistics.combine(parts)
+        combined = statistics.combine(parts)
         op_id = f"{self._key}/{call.sequence}"
-        self._stragglers.add(ranks, everybody, op_id)
-        proposals.learn(everybody.newest.proposal, everybody.newest.proposed)
+        self._stragglers.add(ranks, combined, op_id)
+        proposals.learn(combined.newest.proposal, combined.newest.proposed)
         before = self.settings.proposal
-        self.settings, changes = decide(everybody, self._bounds)
+        self.settings, changes = decide(combined, self._bounds)
         changes = tuple(map(self._with_old, changes))
         if self.settings.proposal != before:
             self.adopted_after = op_id
@@ -373,8 +371,8 @@ class Exchange(events.Listener):
         self._report(op_id, changes, leads=ranks[0] == records.rank())
 
     def _with_old(self, change: SettingChange) -> SettingChange:
-        """What is not in the exchange, this rank knows of itself: for people, nothing is decided by it."""
-        config = config_of(self._process_group, current_config())  # of before: nothing is applied yet
+        """Add the old value as this rank knows it, if the exchange has none; it is for the log only."""
+        config = config_of(self._process_group, current_config())  # the old one: no change is applied yet
         return change if change.old is not None else replace(change, old=getattr(config, change.name))
 
     def _report(self, op_id: str, changes: tuple[SettingChange, ...], leads: bool) -> None:
@@ -390,24 +388,24 @@ class Exchange(events.Listener):
 
 
 def of_group(key: GroupKey, config: GuardConfig, awaited: Awaited | None = None) -> Exchange | None:
-    """The exchange of a guarded group that is being made, which listens from now on; None where there is to be none."""
+    """Make the exchange of a guarded group, which listens from now on; None for a group without one."""
     names = _names(key)
     if not (config.exchange_every and names):
         return None
     exchange = Exchange(key, config, names, awaited)
-    for old in [one for one in exchanges() if one._key == exchange._key]:
+    for old in [other for other in exchanges() if other._key == exchange._key]:
         events.leave(old)
     events.listen(exchange)
     return exchange
 
 
 def exchanges() -> list[Exchange]:
-    """The exchanges of this process, in the order in which their groups were made."""
+    """Return the exchanges of this process, in the order in which their groups were made."""
     return [listener for listener in events.listeners if isinstance(listener, Exchange)]
 
 
 def _names(key: GroupKey) -> tuple[str, ...]:
-    """The settings that a group's exchange may change; none for messages between two ranks.
+    """Return the settings that a group's exchange may change; none for messages between two ranks.
 
     The backend's queue runs calls that were made before the calls ahead of them have ended. A length of pieces would
     change for some ranks' next call and for others' next but one, which a limit may.
@@ -418,7 +416,7 @@ def _names(key: GroupKey) -> tuple[str, ...]:
 
 
 def forget() -> None:
-    """The process group has ended: the next one begins with the configuration."""
+    """Forget all exchanges and changed settings: the next process group begins with the configuration."""
     settings.adjusted.clear()
     proposals.forget()
     for exchange in exchanges():

@@ -18,7 +18,7 @@ from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlSocket, open_control
 from ncclguard.metrics.exchange import exchanges, proposals
 from ncclguard.metrics.records import Record, Snapshot
-from ncclguard.metrics.registry import RecordingListener
+from ncclguard.metrics.registry import RecordingListener, Watched, add_watched, remove_watched
 from ncclguard.metrics.settings import SETTINGS
 from ncclguard.metrics.sinks import Sink, SinkLike, SinkThread, make_sinks
 
@@ -27,16 +27,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ncclguard")
 
-#: Seconds between two looks at what is open, so that a hang shows soon whatever the interval is.
+#: Seconds between two snapshots.
+INTERVAL = 30.0
+#: Seconds between two checks of the open calls, so that a hang shows soon whatever the interval is.
 TICK = 1.0
-#: Seconds in which the monitor must have looked who is awaited, when a command wants to know.
+#: Seconds that a command's question who is awaited may take.
 AWAITED_WITHIN = 1.0
 #: Seconds that closing waits for slow sinks, all together.
 CLOSE_WITHIN = 5.0
 
 
 class Monitoring:
-    """What `setup_nccl_monitoring` returns; also a context manager that closes itself at its end."""
+    """The running monitoring, returned by `setup_nccl_monitoring`; as a context manager it closes itself."""
 
     def __init__(self, sinks: Sequence[Sink], interval: float, job: str, serve: bool) -> None:
         self.job = job
@@ -56,7 +58,7 @@ class Monitoring:
         self._thread.start()
 
     def snapshot(self) -> Snapshot:
-        """Everything counted so far, and the calls that are open now.
+        """Return all counts so far, and the calls that are open now.
 
         >>> import ncclguard as ng
         >>> with ng.setup_nccl_monitoring(print, serve=False) as monitoring:
@@ -65,6 +67,11 @@ class Monitoring:
         Snapshot(...)
         """
         return self._listener.snapshot({sink.name: sink.dropped for sink in self._sinks if sink.dropped})
+
+    @property
+    def closed(self) -> bool:
+        """Return whether `close` was called."""
+        return self._closed
 
     def close(self) -> None:
         """Stop counting, hand a last snapshot to the sinks and wait up to 5 s for them; a second call does nothing.
@@ -96,7 +103,7 @@ class Monitoring:
             )  # fmt: skip
 
     def stop_listening(self) -> None:
-        """Count nothing more."""
+        """Stop counting."""
         events.leave(self._listener)
 
     def __enter__(self) -> Self:
@@ -131,9 +138,9 @@ class Monitoring:
             sink.put(record)
 
     def _open_control(self) -> None:
-        """Once the rank is known: before that all ranks would want the same address."""
+        """Open the control socket once the rank is known: before that, all ranks would want the same address."""
         if self._serve and self._control is None and records.initialised():
-            self._serve = False  # one try
+            self._serve = False  # it is tried once
             self._control = open_control(self.job, records.rank(), lambda question: answer(question, self.snapshot))
 
 
@@ -142,7 +149,7 @@ _lock = threading.Lock()
 
 
 def setup_nccl_monitoring(
-    *sinks: SinkLike, interval: float | timedelta = 30.0, job: str | None = None, serve: bool = True
+    *sinks: SinkLike, interval: float | timedelta = INTERVAL, job: str | None = None, serve: bool = True
 ) -> Monitoring:
     """Count every guarded operation of this process from now on, and hand records to the sinks.
 
@@ -171,17 +178,39 @@ def setup_nccl_monitoring(
         if previous is not None:
             previous.close()
         monitoring = _current = Monitoring(made, period, name, serve)
-        # After the sinks were made, so that what their packages do at exit is done after this.
+        # After the sinks were made, so that this runs before the exit handlers of their packages.
         lifecycle.before_end(monitoring.close)
         monitoring.start()
     return monitoring
+
+
+def show_watched(watched: Watched) -> Callable[[], None]:
+    """Show the watched collectives in `ncclguard top`; return a function that ends that.
+
+    Where the program has not set monitoring up, this process answers all the same, and no sink hears of it.
+    """
+    global _current
+    own: Monitoring | None = None
+    add_watched(watched)
+    with _lock:
+        if _current is None or _current.closed:
+            own = _current = Monitoring((), INTERVAL, records.job_name(), serve=True)
+            lifecycle.before_end(own.close)
+            own.start()
+
+    def end() -> None:
+        remove_watched(watched)
+        if own is not None:
+            own.close()
+
+    return end
 
 
 # ---------------------------------------------------------------------- what commands ask
 
 
 def answer(question: dict[str, Any], snapshot: Callable[[], Snapshot]) -> dict[str, Any]:
-    """The rank's answer to a question such as {"command": "status"}.
+    """Return the rank's answer to a question such as {"command": "status"}.
 
     Others are {"command": "job", "known": [key of a group]} and {"command": "set", "values": {name: number or null}}.
     """
@@ -205,7 +234,7 @@ def answer(question: dict[str, Any], snapshot: Callable[[], Snapshot]) -> dict[s
 
 
 def _job(known: object, snapshot: Snapshot) -> dict[str, Any]:
-    """What this rank knows of all ranks of its groups: the last exchange of each, and who is awaited.
+    """Return what this rank knows of its groups' ranks: each group's last exchange, and which ranks are awaited.
 
     Of groups that are `known` already no table is sent: it is the same on all ranks, and large.
     """
@@ -229,7 +258,7 @@ def _job(known: object, snapshot: Snapshot) -> dict[str, Any]:
 
 
 def adopted() -> dict[str, tuple[int, str]]:
-    """Group -> number of the proposal that it has adopted last, and the operation after which it did."""
+    """Return for each group its newest adopted proposal and the operation after which that came into force."""
     return {exchange.group: (exchange.settings.proposal, exchange.adopted_after) for exchange in exchanges()}
 
 
@@ -251,7 +280,7 @@ def _propose(values: object) -> dict[str, Any]:
 
 def _after_fork() -> None:
     global _current, _lock
-    if _current is not None:  # in a forked child nothing is counted
+    if _current is not None:  # a forked child counts nothing
         _current.stop_listening()
     _current = None
     _lock = threading.Lock()

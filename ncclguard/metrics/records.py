@@ -1,4 +1,4 @@
-"""What a sink is given: which process of which job this is, and frozen records, times in seconds and sizes in bytes.
+"""The records that sinks get, frozen, in seconds and bytes, and the process and job that they are from.
 
 Histograms have fixed buckets, each twice as wide as the one before: constant memory, and a bit operation to find one.
 """
@@ -20,12 +20,12 @@ JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PBS_JOBID", "LSB_JOBID"
 
 
 def host() -> str:
-    """This machine's name."""
+    """Return this machine's name."""
     return socket.gethostname()
 
 
 def rank() -> int:
-    """The global rank; by RANK before `init_process_group`, 0 where nothing says."""
+    """Return the global rank; by RANK before `init_process_group`, 0 where nothing says."""
     if initialised():
         return dist.get_rank()
     text = os.environ.get("RANK", "")
@@ -33,7 +33,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """The number of ranks; by WORLD_SIZE before `init_process_group`, 1 where nothing says."""
+    """Return the number of ranks; by WORLD_SIZE before `init_process_group`, 1 where nothing says."""
     if initialised():
         return dist.get_world_size()
     text = os.environ.get("WORLD_SIZE", "")
@@ -41,12 +41,12 @@ def world_size() -> int:
 
 
 def initialised() -> bool:
-    """Whether there is a process group, so that rank and size are known."""
+    """Return whether there is a process group, so that rank and size are known."""
     return dist.is_available() and dist.is_initialized()
 
 
 def job_name(given: str | None = None) -> str:
-    """A name that all ranks of the job on a host find by themselves: given, the scheduler's, else by the master's port.
+    """Return a job name that all ranks on a host find alone: given, the scheduler's, else by the master's port.
 
     Only letters, digits, `.`, `_` and `-`, because it is part of a file name. Raises ValueError for a given name with
     others.
@@ -57,7 +57,7 @@ def job_name(given: str | None = None) -> str:
         return given
     for variable in JOB_VARIABLES:
         text = re.sub(r"[^A-Za-z0-9_-]", "-", os.environ.get(variable, ""))
-        if text and text != "none":  # torchrun's run id when nobody gave one
+        if text and text != "none":  # "none" is torchrun's run id when nobody gave one
             return text[:48]
     port = os.environ.get("MASTER_PORT", "")
     return f"port{port}" if port.isdecimal() else f"pid{os.getpid()}"
@@ -74,7 +74,7 @@ _SIZES = len(SIZE_BOUNDS)
 
 
 def time_bucket(seconds: float) -> int:
-    """Index of the bucket of a duration: the first whose bound exceeds it.
+    """Return the index of the bucket of a duration: the first whose bound exceeds it.
 
     >>> TIME_BOUNDS[time_bucket(0.7)]
     1.0
@@ -86,7 +86,7 @@ def time_bucket(seconds: float) -> int:
 
 
 def size_bucket(nbytes: int) -> int:
-    """Index of the bucket of a size: the first whose bound is not below it.
+    """Return the index of the bucket of a size: the first whose bound is not below it.
 
     >>> SIZE_BOUNDS[size_bucket(1024)], SIZE_BOUNDS[size_bucket(1025)]
     (1024.0, 2048.0)
@@ -104,7 +104,7 @@ def empty_sizes() -> list[int]:
 
 
 def quantile(counts: Sequence[int], bounds: Sequence[float], q: float) -> float:
-    """The value below which a share `q` of the observations lies, to within its bucket; 0.0 without observations.
+    """Return the value below which a share `q` of the observations lies, to within its bucket; 0.0 for none.
 
     >>> counts = empty_times()
     >>> for _ in range(100):
@@ -155,15 +155,15 @@ class SeriesSnapshot:
 
     @property
     def failed(self) -> int:
-        """How many of `count` failed."""
+        """The number of failures among `count`."""
         return sum(self.failures.values())
 
     def duration(self, q: float) -> float:
-        """A quantile of the durations, such as 0.5 or 0.99."""
+        """Return a quantile of the durations, such as 0.5 or 0.99."""
         return quantile(self.durations, TIME_BOUNDS, q)
 
     def wait(self, q: float) -> float:
-        """A quantile of the waits."""
+        """Return a quantile of the waits."""
         return quantile(self.waits, TIME_BOUNDS, q)
 
 
@@ -181,7 +181,7 @@ class OpenOperation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerRow:
-    """How one rank arrived at the last operations of its group, from every rank's own waiting time.
+    """The arrivals of one rank at the last operations of its group, from every rank's own waiting time.
 
     `last`: how often it came last; `behind`, `behind_longest`: mean and longest time after the first rank; `held_up`:
     seconds in all for which only this rank was missing; `waited`: its own mean wait.
@@ -218,7 +218,7 @@ class StragglerTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What all records have: when (seconds since 1970, this host's clock), and which process of which job."""
+    """The fields of all records: the time (seconds since 1970, this host's clock), and the process and its job."""
 
     kind: ClassVar[str] = ""
 
@@ -229,14 +229,15 @@ class Record:
     pid: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON can carry."""
+        """Return plain values that JSON can carry."""
         return {"kind": self.kind, "schema_version": SCHEMA_VERSION, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot(Record):
-    """Everything since the start, written every interval; `uptime` in seconds,
-    `settings` those that were changed by group.
+    """All counts since the start, written every interval.
+
+    `uptime` is in seconds, `settings` are those that were changed, by group.
 
     `hang`: a call has been open for longer than `warn_after`. `dropped`: records that a sink was too slow for, by its
     name. `losses` and `rejoins`: ranks that this rank has gone on without, and that came back; `lost_seconds`: what
@@ -277,8 +278,10 @@ class Failure(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership(Record):
-    """The job went on without `ranks` ("went on"), or they are back ("rejoined"), written at once; see
-    `ncclguard.incident.model.MembershipChange`. `text` is the line for people.
+    """Ranks were lost or are back, written at once; `text` is the line for people.
+
+    The job went on without `ranks` (`change` is "went on"), or they are back ("rejoined"); see
+    `ncclguard.incident.model.MembershipChange`.
     """
 
     kind: ClassVar[str] = "membership"

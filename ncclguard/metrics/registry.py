@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from ncclguard.coordination.group_state import OpenCall
     from ncclguard.incident.model import MembershipChange
 
-#: Series that are kept apart; what comes later is counted under `OTHER`, so that labels stay bounded.
+#: The number of series that are counted separately; later ones count as `OTHER`, so that labels stay bounded.
 MAX_SERIES = 128
-#: Culprits that a series keeps apart.
+#: The number of culprits that a series counts separately.
 MAX_CULPRITS = 64
 OTHER = "other"
 #: Phase of calls outside `with phase(...)`.
@@ -127,7 +127,7 @@ class Registry:
                 series.culprits[name] = series.culprits.get(name, 0) + 1
 
     def snapshot(self) -> tuple[SeriesSnapshot, ...]:
-        """A copy of every series, in order of its name; groups without the hash of their members."""
+        """Return a copy of every series, in order of its name; groups without the hash of their members."""
         with self._lock:
             series = [one.snapshot() for one in self._series.values()]
         return tuple(sorted(series, key=lambda one: (one.group, one.op, one.phase)))
@@ -155,8 +155,24 @@ class Registry:
         return series
 
 
+#: Functions that return the collectives which are watched, not guarded, and waiting now.
+Watched = Callable[[], Sequence[OpenOperation]]
+_watched: list[Watched] = []
+
+
+def add_watched(watched: Watched) -> None:
+    """Show the operations that `watched` returns as open in every snapshot from now on."""
+    _watched.append(watched)
+
+
+def remove_watched(watched: Watched) -> None:
+    """Stop showing the operations that `watched` returns; a second call does nothing."""
+    if watched in _watched:
+        _watched.remove(watched)
+
+
 class RecordingListener(events.Listener):
-    """Counts what the engine reports in a registry. `emit` is given failures and changes; it must not wait."""
+    """Counts the engine's events in a registry. `emit` is given failures and changes; it must not wait."""
 
     def __init__(self, job: str, emit: Callable[[Record], None]) -> None:
         self.registry = Registry()
@@ -217,7 +233,7 @@ class RecordingListener(events.Listener):
         )  # fmt: skip
 
     def snapshot(self, dropped: dict[str, int]) -> Snapshot:
-        """Everything since the start, and what is open now."""
+        """Return all counts since the start, and the open calls."""
         known = exchanges()
         tables = [exchange.table for exchange in known]
         calls = self.open_operations()
@@ -237,7 +253,7 @@ class RecordingListener(events.Listener):
         )
 
     def open_operations(self) -> tuple[OpenOperation, ...]:
-        """The calls of this process that have begun since the start and have not returned."""
+        """Return the calls of this process that have begun since the start and have not returned."""
         now = time.monotonic()
         found = []
         for group, call in list(self._open.values()):
@@ -249,10 +265,10 @@ class RecordingListener(events.Listener):
                     limit=call.deadline - call.entered, late=age > limit,
                 )
             )  # fmt: skip
-        return tuple(found)
+        return (*found, *(operation for watched in _watched for operation in watched()))
 
     def origin(self) -> dict[str, Any]:
-        """The fields that all records share."""
+        """Return the fields that all records share."""
         return {
             "time": time.time(), "job": self._job, "rank": records.rank(), "host": records.host(), "pid": os.getpid(),
         }  # fmt: skip

@@ -24,7 +24,7 @@ LIMITS = tuple(name for name in SETTINGS if name not in COUNTS)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is in force in one group instead of the configuration, equal on all its ranks; None means not set.
+    """The settings of one group that replace the configuration's, equal on all its ranks; None means not set.
 
     `proposal`: number of the newest proposal adopted. `rate` (bytes/s) and `direction` (1 longer, -1 shorter, 0
     settled) are the memory of the search for the best length of a piece, see `ncclguard.metrics.exchange`.
@@ -39,11 +39,11 @@ class Settings:
         return any(key == name for key, _ in self.values)
 
     def get(self, name: str) -> float | None:
-        """The value in force; None where there is none."""
+        """Return the value in force; None where there is none."""
         return dict(self.values).get(name)
 
     def changed(self) -> Mapping[str, float | None]:
-        """Name to value of everything that differs from the configuration."""
+        """Return the settings that differ from the configuration, by name."""
         return dict(self.values)
 
 
@@ -61,8 +61,9 @@ class AdjustedConfig:
         self._made: tuple[GuardConfig, GuardConfig] | None = None
 
     def over(self, config: GuardConfig) -> GuardConfig:
-        """`config` with the changes; made once as long as it is the same. Not validated
-        again: all ranks must take it.
+        """Return `config` with the changes, made once for the same `config`.
+
+        It is not validated again: all ranks must take it.
         """
         made = self._made
         if made is None or made[0] is not config:
@@ -75,7 +76,7 @@ adjusted: dict[str, AdjustedConfig] = {}
 
 
 def apply(group: str, settings: Settings, names: tuple[str, ...] = SETTINGS) -> None:
-    """Let later calls of a process group have these settings; those that are not among `names` stay."""
+    """Give later calls of a process group these settings; those that are not among `names` stay."""
     if names != SETTINGS and group in adjusted:
         kept = {name: value for name, value in adjusted[group].settings.values if name not in names}
         settings = replace(settings, values=tuple({**kept, **dict(settings.values)}.items()))
@@ -86,11 +87,11 @@ def apply(group: str, settings: Settings, names: tuple[str, ...] = SETTINGS) -> 
 
 
 def shown(value: float | None) -> str:
-    """A setting's value as people write it."""
+    """Return a setting's value as people write it."""
     return "not set" if value is None else f"{value:g}"
 
 
 def config_of(process_group: str, config: GuardConfig) -> GuardConfig:
-    """The configuration that calls on a process group have: `config`, with what the group has changed in it."""
+    """Return the configuration of calls on a process group: `config`, with the changes of the group."""
     changed = adjusted.get(process_group)
     return config if changed is None else changed.over(config)

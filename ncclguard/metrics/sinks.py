@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from ncclguard.incident.model import ranks_text
 from ncclguard.metrics.records import (
     SIZE_BOUNDS,
     TIME_BOUNDS,
@@ -25,12 +24,13 @@ from ncclguard.metrics.records import (
     Snapshot,
 )
 from ncclguard.metrics.settings import shown
+from ncclguard_explain.ranks import ranks_text
 
 #: The labels of a Prometheus series.
 LABELS = ("rank", "group", "op", "phase")
-#: Ranks of a group that get a Prometheus gauge of their own: the slowest.
+#: The number of ranks of a group, the slowest ones, that get a Prometheus gauge of their own.
 MAX_GAUGES = 16
-#: Ranks of a group that get a scalar of their own on the other dashboards: the slowest.
+#: The number of ranks of a group, the slowest ones, that get a scalar of their own on the other dashboards.
 MAX_SCALARS = 8
 
 
@@ -73,11 +73,11 @@ class PrometheusSink:
             self._thread.join(1.0)
 
     def describe(self) -> Iterable[Any]:
-        """Nothing is known before the first snapshot; without this the registry would ask `collect` at once."""
+        """Return no families: none is known yet, and without this method the registry would call `collect` at once."""
         return ()
 
     def collect(self) -> Iterator[Any]:
-        """The families of the newest snapshot; called by the registry."""
+        """Return the metric families of the newest snapshot; called by the registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         snapshot = self._snapshot
@@ -156,7 +156,7 @@ def _cumulative(counts: Sequence[int], bounds: Sequence[float]) -> list[tuple[st
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """A snapshot as numbers with names such as `ncclguard/0:cpu/all_reduce/train/median_ms`; {} of other records."""
+    """Return a snapshot as numbers by name, as `ncclguard/0:cpu/all_reduce/train/median_ms`; {} of other records."""
     if not isinstance(record, Snapshot):
         return {}
     values: dict[str, float] = {
@@ -244,7 +244,7 @@ class TensorBoardSink:
             self._writer.close()
 
 
-#: Series that one line names.
+#: The number of series in one line.
 MAX_NAMED = 4
 
 
@@ -262,7 +262,7 @@ class LogSink:
         self._log.log(logging.WARNING if serious else self._level, "rank %d: %s", record.rank, line(record))
 
     def close(self) -> None:
-        """The logger belongs to the program."""
+        """Do nothing: the logger belongs to the program."""
 
 
 class JsonlSink:
@@ -322,7 +322,7 @@ class JsonlSink:
 
 
 def line(record: Record) -> str:
-    """A record in one line for people."""
+    """Describe a record in one line for people."""
     if isinstance(record, Snapshot):
         return snapshot_line(record)
     if isinstance(record, Failure):
@@ -335,7 +335,7 @@ def line(record: Record) -> str:
 
 
 def snapshot_line(snapshot: Snapshot) -> str:
-    """A snapshot in one line: the busiest series, the calls that are open for long, and the rank that comes last."""
+    """Describe a snapshot in one line: the busiest series, the calls open for long, and the rank that comes last."""
     busiest = sorted(snapshot.series, key=lambda series: series.seconds, reverse=True)
     total, failed = sum(series.count for series in busiest), sum(series.failed for series in busiest)
     parts = [f"{total} guarded operations, {failed} failed"]
@@ -373,7 +373,7 @@ __all__ = [
 
 log = logging.getLogger("ncclguard")
 
-#: Records that wait for a slow sink; the oldest is dropped for a new one.
+#: The number of records that wait for a slow sink at most; the oldest is dropped for a new one.
 QUEUE_LENGTH = 64
 
 
@@ -398,11 +398,11 @@ class CallableSink:
         self._function(record)
 
     def close(self) -> None:
-        """Nothing to do: a function has nothing to close."""
+        """Do nothing: a function has nothing to close."""
 
 
 SinkLike = str | Sink | Callable[[Record], object]
-#: Name -> what has to be installed, "" for nothing.
+#: Name -> the package that has to be installed, "" for none.
 PACKAGES = {
     "log": "",
     "jsonl": "",
@@ -418,18 +418,18 @@ def make_sinks(wanted: Iterable[SinkLike], rank: int) -> list[Sink]:
     Raises TypeError for what is no sink at all, and ValueError for a name that is none or lacks its path.
     """
     made: list[Sink] = []
-    for one in wanted:
-        if not isinstance(one, str):
-            made.append(_given(one))
+    for sink in wanted:
+        if not isinstance(sink, str):
+            made.append(_given(sink))
             continue
-        name, _, detail = one.partition(":")
-        _check(one, name, detail)
+        name, _, detail = sink.partition(":")
+        _check(sink, name, detail)
         try:
             made.append(_named(name, detail, rank))
         except Exception as error:  # noqa: BLE001 - a missing package, a port that is taken, a folder that cannot be written, ...
             package = PACKAGES[name] if isinstance(error, ImportError) else ""
             advice = f"install it with: pip install {package}" if package else "the job goes on without this sink"
-            log.warning("ncclguard: monitoring goes without %r (%s: %s); %s", one, type(error).__name__, error, advice)
+            log.warning("ncclguard: monitoring goes without %r (%s: %s); %s", sink, type(error).__name__, error, advice)
     return made
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other of their operations, combined; and who comes last, and by how much.
+"""The statistics that ranks of a group exchange, how they are combined, and the table of who comes last.
 
 All ranks leave an opening round together (to within the time of a message), so whoever waited least in it came last,
 and the difference of two waits is the difference of two arrivals.
@@ -44,13 +44,14 @@ COLUMNS = {
     "longest": 11 + len(PHASES),
     "expired": 11 + 2 * len(PHASES),
 }
-UNSET = -1.0  # a setting that is not set; NaN: nothing is said about it
+UNSET = -1.0  # stands for None; NaN stands for a setting that was not changed
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatistics:
-    """One rank's numbers since the last exchange. Times in seconds; `waits` oldest
-    first, negative where nothing was measured.
+    """One rank's numbers since the last exchange.
+
+    Times are in seconds; `waits` are oldest first, negative where nothing was measured.
 
     `limits`: this rank's budgets by phase, None where they go by size. `longest`: the longest success by phase.
     `expired`: failures by phase in which a deadline passed and everybody was alive. `moved_bytes`, `moved_seconds`:
@@ -75,12 +76,12 @@ class RankStatistics:
 
 
 def size(waits: int) -> int:
-    """Bytes of `encode` with that many waits."""
+    """Return the number of bytes of `encode` with that many waits."""
     return _layout(waits).size
 
 
 def encode(statistics: RankStatistics) -> bytes:
-    """Fixed length for a number of waits; every number exact, except the waits (32 bits)."""
+    """Encode statistics: fixed length for a number of waits, every number exact except the waits (32 bits)."""
     s = statistics
     proposed, held = dict(s.proposed), dict(s.settings.values)
     return _layout(len(s.waits)).pack(
@@ -95,7 +96,7 @@ def encode(statistics: RankStatistics) -> bytes:
 
 
 def decode(data: bytes) -> RankStatistics:
-    """What `encode` wrote. Raises ValueError for another length."""
+    """Read the bytes of `encode`. Raises ValueError for another length."""
     waits, odd = divmod(len(data) - size(0), 4)
     if odd or waits < 0:
         raise ValueError(f"{len(data)} bytes are no statistics: all ranks must run the same version of ncclguard")
@@ -154,7 +155,7 @@ def _named(numbers: Sequence[float]) -> tuple[tuple[str, float | None], ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Combined:
-    """All that follows from an exchange follows from this; equal on all ranks, because the bytes are.
+    """The numbers of all ranks combined: all decisions follow from them, and they are equal on all ranks.
 
     `first`: the first rank's statistics; `newest`: those with the newest proposal. By phase: `limits`, the highest,
     None where they go by size on some rank; `longest`; `expired`, the most. `operations`: the fewest; `retries`: the
@@ -176,9 +177,7 @@ class Combined:
 
 
 def combine(parts: Sequence[bytes]) -> Combined:
-    """Combine what `statistics.encode` made on each rank, in the order of the ranks.
-    Raises ValueError for other bytes.
-    """
+    """Combine the bytes of `encode` of each rank, in the order of the ranks. Raises ValueError for other bytes."""
     if len({len(part) for part in parts}) != 1:
         raise ValueError(
             "the ranks have sent statistics of different lengths: all must run the same version of ncclguard"
@@ -209,7 +208,7 @@ def combine(parts: Sequence[bytes]) -> Combined:
 
 @functools.lru_cache(maxsize=8)
 def _dtype(waits: int) -> np.dtype[np.void]:
-    """The layout of `encode`, with the pid seen a second time."""
+    """Return the layout of `encode`, with the pid seen a second time."""
     end = 8 * NUMBERS
     return np.dtype(
         {
@@ -221,14 +220,14 @@ def _dtype(waits: int) -> np.dtype[np.void]:
     )
 
 
-#: Operations that the table looks back on.
+#: The number of operations that the table covers.
 WINDOW = 256
 #: Bytes that the waits of a group may take; of very large groups fewer operations are kept.
 MAX_BYTES = 1 << 22
 
 
 class Stragglers:
-    """The last waits of all ranks of one group. Equal on all ranks, because what comes in is."""
+    """The last waits of all ranks of one group, equal on all ranks because their input is."""
 
     def __init__(self, group: str) -> None:
         self._group = group
@@ -247,14 +246,14 @@ class Stragglers:
             self._known = through, time.monotonic(), gathered.processes
 
     def _add(self, ranks: Sequence[int], gathered: Combined) -> None:
-        if tuple(ranks) != self._ranks:  # ranks have gone: rows of before do not fit any more
+        if tuple(ranks) != self._ranks:  # ranks have gone, so older rows do not fit any more
             self._ranks = tuple(ranks)
             self._columns = deque(maxlen=max(1, min(WINDOW, MAX_BYTES // (4 * len(self._ranks)))))
         waits = gathered.waits
         self._columns.extend(np.ascontiguousarray(waits.T[waits.min(axis=0) >= 0.0]))
 
     def table(self) -> StragglerTable | None:
-        """The table through the last exchange, None before the first. Made when somebody looks, in any thread."""
+        """Return the table through the last exchange, None before the first; made on demand, in any thread."""
         with self._lock:
             if self._known is None:
                 return None

@@ -19,11 +19,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ncclguard.command_line import described
-from ncclguard.incident.model import Hosts
 from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlError, ask, choose
 from ncclguard.metrics.settings import shown
+from ncclguard_explain.command_line import described
+from ncclguard_explain.ranks import Hosts
 
 EXIT_CODES = {0: "shown, until Ctrl-C", 2: "there is no such job of this user on this host, or no rank answers"}
 EXAMPLES = {
@@ -31,7 +31,7 @@ EXAMPLES = {
     "ncclguard top --job 4711 --interval 5": "one of several, by the id of its scheduler or launcher",
     "ncclguard top --once > top.txt": "one picture, as in any pipe",
 }
-#: Rows of a table; of larger jobs the most telling ones are shown.
+#: The number of rows of a table at most; of larger jobs the most important ones are shown.
 MAX_ROWS = 32
 
 
@@ -58,17 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def this_host(job: str, ranks: dict[int, Path]) -> Group:
-    """The picture of the ranks on this host."""
+    """Return the picture of the ranks on this host."""
     return view(job, statuses(ranks))
 
 
 def whole_job(job: str, ranks: dict[int, Path]) -> Group:
-    """The picture of all ranks of the groups that ranks on this host are in."""
+    """Return the picture of all ranks of the groups that ranks on this host are in."""
     return job_view(job, job_answers(ranks))
 
 
 def statuses(ranks: dict[int, Path]) -> dict[int, dict[str, Any] | str]:
-    """Rank -> what it says, or why it says nothing."""
+    """Return each rank's status, or the reason why it gives none."""
     found: dict[int, dict[str, Any] | str] = {}
     for rank, path in sorted(ranks.items()):
         try:
@@ -79,7 +79,7 @@ def statuses(ranks: dict[int, Path]) -> dict[int, dict[str, Any] | str]:
 
 
 def job_answers(ranks: dict[int, Path]) -> dict[int, dict[str, Any] | str]:
-    """Rank -> what it says of the whole job, or why it says nothing; the table of each group from one of them only."""
+    """Return each rank's answer about the whole job, or why it gives none; each group's table from one rank only."""
     found: dict[int, dict[str, Any] | str] = {}
     known: set[str] = set()
     for rank, path in sorted(ranks.items()):
@@ -92,11 +92,11 @@ def job_answers(ranks: dict[int, Path]) -> dict[int, dict[str, Any] | str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
+    """Return the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="ncclguard top",
         description="Show the ranks of a job on this host: what they are in, how long they wait, and who comes last. The job "
-        "needs setup_nccl_monitoring(). Ranks of other hosts are in the table of arrivals only; see --all.",
+        "needs setup_nccl_monitoring() or watch(). Ranks of other hosts are in the table of arrivals only; see --all.",
     )
     parser.add_argument("--job", help="name of the job; not needed when there is one on this host")
     parser.add_argument(
@@ -114,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def view(job: str, statuses: Mapping[int, dict[str, Any] | str]) -> Group:
-    """Ranks, stragglers, operations and changed settings; `statuses` by rank, a text where a rank did not answer."""
+    """Build the picture of this host's ranks; a text in `statuses` stands for a rank that did not answer."""
     answers = {rank: status for rank, status in statuses.items() if not isinstance(status, str)}
     parts: list[RenderableType] = [_title(job, statuses, answers), _ranks(statuses)]
     if answers:
@@ -166,7 +166,7 @@ def _ranks(statuses: Mapping[int, dict[str, Any] | str]) -> Table:
 
 
 def _urgency(item: tuple[int, dict[str, Any] | str]) -> tuple[float, int]:
-    """Ranks that do not answer, then those that wait longest."""
+    """Return a sort key: ranks that do not answer first, then those that wait longest."""
     rank, status = item
     if isinstance(status, str):
         return float("-inf"), rank
@@ -177,14 +177,14 @@ def _stragglers(status: dict[str, Any]) -> list[RenderableType]:
     if not status["statistics_every"]:
         return _no_exchange()
     tables: list[RenderableType] = []
-    for one in status["snapshot"]["stragglers"]:
+    for group in status["snapshot"]["stragglers"]:
         table = Table(
-            title=f"arrivals in group {one['group']}, {one['operations']} operations through {one['through']}, {one['age']:.0f} s ago",
+            title=f"arrivals in group {group['group']}, {group['operations']} operations through {group['through']}, {group['age']:.0f} s ago",
             title_justify="left",
         )
         for name in ("rank", "host", "pid", "came last", "behind first ms", "longest ms", "held all up s", "waited ms"):
             table.add_column(name, justify="left" if name == "host" else "right")
-        for row in one["rows"][:MAX_ROWS]:
+        for row in group["rows"][:MAX_ROWS]:
             table.add_row(
                 str(row["rank"]),
                 row["host"],
@@ -209,18 +209,18 @@ def _operations(status: dict[str, Any]) -> Table:
     table = Table(title=f"operations of rank {snapshot['rank']}", title_justify="left")
     for name in ("group", "operation", "phase", "count", "failed", "median ms", "99 % ms", "longest ms", "GB"):
         table.add_column(name, justify="left" if name in ("group", "operation", "phase") else "right")
-    for one in sorted(snapshot["series"], key=lambda one: -float(one["seconds"]))[:MAX_ROWS]:
-        failures = one["failures"]
+    for series in sorted(snapshot["series"], key=lambda series: -float(series["seconds"]))[:MAX_ROWS]:
+        failures = series["failures"]
         table.add_row(
-            one["group"],
-            one["op"],
-            one["phase"],
-            str(one["count"]),
+            series["group"],
+            series["op"],
+            series["phase"],
+            str(series["count"]),
             ", ".join(f"{count} {cause}" for cause, count in failures.items()) or "0",
-            f"{records.quantile(one['durations'], records.TIME_BOUNDS, 0.5) * 1e3:.3g}",
-            f"{records.quantile(one['durations'], records.TIME_BOUNDS, 0.99) * 1e3:.3g}",
-            f"{one['longest'] * 1e3:.3g}",
-            f"{one['nbytes'] / 1e9:.3g}",
+            f"{records.quantile(series['durations'], records.TIME_BOUNDS, 0.5) * 1e3:.3g}",
+            f"{records.quantile(series['durations'], records.TIME_BOUNDS, 0.99) * 1e3:.3g}",
+            f"{series['longest'] * 1e3:.3g}",
+            f"{series['nbytes'] / 1e9:.3g}",
         )
     return table
 
@@ -240,21 +240,24 @@ def _settings(status: dict[str, Any]) -> list[RenderableType]:
 
 # ---------------------------------------------------------------------- the picture of the whole job
 
-#: Ranks of a large job that are shown by themselves because they come last, and how far behind the median one they are.
+#: The number of ranks of a large job that are shown singly because they come last, and their least distance in time.
 SINGLED_OUT = 8
 FAR_BEHIND = 2.0
-#: Hosts that arrive within so many seconds of the first rank are not told apart.
+#: Hosts that arrive within so many seconds of the first rank share a row.
 TOGETHER = 1e-4
 
 
 def job_view(job: str, answers: Mapping[int, dict[str, Any] | str]) -> Group:
-    """Who waits for whom, and how all ranks arrived by the last exchanges; `answers` are of ranks on this host."""
-    said = {rank: answer for rank, answer in answers.items() if not isinstance(answer, str)}
+    """Build the picture of the whole job: who waits for whom, and arrivals by the last exchanges.
+
+    `answers` are of ranks on this host.
+    """
+    answered = {rank: answer for rank, answer in answers.items() if not isinstance(answer, str)}
     tables: dict[str, dict[str, Any]] = {}
-    for answer in said.values():
+    for answer in answered.values():
         tables = {**answer["tables"], **tables}
     hosts = {row[0]: row[1] for table in tables.values() for row in table["rows"]}
-    size = max((answer["world_size"] for answer in said.values()), default=0)
+    size = max((answer["world_size"] for answer in answered.values()), default=0)
     title = Text(f"job {job}: {size or '?'} ranks; {len(hosts):,} on {len(set(hosts.values())):,} hosts are known here")
     if 0 < len(hosts) < size:
         title.append(
@@ -265,10 +268,10 @@ def job_view(job: str, answers: Mapping[int, dict[str, Any] | str]) -> Group:
     parts += [
         Text(f"rank {rank}: {answer}", style="red") for rank, answer in answers.items() if isinstance(answer, str)
     ]
-    if not said:
+    if not answered:
         return Group(*parts)
-    parts += _who_waits(said)
-    first = said[min(said)]
+    parts += _who_waits(answered)
+    first = answered[min(answered)]
     if not first["statistics_every"]:
         return Group(*parts, *_no_exchange())
     for table in sorted(tables.values(), key=lambda one: -len(one["rows"])):
@@ -278,16 +281,18 @@ def job_view(job: str, answers: Mapping[int, dict[str, Any] | str]) -> Group:
     return Group(*parts)
 
 
-def _who_waits(said: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
-    """The open operations of ranks here and those that others wait in, with whom they wait for."""
+def _who_waits(answered: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
+    """List the open operations of ranks here and of ranks that others wait for, with whom they wait for."""
     waiting: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for rank, answer in said.items():
+    for rank, answer in answered.items():
         for call in answer["open"]:
             waiting.setdefault(call["op_id"], []).append((rank, call))
     known = {
-        f"{entry['group']}/{entry['sequence']}": entry for answer in said.values() for entry in answer["awaited"] or ()
+        f"{entry['group']}/{entry['sequence']}": entry
+        for answer in answered.values()
+        for entry in answer["awaited"] or ()
     }
-    unanswered = [rank for rank, answer in said.items() if answer["awaited"] is None]
+    unanswered = [rank for rank, answer in answered.items() if answer["awaited"] is None]
     lines: list[RenderableType] = []
     for op_id in sorted({*waiting, *known}):
         calls, entry = waiting.get(op_id, []), known.get(op_id)
@@ -304,11 +309,11 @@ def _who_waits(said: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
             asked = f"  asked by rank {entry['by']}, when it had waited for {entry['age']:g} s"
             lines.append(Text(asked, style="dim"))
         else:
-            patience = min(answer["warn_after"] for answer in said.values())
+            patience = min(answer["warn_after"] for answer in answered.values())
             lines.append(
                 Text(f"  the ranks are asked who is awaited {patience:g} s after the first began", style="dim")
             )
-    if unanswered and len(unanswered) == len(said):
+    if unanswered and len(unanswered) == len(answered):
         lines.append(
             Text("who is awaited could not be looked up: the job's store did not answer in time", style="yellow")
         )
@@ -316,7 +321,7 @@ def _who_waits(said: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
 
 
 def _arrivals(table: Mapping[str, Any], placed: Hosts) -> Table:
-    """How the ranks of a group arrived: a row each, or in a large group the last ones and the others by their hosts."""
+    """Build the table of a group's arrivals: a row for each rank; in a large group, for the last ones and by host."""
     made = Table(
         title=f"arrivals in group {table['group']}, {table['operations']} operations through {table['through']}; exchanged "
         f"{table['age']:.0f} s ago",
@@ -339,7 +344,7 @@ def _arrivals(table: Mapping[str, Any], placed: Hosts) -> Table:
 
 
 def _rows_of(rows: Sequence[Sequence[Any]]) -> list[list[Sequence[Any]]]:
-    """Ranks that share a row of the table: hosts that arrive alike, by doubling times behind the first rank."""
+    """Group ranks into rows: hosts that arrive alike, by doubling times behind the first rank."""
     if len(rows) <= MAX_ROWS:
         return [[row] for row in rows]
     ordered = sorted(rows, key=lambda row: (-row[4], row[0]))

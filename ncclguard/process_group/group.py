@@ -25,18 +25,19 @@ from ncclguard.engine.dispatch import Queue
 from ncclguard.engine.execution import divided
 from ncclguard.engine.table import Arguments, Collective
 from ncclguard.errors import GuardError
-from ncclguard.incident.model import ranks_text
 from ncclguard.metrics.settings import config_of
 from ncclguard.outcome import Outcome
 from ncclguard.phases import current_phase
 from ncclguard.process_group.operations import Operation, Perform
 from ncclguard.process_group.operators import serve_cpp_callers
 from ncclguard.process_group.work_queue import GuardedWork, Task, WorkQueue
+from ncclguard_explain.ranks import ranks_text
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`root` counts within the group; `timeout` in seconds, None for the group's;
+    """The options of one call: `root` counts within the group; `timeout` in seconds, None for the group's.
+
     `blocking`: ended when the method returns.
     """
 
@@ -85,8 +86,9 @@ Tensors = Sequence[torch.Tensor]
 
 
 class GuardedProcessGroup(dist.ProcessGroup):
-    """A `torch.distributed.ProcessGroup` over the engine: every collective is bounded,
-    and names who held it up when it fails.
+    """A `torch.distributed.ProcessGroup` over the engine.
+
+    Every collective is bounded, and names who held it up when it fails.
 
     Made by `init_process_group("ncclguard")` or `new_group(backend="ncclguard")`; carries CPU tensors itself and
     CUDA tensors over NCCL. `timeout`: seconds of one collective; an enclosing `phase` goes before it. Blocking calls
@@ -191,8 +193,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self.participants = survivors
         smaller = self._smaller.get(survivors)
         if smaller is None:
-            index = survivors.index(dist.get_rank())
-            smaller = GuardedProcessGroup(index, len(survivors), self._timeout, self._identity)
+            smaller = self._smaller_one(survivors)
             smaller._survivors, smaller.whole = survivors, self
             smaller._queue, smaller._pairs = self._queue, self._pairs
             smaller._limits, smaller._observers = self._limits, self._observers
@@ -201,8 +202,32 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._pairs.clear()
         return smaller
 
+    def _smaller_one(self, survivors: tuple[int, ...]) -> GuardedProcessGroup:
+        return GuardedProcessGroup(
+            survivors.index(dist.get_rank()), len(survivors), self._timeout, stands_for=self._identity
+        )
+
+    # ------------------------------------------------------------------ a step of a training as the unit
+
+    #: Each collective has its verdict when it has ended. Where a subclass only enqueues them, it says so here, and has
+    #: them carried one by one where this is set.
+    one_by_one = True
+
+    def check(self) -> None:
+        """Raise the typed error of a failure that nobody has seen."""
+
+    def begin_step(self) -> None:
+        """Begin what `commit` ends. Raises the typed error of a failure that nobody has seen."""
+
+    def commit(self) -> None:
+        """Return once all that was issued since `begin_step` is complete, and well, on all ranks."""
+
+    def failed_since(self) -> Outcome | None:
+        """Return the outcome of a failure since `begin_step` which an exception of another kind may come from."""
+        return None
+
     def _place(self, root: int) -> int:
-        """Where a root is among those that take part; raises GuardError for one that is gone."""
+        """Return where a root is among those that take part; raises GuardError for one that is gone."""
         if self._survivors is None or self.whole is not self or not 0 <= root < self._count:
             return root
         rank = torch_compat.group_ranks(self._identity)[root]
@@ -355,6 +380,10 @@ class GuardedProcessGroup(dist.ProcessGroup):
         work = GuardedWork("the coalesced collectives", None, None)
         return self._queue.issue(Task("the coalesced collectives", lambda: _wait_for(together), work), False)
 
+    def stop_coalescing(self) -> None:
+        """End what `_start_coalescing` began, after an exception."""
+        self._coalescing = None
+
     # ------------------------------------------------------------------ the way to the engine
 
     def limit(self, argument: float | None = None) -> float | None:
@@ -388,15 +417,17 @@ class GuardedProcessGroup(dist.ProcessGroup):
         timeout: float | None,
         issued: WorkQueue,
         pair: tuple[int, int] | None = None,
+        lane: str = "",
+        name: str | None = None,
     ) -> Operation:
         numel, whole = 0 if tensor is None else tensor.numel(), self.whole
         on_lost = whole.on_lost if pair is None else "fail"
-        terms = terms_of(self._identity, self.limit(timeout), numel, atomic=True, on_lost=on_lost)
+        terms = terms_of(self._identity, self.limit(timeout), numel, atomic=True, on_lost=on_lost, name=name)
         index = self._index
         if self._survivors is not None:
             terms = terms._replace(ranks=self._survivors, solo=len(self._survivors) == 1)
             index = self._survivors.index(dist.get_rank())
-        queue = Queue(self._lane, self._survivors)
+        queue = Queue(lane or self._lane, self._survivors)
         if pair is not None:
             source, target = (terms.ranks[self._place(place)] for place in pair)
             queue = Queue(f"{self._lane}:{source}>{target}", tuple(sorted((source, target))))
@@ -453,8 +484,9 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._observers.append(observer)
 
     def finish(self, raised: str = "") -> None:
-        """Return when nothing is pending; what `raised` tells drops what has not started
-        and fails what runs, for all ranks.
+        """Return when nothing is pending.
+
+        What `raised` tells drops what has not started and fails what runs, for all ranks.
         """
         for queue in self.queues():
             if raised:
@@ -484,7 +516,7 @@ def _wait_for(works: Sequence[GuardedWork]) -> None:
 
 
 def _fill(tensor: torch.Tensor | None, results: Any) -> None:
-    """What a rank gets that has not joined the others yet: what it gave, in every place."""
+    """Return what a rank gets that has not joined the others yet: what it gave, in every place."""
     for result in results or ():
         if isinstance(result, torch.Tensor):
             if tensor is not None and result is not tensor:

@@ -1,4 +1,4 @@
-"""How each collective of torch is carried out by the engine: what is checked before, what runs, what the caller gets.
+"""Collectives of torch, carried out by the engine: what is checked before, what runs, what the caller gets.
 
 Every function checks the arguments in the caller's thread, raising TypeError or ValueError, and returns what the queue
 then runs; that raises the typed error of a failed outcome. Tensors are written through `.data`, so that autograd does
@@ -48,7 +48,8 @@ class Run(Protocol):
 
 
 class Operation:
-    """One collective on one group: the checked call, and the way to the engine.
+    """A collective on one group: the checked call, and the way to the engine.
+
     `index`: this rank's place in the group.
     """
 
@@ -78,7 +79,7 @@ class Operation:
         return self._unless_alone(lambda: self.run(SPARSE_ALL_REDUCE, Arguments(tensor, op=kind), ONE, **said))
 
     def all_reduce_many(self, tensors: Sequence[torch.Tensor], op: object) -> Perform:
-        """As one tensor for each dtype; the callers' are written when all of them have succeeded."""
+        """Reduce them as one tensor for each dtype; the callers' are written when all of them have succeeded."""
         for tensor in tensors:
             check_tensor(tensor, "tensor", written=True)
         kinds = [self._reduction(ALL_REDUCE, tensor, op) for tensor in tensors]
@@ -132,7 +133,7 @@ class Operation:
     def reduce_scatter_many(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: object
     ) -> Perform:
-        """As one tensor for each dtype."""
+        """Reduce and scatter them as one tensor for each dtype."""
         pieces = [self._cut(tensor, output, "input") for output, tensor in zip(outputs, inputs, strict=True)]
         for output in outputs:
             self._reduction(REDUCE_SCATTER, output, op)
@@ -257,9 +258,10 @@ class Operation:
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], known: object = None
     ) -> Perform:
-        """`outputs[i]` is what the i-th rank has for this one; sizes may differ and are
-        compared first, because others end a process. `known`: stands for the sizes where every rank knows those
-        of all, and every rank sends something; then only this is compared, with the call.
+        """Exchange tensors: `outputs[i]` is what the i-th rank has for this one.
+
+        Sizes may differ and are compared first, because others end a process. `known` stands for the sizes where every
+        rank knows those of all, and every rank sends something; then only this is compared, with the call.
         """
         self._check_length(outputs, "outputs")
         self._check_length(inputs, "inputs")
@@ -291,8 +293,9 @@ class Operation:
         return perform
 
     def _sizes(self, sent: list[int], expected: list[int]) -> list[tuple[list[int], list[int]]]:
-        """What every rank sends and expects. All ranks find the same, so where it does not
-        agree all of them raise ValueError.
+        """Return what every rank sends and expects.
+
+        All ranks find the same, so where it does not agree all of them raise ValueError.
         """
         own = torch.tensor([sent, expected], dtype=torch.int64)
         tables = [torch.empty_like(own) for _ in range(self.size)]

@@ -1,5 +1,6 @@
-"""Collectives that C++ code calls: they arrive at torch's operators, which hand
-them to the guarded group where there is one.
+"""Collectives that C++ code calls.
+
+They arrive at torch's operators, which hand them to the guarded group where there is one.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ Route = Callable[[dist.ProcessGroup], Any]
 
 
 class Kernels:
-    """One kernel for each operator. `route(group)`: the guarded group for it, or None:
-    then it goes on to the group's own backend.
+    """Kernels for torch's operators, one for each.
+
+    `route(group)`: the guarded group for it, or None: then it goes on to the group's own backend.
 
     Two operators, the coalesced forms into one tensor, are left alone: their backend's side cannot be reached from
     Python.
@@ -190,8 +192,9 @@ WITHOUT_TRAMPOLINE = (
 
 
 def serve_cpp_callers() -> None:
-    """Have C++ callers reach guarded groups also with the collectives that torch's
-    trampolines lack, until the job is left.
+    """Have C++ callers reach guarded groups also with the collectives that torch's trampolines lack.
+
+    It lasts until the job is left.
     """
     _for_guarded.install(*WITHOUT_TRAMPOLINE)
 

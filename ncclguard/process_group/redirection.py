@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.config import seconds
+from ncclguard.groups import group_of
 from ncclguard.incident.stacks import describe_exception
 from ncclguard.outcome import Outcome
 from ncclguard.process_group.group import GuardedProcessGroup
@@ -48,8 +49,9 @@ _originals: dict[str, Any] = {}
 
 
 class redirected:
-    """Inside, every collective on `groups` runs on guarded groups with the same ranks;
-    afterwards on the groups themselves again.
+    """Run every collective on `groups`, inside, on guarded groups with the same ranks.
+
+    Afterwards they run on the groups themselves again.
 
     `groups`: all that this process is a member of by default. `timeout`: seconds or timedelta of one collective; by
     default the limit of the enclosing `phase`, else 30 minutes. All ranks of a group enter and leave at the same place
@@ -72,9 +74,7 @@ class redirected:
 
     def __init__(self, *groups: dist.ProcessGroup, timeout: float | timedelta | None = None) -> None:
         self._limit = seconds(timeout, "timeout")
-        for group in groups:
-            _check(group)
-        self._groups = groups
+        self._groups = tuple(filter(None, map(group_of, groups)))
         self._failures: list[Outcome] = []
         self._entered: list[list[_Detour]] = []
 
@@ -84,16 +84,20 @@ class redirected:
         return tuple(self._failures)
 
     def __enter__(self) -> Self:
-        detours = []
+        detours: list[_Detour] = []
         with _lock:
-            for group in self._groups or torch_compat.known_groups():
-                target = _target_of(group)
-                if target is not None:
-                    target.enter_scope(self._limit, self._failures.append)
-                    detours.append(_Detour(group, target, _routes.get(group)))
-                    if target is not group:
-                        _routes[group] = target
-            _update()
+            try:
+                for group in self._groups or torch_compat.known_groups():
+                    target = _target_of(group)
+                    if target is not None:
+                        target.enter_scope(self._limit, self._failures.append)
+                        detours.append(_Detour(group, target, _routes.get(group)))
+                        if target is not group:
+                            _routes[group] = target
+                _update()
+            except BaseException:
+                _leave(detours)
+                raise
         self._entered.append(detours)
         return self
 
@@ -106,18 +110,13 @@ class redirected:
                 detour.target.finish("" if error is None else describe_exception(error))
         finally:
             with _lock:
-                for group, target, before in reversed(detours):
-                    target.leave_scope()
-                    if before is not None:
-                        _routes[group] = before
-                    elif target is not group:
-                        _routes.pop(group, None)
-                _update()
+                _leave(detours)
 
 
 class _Detour(NamedTuple):
-    """One group of one scope: where its collectives go, and where they went before if
-    it was not to the group itself.
+    """The detour of one group in one scope: where its collectives go.
+
+    It also knows where they went before, if that was not to the group itself.
     """
 
     group: dist.ProcessGroup
@@ -125,13 +124,15 @@ class _Detour(NamedTuple):
     before: GuardedProcessGroup | None
 
 
-def _check(group: object) -> None:
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"a torch.distributed.ProcessGroup is needed, not {type(group).__name__}: give the group itself"
-        )
-    if not torch_compat.is_member(group):
-        raise ValueError("the process group was destroyed, or this rank is not in it: redirect groups on their members")
+def _leave(detours: Sequence[_Detour]) -> None:
+    """Have collectives go where they went before these."""
+    for group, target, before in reversed(detours):
+        target.leave_scope()
+        if before is not None:
+            _routes[group] = before
+        elif target is not group:
+            _routes.pop(group, None)
+    _update()
 
 
 def _target_of(group: dist.ProcessGroup) -> GuardedProcessGroup | None:

@@ -74,11 +74,11 @@ class GuardedWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """The same as `wait`: the host has seen the end of the collective."""
+        """Wait as `wait` does: the host has seen the end of the collective."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same as `wait`: the host has seen the end of the collective."""
+        """Wait as `wait` does: the host has seen the end of the collective."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -204,8 +204,9 @@ class WorkQueue:
     # ------------------------------------------------------------------ issuing
 
     def issue(self, task: Task, blocking: bool) -> GuardedWork:
-        """Have `task` run after all that were issued before; a blocking one has ended on
-        return, or raises its error.
+        """Have `task` run after all that were issued before.
+
+        A blocking one has ended on return, or raises its error.
         """
         if threading.current_thread() is self._thread:  # a callback of a future: nobody else would run it
             self._drain()
@@ -255,7 +256,7 @@ class WorkQueue:
             raise
 
     def running(self, group: GuardedGroup | None) -> None:
-        """What the collective in progress waits in, so that it can be called off."""
+        """Return what the collective in progress waits in, so that it can be called off."""
         self._running = group
 
     # ------------------------------------------------------------------ the thread
@@ -282,7 +283,7 @@ class WorkQueue:
             self._drain()
 
     def _left_to_others(self) -> bool:
-        """Whether what is next, or may come, is to be left to threads that wait for it, for now."""
+        """Return whether what is next, or may come, is to be left to threads that wait for it, for now."""
         if not self._by_waiters:
             return False
         now = time.monotonic()
@@ -405,8 +406,9 @@ class WorkQueue:
     # ------------------------------------------------------------------ ending
 
     def drain(self, why: str = "") -> None:
-        """Wait until nothing is pending in the thread; what is ends by its own deadline, or
-        is called off as `why` says.
+        """Wait until nothing is pending in the thread.
+
+        What is pending ends by its own deadline, or is called off as `why` says.
         """
         while True:
             with self._state:
@@ -458,8 +460,9 @@ _queues: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """After leaving the job, when the engine has ended what was running: no thread may
-    come back into a dying interpreter.
+    """End all threads after leaving the job, when the engine has ended what was running.
+
+    No thread may come back into a dying interpreter.
     """
     end = time.monotonic() + JOIN_WITHIN
     queues = list(_queues)

@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from ncclguard.cause import Cause
 from ncclguard.protocol.decision import (
     Action,
     Departure,
@@ -22,6 +21,7 @@ from ncclguard.protocol.decision import (
     Waiting,
     Watched,
 )
+from ncclguard_explain.cause import Cause
 
 
 def dumps(value: Report | Verdict | Departure | Operation) -> str:
@@ -101,8 +101,9 @@ def loads_departure(text: str) -> tuple[Departure, dict[str, int]]:
 
 
 def dumps_departure(departure: Departure, done: dict[str, int], by: int) -> str:
-    """Serialise, with the rank that writes it: what two witnesses write is never equal,
-    so each knows whose came first.
+    """Serialise a departure, with the rank that writes it.
+
+    What two witnesses write is never equal, so each knows whose came first.
     """
     return json.dumps(
         {

@@ -1,4 +1,4 @@
-"""What the reports of a revoked generation add up to: commit, resume or fail, and who is to blame.
+"""Decisions on the reports of a revoked generation: commit, resume or fail, and who is to blame.
 
 `decide` is a pure function of what one coordinator has read. Two coordinators may read different things; only the
 verdict that is written first counts (the store's compare-and-set), so `decide` has to be *safe* for every subset of
@@ -12,15 +12,16 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from statistics import median
 
-from ncclguard.cause import Cause
+from ncclguard_explain.cause import Cause
 
 #: What ranks called, each with those that did.
 Sides = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Phase(IntEnum):
-    """How far a rank is in one operation; DONE anywhere implies READY everywhere (or,
-    without closing round, a donor).
+    """The progress of a rank in one operation.
+
+    DONE anywhere implies READY everywhere (or, without closing round, a donor).
     """
 
     NONE = 0  # not entered
@@ -30,7 +31,7 @@ class Phase(IntEnum):
 
 
 class Action(str, Enum):
-    """What a verdict does with the operation it is about."""
+    """The effects that a verdict has on its operation."""
 
     COMMIT = "commit"
     RESUME = "resume"
@@ -45,6 +46,7 @@ class TroubleKind(str, Enum):
     TRANSPORT = "transport"
     MISMATCH = "mismatch"
     RAISED = "raised"
+    REPEATED = "repeated"  # it raised the error of an earlier verdict, which is no fault of its own
     DEPARTED = "departed"
     OVERDUE = "overdue"  # its limit had passed before its turn came: it was issued long before
     UNANSWERED = "unanswered"  # no verdict came in time: the call has returned with a local one
@@ -82,7 +84,7 @@ class Operation:
     max_attempts: int = 3
 
     def at(self, sequence: int, closing: bool = False) -> Operation:
-        """The same at its place in the group's sequence, `closing` there also where it is not of itself.
+        """Return the same at its place in the group's sequence, `closing` there also where it is not of itself.
 
         On every call's path, so not by `dataclasses.replace`.
         """
@@ -122,7 +124,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What a rank says of collectives that the guard does not carry: what `watch` decides by.
+    """The report of a rank on collectives that the guard does not carry: what `watch` decides by.
 
     By channel: `done`, the number up to which all have ended; `issued`, that of the last one. `recent`: the last that
     were issued in any group, ended or not, the latest last. `limit`: seconds of the oldest that is pending.
@@ -158,7 +160,7 @@ class Report:
     )  # host, pid, stack, ...: for the incident, never for the decision
 
     def phase_at(self, sequence: int) -> Phase:
-        """How far this rank is in the operation with this sequence number."""
+        """Return how far this rank is in the operation with this sequence number."""
         if self.done >= sequence:
             return Phase.DONE
         if self.operation is not None and self.operation.sequence == sequence:
@@ -256,7 +258,7 @@ def decide(
     overdue = not kinds.isdisjoint((TroubleKind.DEADLINE, TroubleKind.STUCK))
     # Members are called silent only after a deadline, whatever the trouble was that revoked the generation.
     expired = bool(silent) or overdue or TroubleKind.OVERDUE in kinds
-    unanswered = not kinds.isdisjoint((TroubleKind.UNANSWERED, TroubleKind.OVERDUE))
+    unanswered = not kinds.isdisjoint((TroubleKind.UNANSWERED, TroubleKind.OVERDUE, TroubleKind.REPEATED))
     # Then no further try can end well: it would hide who was gone.
     spent = not kinds.isdisjoint((TroubleKind.DEADLINE, TroubleKind.OVERDUE))
     base = Verdict(
@@ -288,7 +290,7 @@ def decide(
 
 
 def _committed(sequence: int, reports: Mapping[int, Report], departed: Mapping[int, Departure]) -> bool:
-    """Whether somebody may already have returned the operation as a success, so that all must."""
+    """Return whether somebody may already have returned the operation as a success, so that all must."""
     phases = [r.phase_at(sequence) for r in reports.values()]
     if any(phase is Phase.DONE for phase in phases) or any(d.done >= sequence for d in departed.values()):
         return True
@@ -305,7 +307,7 @@ def _resume_point(sequence: int, reports: Mapping[int, Report]) -> int:
 
 
 def _may_shrink(entered: Mapping[int, Report], departed: Mapping[int, Departure]) -> bool:
-    """Whether every caller asked for it, can restore its whole input, and does not need a rank that is gone."""
+    """Return whether every caller asked for it, can restore its whole input, and does not need a rank that is gone."""
     return all(
         r.operation is not None and r.operation.shrink and r.operation.needs not in departed and r.restorable_from == 0
         for r in entered.values()
@@ -352,8 +354,9 @@ def _blame(
 
 
 def largest_first(sides: Iterable[tuple[str, Sequence[int]]]) -> Sides:
-    """What ranks called, with the ranks in order, as it is shown: the side of most
-    first, of equal ones that of the first rank.
+    """Return what ranks called, with the ranks in order, as it is shown.
+
+    The side of most comes first, of equal ones that of the first rank.
     """
     return tuple(
         (text, tuple(ranks)) for text, ranks in sorted(sides, key=lambda side: (-len(side[1]), tuple(side[1])))
@@ -380,8 +383,9 @@ def divergence(entered: Mapping[int, Report]) -> tuple[tuple[int, ...], Sides]:
 def _finished(
     sequence: int, reports: Mapping[int, Report], entered: Mapping[int, Report]
 ) -> tuple[tuple[int, ...], Sides]:
-    """Split the ranks that wait from those that have finished the section and will not
-    come; odd is the smaller side.
+    """Split the ranks that wait from those that have finished the section and will not come.
+
+    Odd is the smaller side.
     """
     done = {
         rank: r.trouble.text
@@ -397,7 +401,7 @@ def _finished(
 
 
 def _is_held(report: Report, sequence: int) -> bool:
-    """Whether a rank waits in an earlier operation, which others have completed: what it lacks of that was lost."""
+    """Return whether a rank waits in an earlier operation, which others have completed: it lost the rest."""
     return report.operation is not None and report.operation.sequence < sequence and not report.elsewhere
 
 
@@ -421,8 +425,9 @@ def _without_majority(
 
 
 def _came_last(entered: Mapping[int, Report]) -> dict[int, Cause]:
-    """All have entered: those that came far behind the rest (under half the median age)
-    held them up, else nobody is named.
+    """Name, where all have entered, those that came far behind the rest, else nobody.
+
+    Far behind is under half the median age.
     """
     if len(entered) < 2:
         return {}

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from ncclguard.cause import Cause
 from ncclguard.protocol.decision import EVERYBODY, Action, Operation, Phase, Report, Trouble, TroubleKind, Verdict
+from ncclguard_explain.cause import Cause
 
 
 class Entry(Enum):
-    """What a call finds when it enters."""
+    """The state that a call finds when it enters."""
 
     START = "start"  # run it on the current generation
     WAIT = "wait"  # the generation is revoked: wait for its verdict, then enter again
@@ -28,7 +28,7 @@ class Entry(Enum):
 
 
 class Resolution(Enum):
-    """What a verdict means for the operation in progress on this rank."""
+    """The meaning of a verdict for the operation in progress on this rank."""
 
     COMMITTED = "committed"  # success, the own result is complete
     DONATED = "donated"  # success, with the result another rank has left in the store
@@ -102,7 +102,7 @@ class Member:
         return Entry.START, None
 
     def exchanges(self, sequence: int) -> bool:
-        """Whether the operation with this number carries the exchange of statistics, and so has a closing round."""
+        """Return whether the operation with this number carries the statistics, and so has a closing round."""
         return self.exchange_every > 0 and sequence % self.exchange_every == 0
 
     def missing(self, operation: Operation) -> tuple[tuple[int, Cause], ...]:
@@ -114,7 +114,7 @@ class Member:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the others have been at the next place in the sequence before, and gone on."""
+        """Return whether the others have been at the next place in the sequence before, and gone on."""
         there = any(verdict.sequence == self.next_sequence for verdict in self.settled)
         return self.fenced or there or self.next_sequence <= self.committed_through
 
@@ -179,8 +179,9 @@ class Member:
             self._drop()
 
     def skip(self, operation: Operation) -> None:
-        """The caller returns a local verdict from WAIT, or got no turn: the call takes its
-        place in the sequence, so that none shifts.
+        """Take the call's place in the sequence, so that none shifts.
+
+        Its caller returns a local verdict from WAIT, or got no turn.
 
         Unless the others have ended the operation already, it is in `abandoned` afterwards, and has to fail for them.
         """
@@ -212,7 +213,7 @@ class Member:
         return self.report()
 
     def report(self) -> Report:
-        """Where this rank is. Without the freeze it is no promise."""
+        """Report where this rank is. Without the freeze it is no promise."""
         return Report(
             rank=self.rank,
             generation=self.generation,
@@ -226,8 +227,9 @@ class Member:
         )
 
     def adopt(self, verdict: Verdict) -> Resolution | None:
-        """Take the verdict on the current generation and move to the next; returns what it
-        means for the running call.
+        """Take the verdict on the current generation and move to the next.
+
+        Return what it means for the running call.
         """
         if verdict.generation != self.generation:
             raise ValueError(f"verdict of generation {verdict.generation} at generation {self.generation}")
@@ -295,9 +297,7 @@ class Member:
         self.phase = Phase.NONE
 
     def _carry_over(self, verdict: Verdict) -> None:
-        """The others go on with what this rank has given up after that verdict: have it
-        failed on the next generation.
-        """
+        """Have what this rank has given up after that verdict failed on the next generation: others go on with it."""
         through = verdict.sequence - 1 if verdict.action is Action.RESUME else verdict.sequence
         self.abandoned = tuple(operation for operation in self.abandoned if operation.sequence > through)
         self._drop()

@@ -1,5 +1,6 @@
-"""The times of the agreement in one place, from the size of the job, so that they
-fit each other and are equal on all ranks.
+"""Times of the agreement in one place, from the size of the job.
+
+They fit each other and are equal on all ranks.
 
 One budget: a caller returns within ``2 s + ranks / 5,000 s`` after its deadline. In that time the ranks must hear of
 the revoke and answer, the coordinator must read the answers and decide, and the ranks must read the verdict: a few
@@ -80,7 +81,7 @@ class Timing:
 
     @classmethod
     def of(cls, world_size: int, poll_active: float = 0.05, poll_idle: float = 0.5) -> Timing:
-        """Those of a job of so many ranks, in which the monitors are to look so often, in seconds, if they can."""
+        """Return the timing of a job of so many ranks, whose monitors are to look so often, in seconds."""
         small = cls()
         look = max(poll_active, period(world_size))
         share = SHARE * world_size
@@ -102,7 +103,7 @@ class Timing:
         )
 
     def departures(self, begun: bool) -> float:
-        """How old may be what is known of departures; the first of them is announced in the job's log (`begun`)."""
+        """Return how old knowledge of departures may be; the first is announced in the job's log (`begun`)."""
         return self.aside if begun or self.aside <= self.period else 4 * self.aside
 
     def caller_waits(self, since_answer: float) -> float:
@@ -110,7 +111,7 @@ class Timing:
         return self.grace + (RESERVE if since_answer < ALIVE else 0.0)
 
     def is_silence(self, overdue: float, since_arrival: float, delay: float) -> bool:
-        """Whether members that have not answered may be called silent.
+        """Return whether members that have not answered may be called silent.
 
         They should have `overdue` seconds ago; `since_arrival`: seconds since the last answer of another; `delay`: the
         longest that the coordinator has met of late.
@@ -121,11 +122,11 @@ class Timing:
         return overdue >= self.patience + slack and since_arrival >= QUIET + slack
 
     def taken_over(self, place: int, standing: float, delay: float) -> bool:
-        """Whether the rank at this place coordinates, the pulse having stood still for so many seconds."""
+        """Return whether the rank at this place coordinates, the pulse having stood still for so many seconds."""
         return standing >= self.takeover * (1 + place) + self._slack(delay)
 
     def _slack(self, delay: float) -> float:
-        """What is added to the coordinator's patience for a delay that it has met."""
+        """Return what is added to the coordinator's patience for a delay that it has met."""
         return PER_DELAY * max(0.0, min(delay, LONGEST_DELAY) - self.covered)
 
 

@@ -31,24 +31,24 @@ from torch.distributed.launcher import api as launcher
 
 log = logging.getLogger("ncclguard")
 
-#: In the agents' store, for each host: its ranks, and when they have ended who took part then.
+#: Keys in the agents' store, for each host: its ranks, and, once they have ended, the ranks that took part then.
 _RANKS: Final = "ncclguard/run/{}/ranks"
 _ENDED: Final = "ncclguard/run/{}/ended"
-#: Seconds between two looks at whether the others have ended.
-_LOOK: Final = 0.2
+#: Seconds between two checks whether the others have ended.
+_POLL: Final = 0.2
 
-#: Exit codes by global rank of the workers of this host, None for one that runs; what becomes of them, see `Agent`.
+#: Exit codes by global rank of the workers of this host, None for one that runs; see `Agent`.
 Codes = dict[int, "int | None"]
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a judge may do about the ranks of its host."""
+    """The actions that a judge may take on the ranks of its host."""
 
-    #: How many spares wait; those that have died are not counted.
+    #: Return how many spares wait, without those that have died.
     spares: Callable[[], int]
-    #: Give the place of a rank that has ended to a new process, with these variables more; `spare`: to one that waits.
-    #: Returns its pid.
+    #: Give the place of a rank that has ended to a new process, or to a waiting one (`spare`), with further variables;
+    #: return its pid.
     start: Callable[[int, Mapping[str, str], bool], int]
     #: End the process of a rank at once.
     kill: Callable[[int], None]
@@ -58,23 +58,24 @@ class Judge(Protocol):
     """Decides what becomes of the workers of this host."""
 
     def judge(self, codes: Codes, host: Host) -> str | None:
-        """ "wait": those that run are left alone. "succeeded": the job has ended well; what runs still is ended.
+        """Return "wait" or "succeeded", or None for torch's own behaviour.
 
-        None: torch's own behaviour, which ends all workers when one has failed.
+        "wait" leaves the running workers alone; "succeeded": the job has ended well, and workers that still run are
+        ended. torch's own behaviour ends all workers when one has failed.
         """
 
     def starting(self, store: Any, restarts: int, host: int, hosts: int) -> None:
-        """Workers are about to be started, after so many restarts, on this one of so many hosts."""
+        """Note that workers are about to start on host number ``host`` of ``hosts``, after ``restarts`` restarts."""
 
     def taking_part(self, ranks: Iterable[int]) -> set[int] | None:
-        """Who takes part in the job, as these ranks of this host know; None where nobody has said it."""
+        """Return the ranks that take part in the job, as these ranks of this host know; None if none has said it."""
 
     def elsewhere(self, store: Any) -> tuple[set[int], set[int]]:
-        """Ranks whose process runs on a host that is none of the agents', by this store; all that came from there."""
+        """Return the ranks on hosts without an agent, by this store, and all ranks that came from such hosts."""
 
 
 def check() -> str:
-    """What this torch lacks for an agent of our own; empty where it has all."""
+    """Return a sentence on the parts of torch's agent that this version lacks; "" if it has all."""
     wanted = [
         (local_elastic_agent.LocalElasticAgent, "_monitor_workers"),
         (local_elastic_agent.LocalElasticAgent, "_start_workers"),
@@ -109,7 +110,7 @@ class _Spare:
         with contextlib.suppress(OSError):
             os.close(self._writer)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # it has nothing to lose, and may be importing
+            os.killpg(self.process.pid, signal.SIGKILL)  # a spare has no state to save, and may be importing
         self.process.wait()
 
 
@@ -170,12 +171,12 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 lambda rank, env, spare: self._succeed(context, worker_group, rank, env, spare),
                 lambda rank: self._kill(context, worker_group, rank),
             )
-            said = self.judge.judge(codes, host)
-            if said == "succeeded":
-                context.close()  # which ends the copying of logs, and processes that nobody needs
+            decision = self.judge.judge(codes, host)
+            if decision == "succeeded":
+                context.close()  # ends the copying of logs, and processes that are not needed any more
                 return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
-            # torch looks at the exit codes again, and would end all for one that it is the first to see.
-            if said == "wait" or (None in codes.values() and not any(codes.values())):
+            # torch reads the exit codes again, and would end all workers for an exit that the judge has not seen yet.
+            if decision == "wait" or (None in codes.values() and not any(codes.values())):
                 return self._healthy(worker_group)
         return super()._monitor_workers(worker_group)  # type: ignore[no-any-return]
 
@@ -183,29 +184,29 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         group: Any = self._worker_group
         store: Any = self._store
         hosts = [host for host in range(group.group_world_size) if host != group.group_rank]
-        self._in_exit_barrier = True  # which the health check of newer versions of torch asks
+        self._in_exit_barrier = True  # read by the health check of newer versions of torch
         try:
-            if hosts and not store.check([_RANKS.format(host) for host in hosts]):  # one has torch's own agent
+            if hosts and not store.check([_RANKS.format(host) for host in hosts]):  # a host has torch's own agent
                 super()._exit_barrier()  # type: ignore[no-untyped-call]
                 return
             ranks = {host: set(json.loads(store.get(_RANKS.format(host)))) for host in hosts}
             own = self.judge.taking_part([worker.global_rank for worker in group.workers])
             store.set(_ENDED.format(group.group_rank), json.dumps(None if own is None else sorted(own)))
-            took_part = [] if own is None else [own]  # at the end, by each host that has come to it
+            took_part = [] if own is None else [own]  # the ranks at the end, as each host that has ended says
             end, guests = time.monotonic() + self._exit_barrier_timeout, set[int]()
             while time.monotonic() < end:
                 for host in [host for host in ranks if store.check([_ENDED.format(host)])]:
-                    said = json.loads(store.get(_ENDED.format(host)))
-                    took_part += [] if said is None else [set(said)]
+                    members = json.loads(store.get(_ENDED.format(host)))
+                    took_part += [] if members is None else [set(members)]
                     del ranks[host]
                 guests, came = self.judge.elsewhere(store)
-                there = [one - came for one in took_part]
-                for host in [host for host, theirs in ranks.items() if not all(theirs & one for one in there)]:
+                there = [members - came for members in took_part]
+                for host in [host for host, theirs in ranks.items() if not all(theirs & members for members in there)]:
                     del ranks[host]
                 if not ranks and not (took_part and guests.intersection(*took_part)):
                     break
-                time.sleep(_LOOK)
-        except (RuntimeError, ValueError) as error:  # the host with the store was the first to see that all have ended
+                time.sleep(_POLL)
+        except (RuntimeError, ValueError) as error:  # the host with the store has seen before that all have ended
             log.info("ncclguard run: the launchers of the other hosts cannot be waited for any more: %s", error)
 
     def _healthy(self, worker_group: Any) -> RunResult:
@@ -256,7 +257,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 
 
 def parser() -> Any:
-    """torchrun's own, to which options may be added."""
+    """Return torchrun's own parser, to which options may be added."""
     return torchrun.get_args_parser()
 
 
@@ -278,12 +279,12 @@ def launch(arguments: Any, judge: Judge, spares: int = 0) -> None:
 
 
 def failed(error: BaseException) -> bool:
-    """Whether the exception says that workers failed, and torch has written about them already."""
+    """Return whether the exception says that workers failed, and torch has written about them already."""
     return type(error).__name__ == "ChildFailedError"
 
 
 def launched(arguments: Any) -> tuple[list[str], int]:
-    """The command of each rank by these parsed arguments, and how many there are on this host. Raises ValueError."""
+    """Return the command of each rank by these arguments, and the number of ranks on this host. Raises ValueError."""
     config, command, rest = torchrun.config_from_args(arguments)
     if callable(command):
         text = "--run-path is a function of the launcher's; a rank that may be replaced has a command"
@@ -294,7 +295,7 @@ def launched(arguments: Any) -> tuple[list[str], int]:
 
 
 def store_address(arguments: Any) -> tuple[str, int]:
-    """Where the store of agents and ranks is, by these parsed arguments. Raises ValueError where that is not said."""
+    """Return the address of the store of agents and ranks, by these parsed arguments. Raises ValueError without one."""
     if arguments.standalone or arguments.rdzv_backend != "static" or arguments.rdzv_endpoint:
         raise ValueError(
             "a host that stands by meets the others at --master-addr and --master-port: leave --standalone, "
@@ -307,7 +308,7 @@ def store_address(arguments: Any) -> tuple[str, int]:
 
 
 def was_here(arguments: Any) -> bool:
-    """Whether the job runs already, and the host of this `--node-rank` has had ranks in it: it is started again.
+    """Return whether the job runs already, and the host of this `--node-rank` has had ranks in it: it is started again.
 
     The others do not wait for its agent at the end any more. Waits for the job's store as torch's agent does. Only a
     job with --master-addr is asked: by c10d, hosts have no numbers of their own.

@@ -10,8 +10,10 @@ messages as they came out of torch 2.6, 2.13 and 2.15, gloo and NCCL (on an emul
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import logging
+import numbers
 import operator
 import re
 import warnings
@@ -24,6 +26,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as _c
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
+
+from ncclguard_explain.language import Message, joined, say, tr
 
 _log = logging.getLogger("ncclguard")
 
@@ -44,12 +48,12 @@ buffers hung there (2.6.0) when the collective had ended before C++ waited for i
 
 
 def known_groups() -> tuple[dist.ProcessGroup, ...]:
-    """Every process group this process is a member of, in order of creation; empty before ``init_process_group``."""
+    """Return every process group that this process is in, in order of creation; empty before ``init_process_group``."""
     return tuple(c10d._world.pg_map)
 
 
 def ddp_stays(wrapper: Any) -> str:
-    """Why a DistributedDataParallel cannot be given another group; empty where it can."""
+    """Return the reason why a DistributedDataParallel cannot be given another group; "" if it can."""
     if not hasattr(wrapper, "_update_process_group") or not hasattr(wrapper.reducer, "_reset_state"):
         return f"torch {torch.__version__} has no DistributedDataParallel._update_process_group: torch 2.13 has"
     if getattr(wrapper, "_comm_hooks", None):
@@ -67,7 +71,7 @@ def move_ddp(wrapper: Any, group: dist.ProcessGroup) -> None:
     wrapper._update_process_group(group)
     parameters, sparse = wrapper._build_params_for_reducer()
     names = wrapper._build_debug_param_to_name_mapping(parameters)
-    wrapper.reducer = None  # its hooks on the parameters go with it
+    wrapper.reducer = None  # also removes its hooks on the parameters
     wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
     if wrapper.static_graph:
         wrapper.reducer._set_static_graph()
@@ -75,7 +79,7 @@ def move_ddp(wrapper: Any, group: dist.ProcessGroup) -> None:
 
 
 def is_member(group: Any) -> bool:
-    """Whether ``group`` is a living process group that this process belongs to.
+    """Return whether ``group`` is a living process group that this process belongs to.
 
     False for what ``new_group`` returns on ranks that are left out, and for a group that was destroyed.
     """
@@ -83,7 +87,7 @@ def is_member(group: Any) -> bool:
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """The group's name in the store ("0" for the default group).
+    """Return the group's name in the store ("0" for the default group).
 
     Raises ValueError for a group that was destroyed or that this process does not belong to.
     """
@@ -94,23 +98,24 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 
 def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Global ranks of the group, ordered by their rank within it. Raises ValueError as `group_name` does."""
+    """Return the global ranks of the group, ordered by their rank within it. Raises ValueError as `group_name` does."""
     global _last_ranks
     ranks = c10d._world.pg_group_ranks.get(group)
     if ranks is None:
         raise ValueError("the process group was destroyed or this rank is not in it: create it again with new_group()")
-    if ranks is not _last_ranks[0]:
-        _last_ranks = ranks, tuple(ranks)
-    return _last_ranks[1]
+    last = _last_ranks  # read once: another thread may ask for another group between
+    if ranks is not last[0]:
+        last = _last_ranks = ranks, tuple(ranks)
+    return last[1]
 
 
-#: The mapping that torch keeps of the group that was asked for last, and its ranks: a program mostly uses one, which
-#: may have thousands.
+#: torch's mapping for the group of the last call, and the group's ranks: a program mostly uses one group, which may
+#: have thousands of ranks.
 _last_ranks: tuple[object, tuple[int, ...]] = (None, ())
 
 
 def gloo_backend(group: dist.ProcessGroup) -> ProcessGroupGloo | None:
-    """The gloo process group that serves the group's CPU tensors, or None if another backend does.
+    """Return the gloo process group that serves the group's CPU tensors, or None if another backend does.
 
     Looks through the wrapper that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` puts around it.
     """
@@ -123,14 +128,28 @@ def gloo_backend(group: dist.ProcessGroup) -> ProcessGroupGloo | None:
     return backend if isinstance(backend, ProcessGroupGloo) else None
 
 
+def time_limit(group: dist.ProcessGroup) -> float | None:
+    """Seconds after which torch itself gives an operation of the group up, the shortest of its backends'.
+
+    None where no backend says: those written in Python, and torch 2.6, whose backends show no options.
+    """
+    found = []
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            backend: Any = group._get_backend(torch.device(device))
+            found.append(backend.options._timeout.total_seconds())
+    return min(found, default=None)
+
+
 def under_detail() -> bool:
-    """Whether ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps the process groups."""
+    """Return whether ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps the process groups."""
     return bool(_c.get_debug_level() == _c.DebugLevel.DETAIL)
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
-    """Abort what the group's backends have in flight; the group is unusable then. May
-    hang: call it from a helper thread.
+    """Abort the operations that the group's backends have in flight; the group is unusable then.
+
+    May hang: call it from a helper thread.
     """
     if hasattr(group, "abort"):
         group.abort()
@@ -139,8 +158,9 @@ def abort_group(group: dist.ProcessGroup) -> None:
 
 
 def reduce_op_name(op: Any) -> str:
-    """ "SUM", "AVG", "PREMUL_SUM", ... for either form that torch accepts
-    (``ReduceOp.SUM`` and ``ReduceOp(ReduceOp.SUM)``).
+    """Return the name of a reduce op, such as "SUM", "AVG" or "PREMUL_SUM".
+
+    Takes either form that torch accepts (``ReduceOp.SUM`` and ``ReduceOp(ReduceOp.SUM)``).
 
     Raises TypeError for anything else.
     """
@@ -150,17 +170,30 @@ def reduce_op_name(op: Any) -> str:
     # RedOpType first: torch makes its members instances of ReduceOp as well.
     kind: Any = op if isinstance(op, dist.ReduceOp.RedOpType) else getattr(op, "op", None)
     if not isinstance(kind, dist.ReduceOp.RedOpType):
-        raise TypeError(f"op must be a torch.distributed.ReduceOp such as ReduceOp.SUM, not a {type(op).__name__}")
+        needed = tr("op must be a torch.distributed.ReduceOp such as ReduceOp.SUM, not {kind}", kind=type(op).__name__)
+        meant = _meant(op)
+        raise TypeError(say(joined(": ", (needed, meant)) if meant else needed))
     return str(kind.name)
 
 
-#: What `reduce_op_name` says of torch's own constants, which live as long as the process: on every call's path.
+def _meant(given: object) -> Message | None:
+    """Return a hint at what to write in place of a wrong `op`, None where that is not clear."""
+    if isinstance(given, (numbers.Real, timedelta)) and not isinstance(given, bool):
+        return tr("a limit is given by its name, timeout={value}", value=repr(given))
+    if isinstance(given, str):
+        names = list(_REDUCE_OPS.values())
+        close = difflib.get_close_matches({"mean": "AVG"}.get(given.lower(), given.upper()), names, n=1)
+        return tr("did you mean dist.ReduceOp.{name}?", name=close[0]) if close else None
+    return None
+
+
+#: The names of torch's own constants, which live as long as the process, because every call needs one.
 _REDUCE_OPS = {id(op): str(op.name) for op in vars(dist.ReduceOp).values() if isinstance(op, dist.ReduceOp.RedOpType)}
 
 
 @contextlib.contextmanager
 def world_of_one() -> Iterator[None]:
-    """Within it the default group has this rank only; groups that are held as objects stay as they are."""
+    """Make the default group have this rank only, inside a block; groups that are held as objects stay as they are."""
     world, update = c10d._get_default_group(), c10d._update_default_pg
     backend = dist.get_backend_config(world)
     alone: Any = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
@@ -175,7 +208,7 @@ def world_of_one() -> Iterator[None]:
 #: How often a tensor was written into, as autograd counts it.
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
-#: The modules right below a module, and its own buffers, by name: what its attributes are looked up in.
+#: The modules right below a module, and its own buffers, by name: torch looks attributes up in these dictionaries.
 children_of: Callable[[torch.nn.Module], Mapping[str, Any]] = operator.attrgetter("_modules")
 buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter("_buffers")
 
@@ -247,8 +280,9 @@ def on_destroy(callback: Callable[[], None]) -> None:
 
 
 def on_destroy_group(callback: Callable[[dist.ProcessGroup], None]) -> None:
-    """Call ``callback(group)`` before ``destroy_process_group`` takes any other group
-    down that this process is in; else as `on_init`.
+    """Call ``callback(group)`` before ``destroy_process_group`` destroys a group other than the default one.
+
+    Only groups that this process is in count; for the rest see `on_init`.
     """
     if callback not in _on_destroy_group:
         _on_destroy_group.append(callback)
@@ -270,9 +304,47 @@ def _before_destroy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return original(*args, **kwargs)
 
 
+def coalesce_messages() -> None:
+    """Have ``batch_isend_irecv`` make one NCCL group of its messages on groups that have a backend of torch's beneath.
+
+    torch 2.13 does so only where ``type(group) is ProcessGroup``, and else one by one: a ring of three deadlocks. Also
+    have an exception end the coalescing on groups that are written in Python: torch goes on with it (2.13, 2.15), so
+    that each later all-reduce of the group is collected, and never issued.
+    """
+    _wrap("batch_isend_irecv", _batch)
+    _wrap("_coalescing_manager", _coalescing)
+
+
+def _batch(original: Callable[..., Any], operations: list[Any]) -> Any:
+    group = operations[0].group if operations else None
+    if not operations or not hasattr(group or dist.group.WORLD, "beneath") or not operations[0].tensor.is_cuda:
+        return original(operations)
+    with c10d._coalescing_manager(group, operations[0].tensor.device, async_ops=True) as manager:
+        for message in operations:
+            target = "group_dst" if message.op is dist.isend else "group_src"
+            message.op(message.tensor, group=message.group, tag=message.tag, **{target: message.group_peer})
+    return manager.works
+
+
+@contextlib.contextmanager
+def _coalescing(original: Callable[..., Any], group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    try:
+        with original(group, *args, **kwargs) as manager:
+            yield manager
+    except BaseException:
+        chosen: Any = dist.group.WORLD if group is None else group
+        if hasattr(chosen, "stop_coalescing"):
+            c10d._world.pg_coalesce_state.pop(chosen, None)
+            chosen.stop_coalescing()
+        raise
+
+
 def _wrap(name: str, around: Callable[..., Any]) -> None:
     original: Any = getattr(c10d, name)
     if getattr(original, "_ncclguard_wrapped", False):
+        return
+    if hasattr(original, "_ncclguard_around"):  # `ncclguard observe`, before the program could take the function
+        original._ncclguard_around = around
         return
 
     @functools.wraps(original)
@@ -289,24 +361,32 @@ def _call_all(callbacks: Sequence[Callable[[], None]]) -> None:
     for callback in tuple(callbacks):
         try:
             callback()
-        except Exception:  # noqa: BLE001 - nothing of ours may break the program's init or exit
-            _log.exception("ncclguard: %s failed and was skipped; the process group itself is not affected", callback)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may break the program's init or exit
+            function = callback.func if isinstance(callback, functools.partial) else callback
+            _log.exception(
+                "ncclguard: %s: %s; %s.%s was skipped, and the process group itself is not affected",
+                type(error).__name__,
+                error,
+                getattr(function, "__module__", ""),
+                getattr(function, "__qualname__", function),
+            )
 
 
 # --- gloo -----------------------------------------------------------------------------------------------------------
 
-_UNUSED_TAG = 0x7FFF_FF00  # of point-to-point messages: no program uses it
+_UNUSED_TAG = 0x7FFF_FF00  # a tag of point-to-point messages that no program uses
 
 
 def gloo_contexts(group: ProcessGroupGloo) -> int:
-    """How many sets of connections the group has: one for each interface in ``GLOO_SOCKET_IFNAME``."""
+    """Return how many sets of connections the group has: one for each interface in ``GLOO_SOCKET_IFNAME``."""
     options: Any = group.options
     return len(options._devices)
 
 
 def poison_gloo(group: ProcessGroupGloo) -> None:
-    """Close all connections of a gloo group on this rank, so that its operations fail
-    and peers notice; the group is unusable then.
+    """Close all connections of a gloo group on this rank, so that its operations fail and peers notice.
+
+    The group is unusable then.
 
     A receive that runs into its timeout makes gloo close every connection of its context
     (gloo/transport/tcp/unbound_buffer.cc, ``waitRecv``). One is tried with each peer, because with a peer that is gone
@@ -319,7 +399,7 @@ def poison_gloo(group: ProcessGroupGloo) -> None:
     for context in range(gloo_contexts(group)):  # gloo picks the context by tag modulo their number
         for peer in range(size):
             if peer != index:
-                with contextlib.suppress(RuntimeError):  # always raised: that is the purpose
+                with contextlib.suppress(RuntimeError):  # always raised: gloo closes the connections with it
                     handle.recv([torch.empty(1)], peer, _UNUSED_TAG + context).wait(millisecond)
 
 
@@ -327,7 +407,7 @@ def poison_gloo(group: ProcessGroupGloo) -> None:
 
 
 def emulated_device() -> str | None:
-    """The name of this process's GPU where it is an emulated one, so that nobody takes its figures for a GPU's.
+    """Return the name of this process's GPU where it is an emulated one, so that nobody takes its figures for a GPU's.
 
     None also before CUDA is in use: looking would begin that.
     """
@@ -343,9 +423,7 @@ def emulated_device() -> str | None:
 def register_pytree_node(
     cls: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[Any, Any], Any]
 ) -> None:
-    """Tell torch (DDP, FSDP, torch.compile) how to take objects of this type apart and
-    put them together; once for each type.
-    """
+    """Tell torch (DDP, FSDP, torch.compile) how to flatten objects of this type and rebuild them; once per type."""
     pytree.register_pytree_node(cls, flatten, unflatten)
 
 
@@ -359,12 +437,21 @@ _BROKEN: Final = re.compile(
 
 
 def broken_collective(text: str) -> bool:
-    """Whether an exception's text is that of a collective whose transport broke or was stopped."""
+    """Return whether an exception's text is that of a collective whose transport broke or was stopped."""
     return _BROKEN.search(text) is not None
 
 
+_LIMIT: Final = re.compile(r"Timed out waiting (\d+)ms for")
+
+
+def limit_passed(text: str) -> float | None:
+    """Return the limit of torch's own, in seconds, that an exception's text says has passed; None for another text."""
+    found = _LIMIT.search(text)
+    return None if found is None else int(found[1]) / 1000
+
+
 def from_collective(error: BaseException) -> bool:
-    """Whether torch's C++ raised `error` for a collective: a DistError, or a RuntimeError in a backend's words."""
+    """Return whether torch's C++ raised `error` for a collective: DistError, or RuntimeError in a backend's words."""
     if isinstance(error, dist.DistError):
         return True
     return type(error) is RuntimeError and broken_collective(str(error))
@@ -376,28 +463,29 @@ _hold_of = dist.ProcessGroup.barrier
 
 
 def options(name: str) -> Any:
-    """A new `name`Options object, such as "Allgather"."""
+    """Make a new options object of torch's: for "Allgather" one of type AllgatherOptions."""
     return getattr(_c, f"{name}Options")()
 
 
 def group_of(boxed: Any) -> dist.ProcessGroup:
-    """The process group that an operator was given."""
+    """Return the process group that an operator was given."""
     return _c.ProcessGroup.unbox(boxed)
 
 
 def reduce_op_of(boxed: Any) -> dist.ReduceOp:
-    """The reduce op that an operator was given."""
+    """Return the reduce op that an operator was given."""
     return dist.ReduceOp(dist.ReduceOp.RedOpType(boxed.op()))
 
 
 def tells_reduce_op() -> bool:
-    """Whether an operator that was given a reduce op can tell which: not in torch 2.6 and 2.9, but in 2.13 and 2.15."""
+    """Return whether an operator can tell its reduce op: not in torch 2.6 and 2.9, but in 2.13 and 2.15."""
     return hasattr(torch.classes.c10d.ReduceOp(), "op")
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What an operator of torch's own hands its arguments to. Raises RuntimeError for a
-    device the group does not serve.
+    """Return the backend to which an operator of torch's own passes its arguments.
+
+    Raises RuntimeError for a device that the group does not serve.
     """
     return group._get_backend(device)
 
@@ -413,8 +501,14 @@ class _Holder(dist.ProcessGroup):
         return self.work
 
 
-def boxed_work(work: dist.Work) -> Any:
-    """A work as an operator returns it. One that is written in Python stays alive for as long as C++ holds it."""
+def boxed_work(work: dist.Work | None) -> Any:
+    """Return a work as an operator returns it; one written in Python stays alive for as long as C++ holds it.
+
+    None is what ProcessGroupNCCL returns from torch 2.8 on for a call that is not asynchronous: it has been put on the
+    caller's own stream, so that there is nothing to wait for.
+    """
+    if work is None:
+        work = _c.FakeWork()
     if type(work).__module__.startswith("ncclguard"):
         holder = _Holder()
         holder.work = work
@@ -423,7 +517,7 @@ def boxed_work(work: dist.Work) -> Any:
 
 
 def backend_has(method: str) -> bool:
-    """Whether a backend's method can be called from Python."""
+    """Return whether a backend's method can be called from Python."""
     return hasattr(_c.Backend, method)
 
 
@@ -438,13 +532,13 @@ class Hook:
             for name, kernel in kernels.items():
                 if hasattr(torch.ops.c10d, name):
                     for key in (*_KEYS, *_SPARSE) if name == "allreduce_" else _KEYS:
-                        # Two hooks may have one operator, and the later one counts until it is removed; Library.impl
-                        # takes a second kernel for it only with `allow_override`, which torch has from 2.8 on.
+                        # Two hooks may replace the same operator, and the later one is used until it is removed;
+                        # Library.impl takes a second kernel only with `allow_override`, which torch has from 2.8 on.
                         getattr(torch.library, "_impls", set()).discard(f"c10d/{name}/{key}")
                         self._library.impl(name, kernel, key)
 
     def remove(self) -> None:
-        """Torch's own kernels again."""
+        """Put torch's own kernels back."""
         library, self._library = self._library, None
         if library is not None:
             library._destroy()

@@ -35,16 +35,19 @@ _WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_CUDA_EVENT_CAC
 # Before, only the watchdog takes an operation back out of the count that a capture waits for, without a limit
 # (CUDAGraph.cpp, num_pending_event_queries): without it the program's next CUDA graph would hang. Its report can be
 # switched off there.
-_WATCHDOG_WITHOUT_TEETH = {
+_HARMLESS_WATCHDOG = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # 1 and 3 end the process on an error that the guard handles
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the same, for errors that NCCL reports asynchronously
     "TORCH_NCCL_DESYNC_DEBUG": "0",  # turns error handling 0 into 3
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # ends the process when the watchdog is busy
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # the report, and a minute's sleep
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # makes the report to the job, and sleeps for a minute
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
+
+# The flight recorder then tells whether a collective's stream has come to it.
+_WITH_STARTS = {"TORCH_NCCL_ENABLE_TIMING": "1"}
 
 # How long torch waits for NCCL in abort(). A watchdog would log a timeout of operations that take longer, so it gets
 # the backstop.
@@ -58,7 +61,7 @@ _environment = threading.Lock()
 
 
 def new_nccl_group(store: groups.Store, name: str, ranks: tuple[int, ...], index: int, backstop: timedelta) -> Any:
-    """A bare NCCL process group that never ends the process: unknown to torch, its watchdog absent or harmless.
+    """Make a bare NCCL process group that never ends the process: unknown to torch, its watchdog absent or harmless.
 
     ``name``: what the flight recorder calls it. The variables that ProcessGroupNCCL reads are set while it is
     constructed only, so that the groups of the program keep theirs. Its operations must be waited for by
@@ -80,17 +83,56 @@ def new_nccl_group(store: groups.Store, name: str, ranks: tuple[int, ...], index
     if non_blocking:
         options.config.blocking = False
     with _environment:
-        if non_blocking and "TORCH_NCCL_USE_COMM_NONBLOCKING" not in os.environ:  # else the limit is the program's too
+        if non_blocking and "TORCH_NCCL_USE_COMM_NONBLOCKING" not in os.environ:  # else the program uses the limit too
             os.environ.setdefault(_SPINS_FOR, str(spin_limit(dist.get_world_size() if dist.is_initialized() else 1)))
         if not needs_watchdog:
             with _variables(_WITHOUT_WATCHDOG):
                 return group_type(store, index, len(ranks), options)
-        with _variables(_WATCHDOG_WITHOUT_TEETH), _no_debugging():
+        with _variables(_HARMLESS_WATCHDOG), _no_debugging():
             return group_type(store, index, len(ranks), options)
 
 
+#: The limit of torch's watchdog for an operation; the guard's limits end the operation before.
+_NEVER = timedelta(days=30)
+
+
+def new_enqueued_group(store: groups.Store, name: str, ranks: tuple[int, ...], index: int) -> Any:
+    """Make an NCCL process group whose operations are used like torch's own: ``wait`` makes the stream wait.
+
+    Its watchdog only logs, whatever the program has set for its own groups. Communicators are blocking, as torch's are
+    by default: with non-blocking ones ``all_to_all_single`` raises "NCCL operation in progress" (2.13, 2.15). Always
+    ProcessGroupNCCL, also on 2.15, whose nccl2 ends the process or the collective by itself. Raises RuntimeError where
+    torch was built without NCCL.
+    """
+    group_type: Any = getattr(_c, "ProcessGroupNCCL", None)
+    if group_type is None:
+        raise RuntimeError(
+            "this torch was built without NCCL: install a CUDA build of torch, or move the tensor to the CPU"
+        )
+    options = group_type.Options()
+    options._timeout = _NEVER
+    options.group_name = name
+    options.global_ranks_in_group = list(ranks)
+    with _environment, _variables(_HARMLESS_WATCHDOG | _WITH_STARTS), _no_debugging():
+        made = group_type(store, index, len(ranks), options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+def plain_group(backend: Any, store: groups.Store) -> Any:
+    """Make a ProcessGroup of torch's own that has an NCCL backend for CUDA tensors; unknown to torch.
+
+    It keeps its first backend for good: torch ignores a second one of the same type (ProcessGroup.hpp, ``setBackend``).
+    """
+    kind: Any = dist.ProcessGroup
+    plain = kind(store, backend.rank(), backend.size())
+    plain._set_default_backend(kind.BackendType.NCCL)
+    plain._register_backend(torch.device("cuda"), kind.BackendType.NCCL, backend)
+    return plain
+
+
 def spin_limit(ranks: int) -> int:
-    """Seconds that a launch or a connection of a job of so many ranks may take.
+    """Return the seconds that a launch or a connection of a job of so many ranks may take.
 
     As short as can be, because a launch whose peer died keeps a core busy and its staging memory taken for that
     long; but connecting has the same limit, and takes longer the more ranks there are.
@@ -98,12 +140,12 @@ def spin_limit(ranks: int) -> int:
     return min(20 + ranks // 25, 60)
 
 
-#: cudaErrorNvlinkUncorrectable: also what a healthy GPU sees of a peer's that has failed.
+#: cudaErrorNvlinkUncorrectable, which a healthy GPU also reports when a peer's GPU has failed.
 _NVLINK = 220
 
 
 def of_own_device(error: BaseException) -> bool:
-    """Whether CUDA itself failed in this process: an error that lasts and that no other communicator gets round.
+    """Return whether CUDA itself failed in this process: the error lasts, and another communicator does not help.
 
     torch raises AcceleratorError for what the CUDA runtime answers (older ones a RuntimeError whose text begins with
     "CUDA error:"), and DistBackendError for what NCCL answers, whose cause may be any rank.
@@ -116,7 +158,7 @@ def of_own_device(error: BaseException) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def graphs_count_operations() -> bool:
-    """Whether a capture into a CUDA graph waits until a watchdog has seen every operation end: torch 2.6, not 2.15."""
+    """Return whether capturing a CUDA graph waits until a watchdog has seen all operations end: torch 2.6, not 2.15."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
     try:
         library = ctypes.CDLL(str(path))  # which is loaded already
@@ -155,7 +197,7 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_debugging() -> Iterator[None]:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL gives a watchdog its teeth back."""
+    """Lower TORCH_DISTRIBUTED_DEBUG=DETAIL to INFO inside a block: with DETAIL a watchdog ends the process again."""
     before = _c.get_debug_level()
     if before == _c.DebugLevel.DETAIL:
         _c.set_debug_level(_c.DebugLevel.INFO)
@@ -165,22 +207,27 @@ def _no_debugging() -> Iterator[None]:
         _c.set_debug_level(before)
 
 
-# Which dump has the collectives of which kind of backend; gloo since torch 2.8, ProcessGroupNCCL since 2.6. Any other
-# (nccl2, which torch 2.15 calls "nccl", and nccl-lazy) has a recorder of its own name.
+# The dump that has the collectives of each kind of backend; gloo since torch 2.8, ProcessGroupNCCL since 2.6. Others
+# (nccl2, which torch 2.15 calls "nccl", and nccl-lazy) have a recorder of their own name.
 _RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
 
 def recorder_name(group: dist.ProcessGroup, backend: str) -> str:
-    """Which recorder has the collectives of one of the group's backends: "gloo", "nccl", "nccl2", ...
+    """Return the name of the recorder for one of the group's backends: "gloo", "nccl", "nccl2", ...
 
-    ``backend`` is the name that it was asked for by, which on torch 2.15 stands for another implementation than before.
+    ``backend`` is the name given to torch, which on 2.15 stands for another implementation than before.
     """
     found = _backend_object(group, backend)
     return backend if found is None else str(found.name())
 
 
 def _backend_object(group: dist.ProcessGroup, backend: str) -> Any:
-    """The object behind a backend's name in a group; None where there is none, as in a group written in Python."""
+    """Return the object behind a backend's name in a group; None where there is none, as in a group written in Python.
+
+    A group written in Python that has one of torch's beneath says so by its property ``beneath``.
+    """
+    if hasattr(group, "beneath"):
+        return group.beneath
     for pair in dist.get_backend_config(group).split(","):
         device, _, name = pair.rpartition(":")
         if name != backend:
@@ -205,8 +252,20 @@ def records_itself(backend: str) -> None:
         known.add(backend)
 
 
+def recorded_name(group: dist.ProcessGroup) -> str:
+    """Return the flight recorders' name of a group: its own, or the `recorded_as` of a group written in Python."""
+    found = getattr(group, "recorded_as", None)
+    return groups.group_name(group) if found is None else str(found)
+
+
+def recorded_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the global ranks of a group, or of those that take part in one that is written in Python."""
+    found: tuple[int, ...] = getattr(group, "members", ())
+    return found or groups.group_ranks(group)
+
+
 def recorder_dump(recorder: str, entries: bool) -> dict[str, Any] | None:
-    """What torch's flight recorder holds under a name of `recorder_name`; None where it holds nothing.
+    """Return the dump of torch's flight recorder under a name of `recorder_name`; None where it holds nothing.
 
     That is where it is off, where this torch has none, and before the first collective of a lazily connected backend.
     Without ``entries`` the counters of each group, in 30 µs; with them 2,000 collectives in 50 ms (torch 2.13, gloo).
@@ -223,13 +282,13 @@ def recorder_dump(recorder: str, entries: bool) -> dict[str, Any] | None:
 
 
 def recorded_end(entry: dict[str, Any]) -> bool:
-    """Whether a collective in such a dump has ended."""
+    """Return whether a collective in such a dump has ended."""
     # gloo's entries stay "scheduled" for good, also after they ended; then they are marked as retired.
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
 def sequence_number(group: dist.ProcessGroup, backend: str | None = None) -> int | None:
-    """How many collectives this process has issued on the group, or on one of its backends, also in C++.
+    """Return how many collectives this process has issued on the group, or on one of its backends, also in C++.
 
     None where it is not counted.
     """
@@ -241,7 +300,7 @@ def sequence_number(group: dist.ProcessGroup, backend: str | None = None) -> int
 
 
 def backend_error(group: dist.ProcessGroup, backend: str) -> str | None:
-    """What torch's own watchdog has found on one of the group's backends: "TIMEOUT", "COMM_ERROR" or "REMOTE_ERROR".
+    """Return what torch's watchdog has found on one of the group's backends: "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR".
 
     None where it has found nothing, and where this torch cannot tell (before 2.7, gloo). ProcessGroupNCCL ends the
     process a minute later by default, nccl2 after 15 s.

@@ -1,4 +1,4 @@
-"""Who has which shard, as FSDP2 (`fully_shard`) and DTensor keep it: their private names.
+"""The shards of parameters and the ranks that have them, by private names of FSDP2 (`fully_shard`) and DTensor.
 
 Ran on torch 2.13.0 (CPU), and 2.13.0 and 2.15.0 (emulated GPU). `obstacle` says what a model, or a version of torch,
 has that cannot be sharded anew.
@@ -22,12 +22,12 @@ from ncclguard.torch_compat.stores import PrefixStore
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether each rank has a part of this tensor only."""
+    """Return whether each rank has a part of this tensor only."""
     return isinstance(tensor, DTensor) and any(not placement.is_replicate() for placement in tensor.placements)
 
 
 def shards_parameters(model: nn.Module) -> bool:
-    """Whether a rank that is lost takes parameters of this model with it: FSDP of either kind, or any DTensor."""
+    """Return whether a lost rank takes parameters of this model with it: FSDP of either kind, or any DTensor."""
     return isinstance(model, FullyShardedDataParallel) or any(
         isinstance(module, (FSDPModule, FullyShardedDataParallel))
         or any(is_sharded(parameter) for parameter in module.parameters(recurse=False))
@@ -36,7 +36,7 @@ def shards_parameters(model: nn.Module) -> bool:
 
 
 def obstacle(model: nn.Module, group: dist.ProcessGroup) -> str:
-    """Why this model's shards cannot be dealt out anew among some ranks of `group`; empty where they can."""
+    """Return why this model's shards cannot be dealt out anew among some ranks of `group`; "" if they can."""
     if not hasattr(FSDPModule, "reset_iter_state") or not hasattr(c10d, "_register_pg_in_world"):
         return f"torch {torch.__version__} has no FSDPModule.reset_iter_state: torch 2.13 has"
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
@@ -56,16 +56,16 @@ def obstacle(model: nn.Module, group: dist.ProcessGroup) -> str:
             return "parameters are gathered by an object of its own (set_custom_all_gather, symmetric memory)"
         if type(each._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
             return "gradients are reduced by an object of its own (set_custom_reduce_scatter, symmetric memory)"
-        for one in each.fsdp_params:
-            known.add(id(one.sharded_param))
-            if one.is_dtensor:
+        for fsdp_param in each.fsdp_params:
+            known.add(id(fsdp_param.sharded_param))
+            if fsdp_param.is_dtensor:
                 return "its parameters are also sharded otherwise (tensor or expert parallelism)"
-            if one.fsdp_placement.dim != 0:
-                return f"a parameter is sharded on dimension {one.fsdp_placement.dim}: use dimension 0"
-            if one.offload_to_cpu:
+            if fsdp_param.fsdp_placement.dim != 0:
+                return f"a parameter is sharded on dimension {fsdp_param.fsdp_placement.dim}: use dimension 0"
+            if fsdp_param.offload_to_cpu:
                 return "CPUOffloadPolicy has not been tried with it"
-            if type(one.sharded_param._local_tensor) is not torch.Tensor:
-                return f"shards are {type(one.sharded_param._local_tensor).__name__}, of which the size is not known"
+            if type(fsdp_param.sharded_param._local_tensor) is not torch.Tensor:
+                return f"shards are {type(fsdp_param.sharded_param._local_tensor).__name__}, of which the size is not known"
     if any(is_sharded(parameter) and id(parameter) not in known for parameter in model.parameters()):
         return "it has a parameter that is sharded, but not by fully_shard"
     return "" if known else "nothing in it is sharded, so there is nothing to copy: leave copies and load out"
@@ -86,16 +86,16 @@ def _param_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def parameters(models: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Of FSDP2 models the sharded parameters, also where gathered ones are in their place; each once, in order."""
+    """Return the sharded parameters of FSDP2 models, also where gathered ones replace them; each once, in order."""
     found: dict[int, nn.Parameter] = {}
     for model in models:
-        places = {}  # a parameter that is in the place of a sharded one -> the sharded one
+        places = {}  # id of a parameter that may be in a sharded one's place -> the sharded one
         for each in _param_groups(model):
-            for one in each.fsdp_params:
-                places[id(one.sharded_param)] = one.sharded_param
-                unsharded = getattr(one, "_unsharded_param", None)
+            for fsdp_param in each.fsdp_params:
+                places[id(fsdp_param.sharded_param)] = fsdp_param.sharded_param
+                unsharded = getattr(fsdp_param, "_unsharded_param", None)
                 if unsharded is not None:
-                    places[id(unsharded)] = one.sharded_param
+                    places[id(unsharded)] = fsdp_param.sharded_param
         for parameter in model.parameters():
             parameter = places.get(id(parameter), parameter)
             found.setdefault(id(parameter), parameter)
@@ -103,54 +103,56 @@ def parameters(models: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def on_first_dimension(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is sharded over one dimension of a mesh, by its rows."""
+    """Return whether a tensor is sharded over one dimension of a mesh, by its rows."""
     return isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),)
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor says that every rank has all of it."""
+    """Return whether a tensor says that every rank has all of it."""
     return isinstance(tensor, DTensor) and all(placement.is_replicate() for placement in tensor.placements)
 
 
 def of_same_kind(part: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
-    """A tensor of this global shape, sharded on dimension 0, of which this rank has `part`."""
+    """Make a tensor of this global shape, sharded on dimension 0, of which this rank has `part`."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(part, mesh, (Shard(0),), run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def on_mesh(value: Any, mesh: DeviceMesh) -> Any:
-    """What every rank has, which is said of another mesh now where it is said of one."""
+    """Return a value that every rank has, placed on another mesh if it is a DTensor."""
     return DTensor.from_local(value._local_tensor, mesh, (Replicate(),), run_check=False) if is_whole(value) else value
 
 
 def reset(model: nn.Module) -> None:
-    """Forget what a forward or backward that failed has left in an FSDP2 model: what it gathered, and gradients."""
+    """Clear the remains of a failed forward or backward in an FSDP2 model: gathered parameters, and gradients."""
     for each in _param_groups(model):
         result = each._all_gather_result
         if result is not None and result.all_gather_work is not None:
-            with contextlib.suppress(Exception):  # that it failed is why we are here
+            with contextlib.suppress(Exception):  # the forward or backward has failed, and this may fail again
                 result.all_gather_work.wait()
             each._all_gather_result = None
     for state in _states(model):
         if state._is_root:
             state._reset_iter_state()
     for each in _param_groups(model):
-        for one in each.fsdp_params:
-            one.sharded_param.grad = None
-            if "unsharded_accumulated_grad" in vars(one):  # before torch 2.15, where it is that of the parameter
-                one.unsharded_accumulated_grad = None
-            if hasattr(one, "_unsharded_param"):
-                one._unsharded_param.grad = None
+        for fsdp_param in each.fsdp_params:
+            fsdp_param.sharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(fsdp_param):  # before torch 2.15, which uses the parameter's
+                fsdp_param.unsharded_accumulated_grad = None
+            if hasattr(fsdp_param, "_unsharded_param"):
+                fsdp_param._unsharded_param.grad = None
 
 
 def move(models: Iterable[nn.Module], mesh: DeviceMesh, parts: dict[int, torch.Tensor]) -> None:
-    """Have FSDP2 models be sharded over `mesh`, after `reset`. `parts`: of each sharded parameter, by its id, this
-    rank's rows, contiguous, in memory of their own that may be longer: as many rows as rank 0 of the mesh has.
+    """Shard FSDP2 models over `mesh`, after `reset`.
+
+    `parts`: this rank's rows of each sharded parameter, by its id, contiguous, in memory of their own that may be
+    longer: as many rows as rank 0 of the mesh has.
     """
     index, size = mesh.get_local_rank(), mesh.size()
     for model in models:
@@ -158,40 +160,40 @@ def move(models: Iterable[nn.Module], mesh: DeviceMesh, parts: dict[int, torch.T
             info = each.mesh_info
             info.mesh, info.shard_mesh_size, info.shard_mesh_rank = mesh, size, index
             info.shard_process_group = mesh.get_group()
-            for one in each.fsdp_params:
-                _move_parameter(one, mesh, parts[id(one.sharded_param)])
+            for fsdp_param in each.fsdp_params:
+                _move_parameter(fsdp_param, mesh, parts[id(fsdp_param.sharded_param)])
 
 
-def _move_parameter(one: Any, mesh: DeviceMesh, part: torch.Tensor) -> None:
-    rows, *rest = one._orig_size
+def _move_parameter(fsdp_param: Any, mesh: DeviceMesh, part: torch.Tensor) -> None:
+    rows, *rest = fsdp_param._orig_size
     padded = torch.Size([-(-rows // mesh.size()), *rest])
     flat = torch.as_strided(part, (padded.numel(),), (1,), part.storage_offset())
-    one.sharded_size, one.padded_sharded_param_size = part.size(), padded
-    one.contiguous_sharded_stride = part.stride()
-    one._sharded_param_data = flat
-    parameter = one.sharded_param
+    fsdp_param.sharded_size, fsdp_param.padded_sharded_param_size = part.size(), padded
+    fsdp_param.contiguous_sharded_stride = part.stride()
+    fsdp_param._sharded_param_data = flat
+    parameter = fsdp_param.sharded_param
     parameter._local_tensor = part
-    parameter._spec = of_same_kind(part, mesh, one._orig_size)._spec
-    one._sharding_spec, one._spmd_mesh, one._shard_mesh = parameter._spec, mesh, mesh
-    if hasattr(one, "_sharding_spec_by_dtype"):  # torch 2.15
-        one._sharding_spec_by_dtype.clear()
-    one.all_gather_outputs = []  # made anew, with the lengths of the new mesh
-    if hasattr(one, "_unsharded_param"):
-        del one._unsharded_param
+    parameter._spec = of_same_kind(part, mesh, fsdp_param._orig_size)._spec
+    fsdp_param._sharding_spec, fsdp_param._spmd_mesh, fsdp_param._shard_mesh = parameter._spec, mesh, mesh
+    if hasattr(fsdp_param, "_sharding_spec_by_dtype"):  # torch 2.15
+        fsdp_param._sharding_spec_by_dtype.clear()
+    fsdp_param.all_gather_outputs = []  # made anew, with the lengths of the new mesh
+    if hasattr(fsdp_param, "_unsharded_param"):
+        del fsdp_param._unsharded_param
 
 
 def mesh_over(group: dist.ProcessGroup, device_type: str, names: tuple[str, ...] | None) -> DeviceMesh:
-    """The mesh of a group of which torch knows."""
+    """Make the mesh of a group that torch knows."""
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
 
 
 def mesh_of(models: Iterable[nn.Module]) -> DeviceMesh:
-    """The mesh over which FSDP2 models are sharded."""
+    """Return the mesh over which FSDP2 models are sharded."""
     return next(each.mesh_info.mesh for model in models for each in _param_groups(model))  # type: ignore[no-any-return]
 
 
 def make_known(group: dist.ProcessGroup, name: str, ranks: Sequence[int], like: dist.ProcessGroup) -> None:
-    """Have torch know a process group made by hand, as if `new_group` had made it. `ranks`: global, in order."""
+    """Register with torch a process group made by hand, as if `new_group` had made it. `ranks`: global, in order."""
     world: Any = c10d._world
     named: Any = name
     backend, store = world.pg_map[like]

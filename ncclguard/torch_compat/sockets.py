@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 Address = tuple[str, int]  # (numeric host, port)
 
-#: Of Linux's linux/tcp.h, which Python's socket module does not have.
+#: A constant of linux/tcp.h that Python's socket module lacks.
 _TCP_THIN_LINEAR_TIMEOUTS, _TCP_RTO_MAX_MS = 16, 44
 _SOCKADDR_STORAGE = 128  # sizeof(struct sockaddr_storage) on Linux
 
@@ -37,7 +37,7 @@ class Connection:
 
 
 def connections(wanted: Callable[[Address, Address], bool]) -> tuple[Connection, ...]:
-    """The connected TCP sockets of this process for which ``wanted(local, remote)`` is true.
+    """Return the connected TCP sockets of this process for which ``wanted(local, remote)`` is true.
 
     Listening sockets are never among them: shutting gloo's listening socket ends the process. Empty where there is no
     ``/proc`` (not Linux).
@@ -76,7 +76,7 @@ def shut(found: Iterable[Connection]) -> int:
 
 
 def hold(found: Iterable[Connection]) -> list[socket.socket]:
-    """A socket object of one's own for each connection that still exists; to be ended with `shut_held`.
+    """Return a socket object of one's own for each connection that still exists; end them with `shut_held`.
 
     Safe beside other threads: each descriptor is duplicated first and compared by inode, so one that was closed and
     given to somebody else's socket meanwhile is left alone.
@@ -85,7 +85,7 @@ def hold(found: Iterable[Connection]) -> list[socket.socket]:
 
 
 def shut_held(held: Iterable[socket.socket]) -> int:
-    """`shut`, for what `hold` returned."""
+    """Shut the sockets of `hold` as `shut` does."""
     count = 0
     for copy in held:
         with copy, contextlib.suppress(OSError):  # not connected any more: the peer was faster
@@ -95,7 +95,7 @@ def shut_held(held: Iterable[socket.socket]) -> int:
 
 
 def resend_often(stream: socket.socket) -> None:
-    """Have what is not acknowledged sent again once a second at least, however long the network has been away.
+    """Have the kernel resend unacknowledged bytes once a second at least, however long the network has been away.
 
     The kernel doubles the pause each time, so that after an outage of 3.5 s a message lies for another 2.7 s (seen on
     Linux 6.18). Before Linux 6.15 it still does so, but only from the seventh time on. Elsewhere nothing changes.
@@ -107,7 +107,7 @@ def resend_often(stream: socket.socket) -> None:
 
 
 def gloo_address(published: bytes) -> Address | None:
-    """The listening address in what a gloo rank publishes under its number in the store, or None if it is not readable.
+    """Return the listening address that a gloo rank has published in the store, or None if it is not readable.
 
     Layout (gloo/transport/tcp/context.cc ``Rank::bytes``; the same in torch 2.6 and 2.13): host name length and text,
     address length, ``sockaddr_storage``, sequence number.
@@ -129,9 +129,7 @@ def gloo_address(published: bytes) -> Address | None:
 
 
 def _duplicate(fd: int, inode: int | None) -> socket.socket | None:
-    """A socket object on a duplicate of ``fd``, or None if that is no socket, not open,
-    or not the one with ``inode``.
-    """
+    """Return a socket object on a duplicate of ``fd``, or None if ``fd`` is not the open socket with ``inode``."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -140,7 +138,7 @@ def _duplicate(fd: int, inode: int | None) -> socket.socket | None:
 
 
 def adopt(copy: int, inode: int | None = None) -> socket.socket | None:
-    """A socket object that owns the descriptor ``copy``; None, with it closed, if that is no socket or another one."""
+    """Return a socket object that owns the descriptor ``copy``; None, with it closed, if it is another or no socket."""
     try:
         status = os.fstat(copy)
         if stat.S_ISSOCK(status.st_mode) and inode in (None, status.st_ino):
@@ -163,7 +161,7 @@ def _is_tcp(sock: socket.socket) -> bool:
 
 
 def _ends(sock: socket.socket) -> tuple[Address | None, Address | None]:
-    """Both addresses of a TCP socket that is connected; (None, None) for any other."""
+    """Return both addresses of a TCP socket that is connected; (None, None) for any other."""
     try:
         local, remote = sock.getsockname(), sock.getpeername()
     except OSError:  # listening, or not connected any more

@@ -26,30 +26,30 @@ PrefixStore = _c.PrefixStore
 TCPStore = _c.TCPStore
 
 _cloning = threading.Lock()
-#: A store's port -> descriptor and inode of the connections that were there before the clone in progress.
+#: A store's port -> descriptor and inode of the connections that existed before the clone in progress.
 _known: dict[int, set[tuple[int, int]]] = {}
 _connections: weakref.WeakKeyDictionary[Store, tuple[sockets.Connection, ...]] = weakref.WeakKeyDictionary()
 
 
 def default_store() -> Store:
-    """The default group's store with its own chain of prefixes. Raises ValueError before ``init_process_group``."""
+    """Return the default group's store with its prefixes. Raises ValueError before ``init_process_group``."""
     return c10d._get_default_store()
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
-    """The store that the group's ranks found each other through. Raises KeyError for a group that was destroyed."""
+    """Return the store through which the group's ranks met. Raises KeyError for a group that was destroyed."""
     return c10d._world.pg_map[group][1]
 
 
 def base_store(store: Store) -> Store:
-    """The store beneath all prefixes."""
+    """Return the store beneath all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
 
 
 def clone_store(store: Store) -> Store:
-    """The same keys through a connection of its own, so that a call that blocks here blocks nobody else.
+    """Open the same keys through a connection of its own, so that a call that blocks here blocks nobody else.
 
     TCPStore: a new connection (about 1 ms). FileStore and HashStore have no connection; their object may be shared.
     torch 2.6 has no ``Store.clone``: there a new client is opened and wrapped in the same prefixes, as far as they are
@@ -85,8 +85,9 @@ def _new_connections(port: int) -> tuple[sockets.Connection, ...]:
 
 
 def cut_clone(store: Store) -> bool:
-    """End a `clone_store` of this store that is blocked in another thread; it raises
-    DistNetworkError. False where there is none.
+    """End a `clone_store` of this store that is blocked in another thread; return False if there is none.
+
+    The blocked call raises DistNetworkError.
     """
     base = base_store(store)
     return isinstance(base, TCPStore) and sockets.shut(_new_connections(base.port)) > 0
@@ -102,7 +103,7 @@ def disconnect(store: Store) -> bool:
 
 
 def _reopen(store: Store, base: TCPStore) -> Store:
-    """What ``Store.clone`` does, for torch 2.6, where a PrefixStore does not tell its prefix: try the known ones."""
+    """Clone a store on torch 2.6, without ``Store.clone``: try the known prefixes, as a PrefixStore hides its own."""
     depth = 0
     level = store
     while isinstance(level, PrefixStore):
@@ -111,7 +112,7 @@ def _reopen(store: Store, base: TCPStore) -> Store:
     client = TCPStore(base.host, base.port, None, False, limit, wait_for_workers=False)
     probe = f"ncclguard/probe/{os.getpid()}/{id(store)}"
     store.set(probe, "1")
-    store.get(probe)  # a set is not acknowledged; this comes back after it
+    store.get(probe)  # a set is not acknowledged; once this returns, it has been done
     known = ["default_pg", *(f"{name}/" for name in c10d._world.pg_names.values())]
     for prefixes in itertools.product(known, repeat=depth):
         wrapped: Store = client

@@ -1,4 +1,4 @@
-"""What the resilient steps of one process group share: who takes part, and how ranks leave and join.
+"""State that the resilient steps of one process group share: who takes part, and how ranks leave and join.
 
 Survivors meet in a sequence of calls of their own, and go on in a new sequence of collectives that has no lost ranks.
 For a new process, see `joining`, they go over to its session, which the lost one is not in, and meet there.
@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ncclguard import lifecycle, torch_compat
-from ncclguard.cause import Cause
 from ncclguard.coordination.monitor import Session
 from ncclguard.engine import dispatch, runtime
 from ncclguard.engine.call import terms_of
@@ -29,10 +28,14 @@ from ncclguard.engine.dispatch import Queue
 from ncclguard.engine.table import BARRIER, Arguments
 from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError
 from ncclguard.evaluation.runner import is_gone
-from ncclguard.incident.model import ranks_text
 from ncclguard.outcome import Outcome
+from ncclguard.process_group import enqueued
+from ncclguard.process_group.enqueued import EnqueuedProcessGroup
 from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.training import declaration, joining, places
+from ncclguard.watch import watcher
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
     from ncclguard.training.shards import Shards
@@ -54,7 +57,7 @@ class Step(joining.Stateful, Protocol):
 
     @property
     def trains(self) -> bool:
-        """Whether a new rank may join in this step: it has something to learn."""
+        """Return whether a new rank may join in this step: it has something to learn."""
 
 
 _steps: list[weakref.ref[Step]] = []  # in the order in which they were made, the same on all ranks
@@ -77,7 +80,7 @@ def _named(outcome: Outcome, cause: Cause) -> tuple[int, ...]:
 
 
 class Continuation:
-    """What the resilient steps of one process group share: who takes part, and how it came to that."""
+    """The state that the resilient steps of one process group share: who takes part, and how it came to that."""
 
     def __init__(
         self, group: GuardedProcessGroup, min_ranks: int, timeout: float | None, joins_at: Step | None = None
@@ -102,6 +105,8 @@ class Continuation:
         self._offers = places.Offers(self._waiting)
         self._seat = [places.Seat().look] if os.environ.get(declaration.PLACE) else []
         group.enter_scope(None, self.failures.append)
+        if isinstance(group, EnqueuedProcessGroup):
+            enqueued.failures.interrupts = False  # a step learns of a verdict where it is committed
         self._has_begun = joins_at is not None
         if joins_at is None:
             self._meet("begin to train")  # its connections are made while all are there
@@ -118,7 +123,7 @@ class Continuation:
             if getattr(model.process_group, "whole", model.process_group) is not self.group:
                 raise GuardConfigError(
                     "a DistributedDataParallel of another process group cannot go on without a rank: make it on the "
-                    'group of resilient_step, which init_process_group("ncclguard") gives'
+                    "group of resilient_step, which init_process_group gives"
                 )
             obstacle = torch_compat.ddp_stays(model)
             if obstacle:
@@ -134,7 +139,7 @@ class Continuation:
         copies: int,
         load: Callable[[], object] | None,
     ) -> Shards | None:
-        """Where these are sharded: what goes on with the shards of ranks that are lost."""
+        """Protect what is sharded: say what goes on with the shards of ranks that are lost."""
         if "torch.distributed.tensor" not in sys.modules:  # then nothing is sharded; its import takes a second
             if copies or load is not None:
                 raise GuardConfigError("copies and load are for sharded models (fully_shard): leave them out")
@@ -152,9 +157,16 @@ class Continuation:
         for shards in self._shards:
             shards.settle(self.ranks, self.taking_part)
 
+    def forget_step(self) -> None:
+        """Have the models begin their next step as if the one that failed had not begun."""
+        for wrapper in self._wrappers:
+            torch_compat.move_ddp(wrapper, self.taking_part)
+        for shards in self._shards:
+            shards.forget_step()
+
     @property
     def absorbed(self) -> bool:
-        """Whether a collective has gone on without a rank that still counts here."""
+        """Return whether a collective has gone on without a rank that still counts here."""
         return len(self.group.participants) not in (0, len(self.ranks))
 
     def go_on(self, because: BaseException | None, what: str) -> tuple[int, int]:
@@ -275,6 +287,7 @@ class Continuation:
         members = tuple(sorted((*before, newcomer)))
         invitation = joining.Invitation(members, self.meetings, self.calls)
         old = runtime.replace(prepared)
+        self._observe_anew()
         self._attend(prepared, joining.invite(session, invitation))
         try:
             self._welcome(newcomer, members, self.calls)
@@ -303,6 +316,7 @@ class Continuation:
                 break
             current = runtime.prepare(runtime.own_session(), KNOWN_WITHIN)
             runtime.replace(current).leave(Cause.EXITED, "begins another session, to join in that", job=False)
+            self._observe_anew()
         self.meetings = invitation.meetings
         self._welcome(self.rank, invitation.members, invitation.calls)
         joining.seed_newcomer(step.completed)
@@ -310,6 +324,11 @@ class Continuation:
         self.calls = invitation.calls - 1  # which its first call makes it
         self._vote.soon(invitation.calls + 1)
         self._attend(current)
+
+    def _observe_anew(self) -> None:
+        """Have the collectives of the session that begins judged, and its verdicts counted from the first."""
+        watcher.observe_anew()
+        enqueued.failures.begin()
 
     def _attend(self, current: runtime.Runtime, more: joining.Look | None = None) -> None:
         """The first rank that goes on reads who waits, and offers the places for which nobody does."""
@@ -335,7 +354,11 @@ class Continuation:
                 for shards in self._shards:
                     shards.begins_anew(newcomer)
                 if newcomer in present:
-                    self._hand_over(newcomer, survivors[0])
+                    self.group.one_by_one = True
+                    try:
+                        self._hand_over(newcomer, survivors[0])
+                    finally:
+                        self.group.one_by_one = type(self.group).one_by_one
             except CollectiveFailed as error:
                 self._leave_out(newcomer, error)
                 continue

@@ -1,4 +1,4 @@
-"""What a rank tells its launcher: that it goes on when others are lost, without whom it has, and what ended it.
+"""Words of a rank to its launcher: that it goes on when others are lost, without whom it has, and what ended it.
 
 A file for each rank, in a folder that `ncclguard run` makes on each host: neither side waits for the other or for a
 store, and what a rank has said stays said when it is killed.
@@ -90,8 +90,10 @@ def withdraw(folder: str, rank: int) -> tuple[str, str, str]:
 
 
 def ended_by(folder: str, rank: int) -> tuple[str, str, str]:
-    """What has ended a process: "exception", "mismatch", "device", "taken", "superseded" or nothing; in words; and what
-    is equal when the same exception ends another one. Said once.
+    """Return what has ended a process, for its launcher; said once.
+
+    It is "exception", "mismatch", "device", "taken", "superseded" or nothing; then in words; then what is equal when
+    the same exception ends another process.
     """
     path = Path(folder, f"{rank}.end")
     try:
@@ -103,12 +105,12 @@ def ended_by(folder: str, rank: int) -> tuple[str, str, str]:
 
 
 def has_launcher() -> bool:
-    """Whether there is somebody to tell."""
+    """Return whether there is somebody to tell."""
     return bool(os.environ.get(FOLDER))
 
 
 def given_up(folder: str, ranks: Iterable[int]) -> set[int]:
-    """Of these ranks of a host, those that do not run, without which all others of them would go on."""
+    """Return, of these ranks of a host, those that do not run, without which all others of them would go on."""
     said = {rank: set(_said(folder, rank, "given up") or ()) for rank in ranks}
     named = set[int]().union(*said.values())
     others = [theirs for rank, theirs in said.items() if rank not in named]
@@ -121,12 +123,12 @@ def read(folder: str, rank: int) -> tuple[int, ...] | None:
 
 
 def taking_part(folder: str, rank: int) -> tuple[int, ...] | None:
-    """Who takes part, as `going_on` was told last; None for a rank that has not said it."""
+    """Return who takes part, as `going_on` was told last; None for a rank that has not said it."""
     return _said(folder, rank, "ranks")
 
 
 def has_joined(folder: str, rank: int, place: int) -> bool:
-    """Whether the process that has taken this place goes on as this rank."""
+    """Return whether the process that has taken this place goes on as this rank."""
     return _said(folder, rank, "place") == (place,)
 
 

@@ -47,7 +47,7 @@ _TAKEN = "taken"
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a newcomer leaves in the store: its rank, its session, the step that it wants to join at, its process.
+    """A newcomer's note in the store: its rank, its session, the step that it wants to join at, its process.
 
     `place`: the number of the place that it has taken on a host that stands by; 0 on the rank's own.
     """
@@ -59,7 +59,7 @@ class Note:
     place: int = 0
 
     def to_json(self) -> str:
-        """As a JSON object."""
+        """Return it as a JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -72,7 +72,7 @@ class Note:
 
 
 class Newcomer(NamedTuple):
-    """What the first rank tells all others of a note: whom they take in."""
+    """The first rank's word to all others on a note: whom they take in."""
 
     rank: int
     session: str
@@ -81,14 +81,14 @@ class Newcomer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What the survivors leave for the newcomer: who meets, how often they have, and before which call of a step."""
+    """The survivors' word to the newcomer: who meets, how often they have, and before which call of a step."""
 
     members: tuple[int, ...]
     meetings: int
     calls: int
 
     def to_json(self) -> str:
-        """As a JSON object."""
+        """Return it as a JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -154,7 +154,7 @@ class Waiting:
             self._coming = {rank: since for rank, since in self._coming.items() if rank in self.missing}
 
     def is_awaited(self, rank: int, now: float) -> bool:
-        """Whether a newcomer waits for this rank's place, or is given the state now."""
+        """Return whether a newcomer waits for this rank's place, or is given the state now."""
         with self._lock:
             return now - self._coming.get(rank, float("-inf")) <= GIVEN_WITHIN or any(
                 one.note.rank == rank and one.note.session not in self._used and now - one.moved <= SILENT
@@ -193,7 +193,7 @@ class Waiting:
                 one.count, one.moved = count, now
 
     def _is_taken(self, note: Note) -> bool:
-        """Whether a process of another host has the place; one of its own host comes when that has ended."""
+        """Return whether a process of another host has the place; one of its own host comes when that has ended."""
         return note.rank not in self.missing and self._places.get(note.rank, note.place) != note.place
 
     def first(self, step: str) -> Note | None:
@@ -265,7 +265,7 @@ class Asking:
 
 
 def invite(session: str, invitation: Invitation) -> Look:
-    """What a survivor's monitor does to let the newcomer know that all survivors are in its session."""
+    """Let the newcomer know, from a survivor's monitor, that all survivors are in its session."""
     written = False
 
     def look(_: float, store: AgreementStore) -> None:
@@ -290,7 +290,7 @@ def all_of(looks: Sequence[Look]) -> Look | None:
 
 
 def invitation_key(session: str) -> str:
-    """Where the survivors' invitation to a newcomer's session is."""
+    """Return where the survivors' invitation to a newcomer's session is."""
     return f"joining/{session}/invitation"
 
 
@@ -298,7 +298,7 @@ def invitation_key(session: str) -> str:
 
 
 class Stateful(Protocol):
-    """What has a state that a newcomer is given: a step, with its model, optimizer, loader and what it keeps."""
+    """An object whose state a newcomer is given: a step, with its model, optimizer, loader and what it keeps."""
 
     name: str
 
@@ -306,7 +306,7 @@ class Stateful(Protocol):
         """Tensors in dicts, lists and tuples, and anything that pickles."""
 
     def take_state(self, state: Any) -> None:
-        """What `state_for_newcomer` returned on a survivor."""
+        """Take what `state_for_newcomer` returned on a survivor."""
 
 
 def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -326,7 +326,7 @@ def take_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 def take_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """As `load_state_dict`, which gives floating-point states the dtype of their parameter, but each with its own."""
+    """Load as `load_state_dict` does, but each floating-point state with its own dtype, not its parameter's."""
     optimizer.load_state_dict(state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in state["state"].items():
@@ -466,7 +466,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Vote:
-    """How often the first rank tells the others whether a newcomer waits: after so many steps, as it says each time.
+    """The steps after which the first rank tells the others whether a newcomer waits, as it says each time.
 
     A vote waits for all ranks once more in a step. It comes about twice a second, and seldom enough to cost half a
     percent; without a rank missing there is none.

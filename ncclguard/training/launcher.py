@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from ncclguard import lifecycle
-from ncclguard.command_line import described
 from ncclguard.config import current_config
 from ncclguard.coordination.store import StoreUnavailable
-from ncclguard.incident.model import ranks_text
 from ncclguard.torch_compat import elastic
 from ncclguard.torch_compat.elastic import Codes, Host
 from ncclguard.training import declaration, places, stand_by
+from ncclguard_explain.command_line import described
+from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
 
@@ -104,7 +104,7 @@ class Survivors:
             file.unlink()
 
     def judge(self, codes: Codes, host: Host) -> str | None:
-        """What to do about the workers; see `torch_compat.elastic.Agent`."""
+        """Decide what to do about the workers; see `torch_compat.elastic.Agent`."""
         now = self._clock()
         for rank in [rank for rank in self._newcomers if declaration.read(self._folder, rank) is not None]:
             del self._newcomers[rank]
@@ -138,7 +138,7 @@ class Survivors:
         return None if any(loss.code > 0 for loss in self._unconfirmed) else "succeeded"
 
     def taking_part(self, ranks: Iterable[int]) -> set[int] | None:
-        """Who takes part by what these ranks of this host have said last; None where nobody has said it."""
+        """Return who takes part by what these ranks of this host have said last; None where nobody has said it."""
         said = [found for rank in ranks if (found := declaration.taking_part(self._folder, rank)) is not None]
         return set().union(*said) if said else None
 
@@ -254,23 +254,22 @@ EXAMPLES = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of the command: torchrun's, and one of its own."""
-    parser: argparse.ArgumentParser = elastic.parser()
-    parser.prog = "ncclguard run"
-    parser.add_argument(
+    """The arguments of the command: its own, and then torchrun's."""
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument(
         "--go-on-within",
         "--go_on_within",
         type=float,
         default=WITHIN,
         help="Seconds in which the survivors of a lost rank must have gone on; else all are ended, as by torchrun.",
     )
-    parser.add_argument(
+    own.add_argument(
         "--spares",
         type=int,
         default=0,
         help="Processes of this host that wait to take a lost rank's place; they have imported torch.",
     )
-    parser.add_argument(
+    own.add_argument(
         "--stand-by",
         "--stand_by",
         action="store_true",
@@ -278,26 +277,33 @@ def build_parser() -> argparse.ArgumentParser:
         "elsewhere and not started again there. --master-addr and --master-port as on the others. "
         "A launcher that is started again with a --node-rank that had ranks in the job stands by too.",
     )
-    parser.add_argument(
+    own.add_argument(
         "--restart-lost",
         "--restart_lost",
         type=int,
         default=0,
         help="How many lost ranks of this host are started again, once no spare is left.",
     )
-    parser.add_argument(
+    own.add_argument(
         "--max-losses",
         "--max_losses",
         type=int,
         default=0,
         help="End all when more ranks of this host were lost within --losses-within seconds; 0: no limit.",
     )
-    parser.add_argument(
+    own.add_argument(
         "--losses-within",
         "--losses_within",
         type=float,
         default=PERIOD,
         help="Seconds in which the losses of --max-losses are counted.",
+    )
+    parser = argparse.ArgumentParser(
+        prog="ncclguard run",
+        description="Start a training as torchrun does, with torchrun's options, and leave alone the ranks that go on without a "
+        "lost one.",
+        parents=[own, elastic.parser()],
+        add_help=False,  # torchrun's parser has it
     )
     return described(parser, EXAMPLES, EXIT_CODES)
 

@@ -39,6 +39,7 @@ class ElasticLoader:
         self._seed, self._shuffle = seed, shuffle
         # An iterator draws a seed for its workers when it begins, which must not shift the program's random numbers.
         self._options = {"generator": torch.Generator().manual_seed(seed), **options}
+        DataLoader(dataset, batch_sampler=(), **self._options)  # raises for options that it does not know
         self._orders: dict[int, list[int]] = {}
         self._made: tuple[object, ...] = ()  # what `_batches` are for: the next position, ranks, rank, batch size
         self._batches: Iterator[Any] = iter(())
@@ -46,7 +47,7 @@ class ElasticLoader:
 
     @property
     def epoch(self) -> int:
-        """How many times completed steps have used the whole data set."""
+        """Return how many times completed steps have used the whole data set."""
         return self.position // self._length
 
     def take(self, ranks: tuple[int, ...], rank: int) -> Any:

@@ -73,11 +73,11 @@ class Place:
 
     @property
     def generation(self) -> str:
-        """In which it is to be had; see `generation`."""
+        """Return the generation in which it is to be had; see `generation`."""
         return self.env.get(_GENERATION, "0")
 
     def to_json(self) -> str:
-        """As a JSON object."""
+        """Return it as a JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -96,7 +96,7 @@ class _Vouched:
         self._moved = now
 
     def holds(self, places: AgreementStore, now: float, within: float) -> bool:
-        """Whether it has counted within so many seconds."""
+        """Return whether it has counted within so many seconds."""
         said = places.read(f"alive/{self._number}")
         if said != self._said:
             self._said, self._moved = said, now
@@ -104,7 +104,7 @@ class _Vouched:
 
 
 def beneath(store: Any) -> AgreementStore:
-    """The same connection for the keys of this module."""
+    """Return the same connection for the keys of this module."""
     return AgreementStore(torch_compat.base_store(store), PREFIX)
 
 
@@ -187,6 +187,8 @@ class Search:
             place = None if text is None else Place.from_json(text)
             if place is None or place.generation != generation(self._places):
                 continue
+            if self._places.read(f"refused/{place.generation}/{place.rank}") is not None:
+                continue  # said after the place was offered: its process had ended slowly
             if self._places.first(f"taken/{number}", self._who) == self._who:
                 return place
         return None
@@ -219,7 +221,7 @@ def begin(store: Any, generation: int, host: int, hosts: int) -> None:
 
 
 def generation(places: AgreementStore) -> str:
-    """How often all agents have started their ranks again: as long as one has not, its ranks go on."""
+    """Return how often all agents have started their ranks again: as long as one has not, its ranks go on."""
     if (places.read("generation/0") or "0") == "0":
         return "0"
     hosts = int(places.read("hosts") or 1)
@@ -247,7 +249,7 @@ class Guests:
         self._vouched: dict[int, _Vouched] = {}
 
     def look(self, places: AgreementStore, now: float) -> tuple[set[int], set[int]]:
-        """Those that run, and all whose last process had joined from elsewhere."""
+        """Return those that run, and all whose last process had joined from elsewhere."""
         there, known = generation(places), places.count("joins")
         if there != self._generation:  # all ranks were started where they belong
             self._generation, self._last = there, {}

@@ -23,9 +23,9 @@ from torch import nn
 from ncclguard import torch_compat
 from ncclguard.coordination.liveness import host_key
 from ncclguard.errors import GuardConfigError, GuardError
-from ncclguard.incident.model import ranks_text
 from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.torch_compat import sharding
+from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
 
@@ -45,7 +45,7 @@ class Sharded(NamedTuple):
 
 
 class Layout:
-    """Where the shards of some tensors lie in a row of bytes, when `count` ranks share them as torch's `chunk` does.
+    """The layout of some tensors' shards in a row of bytes, when `count` ranks share them as torch's `chunk` does.
 
     The row is as long for each rank, though the last ones may have fewer rows of a tensor, or none.
 
@@ -84,7 +84,7 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 def keepers(members: Sequence[int], hosts: Mapping[int, int], copies: int) -> dict[int, tuple[int, ...]]:
-    """Which ranks keep copies of each rank's shard: those that come next when the hosts take turns.
+    """Choose which ranks keep copies of each rank's shard: those that come next when the hosts take turns.
 
     >>> keepers((0, 1, 2, 3), {0: 7, 1: 7, 2: 8, 3: 8}, 1)
     {0: (2,), 2: (1,), 1: (3,), 3: (0,)}
@@ -103,7 +103,7 @@ def keepers(members: Sequence[int], hosts: Mapping[int, int], copies: int) -> di
 
 @dataclass
 class Copies:
-    """Of one step and some tensors: this rank's own shards, and those that it keeps for others, by their ranks.
+    """The copies of one step and some tensors: this rank's own shards, and those kept for others, by rank.
 
     `kept_by`: for each member, in order, who keeps copies of its shard.
     """
@@ -119,7 +119,7 @@ class Copies:
 
 
 class Live(NamedTuple):
-    """What is sharded now, and this rank's part of each."""
+    """The tensors that are sharded now, and this rank's part of each."""
 
     tensors: list[Sharded]
     parts: list[torch.Tensor]
@@ -187,6 +187,11 @@ class Shards:
             self._fixed = self._moving = None
             self.keep()
 
+    def forget_step(self) -> None:
+        """Have the models begin their next step as if the one that failed had not begun."""
+        for model in self.models:
+            sharding.reset(model)
+
     def keep(self) -> None:
         """The step is complete, once all members have the copies of what it made: parameters, optimizers' state."""
         fixed, moving = self._live()
@@ -214,7 +219,7 @@ class Shards:
         self._anew.add(rank)
 
     def state_for_newcomer(self) -> dict[str, Any]:
-        """What a new rank needs before it takes part in a `settle` that deals out shards to it too.
+        """Return what a new rank needs before it takes part in a `settle` that deals out shards to it too.
 
         It is the same on all members, between two steps; what one of them says will do.
         """
@@ -255,7 +260,7 @@ class Shards:
     # ------------------------------------------------------------------ the live state
 
     def _live(self) -> tuple[Live, Live]:
-        """What no optimizer changes, and what one does. Raises GuardConfigError for state of an unknown kind."""
+        """Return what no optimizer changes, and what one does. Raises GuardConfigError for state of an unknown kind."""
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         fixed, moving = Live([], []), Live([], [])
         for number, parameter in enumerate(self._parameters):
@@ -359,7 +364,7 @@ class Shards:
             copies.layout.part(copies.own, number, index).copy_(part)
 
     def _told_hosts(self, members: tuple[int, ...]) -> dict[int, int]:
-        """Which members share a host; told when all copies are new."""
+        """Return which members share a host; told when all copies are new."""
         own = torch.tensor([zlib.crc32(host_key().encode())])
         told = own.new_empty(len(members))
         self._group.all_gather_single(told, own).wait()
@@ -369,8 +374,7 @@ class Shards:
 
     def _deal_out(self, members: tuple[int, ...], group: GuardedProcessGroup) -> None:
         started = time.monotonic()
-        for model in self.models:
-            sharding.reset(model)
+        self.forget_step()
         if self._fixed is None or self._moving is None:
             missing = tuple(rank for rank in self._members if rank not in members or rank in self._anew)
         else:
@@ -399,7 +403,7 @@ class Shards:
             log.warning("ncclguard: %s %s the shards of all after %.1f s", ranks_text(members), have, taken)
 
     def _holders(self, members: tuple[int, ...]) -> dict[int, int]:
-        """Of whom each former member's shard can be had, where it can."""
+        """Return of whom each former member's shard can be had, where it can."""
         assert self._moving is not None
         holders = {}
         for rank, kept_by in self._moving.kept_by.items():
@@ -564,7 +568,7 @@ def _padded(part: torch.Tensor, shape: Sequence[int], count: int, like: torch.Te
 
 
 def wanted(models: Sequence[nn.Module], copies: int, load: Callable[[], object] | None) -> bool:
-    """Whether these models are sharded; raises GuardConfigError where nothing says what becomes of a lost shard."""
+    """Return whether these models are sharded; raises GuardConfigError where a lost shard has no rule."""
     sharded = [model for model in models if sharding.shards_parameters(model)]
     if not sharded and (copies or load is not None):
         raise GuardConfigError("copies and load are for sharded models (fully_shard): leave them out")

@@ -47,8 +47,9 @@ class _Process:
     """One that waits for a place, or has got one; a session of its own, which ends with it."""
 
     def __init__(self, address: Address, local_rank: int, command: Sequence[str]) -> None:
-        self._reader, writer = os.pipe()
-        os.set_blocking(self._reader, False)
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        self._reader: int | None = reader  # None once it has got a place or has ended
         spare = [sys.executable, "-u", "-m", "ncclguard.training.spare", "--stand-by", *map(str, address)]
         env = {**os.environ, "NCCLGUARD_PLACE": " " * 64}  # see `spare`
         try:
@@ -72,14 +73,21 @@ class _Process:
         self.code = self.popen.poll()
         if self.rank is not None:
             self.joined = self.joined or declaration.has_joined(folder, self.rank, self.number)
+        if self._reader is not None:
+            self._read(self._reader, now)
+            if self.rank is not None or self.code is not None:
+                os.close(self._reader)
+                self._reader = None
+        self.unanswered = self.rank is None and self._heard is not None and now - self._heard > SILENT_FOR
+
+    def _read(self, reader: int, now: float) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self.rank is None and (text := os.read(self._reader, 65536)):
+            while self.rank is None and (text := os.read(reader, 65536)):
                 self._heard = now
                 *lines, self._text = (self._text + text).split(b"\n")
                 for said in map(json.loads, lines):
                     self.rank, self.number = said.get("rank"), said.get("number", 0)
                     self.generation = said.get("generation", "0")
-        self.unanswered = self.rank is None and self._heard is not None and now - self._heard > SILENT_FOR
 
     @property
     def is_stopped(self) -> bool:

@@ -4,7 +4,8 @@ Every failed collective has one verdict on all ranks, so all survivors leave the
 sequence of their own, restore what the step had changed, and go on in a new sequence of collectives that has no lost
 ranks. A new process may take a lost rank's place between two steps, see `joining`. From the moment the optimizer's step
 begins nothing can be done again: a collective behind it goes on without ranks that are lost, in place, and the step
-stands on all ranks that go on.
+stands on all ranks that go on. Where collectives are only enqueued, all ranks meet before that moment, and agree that
+all of them are complete.
 """
 
 from __future__ import annotations
@@ -13,26 +14,30 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ncclguard import lifecycle, torch_compat
-from ncclguard.cause import Cause
-from ncclguard.config import seconds
+from ncclguard.config import is_time, seconds
 from ncclguard.engine import runtime
 from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.evaluation import state
 from ncclguard.evaluation.runner import failed_collective, is_gone
-from ncclguard.incident.model import MembershipChange, ranks_text
+from ncclguard.groups import check_group, group_of
+from ncclguard.incident.model import MembershipChange
+from ncclguard.outcome import Outcome
 from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.training import declaration, joining
 from ncclguard.training.continuation import Continuation, enroll
 from ncclguard.training.loader import ElasticLoader
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import told
+from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
     from ncclguard.training.shards import Shards
@@ -63,8 +68,22 @@ def refuse_foreign(*given: Any) -> None:
             )
 
 
+Kind = TypeVar("Kind")
+
+
+def _several(given: object, kind: type[Kind], word: str) -> tuple[Kind, ...]:
+    """Return one or several as a tuple. Raises GuardConfigError for what is of another kind."""
+    some = (given,) if isinstance(given, kind) or not isinstance(given, Iterable) else tuple(given)
+    for one in some:
+        if not isinstance(one, kind):
+            raise GuardConfigError(
+                f"{word} is a {type(one).__name__}, which is no {kind.__name__}: resilient_step(model, optimizer) takes them in this order"
+            )
+    return some
+
+
 class ResilientStep:
-    """What `resilient_step` makes of a function.
+    """The callable that `resilient_step` makes of a function.
 
     Attributes: `ranks`, global ranks that take part now, in order; `made_by`, those that made the last completed step,
     of which some may have been lost behind the optimizer's step; `completed`, how many steps are done, which a new rank
@@ -81,7 +100,7 @@ class ResilientStep:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         *,
         loader: ElasticLoader | None = None,
-        keep: Sequence[Any] = (),
+        keep: Any = (),
         on_change: OnChange | None = None,
         on_lost: Literal["continue", "fail"] = "continue",
         min_ranks: int = 1,
@@ -99,28 +118,33 @@ class ResilientStep:
                 "in the function, without accumulates"
             )
         if on_lost not in ("continue", "fail"):
-            raise GuardConfigError(f'on_lost is {on_lost!r}: it must be "continue" or "fail"')
+            raise GuardConfigError(told('on_lost must be "continue" or "fail", got {value}', value=repr(on_lost)))
         if min_ranks < 1:
             raise GuardConfigError(f"min_ranks is {min_ranks}: it must be at least 1")
         if on_lost == "continue":
             refuse_foreign(model, optimizer)
         functools.update_wrapper(self, function)
         self._function = function
-        self._models = (model,) if isinstance(model, nn.Module) else tuple(model)
-        self._optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        self._models = _several(model, nn.Module, "model")
+        self._optimizers = _several(optimizer, torch.optim.Optimizer, "optimizer")
+        if loader is not None and not hasattr(loader, "take"):
+            raise GuardConfigError(
+                f"loader is a {type(loader).__name__}: make it an ncclguard.ElasticLoader of its data set"
+            )
         self._loader = loader
-        self._kept = tuple(keep)
+        self._kept = (keep,) if hasattr(keep, "state_dict") else tuple(keep)
         self._on_change = on_change
         self._continues = on_lost == "continue"
         self._min_ranks = min_ranks
         self._accumulates = accumulates
-        self._group = group
+        self._group = check_group(group)
         self._timeout = seconds(timeout, "timeout")
         self._copies, self._load = copies, load
         self._shards: Shards | None = None
         self._given: dict[str, Any] | None = None  # what a new rank was told of them
         self._continuation: Continuation | None = None
         self._inside = self._stepped = False
+        self._unit: GuardedProcessGroup | None = None  # its collectives since a step began are committed together
         self.made_by: tuple[int, ...] = ()
         self.losses: list[tuple[tuple[int, ...], float]] = []
         self.joins: list[tuple[int, int, float]] = []
@@ -165,6 +189,8 @@ class ResilientStep:
         while True:
             self._stepped, taking_part = False, self.ranks
             try:
+                if self._unit is not None:
+                    self._unit.begin_step()
                 if going is not None:
                     going.settle()  # of those that were there, before a new one is given its part
                     if self._admit(going):
@@ -174,17 +200,24 @@ class ResilientStep:
                     () if self._loader is None else (self._loader.take(self.ranks, 0 if going is None else going.rank),)
                 )
                 result = self._function(*batch, *args, **kwargs)
+                self._commit()
                 if self._shards is not None and self._stepped:
                     self._shards.keep()
             except Exception as error:
-                if going is None or not self._goes_on_after(error, going):
+                if going is None:
+                    raise
+                outcome = self._outcome_of(error, going)
+                if outcome is None or not self._goes_on_after(outcome, going):
+                    if outcome is not None and outcome.agreed and not self._stepped:
+                        going.forget_step()  # it has failed on all ranks, which may call it again
+                        restore()
                     raise
                 self._without_lost(going, error, started)
                 restore()
                 continue
             finally:
                 if going is not None:
-                    going.group.on_lost = "fail"
+                    going.group.on_lost, going.group.one_by_one = "fail", type(going.group).one_by_one
             if going is not None and going.absorbed:
                 self._without_lost(going, None, started)
             if self._loader is not None:
@@ -195,15 +228,16 @@ class ResilientStep:
 
     def _begin(self) -> Continuation | None:
         """The others are met for the first time; None where this process is alone."""
-        if not (dist.is_available() and dist.is_initialized()):
+        group = group_of(self._group)
+        self._unit = group if isinstance(group, GuardedProcessGroup) else None
+        if group is None or dist.get_world_size(group) == 1:
             return None
-        group = dist.group.WORLD if self._group is None else self._group
-        if not self._continues or dist.get_world_size(group) == 1:
+        if not self._continues:
             return None
         if not isinstance(group, GuardedProcessGroup):
             raise GuardConfigError(
-                'resilient_step goes on without a rank on groups of the backend "ncclguard": '
-                'call init_process_group("ncclguard")'
+                'resilient_step goes on without a rank on groups of the backends "ncclguard" and "ncclguard-nccl": '
+                'call init_process_group("ncclguard-nccl")'
             )
         going = _continuations.get(id(group))
         if going is None or going.group is not group:
@@ -223,9 +257,14 @@ class ResilientStep:
                 other._continuation = other._begin()
         return going
 
-    def _goes_on_after(self, error: Exception, going: Continuation) -> bool:
+    @staticmethod
+    def _outcome_of(error: Exception, going: Continuation) -> Outcome | None:
+        """Return the outcome of the failed collective that an exception came from, if it came from one."""
         outcome = failed_collective(error, going.failures)
-        if outcome is None or not outcome.agreed:
+        return outcome if outcome is not None else going.group.failed_since()
+
+    def _goes_on_after(self, outcome: Outcome, going: Continuation) -> bool:
+        if not outcome.agreed:
             return False
         if going.rank in outcome.culprits:
             if outcome.cause in (Cause.STUCK, Cause.UNKNOWN):
@@ -295,7 +334,7 @@ class ResilientStep:
 
     @property
     def trains(self) -> bool:
-        """Whether a new rank may join in this step: it has something to learn."""
+        """Return whether a new rank may join in this step: it has something to learn."""
         return bool(self._models or self._optimizers or self._loader is not None)
 
     def state_for_newcomer(self) -> dict[str, Any]:
@@ -333,9 +372,18 @@ class ResilientStep:
 
     def _before_optimizer(self, *_: Any) -> None:
         """From here on nothing is done again: what follows goes on without ranks that are lost, in place."""
+        if self._inside:
+            self._commit()
         self._stepped = True
         if self._inside and self._continuation is not None and self._shards is None:
             self._continuation.group.on_lost = "shrink"
+
+    def _commit(self) -> None:
+        """Wait until what was reduced is complete, and well, on all ranks; what follows has verdicts of its own."""
+        if self._unit is not None:
+            self._unit.commit()
+            if self._continuation is not None:
+                self._unit.one_by_one = True
 
     def _what_a_try_may_change(self) -> list[state.Keeper]:
         gradients = state.gradient_values if self._accumulates else state.no_gradients
@@ -356,11 +404,12 @@ def resilient_step(*models: Any, **options: Any) -> Callable[[Callable[..., Any]
 def resilient_step(*models: Any, **options: Any) -> Any:
     """Make a function that trains for one step go on when a rank is lost: all others do the step again without it.
 
-    `model`, `optimizer`: one or several; DistributedDataParallel on a group of the backend "ncclguard" divides by those
+    `model`, `optimizer`: one or several; DistributedDataParallel on a guarded group divides by those
     that take part. `loader`: an `ElasticLoader`; the function then gets the batch as its first argument, in each try
-    anew. `keep`: what else is restored, by its `state_dict`: scheduler, scaler. `on_change(before, now)`: called with
-    the numbers of ranks on each survivor before the step is done again: the place for a rule for learning rate or batch
-    size. `copies`: of sharded models (FSDP2), how many neighbours keep a copy of each rank's shard, in host memory; and
+    anew. `keep`: what else is restored, by its `state_dict`, one or several: scheduler, scaler.
+    `on_change(before, now)`: called with the numbers of ranks on each survivor before the step is done again:
+    the place for a rule for learning rate or batch size. `copies`: of sharded models (FSDP2), how many neighbours keep
+    a copy of each rank's shard, in host memory; and
     `load()`: loads the newest checkpoint on all ranks alike, where a shard is lost with its copies; one of the two is
     needed where something is sharded. `on_lost`: "continue", or "fail": raise as without this. `min_ranks`: the job
     ends when fewer are left (1). `accumulates`: gradients that are there when a step begins are copied, and brought
@@ -389,6 +438,10 @@ def resilient_step(*models: Any, **options: Any) -> Any:
     """
     if len(models) == 1 and not options and callable(models[0]) and not isinstance(models[0], nn.Module):
         return ResilientStep(models[0])
+    for given in filter(is_time, models):
+        raise TypeError(
+            f"resilient_step takes models and optimizers, not {given!r}: a limit is given by its name, timeout={given!r}"
+        )
 
     def wrap(function: Callable[..., Any]) -> ResilientStep:
         return ResilientStep(function, *models, **options)

@@ -1,4 +1,4 @@
-"""What the engine needs of a communicator: start an operation, wait for it in slices, stop it from any thread.
+"""The interface of a communicator: start an operation, wait for it in slices, stop it from any thread.
 
 A communicator is one generation of one group. It is never repaired: after an error, or after `Communicator.stop`, the
 next generation is built beside it on a fresh prefix of the store. It belongs to the guard alone, so stopping it touches
@@ -37,7 +37,7 @@ class TransportError(Exception):
 
 
 class Disagreement(TransportError):
-    """A peer is in another operation than this rank, which was found before any of its bytes was taken."""
+    """A peer is in another operation than this rank; raised before any of its bytes is taken."""
 
 
 Save = Callable[[int, int], None]
@@ -57,8 +57,7 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` (0 looks once): True when complete, False when not yet;
-        may be called again either way.
+        """Wait up to ``seconds`` (0: only check) and return whether it is complete; may be called again either way.
 
         Signal handlers run only between two calls, so callers wait in slices of at most 100 ms. Raises TransportError
         when the communicator broke or was stopped before the operation was complete.
@@ -73,18 +72,18 @@ class Agreement(Pending):
     @property
     @abstractmethod
     def agreed(self) -> bool:
-        """Whether every rank gave the same value. Raises RuntimeError before `wait` returned True."""
+        """Return whether every rank gave the same value. Raises RuntimeError before `wait` returned True."""
 
     @abstractmethod
     def payload(self, index: int) -> bytes:
-        """What the rank at ``index`` of the group has sent along.
+        """Return the payload of the rank at ``index`` of the group.
 
-        To be asked for after `wait` returned True and before the next vote.
+        May be asked for after `wait` returned True and before the next vote.
         """
 
     @abstractmethod
     def reduced(self, dtype: torch.dtype, op: str) -> bytes:
-        """The payloads of all ranks combined, with the same bits on every rank; to be asked for as `payload`.
+        """Return the payloads of all ranks combined, with the same bits on every rank; to be asked for as `payload` is.
 
         ``op``: the `Reduction.name` of what they are sent for.
         """
@@ -92,8 +91,10 @@ class Agreement(Pending):
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How a reduce op is carried out: sent as ``wire``, of this ``name``, and where it is an ``average``, divided
-    once by the participants.
+    """The way in which a reduce op is carried out.
+
+    It is sent as ``wire``, has this ``name``, and where it is an ``average``, the result is divided once by the number
+    of participants.
     """
 
     name: str
@@ -101,9 +102,7 @@ class Reduction:
     average: bool = False
 
     def finish(self, result: torch.Tensor, participants: int) -> None:
-        """Turn what ``participants`` ranks have reduced into the result, in place: once per
-        tensor, after all of its pieces.
-        """
+        """Turn the reduction of ``participants`` ranks into the result, in place; once per tensor, after its pieces."""
         if self.average:
             # By parts, because torch divides complex32 in no other way.
             (torch.view_as_real(result) if result.is_complex() else result).div_(participants)
@@ -137,9 +136,7 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def host(self) -> Communicator:
-        """The communicator of the same ranks for CPU tensors; this one, if that is what it
-        carries. Stopped and closed with it.
-        """
+        """The communicator of the same ranks for CPU tensors, which may be this one; stopped and closed with it."""
 
     @abstractmethod
     def agree(self, value: int, payload: torch.Tensor | None = None) -> Agreement:
@@ -209,7 +206,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def leave_to_parent(self) -> None:
-        """In a forked child: everything belongs to the parent, whose connections must not be touched."""
+        """Leave everything to the parent, in a forked child: the parent's connections must not be touched."""
 
 
 class Builder(Protocol):

@@ -1,4 +1,4 @@
-"""Call something that may block in C++ without end, and come back in time all the same."""
+"""Calls that may block in C++ without end, and that return in time all the same."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Call(threading.Thread, Generic[T]):
         assert call is not None
         try:
             result = call()
-            if not self._given_up:  # else dropped here, in this thread: destructors may block
+            if not self._given_up:  # else it is dropped in this thread, because its destructor may block
                 self.result = result
         except BaseException as error:  # noqa: BLE001 - handed to the caller of bounded()
             self.error = error
@@ -62,11 +62,11 @@ class Background(Protocol):
     error: BaseException | None
 
     def ended(self, seconds: float) -> bool:
-        """Wait up to ``seconds``; whether the call has come back."""
+        """Wait up to ``seconds`` and return whether the call has come back."""
 
 
 def bounded(what: str, call: Callable[[], T], seconds: float, release: Callable[[], object]) -> T:
-    """The result of ``call()``, run in a helper thread, within ``seconds`` plus at most a quarter of a second.
+    """Return the result of ``call()``, run in a helper thread, within ``seconds`` plus at most a quarter of a second.
 
     When the time is over ``release()`` is called, which should make the call end (shut the socket it waits on); then
     TransportError is raised, whether it ended or not. A call that did not is left to its thread and its late result
@@ -109,7 +109,7 @@ def in_background(
     release: Callable[[], object] = lambda: None,
     exit_within: float = _EXIT_GRACE,
 ) -> Background | None:
-    """Run ``call()`` in a thread that nobody need wait for; None if there are no threads any more.
+    """Run ``call()`` in a thread that nobody has to wait for; return None if no thread can be started any more.
 
     What it raises is kept in ``error`` and goes no further. Interpreter exit waits for it, ``exit_within`` seconds.
     """
@@ -127,7 +127,7 @@ def in_background(
 
 
 def keep_for_ever(value: object) -> None:
-    """Never run the destructor, which may block, not even at interpreter exit."""
+    """Keep an object for ever, so that its destructor, which may block, never runs, not even at interpreter exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
@@ -142,7 +142,7 @@ def _end_all() -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child has none of the threads."""
+    """Forget all calls in a forked child, which has none of the threads."""
     global _lock
     _lock = threading.RLock()
     _running.clear()

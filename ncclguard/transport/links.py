@@ -1,4 +1,4 @@
-"""Connections of one generation of one group: one for each pair of ranks that needs it, made when first needed.
+"""The connections of one generation of one group: one for each pair of ranks that needs it, made on first need.
 
 Every rank listens on the job's interface. Of a pair, the rank with the lower place in the group connects. It shows the
 key that the listener has published in the job's store, before anything else is read from it, so that a stranger (a
@@ -26,11 +26,11 @@ import time
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ncclguard.language import tr
 from ncclguard.torch_compat.groups import Store
 from ncclguard.torch_compat.sockets import resend_often
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.memory import read_process
+from ncclguard_explain.language import tr
 
 Wants = tuple[tuple[int, int], ...]
 """What a step waits for: descriptors with the events of `select.poll`. Empty: nothing, but the clock may be read."""
@@ -39,19 +39,19 @@ Steps = Generator[Wants, None, None]
 """Something that moves without ever blocking."""
 
 _KEY = 16
-_CARD = struct.Struct("=IIQ16s")  # place in the group, pid, where the random number lies, the random number
+_CARD = struct.Struct("=IIQ16s")  # place in the group, pid, address of the random number, the random number
 _FLAG = 1
 BLOCKS_FOR = 0.05  # seconds
 NOW = socket.MSG_DONTWAIT
 _TIMEVAL = struct.Struct("@ll")
 _FAREWELL = b"\xff"
-#: The most ranks of one host that exchange through the first of them, where they are more than its cores: a thread
-#: that sleeps once for each hop costs nothing where it has a core, and a turn of somebody else's where it has none.
+#: The most ranks of one host that exchange through the first of them, where they are more than its cores: sleeping
+#: once for each hop costs nothing for a thread with a core, and else the turn of another thread.
 _LARGEST_STAR = 256
-#: Seconds between two looks for the addresses of other ranks; doubled up to the longest.
+#: Seconds between two questions for the addresses of other ranks; doubled up to the longest.
 ADDRESS_POLL = (0.002, 0.05)
-_STRANGERS = 64  # connections at a time that have not shown the key yet; the oldest gives way
-_ADDRESS = struct.Struct("=16sH64s")  # key, port, host: what ranks tell each other of where they listen
+_STRANGERS = 64  # connections at a time that have not shown the key yet; beyond that the oldest is closed
+_ADDRESS = struct.Struct("=16sH64s")  # key, port, host: an address as ranks exchange it
 
 
 class LinkError(Exception):
@@ -81,19 +81,19 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a rank listens, and the key it wants to be shown."""
+    """The address on which a rank listens, and the key that a peer has to show."""
 
     host: str
     port: int
     key: bytes
-    star: bool = False  # of the first rank of a group, see `Links.star`
+    star: bool = False  # set by the first rank of a group, see `Links.star`
 
     def to_json(self) -> str:
         return json.dumps({"host": self.host, "port": self.port, "key": self.key.hex(), "star": self.star})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Address:
-        """Raises ValueError for what is none."""
+        """Read an address. Raises ValueError for text that is none."""
         try:
             values = json.loads(text)
             return cls(str(values["host"]), int(values["port"]), bytes.fromhex(values["key"]), bool(values["star"]))
@@ -101,7 +101,7 @@ class Address:
             raise ValueError(f"not an address: {text!r}") from error
 
     def pack(self) -> bytes:
-        """In `Address.SIZE` bytes."""
+        """Encode the address in `Address.SIZE` bytes."""
         return _ADDRESS.pack(self.key, self.port, self.host.encode())
 
     @classmethod
@@ -152,7 +152,7 @@ class Links:
     # --- connecting -------------------------------------------------------------------------------------------------
 
     def meet(self, peers: Iterable[int]) -> Steps:
-        """Connect with these ranks, each of which has to do the same; at once where that is done already."""
+        """Connect with these ranks, which do the same; returns at once for those that are connected."""
         missing = {peer for peer in peers if peer != self.index and peer not in self._links}
         for peer in sorted(missing):
             if peer > self.index and all(greeting.peer != peer for greeting in self._greetings):
@@ -184,7 +184,7 @@ class Links:
         return _Greeting(stream, peer)
 
     def _accept(self) -> bool:
-        """Take all connections that wait; whether there was one."""
+        """Accept all connections that wait; return whether there was one."""
         taken = False
         while True:
             try:
@@ -196,16 +196,16 @@ class Links:
                     raise LinkError(self.index, error) from None
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     raise LinkError(self.index, error) from None
-                continue  # it was gone before it was taken
+                continue  # the peer was gone before it was accepted
             stream.setblocking(False)
             taken = True
             strangers = [greeting for greeting in self._greetings if greeting.peer is None]
-            if len(strangers) >= _STRANGERS + self.size:  # ranks among them, whose key was not looked at yet
+            if len(strangers) >= _STRANGERS + self.size:  # among them may be ranks whose key was not read yet
                 self._drop(strangers[0])
             self._greetings.append(_Greeting(stream, None))
 
     def _hear(self, greeting: _Greeting) -> bool:
-        """Go on with one connection that is being made; whether something has happened."""
+        """Go on with one connection that is being made; return whether anything has happened."""
         try:
             return self._hear_out(greeting)
         except BlockingIOError:
@@ -263,7 +263,7 @@ class Links:
         stream.setblocking(True)
         self._greetings.remove(greeting)
         self._links[peer] = Link(stream, peer, pid, reads and self._direct, is_read and self._direct)
-        if self.stopped:  # meanwhile, from another thread, which has not seen it
+        if self.stopped:  # meanwhile, by another thread, which has not seen this connection
             _shut(stream)
 
     def _drop(self, greeting: _Greeting) -> None:
@@ -275,7 +275,7 @@ class Links:
         return _CARD.pack(self.index, self._pid, where, self._number.raw if self._direct else b"")
 
     def _can_read(self, pid: int, where: int, number: bytes) -> bool:
-        """Whether the process ``pid`` of this host is the peer, and its memory may be read."""
+        """Return whether the process ``pid`` of this host is the peer, and its memory may be read."""
         if not self._direct or not where:
             return False
         found = bytearray(16)
@@ -288,10 +288,10 @@ class Links:
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End everything that is under way, also for the peers; from any thread, at once."""
+        """End everything that is under way, also for the peers; may be called from any thread, and returns at once."""
         self.stopped = True
         if self._pid != os.getpid():
-            return  # the connections are the parent's
+            return  # the connections belong to the parent
         for stream in (*(link.socket for link in tuple(self._links.values())), self._listener):
             _shut(stream)
         for greeting in tuple(self._greetings):
@@ -340,7 +340,7 @@ class _Greeting:
         self.got.clear()
 
     def receive(self) -> bool:
-        """Whether all that is expected has come; not a byte more is read."""
+        """Return whether all that is expected has come; not a byte more is read."""
         while len(self.got) < self.want:
             more = self.stream.recv(self.want - len(self.got))
             if not more:
@@ -355,8 +355,9 @@ class _Greeting:
 
 
 def neighbours(size: int, index: int, star: bool = False) -> list[int]:
-    """The ranks that votes and rings need: those at distance 1, 2, 4, ... to both sides, in a star those beside and the
-    first one.
+    """Return the ranks that votes and rings need connections with.
+
+    These are the ranks at distance 1, 2, 4, ... to both sides; in a star, the ranks beside this one and the first.
     """
     if star and index == 0:
         return list(range(1, size))
@@ -366,14 +367,14 @@ def neighbours(size: int, index: int, star: bool = False) -> list[int]:
 
 
 def _crowded(size: int) -> bool:
-    """Whether so many ranks are more than this host has cores, and all of the job are here, as its launcher says."""
+    """Return whether all ranks of the job are on this host, as its launcher says, and outnumber its cores."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
     one_host = local is not None and local == os.environ.get("WORLD_SIZE")
     return one_host and max(2, os.cpu_count() or 1) < size <= _LARGEST_STAR
 
 
 def distances(size: int) -> list[int]:
-    """How far away the peer of each hop of a vote is."""
+    """Return the distance to the peer of each hop of a vote."""
     return [1 << hop for hop in range((size - 1).bit_length())]
 
 
@@ -386,13 +387,13 @@ def connect(keys: Store, host: str, size: int, index: int, end: float, direct: b
     links: Links | None = None
 
     def higher() -> set[int]:
-        """Those that this rank connects to."""
+        """Return the peers that this rank connects to."""
         assert links is not None
         return {peer for peer in neighbours(size, index, links.star) if peer > index}
 
     try:
         links = Links(host, size, index, direct)
-        # Equal on all ranks as a rule, so that one question is enough; the first rank has the last word.
+        # Equal on all ranks as a rule, so that one question is enough; else the first rank decides.
         links.star = size > 2 and (_crowded(size) if star is None else star)
         if index == 0:
             links.own = replace(links.own, star=links.star)
@@ -445,9 +446,9 @@ def _ask(keys: Store, links: Links, peers: set[int], end: float) -> None:
 
 
 class Turns:
-    """Whether a thread that waits for a peer gives its core away for a moment, again and again, or sleeps.
+    """Decides whether a thread that waits for a peer yields its core, again and again, or sleeps.
 
-    The former is the fastest way to wait for a peer that is about to answer, by the 50 to 100 us that waking a thread
+    Yielding is the fastest way to wait for a peer that is about to answer, by the 50 to 100 us that waking a thread
     takes. Where others compute on all cores (data loaders, OpenMP, more ranks than cores) it costs this thread its
     turn, for milliseconds; a thread that sleeps gets it back at once. So it is measured, and tried again later.
     """
@@ -455,24 +456,24 @@ class Turns:
     __slots__ = ("_asleep", "_since")
 
     def __init__(self) -> None:
-        self._asleep = 0  # waits left in which it is not tried
-        self._since = 0.0  # time.monotonic() at which this wait has begun, 0.0 outside of one
+        self._asleep = 0  # waits left in which yielding is not tried
+        self._since = 0.0  # time.monotonic() at which this wait has begun, 0.0 between waits
 
     @property
     def busy(self) -> bool:
-        """Whether others compute on the cores, as far as is known."""
+        """Return whether others compute on the cores, as far as is known."""
         return self._asleep > 0
 
     def slept(self) -> None:
-        """A wait in which this thread has slept."""
+        """Count a wait in which this thread has slept."""
         self._asleep = max(0, self._asleep - 1)
 
     def moved(self) -> None:
-        """What was waited for has come."""
+        """Note that the wait has ended."""
         self._since = 0.0
 
     def give_way(self) -> bool:
-        """Give the core away once; False where this thread had better sleep."""
+        """Yield the core once; return False if this thread had better sleep."""
         if self._asleep:
             self._asleep -= 1
             return False
@@ -487,13 +488,13 @@ class Turns:
         return True
 
 
-_SPIN = 1e-4  # seconds after which this thread sleeps: what waking it costs
-_YIELD_TOOK = 2e-4  # seconds after which giving the core away means that somebody else computes on it
-_SLEEPS = 64  # waits in which this thread sleeps at once after that
+_SPIN = 1e-4  # seconds after which this thread sleeps: the cost of waking it
+_YIELD_TOOK = 2e-4  # a yield that takes more seconds means that somebody else computes on the core
+_SLEEPS = 64  # following waits in which this thread sleeps at once
 
 
 def advance(steps: Steps, end: float, turns: Turns | None = None) -> bool:
-    """Move until all is done (True), or until ``end`` (time.monotonic()) while it waits for peers (False)."""
+    """Advance until all is done (True), or until ``end`` (time.monotonic()) while it waits for peers (False)."""
     for wants in steps:
         if not wants:
             if turns is not None:
@@ -511,7 +512,7 @@ def advance(steps: Steps, end: float, turns: Turns | None = None) -> bool:
 
 
 def wants_of(into: Link | None, out: Link | None) -> Wants:
-    """To receive from one rank and to send to another, or the same; None for what is not waited for."""
+    """Return the events to wait for: bytes from ``into``, room to send to ``out``; either may be None."""
     if into is not None and into is out:
         return ((into.socket.fileno(), select.POLLIN | select.POLLOUT),)
     asked = ((into, select.POLLIN), (out, select.POLLOUT))
@@ -519,12 +520,12 @@ def wants_of(into: Link | None, out: Link | None) -> Wants:
 
 
 def await_events(wants: Wants, end: float) -> bool:
-    """Whether one of the events came, or its connection broke, before ``end`` (time.monotonic())."""
+    """Return whether one of the events came, or its connection broke, before ``end`` (time.monotonic())."""
     left = end - time.monotonic()
     poll = select.poll()
     for descriptor, events in wants:
         if descriptor < 0:
-            return True  # closed meanwhile: whoever uses it finds out
+            return True  # closed meanwhile: its next use finds out
         poll.register(descriptor, events)
     return bool(poll.poll(max(0, int(left * 1000 + 0.999))))
 
@@ -554,7 +555,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _sockaddr(host: str, port: int) -> tuple[object, ...]:
-    """With the interface of a link-local IPv6 address, which the address itself does not tell."""
+    """Return a socket address, with the interface of a link-local IPv6 address, which the text does not tell."""
     if "%" in host:
         plain, _, interface = host.partition("%")
         return plain, port, 0, socket.if_nametoindex(interface)

@@ -45,6 +45,7 @@ from torch.distributed import ReduceOp
 
 from ncclguard import torch_compat
 from ncclguard.transport.base import Kind, Reduction
+from ncclguard_explain.language import told
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool})
@@ -59,8 +60,9 @@ _BITWISE = ("BAND", "BOR", "BXOR")
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What one backend can reduce. ``wire_ops``: the reduce ops that it is told to carry out itself; ``dtypes``: on
-    what, besides complex numbers.
+    """The reductions that one backend can carry out.
+
+    ``wire_ops``: the reduce ops that it is asked for itself; ``dtypes``: those it can reduce, besides complex numbers.
     """
 
     backend: str
@@ -80,29 +82,51 @@ class Support:
         """
         if kind in ("broadcast", "all_gather"):
             if dtype in _QUANTIZED:
-                raise TypeError(f"{kind} does not take quantized tensors ({dtype}): send int_repr() and the scale")
+                raise TypeError(
+                    told(
+                        "{name} does not take quantized tensors ({dtype}): send int_repr() and the scale",
+                        name=kind,
+                        dtype=dtype,
+                    )
+                )
             return
         name = torch_compat.reduce_op_name(op)
         wire = reduction(name, self.device_type).wire
         if wire not in self.wire_ops:
-            raise ValueError(f"{self.backend} does not have {name}: move the tensor to the CPU for it")
+            raise ValueError(
+                told(
+                    "{backend} does not have {name}: move the tensor to the CPU for it", backend=self.backend, name=name
+                )
+            )
         if dtype not in self.dtypes and dtype not in _COMPLEX:
             raise TypeError(
-                f"{self.backend} cannot reduce {dtype}: convert it, for example to torch.int32 or torch.float32"
+                told(
+                    "{backend} cannot reduce {dtype}: convert it, for example to torch.int32 or torch.float32",
+                    backend=self.backend,
+                    dtype=dtype,
+                )
             )
         if dtype in _COMPLEX and name not in ("SUM", "AVG"):
             raise ValueError(
-                f"{name} has no meaning for complex numbers ({dtype}): use SUM or AVG, or view_as_real(tensor)"
+                told(
+                    "{name} has no meaning for complex numbers ({dtype}): use SUM or AVG, or view_as_real(tensor)",
+                    name=name,
+                    dtype=dtype,
+                )
             )
         if name in _BITWISE and dtype not in _CPU_INTEGERS:
-            raise ValueError(f"{name} needs an integer or bool tensor, not {dtype}")
+            raise ValueError(told("{name} needs an integer or bool tensor, not {dtype}", name=name, dtype=dtype))
         if name == "AVG" and dtype in _CPU_INTEGERS:
             raise ValueError(
-                f"AVG of {dtype} is not a whole number: use SUM and divide, or convert to torch.float32 first"
+                told(
+                    "AVG of {dtype} is not a whole number: use SUM and divide, or convert to torch.float32 first",
+                    dtype=dtype,
+                )
             )
 
     def wire_op(self, op: ReduceOp.RedOpType, dtype: torch.dtype) -> ReduceOp.RedOpType:
-        """What the backend is told to do for ``op``, one of ``wire_ops``, on this dtype.
+        """Return the reduce op that the backend carries out for ``op``, one of ``wire_ops``, on this dtype.
+
         Raises ValueError for any other op.
         """
         if op not in self.wire_ops:
@@ -113,14 +137,14 @@ class Support:
 
 @lru_cache(maxsize=64)
 def reduction(name: str, device_type: str = "cpu") -> Reduction:
-    """How the reduce op of this name is carried out: on the CPU AVG as SUM, divided at the end; others as they are.
+    """Return how the reduce op of this name is carried out: on the CPU AVG as SUM, divided at the end; others as is.
 
     Raises ValueError for PREMUL_SUM, which no backend is asked for.
     """
     if name == "AVG" and device_type == "cpu":
         return Reduction("SUM", ReduceOp.SUM, average=True)
     if name == "PREMUL_SUM":
-        raise ValueError("PREMUL_SUM is not supported by the guard: scale the tensor and use SUM")
+        raise ValueError(told("PREMUL_SUM is not supported by the guard: scale the tensor and use SUM"))
     return Reduction(name, cast("ReduceOp.RedOpType", getattr(ReduceOp, name)))
 
 
@@ -132,15 +156,17 @@ NCCL = Support("NCCL", "cuda", (*_ARITHMETIC, ReduceOp.AVG), _NATIVE)
 
 
 def reducible_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    """The same memory in the form that is reduced: complex numbers as pairs of real
-    ones. Raises ValueError if not possible.
+    """Return the same memory in the form that is reduced: complex numbers as pairs of real ones.
+
+    Raises ValueError if not possible.
     """
     _check_memory(tensor, device_type)
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def movable_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    """The same memory in a form that is copied: bytes, for what there is no type of.
+    """Return the same memory in a form that can be copied: as bytes, where the transport lacks the dtype.
+
     Raises ValueError if not possible.
     """
     _check_memory(tensor, device_type)
@@ -181,13 +207,13 @@ _ONE_THREAD = 32768
 
 
 def view_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable. The tensor must be kept for as long as the view is used."""
+    """Return the bytes of a contiguous CPU tensor, writable; keep the tensor for as long as the view is used."""
     nbytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B") if nbytes else memoryview(b"")
 
 
 def address_of(view: memoryview) -> int:
-    """Where the first byte of a writable, non-empty view lies."""
+    """Return the address of the first byte of a writable, non-empty view."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
@@ -212,11 +238,11 @@ class Arithmetic:
 
     @property
     def by_numpy(self) -> bool:
-        """Whether operands may be arrays of numpy."""
+        """Return whether operands may be arrays of numpy."""
         return self._numpy is not None
 
     def array(self, view: memoryview) -> Any:
-        """An operand over the memory of a non-empty view; may be sliced by elements."""
+        """Return an operand over the memory of a non-empty view; may be sliced by elements."""
         if self._numpy is not None:
             return np.frombuffer(view, dtype=_BY_NUMPY[self._dtype])
         with torch.inference_mode(False):
@@ -227,7 +253,7 @@ class Arithmetic:
         self.combine_all(((left, right, out),))
 
     def combine_all(self, folds: Sequence[tuple[Any, Any, Any]]) -> None:
-        """The same for each ``(left, right, out)``, one after the other."""
+        """Combine each ``(left, right, out)``, one after the other, as `combine` does."""
         if self._numpy is not None:
             with np.errstate(all="ignore"):  # entered once: it costs three times what adding few elements does
                 for left, right, out in folds:
@@ -257,7 +283,7 @@ _read = 0  # bytes that this process has read from others
 
 
 def bytes_read() -> int:
-    """How much this process has read from the memory of others, in bytes: traffic that no socket shows."""
+    """Return how many bytes this process has read from the memory of others: traffic that no socket shows."""
     return _read
 
 
@@ -285,23 +311,23 @@ _ANYWHERE = contextlib.nullcontext()
 
 
 def writable(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Where a detached view of `tensor` may be written in place: inference tensors only in inference mode."""
+    """Return the context in which a detached view of `tensor` may be written: inference tensors need inference mode."""
     return torch.inference_mode() if tensor.is_inference() else _ANYWHERE
 
 
 def copied(flat: torch.Tensor) -> bytes:
-    """The memory of a contiguous tensor; on every small call's path, where a `clone` costs ten times as much."""
+    """Return the memory of a contiguous tensor; every small call does it, and a `clone` costs ten times as much."""
     host = flat.cpu() if flat.is_cuda else flat
     return ctypes.string_at(host.data_ptr(), host.numel() * host.element_size()) if host.numel() else b""
 
 
 def put(data: bytes, flat: torch.Tensor) -> None:
-    """The reverse of `copied`, for memory on the CPU."""
+    """Copy the bytes of `copied` back into the memory of a CPU tensor."""
     ctypes.memmove(flat.data_ptr(), data, len(data))
 
 
 def tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:
-    """What `copied` has returned, as a one-dimensional tensor with memory of its own."""
+    """Return a result of `copied` as a one-dimensional tensor with memory of its own."""
     if not data:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
@@ -311,25 +337,25 @@ NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor is its elements, one after the other."""
+    """Return whether the memory of a tensor is its elements, one after the other."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a byte may belong to both: by the ranges of addresses that they span."""
+    """Return whether a byte may belong to both: by the ranges of addresses that they span."""
     if one.device != other.device or not one.numel() or not other.numel():
         return False
     return one.data_ptr() < _end(other) and other.data_ptr() < _end(one)
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """torch has no negative strides, so the last element is the furthest."""
+    """Return the address of a tensor's end: torch has no negative strides, so the last element is the furthest."""
     furthest = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (furthest + 1) * tensor.element_size()
 
 
 def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements one after the other, without dimensions: a view where the memory is that already, else a copy.
+    """Return the elements one after the other, without dimensions: a view where memory permits it, else a copy.
 
     `contiguous()` is not enough: it leaves a conjugation or a negation pending, and what reads the memory would miss
     it.
@@ -338,12 +364,12 @@ def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """A view without dimensions of a tensor whose elements are one after the other in memory."""
+    """Return a view without dimensions of a tensor whose elements are one after the other in memory."""
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
 _lock = threading.Lock()
-#: A buffer that nobody uses, and the point in the stream of its last user from which on that is so; None on the CPU.
+#: A free buffer, and the point in the stream of its last user from which on it is free; None on the CPU.
 _idle: dict[torch.device, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
 
 #: Elements of every dtype start on a multiple of this many bytes.
@@ -365,7 +391,7 @@ class Arena:
                 buffer = None  # free it before asking for the larger one
                 buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
             elif free is not None:
-                torch.cuda.current_stream(device).wait_event(free)  # of the GPU, not of this thread
+                torch.cuda.current_stream(device).wait_event(free)  # the GPU waits, and not this thread
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise MemoryError(f"no memory for a copy of {nbytes} bytes on {device}: {error}") from error
         self._buffer: torch.Tensor | None = buffer
@@ -380,17 +406,18 @@ class Arena:
         return self._buffer[start:stop].view(dtype)
 
     def release(self, reusable: bool = True) -> None:
-        """Give the memory back; nothing may read or write the tensors taken from it any
-        more, else it is not `reusable`.
+        """Give the memory back to the pool, if it is `reusable`.
 
-        What the current stream still has ahead of it, such as copying a result out, may.
+        It is not if anything may still read or write the tensors taken from it.
+
+        Work that the current stream has queued already, such as copying a result out, does not count.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is None or not reusable:
             return
         try:
             free = _end_of_use(buffer)
-        except RuntimeError:  # CUDA itself is broken: whoever uses it next is told, this operation has ended
+        except RuntimeError:  # CUDA itself is broken: its next user gets the error, as this operation has ended
             return
         with _lock:
             kept = _idle.get(buffer.device)
@@ -399,31 +426,31 @@ class Arena:
 
 
 def _end_of_use(buffer: torch.Tensor) -> torch.cuda.Event | None:
-    """The point in the current stream after which nothing in it uses the buffer; None on the CPU."""
+    """Return the point in the current stream after which nothing in it uses the buffer; None on the CPU."""
     if not buffer.is_cuda:
         return None
     stream = torch.cuda.current_stream(buffer.device)
-    # Should it be freed, not used again: the allocator knows only of the stream on which it was allocated.
+    # In case it is freed and not used again: the allocator knows only the stream on which it was allocated.
     buffer.record_stream(stream)
     event: torch.cuda.Event = stream.record_event()
     return event
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes that one `take` of `nbytes` may use."""
+    """Return how many bytes one `take` of `nbytes` may use."""
     return nbytes + ALIGNMENT
 
 
-_LONGEST_PAUSE = 0.001  # seconds between two looks at an event
+_LONGEST_PAUSE = 0.001  # seconds between two queries of an event
 
 
 def queues(device: torch.device) -> bool:
-    """Whether the host does not wait for what is queued there; asked once for each group."""
+    """Return whether work on the device is queued and the host does not wait for it; asked once for each group."""
     return device.type == "cuda"
 
 
 def drained(device: torch.device, end: float, called_off: Callable[[], bool] = lambda: False) -> bool:
-    """Wait until all that the current stream of `device` has been given so far is done.
+    """Wait until the current stream of `device` has done all its work so far.
 
     False when `end` passes first, or `called_off()` says so. True at once for the CPU, which has none. Raises
     RuntimeError when CUDA itself is broken.

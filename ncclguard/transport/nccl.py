@@ -28,9 +28,7 @@ T = TypeVar("T")
 
 
 class Launch(Generic[T]):
-    """One call, for `Launcher.submit`. Once it has ``finished`` it has left its
-    ``result``, or the ``error`` that it raised.
-    """
+    """One call for `Launcher.submit`; once ``finished``, it has a ``result`` or the ``error`` that it raised."""
 
     __slots__ = ("_call", "_running", "error", "finished", "result")
 
@@ -43,7 +41,7 @@ class Launch(Generic[T]):
         self.error: BaseException | None = None
 
     def ended(self, seconds: float) -> bool:
-        """Wait up to ``seconds``; whether it has come back."""
+        """Wait up to ``seconds`` and return whether the call has come back."""
         if not self.finished and self._running.acquire(timeout=max(0.0, seconds)):
             self._running.release()
         return self.finished
@@ -62,8 +60,9 @@ class Launch(Generic[T]):
 
 
 class Launcher:
-    """The thread. It ends with `close`; a call that never comes back keeps it, and
-    interpreter exit waits for it with a bound.
+    """The thread that runs the launches, until `close`.
+
+    A call that never comes back keeps it, and interpreter exit waits for it with a bound.
     """
 
     def __init__(self, what: str) -> None:
@@ -73,11 +72,11 @@ class Launcher:
             raise TransportError(f"{what} cannot begin: the program has ended")
 
     def submit(self, launch: Launch[T]) -> None:
-        """Have it run after all that were submitted before; returns at once."""
+        """Run a launch after all that were submitted before; returns at once."""
         self._queue.put(launch)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Take nothing more: the thread ends after what was submitted."""
+        """Accept no more launches: the thread ends after those that were submitted."""
         self._queue.put(None)
 
 
@@ -85,11 +84,11 @@ def _run_all(calls: queue.SimpleQueue[Launch[object] | None]) -> None:
     with torch.inference_mode():  # in which results that are inference tensors may be written, and all others too
         while (launch := calls.get()) is not None:
             launch.run()
-            del launch  # with the tensors it holds, while the next one is waited for
+            del launch  # frees its tensors while the thread waits for the next launch
 
 
-_LAUNCH_SLICE = 0.05  # seconds between two looks at the communicator while a launch does not come back
-_LONGEST_PAUSE = 0.001  # seconds between two looks at a CUDA event
+_LAUNCH_SLICE = 0.05  # seconds between two checks of the communicator while a launch does not come back
+_LONGEST_PAUSE = 0.001  # seconds between two queries of a CUDA event
 _ASK_EVERY = 0.1  # seconds between two questions for errors of the communicator
 
 Launched = tuple[dist.Work, torch.cuda.Event]
@@ -100,7 +99,7 @@ class Owner(Protocol):
 
     @property
     def aborted(self) -> bool:
-        """Whether it was aborted, and that has ended."""
+        """Return whether it was aborted, and that has ended."""
 
     def check(self) -> None:
         """Raise TransportError once it was stopped."""
@@ -113,7 +112,7 @@ class Owner(Protocol):
 
 
 class NcclPending(Pending):
-    """One operation of an NCCL group; complete when its event has been reached on the GPU and nobody has aborted."""
+    """One operation of an NCCL group; complete when the GPU has reached its event and nobody has aborted."""
 
     __slots__ = ("_ask_at", "_done", "_owner", "launch")
 
@@ -124,8 +123,9 @@ class NcclPending(Pending):
         self._ask_at = 0.0
 
     def wait(self, seconds: float) -> bool:
-        """See `Pending.wait`. Polls: ``Work.wait`` would block, and with a timeout abort
-        the communicator when that is over.
+        """Wait as `Pending.wait` says, by polling.
+
+        torch's own ``wait`` would block, and with a timeout abort the communicator when that is over.
         """
         if self._done:
             return True
@@ -148,10 +148,10 @@ class NcclPending(Pending):
         return True
 
     def _launched(self) -> Launched:
-        """What the launch has left. Raises its error as what it means to the guard."""
+        """Return the result of the launch, or raise its error as `failure` translates it."""
         error = self.launch.error
         if error is not None:
-            self._owner.check()  # "communicator was aborted" is the consequence
+            self._owner.check()  # first: "communicator was aborted" is only the consequence of a stop
             raise failure(error) from error
         assert self.launch.result is not None
         return self.launch.result
@@ -162,7 +162,7 @@ class NcclPending(Pending):
             reached = bool(event.query())  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise failure(error) from error
-        self._owner.check()  # an abort makes the event come too, and sets its flag before
+        self._owner.check()  # an abort completes the event as well, and sets its flag before
         now = time.monotonic()
         if self._ask_at == 0.0:
             self._ask_at = now + _ASK_EVERY
@@ -172,7 +172,7 @@ class NcclPending(Pending):
         return reached
 
     def over(self) -> bool:
-        """Whether nothing of it can touch its tensors any more, for whatever reason."""
+        """Return whether nothing of the operation can touch its tensors any more, for whatever reason."""
         if self._done:
             return True
         if not self.launch.finished:
@@ -183,18 +183,18 @@ class NcclPending(Pending):
         assert self.launch.result is not None
         try:
             return bool(self.launch.result[1].query())  # type: ignore[no-untyped-call]
-        except RuntimeError:  # CUDA itself is broken: nothing is known
+        except RuntimeError:  # CUDA itself is broken, so the state is unknown
             return False
 
 
 def failure(error: BaseException) -> BaseException:
-    """What an error of torch means to the guard.
+    """Translate an error of torch into the guard's terms.
 
-    A RuntimeError is the communicator's; out of memory and a broken device are this rank's; others are what they are.
+    A RuntimeError is the communicator's; out of memory and a broken device are this rank's; others stay as they are.
     """
     if isinstance(error, torch.OutOfMemoryError):  # a RuntimeError too
         return MemoryError(str(error))
-    if torch_compat.of_own_device(error):  # likewise
+    if torch_compat.of_own_device(error):  # a RuntimeError too
         return error
     return TransportError(str(error)) if isinstance(error, RuntimeError) else error
 
@@ -204,8 +204,8 @@ _log = logging.getLogger("ncclguard")
 _STOP_WAIT = 0.08  # seconds that stop() itself waits: its contract is 100 ms
 _ABORT_WITHIN = 10.0  # seconds after which an abort counts as hung
 _CLOSE_WAIT = 1.0  # seconds that close() waits
-_PAUSE = 0.001  # seconds between two looks at what is to become quiet
-_ASK_SLICE = 0.05  # seconds between two looks at the communicator while another thread asks NCCL or aborts
+_PAUSE = 0.001  # seconds between two checks of an operation that is to end
+_ASK_SLICE = 0.05  # seconds between two checks of the communicator while another thread asks NCCL or aborts
 _LAUNCHED_WITHIN = 0.2  # seconds that an abort waits for a launch to come back
 _ASKED_WITHIN = 1.0  # seconds that an abort waits for an answer of NCCL in another thread
 
@@ -234,8 +234,8 @@ class NcclCommunicator(Communicator):
         self._launching = threading.Lock()  # held during each launch; see _abort
         self._probe = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._launcher = Launcher(f"launching on generation {self.generation}")
-        # Once for the thread: leaving the context of a stream sets the device of before,
-        # which would begin to use GPU 0.
+        # Set once for the thread: on leaving, the context of a stream sets the device that was current before, and the
+        # process would begin to use GPU 0.
         self._launcher.submit(Launch(functools.partial(torch.cuda.set_device, device)))
         # Operations with the tensors they use: neither may be freed while a kernel can still touch them.
         self._flying: dict[NcclPending, tuple[torch.Tensor, ...]] = {}
@@ -278,8 +278,9 @@ class NcclCommunicator(Communicator):
         return self._start((wire, flat, *wires), lambda group: group._allgather_base(flat, wire), distribute)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp.RedOpType) -> Pending:
-        """See `Communicator.reduce_scatter`, with one difference: ``output`` is written on
-        the GPU, before `Pending.wait` says so.
+        """Reduce and scatter as `Communicator.reduce_scatter` says, with one difference.
+
+        ``output`` is written on the GPU before `Pending.wait` returns True.
         """
         options = dist.ReduceScatterOptions()
         options.reduceOp = memory.NCCL.wire_op(op, output.dtype)  # type: ignore[assignment]
@@ -322,9 +323,7 @@ class NcclCommunicator(Communicator):
         call: Callable[[Any], dist.Work],
         afterwards: Callable[[], None] | None = None,
     ) -> NcclPending:
-        """Have an operation queued behind the caller's current stream, and then
-        ``afterwards()``, which queues more of it.
-        """
+        """Queue an operation behind the caller's current stream, and then ``afterwards()``, which queues more of it."""
         for tensor in tensors:
             if tensor.device != self.device:
                 raise ValueError(
@@ -367,15 +366,16 @@ class NcclCommunicator(Communicator):
             raise TransportError(f"the communicator (generation {self.generation}) was stopped: build the next one")
 
     def ask(self, work: dist.Work) -> None:
-        """Raise TransportError for an error that NCCL has seen. Never while the
-        communicator is aborted, which may hang.
+        """Raise TransportError for an error that NCCL has seen.
+
+        NCCL is never asked while the communicator is aborted, because the question may hang then.
         """
         while not self._asking.acquire(timeout=_ASK_SLICE):
             self.check()
         try:
             self.check()
-            # torch prints once in a process that exception() is being deprecated. What it offers instead, wait(), would
-            # abort the communicator on an error, here, where an abort that hangs cannot be left behind.
+            # torch warns once in a process that exception() is deprecated. Its replacement, wait(), would abort the
+            # communicator on an error, in this thread, which could not leave an abort that hangs behind.
             error = work.exception() if work.is_completed() else None
         except RuntimeError as raised:
             raise failure(raised) from raised
@@ -385,14 +385,15 @@ class NcclCommunicator(Communicator):
             raise TransportError(str(error))
 
     def complete(self, pending: NcclPending) -> None:
-        """An operation is over; its tensors may be freed."""
+        """Forget an operation that is over, so that its tensors may be freed."""
         with self._lock:
             self._flying.pop(pending, None)
 
     @property
     def aborted(self) -> bool:
-        """Whether an abort has come back. NCCL frees the communicator's memory in it, so
-        that no kernel can still run.
+        """Return whether an abort has come back.
+
+        NCCL frees the communicator's memory in it, so that no kernel can still run.
         """
         return self._aborted.is_set()
 
@@ -402,7 +403,7 @@ class NcclCommunicator(Communicator):
         end = time.monotonic() + _STOP_WAIT
         with self._lock:
             first = not self._stopped
-            self._stopped = True  # before the abort: from here on "completed" means nothing
+            self._stopped = True  # before the abort: from then on operations may look complete that are not
             if first and self._group is not None and self._pid == os.getpid():
                 # None at interpreter exit, when there are no threads: an abort that hangs must not hang the exit.
                 self._aborter = in_background(
@@ -417,9 +418,9 @@ class NcclCommunicator(Communicator):
         warn.daemon = True
         with contextlib.suppress(RuntimeError):  # interpreter exit: no threads any more
             warn.start()
-        # Between two launches: one that is under way when its communicator is taken away polls a null handle, whose
+        # The abort is made between two launches: a launch whose communicator is taken away polls a null handle, whose
         # state NCCL does not write, until TORCH_NCCL_NONBLOCKING_TIMEOUT (NCCLUtils.hpp, C10D_NCCL_CHECK_TIMEOUT_BASE;
-        # torch 2.13: 11 of 20 aborts during launches). One that waits for a missing peer does that all the same.
+        # torch 2.13: 11 of 20 aborts during launches). A launch that waits for a missing peer polls it all the same.
         if self._launching.acquire(timeout=_LAUNCHED_WITHIN):
             self._launching.release()
         asked = self._asking.acquire(timeout=_ASKED_WITHIN)
@@ -444,8 +445,9 @@ class NcclCommunicator(Communicator):
         )
 
     def quiet(self, seconds: float) -> bool:
-        """See `Communicator.quiet`: no launch is outstanding and every kernel has ended.
-        False for good if an abort hangs.
+        """Wait as `Communicator.quiet` says, until no launch is outstanding and every kernel has ended.
+
+        Returns False for good if an abort hangs.
         """
         end = time.monotonic() + seconds
         if not self._votes.quiet(seconds):
@@ -480,12 +482,12 @@ class NcclCommunicator(Communicator):
             return
         aborted = self._aborted.wait(_CLOSE_WAIT if self._aborter is not None else 0)
         if not (aborted and all(pending.over() for pending in flying)):
-            # The destructor would wait for the kernels, and the memory is theirs as long as they run.
+            # The destructor would wait for the kernels, which use the memory as long as they run.
             keep_for_ever(group)
             keep_for_ever(flying)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the CUDA context is the parent's."""
+        """Leave everything to the parent, in a forked child: the CUDA context is the parent's."""
         self._lock = threading.RLock()
         self._stopped = True
         keep_for_ever((self._group, self._flying))
@@ -499,7 +501,7 @@ def abort_group(group: Any, device: torch.device) -> None:
 
 
 def _shut(last: list[Any]) -> None:
-    """Release a healthy group, of which this is the only reference: its destructor is to run here."""
+    """Release a healthy group of which this is the only reference, so that its destructor runs here."""
     try:
         torch_compat.shut_nccl_group(last[0])
     except RuntimeError as error:
@@ -518,18 +520,19 @@ def _errors_of_torch() -> Iterator[None]:
 #: Seconds that interpreter exit waits for an abort that hangs: one that comes back while the interpreter is being torn
 #: down ends the process with SIGABRT (seen with aborts of 6 and 9 s), and a launcher would blame this rank.
 _ENDS_WITHIN = 10.0
-#: Of torch's own watchdog, where it cannot be done without: beyond any deadline of the guard.
+#: The limit of torch's own watchdog, where one must run: beyond any deadline of the guard.
 _WATCHDOG_AFTER = timedelta(days=7)
-#: That torch waits for NCCL in abort(); nothing else is bounded by the group's own timeout.
+#: The group's own timeout, by which torch bounds its wait for NCCL in abort(), and nothing else.
 _ABORT_LIMIT = timedelta(seconds=60)
 
 
 class NcclBuilder:
-    """Builds `NcclCommunicator`, see `Builder`, on ``device``: that of the tensors,
-    which need not be the current one.
+    """Builds `NcclCommunicator`, as `Builder` says, on the ``device`` of the tensors.
+
+    That need not be the current device.
     """
 
-    # Enough to keep the GPU busy; collectives of lists need memory for each, of the size of all its parts.
+    # Enough to keep the GPU busy; a collective of lists needs memory of the size of all its parts for each of them.
     max_in_flight = 8
     shares = False
 
@@ -549,7 +552,7 @@ class NcclBuilder:
         seconds: float,
     ) -> NcclCommunicator:
         end = time.monotonic() + seconds
-        # The votes first: they show in bounded time who is there, and NCCL's start cannot be ended as surely.
+        # The votes are connected first: they show in bounded time who is there, while NCCL's start may hang.
         votes = StreamBuilder(disconnects=False).build(store, f"{prefix}/votes", ranks, index, generation, seconds)
         attempt = _Attempt(self.device, votes, end)
         what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers over NCCL"
@@ -568,7 +571,7 @@ class NcclBuilder:
             votes.stop()
             votes.close()
             if error.__cause__ is not None and torch_compat.of_own_device(error.__cause__):
-                raise error.__cause__ from None  # no fault of the network's: another try on this device ends alike
+                raise error.__cause__ from None  # not the network's fault: another try on this device ends alike
             raise
 
 
@@ -609,8 +612,9 @@ class _Attempt:
         return communicator
 
     def _try_out(self, communicator: NcclCommunicator) -> None:
-        """One operation: what cannot be connected at all is to show here. Others connect
-        more, for the algorithms they use.
+        """Run one operation, to find out now what cannot be connected at all.
+
+        Later ones connect more, for the algorithms they use.
         """
         first = communicator.all_reduce(torch.zeros(1, device=self._device), ReduceOp.SUM)
         while not first.wait(0.1):
@@ -624,7 +628,7 @@ class _Attempt:
             raise TransportError("NCCL has connected after this was given up")
 
     def give_up(self) -> None:
-        """From another thread: end what can be ended."""
+        """End the attempt, as far as that is possible, from another thread."""
         with self._lock:
             self._given_up = True
             communicator, group = self._communicator, self._group

@@ -1,4 +1,4 @@
-"""How large tensors move between the ranks: rings and chains of segments, and pairs of ranks one after the other.
+"""Large tensors: rings and chains of segments between the ranks, and pairs of ranks one after the other.
 
 Every operation is a generator of steps in the caller's thread: one stream of bytes out, one in, both at once, and the
 arithmetic in between, while what has just come is still in the core's cache. All ranks cut a tensor in the same way and
@@ -32,7 +32,7 @@ from ncclguard.transport.memory import Arithmetic, address_of, copy_bytes, read_
 SEGMENT = 256 << 10
 _MARK = struct.Struct("=q")
 _POINTER = struct.Struct("=Q")
-_LOOKS = 16  # segments between two looks at the clock
+_CLOCK_EVERY = 16  # segments between two readings of the clock
 
 
 class Mismatch(Exception):
@@ -61,7 +61,7 @@ class Ring:
         self._next = (links.index + 1) % links.size
         self._previous = (links.index - 1) % links.size
         self._scratch = memoryview(bytearray(SEGMENT))
-        self._announced = False  # whether all know where all listen
+        self._announced = False  # whether all ranks know all addresses
 
     # --- the operations ---------------------------------------------------------------------------------------------
 
@@ -86,11 +86,11 @@ class Ring:
                     save(first, last)
                     arithmetic.combine(whole[start:stop], scratch[: stop - start], whole[start:stop])
                 else:
-                    if step == rounds:  # of the own chunk, which was only read until now
+                    if step == rounds:  # this rank's own chunk, which was only read until now
                         save(first, last)
                     yield data[first:last], True
                 arrived[block] = step + 1
-                if step == rounds - 1:  # a sum of all
+                if step == rounds - 1:  # now it is the sum over all ranks
                     self.met = self.met or time.monotonic()
 
         def sends() -> Iterator[tuple[memoryview, bool] | None]:
@@ -140,13 +140,13 @@ class Ring:
                 while (number, step - 1) not in held:
                     yield None
                 room = held.pop((number, step - 1))
-                yield room[: last - first], False  # by the socket, because the memory is used again
+                yield room[: last - first], False  # through the socket, because the memory is used again
                 free.append(room)
 
         yield from self._flow(self._links[self._next], sends(), self._links[self._previous], receives())
 
     def all_gather(self, parts: Sequence[memoryview], own: memoryview) -> Steps:
-        """Every rank's ``own`` bytes to all, of which ``parts[index]`` may be the same memory. Lengths may differ."""
+        """Gather every rank's ``own`` bytes on all; ``parts[index]`` may be the same memory, and lengths may differ."""
         size, index = self._size, self._index
         _copy(parts[index], own)
         if size == 1:
@@ -177,7 +177,10 @@ class Ring:
         self.met = time.monotonic()
 
     def broadcast(self, data: memoryview, source: int, save: Save) -> Steps:
-        """Along a chain. A rank that has completed it knows that all after it have, so that none runs far ahead."""
+        """Broadcast along a chain.
+
+        A rank that has completed it knows that all after it have, so that none runs far ahead.
+        """
 
         def receives() -> Iterator[tuple[memoryview, bool]]:
             for first, last in _segments(len(data), 1):
@@ -187,7 +190,7 @@ class Ring:
         yield from self._chain(data, 1, (self._index - source) % self._size, receives())
 
     def reduce(self, data: memoryview, itemsize: int, arithmetic: Arithmetic, root: int) -> Steps:
-        """Along a chain that ends at ``root``, which has the result in ``data``; with the others it is used up."""
+        """Reduce along a chain that ends at ``root``, whose ``data`` is the result; the others' ``data`` is used up."""
         whole, scratch = arithmetic.array(data), arithmetic.array(self._scratch)
 
         def receives() -> Iterator[tuple[memoryview, bool]]:
@@ -221,7 +224,7 @@ class Ring:
         yield from self._flow(out, sends() if out else (), into, counted() if into else (), chain=True)
 
     def gather(self, sent: memoryview, parts: Sequence[memoryview], root: int) -> Steps:
-        """``parts`` of the rank at ``root`` receive what each rank has ``sent``; the others have none."""
+        """Gather at ``root``: its ``parts`` receive the bytes that each rank has ``sent``; the others have none."""
         if self._index != root:
             yield from self._meet([root])
             yield from self._flow(self._links[root], _whole(sent), None, ())
@@ -234,7 +237,7 @@ class Ring:
                 yield from self._flow(None, (), self._links[peer], _whole(part))
 
     def scatter(self, part: memoryview, sent: Sequence[memoryview], root: int) -> Steps:
-        """``part`` of each rank receives what the one at ``root`` has for it in ``sent``; the others have none."""
+        """Scatter from ``root``: ``part`` of each rank receives its bytes of ``sent``, which the others do not have."""
         if self._index != root:
             yield from self._meet([root])
             yield from self._flow(None, (), self._links[root], _whole(part))
@@ -288,7 +291,7 @@ class Ring:
         """
         outgoing = _Outgoing(out, sends, self.mark, self.direct)
         incoming = _Incoming(into, receives, self.mark, self.direct)
-        looks = _LOOKS
+        looks = _CLOCK_EVERY
         while True:
             moved = incoming.move() if not incoming.over else False
             if not outgoing.over and outgoing.move():
@@ -298,7 +301,7 @@ class Ring:
             if moved:
                 looks -= 1
                 if looks == 0:
-                    looks = _LOOKS
+                    looks = _CLOCK_EVERY
                     yield ()
             else:
                 yield wants_of(incoming.waiting, outgoing.waiting)
@@ -328,11 +331,11 @@ class _Outgoing:
 
     @property
     def waiting(self) -> Link | None:
-        """The link whose buffer is full; None while there is nothing to send yet, or any more."""
+        """The link whose buffer is full; None while there is nothing to send yet, or nothing more."""
         return self._link if self._view is not None else None
 
     def move(self) -> bool:
-        """Send until the buffer is full, or there is nothing to send yet; whether anything was."""
+        """Send until the buffer is full, or there is nothing to send yet; return whether anything was sent."""
         link, moved = self._link, False
         assert link is not None
         while True:
@@ -371,19 +374,19 @@ class _Incoming:
         self._receives = iter(receives)
         self._mark = _MARK.pack(mark)
         self._pointer = memoryview(bytearray(8))
-        self._view = self._pointer  # what the next bytes of the stream are put into: first the mark
-        self._target: memoryview | None = None  # what is to be read from the memory that the pointer says
+        self._view = self._pointer  # receives the next bytes of the stream: first the mark
+        self._target: memoryview | None = None  # receives the bytes from the peer's memory, at the pointer's address
         self._got = 0
         self.read = False  # whether the peer's memory was read
         self.over = link is None
 
     @property
     def waiting(self) -> Link | None:
-        """The link that has nothing for this rank yet; None once all has come."""
+        """The link from which bytes are awaited; None once all have come."""
         return None if self.over else self._link
 
     def move(self) -> bool:
-        """Take what has come, up to one segment; whether anything was there."""
+        """Take the bytes that have come, up to one segment; return whether there were any."""
         link, moved = self._link, False
         assert link is not None
         while True:
@@ -403,7 +406,7 @@ class _Incoming:
                 return True
 
     def _take(self, link: Link) -> None:
-        """What was expected is there."""
+        """Use the bytes that have come in full: the mark, an address, or data; then set up the next."""
         if self._mark:
             if bytes(self._pointer) != self._mark:
                 raise Mismatch(link.peer)
@@ -441,7 +444,7 @@ def _confirm(link: Link | None) -> Steps:
 
 
 def _confirmed(link: Link | None) -> Steps:
-    """Wait until the rank after this one says so."""
+    """Wait until the rank after this one says that it has read this one's memory."""
     while link is not None:
         try:
             if link.socket.recv(1, NOW) == b"\1":
@@ -457,7 +460,7 @@ def _confirmed(link: Link | None) -> Steps:
 
 
 class _Cut:
-    """Elements in blocks, and each block in one part for each rank, of at most `SEGMENT` bytes."""
+    """A tensor's elements cut into blocks, and each block into one part for each rank, of at most `SEGMENT` bytes."""
 
     __slots__ = ("_block", "_numel", "_size", "blocks")
 
@@ -468,20 +471,20 @@ class _Cut:
         self.blocks = -(-numel // self._block)
 
     def part(self, block: int, chunk: int) -> tuple[int, int]:
-        """First and last element, half-open; the last block is divided like the others."""
+        """Return the range of elements of a part, half-open; the last block is divided like the others."""
         first = block * self._block
         length = min(self._block, self._numel - first)
         return first + length * chunk // self._size, first + length * (chunk + 1) // self._size
 
 
 def _segments(nbytes: int, itemsize: int) -> list[tuple[int, int]]:
-    """Half-open ranges of bytes, each of whole elements."""
+    """Yield half-open ranges of bytes, each of whole elements."""
     length = max(1, SEGMENT // itemsize) * itemsize
     return [(start, min(start + length, nbytes)) for start in range(0, nbytes, length)]
 
 
 def _order(blocks: int, steps: int) -> Iterator[tuple[int, int]]:
-    """Block and step, each block one step behind the one before it, so that no rank waits for what it has just sent.
+    """Yield block and step, each block one step behind the one before, so that no rank waits for what it has just sent.
 
     >>> list(_order(3, 2))
     [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
@@ -497,6 +500,6 @@ def _whole(view: memoryview) -> Iterator[tuple[memoryview, bool]]:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Unless they are the same memory."""
+    """Copy bytes, unless both are the same memory."""
     if len(source) and address_of(target) != address_of(source):
         copy_bytes(address_of(target), address_of(source), len(source))

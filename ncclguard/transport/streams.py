@@ -19,7 +19,6 @@ from torch.distributed import ReduceOp
 from ncclguard import torch_compat
 from ncclguard.config import current_config
 from ncclguard.environment.network import job_address
-from ncclguard.language import tr
 from ncclguard.transport import memory
 from ncclguard.transport.base import Agreement, Communicator, Disagreement, Kind, Pending, Save, TransportError, live
 from ncclguard.transport.bounded import bounded
@@ -27,8 +26,9 @@ from ncclguard.transport.links import LinkError, Links, Steps, advance, connect
 from ncclguard.transport.memory import Arithmetic, view_of
 from ncclguard.transport.ring import Mismatch, Ring
 from ncclguard.transport.votes import Exchange
+from ncclguard_explain.language import tr
 
-_CONNECT_SHARE = 0.9  # of the time for a build, after which it says who has not come
+_CONNECT_SHARE = 0.9  # of the time for a build; the rest is for saying which rank has not come
 _CLOSE_WAIT = 0.5  # seconds that close() waits for a thread that is still in an operation
 
 
@@ -47,7 +47,7 @@ class StreamCommunicator(Communicator):
         self._exchange = Exchange(ranks, links)
         self._ring = Ring(links)
         self._begun = 0
-        self._broken_off = ""  # why nothing more can be carried
+        self._broken_off = ""  # the reason why nothing more can be carried
         self._pid = os.getpid()
         self.payload_nbytes = self._exchange.payload_nbytes
         live.add(self)
@@ -109,7 +109,7 @@ class StreamCommunicator(Communicator):
     # --- what operations ask ----------------------------------------------------------------------------------------
 
     def move(self, steps: Steps, mark: int, closes: bool, seconds: float) -> tuple[bool, float]:
-        """Go on with an operation for up to ``seconds``: whether it is complete, and `Pending.met`."""
+        """Go on with an operation for up to ``seconds``; return whether it is complete, and `Pending.met`."""
         end = time.monotonic() + seconds
         ring, mine = self._ring, False
         try:
@@ -126,7 +126,7 @@ class StreamCommunicator(Communicator):
         except LinkError as error:
             self._broken_off = str(error)
             raise self._broken(error) from None
-        except BaseException as error:  # a signal handler's: the streams are in the middle of something
+        except BaseException as error:  # a signal handler's, in the middle of a stream
             self._broken_off = self._broken_off or f"{type(error).__name__} has interrupted it"
             raise
         finally:
@@ -140,7 +140,7 @@ class StreamCommunicator(Communicator):
             )
         rank = self.ranks[error.peer]
         if error.error.errno == errno.EFAULT:
-            # Its call has ended, and with it the memory: the others have failed this operation.
+            # The call and its memory have ended: the other ranks have failed this operation.
             return TransportError(tr("rank {rank} has left the operation: {error}", rank=rank, error=error), peer=rank)
         return TransportError(tr("the connection with rank {rank} broke: {error}", rank=rank, error=error), peer=rank)
 
@@ -150,7 +150,7 @@ class StreamCommunicator(Communicator):
         self._links.stop()
 
     def quiet(self, seconds: float) -> bool:
-        """See `Communicator.quiet`: whether no thread is moving bytes any more, which `stop` makes it notice."""
+        """Wait as `Communicator.quiet` says, until no thread moves bytes any more; `stop` makes a thread notice."""
         if self._links.using.acquire(timeout=max(0.0, seconds)):
             self._links.using.release()
             return True
@@ -163,7 +163,7 @@ class StreamCommunicator(Communicator):
         self._links.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the connections are the parent's, and must end when the parent does."""
+        """Leave the connections to the parent, in a forked child: they must end when the parent does."""
         self._links.using = threading.Lock()
         self._links.close()
 
@@ -197,18 +197,19 @@ class Moving(Pending):
 
 
 def _operand(tensor: torch.Tensor, op: ReduceOp.RedOpType) -> tuple[memoryview, int, Arithmetic]:
-    """What is reduced: its bytes, the size of an element, and how two are combined."""
+    """Return a tensor as an operand: its bytes, the size of an element, and the arithmetic that combines two."""
     wire = memory.reducible_view(tensor, "cpu")
     return view_of(wire), wire.element_size(), Arithmetic(memory.CPU.wire_op(op, wire.dtype), wire.dtype)
 
 
 def _nothing(start: int, stop: int) -> None:
-    """Nothing is kept of what is overwritten."""
+    """Keep no copy of the part that is overwritten."""
 
 
 class StreamBuilder:
-    """Builds `StreamCommunicator`, see `Builder`. ``disconnects``: whether the store is disconnected afterwards, which
-    it never is with ``shares``.
+    """Builds `StreamCommunicator`, as `Builder` says.
+
+    ``disconnects``: whether the store is disconnected afterwards, which it never is with ``shares``.
     """
 
     max_in_flight = 1  # the caller's thread is the only one that moves bytes, and keeps both directions busy
@@ -237,7 +238,7 @@ class StreamBuilder:
             keys = torch_compat.PrefixStore(prefix, store)
             links = connect(keys, job_address(), len(ranks), index, end, direct)
             if self._disconnects:
-                torch_compat.disconnect(store)  # its host has one descriptor less to keep
+                torch_compat.disconnect(store)  # saves a descriptor on the store's host
             return StreamCommunicator(links, ranks, generation)
 
         what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers"

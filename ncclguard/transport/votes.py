@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ncclguard.language import tr
 from ncclguard.transport import memory
 from ncclguard.transport.base import Agreement, TransportError
 from ncclguard.transport.links import BLOCKS_FOR, NOW, Link, Links, await_events, distances, wants_of
 from ncclguard.transport.memory import Arithmetic, copy_bytes, view_of
+from ncclguard_explain.language import tr
 
 HEADER = 16  # bytes before the payload in a slot: vote and length
 _HEADER = struct.Struct("=qq")
@@ -36,24 +36,24 @@ _HEADER = struct.Struct("=qq")
 #: steps that wait for each other: measured on 2 cores, 2 to 8 ranks, the ring is ahead above about this.
 _ALL_SLOTS = 256 << 10
 _LARGEST_SLOT = 64 << 10
-_FEW = 8  # ranks, up to which adding up their rows one by one costs less than copying them into one tensor first
-#: What Python's numbers hold, and its native format, in which what is too large for a float32 becomes infinite.
+_FEW = 8  # ranks up to which adding their rows one by one costs less than copying them into one tensor first
+#: dtypes that fit Python's numbers, and their native formats, in which a sum too large for a float32 becomes infinite.
 _SCALARS = {torch.float32: "f", torch.float64: "d"}
 _SCALAR_NBYTES = 32  # a payload of up to so many is added up as Python's numbers
-_CACHED = 64  # layouts, and ways to combine payloads, that are kept: programs make the same few calls over and over
+_CACHED = 64  # cached layouts and combining functions: programs make the same few calls over and over
 
 
 def slot_nbytes(size: int) -> int:
-    """The longest slot in a group of ``size`` ranks, header included."""
+    """Return the longest slot in a group of ``size`` ranks, header included."""
     return max(HEADER, min(_LARGEST_SLOT, _ALL_SLOTS // size // HEADER * HEADER))
 
 
 def _slot_of(nbytes: int) -> int:
-    """Bytes of a slot with a payload of so many: whole headers, so that every dtype is aligned."""
+    """Return the bytes of a slot with a payload of so many: whole headers, so that every dtype is aligned."""
     return HEADER + -(-nbytes // HEADER) * HEADER
 
 
-#: Whom a hop sends to, whom it receives from, and the memory of both.
+#: The rank that a hop sends to, the rank that it receives from, and the memory of both.
 _Hop = tuple["Link | None", "Link | None", memoryview, memoryview]
 
 
@@ -78,9 +78,9 @@ class Exchange(Agreement):
         self._layouts: dict[int, list[_Hop]] = {}
         self._layout = self._laid_out(0)
         self._folds: dict[tuple[int, torch.dtype, str], Callable[[], bytes]] = {}
-        self._nbytes = 0  # of the payload of the one under way
-        self._own = b""  # the header that all ranks have to send
-        self._hop = len(self._layout)  # none is under way
+        self._nbytes = 0  # length of the payload of the exchange under way
+        self._own = b""  # the header that every rank has to send
+        self._hop = len(self._layout)  # no exchange is under way
         self._sent = self._received = 0
         self._agreed = True
         self._waited = False
@@ -108,10 +108,10 @@ class Exchange(Agreement):
     def wait(self, seconds: float) -> bool:
         if self._complete:
             return True
-        mine = False
+        mine, end = False, time.monotonic() + seconds
         try:
             mine = self._links.using.acquire(timeout=seconds)
-            return mine and self._move(time.monotonic() + seconds)
+            return mine and self._move(end)
         finally:
             if mine:
                 self._links.using.release()
@@ -143,7 +143,7 @@ class Exchange(Agreement):
         return True
 
     def _hop_asleep(self, out: Link | None, into: Link | None, outgoing: memoryview, incoming: memoryview) -> None:
-        """A whole hop, as a rule, in two system calls; what is left of it, errors too, is for the caller's loop."""
+        """Do a whole hop in two system calls, as a rule; the caller's loop does the rest of it, errors too."""
         self._turns.slept()
         try:
             if out is not None:
@@ -190,7 +190,7 @@ class Exchange(Agreement):
         if not count:
             raise self._broken(into, ConnectionResetError(tr("closed by the peer")))
         self._received = before + count
-        # What a rank passes on, it has compared before: who agrees with all that it hears from, agrees with all.
+        # A rank compares every slot before it passes it on, so a rank that agrees with its peers agrees with all ranks.
         if before < HEADER <= self._received and incoming[:HEADER] != self._own:
             self._agreed = False
         return True
@@ -198,7 +198,7 @@ class Exchange(Agreement):
     def _await(
         self, out: Link | None, into: Link | None, outgoing: memoryview, incoming: memoryview, end: float
     ) -> bool:
-        """Whether there may be something to do before `end`."""
+        """Return whether there may be something to do before `end`."""
         if into is not None and self._sent == len(outgoing):
             if self._turns.give_way():
                 return True
@@ -223,7 +223,7 @@ class Exchange(Agreement):
         return self._whole[start : start + self._nbytes].tobytes()
 
     def _start_of(self, index: int) -> int:
-        """Where the slot of a rank of the group begins, in the exchange under way."""
+        """Return the offset of a rank's slot, in the exchange under way."""
         return (index - self._first) % len(self._ranks) * _slot_of(self._nbytes)
 
     def reduced(self, dtype: torch.dtype, op: str) -> bytes:
@@ -235,7 +235,7 @@ class Exchange(Agreement):
         return fold()
 
     def _fold_of(self, dtype: torch.dtype, op: str) -> Callable[[], bytes]:
-        """What combines payloads like those of the exchange under way."""
+        """Return a function that combines payloads like those of the exchange under way."""
         size, nbytes, slot = len(self._ranks), self._nbytes, _slot_of(self._nbytes)
         if op == "SUM" and dtype in _SCALARS and size <= _FEW and 0 < nbytes <= _SCALAR_NBYTES:
             layout = struct.Struct(f"{nbytes // dtype.itemsize}{_SCALARS[dtype]}")
@@ -244,7 +244,7 @@ class Exchange(Agreement):
         return _Fold(slots, -self._first % size, dtype, op)
 
     def _laid_out(self, nbytes: int) -> list[_Hop]:
-        """What each hop sends and receives, for a payload of so many bytes."""
+        """Return the layout of each hop's messages, for a payload of so many bytes."""
         slot = _slot_of(nbytes)
         found = self._layouts.get(slot)
         if found is None:
@@ -265,7 +265,10 @@ class Exchange(Agreement):
         return hops
 
     def _through_first(self, slot: int) -> list[_Hop]:
-        """All get what all have sent; of votes alone only that of the first rank, which has found all others equal."""
+        """Lay out an exchange through the first rank.
+
+        All get the slots of all; in votes alone only the first rank's, which has found all others equal.
+        """
         size, index, nothing = len(self._ranks), self._index, memoryview(b"")
         everything = self._whole[: size * slot if slot > HEADER else HEADER]
         if index:
@@ -285,7 +288,7 @@ class Exchange(Agreement):
 
 
 def _added(layout: struct.Struct, memory: memoryview, starts: Sequence[int]) -> bytes:
-    """The sums of a few floating-point numbers of each rank, added in the order of the ranks and rounded once.
+    """Return the sums of a few floating-point numbers of each rank, added in rank order and rounded once.
 
     By the interpreter, whose code is in the core's cache when a thread wakes up: numpy's is not, and takes 30 us for
     one element of 4 ranks on busy cores, this 5.
@@ -316,12 +319,12 @@ class _Fold:
             by_numpy = self._arithmetic.by_numpy
             rows, *parts = ((each.numpy() if by_numpy else each) for each in (table, slots[first:], slots[:first]))
             self._result = view_of(table[0])
-            #: What is copied, as (to, from), and what is combined, as (left, right, into).
+            #: The copies, as (to, from), and the combinations, as (left, right, into).
             self._copies: list[tuple[Any, Any]] = []
             self._folds: list[tuple[Any, Any, Any]] = []
             left = len(rows)
             if 1 < left <= _FEW:
-                # Few are combined where they lie: copying them into one table first costs more than the calls.
+                # A few ranks are combined in place: copying them into one table first costs more than the calls.
                 found = [*parts[0], *parts[1]]
                 while left > 1:
                     half = (left + 1) // 2

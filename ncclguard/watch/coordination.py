@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ncclguard.cause import Cause
+from ncclguard import torch_compat
 from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall, Subject, Summarise
 from ncclguard.coordination.inquiry import Question, not_answering, not_come
 from ncclguard.coordination.liveness import silent_cause
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.coordination.store import AgreementStore, HighWaterMarks
 from ncclguard.incident import model
-from ncclguard.incident.model import SHOWN_GROUPS, Incident, ranks_text
-from ncclguard.incident.stacks import program_place
+from ncclguard.incident.model import Incident
+from ncclguard.incident.stacks import call_site_of
 from ncclguard.protocol.decision import (
     Departure,
     Issued,
@@ -35,8 +35,11 @@ from ncclguard.protocol.decision import (
     elsewhere_long_enough,
 )
 from ncclguard.protocol.member import Member
-from ncclguard.watch.judge import analyse, expired, has_issued, is_consequence, verdict_of
+from ncclguard.watch.judge import MESSAGE, STARTED, analyse, expired, has_issued, is_consequence, verdict_of
 from ncclguard.watch.recorder import Observation, Pending, Recorder
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import told
+from ncclguard_explain.ranks import SHOWN_GROUPS, ranks_text
 
 KEY: Final = "watch"
 #: The recorder is not read again for another report before so many seconds.
@@ -44,8 +47,9 @@ FRESH: Final = 0.05
 
 
 class WatchState(GroupState):
-    """Reports what torch's flight recorder says; never settles anything. Works also on
-    ranks that did not call `watch`.
+    """The state that reports what torch's flight recorder says; it never settles anything.
+
+    It works also on ranks that did not call `watch`.
     """
 
     guarded = False
@@ -113,7 +117,7 @@ class WatchState(GroupState):
         return [(p.channel, p.sequence, p.text, now - self.age(p)) for p in self.observation.pending]
 
     def last_words(self) -> Watched:
-        """What this rank has issued, so that the others know at once whether they wait for it in vain."""
+        """Return what this rank has issued, so that the others know at once whether they wait for it in vain."""
         observation = self.read()
         return Watched(issued=observation.issued, recent=_recent(observation))
 
@@ -164,15 +168,20 @@ class WatchState(GroupState):
         oldest = max(observation.pending, key=self.age, default=None)
         details: dict[str, object] = {}
         if oldest is not None:
-            details |= {"call": oldest.text, "call_site": program_place(oldest.thread)}
+            details |= {"call": oldest.text, "call_site": call_site_of(oldest.thread)}
+            details[STARTED] = [p.channel for p in observation.pending if p.started]
             report = replace(report, age=self.age(oldest))
         elif latest is not None:
             details["last"] = latest.text
+        if observation.message:
+            details[MESSAGE] = observation.message
         if self.broken and latest is not None:
-            waits = [_waiting(latest, 0.0, broken=True)]
+            waits = [_waiting(latest, (time.time_ns() - latest.issued) / 1e9 if latest.issued else 0.0, broken=True)]
             details["call"] = latest.text
         call = latest if self.broken else oldest
-        limit = None if call is None or self._limit is None else self._limit(call)
+        limit = torch_compat.limit_passed(self.broken)  # shorter than ours, and what the verdict is about
+        if limit is None and call is not None and self._limit is not None:
+            limit = self._limit(call)
         if limit is not None and oldest is not None:
             report = replace(report, budget=limit - (report.age or 0.0))
         if (self.broken and latest is not None) or _waits_no_longer(report):
@@ -189,8 +198,10 @@ class WatchState(GroupState):
 
 
 def _waits_no_longer(report: Report) -> bool:
-    """Whether this rank asks because another is gone for certain, so that silence of a third one is held against
-    nobody; or because a limit has passed, be it torch's own, so that silence is.
+    """Return whether this rank asks because another is gone, or because a limit has passed.
+
+    If another is gone for certain, silence of a third one is held against nobody; if a limit has passed, be it
+    torch's own, it is.
     """
     return report.trouble is not None and report.trouble.kind in (TroubleKind.DEPARTED, TroubleKind.DEADLINE)
 
@@ -206,7 +217,7 @@ def _recent(observation: Observation) -> tuple[Issued, ...]:
 
 
 class _Named:
-    """What the summary needs of a state, for one of the groups behind it."""
+    """The parts of a state that the summary needs, for one of the groups behind it."""
 
     guarded = False
 
@@ -298,12 +309,13 @@ class WatchCoordination:
         self._monitor.wake()
 
     def left_well(self, rank: int) -> bool:
-        """Whether a rank of this host has ended as it should, and nothing here waits for it."""
+        """Return whether a rank of this host has ended as it should, and nothing here waits for it."""
         return self._monitor.left(rank) and not any(rank in pending.ranks for pending in self.waiting)
 
     def overdue(self, now: float) -> None:
-        """Speak of an ended process by oneself, when the monitor does not come to it
-        because the store does not answer.
+        """Speak of an ended process by oneself, when the monitor does not come to it.
+
+        The store does not answer then.
         """
         with self._lock:
             left = {
@@ -356,7 +368,7 @@ class WatchCoordination:
                 self._ask(TroubleKind.DEPARTED, f"rank {rank} {departure.cause.value}: {departure.text}")
 
     def _matters(self, departure: Departure, known: float, now: float) -> bool:
-        """Whether this rank waits, or will wait in vain, for one that is gone."""
+        """Return whether this rank waits, or will wait in vain, for one that is gone."""
         if departure.cause is Cause.FAILED and is_consequence(departure.text):
             return False  # it ended because its collective broke: who broke that is being found out
         if departure.cause is Cause.LOST and self._follows(departure.rank, departure.text):
@@ -370,7 +382,7 @@ class WatchCoordination:
         return awaited or (departure.cause is Cause.LOST and known >= LOST_GRACE)
 
     def _in_vain(self, departure: Departure, known: float) -> bool:
-        """Whether this rank waits for a collective that one which left has not issued."""
+        """Return whether this rank waits for a collective that one which left has not issued."""
         awaited = {pending.channel: pending.sequence for pending in self.waiting if departure.rank in pending.ranks}
         if not awaited:
             return False
@@ -384,7 +396,7 @@ class WatchCoordination:
         return Departure(rank, Cause.LOST, evidence, details=details.get(rank, {}), terminated=terminated)
 
     def _follows(self, rank: int, evidence: str) -> bool:
-        """Whether the end of a process is what the last incident has led to, and not another one.
+        """Return whether the end of a process is what the last incident has led to, and not another one.
 
         torch ends a process whose collective has failed, or has not ended within torch's own limit
         (ProcessGroupNCCL.cpp, ``Watchdog::run``; nccl2 likewise). So that collective must not have ended since, and the
@@ -395,8 +407,8 @@ class WatchCoordination:
             return False
         channel, _, sequence = last.op_id.rpartition("/")
         observation = self._state.read()
-        if observation.done.get(channel, 0) >= int(sequence):
-            return False
+        if channel not in observation.issued or observation.done.get(channel, 0) >= int(sequence):
+            return False  # it has ended, or its communicator has, and the program has gone on with another
         if any(found.cause in _GONE for found in last.ranks):
             return True
         if "killed by" in evidence and ABORTED not in evidence:
@@ -405,7 +417,10 @@ class WatchCoordination:
         return channel in self.given_up or not waits
 
     def _lost(self, rank: int, evidence: str) -> None:
-        log.warning("ncclguard: rank %d is lost: %s (seen by rank %d)", rank, evidence, self._rank)
+        text = told(
+            "rank {rank} is lost: {because} (seen by rank {peer})", rank=rank, because=evidence, peer=self._rank
+        )
+        log.warning("ncclguard: %s", text)
 
     # ------------------------------------------------------------------ mismatches
 

@@ -1,4 +1,4 @@
-"""Who holds up the collectives that the guard does not carry: a pure function of what the ranks report.
+"""Judgement on who holds up the collectives that the guard does not carry: a pure function of what the ranks report.
 
 The counterpart of `protocol.decision.decide` for one state that covers all groups of the job. A raw collective has no
 closing round and may end on one rank before another has entered it, so nothing is ever committed or resumed here: what
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ncclguard.cause import Cause
 from ncclguard.protocol.decision import (
     PRECEDENCE,
     Action,
@@ -29,14 +28,21 @@ from ncclguard.protocol.decision import (
     largest_first,
 )
 from ncclguard.torch_compat.groups import broken_collective
+from ncclguard_explain.cause import Cause
 
 #: What a rank adds to its last words when its exception comes from a broken collective.
 BROKEN: Final = "(a collective broke)"
 
 
+#: In a report's details: the channels in which the collective that it waits in has begun on the device.
+STARTED: Final = "started"
+#: In a report's details: the message between two ranks that its device waits in, in words.
+MESSAGE: Final = "message"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What the reports add up to; `channel` is empty when nobody waits for anything any more."""
+    """The result of the reports; `channel` is empty when nobody waits for anything any more."""
 
     channel: str
     sequence: int
@@ -47,18 +53,18 @@ class Finding:
 
 
 def is_consequence(text: str) -> bool:
-    """Whether an exception's text is that of a broken collective, so that it is a consequence and not a cause."""
+    """Return whether an exception's text is that of a broken collective, and so no cause."""
     return BROKEN in text or broken_collective(text)
 
 
 def has_issued(departure: Departure, awaited: Mapping[str, int]) -> bool:
-    """Whether a rank that left had issued what is awaited, given by channel and number; False where it did not say."""
+    """Return whether a rank that left had issued what is awaited (channel, number); False where it did not say."""
     said = departure.watched
     return said is not None and all(said.issued.get(c, 0) >= sequence for c, sequence in awaited.items())
 
 
 def expired(reports: Mapping[int, Report]) -> bool:
-    """Whether some rank's limit has passed, so that not to have come, or not to answer, is held against a rank."""
+    """Return whether some rank's limit has passed, so that absence or silence is held against a rank."""
     return any(r.trouble is not None and r.trouble.kind is TroubleKind.DEADLINE for r in reports.values())
 
 
@@ -90,11 +96,16 @@ def analyse(
         if found is not None:
             channel, causes, sides = found
             return _finding(channel, stalled, causes, sides, reports, waits, Cause.DIVERGED)
+        behind = _behind(stalled, reports, waits)
+        if behind is not None:
+            return _finding(behind[0], stalled, behind[1], (), reports, waits)
     spent = _gone(stalled, departed, reports, spent=True)
     if spent:
         return _finding(_channel_with(stalled, {*spent}), stalled, spent, (), reports, waits)
     channel = _oldest(stalled, waits)
-    return _finding(channel, stalled, {}, (), reports, waits, Cause.NETWORK if not silent else Cause.UNKNOWN)
+    # A receive may wait for another tag, or for any rank; what broke before all had come is no fault of the network.
+    known = not silent and "->" not in channel and _all_entered(channel, stalled, reports, waits)
+    return _finding(channel, stalled, {}, (), reports, waits, Cause.NETWORK if known else Cause.UNKNOWN)
 
 
 def verdict_of(finding: Finding, generation: int, members: Sequence[int], **facts: Any) -> Verdict:
@@ -125,7 +136,7 @@ def _waits(report: Report) -> tuple[Waiting, ...]:
 
 
 def _issued(waits: tuple[Waiting, ...], said: Watched | None, channel: str, sequence: int) -> Operation | None:
-    """What a rank issued under this number; None where it did not, or it is not known any more."""
+    """Return what a rank issued under this number; None where it did not, or it is not known any more."""
     known: tuple[Waiting | Issued, ...] = (*waits, *(() if said is None else said.recent))
     found = next((one for one in known if (one.channel, one.sequence) == (channel, sequence) and one.fingerprint), None)
     return None if found is None else Operation(sequence, found.fingerprint, found.text)
@@ -137,7 +148,7 @@ def _done(report: Report, channel: str) -> int | None:
 
 
 def _budget(report: Report, age: float) -> float | None:
-    """What is left of this rank's limit; the report's own budget says how long to wait for answers."""
+    """Return what is left of this rank's limit; the report's own budget says how long to wait for answers."""
     limit = None if report.watched is None else report.watched.limit
     return None if limit is None else limit - age
 
@@ -199,8 +210,7 @@ def _mismatch(
     departed: Mapping[int, Departure],
     waits: Mapping[int, tuple[Waiting, ...]],
 ) -> tuple[str, tuple[int, ...], Sides] | None:
-    """A channel whose members issued different collectives under the number that is
-    waited for, who is odd, and the sides.
+    """Return the channel whose members issued different collectives under one number, who is odd, and the sides.
 
     Also of those for whom it has ended, with an error or with rubbish, and who may wait in a later one. Of who is gone
     or silent it is mostly not known: they may have been on any side, so the majority must be one with all of them
@@ -241,7 +251,9 @@ def _missing(
             if rank in silent:
                 causes[rank] = silent[rank]
             elif rank in reports and not _entered(reports[rank], waits[rank], channel, sequence):
-                elsewhere = reports[rank].elsewhere or next((w.text for w in waits[rank]), "")
+                elsewhere = (
+                    reports[rank].elsewhere or _message(reports[rank]) or next((w.text for w in waits[rank]), "")
+                )
                 if elsewhere:
                     passing_on[rank] = elsewhere
                 else:
@@ -250,16 +262,41 @@ def _missing(
             best = channel, causes
     if best is not None:
         return *best, ()
-    return _cycle(stalled, passing_on, waits) if passing_on else None
+    return _cycle(stalled, passing_on, waits, reports) if passing_on else None
+
+
+def _behind(
+    stalled: Mapping[str, tuple[int, tuple[int, ...]]],
+    reports: Mapping[int, Report],
+    waits: Mapping[int, tuple[Waiting, ...]],
+) -> tuple[str, dict[int, Cause]] | None:
+    """Ranks that have issued what the others wait in, while their device has not come to it, and to nothing else."""
+    begun: dict[int, set[str]] = {}
+    for rank, report in reports.items():
+        said = report.details.get(STARTED)
+        begun[rank] = {str(channel) for channel in said} if isinstance(said, (list, tuple)) else set()
+    for channel, (sequence, members) in sorted(stalled.items()):
+        inside = [
+            rank
+            for rank in members
+            if any((wait.channel, wait.sequence) == (channel, sequence) for wait in waits.get(rank, ()))
+        ]
+        if any(channel in begun[rank] for rank in inside):
+            causes = {rank: Cause.LATE for rank in inside if not begun[rank] and not _message(reports[rank])}
+            if causes:
+                return channel, causes
+    return None
 
 
 def _cycle(
     stalled: Mapping[str, tuple[int, tuple[int, ...]]],
     passing_on: Mapping[int, str],
     waits: Mapping[int, tuple[Waiting, ...]],
+    reports: Mapping[int, Report],
 ) -> tuple[str, dict[int, Cause], Sides]:
-    """Ranks that wait for each other in different collectives: all sides are shown, a
-    strict majority accuses the rest.
+    """Judge ranks that wait for each other in different collectives.
+
+    All sides are shown, and a strict majority accuses the rest.
     """
     sides: dict[str, list[int]] = {}
     for rank, items in sorted(waits.items()):
@@ -268,8 +305,15 @@ def _cycle(
             sides.setdefault(text, []).append(rank)
     shown = largest_first(sides.items())
     total = sum(len(ranks) for _, ranks in shown)
-    odd = [r for _, ranks in shown[1:] for r in ranks] if shown and 2 * len(shown[0][1]) > total else []
+    one_to_one = any("->" in wait.channel for items in waits.values() for wait in items)  # either end may be wrong
+    one_to_one = one_to_one or any(_message(report) for report in reports.values())
+    majority = not one_to_one and bool(shown) and 2 * len(shown[0][1]) > total
+    odd = [r for _, ranks in shown[1:] for r in ranks] if majority else []
     return _oldest(stalled, waits), dict.fromkeys(sorted(odd), Cause.DIVERGED), shown
+
+
+def _message(report: Report) -> str:
+    return str(report.details.get(MESSAGE, ""))
 
 
 def _entered(report: Report, waits: tuple[Waiting, ...], channel: str, sequence: int) -> bool:
@@ -277,6 +321,16 @@ def _entered(report: Report, waits: tuple[Waiting, ...], channel: str, sequence:
     return (done is not None and done >= sequence) or any(
         wait.channel == channel and wait.sequence <= sequence for wait in waits
     )
+
+
+def _all_entered(
+    channel: str,
+    stalled: Mapping[str, tuple[int, tuple[int, ...]]],
+    reports: Mapping[int, Report],
+    waits: Mapping[int, tuple[Waiting, ...]],
+) -> bool:
+    sequence, members = stalled.get(channel, (0, ()))
+    return all(rank not in reports or _entered(reports[rank], waits[rank], channel, sequence) for rank in members)
 
 
 # ---------------------------------------------------------------------- the reports, as seen from one channel
@@ -301,13 +355,14 @@ def _project(
     channel: str,
     sequence: int,
 ) -> dict[int, Report]:
-    """The reports with the collective of this channel as their operation, for the code
-    that reads reports of one group.
+    """Return the reports with the collective of this channel as their operation.
+
+    Code that reads reports of one group takes them.
     """
     found = {}
     for rank, report in reports.items():
         wait = next((wait for wait in waits[rank] if wait.channel == channel), None)
-        elsewhere = report.elsewhere or next((w.text for w in waits[rank] if w.channel != channel), "")
+        elsewhere = report.elsewhere or next((w.text for w in waits[rank] if w.channel != channel), _message(report))
         if wait is None:
             done = _done(report, channel)
             found[rank] = replace(report, operation=None, phase=Phase.NONE, done=done or 0, elsewhere=elsewhere)

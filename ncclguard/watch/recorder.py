@@ -1,5 +1,6 @@
-"""Which collectives of this process are pending, from torch's flight recorder, or
-from sequence numbers where it is off.
+"""Pending collectives of this process, and the sends and receives it waits for.
+
+They come from torch's flight recorder, or from sequence numbers where it is off.
 """
 
 from __future__ import annotations
@@ -17,9 +18,25 @@ import torch.distributed as dist
 
 from ncclguard import torch_compat
 from ncclguard.deadlines.stopping import backends
+from ncclguard.watch.point_to_point import Transfer, transfers
 
-#: Operations whose sizes must be equal on all ranks; of the others only the name is compared.
-_EQUAL_SIZES: Final = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
+#: Operations of which the inputs must have equal sizes and dtypes on all ranks: where a list of tensors is not even,
+#: torch records another name. Of `_EQUAL_TYPES` the dtypes must be equal; of the others only the name is compared.
+_EQUAL_SIZES: Final = frozenset(
+    {
+        "all_reduce",
+        "allreduce",
+        "broadcast",
+        "reduce",
+        "all_gather",
+        "_all_gather_base",
+        "all_gather_into_tensor_coalesced",
+        "reduce_scatter",
+        "_reduce_scatter_base",
+        "reduce_scatter_tensor_coalesced",
+    }
+)
+_EQUAL_TYPES: Final = frozenset({"all_to_all", "gather"})
 #: Collectives of which a rank says what they were after they have ended: a mismatch
 #: may end on some ranks, with rubbish.
 RECENT: Final = 8
@@ -39,18 +56,19 @@ class Pending:
     numel: int
     thread: int  # threading.get_ident() of the one that issued it, 0 if not known
     key: str  # of the counter in `Recorder.status` that moves when it ends
+    issued: int = 0  # by time.time_ns(), 0 if not known
+    started: bool = False  # its stream has come to it, as far as that is recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Per channel: the oldest pending collective, the number of the last one issued,
-    and that up to which all have ended.
-    """
+    """The oldest pending collective of each channel, the last one issued, and that up to which all have ended."""
 
     pending: tuple[Pending, ...] = ()
     issued: dict[str, int] = field(default_factory=dict)
     done: dict[str, int] = field(default_factory=dict)
     recent: tuple[Pending, ...] = ()  # the last collectives issued in any group, ended or not, the latest last
+    message: str = ""  # NCCL's send or receive that the device waits in, in words
 
     @property
     def latest(self) -> Pending | None:
@@ -71,7 +89,7 @@ class Recorder:
     """Reads the recorders of all backends that the process has groups of; one thread at a time."""
 
     def __init__(self) -> None:
-        self._groups: tuple[dist.ProcessGroup, ...] = ()
+        self._groups: tuple[tuple[dist.ProcessGroup, str, bool], ...] = ()
         self._channels: dict[str, _Channel] = {}
         self._recorders: tuple[str, ...] = ()
         self._covered: set[str] = set()  # recorders that have shown something
@@ -109,6 +127,7 @@ class Recorder:
             if self._moved.get(channel, (-1, 0.0))[0] != issued:
                 self._moved[channel] = (issued, now)
             found[channel] = (issued, -1)
+        found |= {transfer.pair.channel: (transfer.number, -1) for _, transfer in transfers.awaited()}
         return found
 
     def errors(self) -> dict[str, str]:
@@ -123,13 +142,15 @@ class Recorder:
         issued: dict[str, int] = {}
         done: dict[str, int] = {}
         recent: list[tuple[int, tuple[str, tuple[int, ...], dict[str, Any], str]]] = []
+        message = ""
         for recorder in self._recorders:
             trace = torch_compat.recorder_dump(recorder, entries=True)
-            found = _by_group((trace or {}).get("entries", ()))
+            found, messages = _by_group((trace or {}).get("entries", ()))
             for channel, own in self._channels.items():
                 if own.recorder != recorder or channel in self._blind:
                     continue
                 entries = found.get(own.name, [])
+                message = message or messages.get(own.name, "")
                 if entries:
                     self._connected.add(channel)
                 waiting = [entry for entry in entries if not torch_compat.recorded_end(entry)]
@@ -142,18 +163,19 @@ class Recorder:
                     pending.append(_pending(channel, own.ranks, oldest, recorder))
         self._observe_connecting(pending, issued, done)
         self._observe_blind(pending, issued, done)
+        _observe_transfers(pending, issued, done)
         recent.sort(key=lambda item: item[0])
-        return Observation(tuple(pending), issued, done, tuple(_pending(*found) for _, found in recent[-RECENT:]))
+        latest = tuple(_pending(*found) for _, found in recent[-RECENT:])
+        return Observation(tuple(pending), issued, done, latest, message)
 
     def _learn_groups(self) -> None:
-        groups = torch_compat.known_groups()
+        groups = tuple(_told_apart(group) for group in torch_compat.known_groups())
         if groups == self._groups:
             return
         channels = {}
-        for group in groups:
-            ranks = torch_compat.group_ranks(group)
-            if len(ranks) > 1:
-                name = torch_compat.group_name(group)
+        for group, name, connected in groups:
+            ranks = torch_compat.recorded_ranks(group)
+            if len(ranks) > 1 and connected:
                 for backend in sorted(_backends(group)):
                     recorder = torch_compat.recorder_name(group, backend)
                     channels[f"{name}:{backend}"] = _Channel(group, name, backend, recorder, ranks)
@@ -167,7 +189,7 @@ class Recorder:
     def _issued_uncovered(self) -> dict[str, int]:
         """Channels of recorders that have shown nothing so far, with the number of collectives that were issued."""
         unseen = {c: own for c, own in self._channels.items() if own.recorder not in self._covered}
-        counted = {c: torch_compat.sequence_number(own.group, own.backend) or 0 for c, own in unseen.items()}
+        counted = {c: _collectives_issued(own) for c, own in unseen.items()}
         return {channel: number for channel, number in counted.items() if number}
 
     def _maybe_connecting(self) -> list[str]:
@@ -225,6 +247,11 @@ def _note_all() -> None:
         _note(group)
 
 
+def _told_apart(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, str, bool]:
+    """A group, what the recorder calls it now, and whether it has anything to record."""
+    return group, torch_compat.recorded_name(group), getattr(group, "beneath", group) is not None
+
+
 def _backends(group: dist.ProcessGroup) -> frozenset[str]:
     try:
         return backends(group)
@@ -232,26 +259,71 @@ def _backends(group: dist.ProcessGroup) -> frozenset[str]:
         return frozenset()
 
 
-def _by_group(entries: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The collectives of each living group, by its name."""
+def _by_group(entries: Iterable[dict[str, Any]]) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
+    """The collectives of each living group, and the message that its device waits in, in words; by the group's name.
+
+    What ends several messages that were issued together is one of them: torch records that behind them, as an operation
+    with the number of the collective before. Only it tells then whether the device has come to them.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
+    begun: dict[str, str] = {}
+    messages: set[str] = set()  # groups whose last entry was one
     for entry in entries:
         name = str(entry["process_group"][0])
-        if not entry.get("is_p2p") and int(entry.get("time_created_ns", 0)) >= _destroyed.get(name, 0):
-            found.setdefault(name, []).append(entry)
-    return found
+        if int(entry.get("time_created_ns", 0)) < _destroyed.get(name, 0):
+            continue
+        if entry.get("is_p2p") or (name in messages and _name(entry) == "coalesced"):
+            messages.add(name)
+            if entry.get("state") == "started" and not torch_compat.recorded_end(entry):
+                begun.setdefault(name, _message(entry))
+            continue
+        messages.discard(name)
+        found.setdefault(name, []).append(entry)
+    return found, begun
+
+
+def _message(entry: dict[str, Any]) -> str:
+    """In words, without a number, which is not alike on both ends."""
+    name = "batch_isend_irecv" if _name(entry) == "coalesced" else _name(entry)
+    return f"{name}(group {entry['process_group'][0]})"
 
 
 def _issued(channel: _Channel, entries: list[dict[str, Any]]) -> int:
     """The number of the last collective; the recorder forgets the older ones, the backend's own counter does not."""
     recorded = max((int(entry["collective_seq_id"]) for entry in entries), default=0)
-    return max(recorded, torch_compat.sequence_number(channel.group, channel.backend) or 0)
+    return max(recorded, _collectives_issued(channel))
+
+
+def _collectives_issued(channel: _Channel) -> int:
+    """The backend's own counter, without what gloo counts with its collectives."""
+    number = torch_compat.sequence_number(channel.group, channel.backend) or 0
+    return number - transfers.total(channel.group) if channel.backend == "gloo" else number
+
+
+def _observe_transfers(pending: list[Pending], issued: dict[str, int], done: dict[str, int]) -> None:
+    """Sends and receives: a rank has not come to one that it has not issued; which it waits for, its threads know."""
+    for pair, number in transfers.issued().items():
+        issued[pair.channel] = done[pair.channel] = number
+    for thread, transfer in transfers.awaited():
+        channel = transfer.pair.channel
+        issued.setdefault(channel, transfer.number)
+        done[channel] = transfer.number - 1
+        pending.append(_waited_for(transfer, thread))
+
+
+def _waited_for(transfer: Transfer, thread: int) -> Pending:
+    channel = transfer.pair.channel
+    return Pending(channel, transfer.ranks, transfer.number, 0, transfer.text, transfer.numel, thread, channel)
 
 
 def _pending(channel: str, ranks: tuple[int, ...], entry: dict[str, Any], recorder: str) -> Pending:
     name = _name(entry)
     sizes, types = entry.get("input_sizes", []), entry.get("input_dtypes", [])
-    compared = (name, [_numel(size) for size in sizes], types) if name in _EQUAL_SIZES else (name,)
+    compared: tuple[object, ...] = (name,)
+    if name in _EQUAL_SIZES:
+        compared = name, [_numel(size) for size in sizes], types
+    elif name in _EQUAL_TYPES:
+        compared = name, sorted(set(types))
     digest = hashlib.blake2b(repr(compared).encode(), digest_size=8).digest()
     return Pending(
         channel=channel,
@@ -262,6 +334,8 @@ def _pending(channel: str, ranks: tuple[int, ...], entry: dict[str, Any], record
         numel=max((_numel(size) for size in (*sizes, *entry.get("output_sizes", []))), default=0),
         thread=int(entry.get("thread_id") or 0),
         key=f"{recorder}/{entry.get('pg_id')}",
+        issued=int(entry.get("time_created_ns") or 0),
+        started=entry.get("state") == "started",
     )
 
 

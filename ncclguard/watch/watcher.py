@@ -13,7 +13,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -21,24 +21,29 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
-from ncclguard import events, torch_compat
-from ncclguard.cause import Cause
+from ncclguard import events, lifecycle, torch_compat
 from ncclguard.config import current_config, seconds
 from ncclguard.coordination import incidents
 from ncclguard.coordination.liveness import Identity, Sight, look_here
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.deadlines.stopping import Stop
 from ncclguard.engine import runtime
-from ncclguard.errors import CollectiveFailed, GuardError, error_for
+from ncclguard.environment.network import launched_ranks
+from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError, error_for
+from ncclguard.groups import check_group
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import process_state
-from ncclguard.language import read, told, tr
+from ncclguard.metrics.monitoring import show_watched
+from ncclguard.metrics.records import OpenOperation
 from ncclguard.outcome import of_incident
-from ncclguard.phases import resolve_timeout
+from ncclguard.phases import phases_of, resolve_timeout
 from ncclguard.protocol.decision import TroubleKind, Verdict
+from ncclguard.spelling import hinted
 from ncclguard.watch.coordination import KEY, WatchCoordination, WatchState, open_call
 from ncclguard.watch.judge import BROKEN, is_consequence
 from ncclguard.watch.recorder import Pending
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import read, told, tr
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,8 +81,9 @@ class Processes:
             self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> list[tuple[int, str]]:
-        """Return ranks whose process has ended, with the evidence; earlier than `seconds`
-        when one does, or after `wake`.
+        """Return ranks whose process has ended, with the evidence.
+
+        It comes earlier than `seconds` when one does, or after `wake`.
         """
         events = self._poll.poll(max(seconds, 0.0) * 1000)
         found = []
@@ -125,7 +131,7 @@ class Processes:
 
 
 def exit_status(pid: int) -> str:
-    """How a process ended, while its parent has not collected it yet; empty when that cannot be seen."""
+    """Return how a process ended, while its parent has not collected it yet; empty when that cannot be seen."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
@@ -145,23 +151,29 @@ def exit_status(pid: int) -> str:
     return tr("exit code {code}", code=os.WEXITSTATUS(status)) if status else ""
 
 
-def interrupt(threads: Iterable[int], incident: Incident, seconds: float) -> None:
+def interrupt(
+    threads: Iterable[int], incident: Incident, seconds: float, raised: Callable[[], None] = lambda: None
+) -> tuple[int, ...]:
     """Have the typed error of an incident raised in threads, by ``threading.get_ident()``, and in the main thread.
 
-    Where one sits in a native call it is raised as soon as that returns. Threads that are not Python's are left out.
+    Where one sits in a native call it is raised as soon as that returns, and `raised` is called then. Threads that are
+    not Python's are left out. Returns those that will raise it.
     """
-    error = _error_without_arguments(incident, seconds)
+    error = _error_without_arguments(incident, seconds, raised)
     living = {thread.ident for thread in threading.enumerate()}
-    for thread in {threading.main_thread().ident or 0, *threads} & living:
+    reached = tuple(thread for thread in {threading.main_thread().ident, *threads} & living if thread is not None)
+    for thread in reached:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+    return reached
 
 
-def _error_without_arguments(incident: Incident, seconds: float) -> type[CollectiveFailed]:
+def _error_without_arguments(incident: Incident, seconds: float, raised: Callable[[], None]) -> type[CollectiveFailed]:
     """A class of its own, because CPython makes the instance of such an exception by itself."""
     outcome = of_incident(incident, seconds, torn=True)
     kind = type(error_for(outcome))
 
     def make(self: CollectiveFailed) -> None:
+        raised()
         kind.__init__(self, outcome)
 
     names = {"__init__": make, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "ended_by_watch": True}
@@ -187,9 +199,16 @@ BROKEN_GRACE: float = 3.0
 LINGER: float = 1.0
 
 
+#: Called in the watcher's thread with each verdict that has an incident: that, the number of verdicts so far, what is
+#: pending here, and for how many seconds.
+ending: list[Callable[[Incident, int, Sequence[Pending], float], None]] = []
+#: Limits of collectives, in seconds, of groups that have one of their own, by what the flight recorder calls the group.
+limits: dict[str, Callable[[], float | None]] = {}
+
+
 @dataclass
 class Settings:
-    """What the user asked for, and what was found so far."""
+    """The settings that the user asked for, and what was found so far."""
 
     timeout: float | None
     abort: bool
@@ -221,11 +240,13 @@ class Watcher:
         self._broken: dict[str, float] = {}  # channel -> when its backend reported an error first
         self._closing = False
         self._warned_blind = False
+        self._standing: tuple[Pending, ...] = ()  # collectives that stand still now
+        self._hide: Callable[[], None] = lambda: None  # from `ncclguard top`
         self._thread = threading.Thread(target=self._run, name="ncclguard-watch", daemon=True)
 
     @property
     def running(self) -> bool:
-        """Whether the thread is alive."""
+        """Return whether the thread is alive."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -240,18 +261,32 @@ class Watcher:
         self._state.recorder.status()
         self._warn_of_blindness()
         self._thread.start()
+        self._hide = show_watched(self._open_operations)
 
     def close(self) -> None:
-        """Stop, after a verdict that is on its way."""
+        """Stop, after a verdict that is on its way; once."""
+        if self._closing:
+            return
         awaited = not self._state.settled.is_set() and not self._state.unavailable
         if awaited and threading.current_thread() is not self._thread:
             self._state.settled.wait(LAST_WORDS)
         self._closing = True
+        self._hide()
         self._monitor.on_step = None
         self._wakes()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(1.0)
         self._state.observe_no_more()
+
+    def _open_operations(self) -> list[OpenOperation]:
+        ages = [(p, self._state.age(p)) for p in self._standing]
+        return [
+            OpenOperation(
+                group=p.channel, op_id=f"{p.channel}/{p.sequence}", text=p.text, age=age, limit=self._limit(p),
+                late=age > self._config.warn_after,
+            )
+            for p, age in ages
+        ]  # fmt: skip
 
     def uncaught(self, error: BaseException, text: str) -> str:
         """An exception ends the program: when it is that of a broken collective, find out first who broke it.
@@ -263,8 +298,7 @@ class Watcher:
         text = text if is_consequence(text) else f"{text} {BROKEN}"
         if self._over or self._closing:
             return text
-        self._state.broke(text)
-        self._ask(TroubleKind.TRANSPORT, text)
+        self._broke(text)
         self._state.settled.wait(LAST_WORDS)
         end = time.monotonic() + 0.5
         while self._state.verdicts and self._thread.is_alive() and time.monotonic() < end:
@@ -272,6 +306,14 @@ class Watcher:
         if self._state.unavailable:
             time.sleep(LINGER)
         return text
+
+    def suspect(self, text: str) -> None:
+        """The collective that was issued last broke here, in words: find out whose fault it is."""
+        self._broke(f"{text} {BROKEN}")
+
+    def _broke(self, text: str) -> None:
+        self._state.broke(text)
+        self._ask(TroubleKind.TRANSPORT if torch_compat.limit_passed(text) is None else TroubleKind.DEADLINE, text)
 
     # ------------------------------------------------------------------ the thread
 
@@ -301,7 +343,7 @@ class Watcher:
 
     def _look(self, now: float) -> None:
         """Read the counters, and the recorder once they have stood still; escalate what is over its limit."""
-        counters = self._state.recorder.status()
+        counters = {key: _progress(key, value) for key, value in self._state.recorder.status().items()}
         self._warn_of_blindness()
         self._counters = {
             key: (value, self._counters[key][1] if self._counters.get(key, ((), 0.0))[0] == value else now)
@@ -317,13 +359,13 @@ class Watcher:
             for pending in observation.pending:
                 if pending.key in still:
                     self._state.began(pending, still[pending.key])
-        waiting = [
+        self._standing = tuple(
             p
             for p in self._state.observation.pending
             # What was read before the counter moved says nothing any more.
             if p.key in still and self._examined.get(p.key, ((-1, -1), 0.0))[0] == counters[p.key]
-            if self._told.get(p.channel) != p.sequence and self._concerns(p)
-        ]
+        )
+        waiting = [p for p in self._standing if self._told.get(p.channel) != p.sequence and self._concerns(p)]
         oldest = max(waiting, key=self._state.age, default=None)
         self._state.wait_in(None if oldest is None else open_call(oldest, self._state.age(oldest), self._limit(oldest)))
         waited, self._coordination.waiting = self._coordination.waiting, tuple(waiting)
@@ -348,12 +390,16 @@ class Watcher:
         """Find out whose fault it is when torch's own watchdog gives up: it is about to end this process."""
         for channel, kind in self._state.recorder.errors().items():
             since = self._broken.setdefault(channel, now)
-            if since == math.inf or (kind != "TIMEOUT" and now - since < BROKEN_GRACE):
+            ended_here = channel.rpartition(":")[0] in limits
+            grace = HURRIED_STILL if ended_here and self._coordination.hurried else BROKEN_GRACE
+            if since == math.inf or (kind != "TIMEOUT" and now - since < grace):
                 continue
             self._broken[channel] = math.inf
             if kind == "TIMEOUT":
                 self._coordination.given_up.add(channel)
             pending = next((p for p in self._state.read().pending if p.channel == channel), None)
+            if pending is None and ended_here:  # torch takes one that broke for one that has ended
+                self.suspect(kind)
             if pending is None or self._told.get(channel) == pending.sequence or not self._concerns(pending):
                 continue
             if kind == "TIMEOUT":
@@ -387,8 +433,9 @@ class Watcher:
             )
 
     def _due(self, key: str, value: tuple[int, int], all_still: bool, now: float) -> bool:
-        """Whether the recorder is to be read because of a counter that stands still: it
-        takes long, so not for nothing.
+        """Return whether the recorder is to be read because of a counter that stands still.
+
+        Reading takes long, so it is not done for nothing.
         """
         seen = self._examined.get(key)
         if seen is None or seen[0] != value:
@@ -399,10 +446,12 @@ class Watcher:
 
     def _concerns(self, pending: Pending) -> bool:
         group = self._settings.group
-        return group is None or pending.channel.rpartition(":")[0] == torch_compat.group_name(group)
+        return group is None or pending.channel.rpartition(":")[0] == torch_compat.recorded_name(group)
 
     def _limit(self, pending: Pending) -> float:
-        return resolve_timeout(self._settings.timeout, pending.numel)
+        own = limits.get(pending.channel.rpartition(":")[0])
+        phases = phases_of(pending.thread, pending.issued or time.time_ns())
+        return resolve_timeout(self._settings.timeout if own is None else own(), pending.numel, phases=phases)
 
     def _ask(self, kind: TroubleKind, text: str) -> None:
         state = self._state
@@ -424,9 +473,19 @@ class Watcher:
             try:
                 incident = incidents.from_json(verdict.incident)
                 if incident is not None:
+                    self._end(incident, verdict.generation + 1)
                     self._conclude(incident, verdict)
             finally:
                 self._state.verdicts.popleft()
+
+    def _end(self, incident: Incident, number: int) -> None:
+        """Let groups that are guarded by this watch end what a verdict is about, before anybody hears of it."""
+        if limits:
+            self._state.broke("")  # what broke has its verdict, and the program goes on
+        pending = self._state.observation.pending
+        seconds = max((self._state.age(p) for p in pending), default=0.0)
+        for end in ending:
+            end(incident, number, pending, seconds)
 
     def _conclude(self, incident: Incident, verdict: Verdict | None) -> None:
         self._coordination.last = incident
@@ -434,7 +493,8 @@ class Watcher:
         self._told |= {p.channel: p.sequence for p in observation.pending}
         self._last_told = _number(observation.latest)
         if any(says_nothing_new(incident, known) for known in self._settings.incidents):
-            log.warning("ncclguard: incident %s has gone on: %s", incident.id, incident.summary)
+            text = told("incident {name} has gone on: {text}", name=incident.id, text=read(incident.summary))
+            log.warning("ncclguard: %s", text)
             return
         self._over = self._over or self._settings.abort or bool(verdict is not None and verdict.departed)
         self._settings.incidents.append(incident)
@@ -454,7 +514,7 @@ class Watcher:
     def _abort(self, incident: Incident) -> None:
         """End every collective of the process with an error, for good."""
         groups = [group for group in torch_compat.known_groups() if group.size() > 1]
-        pending = [p for p in self._state.observation.pending if not p.channel.endswith(":gloo")]
+        pending = [p for p in self._state.observation.pending if not _backend_of(p).startswith("gloo")]
         if pending:  # gloo's raise by themselves
             interrupt({p.thread for p in pending}, incident, max(self._state.age(p) for p in pending))
         log.error("ncclguard: ending the collectives of this process (on_hang='abort') after incident %s", incident.id)
@@ -505,8 +565,19 @@ class Watcher:
             evidence=gone,
         )
         self._state.publish_alone(incident)
+        self._end(incident, self._state.member.generation + 1)
         self._conclude(incident, None)
         self._state.settled.set()
+
+
+def _progress(key: str, counters: tuple[int, int]) -> tuple[int, int]:
+    """The counters of a group, without those of NCCL that move although nothing ends: its host may be steps ahead."""
+    issued, ended = counters
+    return (ended + 1, ended) if issued > ended and key.startswith("nccl") else counters
+
+
+def _backend_of(pending: Pending) -> str:
+    return pending.channel.rpartition(":")[2]
 
 
 def _number(pending: Pending | None) -> tuple[str, int] | None:
@@ -514,7 +585,7 @@ def _number(pending: Pending | None) -> tuple[str, int] | None:
 
 
 def says_nothing_new(later: Incident, known: Incident) -> bool:
-    """Whether a later incident is about the collective of a known one, and says the same, or that nothing is known.
+    """Return whether a later incident is about a known one's collective, and says the same or nothing.
 
     A collective breaks later than it was known to be stuck, and by then those who broke it may have ended unseen.
     """
@@ -530,7 +601,7 @@ def _whose_report(incident: Incident, rank: int) -> str:
 
 
 def _from_collective(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, is that of a broken collective."""
+    """Return whether an exception, or one that it was raised from, is that of a broken collective."""
     seen: BaseException | None = error
     for _ in range(10):
         if seen is None:
@@ -546,11 +617,12 @@ def _from_collective(error: BaseException) -> bool:
 
 
 class Watch:
-    """What `watch` returns: the incidents so far, and `stop`; also a context manager that stops at its end."""
+    """The handle that `watch` returns: the incidents so far, and `stop`; as a context manager it stops at its end."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._watcher: Watcher | None = None
+        self._launched: int | None = None  # ranks, while init_process_group is waited for
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -559,7 +631,7 @@ class Watch:
 
     @property
     def active(self) -> bool:
-        """Whether collectives are observed at present: between ``init_process_group`` and ``destroy_process_group``."""
+        """Return whether collectives are observed now: between ``init_process_group`` and ``destroy_process_group``."""
         return self._watcher is not None and self._watcher.running
 
     def stop(self) -> None:
@@ -567,21 +639,57 @@ class Watch:
         global _current
         if _current is self:
             _current = None
+        self._waits_no_more()
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.close()
 
+    def _wait(self) -> None:
+        """Begin with the next process group; in a launcher's job say so, and also at its end if there never was one."""
+        launched = launched_ranks(os.environ)
+        if launched is None or launched[1] < 2:
+            return
+        self._launched = launched[1]
+        lifecycle.before_end(self._never_began)
+        if runtime.has_ended():
+            log.warning(
+                "ncclguard: %s",
+                told(
+                    "watch() was called after destroy_process_group: nothing is observed until the next init_process_group"
+                ),
+            )
+        else:
+            waits = told("watch() observes from init_process_group on, which has not been called yet")
+            log.info("ncclguard: %s", waits)
+
+    def _waits_no_more(self) -> None:
+        if self._launched is not None:
+            self._launched = None
+            lifecycle.forget(self._never_began)
+
+    def _never_began(self) -> None:
+        nothing = told(
+            "watch() has observed nothing: {count} ranks were launched, and init_process_group was not called after watch() "
+            "in this one; call it, or leave watch() out",
+            count=self._launched or 0,
+        )
+        log.warning("ncclguard: %s", nothing)
+
     def _start(self) -> None:
         """Begin with the default process group that is initialised now."""
+        self._waits_no_more()
         if dist.get_world_size() < 2:
             return
         current = runtime.current()
-        if current.watcher is not None:
-            current.watcher.close()
+        for former in (self._watcher, current.watcher):
+            if former is not None:  # of another session, of which nobody here is to hear any more, or another watch()
+                former.close()
         self._watcher = current.watcher = Watcher(
             current.monitor, dist.get_rank(), dist.get_world_size(), self._settings
         )
         self._watcher.start()
+        for listener in events.listeners:
+            listener.watch_started()
 
     def __enter__(self) -> Self:
         return self
@@ -596,6 +704,7 @@ _current: Watch | None = None
 _lock = threading.Lock()
 
 
+@hinted
 def watch(
     group: dist.ProcessGroup | None = None,
     *,
@@ -603,8 +712,9 @@ def watch(
     on_hang: Literal["report", "abort"] = "report",
     on_incident: Callable[[Incident], None] | None = None,
 ) -> Watch:
-    """Observe every collective of this process, also those of DDP, FSDP, DeepSpeed and
-    Accelerate, until one does not progress.
+    """Observe every collective of this process until one does not progress.
+
+    That includes those of DDP, FSDP, DeepSpeed and Accelerate.
 
     When a collective has not progressed for `timeout` (seconds or timedelta; None: phase, then ``NCCLGUARD_TIMEOUT``,
     then by its size), or at once when a rank it needs died, raised or left, or called another collective, the ranks
@@ -614,7 +724,7 @@ def watch(
 
     Call it on every rank, before or after ``init_process_group``; a second call replaces the first. With one rank it
     does nothing. A rank that did not call it, but imported ncclguard, still answers. Raises ValueError for a time or
-    `on_hang` that cannot be, TypeError for a time that is none.
+    `on_hang` that cannot be, TypeError for a time that is none, GuardConfigError for a wrong variable.
 
     >>> import ncclguard as ng
     >>> ng.watch(timeout=120, on_hang="abort").incidents
@@ -622,8 +732,11 @@ def watch(
     """
     global _current
     if on_hang not in ("report", "abort"):
-        raise ValueError(f'on_hang must be "report" or "abort", not {on_hang!r}: give one of them')
-    settings = Settings(seconds(timeout, "timeout"), on_hang == "abort", on_incident, group)
+        raise ValueError(
+            told('on_hang must be "report" or "abort", not {value}: give one of them', value=repr(on_hang))
+        )
+    settings = Settings(seconds(timeout, "timeout"), on_hang == "abort", on_incident, check_group(group))
+    current_config()  # a wrong variable is told of here, and not when the process group is there
     with _lock:
         if _current is not None:
             _current.stop()
@@ -633,9 +746,27 @@ def watch(
         if dist.is_available() and dist.is_initialized():
             try:
                 handle._start()
+            except GuardConfigError:
+                handle.stop()
+                raise
             except (GuardError, RuntimeError) as error:
                 log.warning("ncclguard: watch() could not start, so hangs are not reported here: %s", error)
+        else:
+            handle._wait()
     return handle
+
+
+def ensure() -> bool:
+    """Observe with the default settings, unless the program has called `watch` already; True if it is observed now."""
+    if _current is not None:
+        return False
+    return watch().active
+
+
+def observe_anew() -> None:
+    """Observe in the session that this process has gone over to, where it is observed at all."""
+    if _current is not None:
+        _current._start()
 
 
 def _begin() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.evaluation import record_partial
+from ncclguard.evaluation import NOT_EVALUATED, record_partial
 from ncclguard.faults.injection import reset_own_connections
 from ncclguard.torch_compat.sockets import connections
 
@@ -128,7 +129,7 @@ def run(trainer: Trainer, names: list[str], *, evaluate: bool) -> dict[str, Any]
         result = trainer.evaluate(step=number)
         report = trainer.evaluate.report
         found[name] = {
-            "result": result,
+            "result": "not evaluated" if result is NOT_EVALUATED else result,
             "seconds": time.monotonic() - started,
             "tried": trainer.tried,
             "logged": trainer.monitor.logged[logged:],
@@ -154,6 +155,27 @@ def guarded(names: list[str]) -> None:
     guard(trainer)
     faults.report(control=control, **run(trainer, names, evaluate=True))
     dist.barrier()
+    dist.destroy_process_group()
+
+
+def held_up(folder: str) -> None:
+    """Rank 1 comes to its evaluation once the others have given it up; twice, and a third time all are in time."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    @ng.resilient_evaluate(timeout=1.5, barrier_timeout=1.5, max_attempts=2)
+    def evaluate(step: int) -> float:
+        while rank == 1 and not Path(folder, f"given up {step}").exists():
+            time.sleep(0.05)
+        found = torch.ones(1)
+        dist.all_reduce(found)
+        return float(found)
+
+    for step in (10, 20):
+        assert evaluate(step) is NOT_EVALUATED
+        Path(folder, f"given up {step}").touch()
+        faults.report(**{f"report{step}": str(evaluate.report)})
+        ng.safe_barrier(timeout=60).raise_if_failed()
     dist.destroy_process_group()
 
 
@@ -191,7 +213,7 @@ def switches() -> None:
     evaluate: Any = trainer.evaluate
     trainer.train()
     evaluate.enabled = rank != 3
-    off = evaluate(step=1)
+    off = evaluate(step=1) is NOT_EVALUATED
     evaluate.enabled, evaluate.divisor = True, 4 if rank == 1 else 1
     trainer.tried = []
     smaller, sizes = evaluate(step=2), trainer.tried

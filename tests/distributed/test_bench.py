@@ -253,7 +253,10 @@ def test_under_torchrun_its_world_is_used(tmp_path: Path) -> None:
     assert (environment["world_size"], environment["launcher"]) == (3, "torchrun")
 
 
-@pytest.mark.parametrize("fault", ["late", "kill", "stop", "mismatch", "reset"])
+@pytest.mark.parametrize(
+    "fault",
+    ["kill", "mismatch", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("late", "stop", "reset"))],
+)
 def test_a_rehearsed_fault_is_named_and_the_next_call_succeeds(fault: str) -> None:
     """Rank 1 of three misbehaves: every live rank says who and why, the next call is good, exit code 0."""
     limit = ["--timeout", "3"] if fault in ("late", "stop") else []

@@ -204,7 +204,7 @@ def test_subgroups_threads_and_the_callers_own_groups() -> None:
     result = faults.run_ranks(groups_and_threads, 3, timeout=90)
     assert result.ok, result
     assert result.values("sums") == {0: [[True, 2.0, True]], 1: [[True, 2.0, True]] * 2, 2: [[True, 2.0, True]]}
-    assert "rank 2 is not in the group" in result[2].reports["refused"]
+    assert "rank 2 is not a member of the group" in result[2].reports["refused"]
     assert result.values("threads") == {rank: [3.0] * 40 for rank in range(3)}
     assert result.values("late") == {0: [0], 1: [0], 2: None}
     assert result.values("fine") == {0: None, 1: True, 2: True}

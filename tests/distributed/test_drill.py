@@ -127,3 +127,42 @@ def test_a_job_under_watch_is_struck_by_the_number_of_its_collectives(fault: str
     assert sorted(found["went_on"]) == (["0", "1", "2", "3"] if fault == "late" else [])
     if fault == "oom":
         assert "rank 2 raised torch.OutOfMemoryError at ncclguard/faults/drill_job.py" in found["summary"]
+
+
+WATCHED = """
+import time, torch, torch.distributed as dist, ncclguard as ng
+dist.init_process_group("gloo")
+{watch}
+for step in range({steps}):
+    time.sleep(0.02)
+    dist.all_reduce(torch.ones(100))
+dist.destroy_process_group()
+"""
+
+
+def watched_job(folder: Path, watch: str = "ng.watch(timeout=2)", steps: int = 40) -> list[str]:
+    (folder / "train.py").write_text(WATCHED.format(watch=watch, steps=steps))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]
+    return ["--", *launcher]
+
+
+def test_a_job_that_only_calls_watch_is_struck_without_being_told_so(tmp_path: Path) -> None:
+    """As the how-to for torchrun has it: the rank is named by the incident of `watch`, and the job goes on."""
+    found = findings(tmp_path, "--fault", "late", "--rank", "2", "--seconds", "6", *watched_job(tmp_path))
+    assert (found["named"], found["cause"], found["raw"]) == ([2], "late", True), found["text"]
+    assert sorted(found["known_by"]) == ["0", "1"]
+    assert "named:     rank 2, late: right" in found["text"]
+    assert "exit code 0" in found["ended"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "watch", "told"),
+    [
+        (["--fault", "oom", "--op", "90"], "ng.watch(timeout=60)", "issued up to 5 collectives in the default group"),
+        (["--fault", "skip"], "ng.watch(timeout=60)", "skip changes a guarded call, and this job only has watch()"),
+        (["--fault", "oom"], "", "makes no guarded call and does not call watch()"),
+    ],
+)
+def test_a_fault_that_struck_nothing_says_why(arguments: list[str], watch: str, told: str, tmp_path: Path) -> None:
+    found = findings(tmp_path, *arguments, "--rank", "1", *watched_job(tmp_path, watch, 5), code=1)
+    assert told in found["text"], found["text"]

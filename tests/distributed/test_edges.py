@@ -22,7 +22,9 @@ def empty_on_one_rank() -> None:
     found = {}
     for name, call in {
         "all_reduce": lambda tensor: ng.safe_all_reduce(tensor, timeout=20),
-        "all_gather": lambda tensor: ng.safe_all_gather([torch.empty_like(tensor)] * 2, tensor, timeout=20),
+        "all_gather": lambda tensor: ng.safe_all_gather(
+            [torch.empty_like(tensor) for _ in range(2)], tensor, timeout=20
+        ),
     }.items():
         if rank == 1:
             time.sleep(1.0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -78,6 +80,37 @@ def test_a_failure_that_nobody_looked_at_is_raised_by_the_next_call_and_logged_a
     result = faults.run_ranks(ignored, 3, timeout=60)
     assert result.values("raised") == {rank: ["all_gather_object", True] for rank in range(3)}, str(result)
     assert all(rank.output.count("was never looked at") == 2 for rank in result), str(result)
+
+
+def half_ignored() -> None:
+    """Only rank 0 does not look at the failure of the first call; the others look, and go on."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    first = ng.safe_barrier(timeout=0.5)
+    if dist.get_rank() != 0:
+        first.acknowledge()
+    try:
+        second = ng.safe_barrier(timeout=20)
+        faults.report(
+            op_id=first.op_id, cause=str(second.cause), culprits=second.culprits, incident=str(second.incident)
+        )
+    except ng.CollectiveTimeout:
+        faults.report(op_id=first.op_id)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_rank_that_raises_what_it_had_not_looked_at_is_not_blamed_for_it(language: str, tmp_path: Path) -> None:
+    variables = {"NCCLGUARD_LANGUAGE": language, "NCCLGUARD_REPORT_DIR": str(tmp_path)}
+    result = faults.run_ranks(half_ignored, 3, timeout=60, env=variables)
+    for rank in (1, 2):
+        found = result[rank].reports
+        assert (found["cause"], found["culprits"]) == ("unknown", []), str(result)
+        said = "，而那是更早一次调用的错误" if language == "zh" else ", the error of an earlier call"
+        assert f"CollectiveTimeout ({found['op_id']}){said}" in found["incident"], found
+    assert len([*tmp_path.glob("*.html")]) == 1, str(result)
+    assert "。。" not in str(result)
 
 
 class Slow:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
-from ncclguard import faults, torch_compat
+from ncclguard import events, faults, torch_compat
 from ncclguard.engine import runtime
 from ncclguard.process_group import GuardedProcessGroup, redirected
 
@@ -206,6 +206,38 @@ def test_a_failure_names_the_rank_and_leaves_the_group_usable() -> None:
         assert reports["late_asynchronous"]["second"] == "CollectiveTimeout"
         assert "rank 2" in reports["backward"]["text"]
         assert "rank 2 sends 2 elements to rank 2, which expects 1" in reports["splits_that_disagree"]["text"]
+
+
+class Traffic(events.Listener):
+    """What outcomes say of the bytes that all-to-alls move."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, bool]] = []
+
+    def call_ended(self, group: str, call: Any, outcome: ng.Outcome | None) -> None:
+        if outcome is not None and outcome.op == "all_to_all":
+            self.seen.append((outcome.numel, outcome.nbytes, outcome.busbw > 0))
+
+
+def exchange_counted() -> None:
+    """Even and uneven splits, whose sizes differ by rank."""
+    dist.init_process_group("ncclguard")
+    rank, size, traffic = dist.get_rank(), dist.get_world_size(), Traffic()
+    events.listen(traffic)
+    dist.all_to_all_single(torch.zeros(5 * size), torch.ones(5 * size))
+    outgoing = [target + 1 for target in range(size)]
+    incoming = torch.zeros(size * (rank + 1), dtype=torch.float64)
+    dist.all_to_all_single(incoming, torch.ones(sum(outgoing), dtype=torch.float64), [rank + 1] * size, outgoing)
+    dist.all_to_all([torch.zeros(0)] * size, [torch.zeros(0)] * size)
+    faults.report(seen=traffic.seen)
+    dist.destroy_process_group()
+
+
+def test_an_all_to_all_counts_what_it_moves() -> None:
+    """As nccl-tests do: all that a rank sends; it was 0 of 0 bytes."""
+    seen = faults.run_ranks(exchange_counted, 3, timeout=60).values("seen")
+    for rank in range(3):
+        assert seen[rank][1::2] == [[15, 60, True], [6, 48, True], [0, 0, False]], seen  # before each: the sizes
 
 
 def killed() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
@@ -12,8 +11,6 @@ from torch.distributed import ReduceOp
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.transport.memory import CPU
-
-pytestmark = pytest.mark.timeout(180)
 
 DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,

@@ -85,17 +85,19 @@ def rank_of(process: psutil.Process) -> str:
         return ""
 
 
-@pytest.mark.timeout(300)  # four processes import torch, which takes a minute where others compute on all cores
 @pytest.mark.parametrize(
     "way",
     [
         [],
         pytest.param(
             ["--fsdp"],
-            marks=pytest.mark.skipif(
-                not hasattr(FSDPModule, "reset_iter_state"),
-                reason="this torch cannot begin FSDP2's step anew (2.13 can)",
-            ),
+            marks=[
+                pytest.mark.thorough,
+                pytest.mark.skipif(
+                    not hasattr(FSDPModule, "reset_iter_state"),
+                    reason="this torch cannot begin FSDP2's step anew (2.13 can)",
+                ),
+            ],
         ),
     ],
 )
@@ -138,7 +140,6 @@ def test_the_example_ends_well_when_rank_0_and_another_are_killed(tmp_path: Path
         assert re.search(rf"went on without rank {lost} after [0-4]\.\d s", errors), errors
 
 
-@pytest.mark.timeout(300)
 def test_a_host_that_is_lost_with_its_launcher_is_not_waited_for_at_the_end(tmp_path: Path) -> None:
     """Two launchers stand for two hosts. torch's own waits another 300 s for the launcher of the lost one."""
     with socket.socket() as free:
@@ -169,7 +170,6 @@ def test_a_host_that_is_lost_with_its_launcher_is_not_waited_for_at_the_end(tmp_
     assert len((tmp_path / "samples").read_text().split()) > 60 * 2 * 8
 
 
-@pytest.mark.timeout(300)
 def test_spares_take_the_places_of_lost_ranks_one_of_them_twice(tmp_path: Path) -> None:
     """Rank 0, then the process that has its place, then another: all ranks train to the end, with each sample once."""
     steps, killed, lines = 400, list[int](), list[str]()
@@ -205,8 +205,7 @@ def test_spares_take_the_places_of_lost_ranks_one_of_them_twice(tmp_path: Path) 
         assert len(set(epoch)) == len(epoch)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", ["stops", "raises"])
+@pytest.mark.parametrize("what", ["stops", pytest.param("raises", marks=pytest.mark.thorough)])
 def test_a_rank_that_stops_is_replaced_and_one_that_raises_the_same_again_is_not(what: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(FAILING)
     job = start(tmp_path, "--nproc-per-node", "3", "--restart-lost", "3", "program.py", what)
@@ -226,7 +225,6 @@ def test_a_rank_that_stops_is_replaced_and_one_that_raises_the_same_again_is_not
         assert "rank 1 is not started again: it ended with RuntimeError: of its own, as one before" in errors
 
 
-@pytest.mark.timeout(300)
 def test_a_program_that_does_not_go_on_is_ended_as_by_torchrun(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(UNDECLARED)
     job = start(tmp_path, "--nproc-per-node", "3", "program.py")

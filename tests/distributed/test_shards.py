@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 
 import ncclguard as ng
 from ncclguard import faults
-from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.training import shards
 from ncclguard.training.continuation import Continuation
 
@@ -104,13 +103,14 @@ class Strike:
         """In what has no hook: the second reduction, the second piece of the copies, and among survivors."""
         model[2].register_full_backward_hook(lambda *_: self.at("backward"))
         optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
+        kind = type(dist.group.WORLD)
         for name in ("_reduce_scatter_base", "reduce_scatter_single"):  # by the version of torch
-            self._count(GuardedProcessGroup, name, "reduction", 2, lambda: self.inside)
+            self._count(kind, name, "reduction", 2, lambda: self.inside)
         self.keeping = self.dealing = False
         self._within(shards.Shards, "keep", "keeping")
         self._within(shards.Shards, "_deal_out", "dealing")
-        self._count(GuardedProcessGroup, "exchange", "copies", 2, lambda: self.keeping)
-        self._count(GuardedProcessGroup, "alltoall", "dealing", 2, lambda: self.dealing)
+        self._count(kind, "exchange", "copies", 2, lambda: self.keeping)
+        self._count(kind, "alltoall", "dealing", 2, lambda: self.dealing)
         meet = Continuation._meet
 
         def meet_or_die(going: Any, what: str) -> tuple[int, ...]:

@@ -11,8 +11,6 @@ import pytest
 
 from ncclguard import faults
 
-pytestmark = pytest.mark.timeout(180)
-
 ALONE = {"NCCLGUARD_AUTOSTART": "0"}  # the transport alone: no monitor thread beside it
 CASES = Path(__file__).with_name("stream_transport_cases.py")
 

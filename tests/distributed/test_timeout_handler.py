@@ -94,7 +94,7 @@ def test_limit_in_another_thread_ends_that_threads_call_alone(said: dict[str, An
 
 
 def test_inner_block_does_not_extend_the_outer(said: dict[str, Any]) -> None:
-    assert ended_by_the_handler(said["nested"]["inner"], 0.3)
+    assert ended_by_the_handler(said["nested"]["inner"], 1.0)
     assert said["nested"]["outer"]["ended"] == "returned"
 
 

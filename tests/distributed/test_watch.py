@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.engine import runtime
+from ncclguard.metrics import control, records, top_command
 from tests import gloo_aborts
 
 CULPRIT = 2
@@ -105,6 +106,74 @@ def test_a_rank_that_ends_is_named_on_every_survivor(fault: str) -> None:
         assert "boom in rank 2" in text
     assert all(incident.summary in result[rank].output for rank in found), str(result)
     assert "on_lost" not in incident.advice  # which only guarded calls have
+
+
+def in_phases() -> None:
+    """Rank 1 comes 5 s late to each of three collectives: in a phase, issued in one and waited for outside, in none."""
+    watching = ng.watch()
+    dist.init_process_group("gloo")
+    dist.barrier()
+    found: dict[str, int] = {}
+
+    def late() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(5.0)
+
+    with ng.phase("eval"):
+        late()
+        dist.all_reduce(torch.ones(1))
+        found["inside"] = len(watching.incidents)
+        late()
+        with ng.phase("eval"):
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+    work.wait()
+    found["issued inside"] = len(watching.incidents)
+    late()
+    dist.all_reduce(torch.ones(3))
+    found["outside"] = len(watching.incidents)
+    faults.report(found=found)
+    dist.destroy_process_group()
+
+
+@recorded
+def test_the_limit_of_a_watched_call_is_that_of_the_phase_it_was_issued_in() -> None:
+    variables = {"NCCLGUARD_TIMEOUT": "2", "NCCLGUARD_TIMEOUT_EVAL": "60"}
+    result = faults.run_ranks(in_phases, 2, env=variables, timeout=90).check()
+    expected = {"inside": 0, "issued inside": 0, "outside": 1}
+    assert result.values("found") == {0: expected, 1: expected}, result
+
+
+def shown_by_top() -> None:
+    """Rank 1 comes late; meanwhile rank 0 is asked as `ncclguard top` asks."""
+    ng.watch(timeout=60)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(6.0)
+        dist.all_reduce(torch.ones(3))
+        dist.destroy_process_group()
+        return
+    work, said = dist.all_reduce(torch.ones(3), async_op=True), {}
+    end = time.monotonic() + 5.0
+    while time.monotonic() < end and not said.get("open"):
+        time.sleep(0.2)
+        ranks = control.jobs().get(records.job_name(), {})
+        answers = top_command.statuses(ranks)
+        said = answers[0]["snapshot"] if isinstance(answers.get(0), dict) else {}  # type: ignore[index]
+    work.wait()
+    faults.report(ranks=sorted(ranks), open=[call["text"] for call in said.get("open", ())])
+    dist.destroy_process_group()
+    faults.report(afterwards=sorted(control.jobs().get(records.job_name(), {})))
+
+
+@recorded
+def test_top_sees_the_ranks_of_a_job_that_is_only_watched() -> None:
+    result = faults.run_ranks(shown_by_top, 2, timeout=60).check()
+    reports = result[0].reports
+    assert reports["ranks"] == [0, 1], result
+    assert len(reports["open"]) == 1 and "all_reduce" in reports["open"][0].replace("allreduce", "all_reduce"), result
+    assert 0 not in reports["afterwards"], result
 
 
 def test_the_host_of_the_store_is_killed() -> None:

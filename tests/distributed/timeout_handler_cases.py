@@ -127,8 +127,8 @@ def two_threads(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
 def nested(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
     inner: dict[str, Any] = {}
     call = partial(reduce_one, group)
-    outer = bounded(lambda: inner.update(bounded(call, GROUP_TIMEOUT, group)), 0.3, group)
-    return {"inner": inner, "outer": outer}
+    outer = bounded(lambda: inner.update(bounded(call, GROUP_TIMEOUT, group)), 1.0, group)
+    return {"inner": {**inner, "seconds": outer["seconds"]}, "outer": outer}  # its time ran before it began
 
 
 def in_time(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from ncclguard.faults.hosts import run_tool
 _REASON = faults.namespaces_available()
 pytestmark = [
     pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
-    pytest.mark.timeout(240),
 ]
 
 

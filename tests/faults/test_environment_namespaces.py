@@ -24,7 +24,6 @@ from ncclguard.faults.hosts import run_tool
 _REASON = faults.namespaces_available()
 pytestmark = [
     pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
-    pytest.mark.timeout(180),
 ]
 
 _WIRE = ("10.88.0.1", "10.88.0.2")

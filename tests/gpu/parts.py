@@ -20,7 +20,6 @@ from ncclguard.transport.nccl import NcclBuilder, NcclCommunicator
 
 NEEDS_GPU = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         not (torch.cuda.is_available() and dist.is_nccl_available()), reason="needs an NVIDIA GPU and torch with NCCL"
     ),

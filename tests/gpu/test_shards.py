@@ -23,13 +23,13 @@ pytestmark = NEEDS_GPU
 ENV = {**SHARED_GPU, "NCCLGUARD_REPORT_DIR": "none"}
 
 
-def train(kills: list[Kill], port: int) -> None:
+def train(backend: str, kills: list[Kill], port: int) -> None:
     """Without dropout, whose numbers are the device's own; reports what each completed step was."""
     rank = int(os.environ["RANK"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ["NCCL_HOSTID"] = f"ncclguard-{rank}"
     torch.cuda.set_device(0)
-    dist.init_process_group("ncclguard")
+    dist.init_process_group(backend)
     shards.PIECE = 512  # so that copies have several
     model: Any = make_model().eval().cuda()
     mesh = init_device_mesh("cuda", (SIZE,))
@@ -79,6 +79,7 @@ def undisturbed(ranks: list[list[int]]) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("backend", ["ncclguard", "ncclguard-nccl"])
 @pytest.mark.parametrize(
     "kills",
     [
@@ -86,12 +87,12 @@ def undisturbed(ranks: list[list[int]]) -> list[float]:
         [(3, 1, "reduction"), (1, 3, "optimizer"), (0, 5, "forward")],
     ],
 )
-def test_sharded_training_goes_on_when_one_rank_after_the_other_is_killed(kills: list[Kill]) -> None:
+def test_sharded_training_goes_on_when_one_rank_after_the_other_is_killed(backend: str, kills: list[Kill]) -> None:
     """Down to a single rank. Each step is made by those that are left, with the losses of plain torch."""
     expected = without(kills)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = faults.run_ranks(train, SIZE, args=[kills, store.port], env=ENV, timeout=120)
-    assert sorted(job.values("parameters")) == expected[-1], job
+    job = faults.run_ranks(train, SIZE, args=[backend, kills, store.port], env=ENV, timeout=120)
+    assert sorted(job.values("parameters")) == expected[-1], str(job)
     losses = undisturbed(expected)
     loader, position = ng.ElasticLoader(Rows(), BATCH, seed=7), 0
     for step, members in enumerate(expected):

@@ -32,13 +32,13 @@ def scaler_of() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cuda", init_scale=8.0, growth_interval=2)
 
 
-def train(kills: list[Kill], port: int) -> None:
+def train(backend: str, kills: list[Kill], port: int) -> None:
     """A scaler, dropout, running means and several buckets on the GPU; reports what each completed step was."""
     rank = int(os.environ["RANK"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ["NCCL_HOSTID"] = f"ncclguard-{rank}"
     torch.cuda.set_device(0)
-    dist.init_process_group("ncclguard")
+    dist.init_process_group(backend)
     dist._DEFAULT_FIRST_BUCKET_BYTES = 4096  # type: ignore[attr-defined] # the first bucket's own limit
     wrapped = DistributedDataParallel(make_model().cuda(), device_ids=[0], bucket_cap_mb=0.03)
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=1e-3)
@@ -48,7 +48,6 @@ def train(kills: list[Kill], port: int) -> None:
     strike = Strike(kills)
     strike.in_reduction()
     next(wrapped.module[3].parameters()).register_hook(lambda _: strike.at("backward"))
-    optimizer.register_step_pre_hook(lambda *_: strike.at("optimizer"))
     torch.manual_seed(100 + rank)
 
     @ng.resilient_step(wrapped, optimizer, loader=loader, keep=[scheduler, scaler])
@@ -67,6 +66,8 @@ def train(kills: list[Kill], port: int) -> None:
         scaler.update()
         scheduler.step()
         return mean.item(), batch[1].tolist()
+
+    optimizer.register_step_pre_hook(lambda *_: strike.at("optimizer"))  # behind the commit, which is such a hook too
 
     @ng.resilient_step
     def evaluate() -> float:
@@ -119,6 +120,7 @@ def undisturbed(ranks: list[list[int]]) -> list[list[Any]]:
     return found
 
 
+@pytest.mark.parametrize("backend", ["ncclguard", "ncclguard-nccl"])
 @pytest.mark.parametrize(
     ("kills", "lost"),
     [
@@ -126,11 +128,13 @@ def undisturbed(ranks: list[list[int]]) -> list[list[Any]]:
         ([(3, 1, "reduction"), (1, 3, "unscaled"), (0, 4, "forward")], {3: 1, 1: 3, 0: 4}),
     ],
 )
-def test_training_goes_on_when_one_rank_after_the_other_is_killed(kills: list[Kill], lost: dict[int, int]) -> None:
+def test_training_goes_on_when_one_rank_after_the_other_is_killed(
+    backend: str, kills: list[Kill], lost: dict[int, int]
+) -> None:
     """Down to a single rank. Each step is made by those that are left, on the samples that come next."""
     expected = without(lost)[:STEPS]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = faults.run_ranks(train, SIZE, args=[kills, store.port], env=ENV, timeout=120)
+    job = faults.run_ranks(train, SIZE, args=[backend, kills, store.port], env=ENV, timeout=120)
     assert sorted(job.values("count")) == [rank for rank in range(SIZE) if rank not in {kill[0] for kill in kills}], job
     assert set(job.values("count").values()) == {float(SIZE - len(kills))}
     assert len(set(job.values("parameters").values())) == 1

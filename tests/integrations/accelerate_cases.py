@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ncclguard as ng
 from ncclguard import faults
+from ncclguard.evaluation import NOT_EVALUATED
 from tests.integrations.evaluation_parts import (
     CULPRIT,
     GIVEN_UP,
@@ -102,7 +103,7 @@ def run(loop: Loop, names: list[str], *, evaluate: bool) -> dict[str, Any]:
         found[name] = (
             summary(loop.evaluate.report, time.monotonic() - started)
             | {  # type: ignore[attr-defined]
-                "result": result,
+                "result": "not evaluated" if result is NOT_EVALUATED else result,
                 "logged": loop.logged[logged:],
             }
         )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ncclguard.integrations.deepspeed import patch_trainer
 
 from ncclguard import faults
+from ncclguard.evaluation import NOT_EVALUATED
 from tests.integrations.evaluation_parts import (
     CULPRIT,
     LIMIT,
@@ -90,7 +91,7 @@ def run(trainer: Trainer, names: list[str], *, evaluate: bool) -> dict[str, Any]
         found[name] = (
             summary(trainer.evaluate.report, time.monotonic() - started)
             | {  # type: ignore[attr-defined]
-                "result": result,
+                "result": "not evaluated" if result is NOT_EVALUATED else result,
                 "logged": trainer.monitor.logged[logged:],
                 "modes": [trainer.model.training, trainer.model.module.training],
             }

@@ -17,7 +17,6 @@ WHOLE = [42, 1.0]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(250)
 def test_training_goes_on_bit_for_bit() -> None:
     """And gathers and barriers outside of evaluations end, and name who held them up."""
     job = faults.run_ranks(f"{PROGRAM}:guarded", 4, args=[[*CASES, "none again"]], timeout=200)
@@ -26,7 +25,7 @@ def test_training_goes_on_bit_for_bit() -> None:
         found = job.values(name)
         check(found, name)
         accepted = CASES[name][0] == "accept"
-        assert all(values["result"] == (WHOLE if accepted else [0.0, 0.0]) for values in found.values()), name
+        assert all(values["result"] == (WHOLE if accepted else "not evaluated") for values in found.values()), name
         failed = [metrics for values in found.values() for _, metrics in values["logged"]]
         assert len(failed) == (0 if accepted else 1)
         assert all(metrics["eval/evaluation_culprit"] == CULPRIT for metrics in failed)

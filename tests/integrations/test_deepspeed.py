@@ -17,7 +17,6 @@ WHOLE = [12.0, 1.0]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_goes_on_bit_for_bit(stage: int) -> None:
     job = faults.run_ranks(f"{PROGRAM}:guarded", 4, args=[[stage], [*CASES, "none again"]], timeout=200)
@@ -27,7 +26,7 @@ def test_training_goes_on_bit_for_bit(stage: int) -> None:
         found = {rank: run[name] for rank, run in runs.items() if name in run}
         check(found, name)
         accepted = CASES[name][0] == "accept"
-        assert all(values["result"] == (WHOLE if accepted else [0.0, 0.0]) for values in found.values()), name
+        assert all(values["result"] == (WHOLE if accepted else "not evaluated") for values in found.values()), name
         assert all(values["modes"] == [True, True] for values in found.values()), name
         failed = [metrics for values in found.values() for _, metrics in values["logged"]]
         assert len(failed) == (0 if accepted else 1)

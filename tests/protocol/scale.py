@@ -462,7 +462,9 @@ class World:
         began = self.now
         for rank, monitor in enumerate(self.monitors):
             if not handshake:
-                monitor._handshake = types.SimpleNamespace(nonce="0123456789ab", step=lambda: True)  # type: ignore[assignment]
+                monitor._handshake = types.SimpleNamespace(
+                    nonce="0123456789ab", about_first=monitor._settings.about, step=lambda: True
+                )  # type: ignore[assignment]
             self.spawn(rank, monitor.start, began + rank * 0.618034 % 1 / 2)
         joined = self.run(began + 120.0, lambda: all(monitor.session_ready.is_set() for monitor in self.monitors))
         assert joined, "the ranks have not joined within two minutes"

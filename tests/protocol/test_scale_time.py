@@ -83,7 +83,7 @@ def test_joining_costs_a_rank_few_requests(monkeypatch: pytest.MonkeyPatch) -> N
     assert max(world.requests[rank] for rank in range(1, world.size)) <= 40
 
 
-@pytest.mark.parametrize("size", [1000, 4000])
+@pytest.mark.parametrize("size", [1000, pytest.param(4000, marks=pytest.mark.thorough)])
 def test_one_late_rank_is_named_to_all_in_time(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = joined(size, monkeypatch)
     found, one, incident = verdict(world, range(size - 1), {size - 1: Cause.LATE})
@@ -105,6 +105,7 @@ def test_a_silent_half_of_the_job_is_named_to_the_other_half_in_time(monkeypatch
     verdict(world, range(1000), dict.fromkeys(half, Cause.STUCK), silent=half)
 
 
+@pytest.mark.thorough
 def test_where_only_one_rank_of_4000_has_come_all_others_are_named_to_it_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

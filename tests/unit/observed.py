@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from ncclguard import events
-from ncclguard.cause import Cause
 from ncclguard.coordination.group_state import OpenCall
 from ncclguard.metrics.registry import RecordingListener
 from ncclguard.outcome import Outcome
+from ncclguard_explain.cause import Cause
 
 KEY = "0:cpu:aedf9bb1"
 

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 import ncclguard as ng
-from ncclguard.engine.call import check_tensor
+from ncclguard.engine.call import check_tensor, terms_of
+from ncclguard.process_group import redirected
 
 T = torch.ones(4)
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "op as text": (lambda: ng.safe_all_reduce(T, "SUM"), TypeError, "op must be a torch.distributed.ReduceOp"),
+    "a misspelt argument": (
+        lambda: ng.safe_barrier(timout=3), TypeError, r"safe_barrier has no argument 'timout': did you mean timeout=\?",  # type: ignore[call-arg]
+    ),
+    "an argument of nothing": (
+        lambda: ng.watch(xyz=3), TypeError, "watch has no argument 'xyz': there are group, timeout, on_hang, on_incident",  # type: ignore[call-arg]
+    ),
+    "a misspelt phase": (lambda: ng.phase("evel"), ng.GuardConfigError, r"no phase 'evel': did you mean 'eval'\?"),
+    "a phase of nothing": (lambda: ng.phase("x"), ng.GuardConfigError, "no phase 'x': there are 'train', 'eval', 'small'"),
+    "op as text": (lambda: ng.safe_all_reduce(T, "sum"), TypeError, r"not str: did you mean dist\.ReduceOp\.SUM\?"),
+    "op as another word": (lambda: ng.safe_all_reduce(T, "mean"), TypeError, r"did you mean dist\.ReduceOp\.AVG\?"),
+    "a limit as op": (lambda: ng.safe_all_reduce(T, 300), TypeError, "not int: a limit is given by its name, timeout=300"),
     "op as a list": (lambda: ng.safe_all_reduce(T, [1]), TypeError, "op must be a torch.distributed.ReduceOp"),
     "op for the dtype": (lambda: ng.safe_all_reduce(T, ReduceOp.BAND), ValueError, "BAND needs an integer"),
     "PREMUL_SUM": (
@@ -40,6 +54,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "expanded": (lambda: ng.safe_all_reduce(T[:1].expand(4)), ValueError, "share memory"),
     "expanded source": (lambda: ng.safe_broadcast(T[:1].expand(4), 0), ValueError, "share memory"),
     "expanded slot": (lambda: ng.safe_all_gather([T[:1].expand(4)], T), ValueError, r"tensor_list\[0\] .* share memory"),
+    "one slot for all": (lambda: ng.safe_all_gather([T] * 2, T), ValueError, "the same memory more than once"),
     "expanded output": (lambda: ng.safe_reduce_scatter(T[:1].expand(4), [T]), ValueError, "output .* share memory"),
     "sliding window": (lambda: ng.safe_all_reduce(T.unfold(0, 2, 1)), ValueError, "share memory"),
 }  # fmt: skip
@@ -52,6 +67,87 @@ def test_wrong_calls_are_refused_alone(name: str) -> None:
     with pytest.raises(error, match=text):
         call()
     assert T.tolist() == [1.0] * 4
+
+
+#: Everything that takes a group or, by mistake, a limit in its place.
+GROUPED: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda group: ng.safe_all_reduce(T, ReduceOp.SUM, group),
+    "barrier": lambda group: ng.safe_barrier(group),
+    "broadcast": lambda group: ng.safe_broadcast(T, 0, group),
+    "all_gather": lambda group: ng.safe_all_gather([T], T, group),
+    "reduce_scatter": lambda group: ng.safe_reduce_scatter(T, [T], ReduceOp.SUM, group),
+    "all_gather_object": lambda group: ng.safe_all_gather_object([None], 1, group),
+    "broadcast_object_list": lambda group: ng.safe_broadcast_object_list([1], 0, group),
+    "watch": lambda group: ng.watch(group),
+    "nccl_timeout_handler": lambda group: ng.nccl_timeout_handler(30, group),
+    "redirected": lambda group: redirected(group),
+    "resilient_evaluate": lambda group: ng.resilient_evaluate(lambda: 1, group=group),
+    "resilient_step": lambda group: ng.resilient_step(group=group)(lambda: 1),
+}
+LIMITED = {name: call for name, call in GROUPED.items() if not name.startswith("resilient")} | {
+    "resilient_evaluate": lambda limit: ng.resilient_evaluate(limit),
+    "resilient_step": lambda limit: ng.resilient_step(torch.nn.Linear(1, 1), limit),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.parametrize("limit", [30, 1800.0, timedelta(minutes=5)])
+def test_a_limit_that_is_given_by_position_is_told_where_it_goes(name: str, limit: object) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"a limit is given by its name, timeout={limit!r}")):
+        LIMITED[name](limit)
+
+
+class LikeAMesh:
+    """As torch's DeviceMesh, which needs ranks."""
+
+    def get_group(self, dimension: str) -> None: ...
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize(
+    ("group", "error", "text"),
+    [("WORLD", TypeError, "must be a torch.distributed.ProcessGroup or None, not str"),
+     (True, TypeError, "ProcessGroup or None, not bool"),
+     (LikeAMesh(), TypeError, r"not LikeAMesh: give the group of one of its dimensions, get_group\("),
+     (dist.GroupMember.NON_GROUP_MEMBER, ValueError, "not a member of the group that was given")],
+)  # fmt: skip
+def test_what_is_no_group_is_refused(name: str, group: object, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        GROUPED[name](group)
+
+
+def test_a_rank_that_is_not_in_the_group_is_refused_under_the_name_of_its_argument() -> None:
+    terms = terms_of(None, None, 1)
+    for wrong, error in ((3, ValueError), ("zero", TypeError)):
+        with pytest.raises(error, match="^dst "):
+            terms.member(wrong, "dst")  # type: ignore[arg-type]
+
+
+LAUNCHED = {
+    "torchrun": ({"WORLD_SIZE": "2", "RANK": "0"}, "started 2 ranks (WORLD_SIZE=2)"),
+    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "3"}, "started 3 ranks (OMPI_COMM_WORLD_SIZE=3)"),
+    "srun": ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "started 4 ranks (SLURM_STEP_NUM_TASKS=4)"),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+@pytest.mark.parametrize("name", [name for name in GROUPED if name not in ("watch", "nccl_timeout_handler")])
+def test_no_call_succeeds_alone_in_a_job_of_several_ranks(
+    name: str, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank would keep its own values and be told that all is well."""
+    variables, text = LAUNCHED[launcher]
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ng.GuardConfigError, match=re.escape(text) + ".*call torch.distributed.init_process_group"):
+        made = GROUPED[name](None)
+        made()  # what the functions have made of theirs
+
+
+def test_a_shell_of_slurm_and_a_launcher_of_one_rank_start_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert ng.safe_barrier()
 
 
 @pytest.mark.parametrize("chunk", [2, 2.0, 5e7])

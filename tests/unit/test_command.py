@@ -19,7 +19,7 @@ import pytest
 
 from ncclguard import __version__, completion
 from ncclguard.__main__ import COMMANDS, EXIT_CODES, Command, main
-from ncclguard.command_line import progress
+from ncclguard_explain.command_line import progress
 
 
 def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +68,63 @@ def test_an_unknown_command_names_those_that_are_there(
     assert f"no command '{word}'" in error
     assert "bench" in error
     assert "deeper" not in error
+
+
+def test_a_misspelt_command_is_told_which_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explian"]) == 2
+    assert "there is no command 'explian': did you mean explain?" in capsys.readouterr().err
+
+
+TREE = Path(__file__).resolve().parents[2]
+PIPED = (
+    ("--help",), ("env",), ("env", "both"), ("doctor",), ("run --help",), ("completion bash",),
+    (f"explain {TREE}/tests/unguarded_logs/legacy-exception/logs",), (f"report {TREE}/docs/gallery/kill/incident.json",),
+)  # fmt: skip
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("called", PIPED, ids=" ".join)
+def test_a_command_whose_reader_has_gone_ends_in_silence(called: tuple[str, ...], tmp_path: Path) -> None:
+    """As in `ncclguard env | head -0`; with "both" what it says on stderr goes the same way."""
+    line, both = called[0], called[1:]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "ncclguard", *line.split()]
+        errors = writer if both else subprocess.PIPE
+        done = subprocess.run(command, stdout=writer, stderr=errors, text=True, timeout=120, check=False, cwd=tmp_path)
+    finally:
+        os.close(writer)
+    assert done.returncode == 141, done
+    assert both or "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr, done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("line", ["--help", "--ranks 2 --numel 1000 --iters 2"])
+def test_the_bench_as_a_module_ends_in_silence_where_its_reader_has_gone(line: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "ncclguard.bench", *line.split()]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    finally:
+        os.close(writer)
+    assert done.returncode == 141, done
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr, done.stderr
+
+
+def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: list[str]) -> int:
+        raise BrokenPipeError("of a socket")
+
+    monkeypatch.setattr("ncclguard.environment.env_command.main", fail)
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        main(["env"])
+
+
+def test_a_command_has_its_own_options_before_those_of_torchrun() -> None:
+    text = importlib.import_module(COMMANDS["run"].module).build_parser().format_help()
+    assert text.index("  --go-on-within") < text.index("  --losses-within") < text.index("  --nnodes")
 
 
 def test_the_rest_of_the_line_goes_to_the_command_and_its_code_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from decimal import Decimal
@@ -22,7 +23,7 @@ from pydantic import ValidationError
 import ncclguard
 from ncclguard.config import OTHER_VARIABLES, PREFIX, GuardConfig, configure, current_config, reset_config, seconds
 from ncclguard.errors import GuardConfigError
-from ncclguard.phases import current_phase, phase, resolve_timeout
+from ncclguard.phases import KEPT, current_phase, phase, phases_of, resolve_timeout
 
 
 class TestSources:
@@ -258,6 +259,30 @@ class TestPhases:
 
         assert asyncio.run(both()) == ["small", None, "small"]
 
+    def test_other_threads_see_what_a_thread_was_in_when(self) -> None:
+        """And of a thread that is not Python's what the main thread was in; of an earlier time than is kept the oldest."""
+        times = [time.time_ns()]
+        with phase("eval"):
+            times.append(time.time_ns())
+            with phase("small"):
+                times.append(time.time_ns())
+        times.append(time.time_ns())
+        main = threading.get_ident()
+        seen: list[tuple[str, ...]] = []
+
+        def other() -> None:
+            seen.extend(phases_of(thread, at) for thread in (main, 1) for at in times)
+            seen.append(phases_of(threading.get_ident(), times[1]))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(30)
+        assert seen == [(), ("eval",), ("eval", "small"), ()] * 2 + [()]
+        for _ in range(KEPT):
+            with phase("train"):
+                pass
+        assert phases_of(main, times[1]) == ("train",)
+
     def test_a_generator_cannot_be_decorated(self) -> None:
         def rows() -> Iterator[int]:
             yield 1
@@ -316,3 +341,51 @@ class TestTimes:
                 assert resolve_timeout(None, 10) == 600
         with pytest.raises(ValueError, match="timeout must be"):
             resolve_timeout(0, 10)
+
+
+class TestInChinese:
+    """What is wrong with a setting, in the language of `NCCLGUARD_LANGUAGE`."""
+
+    SENTENCE = r"\b[a-z]{2,} [a-z]{2,}\b"
+
+    @pytest.fixture(autouse=True)
+    def _chinese(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NCCLGUARD_LANGUAGE", "zh")
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"timeout": -1},
+            {"timeout": True},
+            {"max_attempts": True},
+            {"timeot": 3},
+            {"nothing_alike_at_all": 3},
+            {"stuck_timeout": 900},
+            {"poll_active": 0.2, "poll_idle": 0.1},
+            {"rounds": False, "statistics_every": 5},
+            {"adjust": True, "statistics_every": 0},
+            {"adjust_chunk_min": 5000, "adjust_chunk_max": 2000},
+            {"on_lost": "shrink", "atomic": False},
+            {"language": "xx", "warn_after": 1e12},
+        ],
+    )
+    def test_no_sentence_of_an_error_stays_english(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(GuardConfigError) as caught:
+            GuardConfig(**changes)
+        text = re.sub(r"（[^（）]*language[^（）]*）", "", str(caught.value))
+        assert re.search(r"[\u4e00-\u9fff]", text)
+        assert not re.search(self.SENTENCE, text), text
+
+    def test_a_wrong_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NCCLGUARD_TIMEOUT", "0")
+        with pytest.raises(GuardConfigError) as caught:
+            current_config()
+        assert str(caught.value) == (
+            "环境变量 NCCLGUARD_TIMEOUT 是 '0'；允许的值：1 ms 到 1e9 s，或 none（它必须是有限的正数，现在是 0 s："
+            "写 None 表示默认时限）。所有设置见 docs/configuration.md。"
+        )
+
+
+def test_a_question_is_followed_by_no_full_stop() -> None:
+    with pytest.raises(GuardConfigError, match=r"did you mean timeout\? All settings are in docs/configuration\.md\.$"):
+        GuardConfig(timeot=3)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
+import pickle
 import random
 import weakref
 from typing import Any
@@ -14,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import ncclguard as ng
-from ncclguard.evaluation import Action, record_partial, state
+from ncclguard.errors import GuardConfigError
+from ncclguard.evaluation import NOT_EVALUATED, Action, NotEvaluated, record_partial, state
 from ncclguard.evaluation.decision import log_to
 from ncclguard.evaluation.runner import Labels, divided, smaller, start_counting
 
@@ -89,7 +93,7 @@ def test_what_is_given_up_returns_the_fallback_logs_one_failure_and_leaves_no_tr
     ]
     trainer.model[2].eval()
     modes = [module.training for module in trainer.model.modules()]
-    assert trainer.evaluate(step=3) == (0.0, 0.0)
+    assert trainer.evaluate(step=3) is NOT_EVALUATED
     assert trainer.sizes == [4, 2, 1]
     ((step, metrics),) = trainer.monitor.logged
     assert step == 3
@@ -160,7 +164,7 @@ def test_parts_that_cannot_be_combined_give_the_fallback() -> None:
         record_partial(1.0, done=1)
         raise ValueError("the second data set is broken")
 
-    assert evaluate() == (0.0, 0.0)
+    assert evaluate() is NOT_EVALUATED
     assert "the second data set is broken" in str(evaluate.report)
     assert "ZeroDivisionError" in str(evaluate.report)
 
@@ -202,6 +206,62 @@ def test_the_switches() -> None:
     assert calls == [4, 16]
 
 
+def test_what_was_given_up_cannot_be_mistaken_for_a_result(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither where the function returns a loss and an accuracy, as in the recipe, nor where it returns one number."""
+
+    @ng.resilient_evaluate(max_attempts=1)
+    def evaluate() -> Any:
+        raise ValueError("a metric went wrong")
+
+    result = evaluate()
+    assert isinstance(result, float)
+    assert math.isnan(result)
+    loss, accuracy = result
+    assert math.isnan(loss)
+    assert math.isnan(accuracy)
+    assert not (result < 1e9 or result > 0 or loss < 1e9 or accuracy > 0)
+    assert f"{result:.3f}, {result['eval_loss']:.1f}" == "nan, nan"
+    assert not result
+    assert "NaN is returned, because no `fallback=` was given, and training goes on" in caplog.text
+    assert caplog.records[-1].levelno == logging.ERROR
+    assert pickle.loads(pickle.dumps(result)) is copy.deepcopy(result) is NOT_EVALUATED
+    assert isinstance(NOT_EVALUATED, NotEvaluated)
+
+
+def test_a_batch_size_that_names_nothing_is_found_before_the_first_try() -> None:
+    class Owner:
+        calls = 0
+        size = 4
+        wide = "32"
+
+        @ng.resilient_evaluate(batch_size="sice")
+        def misspelt(self) -> None:
+            self.calls += 1
+
+        @ng.resilient_evaluate(batch_size="no.such")
+        def nowhere(self) -> None:
+            self.calls += 1
+
+        @ng.resilient_evaluate(batch_size="wide")
+        def text(self) -> None:
+            self.calls += 1
+
+    @ng.resilient_evaluate(batch_size="size")
+    def ownerless() -> None:
+        raise AssertionError
+
+    owner = Owner()
+    with pytest.raises(GuardConfigError, match=r"'sice' of misspelt\(\).*did you mean 'size'"):
+        owner.misspelt()
+    with pytest.raises(GuardConfigError, match=r"'no.such' of nowhere\(\) names nothing: .* no attribute 'no'"):
+        owner.nowhere()
+    with pytest.raises(GuardConfigError, match="a whole number or a DataLoader, not str"):
+        owner.text()
+    with pytest.raises(GuardConfigError, match="called without arguments"):
+        ownerless()
+    assert owner.calls == 0
+
+
 def test_a_callable_says_how_batches_get_smaller() -> None:
     divisors: list[int] = []
 
@@ -209,7 +269,7 @@ def test_a_callable_says_how_batches_get_smaller() -> None:
     def evaluate() -> None:
         raise MemoryError
 
-    assert evaluate() == (0.0, 0.0)
+    assert evaluate() is NOT_EVALUATED
     assert divisors == [2, 1, 4, 1]
 
 
@@ -239,7 +299,7 @@ def test_an_error_of_the_program_is_tried_once_and_what_may_pass_again(error: Ex
         calls.append(1)
         raise error
 
-    assert evaluate() == (0.0, 0.0)
+    assert evaluate() is NOT_EVALUATED
     assert evaluate.report is not None
     assert (len(calls), evaluate.report.attempts) == (tries, tries)
     assert ("no other try was made" in str(evaluate.report)) == (tries == 1)
@@ -271,7 +331,7 @@ def test_a_last_try_that_fails_with_an_error_of_the_program_does_not_speak_of_ot
     def evaluate() -> None:
         raise KeyError("f1")
 
-    assert evaluate() == (0.0, 0.0)
+    assert evaluate() is NOT_EVALUATED
     assert "no other try" not in str(evaluate.report)
 
 
@@ -284,8 +344,6 @@ def test_batch_sizes_are_found_by_a_dotted_name_and_put_back() -> None:
     with divided(owner, "args.size", 2):
         assert owner.args.size == 2  # type: ignore[attr-defined]
     assert owner.args.size == 5  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError), divided(owner, "missing", 2):
-        pass
     with pytest.raises(TypeError, match="a batch size is a whole number"):
         smaller("big", 2)
     with pytest.raises(TypeError, match="batch sampler of its own"):
@@ -443,7 +501,8 @@ def test_metrics_reach_every_kind_of_sink_and_a_broken_one_breaks_nothing(caplog
         ({"on_lost": "shrink"}, "on_lost must be"),
         ({"on_lost": "checkpoint"}, "need each other"),
         ({"save": print}, "need each other"),
-        ({"colour": 1}, "colour"),
+        ({"colour": 1}, "^resilient_evaluate has no argument 'colour': there are timeout, barrier_timeout, "),
+        ({"timout": 3}, r"^resilient_evaluate has no argument 'timout': did you mean timeout=\?$"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], error: str) -> None:

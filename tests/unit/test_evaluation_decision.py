@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard.cause import ADVICE
 from ncclguard.evaluation import decision
 from ncclguard.evaluation.decision import (
     Action,
@@ -21,6 +21,7 @@ from ncclguard.evaluation.decision import (
     Terms,
 )
 from ncclguard.outcome import Cause
+from ncclguard_explain.cause import ADVICE
 
 ALL = (0, 1, 2, 3)
 OOM = RankResult(2, Kind.OUT_OF_MEMORY, "torch.OutOfMemoryError at eval.py:7 in step: no memory")
@@ -108,7 +109,7 @@ def test_ranks_that_did_not_meet_try_again_unless_one_is_gone() -> None:
     assert decision.at_end(NotMet(Cause.LOST, (2,), gone=True), 1, 3).action is Action.STOP
     assert decision.at_end(NotMet(Cause.UNKNOWN, (), agreed=False), 1, 3).action is Action.STOP
     assert decision.at_opening(late, 1, ALL).action is Action.GIVE_UP
-    assert decision.at_opening(late, 1, ALL).failure == Failure(1, Cause.LATE, (2,), report="incident")
+    assert decision.at_opening(late, 1, ALL).failure == Failure(1, Cause.LATE, (2,), report="incident", began=False)
 
 
 def test_one_rank_that_switches_off_decides_for_all() -> None:
@@ -159,16 +160,34 @@ def test_every_exchange_leads_to_one_decision_that_survives_the_wire(values: lis
 def test_the_report_says_what_happened_and_what_to_do() -> None:
     failures = (
         Failure(1, Cause.FAILED, (2,), ((2, OOM.error),), True),
-        Failure(2, Cause.LATE, (1,), report="the incident"),
+        Failure(2, Cause.LATE, (1,)),
     )
     text = str(EvaluationReport("evaluation evaluate() at step 7", Action.GIVE_UP, failures, 2))
-    assert "at step 7: failed after 2 tries; the fallback is returned and training goes on" in text
+    assert "at step 7: failed after 2 tries; the fallback is returned, and training goes on" in text
     assert "try 1: failed, out of memory, rank 2" in text
-    assert "the incident" in text
+    assert "\n  try 2: late, rank 1\n" in text
     assert f"what to do: {ADVICE[Cause.LATE]}" in text
     assert "from 2 of 5" in str(EvaluationReport("e", Action.PARTIAL, failures[:1], 1, 2, 5))
     assert "smaller batches" in str(EvaluationReport("e", Action.GIVE_UP, failures[:1], 1))
     assert "not all ranks arrived" in str(EvaluationReport("e", Action.GIVE_UP, failures[1:], 0))
+
+
+def test_the_report_refers_to_that_of_the_incident_which_has_the_stacks_and_the_advice() -> None:
+    late = decision.at_opening(NotMet(Cause.LATE, (1,), incident="5e-0-4.1"), 2, range(3)).failure
+    assert late is not None
+    known = EvaluationReport(
+        "evaluation e", Action.GIVE_UP, (Failure(1, Cause.LATE, (1,), incident="5e-0-3.0"), late), 1
+    )
+    assert str(known) == (
+        "ncclguard evaluation e: failed after 1 try; the fallback is returned, and training goes on.\n"
+        "  try 1: late, rank 1 (incident 5e-0-3.0)\n"
+        "  before try 2: late, rank 1 (incident 5e-0-4.1)"
+    )
+    assert known.headline.endswith("training goes on. (before try 2: late, rank 1 (incident 5e-0-4.1))")
+    off = replace(known, failures=(Failure(1, Cause.LATE, (1,), report="the whole incident"),))
+    assert str(off).endswith("try 1: late, rank 1\nthe whole incident")
+    memory = replace(late, out_of_memory=True)
+    assert "what to do: Evaluate with smaller batches" in str(replace(known, failures=(memory,)))
 
 
 def test_ranks_that_left_because_of_the_first_are_not_blamed() -> None:

@@ -199,3 +199,26 @@ def test_a_listener_that_overrides_nothing_is_told_everything_without_harm() -> 
     finally:
         events.leave(listener)
     assert listener not in events.listeners
+
+
+def test_two_threads_that_begin_to_listen_at_once_are_both_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one comes while the first is about to write what it has read."""
+    listeners = [events.Listener(), events.Listener()]
+    threads: list[threading.Thread] = []
+    replace = events._replace
+
+    def interrupted(wanted: tuple[events.Listener, ...]) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=events.listen, args=(listeners[1],)))
+            threads[0].start()
+            threads[0].join(0.2)
+        replace(wanted)
+
+    monkeypatch.setattr(events, "_replace", interrupted)
+    events.listen(listeners[0])
+    try:
+        threads[0].join()
+        assert {*listeners} <= {*events.listeners}
+    finally:
+        for listener in listeners:
+            events.leave(listener)

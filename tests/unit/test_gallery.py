@@ -93,7 +93,6 @@ UGLY = {
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(screenshots.browser() is None, reason="needs a Chromium, such as Debian's")
 @pytest.mark.parametrize("name", UGLY)
 def test_the_check_of_the_pages_sees_what_is_ugly(name: str, tmp_path: Path) -> None:

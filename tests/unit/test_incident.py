@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ncclguard.cause import MEANING
-from ncclguard.incident.model import Incident, RankReport, ranks_text
+from ncclguard.incident.model import Incident, RankReport
 from ncclguard.outcome import Cause
+from ncclguard_explain.cause import MEANING
+from ncclguard_explain.ranks import ranks_text
 
 TEXT = "all_reduce(float32[1000], SUM)"
 STACK = tuple(f"train.py:{line} in step{line}: call()" for line in range(1, 12))

@@ -18,12 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncclguard.incident import model, page, timeline
+from ncclguard.incident import model, timeline
 from ncclguard.incident.model import Incident, MembershipChange, RankReport
 from ncclguard.incident.page import GIVEN_UP, Scale, render_html
 from ncclguard.incident.report import AT_MOST, Sequels, Writer, main, show, write_all
 from ncclguard.incident.timeline import Document
 from ncclguard.outcome import Cause
+from ncclguard_explain import page as explain_page
+from ncclguard_explain.ranks import hosts_text
 
 TEXT = "all_reduce(float32[1000], SUM)"
 GROUP = "0:cpu:ab"
@@ -140,6 +142,18 @@ class TestTimeline:
 
 
 class TestPage:
+    def test_the_legend_has_the_colour_of_another_group_and_the_text_its_next_step(self) -> None:
+        found = document(further="Try `watch()`.")
+        assert found.timeline is not None
+        assert "completed, in another group" not in render_html(found)
+        lane = found.timeline.lanes[0]
+        bars = [bar.model_copy(update={"group": "1:cpu:cd"}) for bar in lane.bars if bar.ok]
+        lanes = [lane.model_copy(update={"bars": bars}), *found.timeline.lanes[1:]]
+        text = render_html(found.model_copy(update={"timeline": found.timeline.model_copy(update={"lanes": lanes})}))
+        assert '<i class="g1"></i>completed, in another group</span>' in text
+        assert "Next time: Try <code>watch()</code>." in text
+        assert "  next time: Try `watch()`." in str(found.incident)
+
     @pytest.mark.parametrize("ranks", [4, 64, 1000])
     def test_it_holds_who_why_what_to_do_and_loads_nothing(self, ranks: int) -> None:
         page = render_html(document(ranks))
@@ -343,9 +357,9 @@ class TestFiles:
 def without_jinja2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine that has no torch and so no Jinja2."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    page._environment.cache_clear()
+    explain_page._environment.cache_clear()
     yield
-    page._environment.cache_clear()
+    explain_page._environment.cache_clear()
 
 
 def test_without_jinja2_the_command_shows_the_panel_and_says_what_the_page_needs(
@@ -463,7 +477,7 @@ class TestManyRanks:
         ],
     )  # fmt: skip
     def test_names_of_hosts_become_ranges(self, names: list[str], text: str) -> None:
-        assert model.hosts_text(names) == text
+        assert hosts_text(names) == text
 
     @pytest.mark.parametrize("text", ["", "x", "5-", "-5", "0-99999999999", "1-x,4"])
     def test_hosts_that_cannot_be_read_are_not_known(self, text: str) -> None:
@@ -538,6 +552,14 @@ class TestAfterwards:
         document = Document.model_validate_json((job.folder / f"incident-{found.id}.json").read_text())
         assert document.timeline is not None
         assert (document.written_by, len(document.timeline.lanes)) == (1, 4)  # what it had is kept
+
+    def test_the_advice_is_that_for_a_job_that_has_gone_on(self, job: Job) -> None:
+        found = job.lost(3, 1, writer=1)
+        job.change("went on", (3,))
+        told = Document.model_validate_json((job.folder / f"incident-{found.id}.json").read_text()).incident
+        assert told.advice.startswith("The others go on without it. See the launcher's")
+        assert "on_lost" not in str(told)
+        assert "next time" not in str(told)
 
     @pytest.mark.parametrize("reported", [True, False])
     def test_another_rank_completes_it_where_the_writer_is_gone(self, job: Job, reported: bool) -> None:

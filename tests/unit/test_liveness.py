@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from ncclguard.cause import Cause
 from ncclguard.coordination import liveness as liveness_module
 from ncclguard.coordination.liveness import (
     PROBE_AGAIN,
@@ -31,6 +30,7 @@ from ncclguard.coordination.liveness import (
     silent_cause,
 )
 from ncclguard.incident.stacks import process_state
+from ncclguard_explain.cause import Cause
 
 pytestmark = pytest.mark.processes
 

@@ -78,6 +78,15 @@ def test_a_socket_that_a_killed_process_left_is_replaced_and_a_living_one_is_not
     assert "another process answers" in caplog.text
 
 
+def test_a_job_of_which_only_sockets_of_killed_processes_are_left_is_none(serve: Serve, folder: Path) -> None:
+    serve()
+    for name in ("dead.0.sock", "dead.1.sock", "job1.1.sock"):
+        left = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        left.bind(str(folder / name))
+        left.close()
+    assert control.choose(None) == ("job1", {rank: folder / f"job1.{rank}.sock" for rank in (0, 1)})
+
+
 def test_closing_removes_the_socket_and_ends_the_thread(serve: Serve, folder: Path) -> None:
     serve().close()
     assert list(folder.iterdir()) == []

@@ -28,10 +28,10 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.environment.doctor import command as doctor
-from ncclguard.explain import command as explain
 from ncclguard.metrics.records import OpenOperation, Snapshot, StragglerRow, StragglerTable
 from ncclguard.metrics.registry import Registry
 from ncclguard.metrics.sinks import PrometheusSink
+from ncclguard_explain import command as explain
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = ROOT / "operations"

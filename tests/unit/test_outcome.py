@@ -52,6 +52,15 @@ def test_a_success_has_no_error_and_returns_itself() -> None:
         error_for(outcome)
 
 
+def test_an_outcome_is_printed_as_its_one_sentence_which_acknowledges_nothing() -> None:
+    failed = Outcome(**fields(Cause.LATE, expired=True))
+    assert str(Outcome(**fields())) == "all_reduce succeeded on ranks 0-2 in 2.5 s."
+    assert str(failed) == "What happened."
+    assert str(Outcome(**fields(Cause.LOST))) == "all_reduce failed after 2.5 s: lost by rank 2."
+    assert not failed.acknowledged
+    assert "busbw=21.3" in repr(failed)
+
+
 def test_an_outcome_is_frozen_and_takes_keywords_only() -> None:
     outcome = Outcome(**fields())
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ncclguard.coordination.store import AgreementStore
-from ncclguard.training import declaration, places
+from ncclguard.training import declaration, places, stand_by
 
 
 class Waiting:
@@ -88,6 +90,17 @@ def test_the_place_of_a_rank_that_would_end_again_is_not_offered(store: Agreemen
     assert places.Place.from_json(text).rank == 2
 
 
+def test_nobody_takes_a_place_that_is_refused_after_it_was_offered(
+    store: AgreementStore, found: AgreementStore
+) -> None:
+    search = places.Search(found, "who")
+    offers, now = opened(Waiting(3), store)
+    search.look()
+    places.refuse(found, 3, "0")
+    offered(offers, store, now, 1)
+    assert search.look() is None
+
+
 def test_its_own_host_comes_first_each_time_that_a_rank_is_lost(store: AgreementStore, found: AgreementStore) -> None:
     waiting = Waiting(3)
     offers: Any = places.Offers(waiting)  # type: ignore[arg-type]
@@ -161,3 +174,23 @@ def test_an_offer_is_withdrawn_when_somebody_of_its_own_host_waits(
     counted = found.count("open/1")
     offered(offers, store, now, 10)
     assert (found.count("open/1"), counted > 0) == (counted, True)
+
+
+def test_a_process_that_has_got_a_place_holds_no_descriptor_of_its_launcher_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Popen:
+        pid = 1
+
+        def __init__(self, command: list[str], *, pass_fds: tuple[int], **_: Any) -> None:
+            os.write(pass_fds[0], b'{}\n{"rank": 3, "number": 1, "generation": "0"}\n')
+
+        def poll(self) -> None:
+            return None
+
+    monkeypatch.setattr(stand_by.subprocess, "Popen", Popen)
+    before = len(os.listdir("/proc/self/fd"))
+    process = stand_by._Process(("127.0.0.1", 1), 0, ["true"])
+    process.look(str(tmp_path), 1.0)
+    process.look(str(tmp_path), 2.0)
+    assert (process.rank, len(os.listdir("/proc/self/fd"))) == (3, before)

@@ -32,6 +32,7 @@ NAMES = {
     "PeerFailed",
     "PeerLost",
     "__version__",
+    "check",
     "configure",
     "current_config",
     "get_adaptive_timeout",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ncclguard.environment import ras
-from ncclguard.environment.ras import NoWitness, address_of, ask
+from ncclguard_explain.ras import NoWitness, address_of, ask
 from tests.unit.ras_server import Talk, answering, serving
 
 TEXT = "NCCL version 2.27.5 compiled with CUDA 12.9\n\nErrors\n======\n\nWarnings\n========\n\n"

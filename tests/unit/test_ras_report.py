@@ -20,6 +20,7 @@ from ncclguard.incident.model import Incident
 from ncclguard.incident.report import Writer, main
 from ncclguard.incident.timeline import Document, RasQuote
 from ncclguard.outcome import Cause
+from ncclguard_explain.ras import NoWitness
 from tests.unit.ras_server import Talk, answering, serving
 
 TEXT = """NCCL version 2.27.5 compiled with CUDA 12.9
@@ -127,7 +128,7 @@ def test_an_older_nccl_is_quoted_in_its_own_words() -> None:
     ],
 )
 def test_half_an_answer_or_another_is_no_witness(text: str, reason: str) -> None:
-    with serving(answering(text)) as address, pytest.raises(ras.NoWitness) as error:
+    with serving(answering(text)) as address, pytest.raises(NoWitness) as error:
         ras.report(address, within=10)
     assert reason in str(error.value) and address in str(error.value)
 
@@ -236,8 +237,8 @@ def test_an_answer_that_takes_long_comes_after_the_report_which_does_not_wait_fo
         assert reported.wait(10)
         answering(document(communicator("0xa", rank(0, own), missing(1, 77))))(connection)
 
-    monkeypatch.setattr(ras, "FIRST_LINE", 10.0)
-    monkeypatch.setattr("ncclguard.environment.ras.WITHIN", 20.0)
+    monkeypatch.setattr("ncclguard_explain.ras.FIRST_LINE", 10.0)
+    monkeypatch.setattr(ras, "WITHIN", 20.0)
     with asked(monkeypatch, late, pids={0: own, 1: 77}) as witness, caplog.at_level(logging.WARNING):
         writer = Writer(str(tmp_path), False, 0, 2, witness)
         writer.submit(incident(), "ab", {})

@@ -125,7 +125,7 @@ def test_call_site_of_the_bench_is_the_bench() -> None:
     assert bench["run"]() == "ncclguard/bench/job.py:4 in run"  # type: ignore[operator]
 
 
-def test_call_site_in_a_thread_that_runs_only_the_library_ends_at_the_thread() -> None:
+def test_call_site_of_a_thread_that_runs_only_the_library_is_the_main_threads() -> None:
     library = load_as_library(
         """
         from threading import get_ident
@@ -138,7 +138,40 @@ def test_call_site_in_a_thread_that_runs_only_the_library_ends_at_the_thread() -
     thread = threading.Thread(target=library["go"], args=(out,))  # type: ignore[arg-type]
     thread.start()
     thread.join()
-    assert out and "threading.py" in out[0]
+    assert "test_stacks.py" in out[0]
+
+
+def test_call_site_is_not_what_torch_is_in_below_the_program() -> None:
+    """As a hook of DistributedDataParallel: the library is called by torch, and torch by the program."""
+    library = load_as_library(
+        """
+        from threading import get_ident
+        from ncclguard.incident.stacks import call_site_of
+        def hook(module, inputs): found.append(call_site_of(get_ident()))
+        found = []
+        """,
+        "process_group/group.py",
+    )
+    model = torch.nn.Linear(1, 1)
+    model.register_forward_pre_hook(library["hook"])  # type: ignore[arg-type]
+
+    def step() -> None:
+        model(torch.ones(1))
+
+    step()
+    assert library["found"][0].endswith(f"{HERE}:{step.__code__.co_firstlineno + 1} in step")  # type: ignore[index]
+
+
+def test_the_drills_own_threads_are_not_the_programs() -> None:
+    wait, names = threading.Event(), ("worker", "ncclguard drill slow:2")
+    threads = [threading.Thread(target=wait.wait, name=name) for name in names]
+    for thread in threads:
+        thread.start()
+    found = [name for name, _ in stacks.other_threads(limit=1000) if name in names]
+    wait.set()
+    for thread in threads:
+        thread.join()
+    assert found == ["worker"]
 
 
 def test_exception_is_placed_at_the_innermost_frame_of_the_program() -> None:

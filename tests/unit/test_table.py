@@ -35,7 +35,7 @@ ROWS: dict[str, tuple[Arguments, str, tuple[object, ...], int, tuple[bool, bool]
     "reduce": (Arguments(T, op="MAX", root=ROOT), "MAX, dst=6", ("MAX", ROOT), ROOT, (True, True), 1.0),
     "gather": (Arguments(T, SLOTS, root=ROOT), "dst=6", (ROOT,), EVERYBODY, (True, True), 1.0),
     "scatter": (Arguments(T, SLOTS, root=ROOT), "src=6", (ROOT,), EVERYBODY, (True, True), 1.0),
-    "all_to_all": (Arguments(others=SLOTS, outputs=SLOTS), "", (), EVERYBODY, (True, True), 1.0),
+    "all_to_all": (Arguments(others=SLOTS, outputs=SLOTS), "", (), EVERYBODY, (True, True), 0.75),
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import ncclguard as ng
 from ncclguard import lifecycle
 from ncclguard.coordination.liveness import Identity
 from ncclguard.coordination.store import AgreementStore
+from ncclguard.engine import runtime
 from ncclguard.evaluation import state
 from ncclguard.torch_compat import elastic
 from ncclguard.torch_compat.elastic import Host
@@ -28,6 +29,13 @@ from ncclguard.training.launcher import Limits, Survivors
 def test_torch_has_the_agent_that_ncclguard_run_needs() -> None:
     """`scripts/matrix` runs this with every version that is supported."""
     assert elastic.check() == ""
+
+
+def test_a_session_that_another_thread_has_ended_meanwhile_is_followed_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_runtime", None)
+    with pytest.raises(ng.GuardError):
+        runtime.replace(object())  # type: ignore[arg-type]
+    assert runtime._runtime is None
 
 
 class Indices(torch.utils.data.Dataset[int]):
@@ -86,11 +94,24 @@ def test_a_loader_without_samples_is_refused(length: int, batch: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"), [({"on_lost": "shrink"}, "on_lost is"), ({"min_ranks": 0}, "min_ranks is")]
+    ("options", "told"),
+    [({"on_lost": "shrink"}, "on_lost must be .* got 'shrink'"), ({"min_ranks": 0}, "min_ranks is")],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, object], told: str) -> None:
     with pytest.raises(ng.GuardConfigError, match=told):
         ng.resilient_step(nn.Linear(1, 1), **options)(lambda: None)
+
+
+def test_what_stands_in_another_place_is_told_where_it_belongs() -> None:
+    model, data = nn.Linear(1, 1), torch.utils.data.DataLoader(Indices(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ng.GuardConfigError, match=r"model is a SGD.*resilient_step\(model, optimizer\)"):
+        ng.resilient_step(optimizer, model)(lambda: None)
+    with pytest.raises(ng.GuardConfigError, match="loader is a DataLoader: make it an ncclguard.ElasticLoader"):
+        ng.resilient_step(model, optimizer, loader=data)(lambda batch: None)
+    with pytest.raises(TypeError, match="shufle"):
+        ng.ElasticLoader(Indices(3), 1, shufle=True)
+    ng.resilient_step(model, optimizer, keep=torch.optim.lr_scheduler.StepLR(optimizer, 1))(lambda: None)()  # one alone
 
 
 def test_alone_a_step_runs_once_and_raises_what_it_raises() -> None:

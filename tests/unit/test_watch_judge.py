@@ -12,6 +12,8 @@ from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Departure, Issued, Report, Trouble, TroubleKind, Waiting, Watched
 from ncclguard.watch.judge import (
     BROKEN,
+    MESSAGE,
+    STARTED,
     Finding,
     analyse,
     expired,
@@ -56,6 +58,49 @@ def judged(*reports: Report, departed: Mapping[int, Departure] | None = None, **
 def test_a_rank_that_has_not_come_is_late() -> None:
     found = judged(*(said(r, world(7)) for r in (0, 1, 3)), said(2, done={"0:gloo": 6}))
     assert (found.causes, found.channel, found.sequence) == ({2: Cause.LATE}, "0:gloo", 7)
+
+
+def begun(report: Report, *channels: str) -> Report:
+    """The report of a rank whose device has come to what it waits in, in these channels."""
+    return replace(report, details={STARTED: list(channels)})
+
+
+def test_a_rank_whose_device_has_not_come_to_what_it_has_issued_is_late() -> None:
+    reports = [begun(said(r, world(7)), "0:gloo") for r in (0, 1, 3)]
+    assert judged(*reports, begun(said(2, world(7)))).causes == {2: Cause.LATE}
+    assert judged(*reports, begun(said(2, world(7))), overdue=False).causes == {}
+
+
+def waiting_in_a_message(report: Report) -> Report:
+    return replace(report, details={**report.details, MESSAGE: "recv 3<-2(group 0)"})
+
+
+def test_a_stage_whose_device_waits_for_the_message_of_a_late_one_is_not_late() -> None:
+    """All hosts are ahead; the device of rank 2 hangs, and that of rank 3 has not come past its receive from it."""
+    reports = [begun(said(r, world(7)), "0:gloo") for r in (0, 1)]
+    behind = [begun(said(2, world(7))), waiting_in_a_message(begun(said(3, world(7))))]
+    assert judged(*reports, *behind).causes == {2: Cause.LATE}
+
+
+def test_a_stage_whose_host_waits_for_the_message_of_a_late_one_is_not_late() -> None:
+    idle = said(2, done={"0:gloo": 6}), waiting_in_a_message(said(3, done={"0:gloo": 6}))
+    assert judged(*(said(r, world(7)) for r in (0, 1)), *idle).causes == {2: Cause.LATE}
+
+
+def test_where_every_rank_that_is_missing_waits_for_a_message_nobody_is_named() -> None:
+    found = judged(*(said(r, world(7)) for r in (0, 1, 2)), waiting_in_a_message(said(3, done={"0:gloo": 6})))
+    assert found.causes == {}
+
+
+def test_a_rank_whose_device_waits_in_another_group_passes_the_delay_on() -> None:
+    other = ("b:gloo", (2, 3), 4, "all_gather")
+    reports = [begun(said(r, world(7)), "0:gloo") for r in (0, 1)]
+    found = judged(*reports, begun(said(2, world(7), other), "b:gloo"), begun(said(3, world(7), other)))
+    assert found.causes == {3: Cause.LATE}
+
+
+def test_where_starts_are_not_recorded_nobody_is_late_that_has_come() -> None:
+    assert judged(*(begun(said(r, world(7))) for r in WORLD)).causes == {}
 
 
 def test_before_the_limit_nobody_is_late_or_silent() -> None:
@@ -130,6 +175,11 @@ def test_a_killed_rank_is_named_where_all_others_called_the_same() -> None:
 def test_all_have_come() -> None:
     found = judged(*(said(r, world(7)) for r in WORLD))
     assert (found.causes, found.cause) == ({}, Cause.NETWORK)
+
+
+def test_what_broke_before_all_had_come_is_no_fault_of_the_network() -> None:
+    found = judged(*(said(r, world(7)) for r in (0, 1, 3)), said(2, done={"0:gloo": 6}), overdue=False)
+    assert (found.causes, found.cause) == ({}, Cause.UNKNOWN)
 
 
 def test_the_first_to_die_is_named_and_not_those_that_its_death_ended() -> None:

@@ -20,10 +20,21 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from ncclguard.environment import network, ras
-from ncclguard.environment.nccl_names import read_conf
-from ncclguard.environment.network import InterfaceChoice, Job, Link, family_of, is_loopback_name, read_job, read_links
+from ncclguard.environment.network import (
+    InterfaceChoice,
+    Job,
+    Link,
+    Prose,
+    family_of,
+    is_loopback_name,
+    read_job,
+    read_links,
+)
 from ncclguard.environment.setup import EnvironmentReport, Port, plan_environment, read_ports, watched
 from ncclguard.environment.versions import within
+from ncclguard_explain.host import read_conf, resolve
+from ncclguard_explain.language import joined, tr
+from ncclguard_explain.ras import NobodyListens, NoWitness, address_of
 
 Status = Literal["ok", "warning", "error", "skipped"]
 _WORST_LAST: tuple[Status, ...] = ("skipped", "ok", "warning", "error")
@@ -63,7 +74,7 @@ class Context:
 
     @property
     def launcher_hosts_store(self) -> bool:
-        """Whether the launcher listens on the master's port, as torchrun does."""
+        """Return whether the launcher listens on the master's port, as torchrun does."""
         return self.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def read(self, path: str) -> str | None:
@@ -86,10 +97,10 @@ class Check(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    name: str
+    name: Prose
     status: Status
-    detail: str
-    advice: str = ""
+    detail: Prose
+    advice: Prose = ""
 
 
 #: Raised with every change of a field's name or meaning.
@@ -97,7 +108,7 @@ SCHEMA_VERSION = 1
 
 
 class DoctorReport(BaseModel):
-    """What `--json` writes: the checks of all hosts, in the order of the table, and the version of these fields."""
+    """The object that `--json` writes: the checks of all hosts, in the table's order, and the fields' version."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -154,11 +165,11 @@ def _merge_one(found: Sequence[tuple[str, Check]], all_hosts: set[str]) -> Check
         hosts_by_detail.setdefault(check.detail, []).append(host)
     everywhere = len(hosts_by_detail) == 1 and {host for host, _ in shown} == all_hosts
     lines = [
-        detail if everywhere else f"{', '.join(dict.fromkeys(hosts))}: {detail}"
+        detail if everywhere else joined(": ", (", ".join(dict.fromkeys(hosts)), detail))
         for detail, hosts in hosts_by_detail.items()
     ]
-    advice = "; ".join(dict.fromkeys(check.advice for _, check in shown if check.advice))
-    return Check(name=found[0][1].name, status=status, detail="\n".join(lines), advice=advice)
+    advice = joined("; ", dict.fromkeys(check.advice for _, check in shown if check.advice))
+    return Check(name=found[0][1].name, status=status, detail=joined("\n", lines), advice=advice)
 
 
 _GIB = 1 << 30
@@ -175,12 +186,16 @@ def check_shared_memory(context: Context) -> Check:
     """Size and free space of /dev/shm."""
     path = context.root / "dev/shm"
     if not path.is_dir():
-        return error("shared memory", "/dev/shm does not exist", "mount a tmpfs there; NCCL and DataLoader need it")
+        return error(
+            "shared memory", tr("/dev/shm does not exist"), tr("mount a tmpfs there; NCCL and DataLoader need it")
+        )
     usage = shutil.disk_usage(path)
-    detail = f"/dev/shm has {_size(usage.total)}, {_size(usage.free)} free"
+    detail = tr("/dev/shm has {size}, {free} free", size=_size(usage.total), free=_size(usage.free))
     if usage.free < SHM_WANTED:
         return warning(
-            "shared memory", detail, "docker: --shm-size=8g or --ipc=host; kubernetes: an emptyDir with medium Memory"
+            "shared memory",
+            detail,
+            tr("docker: --shm-size=8g or --ipc=host; kubernetes: an emptyDir with medium Memory"),
         )
     return ok("shared memory", detail)
 
@@ -188,34 +203,39 @@ def check_shared_memory(context: Context) -> Check:
 def check_locked_memory(context: Context) -> Check:
     """``ulimit -l``: RDMA pins its buffers."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    shown = "unlimited" if limit == resource.RLIM_INFINITY else _size(limit)
+    shown = tr("unlimited") if limit == resource.RLIM_INFINITY else _size(limit)
     if limit != resource.RLIM_INFINITY and any(port.active for port in context.ports):
         return error(
             "locked memory",
-            f"ulimit -l is {shown}, and RDMA has to pin its buffers",
-            "set memlock to unlimited (limits.conf, LimitMEMLOCK= of slurmd, docker --ulimit memlock=-1)",
+            tr("ulimit -l is {size}, and RDMA has to pin its buffers", size=shown),
+            tr("set memlock to unlimited (limits.conf, LimitMEMLOCK= of slurmd, docker --ulimit memlock=-1)"),
         )
-    return ok("locked memory", f"ulimit -l is {shown}" + ("" if context.ports else "; no RDMA hardware needs it"))
+    detail = tr("ulimit -l is {size}", size=shown)
+    return ok("locked memory", detail if context.ports else joined("; ", (detail, tr("no RDMA hardware needs it"))))
 
 
 def check_open_files(context: Context) -> Check:
     """``ulimit -n``: every connection and DataLoader worker takes some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(FILES_WANTED, 32 * context.world_size)
-    detail = f"ulimit -n is {soft} (hard limit {hard})"
+    detail = tr("ulimit -n is {soft} (hard limit {hard})", soft=soft, hard=hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        return warning(
-            "open files", f"{detail}; {wanted} are wanted for {context.world_size} ranks", f"ulimit -n {wanted}"
-        )
+        more = tr("{number} are wanted for {count} ranks", number=wanted, count=context.world_size)
+        return warning("open files", joined("; ", (detail, more)), f"ulimit -n {wanted}")
     return ok("open files", detail)
 
 
 def check_memory(context: Context) -> Check:
     """Free memory; a host that swaps makes its ranks late."""
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    detail = f"{_size(memory.available)} of {_size(memory.total)} available, {_size(swap.used)} of swap used"
+    detail = tr(
+        "{free} of {size} available, {used} of swap used",
+        free=_size(memory.available),
+        size=_size(memory.total),
+        used=_size(swap.used),
+    )
     if memory.available < 0.05 * memory.total:
-        return warning("memory", detail, "end what takes it: ps aux --sort=-rss | head")
+        return warning("memory", detail, tr("end what takes it: ps aux --sort=-rss | head"))
     return ok("memory", detail)
 
 
@@ -223,9 +243,9 @@ def check_load(context: Context) -> Check:
     """Load average per processor; a busy host makes its ranks late."""
     processors = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
-    detail = f"load {load:.1f} on {processors} processors"
+    detail = tr("load {load:.1f} on {count} processors", load=load, count=processors)
     if load > 2.0 * processors:
-        return warning("load", detail, "see what runs: top; a rank on this host will come late to collectives")
+        return warning("load", detail, tr("see what runs: top; a rank on this host will come late to collectives"))
     return ok("load", detail)
 
 
@@ -237,23 +257,24 @@ def check_cgroup(context: Context) -> Check:
     )
     processors = context.read(f"/sys/fs/cgroup{group}/cpu.max")
     if memory is None and processors is None:
-        return skipped("cgroup", "no cgroup limits can be read")
+        return skipped("cgroup", tr("no cgroup limits can be read"))
     parts = []
     limit = int(memory) if memory and memory.isdigit() and int(memory) < (1 << 60) else None
-    parts.append("memory unlimited" if limit is None else f"memory limit {_size(limit)}")
+    parts.append(tr("memory unlimited") if limit is None else tr("memory limit {size}", size=_size(limit)))
     quota, _, period = (processors or "max 100000").partition(" ")
     share = int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-    parts.append("processors unlimited" if share is None else f"{share:g} processors")
-    detail = ", ".join(parts)
+    parts.append(tr("processors unlimited") if share is None else tr("{share:g} processors", share=share))
+    detail = joined(", ", parts)
     current = context.read(f"/sys/fs/cgroup{group}/memory.current")
     if limit is not None and current is not None and int(current) > 0.9 * limit:
-        return warning(
-            "cgroup", f"{detail}, {_size(int(current))} in use", "raise the limit, or the job is killed (OOM)"
-        )
+        used = tr("{size} in use", size=_size(int(current)))
+        return warning("cgroup", joined(", ", (detail, used)), tr("raise the limit, or the job is killed (OOM)"))
     ranks = max(1, (context.job.world_size or 1) // (context.job.hosts or 1))
     if share is not None and share < ranks:
         return warning(
-            "cgroup", f"{detail} for {ranks} ranks", "give each rank one processor at least, else they take turns"
+            "cgroup",
+            tr("{text} for {count} ranks", text=detail, count=ranks),
+            tr("give each rank one processor at least, else they take turns"),
         )
     return ok("cgroup", detail)
 
@@ -270,28 +291,34 @@ def check_link(context: Context) -> Check:
     """Speed, duplex and MTU of the chosen interface."""
     link = context.link
     if link is None:
-        return skipped("link", "no interface was chosen")
+        return skipped("link", tr("no interface was chosen"))
     if link.loopback:
-        return skipped("link", "the loopback has no speed")
+        return skipped("link", tr("the loopback has no speed"))
     speed = context.read(f"/sys/class/net/{link.name}/speed")
     duplex = context.read(f"/sys/class/net/{link.name}/duplex")
     megabits = int(speed) if speed and speed.lstrip("-").isdigit() else -1
-    figure = f"{megabits} Mbit/s" if megabits > 0 else "speed unknown"
-    detail = f"{link.name} ({link.kind}): {figure}, {duplex or 'unknown'} duplex, MTU {link.mtu or 'unknown'}"
+    unknown = tr("unknown", "doctor")
+    detail = tr(
+        "{name} ({kind}): {figure}, {duplex} duplex, MTU {mtu}",
+        name=link.name,
+        kind=link.kind,
+        figure=f"{megabits} Mbit/s" if megabits > 0 else tr("speed unknown"),
+        duplex=unknown if duplex in (None, "unknown") else duplex,
+        mtu=link.mtu or unknown,
+    )
     if duplex == "half":
-        return error(
-            "link", detail, f"half duplex is a failed negotiation: ethtool {link.name}; look at the switch port"
-        )
+        half = tr("half duplex is a failed negotiation: ethtool {name}; look at the switch port", name=link.name)
+        return error("link", detail, half)
     # A veth claims 10000 Mbit/s whatever carries it.
     if 0 < megabits < 10_000:
-        return warning("link", detail, "gradients are large: use a faster interface if the host has one")
+        return warning("link", detail, tr("gradients are large: use a faster interface if the host has one"))
     return ok("link", detail)
 
 
 def check_infiniband(context: Context) -> Check:
     """State of the RDMA ports and the addresses that RoCE has."""
     if not context.ports:
-        return skipped("infiniband", "no RDMA hardware")
+        return skipped("infiniband", tr("no RDMA hardware"))
     lines = [
         f"{port.name} {port.state} ({port.physical_state}), {port.layer}, {port.rate or 0:g} Gbit/s"
         for port in context.ports
@@ -299,17 +326,17 @@ def check_infiniband(context: Context) -> Check:
     detail = ", ".join(lines)
     stuck = [port.name for port in context.ports if port.physical_state == "LinkUp" and not port.active]
     if stuck:
-        return warning(
-            "infiniband", detail, f"{', '.join(stuck)}: the link is up but not active; is a subnet manager running?"
-        )
+        advice = tr("{names}: the link is up but not active; is a subnet manager running?", names=", ".join(stuck))
+        return warning("infiniband", detail, advice)
     if not any(port.active for port in context.ports):
-        return warning("infiniband", detail, "no port is active: NCCL will use sockets; check cables and drivers")
+        return warning("infiniband", detail, tr("no port is active: NCCL will use sockets; check cables and drivers"))
     for port in context.ports:
         routable = [gid.index for gid in port.gids if gid.kind == "RoCE v2" and gid.carries_ipv4]
         if port.active and port.roce and not routable:
-            return warning(
-                "infiniband", detail, f"{port.name} has no RoCE v2 address with an IPv4: give {port.netdev} one"
+            advice = tr(
+                "{name} has no RoCE v2 address with an IPv4: give {device} one", name=port.name, device=port.netdev
             )
+            return warning("infiniband", detail, advice)
     return ok("infiniband", detail)
 
 
@@ -320,13 +347,13 @@ def check_pci(context: Context) -> Check:
     line = context.read("/proc/cmdline") or ""
     passing = "iommu=pt" in line
     if not active:
-        return ok("pci", "no IOMMU is active")
+        return ok("pci", tr("no IOMMU is active"))
     if passing:
-        return ok("pci", "the IOMMU passes through (iommu=pt)")
+        return ok("pci", tr("the IOMMU passes through (iommu=pt)"))
     return warning(
         "pci",
-        "the IOMMU translates; direct traffic between GPUs and adapters may go through the processor, or fail",
-        "boot with iommu=pt, and switch ACS off on the PCI bridges of bare-metal hosts (lspci -vvv | grep ACSCtl)",
+        tr("the IOMMU translates; direct traffic between GPUs and adapters may go through the processor, or fail"),
+        tr("boot with iommu=pt, and switch ACS off on the PCI bridges of bare-metal hosts (lspci -vvv | grep ACSCtl)"),
     )
 
 
@@ -351,21 +378,29 @@ RAS_FROM, RAS_WITHIN, RAS_SHOWN = "2.24", 10.0, 3
 
 
 def check_interface(context: Context) -> Check:
-    """Which interface setup_env() takes here, and whether the evidence is good."""
+    """Check which interface setup_env() takes here, and whether the evidence is good."""
     choice = context.choice
-    detail = f"{choice.name or 'none'} ({choice.address or 'no address'}): {choice.evidence}"
+    detail = tr(
+        "{name} ({address}): {evidence}",
+        name=choice.name or tr("none", "doctor"),
+        address=choice.address or tr("no address"),
+        evidence=choice.evidence,
+    )
     if choice.name is None:
-        return error("interface", detail, choice.advice or "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME")
+        return error("interface", detail, choice.advice or tr("set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"))
     if choice.trouble is not None:
-        return error("interface", f"{choice.trouble}; {detail}", choice.advice or "")
+        return error("interface", joined("; ", (choice.trouble, detail)), choice.advice or "")
     wrong = [finding for finding in context.report.wrong if finding.name.endswith("_SOCKET_IFNAME")]
     if any(finding.severity == "error" for finding in wrong):
         return error(
-            "interface", "; ".join(entry.detail for entry in wrong), "; ".join(entry.advice for entry in wrong)
+            "interface",
+            joined("; ", (entry.detail for entry in wrong)),
+            joined("; ", (entry.advice for entry in wrong)),
         )
     if wrong or choice.notes:
-        text = "; ".join([detail, *choice.notes, *(finding.detail for finding in wrong)])
-        return warning("interface", text, "; ".join(finding.advice for finding in wrong) or "see `ip route`")
+        text = joined("; ", [detail, *choice.notes, *(finding.detail for finding in wrong)])
+        advice = joined("; ", (finding.advice for finding in wrong))
+        return warning("interface", text, advice or tr("see `ip route`"))
     return ok("interface", detail)
 
 
@@ -376,22 +411,27 @@ def check_master(context: Context) -> Check:
         if context.world_size > 1:
             return error(
                 "master",
-                f"MASTER_ADDR is not set, and the job has {context.world_size} ranks",
+                tr("MASTER_ADDR is not set, and the job has {count} ranks", count=context.world_size),
                 "export MASTER_ADDR=<host>",
             )
-        return skipped("master", "MASTER_ADDR is not set")
-    addresses = network.resolve(master)
+        return skipped("master", tr("MASTER_ADDR is not set"))
+    addresses = resolve(master)
     if not addresses:
-        return error("master", f"{master} does not resolve", "correct the name server, or /etc/hosts on every host")
-    detail = f"{master} is {', '.join(addresses)}"
+        return error(
+            "master",
+            tr("{host} does not resolve", host=master),
+            tr("correct the name server, or /etc/hosts on every host"),
+        )
+    detail = tr("{host} is {some}", host=master, some=", ".join(addresses))
     if context.job.hosts not in (None, 1):
         if is_loopback_name(master):
-            return error(
-                "master", f"{detail}, on each of {context.job.hosts} hosts itself", "set the address of rank 0's host"
-            )
+            each = tr("on each of {count} hosts itself", count=context.job.hosts)
+            return error("master", joined(", ", (detail, each)), tr("set the address of rank 0's host"))
         if addresses[0].startswith("127."):
             return warning(
-                "master", f"{detail}: loopback here", "remove the host's own name from the 127.* lines of /etc/hosts"
+                "master",
+                joined(": ", (detail, tr("loopback here"))),
+                tr("remove the host's own name from the 127.* lines of /etc/hosts"),
             )
     return ok("master", detail)
 
@@ -400,36 +440,47 @@ def check_name_lookup(context: Context) -> Check:
     """The resolver is quick with the names of addresses: TCPStore asks for one at each connection, and waits."""
     address = context.choice.address
     if address is None:
-        return skipped("name lookup", "no interface was chosen")
+        return skipped("name lookup", tr("no interface was chosen"))
     slowest = 0.0
     for _ in range(NAME_LOOKUPS):
         slowest = max(slowest, network.name_seconds(address))
         if slowest > SLOW_LOOKUP:
             return warning(
                 "name lookup",
-                f"the resolver took {slowest:.1f} s for the name of {address}; when a rank connects, the store of rank "
-                "0's host asks it likewise and serves nobody meanwhile",
-                f"correct /etc/resolv.conf there, or export RES_OPTIONS='{network.RES_OPTIONS}'",
+                tr(
+                    "the resolver took {seconds:.1f} s for the name of {address}; when a rank connects, the store of rank "
+                    "0's host asks it likewise and serves nobody meanwhile",
+                    seconds=slowest,
+                    address=address,
+                ),
+                tr("correct /etc/resolv.conf there, or export RES_OPTIONS='{options}'", options=network.RES_OPTIONS),
             )
-    return ok("name lookup", f"the name of {address} is looked up in {1000 * slowest:.1f} ms at most")
+    return ok(
+        "name lookup",
+        tr("the name of {address} is looked up in {time:.1f} ms at most", address=address, time=1000 * slowest),
+    )
 
 
 def check_variables(context: Context) -> Check:
     """The effective variables with their origin, and what is wrong with them."""
     wrong = [finding for finding in context.report.wrong if finding.name not in ("limits", "MASTER_ADDR")]
     conf = read_conf(context.environ)
-    effective = [f"{name}={value} (environment)" for name, value in sorted(context.environ.items()) if watched(name)]
-    effective += [
-        f"{name}={value} ({origin})" for name, (value, origin) in sorted(conf.items()) if name not in context.environ
+    effects: list[tuple[str, str, str]] = [
+        (name, value, tr("environment")) for name, value in sorted(context.environ.items()) if watched(name)
     ]
-    detail = ", ".join(effective) or "none is set; setup_env() would set " + str(len(context.report.set))
+    effects += [(name, *found) for name, found in sorted(conf.items()) if name not in context.environ]
+    effective = [
+        tr("{setting} ({origin})", setting=f"{name}={value}", origin=origin) for name, value, origin in effects
+    ]
+    none = tr("none is set; setup_env() would set {count}", count=len(context.report.set))
+    detail = joined(", ", effective) if effective else none
     if not wrong:
         return ok("variables", detail)
     build = error if any(finding.severity == "error" for finding in wrong) else warning
     return build(
         "variables",
-        "; ".join(entry.detail for entry in wrong),
-        "; ".join(dict.fromkeys(entry.advice for entry in wrong)),
+        joined("; ", (entry.detail for entry in wrong)),
+        joined("; ", dict.fromkeys(entry.advice for entry in wrong)),
     )
 
 
@@ -441,37 +492,38 @@ def check_limits(context: Context) -> Check:
             f"init_process_group(timeout=timedelta(seconds={ladder.process_group.seconds:g})), "
             f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={ladder.proposed_heartbeat}"
         )
-        return error("limits", "; ".join(ladder.problems), advice)
+        return error("limits", joined("; ", ladder.problems), advice)
     return ok("limits", ladder.one_line)
 
 
 def check_master_port(context: Context) -> Check:
-    """Whether a process of an earlier job still holds the master's port."""
+    """Check whether a process of an earlier job still holds the master's port."""
     port = context.job.master_port
     if context.rank != 0:
-        return skipped("master port", "rank 0 looks at it")  # whose doctor may hold it already
+        return skipped("master port", tr("rank 0 looks at it"))  # whose doctor may hold it already
     if context.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return ok("master port", f"port {port} is held by the launcher, as it should be")
+        return ok("master port", tr("port {port} is held by the launcher, as it should be", port=port))
     try:
         connections = psutil.net_connections(kind="tcp")
     except psutil.AccessDenied:
-        return skipped("master port", "listing connections is not permitted")
+        return skipped("master port", tr("listing connections is not permitted"))
     for connection in connections:
         if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
             return _held(port, connection.pid, error if context.job.master_addr else warning)
-    return ok("master port", f"port {port} is free")
+    return ok("master port", tr("port {port} is free", port=port))
 
 
 def _held(port: int, pid: int | None, build: Callable[[str, str, str], Check]) -> Check:
-    other = f"choose another: MASTER_PORT={port + 1}"
+    other = tr("choose another: MASTER_PORT={port}", port=port + 1)
     if pid is None:
-        return build("master port", f"port {port} is held by another user's process", other)
+        return build("master port", tr("port {port} is held by another user's process", port=port), other)
     try:
         line = " ".join(psutil.Process(pid).cmdline())[:120]
     except (psutil.NoSuchProcess, psutil.AccessDenied):
-        line = "unknown"
-    advice = f"if it is left over from an earlier job: kill {pid}; else {other}"
-    return build("master port", f"port {port} is held by process {pid} ({line})", advice)
+        line = tr("unknown", "doctor")
+    advice = tr("if it is left over from an earlier job: kill {pid}; else {other}", pid=pid, other=other)
+    held = tr("port {port} is held by process {pid} ({program})", port=port, pid=pid, program=line)
+    return build("master port", held, advice)
 
 
 def check_gpus(context: Context) -> Check:
@@ -490,23 +542,32 @@ def check_gpus(context: Context) -> Check:
         )
     except subprocess.TimeoutExpired:
         return error(
-            "gpus", f"nvidia-smi did not answer within {_SECONDS:g} s", "a GPU or the driver hangs: dmesg | grep -i xid"
+            "gpus",
+            tr("nvidia-smi did not answer within {seconds:g} s", seconds=_SECONDS),
+            tr("a GPU or the driver hangs: dmesg | grep -i xid"),
         )
     if done.returncode != 0:
         text = (done.stdout + done.stderr).strip().splitlines()
-        return error(
-            "gpus", f"nvidia-smi failed: {text[0] if text else done.returncode}", "check the driver: dmesg | grep NVRM"
-        )
+        failed = tr("nvidia-smi failed: {error}", error=text[0] if text else done.returncode)
+        return error("gpus", failed, tr("check the driver: dmesg | grep NVRM"))
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-    detail = f"{len(rows)} x {rows[0][1]}, driver {rows[0][2]}" if rows else "none"
-    broken = [f"GPU {row[0]}: {row[3]} uncorrected ECC errors" for row in rows if row[3].isdigit() and int(row[3]) > 0]
+    cards = tr("{cards}, driver {version}", cards=f"{len(rows)} x {rows[0][1]}", version=rows[0][2]) if rows else ""
+    detail = cards or tr("none", "doctor")
+    broken = [
+        tr("GPU {number}: {count} uncorrected ECC errors", number=row[0], count=row[3])
+        for row in rows
+        if row[3].isdigit() and int(row[3]) > 0
+    ]
     xids = _xid_lines()
     if broken:
         return error(
-            "gpus", f"{detail}; {', '.join(broken)}", "take the GPU out of service, or reset it when nothing runs"
+            "gpus",
+            joined("; ", (detail, joined(", ", broken))),
+            tr("take the GPU out of service, or reset it when nothing runs"),
         )
     if xids:
-        return warning("gpus", f"{detail}; kernel log: {xids[-1]}", "look the Xid number up in NVIDIA's list")
+        logged = tr("kernel log: {said}", said=xids[-1])
+        return warning("gpus", joined("; ", (detail, logged)), tr("look the Xid number up in NVIDIA's list"))
     return ok("gpus", detail)
 
 
@@ -515,10 +576,10 @@ def _gpus_of_torch() -> Check:
     import torch
 
     if not torch.cuda.is_available():
-        return skipped("gpus", "nvidia-smi is not installed, and this torch sees no GPU")
+        return skipped("gpus", tr("nvidia-smi is not installed, and this torch sees no GPU"))
     names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     found = ", ".join(f"{count} x {name}" for name, count in names.items())
-    return ok("gpus", f"{found}, by torch; nvidia-smi is not installed, so errors (ECC) are not known")
+    return ok("gpus", tr("{cards}, by torch; nvidia-smi is not installed, so errors (ECC) are not known", cards=found))
 
 
 def _xid_lines() -> list[str]:
@@ -537,63 +598,79 @@ def check_gpu_links(context: Context) -> Check:
     import torch
 
     if not torch.cuda.is_available():
-        return skipped("gpu links", "this torch sees no GPU")
+        return skipped("gpu links", tr("this torch sees no GPU"))
     count = torch.cuda.device_count()
     if count < 2:
-        return skipped("gpu links", "one GPU")
+        return skipped("gpu links", tr("one GPU"))
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     closed = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     if closed:
         return warning(
             "gpu links",
-            f"no direct access for {', '.join(closed)}",
-            "see `nvidia-smi topo -m`; IOMMU or ACS may forbid it",
+            tr("no direct access for {some}", some=", ".join(closed)),
+            tr("see `nvidia-smi topo -m`; IOMMU or ACS may forbid it"),
         )
-    return ok("gpu links", f"direct access between all {count} GPUs")
+    return ok("gpu links", tr("direct access between all {count} GPUs", count=count))
 
 
 def check_ras(context: Context) -> Check:
-    """What NCCL's RAS says of the job that runs on this host now, if one does."""
+    """Ask NCCL's RAS about the job that runs on this host now, if one does."""
     version = context.report.versions.nccl
     if version is None:
-        return skipped("ras", "this torch has no NCCL")
+        return skipped("ras", tr("this torch has no NCCL"))
     if not within(version, RAS_FROM, None):
-        return skipped("ras", f"NCCL {version} has none; it came with {RAS_FROM}")
+        return skipped("ras", tr("NCCL {version} has none; it came with {first}", version=version, first=RAS_FROM))
     try:
-        address = ras.address_of(context.environ)
-    except ras.NoWitness as why:
-        return skipped("ras", f"{why}; without that variable a job that hangs can be asked")
+        address = address_of(context.environ)
+    except NoWitness as why:
+        return skipped("ras", joined("; ", (why.reason, tr("without that variable a job that hangs can be asked"))))
     try:
         report = ras.report(address, within=RAS_WITHIN)
-    except ras.NobodyListens as why:
-        return skipped("ras", f"{why}; then `ncclguard explain --ras {address}` tells what it says")
-    except ras.NoWitness as why:
+    except NobodyListens as why:
+        then = tr("then `ncclguard explain --ras {address}` tells what it says", address=address)
+        return skipped("ras", joined("; ", (why.reason, then)))
+    except NoWitness as why:
         return warning(
             "ras",
-            str(why),
-            "look for stopped processes (ps, state T) and, if it is another program's port, set NCCL_RAS_ADDR=localhost:PORT "
-            "to a free one on all ranks",
+            why.reason,
+            tr(
+                "look for stopped processes (ps, state T) and, if it is another program's port, set "
+                "NCCL_RAS_ADDR=localhost:PORT to a free one on all ranks"
+            ),
         )
-    head = f"NCCL {report.nccl_version} answers at {address}"
+    version, troubles = report.nccl_version, list[str](report.lines)
     if report.communicators is None:
-        head, troubles = f"{head} in text", list(report.lines)
+        head = tr("NCCL {version} answers at {address} in text", version=version, address=address)
     else:
-        head = f"{head} for {len(report.communicators)} communicators"
+        count = len(report.communicators)
+        head = tr(
+            "NCCL {version} answers at {address} for {count} communicators",
+            version=version,
+            address=address,
+            count=count,
+        )
         troubles = [
-            f"{one.hash} of {one.size} ranks: {'; '.join(defects)}"
+            tr("{hash} of {count} ranks: {details}", hash=one.hash, count=one.size, details=joined("; ", defects))
             for one in report.communicators
             if (defects := one.defects())
         ]
     if troubles:
-        more = f" (and {len(troubles) - RAS_SHOWN} more)" if len(troubles) > RAS_SHOWN else ""
+        shown = joined("; ", [head, *troubles[:RAS_SHOWN]])
+        left = len(troubles) - RAS_SHOWN
         return warning(
             "ras",
-            f"{head}; {'; '.join(troubles[:RAS_SHOWN])}{more}",
-            f"`ncclguard explain --ras {address}` asks twice and names the rank that holds the others up",
+            tr("{text} (and {number} more)", text=shown, number=left) if left > 0 else shown,
+            tr(
+                "`ncclguard explain --ras {address}` asks twice and names the rank that holds the others up",
+                address=address,
+            ),
         )
+    head = joined(", ", (head, tr("every rank answers")))
     uneven = sum(bool(one.uneven()) for one in report.communicators or ())
-    note = f"; in {uneven} the ranks have not launched the same number of operations, as in any job that runs"
-    return ok("ras", f"{head}, every rank answers{note if uneven else ''}")
+    note = tr(
+        "in {number} the ranks have not launched the same number of operations, as in any job that runs", number=uneven
+    )
+    return ok("ras", joined("; ", (head, note)) if uneven else head)
 
 
 JOB_CHECKS = (
@@ -616,7 +693,7 @@ ROUND_TRIP_FLOOR = 0.001
 
 
 class Facts(BaseModel):
-    """What a rank says of itself; its servers listen on ``port`` and ``echo_port`` of ``address``."""
+    """The facts that a rank publishes of itself; its servers listen on ``port`` and ``echo_port`` of ``address``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -632,7 +709,7 @@ class Facts(BaseModel):
 
 
 class Measured(BaseModel):
-    """What one rank found out about the way from it to another; None where it was not measured or did not work.
+    """The measurements of one rank's way to another; None where it was not measured or did not work.
 
     Times in seconds, ``bandwidth`` in bytes/s, sizes in bytes.
     """
@@ -641,7 +718,7 @@ class Measured(BaseModel):
 
     source: int
     target: int
-    fault: str | None = None
+    fault: Prose | None = None
     round_trip: float | None = None
     clock_skew: float | None = None
     bandwidth: float | None = None
@@ -668,7 +745,7 @@ def own_facts(context: Context, port: int | None = None, echo_port: int | None =
 
 
 def _versions(context: Context) -> dict[str, str]:
-    """What has to be equal on all ranks."""
+    """Return what has to be equal on all ranks."""
     found = {
         "torch": context.report.versions.torch,
         "NCCL": context.report.versions.nccl or "none",
@@ -690,38 +767,54 @@ def leaders(facts: Mapping[int, Facts]) -> dict[str, int]:
 
 
 def check_ranks(facts: Mapping[int, Facts], world_size: int, seconds: float) -> Check:
-    """Whether every rank has come."""
+    """Check whether every rank has come."""
     missing = [rank for rank in range(world_size) if rank not in facts]
     hosts = leaders(facts)
     if not missing:
-        return ok("ranks", f"all {world_size} ranks on {len(hosts)} hosts answered")
-    here = "; ".join(
-        f"{host}: {', '.join(str(rank) for rank, entry in facts.items() if entry.host == host)}" for host in hosts
-    )
+        return ok("ranks", tr("all {count} ranks on {number} hosts answered", count=world_size, number=len(hosts)))
+    here = [
+        joined(": ", (host, ", ".join(str(rank) for rank, entry in facts.items() if entry.host == host)))
+        for host in hosts
+    ]
     return error(
         "ranks",
-        f"ranks {', '.join(map(str, missing))} did not reach the store within {seconds:g} s (there: {here})",
-        "their own output says why; look at the master's port in the firewall, and whether they were started",
+        tr(
+            "ranks {numbers} did not reach the store within {seconds:g} s (there: {hosts})",
+            numbers=", ".join(map(str, missing)),
+            seconds=seconds,
+            hosts=joined("; ", here),
+        ),
+        tr("their own output says why; look at the master's port in the firewall, and whether they were started"),
     )
 
 
 def check_agreement(facts: Mapping[int, Facts]) -> Check:
-    """Whether the hosts' choices of interface fit together: one address family, no address twice, one MTU."""
+    """Check whether the hosts' choices of interface fit together: one address family, no address twice, one MTU."""
     name = "interfaces agree"
     chosen = {entry.host: (entry, entry.address) for entry in facts.values() if entry.address is not None}
-    shown = ", ".join(f"{host}: {entry.interface} {address}" for host, (entry, address) in chosen.items())
+    shown = joined(
+        ", ", (joined(": ", (host, f"{entry.interface} {address}")) for host, (entry, address) in chosen.items())
+    )
     addresses = {address for _, address in chosen.values()}
     if len({family_of(address) for address in addresses}) > 1:
-        return error(name, f"IPv4 here and IPv6 there ({shown})", "give all hosts the same kind of MASTER_ADDR")
+        return error(
+            name,
+            tr("IPv4 here and IPv6 there ({details})", details=shown),
+            tr("give all hosts the same kind of MASTER_ADDR"),
+        )
     if len(addresses) < len(chosen):
         return error(
             name,
-            f"several hosts would use the same address ({shown})",
-            "it belongs to a bridge or a cloned host: set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
+            tr("several hosts would use the same address ({details})", details=shown),
+            tr("it belongs to a bridge or a cloned host: set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"),
         )
     if len({entry.mtu for entry, _ in chosen.values()}) > 1:
-        listed = ", ".join(f"{host}: {entry.mtu}" for host, (entry, _) in chosen.items())
-        return warning(name, f"MTUs differ ({listed})", "set the same MTU everywhere: large packets may vanish")
+        listed = joined(", ", (joined(": ", (host, str(entry.mtu))) for host, (entry, _) in chosen.items()))
+        return warning(
+            name,
+            tr("MTUs differ ({details})", details=listed),
+            tr("set the same MTU everywhere: large packets may vanish"),
+        )
     return ok(name, shown)
 
 
@@ -731,14 +824,18 @@ def check_versions(facts: Mapping[int, Facts]) -> Check:
     for what in dict.fromkeys(name for entry in facts.values() for name in entry.versions):
         by_version: dict[str, list[str]] = {}
         for entry in facts.values():
-            by_version.setdefault(entry.versions.get(what, "absent"), []).append(entry.host)
+            by_version.setdefault(entry.versions.get(what, tr("absent")), []).append(entry.host)
         if len(by_version) > 1:
-            listed = "; ".join(f"{version}: {', '.join(dict.fromkeys(hosts))}" for version, hosts in by_version.items())
-            differing.append(f"{what} ({listed})")
+            listed = [joined(": ", (version, ", ".join(dict.fromkeys(hosts)))) for version, hosts in by_version.items()]
+            differing.append(tr("{what} ({details})", what=what, details=joined("; ", listed)))
     if differing:
-        return error("versions", f"different {', '.join(differing)}", "install the same versions on all hosts")
+        return error(
+            "versions",
+            tr("different {details}", details=joined(", ", differing)),
+            tr("install the same versions on all hosts"),
+        )
     first = next(iter(facts.values()))
-    return ok("versions", ", ".join(f"{what} {version}" for what, version in first.versions.items()))
+    return ok("versions", joined(", ", (f"{what} {version}" for what, version in first.versions.items())))
 
 
 def check_measured(facts: Mapping[int, Facts], measured: Sequence[Measured]) -> list[Check]:
@@ -747,29 +844,43 @@ def check_measured(facts: Mapping[int, Facts], measured: Sequence[Measured]) -> 
     return [check(facts, measured) for check in checks]
 
 
-def _pair(facts: Mapping[int, Facts], entry: Measured) -> str:
+def _pair(facts: Mapping[int, Facts], entry: Measured, found: str) -> str:
+    """Return what was found between two ranks, behind their names."""
     source, target = facts[entry.source], facts[entry.target]
-    return f"{source.host} (rank {source.rank}) -> {target.host} (rank {target.rank}, {target.address}:{target.port})"
+    pair = tr(
+        "{host} (rank {rank}) -> {other} (rank {peer}, {address})",
+        host=source.host,
+        rank=source.rank,
+        other=target.host,
+        peer=target.rank,
+        address=f"{target.address}:{target.port}",
+    )
+    return joined(": ", (pair, found))
 
 
 def check_pairs(facts: Mapping[int, Facts], measured: Sequence[Measured]) -> Check:
     """Every rank reaches every other one, in both directions."""
     if not measured:
-        return skipped("connections", "one rank")
+        return skipped("connections", tr("one rank"))
     faults = [entry for entry in measured if entry.fault is not None]
     if not faults:
-        return ok("connections", f"all {len(measured)} directed pairs connect, each from its chosen interface")
+        return ok(
+            "connections", tr("all {count} directed pairs connect, each from its chosen interface", count=len(measured))
+        )
     broken = {(entry.source, entry.target) for entry in faults}
     lines = []
     for entry in faults[:20]:
         way_back = (entry.target, entry.source) in broken
-        lines.append(f"{_pair(facts, entry)}: {entry.fault}" + ("" if way_back else " (the other direction works)"))
+        fault = entry.fault or ""
+        lines.append(_pair(facts, entry, fault if way_back else tr("{text} (the other direction works)", text=fault)))
     if len(faults) > 20:
-        lines.append(f"and {len(faults) - 20} more")
+        lines.append(tr("and {count} more", count=len(faults) - 20))
     return error(
         "connections",
-        "\n".join(lines),
-        "allow TCP on all ports between the hosts in both directions (gloo and NCCL use ports that the system picks)",
+        joined("\n", lines),
+        tr(
+            "allow TCP on all ports between the hosts in both directions (gloo and NCCL use ports that the system picks)"
+        ),
     )
 
 
@@ -777,14 +888,14 @@ def check_round_trips(facts: Mapping[int, Facts], measured: Sequence[Measured]) 
     """Round trip of each pair, outliers named."""
     known = [(entry, 1e3 * entry.round_trip) for entry in measured if entry.round_trip is not None]
     if not known:
-        return skipped("round trip", "no pair connects")
+        return skipped("round trip", tr("no pair connects"))
     median = statistics.median(trip for _, trip in known)
     limit = max(ROUND_TRIP_OUTLIER * median, 1e3 * ROUND_TRIP_FLOOR)
-    slow = [f"{_pair(facts, entry)}: {trip:.2f} ms" for entry, trip in known if trip > limit]
-    detail = f"median {median:.2f} ms over {len(known)} pairs"
+    slow = [_pair(facts, entry, f"{trip:.2f} ms") for entry, trip in known if trip > limit]
+    detail = tr("median {median:.2f} ms over {count} pairs", median=median, count=len(known))
     if slow:
-        advice = "see what lies between these hosts: traceroute; is one busy?"
-        return warning("round trip", "\n".join([detail, *slow[:10]]), advice)
+        advice = tr("see what lies between these hosts: traceroute; is one busy?")
+        return warning("round trip", joined("\n", [detail, *slow[:10]]), advice)
     return ok("round trip", detail)
 
 
@@ -792,13 +903,13 @@ def check_bandwidth(facts: Mapping[int, Facts], measured: Sequence[Measured]) ->
     """Bandwidth of one connection for each pair of hosts, outliers named."""
     known = [(entry, entry.bandwidth / 1e6) for entry in measured if entry.bandwidth is not None]
     if not known:
-        return skipped("bandwidth", "no two hosts connect")
+        return skipped("bandwidth", tr("no two hosts connect"))
     median = statistics.median(speed for _, speed in known)
-    slow = [f"{_pair(facts, entry)}: {speed:.0f} MB/s" for entry, speed in known if speed < BANDWIDTH_OUTLIER * median]
-    detail = f"median {median:.0f} MB/s a connection over {len(known)} pairs of hosts"
+    slow = [_pair(facts, entry, f"{speed:.0f} MB/s") for entry, speed in known if speed < BANDWIDTH_OUTLIER * median]
+    detail = tr("median {median:.0f} MB/s a connection over {count} pairs of hosts", median=median, count=len(known))
     if slow:
         return warning(
-            "bandwidth", "\n".join([detail, *slow[:10]]), "compare link speed and errors: ethtool, ip -s link"
+            "bandwidth", joined("\n", [detail, *slow[:10]]), tr("compare link speed and errors: ethtool, ip -s link")
         )
     return ok("bandwidth", detail)
 
@@ -809,28 +920,37 @@ def check_path_mtu(facts: Mapping[int, Facts], measured: Sequence[Measured]) -> 
     for entry in measured:
         if entry.mtu is None:
             continue
-        pair = _pair(facts, entry)
         if entry.largest is None:
-            silent.append(f"{pair}: no UDP packet arrives")
+            silent.append(_pair(facts, entry, tr("no UDP packet arrives")))
         elif entry.largest >= entry.mtu:
             passed.add(str(entry.mtu))
         elif entry.reported is not None and entry.reported <= entry.largest:
-            small.append(f"{pair}: {entry.largest} bytes (interface MTU {entry.mtu})")
+            small.append(
+                _pair(facts, entry, tr("{number} bytes (interface MTU {mtu})", number=entry.largest, mtu=entry.mtu))
+            )
         else:
-            swallowed.append(f"{pair}: packets over {entry.largest} bytes vanish unsaid (interface MTU {entry.mtu})")
+            vanish = tr(
+                "packets over {number} bytes vanish unsaid (interface MTU {mtu})", number=entry.largest, mtu=entry.mtu
+            )
+            swallowed.append(_pair(facts, entry, vanish))
             least.append(entry.largest)
     if swallowed:
-        advice = f"large transfers hang: set the MTU of all hosts to {min(least)}, or let ICMP through"
-        return error("path MTU", "\n".join(swallowed), advice)
+        advice = tr(
+            "large transfers hang: set the MTU of all hosts to {number}, or let ICMP through", number=min(least)
+        )
+        return error("path MTU", joined("\n", swallowed), advice)
     if small:
-        return warning("path MTU", "\n".join(small), "TCP adapts, at a cost: set the MTU of the hosts to the path's")
+        advice = tr("TCP adapts, at a cost: set the MTU of the hosts to the path's")
+        return warning("path MTU", joined("\n", small), advice)
     if silent or not passed:
-        return skipped("path MTU", "\n".join(silent) or "no two hosts connect")
-    return ok("path MTU", f"packets of the interfaces' MTU ({', '.join(sorted(passed))} bytes) pass")
+        return skipped("path MTU", joined("\n", silent) if silent else tr("no two hosts connect"))
+    return ok(
+        "path MTU", tr("packets of the interfaces' MTU ({numbers} bytes) pass", numbers=", ".join(sorted(passed)))
+    )
 
 
 def check_clocks(facts: Mapping[int, Facts], measured: Sequence[Measured]) -> Check:
-    """How far the clocks are from that of the first rank; for reading logs only, no other check depends on it."""
+    """Check how far the clocks are from that of the first rank; for reading logs only, no other check depends on it."""
     first = min(facts)
     skews = {
         facts[entry.target].host: entry.clock_skew
@@ -838,5 +958,6 @@ def check_clocks(facts: Mapping[int, Facts], measured: Sequence[Measured]) -> Ch
         if entry.source == first and entry.clock_skew is not None and facts[entry.target].host != facts[first].host
     }
     if not skews:
-        return skipped("clocks", "one host")
-    return ok("clocks", ", ".join(f"{host} {skew * 1e3:+.1f} ms" for host, skew in skews.items()) + " (informational)")
+        return skipped("clocks", tr("one host"))
+    listed = joined(", ", (f"{host} {skew * 1e3:+.1f} ms" for host, skew in skews.items()))
+    return ok("clocks", tr("{text} (informational)", text=listed))

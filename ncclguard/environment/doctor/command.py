@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ncclguard.command_line import described, progress
 from ncclguard.environment.doctor.checks import (
     HOST_CHECKS,
     JOB_CHECKS,
@@ -31,8 +30,46 @@ from ncclguard.environment.doctor.checks import (
 )
 from ncclguard.environment.doctor.survey import MEASURE_SECONDS, Exchange, Survey, Unreachable, take_survey
 from ncclguard.errors import GuardConfigError
+from ncclguard_explain.command_line import described, progress
+from ncclguard_explain.language import Message, joined, say, speaking_to, told, tr
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "skipped": "dim"}
+_STATUSES: dict[str, Message] = {
+    "ok": tr("ok", "doctor"),
+    "warning": tr("warning", "doctor"),
+    "error": tr("error", "doctor"),
+    "skipped": tr("skipped", "doctor"),
+}
+#: Checks by the names that `--json` has for them.
+_NAMES: dict[str, Message] = {
+    str(name): name
+    for name in (
+        tr("shared memory", "doctor"),
+        tr("locked memory", "doctor"),
+        tr("open files", "doctor"),
+        tr("memory", "doctor"),
+        tr("load", "doctor"),
+        tr("link", "doctor"),
+        tr("pci", "doctor"),
+        tr("interface", "doctor"),
+        tr("master", "doctor"),
+        tr("name lookup", "doctor"),
+        tr("variables", "doctor"),
+        tr("limits", "doctor"),
+        tr("master port", "doctor"),
+        tr("gpus", "doctor"),
+        tr("gpu links", "doctor"),
+        tr("ranks", "doctor"),
+        tr("interfaces agree", "doctor"),
+        tr("versions", "doctor"),
+        tr("connections", "doctor"),
+        tr("round trip", "doctor"),
+        tr("bandwidth", "doctor"),
+        tr("path MTU", "doctor"),
+        tr("clocks", "doctor"),
+        tr("store", "doctor"),
+    )
+}
 EXIT_CODES = {
     0: "no error was found",
     1: "with --fail-on-warnings: a warning, and no error",
@@ -58,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--plot", metavar="FILE", help="write a rank x rank heat map (needs matplotlib)")
     parser.add_argument("--fail-on-warnings", action="store_true", help="exit with code 1 on a warning")
-    parser.add_argument("--wait", type=float, default=20.0, metavar="SECONDS", help="wait for other ranks, default: 20")
+    parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="wait for other ranks, default: 60")
     return described(parser, EXAMPLES, EXIT_CODES)
 
 
@@ -86,18 +123,18 @@ def _examine(arguments: argparse.Namespace) -> tuple[int, bool]:
 
     context = read_context()
     shown = context.rank == 0  # of the ranks of a host that share a terminal one
-    with progress("checking this host", shown=shown):
+    with progress(told("checking this host"), shown=shown):
         local = run_local_checks(context)
     if context.world_size == 1:
-        alone = skipped("connections", "one process: start it on all hosts with torchrun or srun")
+        alone = skipped("connections", tr("one process: start it on all hosts with torchrun or srun"))
         survey = Survey([*local, alone], {context.rank: own_facts(context)}, [])
         return _conclude(context, survey, arguments), False
     exchange = None
     try:
         if context.job.master_addr is None:
-            raise Unreachable("MASTER_ADDR is not set")
+            raise Unreachable(tr("MASTER_ADDR is not set"))
         exchange = Exchange(context, arguments.wait)
-        with progress("waiting for the other ranks", shown=shown) as tell:
+        with progress(told("waiting for the other ranks"), shown=shown) as tell:
             found = take_survey(context, local, exchange, arguments.wait, tell)
         if found is not None:
             code = _conclude(context, found, arguments)
@@ -107,7 +144,7 @@ def _examine(arguments: argparse.Namespace) -> tuple[int, bool]:
         else:
             verdict = exchange.collect("verdict", [0], MEASURE_SECONDS)
             if 0 not in verdict:
-                raise Unreachable("rank 0 gave no verdict in time")
+                raise Unreachable(tr("rank 0 gave no verdict in time"))
             code = int(verdict[0])
             exchange.put("goodbye", True)
     except Unreachable as problem:
@@ -127,7 +164,8 @@ def run_local_checks(context: Context) -> list[Check]:
             results.append(check(context))
         except (OSError, ValueError, RuntimeError) as problem:
             name = check.__name__.removeprefix("check_").replace("_", " ")
-            results.append(error(name, f"the check itself failed: {problem!r}", "report this with the block below"))
+            failed = tr("the check itself failed: {error}", error=repr(problem))
+            results.append(error(name, failed, tr("report this with the block below")))
     return results
 
 
@@ -135,8 +173,18 @@ def _unreachable(context: Context, problem: Unreachable) -> Check:
     job = context.job
     return error(
         "store",
-        f"rank {context.rank} on {context.host} cannot use the store at {job.master_addr}:{job.master_port}: {problem}",
-        f"on {job.master_addr}, allow TCP port {job.master_port} from this host; is rank 0 running? is the port taken?",
+        tr(
+            "rank {rank} on {host} cannot use the store at {address}: {because}",
+            rank=context.rank,
+            host=context.host,
+            address=f"{job.master_addr}:{job.master_port}",
+            because=problem.reason,
+        ),
+        tr(
+            "on {host}, allow TCP port {port} from this host; is rank 0 running? is the port taken?",
+            host=job.master_addr,
+            port=job.master_port,
+        ),
     )
 
 
@@ -157,19 +205,23 @@ def _conclude(context: Context, survey: Survey, arguments: argparse.Namespace) -
         *(f"{check.status}: {check.name}: {check.detail}" for check in survey.checks if check.status != "ok"),
         str(context.report.limits),
     ]
-    print("\nTo paste into an issue:\n", "```text", *block, "```", sep="\n", file=output)
+    with speaking_to(output):
+        head = told("To paste into an issue:")
+    print(f"\n{head}\n", "```text", *block, "```", sep="\n", file=output)
     return exit_code(survey.checks, fail_on_warnings=arguments.fail_on_warnings)
 
 
 def print_table(checks: Iterable[Check], output: TextIO) -> None:
     """One line a check: what it is, how it came out, what to do."""
     table = Table(show_lines=False, pad_edge=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("result", overflow="fold", ratio=3)
-    table.add_column("what to do", overflow="fold", ratio=2)
-    for check in checks:
-        status = f"[{_STYLES[check.status]}]{check.status}[/]"
-        table.add_row(check.name, f"{status}: {escape(check.detail)}", escape(check.advice))
+    with speaking_to(output):
+        table.add_column(told("check", "doctor"), no_wrap=True)
+        table.add_column(told("result", "doctor"), overflow="fold", ratio=3)
+        table.add_column(told("what to do", "doctor"), overflow="fold", ratio=2)
+        for check in checks:
+            status = f"[{_STYLES[check.status]}]{say(_STATUSES[check.status])}[/]"
+            found = say(joined(": ", (status, escape(say(check.detail)))))
+            table.add_row(say(_NAMES.get(check.name, check.name)), found, escape(say(check.advice)))
     console = Console(file=output)
     if not console.is_terminal:  # a log file has no width of its own
         console = Console(file=output, width=160)

@@ -1,5 +1,6 @@
-"""The part of the doctor that all ranks do together: they exchange facts over a store, measure each other, and rank 0
-sums up.
+"""Steps of the doctor that all ranks do together.
+
+They exchange facts over a store, measure each other, and rank 0 sums up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ncclguard.command_line import Tell
 from ncclguard.environment.doctor.checks import (
     Check,
     Context,
@@ -44,6 +44,8 @@ from ncclguard.environment.doctor.checks import (
     warning,
 )
 from ncclguard.environment.network import family_of
+from ncclguard_explain.command_line import Tell
+from ncclguard_explain.language import joined, packed, told, tr, unpacked
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,10 +59,10 @@ _PINGS = 10
 _BLOCK = bytes(1 << 20)
 
 _REASONS = {
-    errno.ECONNREFUSED: "refused: a firewall rejects, or the process is gone",
-    errno.ETIMEDOUT: "no answer: a firewall drops packets, or they are not routed",
-    errno.EHOSTUNREACH: "no route to the host",
-    errno.ENETUNREACH: "no route to the network",
+    errno.ECONNREFUSED: tr("refused: a firewall rejects, or the process is gone"),
+    errno.ETIMEDOUT: tr("no answer: a firewall drops packets, or they are not routed"),
+    errno.EHOSTUNREACH: tr("no route to the host"),
+    errno.ENETUNREACH: tr("no route to the network"),
 }
 
 # ---------------------------------------------------------------------------------------------------- connections
@@ -116,7 +118,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How one rank reaches another; ``fault`` is None when it does. Times in seconds."""
+    """The way from one rank to another; ``fault`` is None when it works. Times in seconds."""
 
     fault: str | None
     round_trip: float | None = None
@@ -277,17 +279,17 @@ _SMALL_REDUCE_SECONDS = 8.0
 
 
 def all_reduce(interface: str, rank: int, world_size: int, address: str, port: int, seconds: float) -> str | None:
-    """None when the all-reduce gave the right sum, else why not, in one line; ends after ``seconds`` at the latest."""
+    """Return None for the right sum, else why not, in one line; ends after ``seconds`` at the latest."""
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
     command = [sys.executable, "-m", __name__, str(rank), str(world_size), address, str(port)]
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return f"did not end within {seconds:g} s"
+        return tr("did not end within {seconds:g} s", seconds=seconds)
     if done.returncode == 0:
         return None
     lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-    return lines[-1].strip()[:200] if lines else f"exit code {done.returncode}"
+    return lines[-1].strip()[:200] if lines else tr("exit code {code}", "drill", code=done.returncode)
 
 
 def _all_reduce_rank(rank: int, world_size: int, address: str, port: int) -> int:
@@ -327,11 +329,15 @@ _REDUCE_SECONDS = 25.0
 
 
 class Unreachable(Exception):
-    """The store host could not be reached, or did not answer in time."""
+    """The store host could not be reached, or did not answer in time; `reason` says why, for people."""
+
+    @property
+    def reason(self) -> str:
+        return str(self) if not self.args else self.args[0]  # which `str` would take the template from
 
 
 class Exchange:
-    """What the ranks write for each other in a store; every call has a time limit.
+    """The store in which the ranks write for each other; every call has a time limit.
 
     ``abandoned`` is True when a call has not returned: a thread still waits inside the store's client.
     """
@@ -354,7 +360,7 @@ class Exchange:
             )
             return dist.PrefixStore(f"ncclguard-doctor/{generation}", store)  # type: ignore[attr-defined]
 
-        self._store = self._call(connect, connect_seconds + 2.0, "connecting to the store")
+        self._store = self._call(connect, connect_seconds + 2.0, tr("connecting to the store"))
 
     def answer_seconds(self) -> float:
         """The round trip of one acknowledged store operation."""
@@ -374,7 +380,7 @@ class Exchange:
         return self.collect(key, range(self._world_size) if ranks is None else ranks, seconds)
 
     def collect(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """What ranks have written under a key within ``seconds``; silent ones are missing."""
+        """Collect what ranks have written under a key within ``seconds``; silent ones are missing."""
         wanted = list(ranks)
         deadline = time.monotonic() + seconds
         while True:
@@ -392,7 +398,7 @@ class Exchange:
     def _has(self, name: str) -> bool:
         return bool(self._call(lambda: self._store.check([name])))
 
-    def _call(self, function: Callable[[], T], seconds: float = ANSWER_SECONDS, what: str = "the store host") -> T:
+    def _call(self, function: Callable[[], T], seconds: float = ANSWER_SECONDS, what: str = tr("the store host")) -> T:
         """The function's result; Unreachable when it takes longer than ``seconds`` or raises RuntimeError."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -408,14 +414,14 @@ class Exchange:
             return future.result(seconds)
         except concurrent.futures.TimeoutError:
             self.abandoned = True
-            raise Unreachable(f"{what}: no answer within {seconds:g} s") from None
+            raise Unreachable(joined(": ", (what, tr("no answer within {seconds:g} s", seconds=seconds)))) from None
         except RuntimeError as failure:  # torch's store errors are RuntimeErrors
             raise Unreachable(str(failure).splitlines()[0]) from None
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What rank 0 knows in the end; other ranks have the checks of their own host only."""
+    """The results of all ranks on rank 0; other ranks have the checks of their own host only."""
 
     checks: list[Check]
     facts: dict[int, Facts]
@@ -440,15 +446,15 @@ def take_survey(
         said = exchange.gather("facts", own.model_dump(), wait)
         facts = {rank: Facts.model_validate(entry) for rank, entry in said.items()}
         measured = [] if address is None else _measure(own, address, facts, exchange, tell)
-        tell(f"a real all-reduce between {len(leaders(facts))} hosts")
+        tell(told("a real all-reduce between {count} hosts", count=len(leaders(facts))))
         checks += _all_reduce(own, facts, exchange)
-        tell("waiting until all have measured")
+        tell(told("waiting until all have measured"))
         # Nobody stops its servers before all have measured.
         exchange.gather("measured", True, MEASURE_SECONDS, facts)
     mine = {
         "host": context.host,
-        "checks": [check.model_dump() for check in checks],
-        "measured": [entry.model_dump() for entry in measured],
+        "checks": [_sent(check) for check in checks],
+        "measured": [_sent(entry) for entry in measured],
     }
     exchange.put("results", mine)
     if context.rank != 0:
@@ -456,23 +462,35 @@ def take_survey(
     results = exchange.collect("results", facts, MEASURE_SECONDS).values()
     # A rank that came a moment too late for rank 0 may have been in time for another one.
     entries = [entry for result in results for entry in result["measured"] if entry["target"] in facts]
-    measured = [Measured.model_validate(entry) for entry in entries]
-    by_host = [(str(result["host"]), [Check.model_validate(entry) for entry in result["checks"]]) for result in results]
-    joined = [
+    measured = [Measured.model_validate(_received(entry)) for entry in entries]
+    by_host = [
+        (str(result["host"]), [Check.model_validate(_received(entry)) for entry in result["checks"]])
+        for result in results
+    ]
+    merged = [
         check_ranks(facts, context.world_size, wait),
         *merge(by_host),
         check_agreement(facts),
         check_versions(facts),
         *check_measured(facts, measured),
     ]
-    return Survey(joined, facts, measured)
+    return Survey(merged, facts, measured)
+
+
+def _sent(found: Check | Measured) -> dict[str, Any]:
+    """The fields as JSON has them, with texts that rank 0 can say in its own language."""
+    return {name: packed(value) if isinstance(value, str) else value for name, value in found}
+
+
+def _received(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: unpacked(value) for name, value in fields.items()}
 
 
 def _check_store(exchange: Exchange) -> Check:
     seconds = max(exchange.answer_seconds() for _ in range(5))
-    detail = f"the store host answers within {seconds * 1e3:.1f} ms"
+    detail = tr("the store host answers within {time:.1f} ms", time=seconds * 1e3)
     if seconds > 1.0:
-        return warning("store", detail, "the host of rank 0 is overloaded or far away: top; ping")
+        return warning("store", detail, tr("the host of rank 0 is overloaded or far away: top; ping"))
     return ok("store", detail)
 
 
@@ -482,7 +500,7 @@ def _measure(own: Facts, address: str, facts: dict[int, Facts], exchange: Exchan
         for rank, entry in facts.items()
         if rank != own.rank and entry.address is not None and entry.port is not None
     }
-    tell(f"connecting to {len(peers)} ranks")
+    tell(told("connecting to {count} ranks", count=len(peers)))
     measured = {
         rank: Measured(source=own.rank, target=rank, **asdict(reached))
         for rank, reached in reach_all(peers, address).items()
@@ -490,7 +508,10 @@ def _measure(own: Facts, address: str, facts: dict[int, Facts], exchange: Exchan
     exchange.gather("reached", True, MEASURE_SECONDS, facts)
     turns = _turns(own, facts)
     for number, rank in enumerate(turns, 1):
-        tell(f"bandwidth and path MTU: host {number} of {len(turns)}, {facts[rank].host}")
+        host = facts[rank].host
+        tell(
+            told("bandwidth and path MTU: host {number} of {count}, {host}", number=number, count=len(turns), host=host)
+        )
         if rank in measured and measured[rank].fault is None:
             more: dict[str, Any] = {"bandwidth": bandwidth(*peers[rank], address)}
             echo_port = facts[rank].echo_port
@@ -516,7 +537,7 @@ def _all_reduce(own: Facts, facts: dict[int, Facts], exchange: Exchange) -> list
     if own.rank not in chiefs:
         return []
     if len(chiefs) < 2:
-        return [skipped("all-reduce", "one host")]
+        return [skipped("all-reduce", tr("one host"))]
     first = facts[chiefs[0]]
     chosen = {facts[rank].interface for rank in chiefs}
     common = set.intersection(*(set(facts[rank].candidates) for rank in chiefs))
@@ -528,19 +549,20 @@ def _all_reduce(own: Facts, facts: dict[int, Facts], exchange: Exchange) -> list
         place = (chiefs.index(own.rank), len(chiefs), first.address, port)
         fault = all_reduce(name, *place, _REDUCE_SECONDS)
         exchange.gather(f"reduced/{number}", fault, _REDUCE_SECONDS + 5.0, chiefs)
-        title = "all-reduce" if number == 0 else f"all-reduce over {name}"
+        title = "all-reduce" if number == 0 else tr("all-reduce over {name}", name=name)
         if fault is None:
-            checks.append(ok(title, f"gloo over {name}: right sum"))
+            checks.append(ok(title, tr("gloo over {name}: right sum", name=name)))
         elif number == 0:
-            advice = "see the connections of this interface in this table"
-            checks.append(error(title, f"gloo over {name}: {fault}", advice))
+            advice = tr("see the connections of this interface in this table")
+            checks.append(error(title, tr("gloo over {name}: {fault}", name=name, fault=fault), advice))
         else:
-            checks.append(ok(title, f"gloo over {name}, which setup_env() does not take: {fault}"))
+            other = tr("gloo over {name}, which setup_env() does not take: {fault}", name=name, fault=fault)
+            checks.append(ok(title, other))
     return checks
 
 
 def _meeting_port(number: int, own: Facts, address: str, exchange: Exchange, chiefs: list[int]) -> int:
-    """Where the group's store listens: a free port of the first host's address."""
+    """Find where the group's store listens: a free port of the first host's address."""
     port = None
     if own.rank == chiefs[0]:
         with socket.socket(family_of(address), socket.SOCK_STREAM) as sock:
@@ -548,5 +570,5 @@ def _meeting_port(number: int, own: Facts, address: str, exchange: Exchange, chi
             port = int(sock.getsockname()[1])
     ports = exchange.gather(f"meeting/{number}", port, MEASURE_SECONDS, chiefs)
     if ports.get(chiefs[0]) is None:
-        raise Unreachable("the first host did not say where to meet")
+        raise Unreachable(tr("the first host did not say where to meet"))
     return int(ports[chiefs[0]])

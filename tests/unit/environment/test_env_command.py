@@ -8,10 +8,12 @@ import re
 import shutil
 import subprocess
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from dotenv import dotenv_values
 
+from ncclguard.config import reset_config
 from ncclguard.environment.catalogue import CATALOGUE, WATCHED_PREFIXES
 from ncclguard.environment.env_command import FORMATS, main, render
 
@@ -31,6 +33,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         if name in CATALOGUE or name.startswith((*WATCHED_PREFIXES, "NCCLGUARD_", "SLURM_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
+    reset_config()
 
 
 @pytest.mark.parametrize("shell", [shell for shell in ("sh", "bash", "dash", "zsh") if shutil.which(shell)])
@@ -140,3 +143,61 @@ def test_a_wrong_argument_ends_with_code_2(arguments: list[str], capsys: pytest.
         main(arguments)
     assert ended.value.code == 2
     assert capsys.readouterr().out == ""
+
+
+def limits(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
+    assert main(["--limits", "--format", "json"]) == 0
+    return {limit["name"]: limit for limit in json.loads(capsys.readouterr().out)}
+
+
+def test_the_limits_are_those_in_force_and_say_where_they_are_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = limits(capsys)
+    call = "timeout= of a call, else NCCLGUARD_TIMEOUT"
+    assert (plain[call]["now"], plain[call]["origin"].partition(":")[0]) == ("300 s, 900 s, 1800 s", "default")
+    assert plain["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]["now"] == "480 s"
+    assert plain["init_process_group(timeout=)"]["origin"].startswith("torch's defaults, no variable; give it 1920 s")
+    monkeypatch.setenv("NCCLGUARD_TIMEOUT", "120")
+    monkeypatch.setenv("NCCLGUARD_TIMEOUT_EVAL", "3600")
+    monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "900")
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "45")
+    reset_config()
+    given = limits(capsys)
+    assert (given[call]["now"], given[call]["origin"]) == ("120 s", "NCCLGUARD_TIMEOUT")
+    assert given["watch(timeout=)"]["now"] == "as a guarded call: 120 s"
+    evaluation = given['phase("eval"), NCCLGUARD_TIMEOUT_EVAL']
+    assert (evaluation["now"], evaluation["origin"]) == ("3600 s", "NCCLGUARD_TIMEOUT_EVAL")
+    assert given["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]["now"] == "900 s"
+    assert given["init_process_group(timeout=)"]["now"] == "2700 s"
+    assert main(["--limits"]) == 0
+    shown = capsys.readouterr()
+    assert "3600 s  [NCCLGUARD_TIMEOUT_EVAL]" in shown.out
+    assert "the process-group timeout (2700 s, DEEPSPEED_TIMEOUT=45 min) must exceed the guard deadline" in shown.err
+
+
+def test_the_page_has_every_limit_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    table = page[page.index("## Which limit governs what") :]
+    for name in limits(capsys):
+        for word in re.findall(r'[\w]+\(timeout=\)|phase\("\w+"\)|[A-Z_]{8,}|launcher', name):
+            assert word in table or f"`_{word.rpartition('_')[2]}`" in table, name
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"DEEPSPEED_TIMEOUT": "45", "NCCLGUARD_TIMEOUT": "3600"}, {"TORCH_NCCL_BLOCKING_WAIT": "1"}]
+)
+def test_the_limits_are_told_in_chinese_and_their_json_is_english(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NCCLGUARD_LANGUAGE", "zh")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    reset_config()
+    assert main(["--limits"]) == 0
+    shown = capsys.readouterr()
+    assert "阶段之外的受保护调用" in shown.out
+    assert ("必须大于" in shown.err) == ("DEEPSPEED_TIMEOUT" in given)
+    text = re.sub(r"`[^`]*`|ncclguard env", "", shown.out + shown.err)
+    assert not re.findall(r"\b[a-z]{2,} [a-z]{2,}\b", text)
+    assert all(letter < "\u4e00" for letter in json.dumps(limits(capsys), ensure_ascii=False))

@@ -45,7 +45,7 @@ def test_without_a_name_it_is_what_the_hosts_name_stands_for_or_the_way_to_the_m
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     found = {"here": ["127.0.1.1"], "master": ["127.0.0.1"]}
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(network, "_lookup", lambda name: [(socket.AF_INET, (host, 0)) for host in found.get(name, [])])
+    monkeypatch.setattr(network, "lookup", lambda name: [(socket.AF_INET, (host, 0)) for host in found.get(name, [])])
     with interfaces(monkeypatch, {}):
         assert job_address("master") == "127.0.1.1"  # both on this host
     found["here"] = []

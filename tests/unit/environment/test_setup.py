@@ -6,12 +6,14 @@ import logging
 import os
 import subprocess
 import sys
+import types
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
-from ncclguard.environment import nccl_names, setup
+from ncclguard.environment import setup
 from ncclguard.environment.catalogue import CATALOGUE, WATCHED_PREFIXES
 from ncclguard.environment.setup import EnvironmentReport, plan_environment, setup_env, setup_nccl_timeout_env
 
@@ -31,7 +33,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)  # for which one more variable would be set too late
     monkeypatch.setattr(setup, "_written", {})  # another test's values are not ours
-    monkeypatch.setattr(nccl_names, "SYSTEM_FILE", Path("/nonexistent/nccl.conf"))
+    monkeypatch.setattr("ncclguard_explain.host.SYSTEM_FILE", Path("/nonexistent/nccl.conf"))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
 
@@ -205,6 +207,19 @@ dist.destroy_process_group()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "too late, init_process_group has been called, for NCCL_SOCKET_IFNAME" in done.stdout
+
+
+def test_after_the_import_of_deepspeed_its_own_variable_is_too_late_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deepspeed = types.ModuleType("deepspeed")
+    deepspeed.__spec__ = ModuleSpec("deepspeed", None)
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    monkeypatch.delenv("DEEPSPEED_TIMEOUT", raising=False)
+    report = plan_environment({}, deepspeed=True, written={})
+    assert [setting.name for setting in report.too_late] == ["DEEPSPEED_TIMEOUT"]
+    assert "too late, deepspeed has been imported, for DEEPSPEED_TIMEOUT" in report.one_line
+    assert "init_process_group has been called" not in f"{report.one_line} {report}"
 
 
 def test_after_a_call_in_time_a_second_one_is_not_too_late() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ncclguard.explain import Report, explain
+from ncclguard_explain import Report, explain
 
 sys.path.insert(0, str(Path(__file__).parent))  # for explain_logs: the import mode is importlib
 

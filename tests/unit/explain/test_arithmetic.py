@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ncclguard.explain.arithmetic import (
+from ncclguard_explain.arithmetic import (
     bucket_limit,
     explain_numel,
     find_model,
@@ -16,7 +16,7 @@ from ncclguard.explain.arithmetic import (
     parameter,
     sizes_from_config,
 )
-from ncclguard.explain.facts import Work
+from ncclguard_explain.facts import Work
 
 QWEN = find_model("qwen2.5-vl-7b")
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from explain_logs import timeout
 
-from ncclguard.explain import explain, follow, main
-from ncclguard.explain.decision import EXIT_CODES
+from ncclguard_explain import explain, follow
+from ncclguard_explain.command import main
+from ncclguard_explain.decision import EXIT_CODES
 from tests.unit.ras_server import answering, serving
 
 LOG = "".join(f"{line}\n" for rank in (0, 1, 3) for line in timeout(rank))
@@ -35,7 +36,7 @@ def test_no_torch_is_imported_not_even_for_a_dump(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text(LOG)
     (tmp_path / "comm_lib_trace_rank_0").write_bytes(b"\x80\x02}q\x00X\x07\x00\x00\x00entriesq\x01]q\x02s.")
     done = run(
-        code=f"import sys; sys.modules['torch'] = None; import ncclguard.explain as e; print(e.explain([{str(tmp_path)!r}]).culprits)"
+        code=f"import sys; sys.modules['torch'] = None; import ncclguard_explain as e; print(e.explain([{str(tmp_path)!r}]).culprits)"
     )
     assert done.stdout.strip() == "(2,)", done.stderr
 
@@ -121,7 +122,7 @@ RAS = """NCCL version 2.27.5 compiled with CUDA 12.9
 
 def test_running_job_is_asked_twice_by_its_ras_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts that do not move between two answers are a hang."""
-    monkeypatch.setattr("ncclguard.explain.command.RAS_PAUSE", 0.01)
+    monkeypatch.setattr("ncclguard_explain.command.RAS_PAUSE", 0.01)
     asked: list[str] = []
     with serving(answering(RAS, asked=asked)) as address:
         report = explain([], ras=address)
@@ -132,7 +133,7 @@ def test_running_job_is_asked_twice_by_its_ras_service(monkeypatch: pytest.Monke
 def test_without_an_address_ras_is_asked_where_nccl_would_listen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ncclguard.explain.command.RAS_PAUSE", 0.01)
+    monkeypatch.setattr("ncclguard_explain.command.RAS_PAUSE", 0.01)
     with serving(answering(RAS)) as address:
         monkeypatch.setenv("NCCL_RAS_ADDR", address)
         assert main(["--ras"]) == 0

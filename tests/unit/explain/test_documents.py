@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ncclguard.explain import Report, explain
 from ncclguard.outcome import Cause
+from ncclguard_explain import Report, explain
 
 
 def read(tmp_path: Path, name: str, value: object) -> Report:

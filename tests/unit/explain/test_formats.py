@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from explain_logs import timeout
 
-from ncclguard.explain import Report
-from ncclguard.explain.facts import Fact, Kind
-from ncclguard.explain.patterns import ROWS, Row, group_of, parse_text, warning_class
-from ncclguard.explain.records import GENERAL, NEEDLES, STARTING, pieces, split_prefix
+from ncclguard_explain import Report
+from ncclguard_explain.facts import Fact, Kind
+from ncclguard_explain.patterns import ROWS, Row, group_of, parse_text, warning_class
+from ncclguard_explain.records import GENERAL, NEEDLES, STARTING, pieces, split_prefix
 
 Explain = Callable[..., Report]
 

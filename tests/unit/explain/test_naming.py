@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from explain_logs import pg, prefix, status, timeout
 
-from ncclguard.explain import Report
-from ncclguard.explain.render import render_html
 from ncclguard.outcome import Cause
+from ncclguard_explain import Report
+from ncclguard_explain.render import render_html
 
 Explain = Callable[..., Report]
 
@@ -211,7 +211,7 @@ def test_exception_after_the_limit_is_no_cause(explain_lines: Explain) -> None:
     assert report.cause is not Cause.FAILED and report.cause_class != "oom_or_crash_other_rank"
 
 
-def test_same_exception_on_all_ranks_names_nobody(explain_lines: Explain) -> None:
+def test_same_exception_on_all_ranks_names_them_all(explain_lines: Explain) -> None:
     lines = [
         line
         for rank in range(4)
@@ -222,7 +222,7 @@ def test_same_exception_on_all_ranks_names_nobody(explain_lines: Explain) -> Non
         )
     ]
     report = explain_lines(lines, world_size=4)
-    assert report.culprits == () and report.cause_class == "oom_or_crash_other_rank"
+    assert report.culprits == (0, 1, 2, 3) and report.cause_class == "oom_or_crash_other_rank"
 
 
 @pytest.mark.parametrize(
@@ -280,6 +280,10 @@ def test_rank_ended_by_sigkill_is_lost(explain_lines: Explain) -> None:
     [
         ("srun: error: node1: task 5: Out Of Memory", 5),
         ("mpirun noticed that process rank 3 with PID 12345 on node gpu1 exited on signal 9 (Killed).", 3),
+        ("ERROR:  One or more process (first noticed rank 7) terminated with signal 9", 7),
+        ("##### Command execution on worker 2 failed with exit status 139. Continuing.", 2),
+        ("Container rank 3 status failed cmd ['/usr/bin/python3', '-u', 'run.py'] code -9 log log/workerlog.3", 3),
+        ("flux-shell[0]: FATAL: doom: python3: rank 3 on host node1 exited and exit-timeout=30s has expired", 3),
     ],
 )
 def test_other_launchers_name_the_killed_rank(explain_lines: Explain, line: str, rank: int) -> None:
@@ -393,3 +397,67 @@ def test_the_silent_one_of_4300_ranks_in_one_log_is_named_and_the_page_stays_sma
     html = render_html(report)
     assert len(html) < 200_000
     assert "0-76, 78-4299" in html
+
+
+ENTERED = "INFO:torch.distributed.distributed_c10d:Added key: store_based_barrier_key:{} to store for rank: {}"
+WAITS = (
+    "INFO:torch.distributed.distributed_c10d:Waiting in store based barrier to initialize process group for rank: 0, key: "
+    "store_based_barrier_key:1 (world_size=6, worker_count=5, timeout=0:30:00)"
+)
+
+
+def test_who_has_not_entered_the_stores_barrier_is_named(explain_lines: Explain) -> None:
+    assert explain_lines([*(ENTERED.format(1, rank) for rank in (0, 1, 2, 4, 5)), WAITS]).culprits == (3,)
+    another = [ENTERED.format(2, rank) for rank in (1, 2, 4, 5)]  # of a group that was made later
+    assert explain_lines([*another, WAITS]).culprits == ()
+
+
+def test_whose_heartbeats_stopped_with_all_others_was_killed_by_its_monitor(explain_lines: Explain) -> None:
+    silent = [
+        f"[WARNING] [RankMonitorServer:{rank}] Did not get subsequent heartbeat. Waited 171.92 seconds."
+        for rank in range(4)
+    ]
+    ends = [f"Sending process {pid} closing signal SIGTERM" for pid in (10, 11, 13)]
+    ends += [
+        "torch.distributed.elastic.multiprocessing.api: failed (exitcode: -9) local_rank: 2 (pid: 12) of binary: /usr/bin/python"
+    ]
+    assert explain_lines([*silent, *ends]).culprits == ()
+    assert explain_lines(ends).culprits == (2,)
+
+
+THROWN = ["[1,6]<stderr>:terminate called after throwing an instance of '{}'", "[1,6]<stderr>:  what():  {}"]
+
+
+def test_an_exception_that_nobody_caught_in_cpp_names_its_rank_unless_it_follows(explain_lines: Explain) -> None:
+    def named(name: str, text: str) -> tuple[int, ...]:
+        return explain_lines([THROWN[0].format(name), THROWN[1].format(text)], world_size=8).culprits
+
+    assert named("tensorrt_llm::common::TllmException", "Assertion failed: Block pool exhausted: free 0") == (6,)
+    assert (
+        named(
+            "tensorrt_llm::common::TllmException", "Failed, NCCL error allreducePlugin.cpp:291 'remote process exited'"
+        )
+        == ()
+    )
+    assert named("c10::DistBackendError", "[Rank 6] Process group watchdog thread terminated") == ()
+
+
+def test_a_lost_daemon_of_mpirun_is_a_lost_host(explain_lines: Explain) -> None:
+    lines = ["PRTE has lost communication with a remote daemon.", "", "  HNP daemon   : [prterun-n1-19@0,0] on node n1",
+             "  Remote daemon: [prterun-n1-19@0,3] on node n4"]  # fmt: skip
+    report = explain_lines(lines)
+    assert report.incident and report.culprits == () and "n4" in report.summary + report.next_step + report.without
+
+
+STRAGGLER = "STRAGGLER DETECTION WARNING: Some GPUs have worse relative performance. Affected ranks: Rank=11 (score 0.41 < threshold 0.7)"
+
+
+def test_who_a_job_was_stopped_for_is_named_and_who_is_only_slow_is_not(explain_lines: Explain) -> None:
+    assert explain_lines([STRAGGLER, "Detected stragglers. Terminating training..."], world_size=16).culprits == (11,)
+    assert not explain_lines([STRAGGLER], world_size=16).incident
+
+
+def test_an_exceptions_own_message_is_no_sign_that_the_training_went_on(explain_lines: Explain) -> None:
+    raised = ["[rank3]: Traceback (most recent call last):", '[rank3]:   File "/w/t.py", line 7, in step', "[rank3]:     check(loss)",
+              "[rank3]: RuntimeError: Rank 3, node gpu-01, device 6, iteration 48211: Unexpected result nan (message='found NaN')"]  # fmt: skip
+    assert explain_lines(raised, world_size=8).culprits == (3,)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ncclguard.explain import Report, explain
+from ncclguard_explain import Report, explain
 
 Explain = Callable[..., Report]
 
@@ -23,6 +23,13 @@ OOM = "CUDA out of memory. Tried to allocate 4.00 GiB; the batch size is 32 from
         [*CAUGHT, RETRY, "step 300 loss 1.9", "{'train_runtime': 600.1, 'train_loss': 0.6}"],
         [OOM, "step 300 loss 1.9", "Training finished, total time 0:33:11"],
         [OOM, "step 300 loss 1.9", "finished training"],
+        [
+            "botocore.exceptions.ReadTimeoutError: Read timeout on endpoint URL",
+            "[rank0] upload failed (attempt 1/5), retrying in 4s",
+            "step 300 loss 1.9",
+        ],
+        ["[rank0] torch.OutOfMemoryError: " + OOM, "step 300 loss 1.9", "{'train_runtime': 600.1, 'train_loss': 0.6}"],
+        ["[rank1] torch.OutOfMemoryError: " + OOM, "step 300 loss 1.9", "finished: errors=0 exit_code=0"],
     ],
 )
 def test_survived_exception_is_no_incident(explain_lines: Explain, lines: list[str]) -> None:
@@ -136,3 +143,71 @@ def test_one_gpu_for_two_ranks_is_the_code(explain_lines: Explain) -> None:
 )
 def test_host_that_is_not_set_up(explain_lines: Explain, line: str) -> None:
     assert explain_lines([line]).decision == "fix-environment"
+
+
+STEPS = [f"step {n} loss 1.9" for n in range(300, 310)]
+STALL = [
+    (
+        "[1,0]<stderr>:[2021-06-01 10:00:00.1: W horovod/common/stall_inspector.cc:107] One or more tensors were submitted to be "
+        "reduced, gathered or broadcasted by subset of ranks and are waiting for remainder of ranks for more than 60 seconds."
+    ),
+    "[1,0]<stderr>:Missing ranks:",
+    "[1,0]<stderr>:2: [HorovodAllreduce_grad_0, HorovodAllreduce_grad_1]",
+]
+SHUTDOWN = [
+    ('[1,0]<stderr>:[2021-06-01 10:05:00.1: E stall_inspector.cc:139] One or more rank (marked by "!") is stalled for longer than '
+    "300 seconds. Will shutdown."),
+    *(f"[1,{rank}]<stderr>:tensorflow.python.framework.errors_impl.UnknownError: Horovod has been shut down. This was caused by an "
+      "exception on one of the ranks" for rank in (0, 1, 3)),
+]  # fmt: skip
+
+
+def test_a_stall_that_ended_is_no_incident_and_one_that_ended_the_job_names_its_rank(explain_lines: Explain) -> None:
+    assert not explain_lines([*STALL, *STEPS]).incident
+    assert explain_lines([*STALL, *STEPS, *STALL]).culprits == (2,)
+    ended = explain_lines([*STALL, *STALL, *SHUTDOWN])
+    assert ended.culprits == (2,) and ended.effective_timeout_ms == 300_000
+    assert ended.collective is not None and ended.collective.op == "ALLREDUCE"
+
+
+UNHEALTHY = (
+    "[2025-12-03 10:01:24] Health check failed. Server couldn't get a response from detokenizer for last 20 seconds."
+)
+PROBE = 'INFO:     10.1.7.7:50230 - "GET /health_generate HTTP/1.1" {}'
+
+
+def test_a_probe_that_was_answered_later_is_no_incident(explain_lines: Explain) -> None:
+    assert explain_lines([UNHEALTHY, PROBE.format("503 Service Unavailable")]).incident
+    assert not explain_lines([UNHEALTHY, PROBE.format("503 Service Unavailable"), PROBE.format("200 OK")]).incident
+
+
+PREEMPTED = "slurmstepd: error: *** JOB 7781 ON n9 CANCELLED AT 2025-02-11T04:00:00 DUE TO PREEMPTION ***"
+EVICTED = "3m   Warning  Evicted             pod/llm-worker-1   maintenance drain by ops"
+KILLED = "mpirun noticed that process rank 3 with PID 12345 on node gpu1 exited on signal 9 (Killed)."
+
+
+@pytest.mark.parametrize("event", [PREEMPTED, EVICTED])
+def test_a_job_that_began_again_where_it_was_survived_its_planned_end(explain_lines: Explain, event: str) -> None:
+    resumed = "Restored all states from the checkpoint at /ck/hpc_ckpt_3.ckpt"
+    assert not explain_lines([*STEPS, event, resumed, *STEPS]).incident
+    assert explain_lines([*STEPS, event]).incident
+    assert explain_lines([*STEPS, event, resumed]).incident  # no step since
+    assert explain_lines([*STEPS, event, resumed, *STEPS, KILLED]).incident
+
+
+LINK = "[Mon Nov  3 04:01:00 2025] mlx5_core 0000:3b:00.0 ens1: Link down"
+CORRECTED = "[Mon May  5 02:00:00 2025] NVRM: Xid (PCI:0000:41:00): 63, pid=0, name=<unknown>, Row Remapper: New row marked for remapping"
+
+
+@pytest.mark.parametrize("event", [LINK, CORRECTED])
+def test_what_the_kernel_says_is_survived_where_the_job_is_seen_to_go_on(explain_lines: Explain, event: str) -> None:
+    assert not explain_lines([*STEPS, event, *STEPS[:5]]).incident
+    assert explain_lines([*STEPS, event]).incident
+    assert explain_lines({"dmesg.txt": [event], "train.log": STEPS}).incident  # it may have stopped there
+    assert not explain_lines({"dmesg.txt": [event], "train.log": [*STEPS, "finished training"]}).incident
+
+
+def test_code_that_a_program_was_given_and_ran_raises_for_itself(explain_lines: Explain) -> None:
+    sandbox = ["(SandboxWorker pid=918) Traceback (most recent call last):", '(SandboxWorker pid=918)   File "<sandbox>", line 3, in <module>',
+               "(SandboxWorker pid=918) MemoryError"]  # fmt: skip
+    assert not explain_lines([*sandbox, *STEPS]).incident

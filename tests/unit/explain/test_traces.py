@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ncclguard.explain import Report, UnusableInput, explain
-from ncclguard.explain.recorder import load_plain
 from ncclguard.outcome import Cause
+from ncclguard_explain import Report, UnusableInput, explain
+from ncclguard_explain.recorder import load_plain
 
 Group = tuple[str, str, Sequence[int]]
 WORLD: Group = ("0", "default_pg", range(8))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ncclguard.explain import explain
+from ncclguard_explain import explain
 
 RECORDINGS = Path(__file__).parents[2] / "unguarded_logs"
 BOTH = "both"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ncclguard.transport import votes
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.votes import HEADER, Exchange, slot_nbytes
 
@@ -271,3 +273,25 @@ def test_a_few_numbers_are_added_as_torch_adds_them_at_the_ends_of_their_range_t
     wanted = torch.stack([torch.tensor(case, dtype=dtype).sum() for case in cases])
     torch.testing.assert_close(sums, wanted, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(torch.signbit(sums[4:5]), torch.tensor([True]))
+
+
+def test_the_time_of_a_wait_runs_while_another_thread_uses_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    with exchanges(2, False) as all_ranks:
+        exchange = all_ranks[0].start(1, None)
+
+        class Used:
+            def acquire(self, timeout: float) -> bool:
+                nonlocal now
+                now += 0.75 * timeout
+                return True
+
+            def release(self) -> None:
+                pass
+
+        ends: list[float] = []
+        monkeypatch.setattr(exchange, "_move", lambda end: bool(ends.append(end)))
+        monkeypatch.setattr(exchange._links, "using", Used())
+        monkeypatch.setattr(votes, "time", SimpleNamespace(monotonic=lambda: now))
+        assert not exchange.wait(4.0)
+        assert (ends, now) == ([104.0], 103.0)

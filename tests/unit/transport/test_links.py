@@ -66,7 +66,6 @@ class Asked(HashStore):
     [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(16), os.urandom(4096), b"\0" * 16],
     ids=["silent", "http", "wrong key", "noise", "zeros"],
 )
-@pytest.mark.timeout(60)
 def test_strangers_cost_a_socket_and_no_time(words: bytes, stay: bool) -> None:
     keys = Visited([words] * 5, stay)
     start = time.monotonic()
@@ -77,7 +76,6 @@ def test_strangers_cost_a_socket_and_no_time(words: bytes, stay: bool) -> None:
         stranger.close()
 
 
-@pytest.mark.timeout(60)
 def test_more_silent_strangers_than_are_kept_do_not_shut_a_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_STRANGERS", 4)
     keys = Visited([b""] * 40, stay=True)
@@ -106,7 +104,6 @@ def test_the_right_key_from_a_place_that_has_no_reason_to_connect_is_refused() -
         assert sorted(listening.peers) == [0, 1]
 
 
-@pytest.mark.timeout(60)
 def test_a_peer_that_does_not_come_is_an_error_in_time_that_names_its_place() -> None:
     start = time.monotonic()
     with pytest.raises(TransportError, match=r"the ranks at \[0\] of the group did not come"):

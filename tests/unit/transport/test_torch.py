@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch.distributed import distributed_c10d as c10d
 
 import ncclguard
 from ncclguard import torch_compat
@@ -80,6 +81,20 @@ def test_groups_are_described_while_they_live(world: dist.ProcessGroup) -> None:
     for ask in (torch_compat.group_name, torch_compat.group_ranks):
         with pytest.raises(ValueError, match="new_group"):
             ask(other)  # type: ignore[operator]
+
+
+def test_a_thread_that_asks_for_another_group_at_the_same_time_changes_no_answer(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Last(tuple[object, ...]):
+        """A group and its ranks; another thread leaves those of another group between a look at one and at the other."""
+
+        def __getitem__(self, place: Any) -> Any:
+            monkeypatch.setattr(groups, "_last_ranks", (object(), (7, 8)))
+            return super().__getitem__(place)
+
+    monkeypatch.setattr(groups, "_last_ranks", Last((c10d._world.pg_group_ranks[world], (0,))))
+    assert torch_compat.group_ranks(world) == (0,)
 
 
 def test_a_cloned_store_shares_the_keys_and_not_the_connection(world: dist.ProcessGroup) -> None:
@@ -159,7 +174,7 @@ def test_callbacks_run_once_after_init_and_before_destroy_and_cannot_break_them(
     dist.destroy_process_group(other)
     dist.destroy_process_group()
     assert calls == ["init True", "destroy True"]
-    assert len([record for record in caplog.records if "failed and was skipped" in record.message]) == 2
+    assert len([record for record in caplog.records if "was skipped" in record.message]) == 2
 
 
 @pytest.mark.parametrize("op", [ReduceOp.PREMUL_SUM, dist._make_nccl_premul_sum(2.0)])

@@ -1,0 +1,80 @@
+"""The words for what can go wrong with a collective, what each of them means, and what a person should do next."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from ncclguard_explain.language import tr
+
+
+class Cause(str, Enum):
+    """Why an operation failed, and why a rank is to blame; the log analyser uses the same words."""
+
+    LATE = "late"  # alive, running other code; has not entered this operation
+    DIVERGED = "diverged"  # in another collective, or the same with another shape, dtype, reduce op or source
+    FAILED = "failed"  # raised while its peers waited
+    EXITED = "exited"  # left normally
+    LOST = "lost"  # the process or host is gone, by positive evidence
+    STUCK = "stuck"  # the process exists but its interpreter does not run
+    NETWORK = "network"  # every rank arrived; the transfer itself stalled or broke
+    UNKNOWN = "unknown"  # evidence is absent
+
+    def __str__(self) -> str:
+        return self.value
+
+
+#: The word for each cause, for people.
+WORD = {
+    Cause.LATE: tr("late", "cause"),
+    Cause.DIVERGED: tr("diverged", "cause"),
+    Cause.FAILED: tr("failed", "cause"),
+    Cause.EXITED: tr("exited", "cause"),
+    Cause.LOST: tr("lost", "cause"),
+    Cause.STUCK: tr("stuck", "cause"),
+    Cause.NETWORK: tr("network", "cause"),
+    Cause.UNKNOWN: tr("unknown", "cause"),
+}
+
+#: What each cause means, in words.
+MEANING = {
+    Cause.LATE: tr("alive, but running other code: it has not entered this operation"),
+    Cause.DIVERGED: tr(
+        "in another collective than the others, or the same with another shape, dtype, reduce op or source"
+    ),
+    Cause.FAILED: tr("raised an exception while the others waited"),
+    Cause.EXITED: tr("left while the others waited"),
+    Cause.LOST: tr("its process or host is gone"),
+    Cause.STUCK: tr("its process exists, but its interpreter does not run"),
+    Cause.NETWORK: tr("every rank was there; the transfer itself stalled or broke"),
+    Cause.UNKNOWN: tr("there is no evidence"),
+}
+
+SEE_LOST = tr("See the launcher's and the kernel's log of its host (exit code, out-of-memory killer, Xid).")
+
+#: What a person should do next, by cause.
+ADVICE = {
+    Cause.LATE: tr(
+        "See in its stack what it was doing instead: work on one rank only (saving, metrics, a data loader) must "
+        "fit the timeout or run on all ranks. Raise the timeout only if that work is meant to take so long."
+    ),
+    Cause.DIVERGED: tr(
+        "Compare what the ranks called: a branch, a batch count or a shape depends on the rank. Make it equal, or "
+        "agree on it first."
+    ),
+    Cause.FAILED: tr("Fix the exception of that rank first: the others only waited for it."),
+    Cause.EXITED: tr("That rank finished or left early: it had fewer steps or batches, or returned before the others."),
+    Cause.LOST: tr(
+        '{see} Restart it, unless the job goes on without it (`resilient_step`, or on_lost="shrink").', see=SEE_LOST
+    ),
+    Cause.STUCK: tr(
+        "Its process exists but its interpreter does not run: stopped, swapped out, or in a call that holds the GIL. "
+        "Look at it on its host with `py-spy dump --pid`."
+    ),
+    Cause.NETWORK: tr(
+        "Every rank was there: check the network between the hosts (`ncclguard doctor`), links and interface choice."
+    ),
+    Cause.UNKNOWN: tr("No evidence could be had: look at that rank's log and host."),
+}
+
+#: The same where it differs for a collective that the guard only watches.
+ADVICE_WATCHED = {Cause.LOST: tr("{see} Restart the job: the groups of this rank are unusable.", see=SEE_LOST)}

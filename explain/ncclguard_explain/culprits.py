@@ -1,0 +1,1101 @@
+"""Name the ranks that held the others up, by rules in the order of how much they prove; an empty answer is an answer.
+
+The rank that prints a timeout is a victim. The rules look for the rank that is dead (an exception of its own, a broken
+GPU, a signal, a connection that closed), or absent from, behind, ahead of or different from what the victims wait in;
+silence counts last, and only for ranks whose log would be among the inputs. Each verdict carries the facts it rests on
+and says what would overturn it. `causes` and `decision` use the functions that select the facts of a failure too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ncclguard_explain import engines, places
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.evidence import Evidence, Row, World
+from ncclguard_explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict, Work, united
+from ncclguard_explain.language import Message, joined, received, tr
+from ncclguard_explain.ranks import ranks_text
+from ncclguard_explain.recorder import name_culprits
+
+# An exception with one of these in its text follows from a peer's absence or from another's failure.
+_FOLLOWS = re.compile(
+    r"initializing process group in store|Connection closed by peer|Connection reset by peer|Broken pipe"
+    r"|Socket Timeout|[Tt]imed out waiting|atchdog caught|caught collective|communicator was aborted"
+    r"|remote process exited|ncclRemoteError|pair closure|monitoredBarrier|Detected mismatch between coll"
+    r"|wait timeout after|Timeout waiting for key|store->get|client socket has timed out|waiting for clients"
+    r"|WorkNCCL|timed out in blocking|NCCL operations have failed|collective operation timeout|work sequence id"
+    r"|function error: Hccl|Worker failure: |handshake_setup_failed|Read timed out\. \(read timeout"
+    r"|Signals\.SIG|SignalException|Failed to recv|sendBytes failed|recvValue failed|Operation timed out"
+    r"|DataLoader worker .{0,40}killed by signal: (?:Terminated|Hangup|Interrupt)"
+    r"|CUDA error: an illegal.*NCCL|unhandled system error|NCCL error|ncclInternalError|NCCL operation (?:timed out|failed)"
+    r"|DeepEP error|EPException|RPC call to|Executor failed|Worker failed with|workers? failed|Engine ?[Cc]ore|died unexpectedly"
+    r"|(?<!DataLoader )(?<!Loader )[Tt]imed ?out (?:waiting|building|after)|can't be reached|[Ff]ailed to connect|[Cc]onnection refused"
+    r"|coordination service|Barrier timed out|heartbeat|Broken promise|NPU function error|HCCL|hccl api failed|CheckpointException"
+    r"|Horovod has been shut down|no live replica|no response from peer|Hang detected on rank|ranks arrived|(?:[Mm]issing|[Aa]bsent) ranks|memory capacity is unbalanced|Insufficient space in /dev/shm|placement group|Server failed to become healthy|is not ready after|DeadLock detected"
+)
+_FOLLOWING_TYPES = frozenset(
+    ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
+     "SystemExit", "CalledProcessError", "DistStoreError", "DistNetworkError", "DistBackendError", "BrokenPipeError",
+     "ConnectionResetError", "ConnectionRefusedError", "EOFError", "RendezvousConnectionError", "GeneratorExit",
+     "CollectiveFingerPrint", "PeerLost", "PeerFailed", "CollectiveFailed", "CollectiveMismatch", "CollectiveTimeout",
+     "RayTaskError", "TimeoutError", "GetTimeoutError", "RayChannelTimeoutError", "RayChannelError", "EngineDeadError",
+     "EngineGenerateError", "KVTransferError", "ActorDiedError", "RayActorError", "ActorUnavailableError",
+     "WorkerCrashedError", "NodeDiedError", "RendezvousTimeoutError", "RendezvousClosedError", "CheckpointException",
+     "DeadlockDetectedException", "EPException", "CancelledError", "BrokenBarrierError", "ConnectionAbortedError",
+     "Again", "ReadTimeout", "ConnectTimeout", "MaxRetryError", "NewConnectionError", "WorkerHealthCheckTimeoutError", "WorkerGroupStartupTimeoutError", "AsyncEngineDeadError"]
+)  # fmt: skip
+_BARRIER_KEY = re.compile(r"store_based_barrier_key:\d+")
+_DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
+_DEADLY = {-9: "SIGKILL", -11: "SIGSEGV", -7: "SIGBUS", -4: "SIGILL", -8: "SIGFPE"}
+_STICKY = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch", "out of memory",
+           "Memory access fault", "aicore exception", "aivector error")  # fmt: skip
+#: Frames of a rank that waits for its device, and so perhaps for a collective that it has issued.
+_WAITS_FOR_DEVICE = re.compile(r"synchronize|_engine_run_backward| in (?:item|tolist|cpu|backward|wait)$")
+#: Frames of a rank that stands in a collective: torch's, and the engines' own.
+_IN_COLLECTIVE = re.compile(
+    r"distributed_c10d\.py|device_communicators/|custom_all_reduce|pynccl|all_?reduce|all_?gather|broadcast_pyobj"
+)
+# NVIDIA's Xid catalogue: those that point at the GPU, its memory or its link.
+HARDWARE_XIDS = frozenset({48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143})
+
+
+def follows_from_peers(type_name: str, text: str) -> bool:
+    """Return whether an exception is what a rank sees when a peer is gone or absent, not a failure of its own."""
+    return type_name.rsplit(".", 1)[-1] in _FOLLOWING_TYPES or _FOLLOWS.search(text) is not None
+
+
+def went_on(evidence: Evidence, failure: Fact) -> bool:
+    """Return whether a rank retried or went on training after it raised: then that is not why its peers wait."""
+    for fact in evidence.of(Kind.RETRIED, Kind.ALIVE):
+        same = fact.source == failure.source and fact.line >= failure.line and fact.rank == failure.rank
+        end = failure.line + 3 * len(failure.frames)  # each frame with its source and the marks below that
+        alive = fact.rank is not None and fact.line > end
+        if same and (fact.kind is Kind.RETRIED or alive):
+            return failure.rank is not None or not evidence.of(Kind.EXIT, Kind.LAUNCHER)
+    return False
+
+
+def _experts_waited(evidence: Evidence) -> bool:
+    """Return whether DeepEP's kernels ran into their limit, where they trap: a peer caused their CUDA errors."""
+    return any(fact.name.startswith("deepep") for fact in evidence.of(Kind.ENGINE_WAIT))
+
+
+def own_exceptions(evidence: Evidence) -> list[Fact]:
+    """Return exceptions that no peer's absence explains, of ranks that did not wait for others themselves.
+
+    A rank that also reports a timeout, or whose fingerprint was compared, was alive then: what it raised before it
+    caught, what it raised later follows.
+    """
+    waited = {fact.rank for fact in evidence.facts if fact.kind in WAITING and fact.rank is not None}
+    waited |= {f.rank for f in evidence.of(Kind.FINGERPRINT) if f.name != "absent" and f.rank is not None}
+    quoted = {(f.source, f.name, f.detail) for f in evidence.of(Kind.EXCEPTION) if f.rank_basis == "text"}
+    expired: dict[int, int] = {}
+    for fact in evidence.of(*EXPIRED):
+        expired.setdefault(fact.source, fact.line)
+    trapped = _experts_waited(evidence)
+    return [
+        fact
+        for fact in evidence.of(Kind.EXCEPTION)
+        if not follows_from_peers(fact.name, fact.detail)
+        and not fact.name.endswith("Warning")
+        and not (trapped and "unspecified launch" in fact.detail)
+        and (fact.rank_basis == "text" or (fact.source, fact.name, fact.detail) not in quoted)  # of another rank
+        and not (fact.place and places.is_parent(fact.place) and ("", fact.pid) not in evidence.ranks.processes)
+        and fact.rank not in waited
+        and fact.line <= expired.get(fact.source, fact.line)  # after the limit it cannot be why the peers waited
+        and (fact.name != "RuntimeError" or fact.detail)  # without a text it proves nothing
+        and not (
+            fact.name == "RuntimeError" and (fact.source, fact.line) in evidence.open_lines
+        )  # the rest may explain it
+        and not went_on(evidence, fact)
+    ]
+
+
+def sticky_cuda(evidence: Evidence) -> list[Fact]:
+    """Return CUDA errors of a rank's own kernels; NCCL and the watchdog only print them because they come by first."""
+    found = [fact for fact in evidence.of(Kind.CUDA) + evidence.of(Kind.NCCL_WARN, name="cuda")
+             if any(word in fact.detail for word in _STICKY)]  # fmt: skip
+    if _experts_waited(evidence):
+        return []
+    of_watchdog = evidence.of(Kind.WATCHDOG_EXCEPTION)
+    return found + [fact for fact in of_watchdog if "CUDA error" in fact.detail and "Work" not in fact.detail]
+
+
+def hardware_errors(evidence: Evidence) -> list[Fact]:
+    """Return reports of a broken GPU: ECC, lost from the bus, an Xid of the hardware; of one rank where it is known."""
+    found = [fact for fact in evidence.of(Kind.XID) if fact.number in HARDWARE_XIDS]
+    return found + [
+        fact
+        for fact in evidence.of(Kind.CUDA, Kind.EXCEPTION, Kind.NCCL_WARN, Kind.WATCHDOG_EXCEPTION)
+        if "ECC error" in fact.text + fact.detail
+        or "fallen off the bus" in fact.text
+        or fact.name in ("hardware", "gpu", "gpu_hang")
+    ]
+
+
+def deadly_exits(evidence: Evidence) -> list[Fact]:
+    """Return exits by a signal that no watchdog and no launcher sends to end a job that already failed."""
+    forced = {fact.number for fact in evidence.of(Kind.NOTE, name="forced_kill")}
+    waited = {fact.rank for fact in evidence.facts if fact.kind in WAITING} - {None}  # its own watchdog ends it
+    # NVRx kills the rank whose heartbeat stops.
+    monitored = {fact.rank for fact in evidence.of(Kind.ENGINE_WAIT, name="monitor")}
+    deaths = [
+        fact
+        for fact in evidence.of(Kind.LAUNCHER, Kind.EXIT)
+        if (
+            fact.number in _DEADLY
+            and fact.pid not in forced
+            and not (fact.number == -9 and monitored & {None, fact.rank})
+        )
+        or (fact.name == "first" and fact.number is None and fact.rank not in waited)
+    ]
+    # A launcher that has seen one end ends the others: of several such lines of one launcher only the first counts.
+    chosen: dict[int, int] = {}  # source -> line, which may hold several tasks of srun
+    first = [fact for fact in deaths if fact.name in ("first", "oom", "local", "command")]
+    for fact in sorted(first, key=lambda one: (one.source, one.name != "oom", one.line)):
+        chosen.setdefault(fact.source, fact.line)
+    # Of each source the processes that its launcher ended; others ended by themselves.
+    closed: dict[int, set[int | None]] = {}
+    for fact in evidence.of(Kind.ENDED_BY_LAUNCHER):
+        if fact.pid is not None:
+            closed.setdefault(fact.source, set()).add(fact.pid)
+    found = [
+        fact
+        for fact in deaths
+        if chosen.get(fact.source) == fact.line
+        or (fact.number != -9 and fact.name in ("failure", "event", ""))
+        or (fact.name == "failure" and fact.pid not in closed.get(fact.source, {fact.pid}))
+        or (fact.name == "tasks" and not _ended_before(evidence, fact))
+    ]
+    if found or forced or len({fact.rank for fact in deaths}) != 1:
+        return found
+    # One alone: it died by itself, unless its launcher killed it because another rank had been the first to end.
+    others = {fact.source for fact in evidence.of(Kind.LAUNCHER, Kind.EXIT) if fact.name == "first"}
+    return [
+        fact
+        for fact in deaths
+        if fact.pid not in closed.get(fact.source, ()) and not (fact.number == -9 and fact.source in others)
+    ]
+
+
+def _ended_before(evidence: Evidence, fact: Fact) -> bool:
+    """Return whether a launcher had begun to end its tasks, or one had ended by itself, before these were killed."""
+    ends = evidence.of(Kind.EXIT, Kind.LAUNCHER, Kind.ENDED_BY_LAUNCHER, Kind.SCHEDULER)
+    return any(one.source == fact.source and one.line < fact.line and one.name != "tasks" for one in ends)
+
+
+def _alike(facts: Sequence[Fact]) -> bool:
+    """Return whether failures of several ranks are one and the same: one exception, or one signal of a fault."""
+    kinds = {
+        (fact.name.rsplit(".", 1)[-1], _DIGITS.sub("", fact.detail)[:60])
+        for fact in facts
+        if fact.kind is Kind.EXCEPTION
+    }
+    signals = {fact.number for fact in facts if fact.kind in (Kind.LAUNCHER, Kind.EXIT)}
+    return len(kinds) == 1 and not signals or not kinds and len(signals) == 1 and not signals & {-9, None}
+
+
+def first_to_exit(evidence: Evidence) -> list[Fact]:
+    """Return the ends with an ordinary exit code that a launcher noticed first; they do not say why."""
+    found = [fact for fact in evidence.of(Kind.EXIT) if (fact.number or 0) > 0]
+    return found or [fact for fact in evidence.of(Kind.LAUNCHER, name="first") if (fact.number or 0) > 0]
+
+
+def _named(facts: Iterable[Fact]) -> tuple[int, ...]:
+    return tuple(sorted({fact.rank for fact in facts if fact.rank is not None and fact.rank_basis != "group"}))
+
+
+_UNUSED = tr("raised DDP's unused-parameter error")
+_HARDWARE = tr("lost its GPU")
+_RAISED = tr("raised")
+_CUDA = tr("hit a CUDA error of its own")
+_SIGNAL = tr("ended by a signal")
+_NO_SPACE = re.compile(r"No space left|failed to extend|extending")
+_SHM = tr("could not get shared memory")
+_OUT_OF_MEMORY = tr("was ended by the kernel's out-of-memory killer")
+
+
+def by_failure(evidence: Evidence, world: World) -> Verdict | None:
+    """Ranks that raised or died while peers wait; when most ranks did, nobody is singled out."""
+    raised = own_exceptions(evidence)
+    raised += engines.accused_of_raising(evidence)
+    before = {(fact.source, fact.line): fact.rank for fact in first_to_exit(evidence) if fact.rank is not None}
+    raised = [
+        fact if fact.rank is not None or (rank := before.get((fact.source, fact.line - 1))) is None
+        else fact.clone(rank=rank, rank_basis="text")  # the line above says whose traceback it is
+        for fact in raised
+    ]  # fmt: skip
+    exits = {fact.rank: fact for fact in first_to_exit(evidence) if fact.rank is not None}
+    if not exits and not evidence.of(*EXPIRED):
+        exits = {fact.rank: fact for fact in evidence.of(Kind.LAUNCHER, name="aborted") if fact.rank is not None}
+    broken, sticky = hardware_errors(evidence), sticky_cuda(evidence)
+    ends = evidence.of(Kind.LAUNCHER, name="first") + evidence.of(Kind.LAUNCHER, name="aborted")
+    ends += evidence.of(Kind.ENGINE_END, name="abort")
+    ends = [fact for fact in ends if fact.number in (-6, None) and fact.rank is not None]
+    if len({fact.rank for fact in ends}) == 1 and not evidence.of(*EXPIRED) and not _named(broken + sticky):
+        there = {fact.source for fact in ends}  # the runtime aborts the process whose kernel or GPU fails
+        broken, sticky = (
+            [
+                fact.clone(rank=ends[0].rank, rank_basis="launcher")
+                if fact.source in there and fact.kind is not Kind.XID
+                else fact
+                for fact in facts
+            ]
+            for facts in (broken, sticky)
+        )
+    if len(exits) == 1 and raised and not _named(raised) and len({fact.name for fact in raised}) <= 2:
+        rank = next(iter(exits))  # one traceback without a rank, and one process that ended by itself
+        raised = [fact.clone(rank=rank, rank_basis="launcher") for fact in raised] + list(exits.values())
+    found: Verdict | None = None
+    for facts, cause, what in (
+        ([f for f in evidence.of(Kind.UNUSED) if f.rank is not None], Cause.DIVERGED, _UNUSED),
+        (broken, Cause.FAILED, _HARDWARE),
+        (raised, Cause.FAILED, _RAISED),
+        ([f for f in evidence.of(Kind.NCCL_WARN, name="shm") if _NO_SPACE.search(f.detail)], Cause.FAILED, _SHM),
+        (sticky, Cause.FAILED, _CUDA),
+        (deadly_exits(evidence), Cause.LOST, _SIGNAL),
+        ([fact for fact in evidence.of(Kind.KERNEL_OOM) if fact.rank is not None], Cause.LOST, _OUT_OF_MEMORY),
+    ):  # fmt: skip
+        ranks = _named(facts)
+        where = tuple(dict.fromkeys(text for fact in facts if fact.rank is None and (text := engines.place_text(fact))))
+        if not ranks and where and found is None and len(where) <= 4:
+            first = next(fact for fact in facts if engines.place_text(fact))
+            reason = tr(
+                "{places} {what}: {text}", places=joined(", ", where), what=what, text=_failure_text(first)[:300]
+            )
+            found = Verdict((), cause, "medium", "failure", reason, facts, places=where)
+        if not ranks or (found is not None and set(ranks) <= set(found.culprits)):
+            continue
+        together = what in (_RAISED, _SIGNAL) and (_alike(facts) or all(fact.name == "oom" for fact in facts))
+        if len(ranks) > 1 and world.size is not None and 2 * len(ranks) > world.size and not together:
+            if found is not None:
+                continue
+            reason = tr("most ranks ({ranks}) {what}", ranks=ranks_text(ranks), what=what)
+            return Verdict((), cause, "medium", "failure", reason, facts, suspects=ranks)
+        if len(ranks) == world.size and world.size > 1 and not together:
+            continue
+        first = next(fact for fact in facts if fact.rank is not None)
+        reason = tr("{ranks} {what}: {text}", ranks=ranks_text(ranks), what=what, text=_failure_text(first)[:300])
+        if found is None or not found.culprits:
+            basis = {fact.rank_basis for fact in facts if fact.rank is not None}
+            overturned = [
+                tr(
+                    "a failure of another rank that happened before, in a log that is not here; then that of {ranks} "
+                    "follows from it",
+                    ranks=ranks_text(ranks),
+                )
+            ]
+            if "local" in basis:
+                overturned.append(
+                    tr("a second node: the launcher names a rank of its node, taken here for the rank of the job")
+                )
+            sure = "medium" if basis <= {"local"} else "high"
+            found = Verdict(ranks, cause, sure, "failure", reason, facts, overturned=overturned)
+        elif what in (_RAISED, _HARDWARE, _CUDA) or any(
+            fact.name in ("first", "oom", "local") for fact in facts
+        ):  # a second fault, by evidence of its own
+            found.culprits = tuple(sorted({*found.culprits, *ranks}))
+            found.reason = joined("; ", (found.reason, reason))
+            found.facts = found.facts + facts
+    return found
+
+
+def _failure_text(fact: Fact) -> str:
+    if fact.kind in (Kind.LAUNCHER, Kind.EXIT):
+        return _DEADLY.get(fact.number or 0, fact.text)
+    return f"{fact.name}: {fact.detail}" if fact.kind is Kind.EXCEPTION else fact.detail or fact.text
+
+
+def by_first_exit(evidence: Evidence, world: World) -> Verdict | None:
+    """A launcher says who ended first and not why: worth a look, no proof."""
+    aborted = [f for f in evidence.of(Kind.EXIT, Kind.LAUNCHER) if f.number == -6 and f.name in ("local", "first")]
+    facts = first_to_exit(evidence) or aborted
+    if not facts or evidence.of(*EXPIRED):
+        return None
+    first = facts[0]
+    who = tr("a process")
+    if first.rank is not None:
+        who = ranks_text([first.rank])
+    elif first.local_rank is not None:
+        who = tr("local rank {rank}", rank=first.local_rank)
+    others = [fact for fact in evidence.of(Kind.LAUNCHER) if fact.name == "failure" and fact.rank != first.rank]
+    if first.name == "first" and first.rank is not None and others and all(fact.number == -6 for fact in others):
+        reason = tr(
+            "{ranks} exited first with code {code}; the others were aborted after it", ranks=who, code=first.number
+        )
+        return Verdict((first.rank,), Cause.FAILED, "medium", "first exit", reason, facts)
+    reason = tr("{ranks} exited first, cause not shown", ranks=who)
+    if first.number is not None:
+        reason = tr("{ranks} exited first with code {code}, cause not shown", ranks=who, code=first.number)
+    return Verdict((), Cause.UNKNOWN, "low", "first exit", reason, facts, _named(facts[:1]))
+
+
+def by_peer_closed(evidence: Evidence, world: World) -> Verdict | None:
+    """NCCL's proxy threads say whose connection closed; after an abort that is only the teardown."""
+    aborts: dict[int, int] = {}
+    for fact in evidence.of(Kind.NOTE, name="abort_complete"):
+        aborts.setdefault(fact.source, fact.line)
+    facts = [fact for fact in evidence.of(Kind.PEER_CLOSED) if fact.line < aborts.get(fact.source, 1 << 60)]
+    if not facts or not evidence.one_node or len({fact.host for fact in facts if fact.host}) > 1:
+        return None
+    local = facts[0].local_rank
+    first = list(itertools.takewhile(lambda fact: fact.local_rank == local, facts))
+    speakers = {fact.pid if fact.pid is not None else (fact.line, fact.order) for fact in first}
+    own = any(fact.number == local for fact in first)  # it says so itself: an orderly end, in which each closes its own
+    devices = [fact.number for fact in facts if fact.number is not None]
+    size = world.size or evidence.local_size or max([local or 0, *devices]) + 1
+    if local is None or own or len(speakers) < max(2, min(size, 8) - 2):
+        return None
+    reason = tr(
+        "{count} processes say that the connection of local rank {local} closed", count=len(speakers), local=local
+    )
+    overturned = [tr("an abort of all communicators before these lines")]
+    return Verdict((local,), Cause.LOST, "medium", "peer closed", reason, facts, overturned=overturned)
+
+
+def by_ras(evidence: Evidence, world: World) -> Verdict | None:
+    """NCCL's RAS: processes that are dead or do not answer, and ranks that have launched fewer operations."""
+    facts = evidence.of(Kind.RAS)
+    gone = [fact for fact in facts if fact.name in ("dead", "silent", "error")]
+    if gone:
+        ranks = tuple(sorted({*(r for f in gone for r in f.peers), *(f.rank for f in gone if f.rank is not None)}))
+        cause, what, sure = next(
+            row[1:]
+            for row in (
+                ("dead", Cause.LOST, tr("is dead"), "high"),
+                ("error", Cause.FAILED, tr("reports an asynchronous error"), "medium"),
+                ("silent", Cause.UNKNOWN, tr("does not answer"), "medium"),
+            )
+            if row[0] in {fact.name for fact in gone}
+        )
+        if ranks and (world.size is None or 2 * len(ranks) < max(world.size, 3)):
+            return Verdict(
+                ranks, cause, sure, "ras", tr("{who} {what} by NCCL's RAS", who=ranks_text(ranks), what=what), gone
+            )
+        where = ", ".join(sorted({fact.host for fact in gone if fact.host})) or tr("one of the hosts")
+        who = tr("a process on {hosts}", hosts=where)
+        return Verdict(rule="ras", cause=cause, reason=tr("{who} {what} by NCCL's RAS", who=who, what=what), facts=gone)
+    uneven = [fact for fact in facts if fact.name in ("behind", "ahead") and fact.peers]
+    if not uneven:
+        return None
+    first = max(uneven, key=lambda fact: fact.repeated)
+    proven = first.repeated > 1 or bool(evidence.of(*EXPIRED))
+    who, counts = ranks_text(first.peers), first.detail
+    if first.name == "behind":
+        one = tr("{ranks} has launched fewer operations than the others ({counts})", ranks=who, counts=counts)
+        many = tr("{ranks} have launched fewer operations than the others ({counts})", ranks=who, counts=counts)
+    else:
+        one = tr("{ranks} has launched more operations than the others ({counts})", ranks=who, counts=counts)
+        many = tr("{ranks} have launched more operations than the others ({counts})", ranks=who, counts=counts)
+    text = one if len(first.peers) == 1 else many
+    overturned = [tr("a second query a few seconds later with other counts: then the job moves, and nobody is stuck")]
+    if (first.completed or world.size or 0) > 2 * len(first.peers) and (proven or first.name == "behind"):
+        sure = "high" if proven else "low"
+        return Verdict(first.peers, Cause.UNKNOWN, sure, "ras", text, uneven, overturned=overturned, work=first.work)
+    return Verdict(rule="ras", reason=text, facts=uneven, suspects=first.peers, overturned=overturned)
+
+
+def fabric_errors(evidence: Evidence) -> list[Fact]:
+    """Return what InfiniBand, RoCE or EFA report; completions with status 5 are flushes that follow from another."""
+    return [fact for fact in evidence.of(Kind.NCCL_WARN) if fact.name in ("ib", "ib_async") and fact.number != 5]
+
+
+def by_gone_peer(evidence: Evidence, world: World) -> Verdict | None:
+    """All but one rank report that a peer's process ended; the one whose log is here and says nothing is that peer."""
+    facts = [
+        fact
+        for fact in evidence.of(Kind.ASYNC_ERROR, Kind.WATCHDOG_EXCEPTION, Kind.EXCEPTION)
+        if fact.rank is not None and "remote process exited" in fact.text + fact.detail
+    ]
+    told = {fact.rank for fact in facts if fact.rank is not None}
+    spoke = told | {row.rank for row in evidence.rows} | {fact.rank for fact in evidence.of(*EXPIRED)}
+    silent = set(world.covered) - spoke
+    if len(silent) != 1 or world.size is None or len(told) < max(2, world.size - 1) or fabric_errors(evidence):
+        return None
+    reason = tr(
+        "{ranks} report that a peer's process ended or the network broke; {others} printed nothing of the kind",
+        ranks=ranks_text(told),
+        others=ranks_text(silent),
+    )
+    overturned = [
+        tr(
+            "a later line of {ranks}, or the same error in its log: then the network between them broke",
+            ranks=ranks_text(silent),
+        )
+    ]
+    return Verdict(tuple(silent), Cause.UNKNOWN, "medium", "silence", reason, facts, overturned=overturned)
+
+
+Rule = Callable[[Evidence, World], "Verdict | None"]
+Sides = Mapping[tuple[object, ...], set[int]]
+
+
+# --- what a witness says outright ---
+
+
+def by_guard(evidence: Evidence, world: World) -> Verdict | None:
+    """An incident of ncclguard's own: the ranks agreed on it while they lived.
+
+    The latest counts, because the job may have gone on after one before; and another rank's own exception may be what
+    ended it.
+    """
+    written, found = written_incidents(evidence), guard_incidents(evidence)
+    if not found:
+        return None
+    first = found[-1]
+    if not written and {fact.rank for fact in own_exceptions(evidence)} - {None, *first.peers}:
+        return None
+    cause = Cause(first.name) if first.name in {cause.value for cause in Cause} else Cause.UNKNOWN
+    reason = received(first.detail) if first.detail else tr("the ranks agreed on it")
+    return Verdict(
+        tuple(sorted(set(first.peers))), cause, "high", "ncclguard incident", reason, [first], work=first.work
+    )
+
+
+def written_incidents(evidence: Evidence) -> list[Fact]:
+    """Return ncclguard's incidents from its own JSON, the latest last."""
+    return sorted((f for f in evidence.of(Kind.GUARD) if f.completed is not None), key=lambda fact: fact.when or 0.0)
+
+
+def guard_incidents(evidence: Evidence) -> list[Fact]:
+    """Return ncclguard's incidents once each, the latest last: from its own JSON, or else what logs tell of them."""
+    found: dict[str, Fact] = {}
+    for fact in written_incidents(evidence) or evidence.of(Kind.GUARD):
+        before = found.pop(fact.detail, fact)
+        found[fact.detail] = fact if fact.advice else before  # the panel says more than the other lines
+    return list(found.values())
+
+
+def by_traces(evidence: Evidence, world: World) -> Verdict | None:
+    """Flight-recorder dumps of two ranks or more."""
+    if len(evidence.dumps) < 2:
+        return None
+    verdict = name_culprits(evidence.dumps)
+    failure = by_failure(evidence, world)
+    if failure is not None and failure.culprits and set(failure.culprits) <= set(verdict.culprits):
+        verdict.cause = failure.cause
+        verdict.facts += failure.facts
+        verdict.reason = joined("; ", (verdict.reason, failure.reason))
+    elif failure is not None and failure.culprits and not set(failure.culprits) & set(evidence.dumps):
+        verdict.culprits = tuple(sorted({*verdict.culprits, *failure.culprits}))  # it ended before it could leave one
+        verdict.suspects = tuple(rank for rank in verdict.suspects if rank not in failure.culprits)
+        verdict.facts += failure.facts
+        verdict.reason = joined("; ", filter(None, (verdict.reason, failure.reason)))
+    return verdict if verdict.culprits or verdict.sides else None
+
+
+def by_desync_report(evidence: Evidence, world: World) -> Verdict | None:
+    """TORCH_NCCL_DESYNC_DEBUG: the ranks that the report calls lagging."""
+    told = evidence.of(Kind.DESYNC)
+    furthest = max((fact.number or 0 for fact in told), default=0)
+    facts = [f for f in told if f.name == "lagging" or (f.name == "unfinished" and (f.number or 0) < furthest)]
+    named = tuple(sorted({rank for fact in facts for rank in fact.peers}))
+    if not named or (world.size is not None and 2 * len(named) > world.size and world.size > 2):
+        return None
+    reason = tr("the desync report says {ranks} lag behind", ranks=ranks_text(named))
+    if facts[0].detail:
+        reason = tr("the desync report says {ranks} {what}", ranks=ranks_text(named), what=facts[0].detail)
+    return Verdict(named, Cause.UNKNOWN, "high", "desync report", reason, facts)
+
+
+def by_analyser(evidence: Evidence, world: World) -> Verdict | None:
+    """torch's analyser of dumps prints who has not joined a collective, and who differs from the first rank in it."""
+    told = [fact for fact in evidence.of(Kind.RECORDER) if fact.peers]
+    absent = [fact for fact in told if fact.name == "missing"]
+    if absent:  # of several collectives: a rank that is missing in all of them, others may wait elsewhere
+        named = frozenset.intersection(*(frozenset(fact.peers) for fact in absent))
+        few = named and all(2 * len(named) < (fact.completed or world.size or 0) for fact in absent)
+        reason = tr(
+            "torch's analyser of the dumps finds that {ranks} did not join", ranks=ranks_text(named or absent[0].peers)
+        )
+        if few:
+            return Verdict(
+                tuple(sorted(named)), Cause.UNKNOWN, "medium", "analyser", reason, absent, work=absent[0].work
+            )
+        return Verdict(rule="analyser", reason=reason, facts=absent, suspects=tuple(sorted(named)), work=absent[0].work)
+    odd = [fact for fact in told if "MISMATCH" in fact.name and "STATE" not in fact.name]
+    ranks = tuple(sorted({rank for fact in odd for rank in fact.peers}))
+    if not ranks:
+        return None
+    reason = tr(
+        "torch's analyser of the dumps finds a difference between {ranks} and the first rank", ranks=ranks_text(ranks)
+    )
+    few = all(2 * len(ranks) < (fact.completed or world.size or 0) for fact in odd)
+    culprits, suspects, sure = (ranks, (), "medium") if few else ((), ranks, "low")
+    return Verdict(culprits, Cause.DIVERGED, sure, "analyser", reason, odd, suspects=suspects, work=odd[0].work)
+
+
+def by_lost_host(evidence: Evidence, world: World) -> Verdict | None:
+    """A scheduler says that a host or a pod is gone, and the log proves which ranks were there."""
+    for fact in evidence.of(Kind.SCHEDULER):
+        host = fact.host.removeprefix("pod/").removeprefix("node/")
+        if not host and fact.name in ("OOMKilled", "Evicted"):  # `kubectl describe` of a pod, in a file named after it
+            file = fact.file.rsplit("/", 1)[-1]
+            fits = [
+                name
+                for name in evidence.ranks.hosts
+                if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])|-{re.escape(name)}\.", file)
+            ]
+            host = max(fits, key=len, default="")
+        if not host or fact.name in ("TIME LIMIT", "JOB REQUEUE", "PREEMPTION"):
+            continue
+        ranks = {rank for name, there in evidence.ranks.hosts.items() if name.split("/")[0] == host for rank in there}
+        ended = [
+            one
+            for one in evidence.of(Kind.EXIT, Kind.LAUNCHER, Kind.ENDED_BY_LAUNCHER)
+            if one.host and one.rank is not None
+        ]
+        ranks |= {
+            one.rank for one in ended if one.host == host and one.rank_basis == "launcher" and one.rank is not None
+        }
+        elsewhere = {one.rank for one in ended if one.host != host and one.rank_basis == "launcher"}
+        if (
+            not ranks
+            and world.size is not None
+            and world.basis in ("given", "stated")
+            and len(elsewhere) > world.size // 2
+        ):
+            ranks = set(range(world.size)) - elsewhere  # srun tells the tasks of all the other hosts
+        if ranks and (world.size is None or len(ranks) < world.size):
+            named = tuple(sorted(ranks))
+            reason = tr(
+                "{ranks} ran on {host}: {event}", ranks=ranks_text(named), host=host, event=fact.name or fact.text
+            )
+            overturned = [tr("an error of another rank that came before: the host was then taken away afterwards")]
+            return Verdict(named, Cause.LOST, "medium", "lost host", reason, [fact], overturned=overturned)
+    return None
+
+
+def by_stacks(evidence: Evidence, world: World) -> Verdict | None:
+    """Stacks of nearly all ranks, taken while they hang: all but a few stand in a collective."""
+    last: dict[int, Fact] = {}
+    inside: set[int] = set()
+    moved: set[int] = set()
+    for fact in evidence.of(Kind.STACK):  # a rank may have one for each thread
+        if fact.rank is not None and fact.frames:
+            before, main = last.get(fact.rank), "MainThread" in fact.text
+            if before is None or main or "MainThread" not in before.text:
+                last[fact.rank] = fact
+            if before is not None and main and "MainThread" in before.text and before.frames != fact.frames:
+                moved.add(fact.rank)
+            inside |= {fact.rank} if any(_IN_COLLECTIVE.search(frame) for frame in fact.frames[-5:]) else set()
+    outside = set(last) - inside
+    # A rank that waits for its device may wait for this collective.
+    devices = {rank for rank in outside if _WAITS_FOR_DEVICE.search(last[rank].frames[-1])}
+    outside -= devices
+    # Without a limit the job may move; but who has dumped its stacks, and nothing else, asks about a hang.
+    still = (Kind.STACK, Kind.NOTE, Kind.PHASE)
+    done = {fact.order for fact in evidence.of(Kind.PROGRESS) if fact.number == 100}
+    dumped = not moved and all(fact.kind in still or fact.order in done for fact in evidence.facts)
+    limits = evidence.of(*EXPIRED, Kind.ENGINE_WAIT) or dumped
+    if (
+        not limits
+        or len(last) < 3
+        or len(last) < (world.size or 0) - 1
+        or not outside
+        or 3 * len(outside) > len(inside) + len(devices)
+        or len(devices) > len(inside)
+    ):
+        return None
+    facts = [last[rank] for rank in sorted(outside)]
+    reason = tr(
+        "{others} stand in a collective and {ranks} elsewhere: {frame}",
+        others=ranks_text(inside), ranks=ranks_text(outside), frame=facts[0].frames[-1],
+    )  # fmt: skip
+    overturned = [tr("a second look a few seconds later with other stacks: then the job moves, and nobody is stuck")]
+    return Verdict(tuple(sorted(outside)), Cause.LATE, "medium", "stacks", reason, facts, overturned=overturned)
+
+
+def by_section(evidence: Evidence, world: World) -> Verdict | None:
+    """nvidia-resiliency-ext's monitors: one rank alone has not left a section of its program in time."""
+    facts = [fact for fact in evidence.of(Kind.ENGINE_WAIT, name="monitor") if fact.detail and fact.rank is not None]
+    ranks = tuple(sorted({fact.rank for fact in facts if fact.rank is not None}))
+    if len(ranks) != 1 or max(world.size or 0, ranks[0] + 1) < 3 or own_exceptions(evidence):
+        return None
+    reason = tr(
+        "{ranks} alone did not leave section {name} within its limit", ranks=ranks_text(ranks), name=facts[0].detail
+    )
+    return Verdict(ranks, Cause.LATE, "medium", "section", reason, facts)
+
+
+def by_barrier(evidence: Evidence, world: World) -> Verdict | None:
+    """monitored_barrier: rank 0 names who did not come; when rank 0 itself says nothing, it is the one."""
+    facts = evidence.of(Kind.BARRIER_MISSING)
+    if facts:
+        came = {fact.rank for fact in evidence.of(Kind.BARRIER_REACHED)}
+        named = tuple(sorted({rank for fact in facts for rank in fact.peers}))
+        reason = tr("rank 0 reports that {ranks} did not reach the barrier", ranks=ranks_text(named))
+        if came & set(named):  # each says it of the other: the connection between them, or both
+            return Verdict(rule="monitored barrier", reason=reason, facts=facts, suspects=tuple(sorted({0, *named})))
+        return Verdict(named, Cause.UNKNOWN, "high", "monitored barrier", reason, facts)
+    reached = evidence.of(Kind.BARRIER_REACHED)
+    asked = [fact for fact in reached if fact.rank == 0 and fact.peers]  # rank 0 asks one after the other
+    if asked:
+        named, reason = asked[0].peers, tr("rank 0 waited in the barrier for {ranks}", ranks=ranks_text(asked[0].peers))
+        return Verdict(named, Cause.UNKNOWN, "high", "monitored barrier", reason, asked)
+    zero_waits = any(fact.rank == 0 and fact.kind in WAITING for fact in evidence.facts)
+    if not reached or zero_waits or 0 not in world.covered:
+        return None
+    who = ranks_text({fact.rank for fact in reached if fact.rank is not None})
+    reason = tr("{who} reached the barrier and waited for rank 0, which printed nothing", who=who)
+    return Verdict((0,), Cause.UNKNOWN, "medium", "monitored barrier", reason, reached)
+
+
+def by_store_barrier(evidence: Evidence, world: World) -> Verdict | None:
+    """The store-based barrier at set-up prints who waits and how many have come."""
+    facts = evidence.of(Kind.STORE_BARRIER)
+    if not facts:
+        return None
+    size = max(fact.number or 0 for fact in facts)
+    come = max(fact.completed or 0 for fact in facts)
+    if come > size:
+        reason = tr(
+            "{count} processes have come to a barrier of {size}: the store is shared with another job, or stale",
+            count=come,
+            size=size,
+        )
+        return Verdict(rule="store barrier", reason=reason, facts=facts[:3])
+    here = {fact.rank for fact in facts if fact.rank is not None}
+    keys = {key for fact in facts for key in _BARRIER_KEY.findall(fact.text)}
+    if len(keys) == 1:  # who has entered says so, before half a minute has passed and it says that it waits
+        here |= {
+            fact.rank
+            for fact in evidence.of(Kind.NOTE, name="entered")
+            if fact.rank is not None and fact.detail in keys
+        }
+    missing = tuple(sorted(set(range(size)) - here)) if size <= 65_536 else ()
+    reason = tr("{count} of {size} ranks came to the barrier that ends init_process_group", count=come, size=size)
+    if missing and len(missing) == size - come and here:
+        rest = tr("all but {ranks} wait in it", ranks=ranks_text(missing))
+        reason = joined("; ", (reason, rest))
+        overturned = [tr("a line of {ranks} in this barrier", ranks=ranks_text(missing))]
+        return Verdict(missing, Cause.UNKNOWN, "high", "store barrier", reason, facts, overturned=overturned)
+    return Verdict(rule="store barrier", reason=reason, facts=facts[:3], suspects=missing if len(missing) <= 8 else ())
+
+
+def by_hccl(evidence: Evidence, world: World) -> Verdict | None:
+    """Ascend's HCCL names the peer whose record did not come; the rank that prints it is a victim."""
+    facts = evidence.of(Kind.TIMEOUT, name="hccl")
+    victims = {fact.rank for fact in facts if fact.rank is not None}
+    told = Counter(peer for fact in facts for peer in set(fact.peers))
+    suspects = tuple(sorted(set(told) - victims))
+    if not suspects:
+        return None
+    if len(suspects) == 1 and len(victims) >= 2:
+        reason = tr("{ranks} wait for {others}", ranks=ranks_text(victims), others=ranks_text(suspects))
+        return Verdict(suspects, Cause.UNKNOWN, "medium", "hccl", reason, facts)
+    reason = tr("the rank that printed the timeout waits for {ranks}", ranks=ranks_text(suspects))
+    return Verdict(rule="hccl", reason=reason, facts=facts, suspects=suspects)
+
+
+def by_store_key(evidence: Evidence, world: World) -> Verdict | None:
+    """The peers wait for a key that one rank sets before its first NCCL call."""
+    facts = [fact for fact in evidence.of(Kind.STORE_KEY) if "imeout" in fact.detail or "timed out" in fact.detail]
+    owners = {peer for fact in facts for peer in fact.peers}
+    if len(owners) != 1 or any(fact.rank in owners for fact in facts):
+        return None
+    owner = next(iter(owners))
+    who = ranks_text({fact.rank for fact in facts if fact.rank is not None})
+    reason = tr("{who} waited for the NCCL id that rank {owner} sets at its first collective", who=who, owner=owner)
+    return Verdict((owner,), Cause.UNKNOWN, "medium", "store key", reason, facts)
+
+
+# --- who is elsewhere than the others ---
+
+
+def _side_text(work: Work) -> str:
+    shape = f" {list(work.shape)}" if work.shape is not None else ""
+    numel = f" NumelIn={work.numel_in} NumelOut={work.numel_out}" if work.numel_in is not None else ""
+    dtype = f" {work.dtype}" if work.dtype else ""
+    return f"#{work.seq if work.seq is not None else '?'} {work.op or '?'}{shape}{numel}{dtype}"
+
+
+def _by_majority(told: Sides, works: dict[int, Work], world: World, of_all: bool = True) -> Verdict:
+    """Say who is in the minority; `told` is what a collective is told by -> its ranks, `works` those that said it."""
+    ordered = sorted(told.items(), key=lambda item: (-len(item[1]), min(item[1], default=0)))
+    first = {key: min(ranks & set(works), default=None) for key, ranks in ordered}
+    sides = [
+        (_side_text(works[one]), tuple(sorted(ranks))) for key, ranks in ordered if (one := first[key]) is not None
+    ]
+    if len(ordered) < 2:
+        return Verdict(cause=Cause.UNKNOWN, sides=sides, reason=tr("all fingerprints agree"))
+    total = sum(len(ranks) for _, ranks in ordered)
+    majority = ordered[0][1]
+    size = world.size if of_all and world.size is not None and world.basis != "highest rank seen" else total
+    enough = len(majority) >= 3 or 2 * len(majority) > size  # two against one are few when most ranks have not spoken
+    if len(majority) >= 2 and 2 * len(majority) > total and enough:
+        odd = tuple(sorted(rank for _, ranks in ordered[1:] for rank in ranks))
+        reason = tr(
+            "{ranks} in another collective than the majority ({others})",
+            ranks=ranks_text(odd),
+            others=ranks_text(majority),
+        )
+        overturned = [
+            tr("the call sites: the majority may have skipped a call that only {ranks} made", ranks=ranks_text(odd))
+        ]
+        return Verdict(odd, Cause.DIVERGED, "high", "majority", reason, sides=sides, overturned=overturned)
+    both = tuple(sorted(works))
+    if total == 2 and world.is_pair:
+        reason = tr("the two ranks are in different collectives; which one strayed is not shown")
+        overturned = [tr("the call sites of both: they say which of the two left the common path")]
+        return Verdict(both, Cause.DIVERGED, "medium", "pair", reason, sides=sides, overturned=overturned)
+    reason = tr("ranks are in different collectives and no side has a majority")
+    return Verdict((), Cause.DIVERGED, "low", "no majority", reason, suspects=both, sides=sides)
+
+
+def by_fingerprint(evidence: Evidence, world: World) -> Verdict | None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: the majority of the fingerprints is right; a zeroed one is an absent peer."""
+    facts = [fact for fact in evidence.of(Kind.FINGERPRINT) if fact.rank is not None and fact.work is not None]
+    prints: dict[int, Work] = {}
+    known: dict[int, Fact] = {}
+    for fact in facts:
+        assert fact.rank is not None and fact.work is not None
+        if fact.name == "hccl":
+            reason = tr(
+                "{ranks} differ in an argument: {what}",
+                ranks=ranks_text(f.rank for f in facts if f.rank is not None),
+                what=fact.detail,
+            )
+            return Verdict(
+                (), Cause.DIVERGED, "medium", "fingerprint", reason, facts, suspects=_named(facts), work=fact.work
+            )
+        if fact.name != "absent" and (fact.rank not in prints or fact.name == "own"):
+            prints[fact.rank] = fact.work
+        known.setdefault(fact.rank, fact)
+    absent = tuple(sorted({f.rank for f in facts if f.rank is not None and f.name == "absent"} - set(prints)))
+    if absent:
+        reason = tr(
+            "{ranks} sent an empty fingerprint: absent from the check, not in a REDUCE", ranks=ranks_text(absent)
+        )
+        return Verdict(absent, Cause.UNKNOWN, "high", "empty fingerprint", reason, [known[rank] for rank in absent])
+    if len(prints) < 2:
+        return None
+    told: dict[tuple[object, ...], set[int]] = defaultdict(set)
+    for rank, work in prints.items():
+        told[work.seq, work.op, work.shape, work.dtype].add(rank)
+    sent = evidence.of(Kind.FINGERPRINT)
+    for own, peer in zip(sent, sent[1:]):
+        # A rank compares itself with rank 0, 1, 2, ... and stops at the first that differs: those before it agree.
+        together = (own.name, peer.name) == ("own", "peer") and (own.line, own.file) == (peer.line, peer.file)
+        if together and own.work and own.rank is not None:
+            agree = {rank for rank in range(peer.rank or 0) if rank not in prints and rank in evidence.seen_ranks}
+            told[own.work.seq, own.work.op, own.work.shape, own.work.dtype] |= agree
+    verdict = _by_majority(told, prints, world)
+    verdict.facts = list(known.values())
+    verdict.rule = "collective fingerprints"
+    return verdict
+
+
+def _is_collective(op: str | None) -> bool:
+    """Return whether all ranks of a group take part; a pipeline's sends and receives differ by design."""
+    return op is not None and op.upper() not in ("SEND", "RECV", "RECVANYSOURCE", "COALESCED")
+
+
+def _by_group(evidence: Evidence) -> list[list[Row]]:
+    groups: dict[str | None, list[Row]] = defaultdict(list)
+    default = next((row.group_key for row in evidence.rows if row.group and row.group.is_default), None)
+    for row in evidence.rows:
+        groups[row.group_key if row.group else default].append(row)
+    return sorted(groups.values(), key=lambda rows: -len([row for row in rows if row.waiting]))
+
+
+def by_counters(evidence: Evidence, world: World) -> Verdict | None:
+    """A rank whose last enqueued work is before the one that others wait in never called it, or is stuck inside."""
+    for rows in _by_group(evidence):
+        waiting = [row for row in rows if row.waiting]
+        seqs = Counter(row.seq for row in waiting if row.seq is not None)
+        if not seqs:
+            continue
+        at = min(seq for seq, times in seqs.items() if times == max(seqs.values()))
+        short = [row for row in rows if not row.waiting and row.enqueued is not None and 0 <= row.enqueued < at]
+        short += [row for row in rows if row.enqueued == -1 and not row.waiting]
+        # What a rank was in when its peers' limit ran out; it may have come, and waited elsewhere, after that.
+        settled = {row.rank for row in waiting if row.seq == at} | {row.rank for row in short}
+        short += [
+            Row(fact.rank, fact.group, enqueued=fact.enqueued, facts=[fact])
+            for fact in evidence.of(Kind.DUMP_RECEIVED)
+            if fact.rank is not None and fact.rank not in settled
+            and fact.enqueued is not None and 0 <= fact.enqueued < at and rows[0].in_group(fact.group)
+        ]  # fmt: skip
+        if short and (len(short) <= len(waiting) or world.size == 2):
+            ranks = tuple(sorted({row.rank for row in short}))
+            reason = tr(
+                "{ranks} last enqueued work {enqueued}, while {others} wait in {at}: not called there, or stuck "
+                "inside the call (only a stack can tell)",
+                ranks=ranks_text(ranks),
+                enqueued=short[0].enqueued,
+                others=ranks_text(r.rank for r in waiting),
+                at=at,
+            )
+            facts = [fact for row in short for fact in row.facts]
+            return Verdict(ranks, Cause.UNKNOWN, "high", "counters", reason, facts)
+    return None
+
+
+def _enriched(works: dict[int, Work]) -> dict[int, Work]:
+    """Return the collectives with what others say about the same one: a cut line does not differ from a whole one."""
+
+    def bare(work: Work) -> bool:
+        return work.numel_in is None and work.shape is None
+
+    whole = [work for work in works.values() if work.op is not None and not bare(work)]
+    more: dict[tuple[object, object], Work | None] = {}  # what others say, by what a cut line says
+    found = {}
+    for rank, work in works.items():
+        found[rank] = work
+        if not bare(work):
+            continue
+        key = work.seq, work.op
+        if key not in more:
+            same = [one for one in whole if work.seq in (None, one.seq) and work.op in (None, one.op)]
+            more[key] = same[0] if len({one.signature() for one in same}) == 1 else None
+        if more[key] is not None:
+            found[rank] = united(work, more[key]) or work
+    told = {work.seq for work in found.values() if work.op is not None}
+    return {r: work for r, work in found.items() if work.op is not None or work.seq not in {None, *told}}
+
+
+def by_divergence(evidence: Evidence, world: World) -> Verdict | None:
+    """Ranks that wait in one group at another sequence number, operation or size than the majority."""
+    for rows in _by_group(evidence):
+        waiting = {
+            row.rank: row
+            for row in rows
+            if row.waiting and row.work is not None and (row.work.op is None or _is_collective(row.work.op))
+        }
+        works = _enriched({rank: row.work for rank, row in waiting.items() if row.work is not None})
+        sides: dict[tuple[object, ...], set[int]] = defaultdict(set)
+        for rank, work in works.items():
+            sides[work.signature()].add(rank)
+        if len(sides) < 2:
+            continue
+        verdict = _by_majority(sides, works, world, next(iter(waiting.values())).spans(world.size))
+        verdict = _ahead_by_one(verdict, works)
+        if (
+            verdict.rule == "pair" and len({work.seq for work in works.values()}) > 1
+        ):  # one of them skipped, or added, a call
+            verdict.culprits, verdict.suspects, verdict.confidence = (), verdict.culprits, "low"
+        verdict.rule = f"divergence: {verdict.rule}"
+        verdict.facts = [fact for row in waiting.values() for fact in row.facts[:1]]
+        return verdict
+    return None
+
+
+def _ahead_by_one(verdict: Verdict, works: dict[int, Work]) -> Verdict:
+    """Ranks at k, others at k + 1 of the same operation: those ahead completed k, which proves nothing against them."""
+    odd = {works[rank].seq for rank in verdict.culprits if rank in works}
+    rest = {work.seq for rank, work in works.items() if rank not in verdict.culprits}
+    if verdict.rule != "majority" or len(odd) != 1 or len(rest) != 1:
+        return verdict
+    one, many = odd.pop(), rest.pop()
+    if one is None or many is None or one != many + 1:
+        return verdict
+    reason = tr(
+        "{ranks} already at #{one} while the others wait in #{many}: who held up #{many} cannot be told",
+        ranks=ranks_text(verdict.culprits),
+        one=one,
+        many=many,
+    )
+    early = next(work for rank, work in works.items() if work.seq == many)
+    ahead, sides = verdict.culprits, verdict.sides
+    return Verdict((), Cause.UNKNOWN, "low", "ahead by one", reason, suspects=ahead, sides=sides, work=early)
+
+
+def by_alone(evidence: Evidence, world: World) -> Verdict | None:
+    """One rank alone in a collective of all ranks, while the others wait elsewhere or have ended without one."""
+    size = world.size
+    if size is None or size < 3 or any(fact.hidden for fact in evidence.facts):
+        return None
+
+    def place(row: Row) -> tuple[object, ...]:
+        return (row.group_key, row.seq) if row.work is not None else (None, None)
+
+    waits: dict[tuple[object, ...], set[int]] = defaultdict(set)
+    for row in evidence.rows:
+        if row.waiting and row.rank < size:
+            waits[place(row)].add(row.rank)
+    everyone = {rank for ranks in waits.values() for rank in ranks}
+    spoke = everyone | evidence.seen_ranks | (set(evidence.source_ranks.values()) if not world.merged else set())
+    lonely = [row for row in evidence.rows if row.waiting and row.spans(size) and waits.get(place(row)) == {row.rank}]
+    if not set(range(size)) <= spoke or len(lonely) != 1:
+        return None
+    row = lonely[0]
+    others, rest = everyone - {row.rank}, set(range(size)) - {row.rank}
+    if row.work is None and (others or not any(fact.kind in (Kind.GLOO_TIMEOUT, Kind.TIMEOUT) for fact in row.facts)):
+        return None
+    if others and others < rest:
+        return None
+    if any(one.waiting and one.rank != row.rank and one.group_key == row.group_key for one in evidence.rows):
+        return None  # the same group at another number: who is ahead and who behind says more
+    where: Message = tr("a collective")
+    if row.work is not None:
+        where = tr("{op} #{number}", op=row.work.op or where, number=row.work.seq)
+    if others:
+        reason = tr(
+            "rank {rank} waits alone in {where} of group {group}; {others} wait in another one",
+            rank=row.rank,
+            where=where,
+            group=row.group or tr("all ranks"),
+            others=ranks_text(others),
+        )
+    else:
+        reason = tr(
+            "rank {rank} waits alone in {where}; the logs of {others} end without a collective",
+            rank=row.rank,
+            where=where,
+            others=ranks_text(rest),
+        )
+    overturned = [tr("a line of another rank in the same collective")]
+    return Verdict((row.rank,), Cause.DIVERGED, "medium", "alone", reason, row.facts[:2], overturned=overturned, work=row.work, group=row.group)  # fmt: skip
+
+
+# --- who says nothing ---
+
+
+def _in_a_call(evidence: Evidence) -> set[int]:
+    """Ranks that say by an error of their own that they were inside a collective when it was torn down."""
+    facts = evidence.of(Kind.ABORTED, Kind.ASYNC_ERROR)
+    facts += [fact for fact in evidence.of(Kind.EXCEPTION) if fact.name.endswith("DistBackendError")]
+    return {fact.rank for fact in facts if fact.rank is not None}
+
+
+def by_silence_in_group(evidence: Evidence, world: World) -> Verdict | None:
+    """A rank absent from a smaller group, where the group's members can be told from the ranks that wait in it.
+
+    A line of torch 2.3 or newer holds both the global rank and the rank inside the group; two such pairs fix an even
+    spacing, and a rank inside the gap is a member.
+    """
+    if any(fact.hidden for fact in evidence.facts):
+        return None
+    for rows in _by_group(evidence):
+        pairs = {
+            fact.group_rank: row.rank
+            for row in rows
+            if row.waiting and row.work is not None and _is_collective(row.work.op)
+            for fact in row.facts
+            if fact.rank_basis == "prefix" and fact.group_rank is not None
+        }
+        if len(pairs) < 2 or rows[0].group is None or rows[0].group.is_default:
+            continue
+        (low, first), (high, last) = min(pairs.items()), max(pairs.items())
+        spacing, uneven = divmod(last - first, high - low)
+        if uneven or spacing < 1 or any(rank != first + (inner - low) * spacing for inner, rank in pairs.items()):
+            continue
+        size = next((ratio for row in rows if row.work and (ratio := row.work.ratio)), high + 1)
+        members = {first + (inner - low) * spacing for inner in range(size)}
+        silent = members - {row.rank for row in evidence.rows} - _in_a_call(evidence)
+        if len(silent) == 1 and silent <= set(world.covered):
+            who = ranks_text(pairs.values())
+            reason = tr(
+                "{who} wait in group {group}; its member {ranks} printed nothing",
+                who=who,
+                group=rows[0].group,
+                ranks=ranks_text(silent),
+            )
+            facts = [fact for row in rows for fact in row.facts[:1]]
+            return Verdict(tuple(silent), Cause.UNKNOWN, "medium", "silence", reason, facts)
+    return None
+
+
+def by_silence(evidence: Evidence, world: World) -> Verdict | None:
+    """The minority that printed nothing while the rest wait in a group of all ranks."""
+    size = world.size
+    if size is None or size < 2 or any(fact.hidden for fact in evidence.facts):
+        return None
+    waiting = {row.rank for row in evidence.rows if row.waiting and row.spans(size) and row.rank < size}
+    in_one = {row.rank for row in evidence.rows if row.waiting and row.rank < size}
+    if len({row.group_key for row in evidence.rows if row.waiting}) == 1 and size > 2 and len(in_one) == size - 1:
+        waiting = in_one  # all but one of the job are in this group: also a pipeline, in which each waits for the next
+    waits = [fact for fact in evidence.facts if fact.kind in WAITING and fact.rank in waiting]
+    facts = list({fact.rank: fact for fact in reversed(waits)}.values())
+    spoke = {row.rank for row in evidence.rows} | _in_a_call(evidence) | evidence.cut
+    spoke |= {fact.rank for fact in evidence.of(Kind.NOTE, name="waits_elsewhere") if fact.rank is not None}
+    silent = tuple(sorted(set(world.covered) - spoke))
+    kinds = {fact.kind for fact in facts}
+    if not waiting or not silent or (kinds <= {Kind.GLOO_CLOSED} and len(waiting) + len(silent) < size):
+        return None
+    stopped_early = kinds <= {Kind.GLOO_CLOSED, Kind.GLOO_TIMEOUT, Kind.BARRIER_REACHED}
+    heard = set(evidence.source_ranks.values()) | evidence.seen_ranks
+    begun = min((fact.line for fact in facts), default=0)
+    bars = [fact for fact in evidence.of(Kind.PROGRESS, Kind.ALIVE) if fact.rank is None and fact.line > begun]
+    heard |= {0} if bars else set()  # the rank that prints for the job goes on, elsewhere than in the call
+    pair = world.is_pair and len(waiting) == 1 and set(silent) <= heard
+    if world.is_pair and not pair:
+        reason = tr(
+            "only {ranks} speaks in these inputs; that the other does not proves nothing", ranks=ranks_text(waiting)
+        )
+        return Verdict(rule="silence", reason=reason, suspects=silent, facts=facts)
+    few = len(silent) == 1 or 4 * len(silent) <= size
+    if not pair and (len(silent) >= len(waiting) or not few or (stopped_early and len(silent) > 1)):
+        reason = tr("too many ranks are silent to name one")
+        return Verdict(rule="silence", reason=reason, suspects=silent, facts=facts) if len(silent) <= 8 else None
+    if evidence.never_worked() and (pair or len(silent) >= len(waiting)):
+        return None
+    calls = {row.seq for row in evidence.rows if row.waiting and row.seq is not None}
+    joined = {fact.number for fact in evidence.of(Kind.JOINED)}
+    if calls and max(calls) <= 1 and set(silent) <= joined:
+        reason = tr(
+            "{ranks} set its channels up and printed no timeout; the first collective never worked: the transport",
+            ranks=ranks_text(silent),
+        )
+        return Verdict(rule="first collective", cause=Cause.NETWORK, reason=reason, facts=facts)
+    reason = tr(
+        "{ranks} wait; {others} printed nothing of the kind", ranks=ranks_text(waiting), others=ranks_text(silent)
+    )
+    if fabric_errors(evidence):
+        reason = tr("{reason}, but the fabric reports errors", reason=reason)
+        return Verdict(rule="silence", cause=Cause.NETWORK, reason=reason, facts=facts, suspects=silent)
+    torn = {source for source, _ in evidence.open_lines if source in evidence.broken_off}
+    if any(source.rank is None for source in evidence.sources if source.index in torn):
+        reason = tr(
+            "{reason}, but the log breaks off there: its line may be among those that are missing", reason=reason
+        )
+        return Verdict(rule="silence", reason=reason, facts=facts, suspects=silent)
+    sure = "low" if pair and world.basis == "highest rank seen" else "medium"
+    overturned = [
+        tr("a timeout line of {ranks} for the same collective, in a log that is not here", ranks=ranks_text(silent))
+    ]
+    return Verdict(silent, Cause.UNKNOWN, sure, "silence", reason, facts, overturned=overturned)
+
+
+# --- the order ---
+
+RULES: tuple[Rule, ...] = (
+    by_guard, by_traces, by_failure, by_section, by_lost_host, engines.by_tool, by_fingerprint, by_desync_report, by_barrier,
+    by_store_barrier, by_peer_closed, by_ras, by_hccl, by_counters, by_store_key, by_analyser, by_stacks,
+)  # fmt: skip
+#: Weaker ones, which also say what the ranks differ in.
+LAST_RULES: tuple[Rule, ...] = (by_alone, by_divergence, by_silence, by_silence_in_group, by_gone_peer, by_first_exit)
+
+
+def find_culprits(evidence: Evidence, world: World) -> Verdict:
+    """Return the first verdict that names somebody, else the most telling one that does not."""
+    unnamed: list[Verdict] = []
+    for rule in RULES:
+        verdict = rule(evidence, world)
+        if verdict is not None and (verdict.culprits or verdict.places):
+            return _beside(verdict, evidence, world)
+        if verdict is not None:
+            unnamed.append(verdict)
+    for rule in LAST_RULES:
+        verdict = rule(evidence, world)
+        if verdict is not None and verdict.culprits:
+            divergence = by_divergence(evidence, world) if not verdict.sides else None
+            verdict.sides = divergence.sides if divergence is not None else verdict.sides
+            return verdict
+        if verdict is not None:
+            unnamed.append(verdict)
+    return unnamed[0] if unnamed else Verdict()
+
+
+def _beside(verdict: Verdict, evidence: Evidence, world: World) -> Verdict:
+    """Add the ranks that are silent beside a rank that failed: a second fault may be theirs, which is no proof."""
+    if verdict.rule in ("failure", "counters", "desync report") and not verdict.suspects:
+        silence = by_silence(evidence, world)
+        if silence is not None and silence.culprits:
+            verdict.suspects = tuple(sorted(set(silence.culprits) - set(verdict.culprits)))
+    return verdict

@@ -1,0 +1,271 @@
+"""Advice on what to do about it: one decision that a script can act on, the one next thing, and more for people.
+
+    restart           the fault is over or lies outside the program; the same job may run again as it is
+    restart-without   the same, but without the node or rank that is named
+    fix-code          it would fail again in the same place: ranks differ, or one raised
+    fix-environment   memory, interfaces, firmware, addresses, shared memory: to be put right before a restart
+    raise-limit       the awaited rank was at work
+    unknown           nothing here tells
+
+Never `restart` for what restarts into the same failure, and never `fix-code` for hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ncclguard_explain import engines
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.causes import OUT_OF_MEMORY, Finding
+from ncclguard_explain.culprits import own_exceptions
+from ncclguard_explain.evidence import Evidence
+from ncclguard_explain.facts import Fact, Kind, Verdict
+from ncclguard_explain.language import joined, received, tr
+from ncclguard_explain.ranks import ranks_text
+
+#: What `--exit-code` returns for each; 0 is "no incident", 2 an input that cannot be used.
+EXIT_CODES = {"restart": 10, "restart-without": 11, "fix-code": 12, "fix-environment": 13, "raise-limit": 14, "unknown": 15}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One of `EXIT_CODES`, why, and for restart-without what to leave out."""
+
+    action: str
+    reason: str
+    without: str = ""
+
+
+_MEMORY = ("OutOfMemory", "out of memory", "MemoryError", "Cannot allocate memory", "DefaultCPUAllocator")
+_ENVIRONMENT = ("ModuleNotFoundError", "ImportError", "PermissionError", "FileNotFoundError", "ConnectionError", "HTTPError",
+                "No space left", "Read-only file system", "Stale file handle", "OSError", "CalledProcessError",
+                "killed by signal: Killed", "killed by signal: Bus error")  # fmt: skip
+_BROKEN_NODE = ("NodeNotReady", "NodeLost", "NODE FAILURE", "NodeShutdown", "DeviceUnhealthy", "TaintManagerEviction")
+_DIFFER = ("mismatch_shape_or_op", "rank_divergence", "unequal_batches", "unused_params")
+_SET_UP = ("shared_memory", "p2p_acs_iommu", "network_interface", "store_rendezvous")
+_AT_WORK = ("checkpoint_io", "slow_rank_side_work", "timeout_too_short")
+
+
+def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause) -> Decision:
+    """Return the decision that the verdict, its cause and the class of cause lead to."""
+    name, sure = finding.name, finding.confidence != "low"
+    if finding.action == "restart-without":
+        return _without(verdict, finding.facts, finding.reason)
+    if finding.action and not (
+        finding.action == "unknown" and (evidence.of(Kind.KERNEL_OOM) or own_exceptions(evidence))
+    ):
+        return Decision(finding.action, finding.reason)
+    if name == "gpu_hardware":
+        return _without(verdict, finding.facts, tr("a GPU or its link is broken: the next run on it would fail again"))
+    if cause is Cause.DIVERGED or (name in _DIFFER and sure):
+        return Decision("fix-code", tr("ranks do not make the same calls; a restart comes to the same place"))
+    if name in _SET_UP:
+        return Decision("fix-environment", tr("the job cannot work on these hosts as they are set up"))
+    if name == "network_fabric":
+        hosts = {fact.host for fact in finding.facts if fact.kind is Kind.NIC and fact.host}
+        if hosts or (verdict.culprits and cause is Cause.LOST):
+            return _without(verdict, finding.facts, tr("a link or card of this host fails"))
+        if sure:
+            return Decision("fix-environment", tr("the fabric reports errors that torch cannot mend"))
+        return Decision("unknown", tr("a connection broke, and nothing says whether a process or the network ended it"))
+    if verdict.rule == "ncclguard incident" and cause is Cause.LATE:
+        return Decision("fix-code", tr("the awaited rank was at work of its own; its stack says which"))
+    if name in _AT_WORK and sure:
+        return Decision("raise-limit", tr("the awaited rank was at work for longer than its peers' limit"))
+    if name == "dataloader_stall":
+        if any("killed" in fact.detail for fact in finding.facts):
+            return Decision("fix-environment", tr("a data loader was killed"))
+        return Decision("fix-code", tr("a data loader hangs or is too slow"))
+    if name == "library_bug":
+        return Decision(
+            "fix-environment", tr("the libraries of the ranks do not fit each other, or have a known fault")
+        )
+    if name == "oom_or_crash_other_rank" or cause in (Cause.FAILED, Cause.LOST):
+        return _after_a_crash(evidence, verdict, finding, cause)
+    if cause is Cause.NETWORK:
+        return Decision("fix-environment", tr("all ranks came and the transfer did not work"))
+    if any(fact.kind is Kind.SCHEDULER for fact in finding.facts):
+        return Decision("restart", tr("the job's own time limit ended it; it can go on from its last checkpoint"))
+    if name in _AT_WORK:
+        return Decision("unknown", tr("a rank may have been at work; its stack would tell"))
+    return Decision("unknown", tr("the inputs do not tell why a rank was missing"))
+
+
+def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause) -> Decision:
+    events, facts = evidence.of(Kind.SCHEDULER), finding.facts
+    memory = any(fact.name in OUT_OF_MEMORY or "memory" in fact.detail for fact in events)
+    if memory or evidence.of(Kind.KERNEL_OOM) or evidence.of(Kind.LAUNCHER, name="oom"):
+        return Decision("fix-environment", tr("the host ran out of memory; the same job would again"))
+    if any("low on resource" in fact.detail or "ephemeral" in fact.detail for fact in events):
+        return Decision("fix-environment", tr("the node ran out of a resource that the job uses; it would again"))
+    taken = [fact for fact in events if fact.name != "TIME LIMIT"]
+    broken = [fact for fact in taken if fact.name in _BROKEN_NODE]
+    if broken:
+        return _without(verdict, broken, tr("the node failed"))
+    if taken:
+        return Decision("restart", tr("the scheduler took the host away; nothing is wrong with the job"))
+    if any(fact.name == "duplicate_gpu" for fact in facts):
+        return Decision("fix-code", tr("two processes chose the same GPU: each must take that of its local rank"))
+    raised = own_exceptions(evidence) + evidence.of(Kind.ENGINE_END, name="echo") + engines.accused_of_raising(evidence)
+    text = " ".join(f"{fact.name} {fact.detail}" for fact in raised)
+    if any(word in text for word in _MEMORY):
+        return Decision("fix-code", tr("a rank needs more memory than its GPU has; a restart comes to the same place"))
+    if any(word in text for word in _ENVIRONMENT):
+        return Decision("fix-environment", tr("a rank lacks a file, module, connection, space or memory of its host"))
+    if raised:
+        return Decision("fix-code", tr("a rank raised; a restart comes to the same place"))
+    if any(f.kind in (Kind.CUDA, Kind.WATCHDOG_EXCEPTION, Kind.XID) or f.name == "cuda" for f in facts):
+        return Decision("fix-code", tr("a kernel of the program failed (index, shape or memory access)"))
+    if any(fact.kind is Kind.DATALOADER for fact in facts):
+        return Decision("fix-environment", tr("a data-loader worker was killed: memory, or shared memory, of the host"))
+    numbers = {fact.number for fact in facts + verdict.facts if fact.kind in (Kind.LAUNCHER, Kind.EXIT)}
+    if numbers & {-11, -4, -8, -7}:
+        return Decision("unknown", tr("a process crashed in native code, and nothing says where"))
+    if cause is Cause.LOST and (-9 in numbers or verdict.rule == "ras"):
+        return Decision("restart", tr("a process was killed from outside and nothing here says that it would be again"))
+    if any("remote process exited" in fact.text or fact.kind is Kind.WORKER_DIED for fact in facts):
+        return Decision("unknown", tr("a peer's process ended, and its own log is not here"))
+    return Decision("unknown", tr("a process ended, and nothing here says why"))
+
+
+def _without(verdict: Verdict, facts: Sequence[Fact], reason: str) -> Decision:
+    host = next((fact.host for fact in facts if fact.host), "")
+    device = next((fact.name for fact in facts if fact.kind is Kind.XID and fact.name), "")
+    target = tr("node {host}", host=host.removeprefix("node/")) if host and not host.startswith("pod/") else host
+    if not target and verdict.culprits:
+        target = ranks_text(verdict.culprits)
+    elif not target and verdict.places:
+        target = joined(", ", verdict.places)
+    if device:
+        target = (
+            tr("{target}, GPU {device}", target=target, device=device)
+            if target
+            else tr("the host with GPU {device}", device=device)
+        )
+    if not target:
+        return Decision("fix-environment", tr("{reason}; the inputs do not say which host it is", reason=reason))
+    return Decision("restart-without", reason, target)
+
+
+_ADVICE = {
+    "rank_divergence": tr("Look for a branch that only some ranks take around this point: `if is_main_process`, an early "
+"stop or a best-model test on a rank-local value, a module that is skipped when a batch holds no "
+"image. Let one rank decide and broadcast, or run the branch on all ranks."),
+    "unequal_batches": tr("Give all ranks the same number of batches (drop_last, an even sampler), or wrap the loop in "
+"`Join`."),
+    "slow_rank_side_work": tr("Move the work off the collective path: preprocess before the job, or let only that work run "
+"under a longer limit (a gloo group of its own with its own timeout)."),
+    "unused_params": tr("Some ranks produced no gradient for part of the model. Run the skipped module on a dummy input "
+"times zero, or set find_unused_parameters=True with DDP."),
+    "mismatch_shape_or_op": tr("Compare the tensor shapes that the ranks pass to this call: pad to a common size, or exchange "
+"the sizes first."),
+    "oom_or_crash_other_rank": tr("Read the failed rank's own traceback first; the timeouts of the others follow from it. For a "
+"killed process look into `dmesg -T` for the out-of-memory killer."),
+    "checkpoint_io": tr("Saving took longer than the limit. Save under a gloo group with a long timeout, or write "
+"asynchronously to local disk first."),
+    "dataloader_stall": tr("Find the sample that the loader of that rank was reading; set a `timeout` on the DataLoader and "
+"validate media files beforehand."),
+    "timeout_too_short": tr("The awaited rank was working. Raise the timeout of this process group above the slowest "
+"legitimate step."),
+    "network_interface": tr("Set NCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) on every host to an interface that the other "
+"hosts reach; exclude lo and docker0. `ncclguard doctor` checks it."),
+    "network_fabric": tr("Check the link between the named peers: `ibstat`, port counters, cable and switch; on RoCE also "
+"NCCL_IB_GID_INDEX and the lossless priority. Rerun nccl-tests between these two hosts."),
+    "p2p_acs_iommu": tr("Run once with NCCL_P2P_DISABLE=1. If that works, turn ACS and the IOMMU off in the firmware or "
+"use pass-through (iommu=pt)."),
+    "gpu_hardware": tr("Take the host out of the job, note the Xid, run `nvidia-smi -q` and `dcgmi diag -r 3` on it."),
+    "store_rendezvous": tr("Check that MASTER_ADDR and MASTER_PORT reach the host of rank 0 from every host, and that all "
+"ranks start within the store's timeout."),
+    "shared_memory": tr("Enlarge /dev/shm (docker: --shm-size=8g or --ipc=host)."),
+    "library_bug": tr("Compare the versions of torch and NCCL on all hosts, and search their issue trackers for this "
+"message."),
+}  # fmt: skip
+
+
+def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bool, own: Fact | None = None) -> str:
+    """Return the one thing to do next; `own` is the incident of ncclguard's that the verdict is, which has its own."""
+    if own is not None and own.advice:
+        return received(own.advice[0])
+    who = ranks_text(verdict.culprits) if verdict.culprits else joined(", ", verdict.places)
+    if decision.action == "restart-without":
+        return tr(
+            "Take {without} out of the job and start it again; test the hardware before it comes back.",
+            without=decision.without,
+        )
+    if decision.action == "restart":
+        return tr(
+            "Start the job again from its last checkpoint; if a process is killed again, read `dmesg -T` of "
+            "its host first."
+        )
+    if finding.name == "oom_or_crash_other_rank" and decision.action == "fix-environment":
+        return tr(
+            "Read `dmesg -T` and the memory limit of the host of {ranks}, and give it more memory or the job less to load.",
+            ranks=who or tr("the process that ended"),
+        )
+    if decision.action != "unknown" and finding.name in _ADVICE:
+        return _ADVICE[finding.name]
+    if who:
+        if stacks:
+            return tr("Read the end of the log of {ranks}.", ranks=who)
+        return tr(
+            "Read the end of the log of {ranks} and, while it hangs, its stack: `py-spy dump --pid PID`.", ranks=who
+        )
+    if verdict.suspects:
+        return tr("Get the logs and stacks of {ranks}.", ranks=ranks_text(verdict.suspects))
+    return tr("Get the logs of every rank, and while it hangs the stacks: `py-spy dump --pid PID` on each.")
+
+
+_STACKS = tr(
+    "Next time have the stacks: run `py-spy dump --pid PID` on every rank while it hangs; set "
+    "TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9) and "
+    "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and pass the dumps to this command together with the logs."
+)
+_MORE = tr(
+    "Pass the logs of every rank (torchrun --log-dir DIR -r 3), and `dmesg -T` of the hosts: one "
+    "silent rank's last lines often settle it."
+)
+_GUARDED = tr(
+    "Next time let the job say it: `ncclguard.watch()`, one line beside init_process_group, names the rank with its stack on "
+    "all ranks while the job runs. `safe_*` end such a call at its limit, and `resilient_evaluate` and `resilient_step` go on."
+)
+
+
+def advise(
+    cause_class: str, verdict: Verdict, timeout_ms: int | None, stacks: bool, own: Fact | None = None
+) -> list[str]:
+    """Return what to do next, the most telling first; the last lines are about getting more evidence.
+
+    An incident of ncclguard's own has been told what to do already, which is all that is said then.
+    """
+    if own is not None and own.advice:
+        return [received(advice) for advice in own.advice]
+    lines: list[str] = []
+    if verdict.culprits:
+        who = ranks_text(verdict.culprits)
+        lines.append(
+            tr(
+                "Look at the log and the stack of {ranks} first; the ranks that printed the timeout are the victims.",
+                ranks=who,
+            )
+        )
+    elif verdict.suspects:
+        suspects = ranks_text(verdict.suspects)
+        lines.append(
+            tr(
+                "Nobody can be named from these inputs. Look at {ranks} first, and add the logs of all ranks.",
+                ranks=suspects,
+            )
+        )
+    lines += [_ADVICE[cause_class]] if cause_class in _ADVICE else []
+    if timeout_ms is not None:
+        lines.append(
+            tr(
+                "The limit in force was {seconds:g} s, as printed. If you set another one, it did not reach this process "
+                "group.",
+                seconds=timeout_ms / 1000,
+            )
+        )
+    lines += [] if stacks else [_STACKS]
+    lines += [_MORE] if cause_class == "unknown" else []
+    return [*lines, _GUARDED]

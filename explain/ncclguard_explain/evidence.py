@@ -1,0 +1,698 @@
+"""Read every input once and put the facts together: which rank each speaks of, each timeout once, one row per rank.
+
+Also settled here: how many ranks there are, and whose logs would be among the inputs. Silence says nothing about a rank
+whose log nobody passed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ncclguard_explain import passages, places
+from ncclguard_explain.facts import MAX_RANK, WAITING, Fact, Group, Kind, Work, united
+from ncclguard_explain.language import joined, received, tr
+from ncclguard_explain.patterns import parse_text
+from ncclguard_explain.rank_map import OF_A_HOST, RankMap, place_rank
+from ncclguard_explain.recorder import DUMP_LIMIT, Dump, dump_from, is_dump, load_plain
+from ncclguard_explain.records import BINARY, Recoder, Record, Scanner, Source, UnusableInput, blocks, read_all
+
+# Bounds memory on logs that are nothing but complaints; what was counted before is kept, timeouts and fingerprints
+# always are.
+MAX_FACTS = 100_000
+_ALWAYS = WAITING | {Kind.FINGERPRINT, Kind.DUMP_RECEIVED, Kind.DESYNC, Kind.LAUNCHER, Kind.EXIT}
+_OF_A_HEALTHY_JOB = frozenset(
+    {Kind.RETRIED, Kind.PROGRESS, Kind.PHASE, Kind.NOTE, Kind.NCCL_INFO, Kind.JOINED, Kind.ALIVE, Kind.PEER_CLOSED}
+)
+# What may stand beside an exception that the program caught.
+_SURVIVED_WITH = _OF_A_HEALTHY_JOB | {Kind.EXCEPTION, Kind.NCCL_WARN}
+#: NVIDIA's Xid numbers of faults that were corrected: a row of memory to be remapped, single-bit errors.
+_CORRECTED = frozenset([63, 92])
+_OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC])
+#: Stalls and planned ends that a job may go on after, by the names of their rows, if that is all that its log has.
+_PASSING = {Kind.ACCUSED: ("horovod", "horovod_ready"), Kind.ENGINE_WAIT: ("health",),
+            Kind.SCHEDULER: ("PREEMPTION", "JOB REQUEUE", "Evicted", "Preempted")}  # fmt: skip
+
+
+@dataclass
+class Row:
+    """The state of one rank in one group; `work` is the oldest collective it waits in."""
+
+    rank: int
+    group: Group | None = None
+    work: Work | None = None
+    enqueued: int | None = None
+    started: int | None = None
+    completed: int | None = None
+    waiting: bool = False
+    basis: str = ""
+    facts: list[Fact] = field(default_factory=list)
+
+    @property
+    def group_key(self) -> str | None:
+        return self.group.key if self.group else None
+
+    @property
+    def seq(self) -> int | None:
+        return self.work.seq if self.work else None
+
+    def in_group(self, group: Group | None) -> bool:
+        """Return whether nothing says that this row is of another group."""
+        return self.group is None or group is None or self.group.key == group.key
+
+    def spans(self, size: int | None) -> bool:
+        """Return whether the group is all ranks: the default group, an unnamed one, or one of the world's size."""
+        whole = self.group is None or self.group.is_default or size == 2
+        return whole or (size is not None and self.work is not None and self.work.ratio == size)
+
+
+@dataclass
+class Evidence:
+    """All that the inputs say: facts in reading order, rows, flight-recorder dumps, sizes and damage.
+
+    `cut` holds the ranks whose log ends inside an error line: what they do not say proves nothing. `broken_off` holds
+    a sentence for each input that ends inside a line that starts like one of an incident; `open_lines` are the (source,
+    line) of last lines without a newline.
+    """
+
+    sources: list[Source] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    dumps: dict[int, Dump] = field(default_factory=dict)
+    stated_world: int | None = None
+    local_size: int | None = None
+    nodes: int | None = None
+    ranks: RankMap = field(default_factory=RankMap)
+    seen_ranks: set[int] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    source_ranks: dict[int, int] = field(default_factory=dict)
+    hosts: set[str] = field(default_factory=set)
+    cut: set[int] = field(default_factory=set)
+    broken_off: dict[int, str] = field(default_factory=dict)
+    open_lines: set[tuple[int, int]] = field(default_factory=set)
+    unread: dict[int, str] = field(default_factory=dict)  # inputs that say nothing at all, and why
+
+    def of(self, *kinds: Kind, name: str | None = None) -> list[Fact]:
+        """Return the facts of the given kinds (and of that name), in reading order."""
+        return [fact for fact in self.facts if fact.kind in kinds and name in (None, fact.name)]
+
+    @property
+    def one_node(self) -> bool:
+        """Return whether nothing says that the job has more than one node."""
+        if self.nodes is not None:
+            return self.nodes == 1
+        if self.local_size and max(self.seen_ranks, default=0) >= self.local_size:
+            return False
+        if self.stated_world is not None and self.local_size is not None:
+            return self.stated_world <= self.local_size
+        if (self.stated_world or 0) >= 16 or max(self.seen_ranks, default=0) >= 15:  # few hosts have 16 GPUs
+            return False
+        hosts = {fact.host for fact in self.facts if fact.host and "/" not in fact.host and fact.kind is not Kind.RAS}
+        tasks = {fact.node for fact in self.of(Kind.EXIT) if fact.node is not None}
+        return max(len(hosts), len(tasks), len(self.hosts)) <= 1
+
+    def never_worked(self) -> list[Row]:
+        """Return the rows that wait, if the stuck collective is a group's first and nothing ever completed."""
+        rows = [row for row in self.rows if row.waiting and row.seq is not None]
+        never = all((row.seq or 0) <= 2 and row.completed is not None and row.completed <= 0 for row in rows)
+        return rows if never else []
+
+
+@dataclass(frozen=True)
+class World:
+    """The job's size (None when unknown), how it is known, and the ranks whose silence would mean something.
+
+    `merged`: one of the inputs is a log of several ranks.
+    """
+
+    size: int | None
+    basis: str
+    covered: frozenset[int]
+    merged: bool
+
+    @property
+    def is_pair(self) -> bool:
+        """Return whether the job has two ranks; logs of single ranks or of one node do not tell."""
+        return self.size == 2 and (self.basis != "highest rank seen" or self.merged)
+
+
+def read_record(record: Record) -> Iterator[Fact]:
+    """Yield the facts of one record."""
+    prefix = record.prefix
+    make = Fact(
+        kind=Kind.NOTE,
+        file=record.source.name,
+        line=record.number,
+        text=prefix.text.strip()[:600],
+        source=record.source.index,
+        when=prefix.when,
+        rank=prefix.rank,
+        rank_basis=prefix.basis,
+        hidden=prefix.hidden,
+        local_rank=prefix.local_rank,
+        node=prefix.node,
+        pid=prefix.pid,
+        place=prefix.place,
+        where=prefix.host or prefix.container,
+    )
+    if record.context:
+        yield from passages.read_progress(prefix.text, make, record.last)
+        return
+    if '"culprits"' in prefix.text or "torchelastic.worker.status" in prefix.text:
+        yield from passages.read_line(prefix.text, make)
+        return
+    facts, whole = passages.read(prefix.text, prefix, record.following, make)
+    yield from facts
+    if not whole:
+        yield from parse_text(prefix.text, make)
+
+
+class Collector:
+    """Gather the facts of all sources: `read` each (or `feed` it in parts), then `finish`, as often as wanted."""
+
+    def __init__(self) -> None:
+        self.evidence = Evidence()
+        self._index: dict[tuple[object, ...], Fact] = {}
+        self._prefixed: dict[int, set[int]] = {}
+        self._task_wrong: set[int] = set()
+        self._tasks: dict[int, set[int]] = {}
+        self._scanners: dict[int, Scanner] = {}
+
+    def read(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
+        """Read one source; a damaged or foreign one leaves a note, never an exception."""
+        if source.kind != "text":
+            self._read_document(source)
+            if progress is not None:
+                progress(source.size)
+            return
+        notes, recode, name = self.evidence.notes, Recoder(), source.name
+        damaged, blank = False, True
+        try:
+            for data, broken in blocks(source):
+                damaged |= broken
+                blank = blank and not data.strip(b"\x00 \t\r\n")
+                self.feed(source, recode(data))
+                if progress is not None:
+                    progress(len(data))
+        except OSError as error:
+            self._cannot(source, f"{name}: {error.strerror or error}")
+        except UnusableInput as error:
+            self._cannot(source, error.args[0])
+        else:
+            if damaged and blank:
+                self._cannot(source, tr("{name}: truncated; read as far as it goes", name=name))
+            elif damaged:
+                notes.append(tr("{name}: truncated; read as far as it goes", name=name))
+            elif blank:
+                self.evidence.unread[source.index] = tr(
+                    "{name}: empty; pass the log that the job's processes write to", name=name
+                )
+            elif recode.encoding == BINARY:
+                self._cannot(source, tr("{name}: binary, no log and no dump; only the text in it was read", name=name))
+            elif recode.encoding != "utf-8":
+                notes.append(tr("{name}: not UTF-8; read as {encoding}", name=name, encoding=recode.encoding))
+        self.feed(source, b"", final=True)
+        if source.path is not None and source.path.exists() and source.path.stat().st_size > source.size:
+            notes.append(tr("{name}: it grew while it was read; --follow reads on", name=name))
+
+    def _cannot(self, source: Source, why: str) -> None:
+        self.evidence.unread[source.index] = why
+        self.evidence.notes.append(why)
+
+    def feed(self, source: Source, data: bytes, final: bool = False, settle: bool = False) -> None:
+        """Take more bytes of a log; `settle`: nothing follows for now."""
+        if source.index not in self._scanners:
+            self._scanners[source.index] = Scanner(source)
+            self.evidence.sources.append(source)
+        scanner = self._scanners[source.index]
+        for record in scanner.feed(data, final, settle):
+            self._take(record)
+        self.evidence.bytes_read += len(data)
+        self._prefixed.setdefault(source.index, set()).update(rank for rank in scanner.ranks if rank < MAX_RANK)
+        self._tasks.setdefault(source.index, set()).update(scanner.tasks)
+        if final and scanner.cut is not None:
+            self.evidence.cut.add(scanner.cut)
+        if final and scanner.broken_off:
+            self.evidence.broken_off[source.index] = tr(
+                '{name} breaks off in "{broken_off}"', name=source.name, broken_off=scanner.broken_off[-80:]
+            )
+        if final and scanner.open_line:
+            self.evidence.open_lines.add((source.index, scanner.open_line))
+        for pid, rank in scanner.processes.items():
+            self.evidence.ranks.process(pid, rank)
+        if final:
+            self._scanners.pop(source.index)
+            self.evidence.seen_ranks |= self._prefixed[source.index]
+
+    def _read_document(self, source: Source) -> None:
+        evidence = self.evidence
+        evidence.sources.append(source)
+        evidence.bytes_read += source.size
+        try:
+            data = read_all(source, DUMP_LIMIT)
+            plain = load_plain(data) if source.kind == "pickle" else json.loads(data)
+            if is_dump(plain):
+                if source.rank is None:
+                    raise UnusableInput(tr("its name does not end in a rank, so it is not known whose dump it is"))
+                dump = dump_from(plain, source.rank, source.name)
+                dump.written_ns = source.path.stat().st_mtime_ns if source.path is not None else None
+                evidence.dumps[source.rank] = dump
+                return
+        except UnusableInput as error:
+            said = str(error).removeprefix(f"{source.name}: ")
+            self._cannot(source, joined(": ", (source.name, received(said))))
+            return
+        except (ValueError, RecursionError) as error:
+            why = tr(
+                "{name}: not readable as JSON ({error}), and no flight-recorder dump", name=source.name, error=error
+            )
+            self._cannot(source, why)
+            return
+        make = Fact(Kind.NOTE, source.name, 0, "", source.index)
+        if source.rank is not None and not source.rank_is_local:
+            make.rank, make.rank_basis = source.rank, "file"
+        elif source.rank is not None:
+            make.local_rank = source.rank
+        found = passages.read_document(plain, make)
+        for fact in found:
+            self._add(fact)
+        if not found:
+            evidence.notes.append(
+                tr("{name}: not a flight-recorder dump, and no document that is known here", name=source.name)
+            )
+
+    def _take(self, record: Record) -> None:
+        evidence, prefix, index = self.evidence, record.prefix, record.source.index
+        if prefix.basis == "prefix" and prefix.rank is not None and prefix.rank < MAX_RANK:
+            self._prefixed.setdefault(index, set()).add(prefix.rank)
+            evidence.seen_ranks.add(prefix.rank)
+            if prefix.node is not None and prefix.node != prefix.rank:
+                self._task_wrong.add(index)
+        if prefix.node is not None and prefix.local_rank:
+            self._task_wrong.add(index)  # several ranks speak through one task
+        if prefix.host and len(evidence.hosts) < 100:
+            evidence.hosts.add(prefix.host)
+        text = record.text
+        evidence.ranks.read(text, prefix, record.source, record.following)
+        if "=" in text or ":" in text or " " in text:
+            world, nodes, local = passages.sizes_of(text)
+            if world is not None and (evidence.stated_world or 1) < world <= MAX_RANK:
+                evidence.stated_world = world
+            evidence.nodes = max(evidence.nodes or 0, nodes or 0) or None
+            evidence.local_size = max(evidence.local_size or 0, local or 0) or None
+            if "size" in text or "--" in text:
+                evidence.ranks.parallel.update(places.sizes_in(text))
+        for fact in read_record(record):
+            self._add(fact)
+
+    def _add(self, fact: Fact) -> None:
+        evidence, work = self.evidence, fact.work
+        if fact.rank is not None and not 0 <= fact.rank < MAX_RANK:
+            fact.rank, fact.rank_basis = None, ""
+        if any(peer >= MAX_RANK for peer in fact.peers):
+            fact.peers = tuple(peer for peer in fact.peers if peer < MAX_RANK)
+        if fact.kind is Kind.JOINED and fact.name == "init":
+            evidence.local_size = max(fact.local_rank or 0, evidence.local_size or 0) or None
+            evidence.nodes = max(fact.node or 0, evidence.nodes or 0) or None
+            if fact.completed and fact.completed > (evidence.stated_world or 1) and fact.completed < MAX_RANK:
+                evidence.stated_world = fact.completed
+        if fact.kind is Kind.SCHEDULER and not fact.host and fact.name in ("OOMKilled", "OOMKilling", "Evicted"):
+            fact.host = evidence.ranks.pod_of(fact)
+        if fact.kind is Kind.GUARD and 1 < (fact.number or 0) < MAX_RANK:
+            evidence.stated_world = max(fact.number or 0, evidence.stated_world or 0)
+        fact.order = len(evidence.facts)
+        key = (
+            fact.source,
+            fact.kind,
+            fact.line if fact.kind is Kind.RETRIED or fact.name in ("restarted", "succeeded") else None,
+            fact.rank,
+            fact.group_rank,
+            fact.local_rank,
+            fact.host,
+            fact.place,
+            fact.pid if fact.kind is not Kind.NCCL_WARN else None,
+            work and (work.seq, work.op, work.numel_in, work.shape, work.ran_ms),
+            fact.enqueued,
+            fact.completed,
+            fact.peers,
+            fact.number,
+            fact.detail if fact.kind is not Kind.NCCL_WARN else fact.detail[:80],
+            fact.name,
+            fact.after_symptom,
+            fact.seconds if fact.kind is not Kind.PROGRESS else fact.line,
+            fact.frames if fact.kind is Kind.STACK else None,
+        )
+        known = self._index.get(key)
+        if known is not None:
+            known.repeated += 1
+            known.hidden = max(known.hidden, fact.hidden)
+            known.frames = known.frames or fact.frames
+            if known.group is None:
+                known.group = fact.group
+            if fact.kind is Kind.ALIVE or fact.name in _PASSING.get(fact.kind, ()):
+                known.line = fact.line  # what came after what is asked of the last one
+            return
+        if len(evidence.facts) >= MAX_FACTS and fact.kind not in _ALWAYS:
+            return
+        self._index[key] = fact
+        evidence.facts.append(fact)
+
+    def finish(self) -> Evidence:
+        """Return the evidence so far: each fact with its rank, the last attempt of a restarted job, and the rows."""
+        kept = self.evidence
+        evidence = replace(
+            kept,
+            facts=[replace(fact) for fact in kept.facts],
+            notes=list(kept.notes),
+            seen_ranks=set(kept.seen_ranks).union(*self._prefixed.values()) if self._prefixed else set(kept.seen_ranks),
+        )
+        evidence.facts = [one for fact in evidence.facts for one in _tasks(fact)]
+        self._resolve_ranks(evidence)
+        evidence.facts = _last_attempt(evidence)
+        evidence.facts = _drop_copies(evidence.facts)
+        _drop_earlier_attempts(evidence)
+        _mark_ended_well(evidence)
+        _mark_survived(evidence)
+        over = {fact.source: fact.line for fact in evidence.of(Kind.NOTE) if fact.name == "barrier_completed"}
+        evidence.facts = [  # the ranks that waited at set-up have met
+            fact
+            for fact in evidence.facts
+            if fact.kind is not Kind.STORE_BARRIER or fact.name != "Waiting" or fact.line > over.get(fact.source, -1)
+        ]
+        over = {fact.source: fact.line for fact in evidence.of(Kind.NOTE, name="unstuck")}
+        evidence.facts = [
+            fact
+            for fact in evidence.facts
+            if (fact.kind, fact.name) != (Kind.ENGINE_WAIT, "xla") or fact.line > over.get(fact.source, -1)
+        ]
+        evidence.seen_ranks |= {
+            fact.rank for fact in evidence.facts if fact.rank is not None and fact.kind is not Kind.LAUNCHER
+        }
+        evidence.rows = build_rows(evidence.facts)
+        return evidence
+
+    def _resolve_ranks(self, evidence: Evidence) -> None:
+        evidence.ranks = evidence.ranks.settled(
+            evidence.facts, evidence.sources, evidence.stated_world, evidence.local_size
+        )
+        names = self._names(evidence)
+        texts = {source.index for source in evidence.sources if source.kind == "text"}
+        evidence.source_ranks = {index: rank for index, rank in names.items() if rank is not None and index in texts}
+        wrong = self._task_wrong | self._tasks_are_nodes(evidence)
+        node_of_srun = bool(evidence.of(Kind.EXIT))  # srun started one launcher on each node
+        for fact in evidence.facts:
+            a_node = fact.source in wrong or fact.local_rank is not None
+            if (fact.rank_basis == "task" and a_node) or (
+                fact.rank_basis == "srun" and (fact.source in self._task_wrong or node_of_srun)
+            ):
+                fact.rank, fact.rank_basis = None, ""
+            elif fact.rank_basis in ("task", "srun"):
+                fact.rank_basis = "launcher"
+            place_rank(evidence.ranks, fact, evidence.local_size)
+            if (
+                fact.rank is None
+                and fact.kind not in OF_A_HOST
+                and not fact.place
+                and names.get(fact.source) is not None
+            ):
+                fact.rank, fact.rank_basis = names[fact.source], "file"
+        inside = WAITING | {Kind.DUMP_RECEIVED, Kind.HEARTBEAT}
+        one_node = evidence.one_node
+        for fact in evidence.of(Kind.EXIT):  # a launcher's table has the local rank and the process
+            if fact.pid is not None and fact.local_rank is not None:
+                known = evidence.ranks.rank_of(fact, one_node, evidence.local_size)
+                if known is not None:
+                    evidence.ranks.processes.setdefault(("", fact.pid), known[0])
+        for fact in evidence.facts:
+            if fact.rank is not None:
+                continue
+            known = evidence.ranks.rank_of(fact, one_node, evidence.local_size)
+            if known is not None:
+                fact.rank, fact.rank_basis = known
+            elif fact.group_rank is not None and fact.kind in inside:
+                fact.rank, fact.rank_basis = fact.group_rank, "group"
+
+    def _tasks_are_nodes(self, evidence: Evidence) -> set[int]:
+        """Return the sources whose `N: ` of srun is a node: one task only, or one that several ranks speak through."""
+        found = {source for source, tasks in self._tasks.items() if len(tasks) == 1}
+        inner: dict[tuple[int, int | None], set[int]] = {}
+        for fact in evidence.facts:
+            if fact.node is not None and fact.group_rank is not None:
+                inner.setdefault((fact.source, fact.node), set()).add(fact.group_rank)
+        return found | {source for (source, _), ranks in inner.items() if len(ranks) > 1}
+
+    def _names(self, evidence: Evidence) -> dict[int, int | None]:
+        """Find which rank each source belongs to: by its own [rankN] lines if they agree, else by its name."""
+        names: dict[int, int | None] = {}
+        local: dict[int, set[str]] = {}
+        for source in evidence.sources:
+            if source.rank is not None and source.rank_is_local and source.kind == "text":
+                local.setdefault(source.rank, set()).add(source.name.rsplit("/attempt_", 1)[0])
+        for source in evidence.sources:
+            own = self._prefixed.get(source.index, set())
+            alone = evidence.ranks.speaker(f"#{source.index}") if source.rank is None and len(own) <= 1 else None
+            if alone is not None:
+                names[source.index] = alone
+                pod = source.name.rsplit("/", 1)[-1].partition(".")[0]
+                evidence.ranks.hosts.setdefault(pod, set()).add(alone)
+            elif source.rank is None:
+                names[source.index] = None
+            elif len(own) == 1:
+                names[source.index] = next(iter(own))
+            elif len(own) > 1:
+                names[source.index] = None  # a log of several ranks, whatever its name
+            elif (of_file := evidence.ranks.of_file(source)) is not None:
+                names[source.index] = None if of_file < 0 else of_file
+            elif source.rank_is_local and len(local.get(source.rank, ())) > 1:
+                names[source.index] = None  # several nodes have this local rank
+            else:
+                names[source.index] = source.rank
+        return names
+
+
+def _tasks(fact: Fact) -> list[Fact]:
+    """Return a fact about several tasks of srun as one for each."""
+    if fact.rank_basis != "srun" or len(fact.peers) < 2:
+        return [fact]
+    return [fact.clone(rank=task, node=task, peers=()) for task in fact.peers]
+
+
+def _last_attempt(evidence: Evidence) -> list[Fact]:
+    attempts = {source.index: source.attempt for source in evidence.sources if source.attempt is not None}
+    with_wait = {
+        attempts[fact.source]
+        for fact in evidence.facts
+        if fact.source in attempts and fact.kind in WAITING | {Kind.FINGERPRINT, Kind.EXCEPTION}
+    }
+    if len(with_wait) < 2:
+        return evidence.facts
+    last = max(number for number in with_wait if number is not None)
+    evidence.notes.append(
+        tr("the job was restarted; attempt {last} of the launcher is explained, earlier ones are left out", last=last)
+    )
+    return [fact for fact in evidence.facts if attempts.get(fact.source, last) == last]
+
+
+def _drop_earlier_attempts(evidence: Evidence) -> None:
+    """Count as survived what stands before torchrun's last restart, where something went wrong after it too."""
+    for note in evidence.of(Kind.NOTE, name="restarted"):
+        own = [fact for fact in evidence.facts if fact.source == note.source and fact.kind not in _OF_A_HEALTHY_JOB]
+        if any(fact.line > note.line for fact in own):
+            for fact in own:
+                fact.kind = fact.kind if fact.line > note.line else Kind.RETRIED
+
+
+def _mark_ended_well(evidence: Evidence) -> None:
+    """Count everything as survived where the job says at its end that it has succeeded, in every log that accuses.
+
+    It is the launcher, the shell or the scheduler that says so, for all ranks; a rank that has finished proves nothing
+    about the others.
+    """
+    ends = {
+        fact.source: fact.line
+        for fact in evidence.of(Kind.PHASE, Kind.PROGRESS, name="succeeded")
+        if fact.after_symptom
+    }
+    accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB]
+    if ends and all(fact.line < ends.get(fact.source, 0) for fact in accusing):
+        for fact in accusing:
+            fact.kind = Kind.RETRIED
+
+
+def _mark_survived(evidence: Evidence) -> None:
+    """Count as survived what a job went on after: an exception that was caught, a warning of NCCL that only advises.
+
+    An exception was caught where its rank's log says at the end that the training is complete, or says that it tries
+    again and the training goes on behind that. Only in inputs that know of no end of a process and of nobody who waits:
+    a rank whose lines have no prefix may have raised while another one went on.
+    """
+    for fact in evidence.of(Kind.EXCEPTION):
+        if fact.frames and all(frame.startswith("<") for frame in fact.frames):
+            fact.kind = Kind.RETRIED  # of code that a program was given as text, and judges
+    passing = _passing(evidence)
+    known = {id(fact) for fact in passing}
+    if any(fact.kind not in _SURVIVED_WITH and id(fact) not in known for fact in evidence.facts):
+        return
+    alive = [f for f in evidence.of(Kind.ALIVE, Kind.PROGRESS, Kind.PHASE) if f.after_symptom]
+    alive = [fact for fact in alive if fact.kind is not Kind.PHASE or fact.name == "finished"]
+    resumed = evidence.of(Kind.NOTE, name="resumed")
+    for fact in passing:
+        if _has_passed(fact, alive, resumed):
+            fact.kind = Kind.RETRIED
+    retries = evidence.of(Kind.RETRIED)
+    for fact in evidence.of(Kind.EXCEPTION, Kind.NCCL_WARN):
+        end = fact.line + 2 * len(fact.frames)  # a frame and its source line
+        after = [one for one in alive if one.source == fact.source and one.line > end]
+        again = [
+            one.line
+            for one in retries
+            if one.source == fact.source and one.line >= fact.line
+            and (one.rank == fact.rank or (None in (one.rank, fact.rank) and one.line <= end + 4))
+        ]  # fmt: skip
+        warned = fact.kind is Kind.NCCL_WARN
+        complete = any(
+            one.name == "finished" and one.rank in (fact.rank, *[None] * (warned or fact.rank == 0)) for one in after
+        )
+        if complete or _advises(fact) and after or again and any(one.line > again[0] for one in after):
+            fact.kind = Kind.RETRIED
+
+
+def _passing(evidence: Evidence) -> list[Fact]:
+    """Return what a job may go on after: stalls, corrected faults, and planned ends with what they ended."""
+    found = [fact for fact in evidence.facts if fact.name in _PASSING.get(fact.kind, ())]
+    found += [fact for fact in evidence.of(Kind.XID) if fact.number in _CORRECTED] + evidence.of(Kind.NIC)
+    planned = {fact.source for fact in found if fact.kind is Kind.SCHEDULER}
+    found += [
+        fact
+        for fact in evidence.of(Kind.LAUNCHER, Kind.ENDED_BY_LAUNCHER)
+        if fact.source in planned and (fact.number == -15 or fact.kind is Kind.ENDED_BY_LAUNCHER)
+    ]
+    return found
+
+
+def _has_passed(fact: Fact, alive: list[Fact], resumed: list[Fact]) -> bool:
+    """Return whether the job is seen to work after it: of an end, after it has begun again where it was."""
+    if fact.kind in _OF_THE_KERNEL:  # in a file of its own the order is not known: then the job has to have finished
+        return any(one.line > fact.line if one.source == fact.source else one.name == "finished" for one in alive)
+    since: int | None = fact.line
+    if fact.kind not in (Kind.ACCUSED, Kind.ENGINE_WAIT):
+        since = min((one.line for one in resumed if one.source == fact.source and one.line > fact.line), default=None)
+    return since is not None and any(one.source == fact.source and one.line > since for one in alive)
+
+
+def _advises(fact: Fact) -> bool:
+    """Return whether a warning of NCCL is of no kind that is known to end a job."""
+    return fact.kind is Kind.NCCL_WARN and fact.name == "other"
+
+
+def _drop_copies(facts: list[Fact]) -> list[Fact]:
+    """Drop a timeout printed again without its global rank (`what(): [Rank 0] ...`): same work, same milliseconds."""
+
+    def key(fact: Fact) -> tuple[object, ...]:
+        work = fact.work or Work(None)
+        return work.seq, work.op, work.ran_ms, fact.group_rank
+
+    timeouts = [fact for fact in facts if fact.work is not None and fact.kind in (Kind.TIMEOUT, Kind.BLOCKING)]
+    known = {key(fact) for fact in timeouts if fact.rank_basis not in ("group", "")}
+    return [fact for fact in facts if fact.rank_basis != "group" or fact.work is None or key(fact) not in known]
+
+
+def build_rows(facts: Sequence[Fact]) -> list[Row]:
+    """Return one row per rank and group, from timeouts first, then status lines and replies to dump signals."""
+    rows: dict[int, list[Row]] = {}
+    for fact in sorted(
+        (one for one in facts if one.kind in (Kind.TIMEOUT, Kind.BLOCKING)), key=lambda f: f.work is None
+    ):
+        if fact.rank is not None:
+            mine, work = rows.setdefault(fact.rank, []), fact.work
+            same = [r for r in mine if r.in_group(fact.group) and (work is None or work.same_seq(r.work))]
+            if not same:
+                same = [Row(fact.rank, fact.group, work, waiting=True, basis=fact.rank_basis)]
+                mine += same
+            _fill(same[0], fact)
+    for fact in facts:
+        if fact.kind in (Kind.STATUS, Kind.DUMP_RECEIVED) and fact.rank is not None:
+            mine, at = rows.setdefault(fact.rank, []), fact.number
+            near = [r for r in mine if r.in_group(fact.group) and (at in (None, -1) or r.seq in (None, at))]
+            same = [r for r in near if at is not None and r.seq == at] or near
+            if not same:
+                same = [Row(fact.rank, fact.group, basis=fact.rank_basis)]
+                if fact.kind is Kind.STATUS and at is not None and at > 0:
+                    same[0].work, same[0].waiting = Work(None, at), True
+                mine += same
+            _fill(same[0], fact)
+    for fact in facts:
+        if fact.kind in WAITING and fact.rank is not None and fact.rank not in rows:
+            rows[fact.rank] = [Row(fact.rank, None, None, waiting=True, basis=fact.rank_basis, facts=[fact])]
+    return [row for rank in sorted(rows) for row in rows[rank]]
+
+
+def _fill(row: Row, fact: Fact) -> None:
+    row.facts.append(fact)
+    row.group = row.group or fact.group
+    if fact.work is not None and fact.work.same_seq(row.work):
+        row.work = united(row.work, fact.work)
+    row.enqueued = fact.enqueued if fact.enqueued is not None else row.enqueued
+    row.started = fact.started if fact.started is not None else row.started
+    # A completed work that was never enqueued is garbage, seen in public logs: 910344404.
+    if fact.completed is not None and not (fact.enqueued is not None and 0 <= fact.enqueued < fact.completed):
+        row.completed = fact.completed
+
+
+def find_world(evidence: Evidence, given: int | None) -> World:
+    """Settle the world's size: given > stated in the logs > dumps > element counts > launcher > highest rank seen."""
+    seen = set(evidence.seen_ranks) | set(evidence.dumps)
+    for fact in evidence.of(Kind.FINGERPRINT, Kind.BARRIER_MISSING, Kind.DESYNC, Kind.DUMP_RECEIVED, Kind.LAUNCHER):
+        seen |= {fact.rank or 0} if fact.kind in (Kind.FINGERPRINT, Kind.LAUNCHER) else set(fact.peers)
+    named = set(evidence.source_ranks.values())
+    highest = max(seen | named, default=-1)
+    size, basis = None, "unknown"
+    summary = {fact.rank for fact in evidence.of(Kind.LAUNCHER) if fact.rank is not None}
+    recorded = max((len(ranks) for dump in evidence.dumps.values() for ranks in dump.groups.values()), default=0)
+    of_all = [row.work for row in evidence.rows if row.work and (row.group is None or row.group.is_default)]
+    ratios = {work.ratio or 0 for work in of_all} - {0}
+    sized = evidence.of(Kind.STORE_BARRIER) + [fact for fact in evidence.of(Kind.TIMEOUT) if fact.name == "hccl"]
+    stated = max(filter(None, [evidence.stated_world, *(fact.number for fact in sized)]), default=None)
+    if stated is not None and stated > MAX_RANK:
+        stated = None
+    launched = evidence.nodes * evidence.local_size if evidence.nodes and evidence.local_size else None
+    if given is not None:
+        size, basis = given, "given"
+    elif stated is not None and stated > highest and stated > 1:
+        size, basis = stated, "stated"
+    elif launched is not None and MAX_RANK >= launched > max(highest, 1):
+        size, basis = launched, "stated"
+    elif recorded > max(highest, 1):
+        size, basis = recorded, "flight recorder"
+    elif len(ratios) == 1 and max(ratios) > highest:
+        size, basis = max(ratios), "element counts"
+    elif highest >= 1:
+        gathered = [row.work.ratio or 0 for row in evidence.rows if row.work]  # a group has at least so many ranks
+        highest = max(highest, max(gathered, default=0) - 1)
+        size, basis = highest + 1, "launcher" if highest in summary else "highest rank seen"
+    covered, merged = _covered(evidence, size, seen, named)
+    return World(size, basis, frozenset(covered), merged)
+
+
+def _covered(evidence: Evidence, size: int | None, seen: set[int], named: set[int]) -> tuple[set[int], bool]:
+    """Return the ranks whose log would be here, and whether a log of several ranks is among the inputs."""
+    texts = [source for source in evidence.sources if source.kind == "text"]
+    loose = [source for source in texts if source.rank is None]
+    merged = bool(loose)
+    covered = set(named)
+    if named and loose:
+        # Logs per rank beside others (the launcher's own output): the loose ones count only for ranks that speak in
+        # them.
+        speaking = {fact.rank for fact in evidence.facts if fact.rank is not None and fact.rank_basis == "prefix"}
+        return covered | {rank for rank in speaking if rank < (size or 0)}, False
+    if not loose:
+        return covered, False
+    if any(source.one_node for source in loose):
+        return set(range(min(seen), max(seen) + 1)) if seen else set(), False
+    if size is None:
+        return set(seen), merged
+    local = evidence.local_size or (8 if size > 8 and size % 8 == 0 else size)
+    nodes = {rank // local for rank in seen if rank < size}
+    return {rank for rank in range(size) if rank // local in nodes}, merged

@@ -1,0 +1,851 @@
+"""The table of message formats: one row for each thing that a line can say. To add a format, add a row.
+
+A row is a regular expression in which a blank stands for any number of blanks or none (a wrapped line has lost
+them), and
+whose groups are named after the fields of a `Fact`:
+
+    rank, local_rank, node, pid, host, number, name, detail, completed, enqueued, started   as in `Fact`
+    own            the rank that the message gives its speaker; counts where no prefix tells it
+    peers          numbers, single or listed, with ranges
+    seconds, ms, minutes, delta ("0:30:00")   a time, kept in seconds
+    seq, op, nin, nout, shape, dtype, limit, ran   the collective (`Work`)
+
+`kind` and `fields` are what a match means. Rows are tried in order; a match that overlaps an earlier row's is
+dropped, so
+what is specific stands above what is general. `source` says which file of which project prints it, and in which
+versions.
+Every `yes` must be read as this row's kind, with these values, and no `no` may be: the tests run them all, through the
+same prefilter as a log.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ncclguard_explain.facts import Fact, Group, Kind, Work
+from ncclguard_explain.records import message_of
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One format."""
+
+    kind: Kind
+    source: str
+    regex: str
+    anchor: str
+    yes: tuple[tuple[str, Values], ...]
+    no: tuple[str, ...] = ()
+    fields: Values = field(default_factory=dict)
+    more: Callable[[re.Match[str], str, Fact], Fact | None] | None = None
+    pattern: re.Pattern[str] = field(init=False, repr=False)
+    joined: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "joined", self.anchor.replace(" ", ""))
+        object.__setattr__(self, "pattern", re.compile(self.regex.replace(" ?", " ").replace(" ", r"\s*")))
+
+
+_OPS = (
+    "ALLREDUCE", "ALLREDUCE_SPARSE", "ALLREDUCE_COALESCED", "ALLGATHER", "_ALLGATHER_BASE", "ALLGATHER_COALESCED",
+    "ALLGATHER_INTO_TENSOR_COALESCED", "REDUCE", "REDUCE_SCATTER", "_REDUCE_SCATTER_BASE", "REDUCE_SCATTER_TENSOR_COALESCED",
+    "BROADCAST", "_BROADCAST_OOP", "_REDUCE_OOP", "GATHER", "SCATTER", "ALLTOALL", "ALLTOALL_BASE", "BARRIER", "SEND", "RECV",
+    "RECVANYSOURCE", "COALESCED",
+)  # fmt: skip
+
+
+def whole_op(name: str) -> str | None:
+    """Return the operation that a cut name begins, where only one family of operations does.
+
+    Example:
+        >>> whole_op("ALLR"), whole_op("_ALLG"), whole_op("ALL")
+        ('ALLREDUCE', '_ALLGATHER_BASE', None)
+    """
+    if name in _OPS:
+        return name
+    fits = [op for op in _OPS if op.startswith(name)]
+    shortest = min(fits, key=len, default=None)
+    return shortest if shortest is not None and all(op.startswith(shortest) for op in fits) else None
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the whole numbers of a text, with ranges written out.
+
+    Example:
+        >>> numbers("0-2, 5,")
+        (0, 1, 2, 5)
+    """
+    found: list[int] = []
+    for part in re.finditer(r"(?<!\d)(\d{1,9})(?!\d)(?:\s*-\s*(\d{1,9})(?!\d))?", text):
+        low, high = int(part[1]), int(part[2] or part[1])
+        found.extend(range(low, min(high, low + 4096) + 1))
+    return tuple(found)
+
+
+def _delta(text: str) -> float:
+    """Return the seconds of a printed timedelta: "0:30:00", "1 day, 0:00:00"."""
+    days = re.search(r"(\d+) ?days?", text)
+    clock = re.search(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)", text)
+    total = 86400.0 * int(days[1]) if days else 0.0
+    return total + (int(clock[1]) * 3600 + int(clock[2]) * 60 + float(clock[3]) if clock else 0.0)
+
+
+def _int(text: str | None) -> int | None:
+    return int(text) if text is not None and re.fullmatch(r"-?\d{1,18}", text) else None
+
+
+_OF_LAUNCHERS = frozenset(
+    {Kind.LAUNCHER, Kind.EXIT, Kind.ENDED_BY_LAUNCHER, Kind.KERNEL_OOM, Kind.SCHEDULER, Kind.PEER_CLOSED, Kind.XID,
+     Kind.WORKER_DIED}
+)  # fmt: skip
+
+
+def build(row: Row, found: re.Match[str], text: str, make: Fact) -> Fact | None:
+    """Return the fact of one match."""
+    if row.kind in _OF_LAUNCHERS:
+        make = make.clone(local_rank=None)  # the launcher speaks of another process than the prefix does
+    said = {name: value.strip() for name, value in found.groupdict().items() if value is not None}
+    fact = make.clone(kind=row.kind, **row.fields)
+    for name in ("number", "completed", "enqueued", "started", "pid", "node", "local_rank", "group_rank"):
+        if name in said:
+            setattr(fact, name, _int(said[name]))
+    for name in ("name", "detail", "host"):
+        if name in said:
+            setattr(fact, name, " ".join(said[name].split())[:600])
+    if "peers" in said:
+        fact.peers = numbers(said["peers"])
+    if "rank" in said:
+        fact.rank, fact.rank_basis = int(said["rank"]), "text"
+    if "own" in said:
+        fact.group_rank = int(said["own"])
+        if make.rank is None or (make.rank_basis == "task" and make.rank != fact.group_rank):
+            fact.rank, fact.rank_basis = int(said["own"]), "text"
+    for name, unit in (("seconds", 1.0), ("ms", 0.001), ("minutes", 60.0)):
+        if name in said:
+            fact.seconds = float(said[name]) * unit
+    if "delta" in said:
+        fact.seconds = _delta(said["delta"])
+    if said.keys() & {"seq", "op", "nin", "limit", "shape"}:
+        fact.work = Work(
+            op=whole_op(said["op"]) or said["op"] if "op" in said else None,
+            seq=_int(said.get("seq")),
+            numel_in=_int(said.get("nin")),
+            numel_out=_int(said.get("nout")),
+            shape=numbers(said["shape"]) if "shape" in said else None,
+            dtype=said.get("dtype"),
+            timeout_ms=_int(said.get("limit")),
+            ran_ms=_int(said.get("ran")),
+        )
+    return row.more(found, text, fact) if row.more is not None else fact
+
+
+_PG_NEW = re.compile(
+    r"\[PG\s*ID\s*(?P<id>\d+)\s*PG\s*GUID\s*(?P<guid>[^\s(\]]+?)\s*(?:\((?P<desc>[^)]*)\))?\s*Rank\s*(?P<rank>\d+)\]"
+)
+_PG_OLD = re.compile(r"\[PG\s*(?:GUID\s*)?(?P<guid>[^\s(\]]+?)\s*(?:\((?P<desc>[^)]*)\))?\s*Rank\s*(?P<rank>\d+)\]")
+_INNER = re.compile(r"\[Rank\s*(\d+)\]")
+_TORCHCOMM = re.compile(r"\[TC\]\s*\[rank=(\d+)\]\s*\[name=([^\]]*)\]")
+
+
+def group_of(text: str) -> tuple[Group | None, int | None]:
+    """Return the process group that a line names and the rank inside it."""
+    found = _PG_NEW.search(text) or _PG_OLD.search(text)
+    if found:
+        said = found.groupdict()
+        return Group(said["guid"], said.get("id") or said["guid"], said["desc"] or None), int(said["rank"])
+    found = _TORCHCOMM.search(text)
+    if found:
+        return Group(found[2]), int(found[1])
+    inner = _INNER.search(text)
+    return None, int(inner[1]) if inner else None
+
+
+# What a warning's text means. The first that matches counts; NCCL 2.3 to 2.30 wordings.
+_WARNINGS: tuple[tuple[str, str], ...] = (
+    ("size_mismatch", r"collective mismatch|[Mm]essage truncated|Mismatch(?:ed)? (?:size|count)"),
+    ("version", r"Mismatched NCCL version"),
+    ("shm", r"shared memory|/dev/shm|shm_open|No space left on device"),
+    ("oom", r"out of memory|Failed to CUDA [cm]alloc"),
+    ("gpu", r"ECC|fallen off the bus"),
+    ("cuda", r"Cuda failure|CUDA failure|HIP failure"),
+    ("ib_async", r"async fatal event|Got async (?:error )?event"),
+    ("ib", (r"NET/IB ?\d* ?: ?Got completion|Got completion (?:from peer|with)|ibv_\w+ failed|Call to ibv_|NET/IB ?: ?Unable|"
+     r"No IB device|NET/IB .*(?:error|failed)|NET/OFI .*(?:error|UNDELIVERABLE|failed)")),
+    ("no_interface", r"no socket interface found|No interface found|Could not find any (?:socket )?interface|Unable to find .*interface"),
+    ("connect", (r"[Cc]onnect(?: to \S+)? (?:timeout|returned|failed)|Call to connect|exceeded error retry count|No route to host|"
+     r"Network is unreachable")),
+    ("closed", r"Connection closed by remote peer|Connection reset|Broken pipe|Accept failed|Call to (?:recv|send)"),
+    ("duplicate_gpu", r"Duplicate GPU"),
+    ("p2p", r"peer access|P2P|peer mapping|cuIpc|IpcOpen|Could not enable P2P|NVLS|Multicast"),
+)  # fmt: skip
+_FAMILIES = tuple((name, re.compile(pattern.replace(" ", r"\s?"))) for name, pattern in _WARNINGS)
+
+
+def warning_class(text: str) -> str:
+    """Return the family of an NCCL warning's text.
+
+    It is ib, connect, closed, shm, p2p, cuda, size_mismatch, ... or "other".
+    """
+    for name, pattern in _FAMILIES:
+        if pattern.search(text):
+            return name
+    return "other"
+
+
+# ncclGetErrorString (NCCL 2.x) and the names of ncclResult_t.
+_FAILURES = (
+    ("unhandled system error", "system"), ("ncclSystemError", "system"), ("remote process exited", "remote"),
+    ("ncclRemoteError", "remote"), ("unhandled cuda error", "cuda"), ("ncclUnhandledCudaError", "cuda"),
+    ("internal error", "internal"), ("ncclInternalError", "internal"),
+)  # fmt: skip
+
+
+def nccl_error_family(text: str) -> str | None:
+    """Return the family of the NCCL error inside an exception's text, or None when it holds none."""
+    if "NCCL" not in text and "nccl" not in text:
+        return None
+    kind = warning_class(text)
+    return next((family for word, family in _FAILURES if word in text), None) if kind == "other" else kind
+
+
+def _warning(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    fact.name = warning_class(fact.detail)
+    status = re.search(r"(?:with error |status=(?:\w+\()?)(\d+)", fact.detail)
+    fact.number = int(status[1]) if status else None
+    return fact if fact.detail else None
+
+
+def _async_or_timeout(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    """A `WorkNCCL(...)` is quoted by the watchdog's timeout, by blocking wait, and by exceptions about other errors."""
+    flat = re.sub(r"\s", "", text[max(0, found.start() - 160) : found.end() + 60])
+    if "asyncexception" in flat:
+        return fact.clone(kind=Kind.ASYNC_ERROR, detail=text[text.find("async") :][:400])
+    if "blockingwait" in flat or "timedoutinblocking" in flat:
+        return fact.clone(kind=Kind.BLOCKING)
+    ran_out = "operationtimeout" in flat or (fact.work is not None and fact.work.ran_ms is not None)
+    if ran_out or ("operation" in flat and "imeout:" in flat):
+        return fact
+    cut = found["close"] is None  # a line that ends inside the brackets: whoever printed it was waiting
+    return fact if cut and ("atchdog" in flat or "aught" in flat or "imeout:" in flat) else None
+
+
+def _counters(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    tail = text[found.start() :]
+    for name, word in (("enqueued", "enqueued"), ("completed", "completed"), ("started", "started")):
+        hit = re.search(rf"[Ll]ast\s*{word}\s*(?:NCCL\s*)?work:\s*(-?\d+)(?:\s*\((\w+)\))?", tail)
+        if hit:
+            setattr(fact, name, int(hit[1]))
+            if name == "started" and hit[2]:
+                fact.name = hit[2]
+    return fact
+
+
+def _fingerprint(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    """Name a fingerprint: "own" for the printing rank's, "peer" for the one it compared itself with.
+
+    It is "absent" for zeros.
+    """
+    bare = found["shape"] is None and found["dtype"] is None and (found["seq"] or "0") == "0"
+    first = re.search(r"CollectiveFingerPrint\(", text)
+    own = first is not None and found.start() <= first.start() < found.end("head") + 30
+    fact.name = "absent" if bare and found["op"] == "REDUCE" else "own" if own else "peer"
+    difference = re.search(r"differ in the following aspects:\s*(.*)", text)
+    fact.detail = " ".join(difference[1].split())[:300] if difference else ""
+    fact.group_rank = fact.rank
+    return fact
+
+
+def _spawned(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    word = found["signal"].upper()
+    fact.number = _SIGNALS.get(word.removeprefix("SIG"), -int(word) if word.isdigit() else None)
+    return fact if fact.number is not None else None
+
+
+_SIGNALS = {"KILL": -9, "SEGV": -11, "ABRT": -6, "BUS": -7, "ILL": -4, "FPE": -8, "TERM": -15, "INT": -2, "HUP": -1}
+
+
+def _negative(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    fact.number = -(fact.number or 0)
+    return fact
+
+
+_SRUN_ENDS = {"Killed": -9, "Out Of Memory": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15}  # fmt: skip
+
+
+def _srun(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    fact.number = _SRUN_ENDS.get(found["name"], _int(found["code"]))
+    fact.detail = found["name"]
+    if fact.number is not None and 128 < fact.number < 160:
+        fact.number = 128 - fact.number
+    if not fact.peers or (len(fact.peers) > 1 and fact.number is not None and fact.number >= 0):
+        return None  # several exits with a code: one of them may be the first, which is not told
+    fact.rank, fact.rank_basis, fact.node = fact.peers[0], "srun", fact.peers[0]
+    if fact.number == -15:
+        return fact.clone(kind=Kind.ENDED_BY_LAUNCHER)
+    return fact.clone(name="oom" if found["name"] == "Out Of Memory" else "tasks" if len(fact.peers) > 1 else "")
+
+
+def _exception(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    fact.name = fact.name.rsplit(".", 1)[-1]
+    return None if fact.name in ("Error", "Exception") and not fact.detail else fact
+
+
+def _trace_step(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    fact.number, fact.enqueued, fact.completed = (_int(found[name]) for name in ("step", "expected", "got"))
+    return fact
+
+
+def _joined(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    head = re.match(r"\S*?([\w.\-]+):(\d+):\d+ \[\d+\]", text.strip())
+    if head:
+        fact.host, fact.pid = head[1], int(head[2])
+    return fact
+
+
+def _ray_node(found: re.Match[str], text: str, fact: Fact) -> Fact:
+    """A node that was told to go is no broken one."""
+    told = "preempted" in text or "terminated expectedly" in text
+    return fact.clone(name="PREEMPTION") if told else fact
+
+
+def _arrived(found: re.Match[str], text: str, fact: Fact) -> Fact:
+    """Count who is absent, where all that have come are listed."""
+    if found["peers"]:
+        return fact
+    here, size = numbers(found["here"] or ""), fact.number or 0
+    absent = tuple(sorted(set(range(min(size, 65_536))) - set(here))) if len(set(here)) == fact.completed else ()
+    return fact.clone(peers=absent) if absent else fact.clone(kind=Kind.ENGINE_WAIT)
+
+
+_PLACES = re.compile(r"(src|dst) (RDMA|nvl|NVL|IB)(?: lane)?:? (\d+)")
+PER_NODE = 8  # DeepEP csrc/kernels/configs.cuh: NUM_MAX_NVL_PEERS
+
+
+def _deepep(found: re.Match[str], text: str, fact: Fact) -> Fact:
+    """A place in DeepEP's group is RDMA times 8 plus nvl; only a "src" that is awaited is proof that nothing came."""
+    rdma, nvl = int(found["rdma"]), int(found["nvl"])
+    told = {
+        (side, "rdma" if what in ("RDMA", "IB") else "nvl"): int(number)
+        for side, what, number in _PLACES.findall(found["rest"])
+    }
+    awaited = told.get(("src", "rdma"), rdma if ("src", "nvl") in told else None)
+    peers = () if awaited is None else (awaited * PER_NODE + told.get(("src", "nvl"), nvl),)
+    return fact.clone(group_rank=rdma * PER_NODE + nvl, peers=peers)
+
+
+_WORK = (
+    r"Work[A-Z]\w*\((?:SeqNum=(?P<seq>\d+)(?=[,)]),? ?)?(?:OpType=(?P<op>\w+)(?P<opend>,)? ?)?(?:TensorShape=\[(?P<shape>[^\]]*)\],? ?)?"
+    r"(?:NumelIn=(?P<nin>\d+)(?=,), ?)?(?:NumelOut=(?P<nout>\d+)(?=,), ?)?(?:Timeout\(ms\)=(?P<limit>\d+)(?=\)))?[^)]{0,40}?(?P<close>\))?"
+    r"(?(close) (?:ran for (?P<ran>\d+) milli)?|$)"
+)
+_HOST = r"(?:(?P<host>[\w.\-]+):(?P<pid>\d+):\d+ \[\d+\] )"
+_ELASTIC = "torch/distributed/elastic/multiprocessing/api.py"
+_PGNCCL = "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"
+_WATCHDOG = (
+    "[rank3]:[E801 14:37:42.731552721 ProcessGroupNCCL.cpp:632] [PG ID 0 PG GUID 0(default_pg) Rank 3] Watchdog caught collective "
+    "operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=9, NumelOut=9, Timeout(ms)=600000) ran for 600029 milliseconds "
+    "before timing out."
+)
+
+ROWS: tuple[Row, ...] = (
+    # --- torch's collectives -------------------------------------------------------------------------------------
+    Row(
+        Kind.FINGERPRINT,
+        "torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp, 1.9 to 2.15 (TORCH_DISTRIBUTED_DEBUG=DETAIL)",
+        r"(?P<head>Rank (?P<rank>\d+) is running (?:inconsistent )?collective: CollectiveFingerPrint\()(?:SequenceNumber=(?P<seq>\d+),? ?)?"
+        r"OpType=(?P<op>[A-Z_]+)(?:, ?TensorShape=\[(?P<shape>[^\]]*)\])?(?:, ?TensorDtypes=(?P<dtype>\w+))?",
+        "CollectiveFingerPrint(",
+        (
+            (
+                ("RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
+                "CollectiveFingerPrint(SequenceNumber=12, OpType=ALLREDUCE, TensorShape=[4], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(...))"),
+                {"rank": 1, "name": "own"},
+            ),
+            ("Rank 0 is running inconsistent collective: CollectiveFingerPrint(OpType=ALLGATHER, TensorShape=[41, 256], TensorDtypes=Float", {"rank": 0}),
+            ("but Rank 7 is running collective: CollectiveFingerPrint(SequenceNumber=0OpType=REDUCE)", {"rank": 7, "name": "absent"}),
+        ),
+        ("CollectiveFingerPrint of all ranks agree",),
+        more=_fingerprint,
+    ),
+    Row(
+        Kind.TIMEOUT,
+        f"{_PGNCCL}, 1.10 to 2.15; ProcessGroupHCCL and ProcessGroupXCCL print the same",
+        _WORK,
+        "Work",
+        (
+            (_WATCHDOG, {"rank": 3}),
+            ("[Rank 1] Caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1802246 milliseconds before timing out.", {"group_rank": 1}),
+            ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=143, OpType=BROADCAST, TensorShape=[1], Timeout(ms)=3600000) ran for 3600089 milliseconds", {}),
+            ("[Rank 1] Watchdog caught collective operation timeout: WorkHCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=31, NumelOut=1, Timeout(ms)=600000) ran for 600001 milliseconds", {}),
+            ("[Rank 1] Watchdog caught collective operation timeout: WorkXCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=31, NumelOut=31, Timeout(ms)=600000) ran for 600001 milliseconds", {}),
+            ("[rank1]:[E ProcessGroupNCCL.cpp:523] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLR", {"rank": 1}),
+        ),
+        ("WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=9, NumelOut=9, Timeout(ms)=600000) was enqueued, timeout not reached",),
+        more=_async_or_timeout,
+    ),
+    Row(
+        Kind.TIMEOUT,
+        f"{_PGNCCL}, 2.0 to 2.15, where the line is cut before the collective",
+        r"[Ww]atchdog caught collective(?: oper[a-z]*)?(?: tim[a-z]*)?:?(?: Work\w*)?$",
+        "atchdog caught",
+        (("[rank5]:[E114 03:22:11.5 ProcessGroupNCCL.cpp:616] [Rank 5] Watchdog caught collective operation timeout:", {"rank": 5}),),
+        ("the watchdog caught no collective in time, timeout is fine",),
+    ),
+    Row(
+        Kind.DUMP_RECEIVED,
+        f"{_PGNCCL}, 2.4 to 2.15",
+        r"Received a dump signal due to a collective timeout from (?:this local rank|rank (?P<peers>\d+))",
+        "dump signal",
+        ((("[rank4]:[E1] [PG ID 0 PG GUID 0(default_pg) Rank 4] Received a dump signal due to a collective timeout from  rank 1 and we will try our best to dump the debug info. "
+          "Last enqueued NCCL work: 99, last completed NCCL work: 98."), {"rank": 4, "peers": (1,), "enqueued": 99, "completed": 98}),),
+        more=_counters,
+    ),
+    Row(
+        Kind.STATUS,
+        f"{_PGNCCL}, 2.2 to 2.15",
+        r"(?:at NCCL work|at work sequence id|detected by watchdog at work): (?P<number>-?\d+)(?=.*?ast enqueued)",
+        "ast enqueued",
+        (
+            ("[rank0]:[E1] [PG 1 Rank 0] Timeout at NCCL work: 100, last enqueued NCCL work: 103, last completed NCCL work: 99.", {"number": 100, "enqueued": 103, "completed": 99}),
+            (("[PG ID 0 PG GUID 0(default_pg) Rank 0]  failure detected by watchdog at work sequence id: 100 PG status: last enqueued work: 103, last started work: 100 (ALLREDUCE), "
+             "last completed work: 99"), {"number": 100, "started": 100}),
+        ),
+        more=_counters,
+    ),
+    Row(Kind.STATUS, f"{_PGNCCL}, 2.2 to 2.15, where the line is cut in front", r"[Ll]ast enqueued (?:NCCL )?work: -?\d+", "ast enqueued",
+        (("tatus: last enqueued work: 103, last completed work: 99", {"enqueued": 103}),), more=_counters),
+    Row(Kind.DUMP_OBSERVED, f"{_PGNCCL}, 2.3 to 2.15", r"Observed flight recorder dump signal", "dump signal",
+        (("[rank1]:[E1] Observed flight recorder dump signal from another rank via TCPStore.", {"rank": 1}),)),
+    Row(Kind.DUMP_FIRST, f"{_PGNCCL}, 2.5 to 2.15", r"First PG on this rank to signal dumping", "to signal dumping",
+        (("[rank1]:[E1] First PG on this rank to signal dumping.", {}),)),
+    Row(Kind.HEARTBEAT, f"{_PGNCCL}, 2.2 to 2.15", r"watchdog got stuck for (?P<seconds>\d+) ?seconds", "atchdog got stuck",
+        (("ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress", {"seconds": 480.0}),)),
+    Row(Kind.HEARTBEAT, f"{_PGNCCL}, 2.1 to 2.15", r"Could not acquire GIL|Heartbeat monitor timed out|NCCL monitor thread timeout", "",
+        (("Heartbeat monitor timed out! Process will be terminated after dumping debug info.", {}), ("Could not acquire GIL within 300 ms on exit, possible GIL induced hang", {}))),
+    Row(Kind.NOTE, f"{_PGNCCL}, 2.1 to 2.8", r"failed to retrieve (?:TORCH_)?NCCL_DESYNC_DEBUG report", "DESYNC_DEBUG",
+        (("[Rank 0] failed to retrieve NCCL_DESYNC_DEBUG report. Please file an issue. Error: Socket Timeout", {"name": "no_desync_report"}),), fields={"name": "no_desync_report"}),
+    Row(Kind.WATCHDOG_EXCEPTION, f"{_PGNCCL}, 1.13 to 2.15", r"watchdog thread terminated with exception: (?P<detail>(?!.*(?:Watchdog|Work[A-Z]\w+\()).*)", "atchdog thread",
+        (("[rank1]:[E801 1] Process group watchdog thread terminated with exception: CUDA error: an illegal memory access was encountered", {"rank": 1}),)),
+    Row(Kind.REMOTE_ERROR, f"{_PGNCCL}, 2.6 to 2.15", r"remote error detected from rank:? (?P<peers>\d+)", "remote error",
+        (("[rank0]:[E1] [PG ID 0] remote error detected from rank: 3", {"peers": (3,)}),)),
+    Row(Kind.ABORTED, f"{_PGNCCL}, 1.10 to 2.15", r"communicator was aborted on rank (?P<peers>\d+)", "communicator was aborted",
+        (("DistBackendError: NCCL communicator was aborted on rank 2.", {"peers": (2,)}),)),
+    Row(Kind.TEARDOWN, f"{_PGNCCL}, 1.10 to 2.15", r"NCCL operations have failed or timed out", "operations have failed",
+        (("[E ProcessGroupNCCL.cpp:577] [Rank 1] Some NCCL operations have failed or timed out.", {}),)),
+    Row(Kind.BLOCKING, f"{_PGNCCL}, 1.6 to 2.15", r"Work(?! Work) \S* ?timed out in blocking wait", "blocking wait",
+        (("[rank0]:[E1] [Rank 0] Work timed out in blocking wait", {"rank": 0}),)),
+    # --- torch's second NCCL backend (2.15: the default under the name "nccl") --------------------------------------
+    Row(Kind.TIMEOUT, "torch/csrc/distributed/c10d/nccl2/WorkNCCL.cpp, 2.15", r"\[TC\] \[rank=(?P<own>\d+)\] \[name=[^\]]*\] Operation timed out after (?P<ms>\d+) ms", "imed out after",
+        (("[rank0]:[E1122 11:36:09.317629544 WorkNCCL.cpp:372] [TC][rank=0][name=0] Operation timed out after 5996 ms", {"rank": 0, "seconds": 5.996}),), fields={"name": "nccl2"}),
+    Row(Kind.TIMEOUT, "torch/csrc/distributed/c10d/nccl2/ProcessGroupNCCL.cpp, 2.15", r"Aborting process on rank (?P<own>\d+) due to timeout - (?P<detail>[\w ]+)", "due to timeout",
+        (("[rank2]:[E1122 11:36:11.1 ProcessGroupNCCL.cpp:638] [TC][rank=2][name=0] Aborting process on rank 2 due to timeout - timeout watchdog detected operation timeout", {"rank": 2}),), fields={"name": "nccl2"}),
+    Row(Kind.ASYNC_ERROR, "torch/csrc/distributed/c10d/nccl2/ProcessGroupNCCLUtils.cpp and ProcessGroupNCCL.cpp, 2.15",
+        r"nccl hit async error(?: on rank (?P<own>\d+))?: (?P<detail>.*)|Aborting process on rank (?P<peers>\d+) due to error - .*", "async error",
+        (("[rank0]:[E1122 1 ProcessGroupNCCLUtils.cpp:333] [TC][rank=0][name=0] nccl hit async error on rank 0: remote process exited or there was a network error", {"rank": 0}),),
+        fields={"name": "nccl2"}),
+    Row(Kind.DUMP_OBSERVED, "torch/csrc/distributed/c10d/FlightRecorderHook.cpp, 2.15", r"FlightRecorderHook: dumping trace", "dumping trace",
+        (("[rank0]:[E1122 1 FlightRecorderHook.cpp:600] FlightRecorderHook: dumping trace on collective failure", {}),)),
+    # --- Ascend ---------------------------------------------------------------------------------------------------
+    Row(Kind.TIMEOUT, "Huawei CANN (HCCL), EI0002, 6.x to 8.x",
+        r"(?=.*remote rank:? ?\[(?:(?P<peers>\d+)|unknown)\])(?=(?:.*tag ?:?\[(?P<detail>[^\]]*)\])?)(?=(?:.*rankSize ?:?\[(?P<number>\d+)\])?)(?=(?:.*rankId ?:?\[(?P<own>\d+)[\] ])?).*?Notify register",
+        "Notify register",
+        ((("EI0002: 2024-05-01 The wait execution of the Notify register times out. Reason: The Notify register has not received the Notify record from remote rank:[24]. "
+          "base information: [streamID:[3], tag[AllReduce_group_name_0]] communicator information: [group:[g], rankSize[32], rankId[5]]"), {"peers": (24,), "number": 32, "rank": 5}),),
+        fields={"name": "hccl"}),
+    Row(Kind.TIMEOUT, "Huawei CANN (runtime), 6.x to 8.x", r"hccl (?:fftsplus |aicpu )?task timeout.*?timeout:? ?(?P<seconds>\d+)", "task timeout",
+        (("[ERROR] RUNTIME(1,python):2024 [stream.cc:12] hccl fftsplus task timeout, device_id:0, stream_id:2, timeout:1836.", {"seconds": 1836.0}),), fields={"name": "hccl"}),
+    Row(Kind.FINGERPRINT, "Huawei CANN (HCCL), EI0005, 7.x to 8.x",
+        r"EI0005.*?inconsistent between ranks.*?(?:tag \[(?:Hccl)?(?P<op>[A-Za-z]+).*?)?parameter \[(?P<detail>\w+)\], local \[[^\]]*\](?: \(rank (?P<rank>\d+)\))?, remote", "EI0005",
+        (("EI0005: 2026-03-01 The arguments for collective communication are inconsistent between ranks: tag [HcclAllreduce_group_0], parameter [count], local [4096] (rank 2), remote [8192] (rank 3)", {"rank": 2, "name": "hccl", "detail": "count"}),),
+        fields={"name": "hccl"}, more=lambda found, text, fact: fact.clone(work=Work(found["op"].upper()) if found["op"] else None)),
+    Row(Kind.RENDEZVOUS, "Huawei CANN (HCCL), EI0006, 6.x to 8.x", r"EI0006.*?Getting socket times out(?P<detail>.{0,200})", "EI0006",
+        (("[rank1]: EI0006: [PID: 1292363] 2025-04-08-18:07:20.444.436 Getting socket times out. Reason: Remote Rank did not send the data in time.", {"name": "gloo_mesh"}),), fields={"name": "gloo_mesh"}),
+    # --- gloo, monitored barrier, the store -------------------------------------------------------------------------
+    Row(Kind.BARRIER_MISSING, "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 1.8 to 2.15",
+        r"(?:\[Rank (?P<own>\d+)\]:? ?)?(?<!\[)Ranks? (?P<peers>\d+(?:, ?\d+)*) failed to pass monitoredBarrier in (?P<ms>\d+) ?ms", "onitoredBarrier",
+        (
+            ("[Rank 0]: Rank 1 failed to pass monitoredBarrier in 30000 ms", {"peers": (1,), "seconds": 30.0}),
+            ("RuntimeError: Rank 1 failed to pass monitoredBarrier in 30000 ms", {"peers": (1,)}),
+            ("[rank0]: RuntimeError: [Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 2000 ms", {"peers": (1, 2)}),
+        ), ("Rank 3 successfully reached monitoredBarrier",)),
+    Row(Kind.BARRIER_REACHED, "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 1.8 to 2.15", r"Rank (?P<own>\d+) successfully reached monitoredBarrier(?:, but received errors while waiting for send/recv from rank (?P<peers>\d+))?", "onitoredBarrier",
+        (("RuntimeError: Rank 3 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0.", {"rank": 3, "peers": (0,)}),)),
+    Row(Kind.STORE_BARRIER, "torch/distributed/distributed_c10d.py (_store_based_barrier), 1.8 to 2.15",
+        r"(?P<name>Waiting|Timed out).{0,60}?store based barrier.*?rank:? ?(?P<own>\d+).*?world_size=(?P<number>\d+), ?(?:worker_count|num_workers_joined)=(?P<completed>\d+), ?timeout=(?P<delta>[^)]*)", "store based barrier",
+        (
+            ("INFO:root:Waiting in store based barrier to initialize process group for rank: 0, key: store_based_barrier_key:1 (world_size=8, worker_count=7, timeout=0:30:00)",
+             {"rank": 0, "number": 8, "completed": 7, "seconds": 1800.0, "name": "Waiting"}),
+            ("RuntimeError: Timed out initializing process group in store based barrier on rank: 6, for key: store_based_barrier_key:1 (world_size=8, worker_count=7, timeout=1 day, 0:00:00)",
+             {"rank": 6, "seconds": 86400.0, "name": "Timed out"}),
+        ), ("Rank 0: Completed store-based barrier for key:store_based_barrier_key:1 with 8 nodes.",)),
+    Row(Kind.NOTE, "torch/distributed/distributed_c10d.py (_store_based_barrier), 1.8 to 2.2", r"Added key: (?P<detail>store_based_barrier_key:\d+) to store for rank: (?P<own>\d+)", "to store for rank",
+        (("INFO:torch.distributed.distributed_c10d:Added key: store_based_barrier_key:1 to store for rank: 3", {"rank": 3, "detail": "store_based_barrier_key:1"}),), fields={"name": "entered"}),
+    Row(Kind.NOTE, "torch/distributed/distributed_c10d.py (_store_based_barrier), 1.8 to 2.2", r"Completed store-?based barrier for key", "based barrier",
+        (("INFO:torch.distributed.distributed_c10d:Rank 0: Completed store-based barrier for key:store_based_barrier_key:1 with 8 nodes.", {"name": "barrier_completed"}),), fields={"name": "barrier_completed"}),
+    Row(Kind.STORE_KEY, f"{_PGNCCL}, 1.7 to 2.15",
+        r"\[(?P<own>\d+)\] is setting up NCCL communicator and retr?(?:ei|ie)ving ncclUniqueId from \[(?P<peers>\d+)\].*?by key '(?P<name>[^']*)'.*?got error: ?(?P<detail>.*)",
+        "setting up NCCL communicator",
+        (("RuntimeError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Timeout waiting for key: 0 after 1800000 ms",
+          {"rank": 1, "peers": (0,)}),),
+        more=lambda found, text, fact: fact.clone(seconds=int(hit[1]) / 1000 if (hit := re.search(r"after\s*(\d+)\s*ms", fact.detail)) else None)),
+    Row(Kind.GLOO_TIMEOUT, "gloo/transport/tcp/unbound_buffer.cc", r"Timed out waiting (?P<ms>\d+) ?ms for (?P<detail>\w+) operation", "imed out waiting",
+        (("RuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete", {"seconds": 1800.0, "detail": "recv"}),)),
+    Row(Kind.GLOO_ABORT, "gloo/transport/tcp/pair.cc", r"EnforceNotMet|op\.preamble\.length", "",
+        (("what():  [enforce fail at pair.cc:416] op.preamble.length <= op.nbytes. 16 vs 8, Error", {}),), ("preamble",), fields={"detail": "a message of another size arrived"}),
+    Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp and gloo, 1.8 to 2.15", r"[Gg]loo connectFull[mM]esh failed(?: with (?P<detail>.*))?", "onnectFull",
+        (("RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error", {"name": "gloo_mesh"}),), fields={"name": "gloo_mesh"}),
+    Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/TCPStore.cpp, 1.9 to 2.15", r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. (?P<detail>\d+/\d+ clients joined)", "waiting for clients",
+        (("torch.distributed.DistStoreError: Timed out after 301 seconds waiting for clients. 3/4 clients joined.", {"seconds": 301.0, "detail": "3/4 clients joined"}),), fields={"name": "clients"}),
+    Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/socket.cpp, 1.9 to 2.15",
+        r"timed out after (?:(?P<ms>\d+) ?ms|(?P<seconds>\d+) ?s(?:econds)?) while trying to connect(?: to)?(?: \(?(?P<detail>[^)\n]*)\)?)?", "trying to connect",
+        (("DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500).", {"seconds": 60.0}),
+         ("TimeoutError: The client socket has timed out after 900s while trying to connect to (10.0.0.1, 29500).", {"seconds": 900.0})), fields={"name": "connect"}),
+    Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/socket.cpp, 1.11 to 2.15", r"failed to connect to any network address(?: of)?(?: \(?(?P<detail>[^)\n]*)\)?)?", "network address",
+        (("[W socket.cpp:601] [c10d] The client socket has failed to connect to any network address of (node0, 29500). Will retry.", {}),), fields={"name": "address"}),
+    Row(Kind.RENDEZVOUS, "torch/distributed/elastic/rendezvous, 1.9 to 2.15", r"RendezvousConnectionError|RendezvousTimeoutError|RendezvousClosedError", "Rendezvous",
+        (("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError", {}),), fields={"name": "connect"}),
+    Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/socket.cpp, 1.9 to 2.15", r"(?:The server socket has failed to (?:listen|bind)|EADDRINUSE|Address already in use)(?P<detail>.*)", "",
+        (("RuntimeError: The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).", {"name": "port"}),), fields={"name": "port"}),
+    Row(Kind.STORE_TIMEOUT, "torch/csrc/distributed/c10d/TCPStore.cpp, 2.2 to 2.15", r"wait timeout after (?P<ms>\d+) ?ms, keys: (?P<name>\S.*)", "wait timeout",
+        (("torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /default_pg/0//cuda/ready", {"seconds": 300.0}),)),
+    Row(Kind.STORE_TIMEOUT, "torch/csrc/distributed/c10d/FileStore.cpp and PrefixStore.cpp", r"Timeout waiting for key: (?P<name>\S+) after (?P<ms>\d+) ?ms", "waiting for key",
+        (("RuntimeError: Timeout waiting for key: default_pg/0/1 after 1800000 ms", {"seconds": 1800.0}),)),
+    Row(Kind.STORE_TIMEOUT, "torch/csrc/distributed/c10d/TCPStore.cpp, 2.4 to 2.15", r"waitForInput.*(?:timed out|time ?out) after (?P<ms>\d+) ?ms|waitForInput.*likely a timeout|(?<![\w])Socket Timeout\b", "imeout",
+        (("torch.distributed.DistStoreError: Socket Timeout", {}),)),
+    Row(Kind.STORE_LOST, "torch/csrc/distributed/c10d/TCPStore.cpp, 2.0 to 2.15", r"Failed to recv, got 0 bytes|sendBytes failed|recvBytes failed|TCPStore server has shut down|Failed to check the \"should dump\"", "",
+        (("[W TCPStore.cpp:115] recvValue failed on SocketImpl(fd=3): Failed to recv, got 0 bytes. Connection was likely closed.", {}),)),
+    Row(Kind.GLOO_CLOSED, "gloo/transport/tcp/pair.cc",
+        r"Connection closed by peer|(?:Read|Write|read|write)(?: error|v?).{0,60}(?:Connection reset by peer|Broken pipe)|Application timeout caused pair closure|"
+        r"(?:pair|unbound_buffer)\.cc:\d+\].*(?:Connection|Broken pipe)", "",
+        (("RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4040", {"detail": "closed"}),), fields={"detail": "closed"}),
+    # --- NCCL -------------------------------------------------------------------------------------------------------
+    Row(Kind.PEER_CLOSED, "NCCL src/proxy.cc, 2.12 to 2.30", r"(?:(?P<host>[\w.\-]+):(?P<pid>\d+):\d+ \[(?P<number>\d+)\] )?NCCL INFO \[Service thread\] Connection closed by localRank (?P<local_rank>\d+)", "closed by localRank",
+        (("node1:4000:4100 [0] NCCL INFO [Service thread] Connection closed by localRank 7", {"local_rank": 7, "pid": 4000}),)),
+    Row(Kind.NOTE, "NCCL src/init.cc, 2.4 to 2.30", rf"{_HOST}?NCCL INFO comm \S+ rank (?P<number>\d+)(?: n[Rr]anks (?P<completed>\d+))?.*?(?:Abort COMPLETE|abort COMPLETE)", "bort COMPLETE",
+        (("node1:4000:4100 [0] NCCL INFO comm 0x55 rank 3 nranks 8 cudaDev 3 busId 7000 - Abort COMPLETE", {"number": 3, "completed": 8}),), fields={"name": "abort_complete"}),
+    Row(Kind.NCCL_WARN, "NCCL 2.3 to 2.30, all files", rf"{_HOST}?(?:\S+:\d+ )?NCCL WARN (?P<detail>.*)", "NCCL WARN",
+        (("node1:1:2 [0] transport/net_ib.cc:839 NCCL WARN NET/IB : Got completion with error 12, opcode 1, len 0, vendor err 129", {"name": "ib", "number": 12}),), more=_warning),
+    Row(Kind.NCCL_WARN, "aws-ofi-nccl, 1.4 to 1.14", r"NET/OFI (?P<detail>.{0,200}?(?:completed with error|UNDELIVERABLE|RC: -?\d+).*)", "NET/OFI",
+        (("NET/OFI Request 0x7f completed with error. RC: 113. Error: 6 (UNDELIVERABLE). Completed length: 0", {"name": "ib"}),), more=lambda found, text, fact: fact.clone(name="ib")),
+    Row(Kind.NCCL_WARN, "NCCL src/transport/net_ib.cc, 2.3 to 2.30, without its head", r"(?P<detail>Got completion (?:from peer|with (?:error|status)).*)", "Got completion",
+        (("NET/IB : Got completion from peer 10.0.0.2<4791> with error 12, opcode 0, len 0, vendor err 129", {"name": "ib", "number": 12}),), more=_warning),
+    Row(Kind.NCCL_WARN, "NCCL src/misc/shmutils.cc, 2.9 to 2.30", r"(?P<detail>.*shared memory segment.*)", "shared memory segment",
+        (("Error while creating shared memory segment /dev/shm/nccl-XXXX (size 7340384), NCCL error", {"name": "shm"}),), fields={"name": "shm"}),
+    Row(Kind.NCCL_WARN, "NCCL src/init.cc, 2.5 to 2.30, as torch repeats it", r"(?P<detail>Duplicate GPU detected.*)", "Duplicate GPU",
+        (("[rank0]: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 4b000", {"name": "duplicate_gpu"}),), fields={"name": "duplicate_gpu"}),
+    Row(Kind.CUDA, "ROCm ROCr-Runtime (VM fault handler), 4.0 to 6.4", r"(?P<detail>Memory access fault by GPU.*)", "access fault by GPU",
+        (("[rank2]: Memory access fault by GPU node-6 (Agent handle: 0x8b1a2c0) on address 0x7f3c81200000. Reason: Unknown.", {"rank": 2}),)),
+    Row(Kind.NCCL_WARN, "NCCL src/graph, 2.20 to 2.30", r"(?P<detail>.*Asymmetric link.*)", "Asymmetric link", (("NCCL INFO Asymmetric link detected between ranks", {"name": "topology"}),), fields={"name": "topology"}),
+    Row(Kind.JOINED, "NCCL src/init.cc, 2.4 to 2.30", r"NCCL INFO (?:ncclCommInit\w+ )?comm \S+ rank (?P<number>\d+) n[Rr]anks (?P<completed>\d+)(?: nNodes (?P<node>\d+) localRanks (?P<local_rank>\d+))?", "anks ",
+        (("node1:4000:4100 [3] NCCL INFO ncclCommInitRankConfig comm 0x5 rank 3 nranks 8 cudaDev 3 nvmlDev 3 busId 9 commId 0x1 - Init COMPLETE", {"number": 3, "completed": 8, "pid": 4000}),), fields={"name": "init"}, more=_joined),
+    Row(Kind.JOINED, "NCCL src/transport.cc, 2.3 to 2.30", r"NCCL INFO Channel \d+(?:/\d+)? ?: (?P<number>\d+)\[\w+\](?: \[\w+\])? -> \d+\[\w+\](?: \[\w+\])? via ", "NCCL INFO Channel",
+        (("node1:4000:4100 [3] NCCL INFO Channel 00/0 : 3[3] -> 4[4] via P2P/IPC", {"number": 3}),
+         ("node1:4000:4100 [3] NCCL INFO Channel 01 : 3[1b000] -> 4[1c000] via SHM", {"number": 3})), ("NCCL INFO Channel 00/02 :    0   1   2   3",), fields={"name": "channel"}, more=_joined),
+    Row(Kind.NCCL_INFO, "NCCL src/bootstrap.cc, 2.3 to 2.30", r"NCCL.*?(?P<detail>[Uu]sing (?:network )?interface.*)", "sing ", (("NCCL INFO NET/Socket : Using interface eth0", {}),), fields={"name": "interface"}),
+    Row(Kind.NCCL_INFO, "NCCL src/misc/socket.cc, 2.9 to 2.30", r"(?P<detail>socket\.cc:\d+ -> \d+)", "socket.cc", (("NCCL INFO misc/socket.cc:57 -> 3 timeout", {}),)),
+    # --- inference engines: who waits, what follows, who is named ---------------------------------------------------
+    Row(Kind.ENGINE_WAIT, "vLLM vllm/v1/executor/multiproc_executor.py, 0.8 to 0.33", r"RPC call to (?P<detail>\w+) timed out", "RPC call to",
+        (("(EngineCore pid=71) ERROR 11-20 10:02:11 [core.py:981] TimeoutError: RPC call to sample_tokens timed out.", {"name": "rpc", "detail": "sample_tokens"}),), fields={"name": "rpc"}),
+    Row(Kind.NOTE, "vLLM vllm/distributed/device_communicators/shm_broadcast.py, 0.8 to 0.33", r"No available (?:shared memory|block|shared memory broadcast block).{0,30}?found in (?P<seconds>\d+) ?s", "o available",
+        (("INFO 11-20 10:02:11 [shm_broadcast.py:501] No available shared memory broadcast block found in 60 seconds. This typically happens when some processes are hanging", {"name": "shm_broadcast", "seconds": 60.0}),), fields={"name": "shm_broadcast"}),
+    Row(Kind.ENGINE_WAIT, "Ray, compiled graphs, 2.9 to 2.50", r"Timed out waiting for object available to read|RayChannelTimeoutError|RayChannelError: Channel closed", "",
+        (("ray.exceptions.RayChannelTimeoutError: System error: Timed out waiting for object available to read. ObjectID: 00fc", {"name": "channel"}),), fields={"name": "channel"}),
+    Row(Kind.ENGINE_WAIT, "Ray, 2.0 to 2.50", r"GetTimeoutError(?::? (?P<detail>.{0,120}))?", "GetTimeoutError",
+        (("ray.exceptions.GetTimeoutError: Get timed out: some object(s) not ready.", {"name": "get"}),), fields={"name": "get"}),
+    Row(Kind.ENGINE_WAIT, "SGLang srt/managers/scheduler.py and srt/utils/watchdog.py, 0.4 to 0.5", r"(?:\w+ )?[Ww]atchdog timeout \(self\.watchdog_timeout=(?P<seconds>[\d.]+)(?:, ?self\.soft=(?P<detail>\w+))?\)", "atchdog timeout",
+        (("[2026-11-20 10:02:11 DP1 TP3 EP3] Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=False)", {"name": "scheduler", "seconds": 300.0}),
+         ("[2026-11-20 10:02:11 TP4] Watchdog timeout (self.watchdog_timeout=300)", {"name": "scheduler"})), fields={"name": "scheduler"},
+        more=lambda found, text, fact: fact.clone(kind=Kind.NOTE) if fact.detail == "True" else fact),
+    Row(Kind.ENGINE_WAIT, "TensorRT-LLM _torch/pyexecutor/hang_detector.py, 1.2", r"Hang detected (?:after (?P<seconds>[\d.]+) seconds|on rank (?P<own>\d+) in (?P<detail>\w+))", "ang detected",
+        (("Hang detected after 300 seconds.", {"name": "hang", "seconds": 300.0}), ("Hang detected on rank 2 in PyExecutor; hard-killing and propagating to peer ranks.", {"rank": 2})), fields={"name": "hang"}),
+    Row(Kind.ENGINE_WAIT, "SGLang, LMDeploy: health checks of a server", r"Health check failed\. Server couldn't get a response|Backend health probe timed out(?: after (?P<seconds>[\d.]+)s)?", "ealth ",
+        (("Health check failed. Server couldn't get a response from detokenizer for last 20 seconds. tic start time: 10:02:11.", {"name": "health"}),), fields={"name": "health"}),
+    Row(Kind.ENGINE_WAIT, "vLLM vllm/v1/engine, 0.8 to 0.33", r"Timed out waiting for engine (?:core )?processes to start.*?(?:Waited (?P<seconds>\d+)s)?|Did not receive response from front-end process|failed to report ZMQ addresses|Engine iteration timed out", "",
+        (("TimeoutError: Timed out waiting for engine core processes to start. This may be slow", {"name": "start"}),), fields={"name": "start"}),
+    Row(Kind.NOTE, "SGLang srt/disaggregation, Mooncake", r"(?P<detail>KVTransferError.{0,120}|timed out after [\d.]+s in KVPoll\.\w+|Decode instance could be dead, remote mooncake session \S+)", "",
+        (("[2026-11-20 10:02:11 TP1] Request 7310 timed out after 300.0s in KVPoll.Bootstrapping", {"name": "request"}),), fields={"name": "request"}),
+    Row(Kind.ENGINE_END, "vLLM vllm/v1/engine: what follows from a worker or from a wait",
+        r"EngineDeadError|EngineGenerateError|EngineCore (?:encountered (?:a fatal error|an issue)|failed to start)|AsyncLLM output_handler failed|Executor failed|\(engine dead\)|"
+        r"WorkerProc (?:was terminated|failed to start|failed|initialization failed)|One or more workers failed|Engine core initialization failed|Parent process exited, terminating worker", "",
+        (("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.", {}),), fields={"name": "engine"}),
+    Row(Kind.ENGINE_END, "vLLM vllm/v1/engine/core.py, 0.8 to 0.33: the worker's exception, quoted", r"Worker failed with error '?(?P<detail>[^\n]{0,300})", "Worker failed with",
+        (("RuntimeError: Worker failed with error 'CUDA out of memory. Tried to allocate 2.00 GiB.', please check the stack trace above for the root cause", {"name": "echo"}),), fields={"name": "echo"}),
+    Row(Kind.ENGINE_END, "SGLang srt/managers, LMDeploy: what a parent sees of a child's end", r"Received sigquit from a child proces|SIGQUIT received\. signum|Task <EngineMainLoop> failed|ZMQ engine process is not alive|Rank \d+ scheduler is dead", "",
+        (("SIGQUIT received. signum=3, frame=None. It usually means one child failed.", {}), ("Received sigquit from a child proces. It usually means the child failed.", {}), ("Rank 0 scheduler is dead. Please check if there are relevant logs.", {})), fields={"name": "child"}),
+    Row(Kind.ENGINE_END, "Open MPI, TensorRT-LLM: an abort of all ranks", r"MPI_ABORT was invoked on rank (?P<own>\d+)|propagating hard-kill to all ranks", "",
+        (("MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD with errorcode 137", {}),), fields={"name": "abort"}),
+    Row(Kind.EXIT, "SGLang srt/entrypoints/engine.py and srt/utils/watchdog.py, 0.4 to 0.5", r"Subprocess (?P<name>\w+?)_(?P<local_rank>\d+) \(pid=(?P<pid>\d+)\) crashed with exit code (?P<number>-?\d+)", "crashed with exit",
+        (("Subprocess scheduler_0 (pid=812) crashed with exit code -9. Triggering SIGQUIT for cleanup...", {"local_rank": 0, "number": -9}),), fields={"rank": None, "rank_basis": ""},
+        more=lambda found, text, fact: fact.clone(name="local") if found["name"] == "scheduler" else fact.clone(kind=Kind.ENGINE_END)),
+    Row(Kind.EXIT, "SGLang srt/entrypoints/engine.py, 0.5", r"Rank (?P<local_rank>\d+) scheduler died during initialization \(exit code: (?P<number>-?\d+)\)", "scheduler died",
+        (("Rank 3 scheduler died during initialization (exit code: -9). If exit code is -9 (SIGKILL), a common cause is the OS OOM killer.", {"local_rank": 3, "number": -9}),), fields={"name": "local", "rank": None, "rank_basis": ""}),
+    Row(Kind.LAUNCHER, "vLLM vllm/v1/executor/multiproc_executor.py, 0.8 to 0.33", r"Worker proc \w*?Worker\w*?-(?P<rank>\d+) died unexpectedly(?: \(exit code: (?P<number>-?\d+)\))?", "died unexpectedly",
+        (("ERROR 05-01 10:00:00 [multiproc_executor.py:140] Worker proc VllmWorker-1 died unexpectedly, shutting down executor.", {"rank": 1}),
+         ("(EngineCore pid=7) ERROR [multiproc_executor.py:281] Worker proc VllmWorker-3 died unexpectedly (exit code: -9), shutting down executor.", {"rank": 3, "number": -9})), fields={"name": "first"}),
+    Row(Kind.LAUNCHER, "vLLM vllm/v1/executor/ray_executor_v2.py, 0.20 to 0.33", r"RayWorkerProc rank=\[(?P<peers>[\d, ]+)\] died unexpectedly", "died unexpectedly",
+        (("RayWorkerProc rank=[5] died unexpectedly, shutting down executor.", {"peers": (5,)}),), fields={"name": "first", "rank": None},
+        more=lambda found, text, fact: fact.clone(rank=fact.peers[0], rank_basis="text", group_rank=fact.peers[0]) if len(fact.peers) == 1 else fact),
+    Row(Kind.WORKER_DIED, "vLLM vllm/v1/engine/utils.py, 0.8 to 0.33: an engine's process; its number is that of a replica", r"Engine core proc (?P<host>EngineCore_?\w*) died unexpectedly|Failed core proc\(s\): \{'(?P<detail>\w+)': (?P<number>-\d+)\}|Worker VllmWorkerProcess pid (?P<pid>\d+) died, exit code: -(?:9|11)\b", "",
+        (("Engine core proc EngineCore_DP1 died unexpectedly, shutting down client.", {"detail": "EngineCore_DP1"}), ("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore_DP3': -9}", {})),
+        fields={"rank": None, "rank_basis": "", "name": "replica"}, more=lambda found, text, fact: fact.clone(host="", detail=fact.host or fact.detail or "a worker")),
+    Row(Kind.ENVIRONMENT, "vLLM, 0.33: shared memory", r"Insufficient space in /dev/shm.*", "/dev/shm", (("RuntimeError: Insufficient space in /dev/shm for x: 64 MiB required, 12 MiB free. Increase /dev/shm", {"name": "shm"}),), fields={"name": "shm"}),
+    Row(Kind.ENVIRONMENT, "SGLang srt/model_executor/model_runner.py, 0.4 to 0.5", r"memory capacity is unbalanced", "is unbalanced", (("ValueError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes. pre_model_load_memory=7.1", {"name": "gpu_taken"}),), fields={"name": "gpu_taken"}),
+    Row(Kind.ENVIRONMENT, "Ray, NeMo-RL, vLLM: placement groups", r"Timed out waiting for placement groups? to be ready|Cannot provide a placement group", "placement group", (("ValueError: Cannot provide a placement group of 8 GPUs within 1800 seconds.", {"name": "resources"}),), fields={"name": "resources"}),
+    Row(Kind.ENVIRONMENT, "TRL trl/extras/vllm_client.py, 0.15 to 1.16", r"vLLM server can't be reached at (?P<host>\S+) after (?P<seconds>[\d.]+) seconds|Weight update group already initialized", "", (("ConnectionError: The vLLM server can't be reached at http://0.0.0.0:8000 after 240.0 seconds. Make sure", {"name": "server"}),), fields={"name": "server"},
+        more=lambda found, text, fact: fact.clone(host="")),
+    Row(Kind.ENVIRONMENT, "NVSHMEM 2.x and 3.x at set-up", r"Unable to create ah|nvshmem setup connections failed|init failed for transport: IBGDA|ibv_modify_qp failed", "", (("/src/modules/transport/ibgda/ibgda.cpp:2234: NULL value Unable to create ah.", {"name": "rdma"}),), fields={"name": "rdma"}),
+    Row(Kind.ENVIRONMENT, "Intel oneCCL, 2021 to 2026", r"\|CCL_ERROR\| (?P<detail>.*)", "CCL_ERROR", (("2026:11:20-10:02:11:(4711) |CCL_ERROR| atl_mpi_comm.cpp:94 init_transport: comm_create error", {"name": "oneccl"}),), fields={"name": "oneccl"}),
+    Row(Kind.ENVIRONMENT, "Huawei CANN (HCCL), EI0011, EI0019, 7.x to 8.x", r"EI00(?:11|19)\b(?P<detail>.{0,160})", "EI00", (("EI0019: [PID: 71] Failed to bind the IP port 16666.", {"name": "hccl"}),), fields={"name": "hccl"}),
+    Row(Kind.ENVIRONMENT, "Huawei CANN (HCCL), EI0013, 7.x to 8.x", r"EI0013\b(?P<detail>.{0,200})|An error CQE occurred(?P<cqe>.{0,200})", "", (("EI0013: An error CQE occurred during operator execution. Local information: server 10.0.3.5, device ID 0. Peer information: server 10.0.3.6, device ID 1.", {"name": "fabric"}),), fields={"name": "fabric"}),
+    Row(Kind.ENVIRONMENT, "Mooncake mooncake-transfer-engine/src/transport/rdma_transport/worker_pool.cpp, 0.3; NIXL src/core/nixl_agent.cpp, 0.5",
+        r"(?P<nixl>NIXL_ERR_\w+|NIXL transfer failure: \w+|SocketHandShakePlugin: connect\(\).{0,80})|worker_pool\.cpp:\d+\] Worker: Process failed for slice(?P<detail>.{0,300})", "",
+        (("E0917 16:03:40.176716 1192408 worker_pool.cpp:281] Worker: Process failed for slice (opcode: 0, length: 65536, local_nic: mlx5_3): transport retry counter exceeded", {"name": "kv"}),
+         ("E0822 09:03:05.400112     770 nixl_agent.cpp:1022] postXferReq: backend 'UCX' returned error status NIXL_ERR_REMOTE_DISCONNECT", {"name": "kv"})),
+        fields={"name": "kv"}, more=lambda found, text, fact: fact.clone(name="kv", rank=None, rank_basis="", detail=(found["detail"] or found["nixl"]).strip())),
+    # --- expert parallelism: DeepEP prints the waiter and the awaited, as places in its own group -------------------
+    Row(Kind.ENGINE_WAIT, "DeepEP csrc/kernels/internode_ll.cu, 1.1 to 2.0", r"DeepEP timeout for (?P<detail>(?:dispatch|combine) receive|barrier), rank (?P<group_rank>\d+),(?: local_expert_idx \d+,)? (?:src|dst)_rank (?P<peers>\d+)", "DeepEP timeout",
+        (("Warning: DeepEP timeout for dispatch receive, rank 3, local_expert_idx 2, src_rank 11", {"name": "deepep", "group_rank": 3, "peers": (11,)}),), fields={"name": "deepep"}),
+    Row(Kind.ENGINE_WAIT, "DeepEP csrc/kernels/legacy/utils.cuh, 1.0 to 2.0", r"DeepEP timeout check failed: (?:rank = )?(?P<group_rank>\d+), (?:thread = )?(?P<peers>\d+)(?:, value = (?P<number>-?\d+))?\)?", "DeepEP timeout",
+        (("DeepEP timeout check failed: rank = 2, thread = 4, value = 1024)", {"name": "deepep_node", "group_rank": 2, "peers": (4,), "number": 1024}),), fields={"name": "deepep_node"},
+        more=lambda found, text, fact: fact.clone(peers=()) if fact.number is not None and fact.number <= 0 else fact),
+    Row(Kind.ENGINE_WAIT, "DeepEP csrc/kernels/internode.cu, 1.0 to 2.0",
+        r"DeepEP (?P<detail>(?:dispatch|combine) .{0,60}?) ?timeout(?: \([^)]*\))?, (?:channel|chunk)[^,]*, (?:RDMA|IB):? (?P<rdma>\d+), (?:nvl|NVL):? (?P<nvl>\d+)(?P<rest>.{0,200})", "DeepEP ",
+        (("DeepEP dispatch NVL receiver timeout, channel: 9, RDMA: 1, nvl: 2, src RDMA: 0, src nvl: 5, start: 0, end: 0", {"name": "deepep", "group_rank": 10, "peers": (5,)}),
+         ("DeepEP dispatch forwarder timeout (RDMA meta), channel: 11, RDMA: 0, nvl: 3, src RDMA lane: 1, dst NVL: 2, meta: 0, 0, 0, 0", {"group_rank": 3, "peers": (11,)})), fields={"name": "deepep"}, more=_deepep),
+    Row(Kind.ENGINE_WAIT, "DeepEP csrc/kernels/impls, 2.0", r"DeepEP notify timeout, rank: (?P<group_rank>\d+), thread: (?P<peers>\d+), count: -1", "DeepEP notify",
+        (("DeepEP notify timeout, rank: 2, thread: 5, count: -1", {"name": "deepep_notify", "group_rank": 2, "peers": (5,)}),), fields={"name": "deepep_notify"}),
+    Row(Kind.ENGINE_WAIT, "DeepEP csrc, 1.0 to 2.0: the CPU's wait, and every other form", r"DeepEP(?: error)?:? ?(?P<detail>(?:timeout|CPU recv timeout|[\w ()\-]{0,60}timeout).{0,200})|Dispatch CPU wait", "",
+        (("RuntimeError: DeepEP error: timeout (dispatch CPU)", {"name": "deepep"}), ("RuntimeError: DeepEP error: CPU recv timeout", {"name": "deepep"}),
+         ("DeepEP NVLink barrier timeout, tag: 0, nvl: 3, thread: 0, status: 0, signal: 7, phase: 0, target: 8", {})), fields={"name": "deepep"}),
+    # --- reinforcement learning: Ray's drivers, weight synchronisation ----------------------------------------------
+    Row(Kind.ENGINE_WAIT, "cosmos-rl, 2026: the mesh of replicas", r"Timed out building the global mesh communicator(?: for \S+)?.{0,20}?\(?rank=(?P<group_rank>\d+), ?world_size=(?P<number>\d+)\)?", "mesh communicator",
+        (("Timed out building the global mesh communicator for c07e91b2 (rank=2, world_size=6)", {"name": "mesh", "group_rank": 2, "number": 6}),), fields={"name": "mesh"}),
+    Row(Kind.ENGINE_WAIT, "cosmos-rl, prime-rl, NeMo-RL, verl: queues and servers",
+        r"wait for nccl comm ready timeout|non-blocking enqueue timed out|RolloutStall: no rollout committed|RDT stall: no progress|Server failed to become healthy|Inference server is not ready after (?P<seconds>\d+)|only \d+/\d+ rollout replicas posted", "",
+        (("RolloutStall: no rollout committed and no train step completed in 1800s (12 rollouts in flight, stall_timeout_s=1800)", {"name": "queue"}),), fields={"name": "queue"}),
+    Row(Kind.ENGINE_END, "NeMo-RL, SGLang, prime-rl: what follows from an engine's or a trainer's end", r"Updating weights for the generation policy failed|Failed to update parameter online|(?:Orchestrator|Trainer) failed with exit code \d+|Failed to initialize custom process group", "",
+        (("Error: Updating weights for the generation policy failed during refit.", {}),), fields={"name": "refit"}),
+    Row(Kind.NOTE, "prime-rl src/prime_rl, 0.2 to 0.4: a trainer's first rank waits for the orchestrator", r"Waiting for path (?P<detail>\S+)", "Waiting for path",
+        (("[rank0]: Waiting for path /o/broadcasts/step_7/NCCL_READY", {"rank": 0, "name": "waits_elsewhere"}),), fields={"name": "waits_elsewhere"}),
+    Row(Kind.EXIT, "LMDeploy lmdeploy/pytorch/engine/model_agent.py, 0.6 to 0.10", r"lmdeploy.{0,80}Rank\[(?P<rank>\d+)\] failed", "] failed",
+        (("2026-11-20 10:02:11 - lmdeploy - ERROR - model_agent.py:512 - Rank[1] failed.", {"rank": 1, "number": 1}),), fields={"name": "first", "number": 1}),
+    # --- JAX, TPU ---------------------------------------------------------------------------------------------------
+    Row(Kind.ENGINE_WAIT, "XLA xla/tsl/distributed_runtime/coordination/coordination_service.cc, 2023 to 2026", r"Barrier timed out\. Id: ?(?P<detail>\S+?)\.? .*?tasks that reached the barrier: (?P<completed>\d+)/(?P<number>\d+)", "Barrier timed out",
+        (("DEADLINE_EXCEEDED: Barrier timed out. Id: ckpt_commit.4.0. This usually happens because a task did not come. # of tasks that reached the barrier: 6/8.", {"name": "barrier", "completed": 6, "number": 8}),), fields={"name": "barrier"}),
+    Row(Kind.ACCUSED, "XLA coordination_service.cc, 2023 to 2026", r"/task:(?P<peers>\d+) has been set to ERROR in coordination service: (?P<detail>.{0,160})", "has been set to ERROR",
+        (("/job:jax_worker/replica:0/task:3 has been set to ERROR in coordination service: UNAVAILABLE: Task heartbeat timeout.", {"name": "unhealthy", "peers": (3,)}),), fields={"name": "unhealthy"}),
+    Row(Kind.ACCUSED, "XLA coordination_service.cc, 2023 to 2026", r"/task:(?P<peers>\d+) unexpectedly tried to connect with a different incarnation", "different incarnation",
+        (("ABORTED: /job:jax_worker/replica:0/task:7 unexpectedly tried to connect with a different incarnation. It has likely restarted.", {"name": "restarted", "peers": (7,)}),), fields={"name": "restarted"}),
+    Row(Kind.ENGINE_END, "XLA, JAX: an error that all tasks share", r"Polled an error from coordination service|JAX distributed service detected fatal errors|Failed to send RPC to coordination service", "",
+        (("Polled an error from coordination service (this can be an error from this or another task).", {}),), fields={"name": "shared"}),
+    Row(Kind.ENGINE_WAIT, "XLA xla/service/rendezvous.cc, 2024 to 2026", r"Termination timeout for .{0,80}? exceeded|(?P<detail>This thread has been waiting for .{0,160}?for (?P<seconds>\d+) ?seconds and may be stuck)", "",
+        (("[id=1] This thread has been waiting for `acquire clique for rank 2; clique=devices=[8,9,10,11]; run_id=-155` for 10 seconds and may be stuck.", {"name": "xla", "seconds": 10.0}),), fields={"name": "xla"}),
+    Row(Kind.NOTE, "XLA xla/service/rendezvous.cc, 2024 to 2026", r"[Tt]hread is unstuck(?:! Warning above was a false-positive| waiting for)", "is unstuck", (("Thread is unstuck! Warning above was a false-positive.", {"name": "unstuck"}),), fields={"name": "unstuck"}),
+    Row(Kind.ENGINE_WAIT, "Megascale (libtpu), 2025 to 2026", r"Megascale hang detected: (?P<detail>.{0,160})", "Megascale hang", (("Megascale hang detected: Timed out waiting for 2 graphs to complete at launch_id 2207.", {"name": "megascale"}),), fields={"name": "megascale"}),
+    # --- AMD, Ascend ------------------------------------------------------------------------------------------------
+    Row(Kind.CUDA, "ROCm ROCr-Runtime, 5.0 to 7.0", r"(?P<detail>HW Exception by GPU node-\d+ .*?reason ?:? ?GPU Hang)", "HW Exception",
+        (("HW Exception by GPU node-3 (Agent handle: 0x55) reason :GPU Hang", {"name": "gpu_hang"}),), fields={"name": "gpu_hang", "rank": None, "rank_basis": ""}),
+    Row(Kind.CUDA, "Ascend runtime (CANN), EZ9999, 6.x to 8.x", r"(?P<detail>there is an exception of \w+ aivector error|\[aicore exception\])", "",
+        (("[rank5]: EZ9999: The error from device(chipId:5, dieId:0), serial number is 3, there is an exception of fftsplus aivector error, core id is 17", {"rank": 5}),
+         ("rtStreamSynchronize execute failed, reason=[aicore exception][FUNC:FuncErrorReason]", {})), fields={"name": "npu"}),
+    Row(Kind.ENGINE_WAIT, "Ascend runtime (CANN) under torch_npu", r"error code is 5070(?:11|14|18)|query event recorded status failed|aicore execution times out", "",
+        (("NPU function error: call aclrtSynchronizeDevice failed, error code is 507014", {"name": "kernel"}),), fields={"name": "kernel"}),
+    Row(Kind.ACCUSED, "Huawei CANN (HCCL), EI0015, 8.x", r"List of unconnected ranks: ?\"?\[(?P<peers>[\d, ]+)\]", "unconnected ranks",
+        (("Communicator root detection (EI0015): No rank in the communicator can connect to the root node within the timeout period. List of unconnected ranks: \"[2,6,]\".", {"name": "unconnected", "peers": (2, 6)}),), fields={"name": "unconnected"}),
+    Row(Kind.ACCUSED, "Huawei CANN (HCCL), EI0002 with a cluster exception, 7.x to 8.x", r"Cluster Exception Location\[IP/ID\]:\[(?P<host>[\w.:\-]+)/(?P<local_rank>\d+)\].{0,200}?ExceptionType:\[(?P<detail>[^\]]*)\]", "Exception Location",
+        (("there are(is) 1 abnormal device(s): Cluster Exception Location[IP/ID]:[10.0.3.7/1], Arrival Time:[Fri], Discoverer:[10.0.3.8/0], ExceptionType:[Heartbeat Lost Occurred], Possible Reason:1. Process has exited",
+          {"name": "location", "host": "10.0.3.7", "local_rank": 1}),), fields={"name": "location", "rank": None, "rank_basis": ""}),
+    Row(Kind.ACCUSED, "Huawei CANN (HCCL), run log, 7.x to 8.x", r"crimer rank \[(?P<host>[\w.:\-]+)/(?P<local_rank>\d+)\] status\[(?P<detail>\w+)\]", "crimer rank",
+        (("[HeartbeatAbnormal]local rank [10.0.3.5/1]: crimer rank [10.0.3.7/2] status[LOST] by informer rank [10.0.3.8/3]", {"name": "location", "local_rank": 2}),), fields={"name": "location", "rank": None, "rank_basis": ""}),
+    Row(Kind.TIMEOUT, "Huawei CANN (HCCL), LINK_ERROR_INFO, 7.x to 8.x", r"\| ?[\d.]+\((?P<peers>\d+)\) \| \d+ \| [\d.]+\((?P<own>\d+)\) \| \d+ \| (?:client|server) \| (?P<detail>time ?out)", "| time",
+        (("| 192.0.2.9(0) | 16666 | 192.0.3.8(1) | 32344 | client | time out | DISABLE |", {"peers": (0,), "rank": 1}),), fields={"name": "hccl"}, more=lambda found, text, fact: fact.clone(detail="")),
+    Row(Kind.TIMEOUT, "Huawei CANN (HCCL), links, 6.x to 8.x", r"createLink para: ?rank\[\d+\]-localUserrank\[(?P<own>\d+)\].{0,120}?(?:remoteRank|dst_rank)\[\d+\]-remoteUserrank\[(?P<peers>\d+)\](?:.{0,80}?tag\[(?P<detail>[^\]]*)\])?", "createLink para",
+        (("Transport init error! createLink para:rank[1]-localUserrank[1]-localIpAddr[10.0.0.1], remoteRank[0]-remoteUserrank[0]-remoteIpAddr[10.0.0.2], tag[HcomAllReduce_6629]", {"peers": (0,), "rank": 1}),), fields={"name": "hccl"}),
+    Row(Kind.TIMEOUT, "Huawei CANN (HCCL), sockets, 6.x to 8.x", r"wait socket establish timeout, role\[\d\] rank\[(?P<own>\d+)\] timeout\[(?P<seconds>\d+) ?s?\]|device\[\d+\] rank\[(?P<group_rank>\d+)\] get socket timeout", "socket",
+        (("wait socket establish timeout, role[1] rank[12] timeout[120 s]", {"rank": 12, "seconds": 120.0}),), fields={"name": "hccl"}),
+    # --- watchers, trainers -----------------------------------------------------------------------------------------
+    Row(Kind.ENGINE_WAIT, "nvidia-resiliency-ext rank_monitor_server.py, 0.3 to 0.6", r"(?:RankMonitorServer:(?P<own>\d+)\] )?(?:Did not get (?:subsequent|initial) heartbeat(?:\. Waited (?P<seconds>[\d.]+) seconds)?|Section '(?P<detail>[^']*)' has been open for [\d.]+ seconds\. Timeout is (?P<limit_s>[\d.]+))", "",
+        (("[Cycle 2] Did not get subsequent heartbeat. Waited 300.00 seconds.", {"name": "monitor", "seconds": 300.0}),), fields={"name": "monitor"},
+        more=lambda found, text, fact: fact if found["limit_s"] is None else fact.clone(seconds=float(found["limit_s"]))),
+    Row(Kind.ENGINE_END, "nvidia-resiliency-ext ft_launcher, 0.3 to 0.6", r"Progress tracker detected no progress|Attribution recommended stopping|reported a no-restart decision", "",
+        (("Progress tracker detected no progress across restarts. No more restarts will be attempted.", {"name": "stopped"}),), fields={"name": "stopped"}),
+    Row(Kind.ACCUSED, "Megatron-LM megatron/core/rerun_state_machine.py, 0.9 to 0.16", r"(?:Rank (?P<peers>\d+)(?:, node \S+, device \d+, iteration \d+)?: (?:found NaN in local|Unexpected result (?:nan|inf))|Unexpected result (?:nan|inf)\S* on rank (?P<second>\d+))(?P<detail>.{0,160})", "",
+        (("AssertionError: Rank 5: found NaN in local forward loss calculation. Device: 5, node: n7", {"name": "nan", "peers": (5,)}), ("Unexpected result nan on rank 6 at iteration #41 invocation #2 (message='found NaN in local grad norm')", {"peers": (6,)})),
+        fields={"name": "nan"}, more=lambda found, text, fact: fact if found["peers"] else fact.clone(peers=(int(found["second"]),))),
+    Row(Kind.ACCUSED, "Lightning pytorch_lightning/strategies/ddp.py, 1.5 to 1.9", r"DeadLock detected from rank: ?(?P<peers>\d+)(?P<detail>.{0,160})", "DeadLock detected",
+        (("DeadlockDetectedException: DeadLock detected from rank: 2", {"name": "raised", "peers": (2,)}),), fields={"name": "raised"}),
+    Row(Kind.ACCUSED, "torch/distributed/checkpoint/api.py, 2.0 to 2.15", r"CheckpointException ranks: ?(?:dict_keys\()?\[(?P<peers>[\d, ]+)\]", "CheckpointException",
+        (("torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([3, 7])", {"name": "checkpoint", "peers": (3, 7)}),), fields={"name": "checkpoint"}),
+    Row(Kind.ACCUSED, "programs that wait for all their ranks with a limit",
+        r"(?=.*(?:[Tt]imed out|[Tt]imeout))(?:.*?(?P<completed>\d+)/(?P<number>\d+) ranks arrived(?:: ?\[(?P<here>[\d, ]+)\])?|.*?[^\[](?:[Mm]issing|[Aa]bsent) ranks:? ?\[(?P<peers>[\d, ]+)\])", "ranks",
+        (("barrier timed out after 600 s: 3/4 ranks arrived: [0, 1, 3]", {"name": "barrier", "peers": (2,)}), ("RuntimeError: timed out in gather, missing ranks: [5]", {"peers": (5,)})),
+        ("gather went on, missing ranks: [3, 5]", "all ranks arrived in time, no timeout"), fields={"name": "barrier", "rank": None, "rank_basis": ""}, more=_arrived),
+    Row(Kind.ENGINE_WAIT, "Ray Train v2, 2.43 to 2.50", r"worker health check has been hanging for (?P<seconds>[\d.]+) seconds|WorkerGroupStartupTimeoutError", "",
+        (("A worker health check has been hanging for 601.20 seconds. Marking the worker as dead.", {"name": "health"}),), fields={"name": "health"}),
+    Row(Kind.ENGINE_WAIT, "torchcomms CTRAN, 2026", r"collective TIMED OUT for graph \d+ collective \d+ on rank (?P<own>\d+)(?: - elapsed \d+ms > timeout (?P<ms>\d+)ms)?|Communicator aborted \(timeout\) on rank (?P<group_rank>\d+)", "",
+        (("[TC][rank=5][name=0] Graph monitor: collective TIMED OUT for graph 3 collective 12 on rank 5 - elapsed 30010ms > timeout 30000ms", {"name": "graph", "seconds": 30.0}),), fields={"name": "graph"}),
+    Row(Kind.NOTE, "NeMo nemo/utils/callbacks (straggler_det_callback.py), 1.23 to 2.2", r"STRAGGLER DETECTION WARNING: .*?Affected ranks: (?P<detail>.*)", "STRAGGLER DETECT",
+        (("STRAGGLER DETECTION WARNING: Some GPUs have worse relative performance. Affected ranks: Rank=11 (score 0.41 < threshold 0.7)", {"peers": (11,)}),), fields={"name": "straggler", "rank": None, "rank_basis": ""},
+        more=lambda found, text, fact: fact.clone(peers=tuple(int(rank) for rank in re.findall(r"[Rr]ank[ =](\d+)", fact.detail)))),
+    Row(Kind.ENGINE_END, "NeMo nemo/utils/callbacks (straggler_det_callback.py), 1.23 to 2.2", r"Detected stragglers[.:] [Tt]erminating training", "etected stragglers",
+        (("[NeMo E 2025-02-02 02:03:00 straggler_det_callback:131] Detected stragglers. Terminating training...", {"name": "straggler"}),), fields={"name": "straggler"}),
+    Row(Kind.ENGINE_WAIT, "Horovod horovod/common/stall_inspector.cc, 0.18 to 0.28", r"(?:is|are) stalled for longer than (?P<seconds>\d+) seconds\. Will shutdown", "stalled for longer",
+        (('One or more rank (marked by "!") is stalled for longer than 300 seconds. Will shutdown.', {"seconds": 300.0, "name": "horovod"}),), fields={"name": "horovod", "rank": None, "rank_basis": ""}),
+    Row(Kind.ALIVE, "vLLM, SGLang, uvicorn: a server's answer to a probe", r"\"GET /health\w* HTTP/1\.[01]\" 200", "/health",
+        (('INFO:     10.1.7.7:50230 - "GET /health_generate HTTP/1.1" 200 OK', {"name": "generate"}),), ('"GET /health HTTP/1.1" 503 Service Unavailable',), fields={"name": "generate", "after_symptom": True, "rank": None, "rank_basis": ""}),
+    Row(Kind.NOTE, "trainers that begin again where they were", r"[Rr]esum(?:e|ed|es|ing) (?:training )?(?:from|at) (?:\w+ ){0,2}(?:step|iteration|epoch|checkpoint)|Restored all states from the checkpoint|\bloaded checkpoint .{0,120}\biter(?:ation)? +\d+", "",
+        (("[rank0] resumed from step 7140", {"name": "resumed"}), ("Restored all states from the checkpoint at /ck/hpc_ckpt_3.ckpt", {})), fields={"name": "resumed", "rank": None, "rank_basis": ""}),
+    Row(Kind.ACCUSED, "Mooncake mooncake-ep (mooncake_worker.cu), 0.3", r"Rank (?P<number>\d+): no response from peer rank (?P<peers>\d+) within (?P<us>\d+) us", "no response from peer",
+        (("W20260502 10:14:16.122346 3202 mooncake_worker.cu:311] Rank 2: no response from peer rank 5 within 10000000 us, marking it broken; active_ranks=[1,1,1,1,1,0,1,1]", {"number": 2, "peers": (5,), "seconds": 10.0}),),
+        fields={"name": "silent", "rank": None, "rank_basis": ""}, more=lambda found, text, fact: fact.clone(seconds=int(found["us"]) / 1e6)),
+    Row(Kind.ACCUSED, "Linux kernel/hung_task.c, 3.0 to 6.15", r"INFO: task (?P<detail>python[\w.]*|pt_main_thread):(?P<pid>\d+) blocked for more than \d+ seconds", "blocked for more than",
+        (("[Wed Oct  9 16:12:41 2024] INFO: task python:40117 blocked for more than 120 seconds.", {"pid": 40117}),), fields={"name": "blocked", "rank": None, "rank_basis": ""}),
+    Row(Kind.KERNEL_OOM, "IBM Spectrum LSF, 10", r"TERM_MEMLIMIT: (?P<detail>job killed.*)", "TERM_", (("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.", {"name": "lsf"}),), fields={"name": "lsf", "rank": None, "rank_basis": ""}),
+    Row(Kind.SCHEDULER, "IBM Spectrum LSF, 10", r"TERM_RUNLIMIT: job killed", "TERM_", (("TERM_RUNLIMIT: job killed after reaching LSF run time limit.", {"name": "TIME LIMIT"}),), fields={"name": "TIME LIMIT", "rank": None, "rank_basis": "", "host": ""}),
+    Row(Kind.ACCUSED, "Horovod horovod/common/stall_inspector.cc, 0.13 to 0.28", r"(?P<detail>[\w./\-]+)!? ?\[missing ranks: (?P<peers>[\d, ]+)\]", "[missing ranks",
+        (("Stalled ops: HorovodAllreduce_g_0 [missing ranks: 3, 5]", {"name": "horovod", "peers": (3, 5)}),), fields={"name": "horovod"}),
+    Row(Kind.ACCUSED, "Horovod horovod/common/operations.cc, 0.9 to 0.15", r"(?P<detail>[\w./\-]+)!? ?\[ready ranks: (?P<peers>[\d, ]+)\]", "[ready ranks",
+        (("HorovodAllreduce_g_0 [ready ranks: 5, 0, 2]", {"name": "horovod_ready", "peers": (5, 0, 2)}),), fields={"name": "horovod_ready"}),
+    Row(Kind.SCHEDULER, "Ray, 2.5 to 2.50: the end of a node", r"(?:its node has died|node with node id:?.{0,80}?address: ?(?P<host>[\w.:\-]+).{0,40}?marked dead|actor's node was terminated unexpectedly)(?P<detail>.{0,120})", "",
+        (("The node with node id: 0f2a and address: 10.0.3.7 and node name: 10.0.3.7 has been marked dead because the detector has missed too many heartbeats from it.", {"host": "10.0.3.7", "name": "NODE FAILURE"}),),
+        fields={"name": "NODE FAILURE", "rank": None, "rank_basis": ""}, more=_ray_node),
+    Row(Kind.ACCUSED, "Ray Train (python/ray/train/v2/_internal/execution/checkpoint/sync_actor.py, 2.47 to 2.60)", r"[Tt]he following ranks have not called it: \[(?P<peers>[\d, ]+)\]", "have not called it",
+        (("The following ranks have not called it: [2]", {"name": "barrier", "peers": (2,)}),), fields={"name": "barrier"}),
+    Row(Kind.NOTE, f"{_ELASTIC.replace('multiprocessing', 'agent/server')}, 1.9 to 2.15", r"Rendezvous complete for workers\. Result: restart_count=[1-9]", "Rendezvous complete",
+        (("I0915 01:01:24.000000 3300 torch/distributed/elastic/agent/server/api.py:525] [default] Rendezvous complete for workers. Result: restart_count=1 group_rank=0", {"name": "restarted"}),), fields={"name": "restarted"}),
+    Row(Kind.KERNEL_OOM, "Ray memory monitor, 2.4 to 2.50", r"where the task \((?:actor ID: \w+, |task ID: \w+, )?name=(?P<place>[^,]*), pid=(?P<pid>\d+), memory used=", "memory used=",
+        (("Memory on the node (IP: 10.2.1.5, ID: c1a2e3) where the task (actor ID: 50c1, name=07GxWorkerDict_0:3, pid=87687, memory used=141.02GB) was running was 953.11GB / 1002.40GB", {"pid": 87687, "name": "ray", "place": "07GxWorkerDict_0:3"}),),
+        fields={"name": "ray", "rank": None, "rank_basis": ""}, more=lambda found, text, fact: fact.clone(place=found["place"])),
+    Row(Kind.KERNEL_OOM, "Ray memory monitor, 2.2 to 2.50", r"(?P<number>[1-9]\d*) Workers? \(tasks / actors\) killed due to memory pressure.{0,120}?IP: (?P<host>[\w.:\-]+)\)|NODE_OUT_OF_MEMORY", "",
+        (("2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons at node (ID: 3f, IP: 10.0.3.7) over the last time period.", {"host": "10.0.3.7", "number": 2}),),
+        fields={"name": "ray", "rank": None, "rank_basis": ""}),
+    # --- processes that die, as launchers tell it -------------------------------------------------------------------
+    Row(Kind.EXIT, f"{_ELASTIC}, 1.9 to 2.15", r"failed \(exitcode: (?P<number>-?\d+)\)(?: for binary located at .*? with)? local_rank: (?P<local_rank>\d+) \((?:pid|process ID): (?P<pid>\d+|…)\)", "local_rank: ",
+        (
+            ("ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -9) local_rank: 3 (pid: 812917) of binary: /usr/bin/python", {"number": -9, "local_rank": 3, "pid": 812917}),
+            ("[2023-10-13 17:40:02,544] torch.distributed.elastic.multiprocessing.api: [ERROR] failed (exitcode: -11) local_rank: 0 (pid: 62498) of binary: /x", {"number": -11}),
+            ("E0813 06:19:49.809000 161210 site-packages/torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1) local_rank: 7 (pid: 9) of binary: /x", {"number": 1, "local_rank": 7}),
+            ("0: E0813 06:19:49.809000 1 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: -9) local_rank: 2 (pid: 7) of binary: /x", {"local_rank": 2, "node": 0}),
+            ("failed (exitcode: -9) for binary located at /opt/bin/python with local_rank: 0 (process ID: 71)", {"local_rank": 0, "pid": 71}),
+        ), ("traceback : exitcode : 1 (pid: 4100) local_rank: 3",), fields={"name": "local", "rank": None, "rank_basis": ""}),
+    Row(Kind.ENDED_BY_LAUNCHER, f"{_ELASTIC}, 1.9 to 2.15", r"Sending process (?P<pid>\d+) closing signal (?P<name>SIG\w+)", "closing signal",
+        (("W1223 05:17:58.996000 3304089 torch/distributed/elastic/multiprocessing/api.py:908] Sending process 3304210 closing signal SIGTERM", {"pid": 3304210}),)),
+    Row(Kind.NOTE, f"{_ELASTIC}, 1.9 to 2.15", r"Unable to shutdown process (?P<number>\d+) via (?:Signals\.)?\w+", "to shutdown process",
+        (("Unable to shutdown process 4100 via Signals.SIGTERM, forcefully exiting via Signals.SIGKILL", {"name": "forced_kill"}),), fields={"name": "forced_kill"}),
+    Row(Kind.LAUNCHER, "torch/multiprocessing/spawn.py, 1.0 to 2.15", r"process (?P<local_rank>\d+) terminated with signal (?P<signal>\w+)", "terminated with signal",
+        (("torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGKILL", {"local_rank": 0, "number": -9}),), fields={"name": "first", "rank": None}, more=_spawned),
+    Row(Kind.EXIT, "torch/multiprocessing/spawn.py, 1.0 to 2.15", r"process (?P<local_rank>\d+) terminated with exit code (?P<number>\d+)|Process (?P<local>\d+) terminated with the following error", "terminated with",
+        (("ProcessExitedException: process 1 terminated with exit code 1", {"local_rank": 1, "number": 1}), ("-- Process 2 terminated with the following error:", {"local_rank": 2})),
+        fields={"name": "local", "rank": None, "rank_basis": ""},
+        more=lambda found, text, fact: fact if found["local"] is None else fact.clone(local_rank=int(found["local"]), number=1)),
+    Row(Kind.LAUNCHER, "Open MPI orte, prterun, 1.8 to 5.0; MPICH hydra says it by host", r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<host>\S+) exited on signal (?P<number>\d+)", "exited on",
+        (("mpirun noticed that process rank 1 with PID 12345 on node gpu1 exited on signal 9 (Killed).", {"rank": 1, "number": -9, "host": "gpu1"}),),
+        fields={"name": "first", "rank_basis": "launcher"}, more=_negative),
+    Row(Kind.LAUNCHER, "HPE Cray PALS (mpiexec, aprun), 1.0 to 1.6", r"rank (?P<rank>\d+) died from signal (?P<number>\d+)", "died from signal",
+        (("x3005c0s7b1n0.hsn.cm: rank 17 died from signal 11 and dumped core", {"rank": 17, "number": -11}),), fields={"name": "first"},
+        more=lambda found, text, fact: fact.clone(kind=Kind.ENDED_BY_LAUNCHER) if fact.number == 15 else fact.clone(number=-(fact.number or 0))),
+    Row(Kind.LAUNCHER, "gcloud compute tpus tpu-vm ssh --worker=all, 400 to 540", r"Command execution on worker (?P<rank>\d+) failed with exit status (?P<number>\d+)", "Command execution",
+        (("##### Command execution on worker 2 failed with exit status 137. Continuing.", {"rank": 2, "number": -9}), ("##### Command execution on worker 0 failed with exit status 134. Continuing.", {"number": -6})),
+        fields={"name": "event", "rank_basis": "launcher"}, more=lambda found, text, fact: fact.clone(number=128 - (fact.number or 0)) if (fact.number or 0) > 128 else fact),
+    Row(Kind.LAUNCHER, "PaddlePaddle paddle.distributed.launch, 2.3 to 3.1", r"Container rank (?P<rank>\d+) status failed .*\bcode (?P<number>-?\d+)", "Container rank",
+        (("Container rank 3 status failed cmd ['/usr/bin/python3', '-u', 'run.py'] code -9 log log/workerlog.3", {"rank": 3, "number": -9}),), fields={"name": "first", "rank_basis": "launcher"}),
+    Row(Kind.LAUNCHER, "IBM Spectrum LSF jsrun, 10", r"One or more process \(first noticed rank (?P<rank>\d+)\) terminated with signal (?P<number>\d+)", "first noticed rank",
+        (("ERROR:  One or more process (first noticed rank 37) terminated with signal 9", {"rank": 37, "number": -9}),), fields={"name": "first", "rank_basis": "launcher"},
+        more=lambda found, text, fact: fact.clone(kind=Kind.ENDED_BY_LAUNCHER) if fact.number == 15 else fact.clone(number=-(fact.number or 0))),
+    Row(Kind.LAUNCHER, "Flux flux-core src/shell/doom.c, 0.46 to 0.80", r"doom: .{0,80}?rank (?P<rank>\d+) on host (?P<host>\S+) exited and exit-timeout=(?P<seconds>[\d.]+)s", "doom: ",
+        (("flux-shell[0]: FATAL: doom: python3: rank 3 on host node1 exited and exit-timeout=30s has expired", {"rank": 3, "host": "node1", "seconds": 30.0}),), fields={"name": "first", "rank_basis": "launcher", "number": None}),
+    Row(Kind.LAUNCHER, "Lightning lightning/fabric/strategies/launchers/subprocess_script.py, 2.0 to 2.5", r"\[rank: (?P<rank>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<number>-?\d+)", "terminated with code",
+        (("[rank: 3] Child process with PID 4711 terminated with code -9. Forcefully terminating all other processes to avoid zombies", {"rank": 3, "number": -9}),), fields={"name": "first"}),
+    Row(Kind.LAUNCHER, "DeepSpeed launcher/launch.py, 0.5 to 0.18", r"(?:--local[_-]rank=(?P<local_rank>0)(?!\d).*)?exits with return code = (?P<number>-?\d+)", "return code = ",
+        # The command is the one that the launcher started last, whichever process ended (launch.py: `cmd` of its loop);
+        # it names the process that ended only where it is the only one.
+        (("[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank=6'] exits with return code = -11", {"local_rank": None, "number": -11}),
+         ("[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'a.py', '--local_rank=0'] exits with return code = -11", {"local_rank": 0})), fields={"name": "first", "rank": None, "rank_basis": ""}),
+    Row(Kind.ENDED_BY_LAUNCHER, "DeepSpeed launcher/launch.py, 0.5 to 0.18", r"sigkill_handler\] Killing subprocess (?P<pid>\d+)", "Killing subprocess",
+        (("[2024-05-01 10:00:00,1] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 4100", {"pid": 4100}),)),
+    Row(Kind.LAUNCHER, "Slurm srun, 20 to 25", r"srun: error: (?P<host>\S+?): tasks? (?P<peers>[\d,\- ]+): (?P<name>Killed|Out Of Memory|Segmentation fault|Bus error|Aborted|Terminated|Exited with exit code (?P<code>\d+))", "srun: error",
+        (("srun: error: node1: task 5: Out Of Memory", {"node": 5, "number": -9, "host": "node1"}), ("srun: error: node1: task 3: Segmentation fault (core dumped)", {"number": -11}),
+         ("srun: error: node1: task 3: Exited with exit code 137", {"number": -9})),
+        fields={"rank": None}, more=_srun),
+    Row(Kind.KERNEL_OOM, "Slurm slurmstepd, 18 to 25", r"slurmstepd: error: (?P<detail>Detected \d+ oom[_-]kill event.*|.*Exceeded (?:job|step) memory limit.*)", "slurmstepd",
+        (("slurmstepd: error: Detected 1 oom_kill event in StepId=123.0. Some of the step tasks have been OOM Killed.", {}),), fields={"name": "slurm"}),
+    Row(Kind.SCHEDULER, "Slurm slurmstepd and srun, 18 to 25", r"(?:slurmstepd|srun): (?:error: )?.*?CANCELLED AT \S+ DUE TO (?P<name>TIME LIMIT|NODE FAILURE|PREEMPTION|JOB REQUEUE)", "DUE TO",
+        (("slurmstepd: error: *** STEP 123.0 ON node1 CANCELLED AT 2024-05-01T10:00:00 DUE TO TIME LIMIT ***", {"name": "TIME LIMIT", "host": ""}),)),
+    Row(Kind.ENDED_BY_LAUNCHER, "Slurm, 18 to 25", r"(?:slurmstepd|srun): (?:error: )?.*?(?:CANCELLED AT(?!.*DUE TO)|Terminating (?:StepId|job step)|Job step aborted|forcing job termination)", "",
+        (("slurmstepd: error: *** STEP 123.0 ON node1 CANCELLED AT 2024-05-01T10:00:00 ***", {}),)),
+    Row(Kind.SCHEDULER, "Slurm srun, 18 to 25", r"srun: error: Node failure on (?P<host>\S+)", "Node failure", (("srun: error: Node failure on gpu-07", {"host": "gpu-07"}),), fields={"name": "NODE FAILURE"}),
+    Row(Kind.SCHEDULER, "Kubernetes events (kubectl get events, describe pod), 1.20 to 1.34",
+        r"\b(?P<name>OOMKilled|OOMKilling|Evicted|Preempted|Preempting|NodeNotReady|TaintManagerEviction)\b(?: (?P<host>(?:pod|node)/\S+))?(?P<detail>.*)", "",
+        (("12m   Warning   Evicted   pod/train-worker-2   The node was low on resource: memory. Threshold quantity: 100Mi", {"name": "Evicted", "host": "pod/train-worker-2"}),
+         ("      Reason:       OOMKilled", {"name": "OOMKilled"}), ("3m  Normal  NodeNotReady  node/gpu-17  Node gpu-17 status is now: NodeNotReady", {"host": "node/gpu-17"}))),
+    Row(Kind.EXIT, "accelerate, subprocess (CPython), 3.8 to 3.13", r"died with <Signals\.(?P<signal>SIG\w+): \d+>", "died with", (("subprocess.CalledProcessError: Command '[...]' died with <Signals.SIGKILL: 9>.", {"number": -9}),),
+        fields={"name": "command", "rank": None, "rank_basis": ""}, more=_spawned),
+    Row(Kind.WORKER_DIED, "Ray, 2.0 to 2.50",
+        r"(?P<detail>(?:worker died|SYSTEM_ERROR|The actor (?:is dead|died)|ActorDiedError|RayActorError|WorkerCrashedError|NodeDiedError|ActorUnavailableError).*)", "",
+        (("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", {}),), fields={"rank": None, "rank_basis": ""}),
+    Row(Kind.KERNEL_OOM, "Ray memory monitor, 2.2 to 2.50", r"(?P<detail>(?:ray\.exceptions\.OutOfMemoryError|killed due to the node running low on memory|node was running low on memory).*)", "emory",
+        (("ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.", {}),), fields={"name": "ray", "rank": None, "rank_basis": ""}),
+    # --- kernel, driver, GPU  ---
+    Row(Kind.XID, "NVIDIA driver (dmesg), 390 to 580", r"NVRM: Xid \((?:PCI:)?(?P<name>[0-9a-fA-F:.]+)\): (?P<number>\d+)(?:, (?:pid=(?P<pid>\d+|'?<unknown>'?)?,?)?(?P<detail>.*))?", "NVRM: ",
+        (("[ 5321.1] NVRM: Xid (PCI:0000:3b:00): 79, pid=4100, GPU has fallen off the bus.", {"number": 79, "pid": 4100}), ("NVRM: Xid (PCI:0000:86:00): 63, Row Remapper: New row marked", {"number": 63}))),
+    Row(Kind.NOTE, "Linux amd_iommu (dmesg)", r"(?P<detail>.*(?:IO_PAGE_FAULT).*)", "", (("AMD-Vi: Event logged [IO_PAGE_FAULT device=3b:00.0 domain=0x1]", {"name": "iommu_fault"}),), fields={"name": "iommu_fault"}),
+    Row(Kind.KERNEL_OOM, "Linux mm/oom_kill.c (dmesg), 4.x to 6.x", r"(?P<detail>(?:[Oo]ut of memory: Killed process (?P<pid>\d+)|Memory cgroup out of memory: Kill(?:ed)? process (?P<inside>\d+)|oom-kill:|oom_reaper: reaped process).*)", "",
+        (("[ 99.1] Out of memory: Killed process 4100 (python) total-vm:99kB", {"pid": 4100}), ("Memory cgroup out of memory: Killed process 77 (python3) total-vm:1kB", {"pid": 77})),
+        more=lambda found, text, fact: fact if found["inside"] is None else fact.clone(pid=int(found["inside"]))),
+    Row(Kind.NIC, "Linux mlx5, bonding, e1000, netdev (dmesg)",
+        r"(?P<detail>mlx\d_core \S+.*?(?:[Ll]ink (?:[Dd]own|DOWN)|health compromised|reset|device's health|FW fatal|timeout)|\S+: (?:NIC )?[Ll]ink is [Dd]own.*|\S+: link status definitely down.*|NETDEV WATCHDOG.*)", "",
+        (("[ 881.2] mlx5_core 0000:3b:00.0: mlx5_health_try_recover: reset requested", {}), ("[ 9.1] mlx5_core 0000:3b:00.0 ens1: Link down", {}), ("NETDEV WATCHDOG: ens5 (ena): transmit queue 0 timed out", {}))),
+    Row(Kind.CUDA, "Intel Level Zero, unified runtime (oneAPI, 2024 to 2026)", r"(?P<detail>.{0,80}(?:UR|ZE)_RESULT_ERROR_DEVICE_LOST.*)", "DEVICE_LOST",
+        (("terminate called, what():  level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)", {"name": "hardware"}),), fields={"name": "hardware"}),
+    Row(Kind.CUDA, "CUDA runtime and NVIDIA driver", r"(?P<detail>.{0,60}(?:uncorrectable (?:NVLink )?(?:ECC )?error|ECC error|fallen off the bus|GPU is lost).*)", "",
+        (("[rank3]: RuntimeError: CUDA error: uncorrectable ECC error encountered", {"rank": 3, "name": "hardware"}),), fields={"name": "hardware"}),
+    # --- frameworks  ---
+    Row(Kind.UNUSED, "torch/csrc/distributed/c10d/reducer.cpp, 1.5 to 2.15", r"(?:Parameter indices|Parameters) which did not receive grad for rank (?P<rank>\d+): ?(?P<detail>.{0,200})", "not receive grad",
+        (("Parameter indices which did not receive grad for rank 1: 2 3", {"rank": 1, "detail": "2 3"}),)),
+    Row(Kind.UNUSED, "torch/csrc/distributed/c10d/reducer.cpp, 1.5 to 2.15", r"Expected to have finished reduction in the prior iteration", "finished reduction",
+        (("[rank1]: RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.", {"rank": 1}),)),
+    Row(Kind.TRACE_INVALIDATED, "DeepSpeed runtime/zero/partitioned_param_coordinator.py, 0.5 to 0.18",
+        r"[Ii]nvalidate trace cache(?: @ step (?P<step>\d+)(?: and module \d+)?:? (?:cache has only \d+ modules|expected module (?P<expected>\d+), but got module (?P<got>\d+)))?", "nvalidate trace",
+        (("Invalidate trace cache @ step 3: expected module 2, but got module 1", {"number": 3}),), more=_trace_step),
+    Row(Kind.DATALOADER, "torch/utils/data/dataloader.py, 1.0 to 2.15; decord", r"^(?!.*Error: DataLoader worker)(?P<detail>.*(?:DataLoader worker \(pid\(?s?\)? ?[\d, ]+\)? (?:is killed by signal|exited unexpectedly)|decord).*)", "",
+        (("WARNING: DataLoader worker (pid 4100) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory", {}),),
+        ("RuntimeError: DataLoader worker (pid 4100) is killed by signal: Killed.",)),
+    Row(Kind.CUDA, "c10/cuda and CUDA runtime", r"(?:CUDA|HIP) error: (?P<detail>.*)|CUDA runtime error in .{0,200}?: (?P<trtllm>.*)|Cuda failure(?: \d+)? '(?P<name>[^']*)'", "rror",
+        (("RuntimeError: CUDA error: an illegal memory access was encountered", {"detail": "an illegal memory access was encountered"}),),
+        more=lambda found, text, fact: fact.clone(detail=(fact.detail or found["trtllm"] or fact.name)[:200], name="")),
+    Row(Kind.RETRIED, "trainers", r"\b(?:[Rr]etrying\b|[Rr]etry \d|[Rr]etry with\b|will be retried)|\(caught\b|\bcaught[,:] (?=.*(?:[Rr]etr|[Ss]kip|[Cc]ontinu|[Ii]gnor|memory))|Decreasing batch size to", "",
+        (("[rank2]: retrying the batch after ValueError", {"rank": 2}),), ("exceeded error retry count after 35 attempts",)),
+    Row(Kind.NOTE, "CPython Modules/faulthandler.c (dump_traceback_later), 3.8 to 3.14", r"(?:^|\]:)Timeout \((?P<delta>\d+:\d\d:\d\d)\S*\)!", "imeout",
+        (("Timeout (0:15:00)!", {"name": "dumped", "seconds": 900.0}),), fields={"name": "dumped"}),
+    # --- exceptions of Python, of whatever kind; last, so that what is known of them stands above  ---
+    Row(Kind.EXCEPTION, "CPython", r"(?<![\w./])(?!LustreError)(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|OutOfMemory)|SystemExit))(?:: (?P<detail>.+)|:?$)", "r",
+        (("[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", {"rank": 2, "name": "OutOfMemoryError"}), ("ValueError: bad sample 17", {"name": "ValueError"})),
+        ("the words Error handling",), more=_exception),
+    Row(Kind.EXCEPTION, "c10/cuda/CUDACachingAllocator.cpp, 1.0 to 2.15, without the exception's name", r"(?P<detail>CUDA out of memory\. .*)", "ut of memory",
+        (("CUDA out of memory. Tried to allocate 2.00 GiB", {"name": "OutOfMemoryError"}),), fields={"name": "OutOfMemoryError"}),
+)  # fmt: skip
+
+
+def parse_text(text: str, make: Fact) -> Iterator[Fact]:
+    """Yield the facts of one record, in the order of the rows; `make` carries its place, rank and clock."""
+    group, inner = group_of(text)
+    make = make.clone(group=group, group_rank=inner)
+    taken: list[tuple[int, int]] = []
+    for row in ROWS:
+        if row.anchor not in text and row.joined not in text:
+            continue
+        target = text if row.kind is not Kind.EXCEPTION else message_of(text)
+        shift = len(text) - len(target)
+        for found in row.pattern.finditer(target):
+            start, end = found.start() + shift, found.end() + shift
+            if start == end or any(start < b and a < end for a, b in taken):
+                continue
+            fact = build(row, found, target, make)
+            if fact is not None:
+                taken.append((start, end))
+                yield fact

@@ -1,0 +1,389 @@
+"""Ranks of the job that processes, pods, local ranks, GPUs and engines' workers are, from the lines that prove it.
+
+Lines are read one by one: each may tie a rank to a process number, a host, a pod or a local rank. What two ranks claim
+is nobody's. A local rank becomes a global one with the first rank of its node, and that counts for the node alone of
+which it is told: the host or the pod in front of the line, the file, or the folder of torchrun's --log-dir.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ncclguard_explain import places
+from ncclguard_explain.facts import MAX_RANK, Fact, Kind
+from ncclguard_explain.records import Prefix, Source, split_prefix
+
+Key = TypeVar("Key")
+#: The rank of what several ranks claim.
+NOBODY = -1
+#: Statements of each kind that are kept, to bound memory.
+MOST = 100_000
+
+# The rank of the speaker, as Lightning, Megatron, Ray Train, Slurm, vLLM and JAX programs print it; not of a peer.
+_OWN_RANK = re.compile(
+    r"(?<!for )(?<!from )(?<!to )(?<!by )(?<!of )(?<!remote )(?<!peer )"
+    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\[rank=(?=\d+, world_size=)"
+    r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b"
+)
+_LOCAL_RANK = re.compile(r"\b(?:LOCAL_RANK|local[ _]rank)[ =:]+(\d{1,4})\b")
+# The environment of one rank, as a container's entry point prints it.
+_ENVIRONMENT = re.compile(r"(?:^(?=.*\bWORLD_SIZE=).*(?<![A-Z_])RANK=(\d{1,6})\b|^(?:export )?RANK[=:] ?(\d{1,6})\s*$)")
+_WORLD = re.compile(r"\bWORLD_SIZE=(\d{1,6})\b")
+# What `kubectl describe` and `kubectl get` head, in a log of commands.
+_DESCRIBED = re.compile(
+    r"^Name: +(\S+)$|\bkubectl (?:-\S+ \S+ )*(?:get|describe|logs) (?:pods?[ /])?([a-z0-9][a-z0-9.\-]*\d)\b"
+)
+_LISTED = re.compile(r"^(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d+ ")  # a row of `kubectl get pods`
+_OF_GROUP = re.compile(r"\[rank (\d{1,6})/(\d{1,6})\]")  # vLLM: in a group of that size
+_PROCESS = re.compile(
+    r"(?<!local )(?<!from )(?<!for )(?<!to )(?<!remote )\b[Rr]ank[ =:]+(?P<rank>\d{1,6})\b[^|;]{0,40}?\bpid[ =:]+(?P<pid>\d{1,9})\b"
+)
+_SPIED = re.compile(r"py-spy dump\b.*?(?:--pid|-p)[ =](\d{1,9})\b.*?\b(?:RANK|[Rr]ank)[ =:]*(\d{1,6})\b")
+_ON_POD = re.compile(r"\b(?:RANK|rank)[ =:]+(\d{1,6})\b.{0,30}?\bpod[ =:]+([a-z0-9][a-z0-9.\-]*[a-z0-9])")
+_OWN_PID = re.compile(r"(?:\[rank \d{1,6}\] ?)?pid[ =:]+(\d{1,9})\b")
+_OF_SPY = re.compile(r"^Process (\d{1,9}): .*--local[-_]rank[ =](\d{1,4})\b")  # py-spy's head of a dump
+# A group that a trainer and its engines build, by OpenRLHF's and others' words: in it each has its number.
+_JOINS = re.compile(r"\binit_process_group: .*?\brank=(\d{1,6}), world_size=(\d{1,6}), group_name=")
+# Ray Train (python/ray/train/_internal/worker_group.py and v2, 2.7 to 2.60): where each rank runs.
+_PLACED = re.compile(r"ip=([\d.]+), pid=(\d{1,9})\) world_rank=(\d{1,6})")
+_ON_HOST = re.compile(
+    r"(?<!to )(?<!remote )(?<!for )(?<!from )\bhost(?:name)?(?:[=:] ?| )([A-Za-z][\w.\-]*\d[\w.\-]*)(?!:\d)\b"
+)
+# SGLang (python/sglang/srt/utils/common.py, 0.4 to 0.5)
+_DUMPED = re.compile(r"(?:\[[^\]]*?((?: (?:DP|PP|TP|EP)\d+)+)\] )?[Pp]yspy dump for PID (\d+)")
+# The node's place in the job and the ranks on a node. torchrun takes --node_rank for its static rendezvous alone.
+_NODE_RANK = re.compile(r"(?:--?|\b)(?:node|machine|NODE|MACHINE)[_-](?:rank|RANK)['\"]?[\s=:]+['\"]?(\d{1,5})\b")
+_PER_NODE = re.compile(
+    r"(?:nproc[_-]per[_-]node|NPROC_PER_NODE|num_local_procs|gpus_per_node|GPUS_PER_NODE)['\"]?[\s=:]+['\"]?(\d{1,3})\b"
+)
+_ACCELERATE = re.compile(r"--num_processes[ =](\d{1,6})\b.*--num_machines[ =](\d{1,5})\b")
+_ASSIGNED_BY_STORE = re.compile(r"rdzv[_-](?:backend|endpoint)")
+_GLOBAL_RANKS = re.compile(r"\bglobal_ranks=\[([\d, ]+)\]")  # torchelastic's agent/server/api.py, 1.9 to 2.15
+# DeepSpeed launcher/launch.py, 0.5 to 0.18
+_MAPPING = re.compile(r"global_rank_mapping=.*?(\{.*\})")
+_SPAWNED = re.compile(r"process (\d{1,9}) spawned with command:.*--local[_-]rank=(\d{1,4})\b")
+_BUS = re.compile(r"\bcudaDev (\d{1,3})(?:.*?\bbusId ([0-9a-f]{1,8}))?")
+_OTHER_GPU = re.compile(r"\bGPU [1-9]\b|\bcuda:[1-9]\b")  # not the one GPU of a container with one rank
+_TROUBLE = re.compile(r"rror|xception|imed out|imeout|fail|kill")
+#: What is said of a host and not of the process that prints it.
+OF_A_HOST = frozenset(
+    {Kind.EXIT, Kind.WORKER_DIED, Kind.KERNEL_OOM, Kind.XID, Kind.NIC, Kind.SCHEDULER, Kind.RAS, Kind.GUARD}
+)
+
+
+def _prove(known: dict[Key, int], key: Key, rank: int) -> None:
+    if len(known) < MOST or key in known:
+        known[key] = rank if known.get(key, rank) == rank else NOBODY
+
+
+@dataclass
+class RankMap:
+    """The proofs in a log of which rank is which; `settled` puts them together.
+
+    A scope is what a local rank counts in: the name in front of the lines, "#3" for the fourth input, or a folder.
+    """
+
+    processes: dict[tuple[str, int], int] = field(default_factory=dict)  # (host, pid), the host may be ""
+    hosts: dict[str, set[int]] = field(default_factory=dict)  # host or pod -> the ranks whose lines name it
+    speakers: dict[str, set[int]] = field(default_factory=dict)  # name or "#3" -> the ranks that speak under it
+    environments: dict[str, set[int]] = field(default_factory=dict)  # the same, by the RANK of a container
+    worlds: set[int] = field(default_factory=set)  # WORLD_SIZE beside these
+    with_local: set[int] = field(default_factory=set)  # those of these ranks that say their LOCAL_RANK too
+    described: dict[int, str] = field(default_factory=dict)  # input -> the pod that its last lines are about
+    first: dict[str, int] = field(default_factory=dict)  # scope -> the rank that is its local rank 0
+    by_device: dict[str, int] = field(default_factory=dict)  # host -> the same, if NCCL's devices are local ranks
+    places: dict[str, int] = field(default_factory=dict)  # name of an engine's process -> its rank
+    parallel: dict[str, int] = field(default_factory=dict)  # sizes of groups that an engine states: tp, pp, dp, ep
+    _buses: dict[tuple[str, str], int] = field(default_factory=dict)
+    _names: set[str] = field(default_factory=set)
+    _local: dict[tuple[str, int], int] = field(default_factory=dict)  # (scope, pid) -> local rank
+    _local_of: dict[int, int] = field(default_factory=dict)  # pid -> local rank, NOBODY where two nodes have it
+    _nodes: dict[str, int] = field(default_factory=dict)  # scope -> node, of DeepSpeed's launcher
+    _of_group: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, rank) -> the group's size
+
+    # --- reading ---
+
+    def process(self, pid: int | None, rank: int, host: str = "") -> None:
+        """Note that a process is a rank."""
+        if pid is not None:
+            for where in {host, ""}:
+                _prove(self.processes, (where, pid), rank)
+
+    def read(self, text: str, prefix: Prefix, source: Source, following: Callable[[int], Sequence[str]]) -> None:
+        """Note what a line proves."""
+        where = prefix.host or prefix.container
+        scope = where or f"#{source.index}"
+        if ("Name: " in text or "kubectl " in text) and (described := _DESCRIBED.search(text)):
+            self.described[source.index] = described[1] or described[2]
+        rank = prefix.rank if prefix.basis == "prefix" and (prefix.rank or 0) < MAX_RANK else None
+        if rank is not None and not places.coordinates(prefix.place):
+            self.process(prefix.pid, rank, prefix.host)
+            if "pid" in text and (own := _OWN_PID.match(text)):
+                self.process(int(own[1]), rank)
+        if prefix.place and len(self._names) < MOST:
+            self._names.add(prefix.place)
+        if rank is None and ("ank" in text or "RANK" in text or "PROCID" in text or "process: " in text):
+            rank = self._told(text, prefix, scope)
+        if rank is not None and where:
+            self.hosts.setdefault(where, set()).add(rank)
+        if rank is not None and "host" in text and (found := _ON_HOST.search(text)):
+            self.hosts.setdefault(found[1], set()).add(rank)
+            if (local := _LOCAL_RANK.search(text)) and not _TROUBLE.search(text):
+                _prove(self.first, found[1], rank - int(local[1]))
+        if rank is not None:
+            self.speakers.setdefault(scope, set()).add(rank)
+        if "ank" in text or "spawned" in text or "RANK" in text or "Rendezvous" in text:
+            self._of_nodes(text, prefix, scope, following)
+        if "pod" in text and (on_pod := _ON_POD.search(text)):
+            self.hosts.setdefault(on_pod[2], set()).add(int(on_pod[1]))
+        if "ocal" in text and (spied := _OF_SPY.search(text)):
+            _prove(self._local, (scope, int(spied[1])), int(spied[2]))
+        if "yspy dump for" in text and (dumped := _DUMPED.search(text)) and (dumped[1] or dumped.start() == 0):
+            of_place = places.rank_of((dumped[1] or prefix.place).strip(), self.parallel)  # lines may have been joined
+            if of_place is not None:
+                self.process(int(dumped[2]), of_place)
+
+    def _told(self, text: str, prefix: Prefix, scope: str) -> int | None:
+        """Return the rank that a line without `[rank3]` says its speaker is; note processes that it lists."""
+        if placed := _PLACED.search(text):
+            self.process(int(placed[2]), int(placed[3]), placed[1])
+            self.hosts.setdefault(placed[1], set()).add(int(placed[3]))
+            return None
+        if _TROUBLE.search(text):
+            return None
+        if spied := _SPIED.search(text):
+            self.process(int(spied[1]), int(spied[2]))
+            return None
+        if joins := _JOINS.search(text):
+            self.process(prefix.pid, int(joins[1]), prefix.host)
+            return None
+        if of_group := _OF_GROUP.search(text):
+            if prefix.pid is not None and len(self._of_group) < MOST:
+                self._of_group[prefix.pid, int(of_group[1])] = int(of_group[2])
+            return None
+        for listed in _PROCESS.finditer(text):
+            self.process(int(listed["pid"]), int(listed["rank"]), prefix.host)
+        found = _OWN_RANK.search(text)
+        if found is None or int(found[1]) >= MAX_RANK:
+            if own := _ENVIRONMENT.search(text):
+                self.environments.setdefault(scope, set()).add(int(own[1] or own[2]))
+                self.worlds |= {int(size[1])} if (size := _WORLD.search(text)) else set()
+                self.with_local |= {int(own[1] or own[2])} if _LOCAL_RANK.search(text) else set()
+            return None
+        rank = int(found[1])
+        self.process(prefix.pid, rank, prefix.host)
+        local = _LOCAL_RANK.search(text)
+        if local:
+            _prove(self.first, scope, rank - int(local[1]))
+        return rank
+
+    def _of_nodes(self, text: str, prefix: Prefix, scope: str, following: Callable[[int], Sequence[str]]) -> None:
+        """Note the first rank of a node, as launchers tell it."""
+        if "Rendezvous complete for workers" in text:
+            after = [split_prefix(row) for row in following(40)]
+            speaker = prefix.host, prefix.container, prefix.pid, prefix.node
+            rows = [text, *(row.text for row in after if (row.host, row.container, row.pid, row.node) == speaker)][:12]
+            told = next((found for row in rows if (found := _GLOBAL_RANKS.search(row))), None)
+            if told:
+                if any(re.search(r"restart_count=[1-9]", row) for row in rows):
+                    self.first.pop(scope, None)  # the nodes have come in another order
+                _prove(self.first, scope, int(re.split(r"\D+", told[1])[0]))
+        elif "spawned with command" in text and (spawned := _SPAWNED.search(text)):
+            _prove(self._local, (scope, int(spawned[1])), int(spawned[2]))
+        elif mapping := _MAPPING.search(text):
+            lists = [numbers for numbers in re.findall(r"\[([\d, ]+)\]", mapping[1])]
+            node = self._nodes.get(scope, NOBODY)
+            if 0 <= node < len(lists):
+                _prove(self.first, scope, int(re.split(r"\D+", lists[node])[0]))
+        elif node_rank := _NODE_RANK.search(text):
+            per_node, accelerate = _PER_NODE.search(text), _ACCELERATE.search(text)
+            if "num_local_procs" in text:
+                _prove(self._nodes, scope, int(node_rank[1]))
+            elif per_node and not _ASSIGNED_BY_STORE.search(text):
+                _prove(self.first, scope, int(node_rank[1]) * int(per_node[1]))
+            elif accelerate and int(accelerate[1]) % max(int(accelerate[2]), 1) == 0:
+                _prove(self.first, scope, int(node_rank[1]) * (int(accelerate[1]) // int(accelerate[2])))
+
+    # --- putting it together ---
+
+    def pod_of(self, fact: Fact) -> str:
+        """Return the pod that a message of Kubernetes without a name is about, as far as the lines around it tell."""
+        listed = _LISTED.search(fact.text)
+        return listed[1] if listed else self.described.get(fact.source, "")
+
+    def settled(
+        self, facts: Sequence[Fact], sources: Iterable[Source], stated_world: int | None, local_size: int | None
+    ) -> RankMap:
+        """Return the map with what NCCL's communicators, launchers and the names of inputs prove besides."""
+        spoken = {rank for ranks in self.speakers.values() for rank in ranks}
+        # Kubeflow's RANK is that of the pod, in which torchrun starts as many ranks as it likes.
+        told = {rank for ranks in self.environments.values() for rank in ranks}
+        of_ranks = (
+            (local_size or 1) == 1
+            and max(spoken, default=0) < min(self.worlds, default=MAX_RANK)
+            and (told <= self.with_local or len(told) == max(self.worlds, default=0))
+            and not any(_OTHER_GPU.search(fact.text) or _OTHER_GPU.search(fact.detail) for fact in facts)
+        )
+        found = RankMap(
+            dict(self.processes), {host: set(ranks) for host, ranks in self.hosts.items()},
+            {name: set(ranks) for name, ranks in self.speakers.items()},
+            self.environments if of_ranks else {}, first=dict(self.first),
+            places={name: rank for name in self._names if (rank := places.rank_of(name, self.parallel)) is not None},
+            parallel=self.parallel,
+        )  # fmt: skip
+        if len({*self._of_group.values(), *([stated_world] if stated_world else [])}) == 1:  # the group is the job
+            for pid, rank in self._of_group:
+                found.process(pid, rank)
+        local_ranks: dict[str, set[int]] = {}
+        for (scope, _), local in self._local.items():
+            local_ranks.setdefault(scope, set()).add(local)
+        for scope, ranks in local_ranks.items():
+            if ranks == set(range(stated_world or 0)):  # as many as the job has: one node
+                found.first.setdefault(scope, 0)
+        for (scope, pid), local in self._local.items():
+            _prove(found._local_of, pid, local)
+            first = found.first.get(scope, NOBODY)
+            _prove(found.processes, (scope, pid), first + local if first != NOBODY and local != NOBODY else NOBODY)
+            _prove(found.processes, ("", pid), first + local if first != NOBODY and local != NOBODY else NOBODY)
+        found._communicators(facts)
+        for fact in facts:
+            if fact.kind is Kind.LAUNCHER and fact.rank is not None and fact.pid is not None and not fact.place:
+                found.processes.setdefault(("", fact.pid), fact.rank)
+            if fact.kind is Kind.LAUNCHER and fact.rank is not None and fact.host and fact.local_rank is not None:
+                _prove(found.first, fact.host, fact.rank - fact.local_rank)
+        for name, ranks in found.environments.items():
+            if not name.startswith("#"):
+                found.hosts.setdefault(name, set()).update(ranks)
+        for source in sources:
+            of_input = found.first.get(f"#{source.index}")
+            if of_input is not None and "/" in source.name:
+                _prove(found.first, source.name.rpartition("/")[0], of_input)
+        return found
+
+    def _communicators(self, facts: Iterable[Fact]) -> None:
+        """Note the processes, devices and GPUs of NCCL's largest communicator, if there is one of its size."""
+        inits = [fact for fact in facts if fact.kind is Kind.JOINED and fact.name == "init" and fact.pid is not None]
+        largest = max((fact.completed or 0 for fact in inits), default=0)
+        inits = [fact for fact in inits if fact.completed == largest and fact.number is not None]
+        members: dict[int, set[tuple[str, int]]] = {}
+        for fact in inits:
+            members.setdefault(fact.number or 0, set()).add((fact.host, fact.pid or 0))
+        if any(len(processes) > 1 for processes in members.values()):
+            return  # parts of the job, each with a rank 0
+        for fact in inits:
+            rank = fact.number or 0
+            self.processes[fact.host, fact.pid or 0] = self.processes["", fact.pid or 0] = rank
+            device = _BUS.search(fact.text)
+            if device:
+                _prove(self.by_device, fact.host, rank - int(device[1]))
+            if device and device[2]:
+                for host in {fact.host, ""}:
+                    _prove(self._buses, (host, device[2]), rank)
+
+    def _process_of(self, fact: Fact) -> int | None:
+        host = fact.host or fact.where
+        pid = fact.pid if fact.pid is not None else NOBODY
+        rank = self.processes.get((host, pid))
+        if rank is None and host:
+            told = {where for where, number in self.processes if number == pid and where}
+            address = host.replace(".", "").isdecimal()
+            if told and all(where.replace(".", "").isdecimal() == address for where in told):
+                return None  # a process of another host
+        return self.processes.get(("", pid)) if rank is None else rank
+
+    def _gpu_of(self, fact: Fact) -> int | None:
+        """Return the rank on the GPU of a message of the driver, whose bus NCCL prints without its colons."""
+        bus, device = (["", "", *fact.name.lower().split(":")] if fact.kind is Kind.XID else ["", ""])[-2:]
+        key = f"{bus}{device[:2]}0".lstrip("0")
+        host = fact.where.split(".")[0]
+        known = {name.split(".")[0] for name, _ in self._buses if name}
+        if not bus or (host and host not in known):
+            return None
+        return next((r for (name, at), r in self._buses.items() if name.split(".")[0] == host and at == key), None)
+
+    def of_file(self, source: Source) -> int | None:
+        """Return the rank whose output torchrun wrote to a file of its --log-dir, NOBODY where two are told."""
+        first = self.first.get(source.name.rsplit("/attempt_", 1)[0]) if source.attempt is not None else None
+        return first if first in (None, NOBODY) else first + (source.rank or 0)
+
+    def _first_of(self, fact: Fact) -> int | None:
+        """Return the rank of local rank 0 beside the process that a fact is about, NOBODY where two are told."""
+        scopes = [scope for scope in (fact.host, fact.where) if scope] or [f"#{fact.source}"]
+        known = [first for scope in scopes if (first := self.first.get(scope)) is not None]
+        return known[0] if known else next((self.by_device[one] for one in scopes if one in self.by_device), None)
+
+    def speaker(self, name: str) -> int | None:
+        """Return the one rank that speaks under a name in front of lines, or in an input ("#3").
+
+        That it is the only one is proved by RANK and WORLD_SIZE of several containers, or where each of the ranks from
+        0 on has a name of its own.
+        """
+        for known, whole in ((self.environments, False), (self.speakers, True)):
+            kind = {one: ranks for one, ranks in known.items() if one.startswith("#") == name.startswith("#")}
+            ranks = {rank for own in kind.values() for rank in own}
+            apart = len(kind) > 1 and all(len(own) == 1 for own in kind.values()) and len(ranks) == len(kind)
+            if name in kind and apart and (not whole or ranks == set(range(len(kind)))):
+                return next(iter(kind[name]))
+        return None
+
+    def rank_of(self, fact: Fact, one_node: bool, local_size: int | None) -> tuple[int, str] | None:
+        """Return the rank that a fact is about and how it is known, None where nothing proves it."""
+        if fact.pid is not None and fact.kind is not Kind.ENDED_BY_LAUNCHER:
+            rank = self._process_of(fact)
+            if rank not in (None, NOBODY):
+                return rank, "pid"
+            local = self._local_of.get(fact.pid, NOBODY)
+            if local != NOBODY and fact.local_rank is None:
+                rank = self._local_rank(fact.clone(local_rank=local), one_node, local_size)
+                if rank is not None:
+                    return rank, "local"
+        if (rank := self._gpu_of(fact)) not in (None, NOBODY):
+            return rank, "pid"
+        if fact.local_rank is not None and fact.kind is not Kind.JOINED and fact.name != "command":
+            rank = self._local_rank(fact, one_node, local_size)
+            return (rank, "local") if rank is not None else None
+        if (
+            fact.where
+            and fact.kind not in OF_A_HOST
+            and not fact.place
+            and (rank := self.speaker(fact.where)) is not None
+        ):
+            return rank, "name"
+        return None
+
+    def _local_rank(self, fact: Fact, one_node: bool, local_size: int | None) -> int | None:
+        local = fact.local_rank or 0
+        first = self._first_of(fact)
+        if first is not None:
+            return None if first == NOBODY else first + local
+        if fact.node is not None and fact.kind is Kind.EXIT:  # srun started a launcher on each node
+            return local if fact.node == 0 else fact.node * local_size + local if local_size else None
+        several = len(set(self.first.values())) > 1 or any(first > 0 for first in self.first.values())
+        return local if one_node and not several else None
+
+
+def place_rank(known: RankMap, fact: Fact, local_size: int | None) -> None:
+    """Give a fact of an engine's process its rank, and take one that counts only inside one of several engines."""
+    if not fact.place:
+        return
+    if fact.kind in (Kind.WORKER_DIED, Kind.KERNEL_OOM):
+        actor = places.rank_of_actor(fact.place, local_size)
+        if fact.rank is None and actor is not None:
+            fact.rank, fact.rank_basis = actor, "text"
+        return
+    at = places.coordinates(fact.place)
+    if fact.kind is Kind.LAUNCHER and places.is_parent(fact.place):  # a scheduler tells of one of its own workers
+        if "DP" in at and fact.rank is not None:
+            fact.rank, fact.rank_basis, fact.group_rank = None, "", fact.rank
+        return
+    rank = places.rank_of(fact.place, known.parallel)
+    if fact.rank_basis == "text" and fact.rank is not None:
+        return
+    if rank is not None:
+        fact.rank, fact.rank_basis = rank, "prefix"
+        known.places[fact.place] = rank
+    elif at and not places.is_parent(fact.place) and not (fact.rank_basis == "prefix" and "EP" in at):
+        fact.rank, fact.rank_basis = None, ""

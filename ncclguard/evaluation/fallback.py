@@ -1,0 +1,37 @@
+"""The result of an evaluation that was given up, where the program has not chosen one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+
+class NotEvaluated(float):
+    """The result of an evaluation that was given up, where the program has no `fallback=`: NaN, however it is read.
+
+    It is a float, it unpacks into the two figures of the original recipe, loss and accuracy, and each item of it is
+    NaN. No comparison with it is true, so that it is no best result; it is false, as no other NaN is.
+
+    >>> from ncclguard.evaluation import NOT_EVALUATED
+    >>> loss, accuracy = NOT_EVALUATED
+    >>> loss, accuracy < 0.9, NOT_EVALUATED["eval_loss"], bool(NOT_EVALUATED), f"{NOT_EVALUATED:.3f}"
+    (nan, False, nan, False, 'nan')
+    """
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[float]:
+        return iter((math.nan, math.nan))
+
+    def __getitem__(self, item: object) -> float:
+        return math.nan
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __reduce__(self) -> str:
+        return "NOT_EVALUATED"  # the same object in each process
+
+
+NOT_EVALUATED: Final = NotEvaluated("nan")

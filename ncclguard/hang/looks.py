@@ -1,0 +1,249 @@
+"""Looks at running ranks from outside: their Python stacks by py-spy, and what /proc counts of each of their threads.
+
+py-spy reads with `--nonblocking`: the memory of a process that goes on running. Its own way of stopping a process for
+each look takes about 25 ms, and counts as a context switch, which would hide that a rank does not move.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sysconfig
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+from ncclguard.hang.processes import PROC
+from ncclguard.hang.stacks import Kind, Motion, Place, Thread, parse, place_of
+from ncclguard_explain.language import Message, tr
+
+#: Seconds for one call of py-spy, and how often it may read a process that changes while it is read.
+SPY_WITHIN: Final = 3.0
+SPY_TRIES: Final = 4
+AT_ONCE: Final = 8
+#: Seconds for reading source lines: their file system may be what hangs.
+READ_WITHIN: Final = 0.5
+#: Up to this part of one processor a thread only wakes up to ask again; from this many bytes a second it transfers.
+IDLE_LOAD: Final = 0.05
+IDLE_BYTES: Final = 65536
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+#: The reason why a rank was not seen, where ptrace is not allowed.
+NO_RIGHT = tr("no right to read its memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The counts in /proc of one process: by thread, CPU ticks and how often it gave the processor up by itself."""
+
+    state: str
+    threads: Mapping[int, tuple[int, int]]
+    transferred: int | None
+    helpers: int  # CPU ticks of the processes that it has started
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at one rank; `counters` is None once it has ended, `place` None where no stack could be read."""
+
+    when: float
+    counters: Counters | None
+    place: Place | None = None
+    thread: int = 0
+    python_threads: tuple[int, ...] = ()
+    trouble: Message | str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The sum of all looks at one rank; `state` is the letter of /proc, "X" once it has ended."""
+
+    state: str
+    motion: Motion
+    place: Place | None
+    trouble: Message | str = ""
+
+
+@dataclass
+class Lines:
+    """Reads source lines as the processes see their files, and gives up on a file system that does not answer."""
+
+    _known: dict[tuple[int, str], list[str]] = field(default_factory=dict)
+    _hangs: bool = False
+
+    def line(self, pid: int, file: str, number: int) -> str:
+        """Return a line of a file of a process, nothing where it cannot be read."""
+        lines = self._known.get((pid, file))
+        if lines is None:
+            lines = self._known[pid, file] = [] if self._hangs else self._read(pid, file)
+        return lines[number - 1] if 0 < number <= len(lines) else ""
+
+    def _read(self, pid: int, file: str) -> list[str]:
+        found: list[str] = []
+
+        def read() -> None:
+            try:
+                with open(f"{PROC}/{pid}/root{file}", errors="replace") as text:
+                    found.extend(text.read(1 << 22).splitlines())
+            except (OSError, ValueError):
+                pass
+
+        reader = threading.Thread(target=read, name="ncclguard-source", daemon=True)
+        reader.start()
+        reader.join(READ_WITHIN)
+        self._hangs = reader.is_alive()
+        return [] if self._hangs else found
+
+
+def find_spy() -> str | None:
+    """Return the path of py-spy, None where it is not installed."""
+    return shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
+
+
+def look(pids: Mapping[int, Sequence[int]], spy: str | None, lines: Lines) -> dict[int, Look]:
+    """Look at processes once, at several at a time; `pids` has the processes that each of them has started."""
+    with ThreadPoolExecutor(min(AT_ONCE, max(len(pids), 1))) as pool:
+        looks = pool.map(lambda pid: _look(pid, pids[pid], spy, lines), pids)
+        return dict(zip(pids, looks, strict=True))
+
+
+def _look(pid: int, helpers: Sequence[int], spy: str | None, lines: Lines) -> Look:
+    threads, trouble = _stacks(pid, spy) if spy is not None else ([], tr("py-spy is not installed"))
+    found = place_of(threads, pid, lambda file, line: lines.line(pid, file, line))
+    place, thread = found if found is not None else (None, pid)
+    known = tuple(one.tid for one in threads)
+    return Look(time.monotonic(), count(pid, helpers), place, thread, known, "" if found is not None else trouble)
+
+
+def _stacks(pid: int, spy: str) -> tuple[list[Thread], Message | str]:
+    """Return the threads of a process, or why they cannot be read."""
+    said = ""
+    for _ in range(SPY_TRIES):
+        command = [spy, "dump", "--pid", str(pid), "--nonblocking", "--json", "--full-filenames", "--locals"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SPY_WITHIN, check=False)
+        except subprocess.TimeoutExpired:
+            return [], tr("py-spy did not answer within {seconds:.0f} s", seconds=SPY_WITHIN)
+        except OSError as error:
+            return [], tr("py-spy cannot be started: {error}", error=error)
+        if done.returncode == 0:
+            try:
+                return parse(done.stdout), tr("its main thread has no Python stack")
+            except ValueError:  # it has changed while it was read
+                said = tr("it changed while it was read")
+                continue
+        said = done.stderr
+        if "permission denied" in said.lower() or "not permitted" in said.lower():
+            return [], NO_RIGHT
+        if not (PROC / str(pid) / "stat").exists():
+            return [], tr("it has ended")
+    if isinstance(said, Message):
+        return [], said
+    words = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("Stack backtrace")]
+    return [], tr("py-spy cannot read it: {said}", said=(words or ["no output"])[0][:160])
+
+
+def helper_places(helpers: Iterable[int], spy: str, lines: Lines) -> list[tuple[int, str]]:
+    """Return where the processes stand that a rank has started, such as a data loader's worker, by their number."""
+    places = []
+    for pid in helpers:
+        found = place_of(_stacks(pid, spy)[0], pid, lambda file, line, pid=pid: lines.line(pid, file, line))  # type: ignore[misc]
+        if found is not None:
+            places.append((pid, found[0].stack[-1]))
+    return places
+
+
+def count(pid: int, helpers: Iterable[int]) -> Counters | None:
+    """Return what /proc counts of a process, None once it has ended."""
+    folder = f"{PROC}/{pid}"
+    fields = _stat(folder)
+    if fields is None:
+        return None
+    threads: dict[int, tuple[int, int]] = {}
+    try:
+        for name in os.listdir(f"{folder}/task"):
+            own = _stat(f"{folder}/task/{name}")
+            if own is not None:
+                threads[int(name)] = int(own[11]) + int(own[12]), _switches(f"{folder}/task/{name}")
+    except OSError:
+        return None
+    below = (_stat(f"{PROC}/{helper}") for helper in helpers)
+    return Counters(fields[0], threads, _transferred(folder), sum(int(f[11]) + int(f[12]) for f in below if f))
+
+
+def _stat(folder: str) -> list[str] | None:
+    try:
+        with open(f"{folder}/stat", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _switches(folder: str) -> int:
+    try:
+        with open(f"{folder}/status", errors="replace") as file:
+            return next((int(row.split()[1]) for row in file if row.startswith("voluntary_ctxt_switches")), 0)
+    except OSError:
+        return 0
+
+
+def _transferred(folder: str) -> int | None:
+    """Return the bytes that a process has read and written, None where this may not be seen.
+
+    `rchar` and `wchar` move at the end of a system call, `read_bytes` and `write_bytes` within a long one.
+    """
+    try:
+        with open(f"{folder}/io") as file:
+            moved = ("rchar", "wchar", "read_bytes", "write_bytes")
+            return sum(int(row.split()[1]) for row in file if row.startswith(moved))
+    except OSError:
+        return None
+
+
+def observe(looks: Sequence[Look]) -> Observed:
+    """Return what the looks at one rank come to: its last state and place, and whether it has moved between any two."""
+    last = looks[-1]
+    if last.counters is None:
+        return Observed("X", Motion.UNKNOWN, None, tr("it ended while it was looked at"))
+    motions = {_moved(before, after) for before, after in itertools.pairwise(looks)}
+    motion = next(
+        (one for one in (Motion.MOVING, Motion.UNKNOWN, Motion.SPINNING, Motion.WAKING) if one in motions), Motion.STILL
+    )
+    state = last.counters.state
+    if state in "Tt" and not all(one.counters is not None and one.counters.state in "Tt" for one in looks):
+        state = "S"  # somebody else looks at it too, with a debugger that stops it for that
+    return Observed(state, motion if motions else Motion.UNKNOWN, last.place, last.trouble)
+
+
+def _moved(before: Look, after: Look) -> Motion:
+    """Return what a rank has done between two looks.
+
+    Of the threads that run Python all count, and of the others (NCCL's and gloo's, which may spin while they wait)
+    none, where py-spy tells them apart.
+    """
+    old, new = before.counters, after.counters
+    if old is None or new is None or (before.place is None) != (after.place is None):
+        return Motion.UNKNOWN
+    seconds = max(after.when - before.when, 0.01)
+    if before.place is not None and before.place.stack != (after.place.stack if after.place else ()):
+        return Motion.MOVING
+    counted = set(after.python_threads or new.threads) & old.threads.keys() & new.threads.keys()
+    ticks = sum(new.threads[tid][0] - old.threads[tid][0] for tid in counted)
+    seen = old.transferred is not None and new.transferred is not None
+    transferred = (new.transferred or 0) - (old.transferred or 0) if seen else 0
+    works = max(ticks, new.helpers - old.helpers) > max(IDLE_LOAD * seconds * _TICKS, 2)
+    if works or transferred / seconds > IDLE_BYTES or new.state == "R":
+        in_call = after.place is not None and (after.place.inside or after.place.kind is Kind.DEVICE)
+        return Motion.SPINNING if in_call else Motion.MOVING
+    thread = after.thread
+    if thread not in old.threads or thread not in new.threads:
+        return Motion.UNKNOWN
+    if new.threads[thread][1] == old.threads[thread][1]:
+        return Motion.STILL
+    # A network call wakes up when bytes arrive, and a write when the disk has taken some.
+    transfers = after.place is not None and after.place.kind in (Kind.NETWORK, Kind.FILE)
+    return Motion.MOVING if transfers else Motion.WAKING

@@ -1,0 +1,325 @@
+"""The place where a rank stands, by the Python stack that py-spy has read: inside a collective, or in what instead."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+
+class Kind(str, Enum):
+    """The kind of call that a thread stands in."""
+
+    COLLECTIVE = "collective"
+    P2P = "p2p"
+    BACKWARD = "backward"  # DDP's reducer waits inside of it, in C++, without a frame
+    SETUP = "setup"  # joining the job, or making a group
+    STORE = "store"
+    DEVICE = "device"
+    EXIT = "exit"
+    WORKER = "worker"  # of a data loader: no rank
+    MANAGER = "manager"  # multiprocessing's server of shared objects: no rank
+    IDLE = "idle"  # a server, an engine or an actor that waits for requests; who reads a queue or a pipe
+    LOADER = "loader"
+    CHILD = "child"
+    NETWORK = "network"
+    LOCK = "lock"
+    SLEEP = "sleep"
+    FILE = "file"
+    PYTHON = "python"  # anything else
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Motion(str, Enum):
+    """The motion of a rank between looks."""
+
+    STILL = "still"  # has not run at all, or for far less time than work takes
+    WAKING = "waking"  # the same call, and wakes up without working: it asks again and again, or makes short steps
+    SPINNING = "spinning"  # the same call for peers or for the device, and computes: it transfers, or asks all the time
+    MOVING = "moving"
+    UNKNOWN = "unknown"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+#: Kinds in which a rank waits for its peers as soon as it does not move.
+INSIDE: Final = frozenset([Kind.COLLECTIVE, Kind.P2P, Kind.BACKWARD, Kind.SETUP, Kind.STORE])
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call: the function, its file, the line; and of functions of torch.distributed what they were called with."""
+
+    function: str
+    file: str
+    line: int
+    arguments: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{short(self.file)}:{self.line} {self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """A thread's frames, outermost first."""
+
+    tid: int
+    name: str
+    holds_gil: bool
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place where a rank stands: the kind, torch's function, and the program's own line.
+
+    `world` is true where the call is known to be for the default group. `peer` is the rank that a send or receive is
+    for. `stack` has the program's frames, outermost first, with torch's function as the last.
+    """
+
+    kind: Kind
+    op: str = ""
+    world: bool = False
+    peer: int | None = None
+    holds_gil: bool = False
+    stack: tuple[str, ...] = ()
+
+    @property
+    def inside(self) -> bool:
+        """Tell whether it is a call that peers have to make too."""
+        return self.kind in INSIDE
+
+
+_P2P: Final = frozenset(["send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"])
+_SETUP: Final = frozenset(
+    ["init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group",
+     "_new_process_group_helper", "_store_based_barrier", "init_device_mesh"]
+)  # fmt: skip
+_COLLECTIVES: Final = frozenset(
+    ["all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_coalesced",
+     "all_gather_object", "all_gather_single", "_all_gather_base", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
+     "_reduce_scatter_base", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list", "gather",
+     "gather_object", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "_coalescing_manager",
+     "wait_tensor", "_sync_buffers", "_distributed_broadcast_coalesced", "_default_broadcast_coalesced",
+     "_sync_module_states", "_sync_params_and_buffers", "_verify_param_shape_across_processes"]
+)  # fmt: skip
+_EXIT: Final = (("threading.py", "_shutdown"), ("multiprocessing/util.py", "_exit_function"),
+                ("concurrent/futures/thread.py", "_python_exit"),
+                ("torch/distributed/distributed_c10d.py", "destroy_process_group"))  # fmt: skip
+#: Wrappers around what was called.
+_AROUND: Final = ("torch/distributed/c10d_logger.py", "torch/utils/_contextlib.py", "torch/_ops.py", "contextlib.py",
+                   "deepspeed/utils/nvtx.py")  # fmt: skip
+_DISTRIBUTED: Final = re.compile(
+    r"^torch/distributed/(?!elastic/|checkpoint/|run\.py|launcher/)|^torch/nn/parallel/distributed\.py"
+)
+_NETWORK: Final = re.compile(
+    r"(?:^|/)(?:socket|ssl|http/client|urllib/request|urllib3/\S+|requests/\S+|httpx/\S+)\.py$"
+)
+_LOCKS: Final = re.compile(
+    r"(?:^|/)(?:threading|multiprocessing/(?:synchronize|popen_\w+|process)|concurrent/futures/\w+|filelock/\S+)\.py$"
+    r"|^torch/utils/file_baton\.py$"
+)
+#: Where a process waits for work: queues and pipes, event loops, servers, RPC, and the loops of engines.
+_IDLE: Final = re.compile(
+    r"(?:^|/)(?:queue|selectors|socketserver|asyncio/\w+|multiprocessing/(?:queues|connection|managers))\.py$"
+    r"|^(?:uvloop|zmq|grpc|ray/_private|torch/distributed/rpc)/|^(?:vllm|sglang)/\S*(?:shm_broadcast|message_queue|zmq)\w*\.py$"
+)
+_IDLE_FUNCTIONS: Final = frozenset(
+    ["serve_forever", "wait_for_termination", "run_forever", "main_loop", "run_busy_loop", "worker_busy_loop",
+     "event_loop_normal", "event_loop_overlap"]
+)  # fmt: skip
+#: How many of the innermost frames may be those of a wait: threading's beneath a queue's, selectors' beneath asyncio's.
+_INNERMOST: Final = 4
+#: What a line calls tells what it stands in, where that is in C.
+_LINES: Final = (
+    (re.compile(r"\bstore\.(?:get|wait|set|add|check)\(|_store\(\)\.(?:get|wait)\("), Kind.STORE),
+    (re.compile(r"\bos\.wait"), Kind.CHILD),
+    (re.compile(r"(?<!event)\.wait\(\)|\bwork\.wait\(|\breq\w*\.wait\(|handle\w*\.wait\("), Kind.COLLECTIVE),
+    (re.compile(r"\.(?:item|cpu|tolist|synchronize)\("), Kind.DEVICE),
+    (re.compile(r"queue\w*\.get\(|\.recv\w*\(|\.accept\(|\binput\(|\bselect\.select\(|poll\w*\.poll\(|signal\.(?:pause|sigwait)\w*\("),
+     Kind.IDLE),
+    (re.compile(r"\bsleep\("), Kind.SLEEP),
+    (re.compile(r"\.acquire\(|\bwith \S*lock\b|\.join\(\)"), Kind.LOCK),
+    (re.compile(r"\.(?:connect|sendall)\("), Kind.NETWORK),
+    (re.compile(r"\bopen\(|\.(?:read|readline|readinto|write|flush)\(|\bos\.(?:read|write)\(|sync\(|flock\(|\b(?:save|load)\w*\("),
+     Kind.FILE),
+)  # fmt: skip
+#: Package folders, which are left out of a file's name.
+_PACKAGES: Final = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/")
+_STANDARD: Final = re.compile(r"/lib/python3\.\d+/(?!(?:site|dist)-packages/)")
+#: Frames below every program.
+_BELOW: Final = re.compile(r"^<frozen|(?:^|/)(?:runpy|threading)\.py$")
+
+
+def short(file: str) -> str:
+    """Return a file's name as a reader knows it: below its packages' folder, else its own name alone.
+
+    >>> short("/opt/venv/lib/python3.11/site-packages/torch/optim/adam.py"), short("/home/me/job/train.py")
+    ('torch/optim/adam.py', 'train.py')
+    """
+    inside = _PACKAGES.sub("", file)
+    return inside if inside != file else file.rpartition("/")[2]
+
+
+def parse(text: str) -> list[Thread]:
+    """Return the threads in the output of `py-spy dump --json`.
+
+    Raises ValueError for what is none.
+    """
+    threads = []
+    try:
+        for one in json.loads(text):
+            frames = [
+                Frame(frame["name"].rpartition(".")[2], frame["filename"], int(frame["line"]), _arguments(frame))
+                for frame in reversed(one["frames"])
+            ]
+            tid = int(one["os_thread_id"] or 0)
+            threads.append(Thread(tid, one["thread_name"] or "", bool(one["owns_gil"]), tuple(frames)))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not the output of py-spy: {error!r}") from error
+    return threads
+
+
+def _arguments(frame: dict[str, object]) -> tuple[tuple[str, str], ...]:
+    """Keep the arguments that tell group and peer, of torch.distributed's own functions and of nobody else's."""
+    if "torch/distributed/" not in str(frame["filename"]):
+        return ()
+    kept = ("group", "src", "dst", "args", "kwargs")
+    values = frame.get("locals") or []
+    return tuple((one["name"], str(one["repr"])) for one in values if one["name"] in kept)  # type: ignore[attr-defined]
+
+
+def place_of(threads: Sequence[Thread], pid: int, source: Callable[[str, int], str]) -> tuple[Place, int] | None:
+    """Return where a rank stands and in which of its threads; None without a stack.
+
+    That is its main thread, unless that one waits for another thread which is inside a collective: Ray and notebooks
+    train in a thread. `source` returns a line of a file.
+    """
+    main = next((one for one in threads if one.tid == pid or one.name == "MainThread"), None)
+    if main is None or not main.frames:
+        return None
+    place = classify(main.frames, main.holds_gil, source)
+    waits = place.kind in (Kind.LOCK, Kind.IDLE) or any("/ray/" in frame.file for frame in main.frames)
+    if waits:
+        for other in threads:
+            if other is not main and other.frames:
+                there = classify(other.frames, other.holds_gil, source)
+                if there.kind in (Kind.COLLECTIVE, Kind.P2P, Kind.BACKWARD):
+                    return there, other.tid
+    return place, main.tid
+
+
+def classify(frames: Sequence[Frame], holds_gil: bool, source: Callable[[str, int], str]) -> Place:
+    """Return where a thread stands, by its frames, outermost first."""
+    kind, op, first = _kind(frames, source)
+    world, peer = False, None
+    if kind in INSIDE:
+        inner = frames[first:]
+        world = kind is Kind.BACKWARD or (_of_all(op, inner) if kind is Kind.SETUP else _for_world(inner))
+        peer = _peer(inner) if kind is Kind.P2P else None
+    programs = frames[:first] if kind in INSIDE else frames
+    own = [frame for frame in programs if not _BELOW.search(short(frame.file))]
+    stack = tuple(str(frame) for frame in own) + ((op,) if kind in INSIDE else ())
+    return Place(kind, op, world, peer, holds_gil, stack or (str(frames[-1]),))
+
+
+def _kind(frames: Sequence[Frame], source: Callable[[str, int], str]) -> tuple[Kind, str, int]:
+    """Return the kind, torch's function, and from which frame on the stack is torch's."""
+    files = [short(frame.file) for frame in frames]
+    for number, (file, frame) in enumerate(zip(files, frames, strict=True)):
+        if (file, frame.function) in _EXIT:
+            return Kind.EXIT, frame.function, number
+        if file == "torch/utils/data/_utils/worker.py":
+            return Kind.WORKER, "", len(frames) - 1
+        if (file, frame.function) == ("multiprocessing/managers.py", "serve_forever"):
+            return Kind.MANAGER, "", len(frames) - 1
+        if _DISTRIBUTED.search(file):
+            for names, kind in ((_SETUP, Kind.SETUP), (_P2P, Kind.P2P), (_COLLECTIVES, Kind.COLLECTIVE)):
+                if frame.function in names:
+                    return kind, frame.function.lstrip("_"), _before(files, number)
+        if file == "ncclguard/collectives.py":
+            return Kind.COLLECTIVE, frame.function, number
+    last = len(frames) - 1
+    while last > 0 and files[last] in _AROUND:
+        last -= 1
+    inner = frames[last]
+    if files[last].endswith("torch/distributed/rendezvous.py"):
+        return Kind.SETUP, "rendezvous", last
+    if inner.function == "_engine_run_backward":
+        while last > 0 and files[last - 1].startswith("torch/"):
+            last -= 1
+        return Kind.BACKWARD, "backward", last
+    return _other(frames, files, last, source)
+
+
+def _other(
+    frames: Sequence[Frame], files: Sequence[str], last: int, source: Callable[[str, int], str]
+) -> tuple[Kind, str, int]:
+    """Return the same for other code; a function in C is told by the line that calls it."""
+    inner = frames[last]
+    if "torch/utils/data/dataloader.py" in files:
+        return Kind.LOADER, "", last
+    if "subprocess.py" in files:
+        return Kind.CHILD, "", last
+    if inner.function == "accept":
+        return Kind.IDLE, "", last
+    if any(_NETWORK.search(file) for file in files[-6:]):
+        return Kind.NETWORK, "", last
+    innermost = range(max(last - _INNERMOST + 1, 0), last + 1)
+    if any(_IDLE.search(files[at]) for at in innermost) or inner.function in _IDLE_FUNCTIONS:
+        return Kind.IDLE, "", last
+    if _LOCKS.search(files[last]):
+        return Kind.LOCK, "", last
+    if files[last].startswith("torch/cuda/"):
+        return Kind.DEVICE, inner.function, last
+    if inner.function == "wait" and not _STANDARD.search(inner.file):
+        return Kind.COLLECTIVE, "wait", last  # of a handle that a backend in Python has made
+    line = source(inner.file, inner.line)
+    for pattern, kind in _LINES:
+        if pattern.search(line):
+            if kind is Kind.COLLECTIVE:
+                return kind, "wait", len(frames)
+            return (kind, str(kind), len(frames)) if kind in INSIDE else (kind, "", last)
+    return (Kind.FILE if files[last] == "torch/serialization.py" else Kind.PYTHON), "", last
+
+
+def _before(files: Sequence[str], number: int) -> int:
+    """Return the outermost of the wrappers right around a frame."""
+    while number > 0 and files[number - 1] in _AROUND:
+        number -= 1
+    return number
+
+
+def _for_world(frames: Sequence[Frame]) -> bool:
+    """Tell whether torch's function was called for the default group: `group` is None, or no group was given."""
+    if any(("group", "None") in frame.arguments for frame in frames):
+        return True
+    given = _given(frames)
+    return not any(word in given for word in ("ProcessGroup", '"group"', "..."))  # which py-spy writes where it cuts
+
+
+def _of_all(op: str, frames: Sequence[Frame]) -> bool:
+    """Tell whether a call that sets a group up waits for all ranks: of a new group it waits for the members alone."""
+    if op not in ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"):
+        return True
+    return op == "new_group" and re.search(r"\[|range|\.\.\.", _given(frames)) is None
+
+
+def _given(frames: Sequence[Frame]) -> str:
+    """Return the arguments that torch's function was called with, as py-spy writes them; "..." where it does not."""
+    told = [dict(frame.arguments) for frame in frames]
+    return next((one["args"] + one["kwargs"] for one in told if "args" in one and "kwargs" in one), "...")
+
+
+def _peer(frames: Sequence[Frame]) -> int | None:
+    for frame in frames:
+        for name, value in frame.arguments:
+            if name in ("src", "dst") and value.isdigit():
+                return int(value)
+    return None

@@ -1,0 +1,44 @@
+"""The name that was meant where somebody misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from typing import ParamSpec, TypeVar
+
+from ncclguard_explain.language import Message, joined, say, tr
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def meant(name: str, known: Collection[str], shown: str = "{}") -> Message | None:
+    """Return the question whether a similar name was meant, None where none is similar; `shown`: how it is written."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return tr("did you mean {name}?", name=shown.format(close[0])) if close else None
+
+
+def no_argument(function: str, name: str, known: Collection[str]) -> TypeError:
+    """Return the error of a call with an argument that a function does not have."""
+    there = tr("there are {some}", some=", ".join(known))
+    refused = tr("{name} has no argument {argument}", name=function, argument=repr(name))
+    return TypeError(say(joined(": ", (refused, meant(name, known, "{}=") or there))))
+
+
+def hinted(function: Callable[P, R]) -> Callable[P, R]:
+    """Have calls of a function that misspell an argument raise a TypeError that says which was meant."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            unknown = next((name for name in kwargs if name not in known), None)
+            if unknown is None:
+                raise
+            raise no_argument(function.__name__, unknown, known) from None
+
+    return call

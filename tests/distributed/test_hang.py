@@ -1,0 +1,305 @@
+"""`ncclguard hang` on real jobs that nothing was prepared in: four gloo ranks, no guard, one fault each.
+
+The struck rank is named and nobody else, or nobody is; of a healthy job nobody is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ncclguard.hang.command import NothingToReport, look_here, main, merged
+from ncclguard.hang.report import HangReport, JobReport
+from ncclguard_explain.cause import Cause
+
+JOBS = Path(__file__).parent / "hang_jobs.py"
+STRUCK = 2
+SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 and SCOPE.exists() and SCOPE.read_text().strip() != "0",
+    reason="kernel.yama.ptrace_scope forbids this user to read the memory of processes that are not its children",
+)
+Start = Callable[[str], list[int]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported torch once, and forks the ranks of each job."""
+    environment = {**os.environ, "HANG_JOB_ROOM": " " * 400}
+    with subprocess.Popen(
+        [sys.executable, str(JOBS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env=environment, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(30)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+
+
+@pytest.fixture
+def start(server: subprocess.Popen[str]) -> Start:
+    def started(case: str) -> list[int]:
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(f"4 {case}\n")
+        server.stdin.flush()
+        return list(map(int, server.stdout.readline().split()))
+
+    return started
+
+
+def settled(pids: list[int]) -> None:
+    """Wait until no rank runs any more, at most for some seconds."""
+    before, end = None, time.monotonic() + 20
+    while time.monotonic() < end:
+        now = [ticks_of(pid) for pid in pids]
+        if now == before:
+            return
+        before = now
+        time.sleep(0.3)
+
+
+def switches_of(pid: int) -> list[str]:
+    text = Path(f"/proc/{pid}/task/{pid}/status").read_text()
+    return [line for line in text.splitlines() if line.startswith(("voluntary_ctxt_switches", "TracerPid"))]
+
+
+def ticks_of(pid: int) -> tuple[str, ...]:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ()
+    fields = text.rpartition(")")[2].split()
+    return fields[0], fields[11], fields[12]
+
+
+def looked(pids: list[int]) -> JobReport:
+    report = look_here(pids_of=set(pids))
+    (job,) = report.jobs
+    return job
+
+
+#: Cases that differ from those without "ddp" by the call that the others wait in, which "ddp:save" has too.
+AS_RAW = ("ddp:loader", "ddp:stop", "ddp:raise")
+# The fault, the cause that it is given, and the place of the struck rank where it has one.
+FAULTS = [
+    ("raw:sleep", Cause.LATE, "<lambda>"),
+    ("raw:save", Cause.LATE, "save_checkpoint"),
+    ("raw:lock", Cause.LATE, "held_lock"),
+    ("raw:file-lock", Cause.LATE, "locked_file"),
+    ("raw:loader", Cause.LATE, "select"),
+    ("raw:download", Cause.LATE, "readinto"),
+    ("raw:child", Cause.LATE, "_try_wait"),
+    ("raw:pipe", Cause.LATE, "pipe_nobody_writes"),
+    ("raw:gil", Cause.STUCK, "with_the_gil"),
+    ("raw:stop", Cause.STUCK, "<lambda>"),
+    ("raw:raise", Cause.EXITED, "fork"),
+    ("raw:other", Cause.DIVERGED, "broadcast"),
+    ("waited:sleep", Cause.LATE, "<lambda>"),
+    ("waited:lock", Cause.LATE, "held_lock"),
+    ("ddp:save", Cause.LATE, "save_checkpoint"),
+    ("ddp:loader", Cause.LATE, "select"),
+    ("ddp:gil", Cause.STUCK, "with_the_gil"),
+    ("ddp:stop", Cause.STUCK, "<lambda>"),
+    ("ddp:raise", Cause.EXITED, "fork"),
+    ("ddp:other", Cause.DIVERGED, "broadcast"),
+    ("skipped", Cause.DIVERGED, "barrier"),
+    ("pipeline", Cause.LATE, "layer"),
+    ("never-joins", Cause.LATE, "never_joins"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "cause", "place"),
+    [pytest.param(*one, id=one[0], marks=[pytest.mark.thorough] * (one[0] in AS_RAW)) for one in FAULTS],
+)
+def test_the_struck_rank_is_named_and_nobody_else(start: Start, case: str, cause: Cause, place: str) -> None:
+    pids = start(case)
+    settled(pids)
+    job = looked(pids)
+    assert (job.culprits, job.cause) == ((STRUCK,), cause), job
+    assert job.world_size == 4
+    stack = next(group.stack for group in job.groups if STRUCK in group.ranks)
+    assert place in stack[-1], stack
+    assert job.next_step
+
+
+ENDS = [
+    ("stored:kill", Cause.LOST, -signal.SIGKILL),
+    ("stored:exit", Cause.FAILED, 3),
+    ("stored:leave", Cause.EXITED, 0),
+    ("held:kill", Cause.LOST, -signal.SIGKILL),
+    ("never-comes", Cause.FAILED, 3),
+]
+
+
+@pytest.mark.parametrize(("case", "cause", "code"), ENDS, ids=[case for case, _, _ in ENDS])
+def test_a_rank_that_has_ended_is_named_with_its_exit_code(start: Start, case: str, cause: Cause, code: int) -> None:
+    pids = start(case)
+    settled(pids)
+    job = looked([pid for rank, pid in enumerate(pids) if rank != STRUCK])
+    assert (job.culprits, job.cause) == ((STRUCK,), cause), job
+    assert [(row.rank, row.exit_code) for row in job.ended] == [(STRUCK, code)]
+
+
+def test_a_rank_that_aborts_because_another_was_killed_is_not_named(start: Start) -> None:
+    pids = start("aborted")
+    settled(pids)
+    job = looked([pids[0], pids[1]])
+    assert (job.culprits, job.cause) == ((STRUCK,), Cause.LOST), job
+    assert {(row.rank, row.exit_code) for row in job.ended} == {(STRUCK, -signal.SIGKILL), (3, -signal.SIGABRT)}
+
+
+def test_a_rank_that_waits_for_requests_is_not_late(start: Start) -> None:
+    pids = start("served")
+    settled(pids)
+    job = looked(pids)
+    assert (job.culprits, job.awaited, job.stands) == ((), (STRUCK,), False), job
+
+
+def test_a_server_of_multiprocessing_is_not_counted_among_the_ranks_that_it_spawned() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, str(JOBS), "spawn", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as job:
+        try:
+            found: JobReport | None = None
+            end = time.monotonic() + 90
+            while time.monotonic() < end and (found is None or not found.culprits):
+                with contextlib.suppress(NothingToReport):
+                    (found,) = look_here(pids_of={job.pid}).jobs
+            assert found is not None
+            assert (found.culprits, found.cause, found.world_size) == ((1,), Cause.LATE, 2), found
+            assert all("serve_forever" not in frame for group in found.groups for frame in group.stack)
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+def test_two_sides_of_equal_size_are_shown_and_nobody_is_named(start: Start) -> None:
+    pids = start("crossed")
+    settled(pids)
+    job = looked(pids)
+    assert (job.culprits, job.cause, job.stands) == ((), Cause.DIVERGED, True)
+    assert [group.ranks for group in job.groups] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    "case", ["healthy-compute", "healthy-sleep", "healthy-save", "healthy-load", "healthy-evaluate"]
+)
+def test_of_a_healthy_job_nobody_is_named(start: Start, case: str) -> None:
+    pids = start(case)
+    time.sleep(1)
+    for _ in range(3):
+        job = looked(pids)
+        assert job.culprits == (), job
+
+
+def test_no_look_stops_or_changes_a_rank(start: Start) -> None:
+    """A process that is stopped for a look gives its processor up once more, and would be seen in that."""
+    pids = start("raw:sleep")
+    settled(pids)
+    before = [switches_of(pid) for pid in pids]
+    assert looked(pids).culprits == (STRUCK,)
+    assert [switches_of(pid) for pid in pids] == before
+
+
+def test_hosts_that_were_collected_are_judged_together(start: Start, tmp_path: Path) -> None:
+    """Each of two hosts sees two of the four ranks."""
+    pids = start("raw:save")
+    settled(pids)
+    (job,) = look_here(pids_of=set(pids)).jobs
+    for host, ranks in (("a", (0, 1)), ("b", (2, 3))):
+        rows = tuple(row.model_copy(update={"host": host}) for row in job.ranks if row.rank in ranks)
+        part = job.model_copy(update={"ranks": rows, "name": "gpu-a:29500"})
+        (tmp_path / f"{host}.json").write_text(HangReport(hosts=(host,), jobs=(part,)).model_dump_json())
+    (whole,) = merged([tmp_path]).jobs
+    assert (whole.culprits, whole.cause, whole.unseen) == ((STRUCK,), Cause.LATE, ())
+    (half,) = merged([tmp_path / "a.json"]).jobs
+    assert (half.culprits, half.unseen) == ((), (2, 3))
+    assert "--collect" in half.next_step
+
+
+@pytest.fixture
+def torchrun() -> Iterator[list[int]]:
+    """The two ranks of a healthy job of torchrun, which gives each of them a session of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        str(JOBS),
+        "raw",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launched:
+        ranks = []
+        try:
+            ranks = children(launched.pid, 2)
+            yield ranks
+        finally:
+            for pid in (*ranks, launched.pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def children(parent: int, count: int) -> list[int]:
+    """Return the processes that a launcher has started, once all of them run a program of their own."""
+    found: list[str] = []
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        if len(found) == count and all(b"hang_jobs" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in found):
+            return list(map(int, found))
+        time.sleep(0.1)
+    raise AssertionError(f"torchrun has started {found}")
+
+
+def test_the_command_on_a_job_of_torchrun(
+    torchrun: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher is no rank, and what is printed is the JSON alone."""
+    arguments = [word for pid in torchrun for word in ("--pid", str(pid))]
+    assert main(["--json", "-", "--exit-code", *arguments]) == 0
+    (job,) = json.loads(capsys.readouterr().out)["jobs"]
+    assert (job["world_size"], job["culprits"]) == (2, [])
+    assert {row["pid"] for row in job["ranks"]} == set(torchrun)
+    os.kill(torchrun[1], signal.SIGSTOP)
+    assert main(["--exit-code", *arguments]) == 1
+    assert "Rank 1 held up the job: stuck." in capsys.readouterr().out
+    assert main(["--collect", str(tmp_path), *arguments]) == 0
+    assert main(["--exit-code", str(tmp_path)]) == 1
+    os.kill(torchrun[0], signal.SIGSTOP)
+    assert main(["--exit-code", *arguments]) == 3
+    assert "the job as a whole is suspended" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to look as another user")
+def test_of_another_users_job_it_says_whose_it_is(torchrun: list[int]) -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setuid(65534)
+            sys.stderr = os.fdopen(writer, "w", buffering=1)
+            os._exit(main([]))
+        finally:
+            os._exit(99)
+    os.close(writer)
+    with open(reader) as said:
+        text = said.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    assert re.search(r"ranks of root run here \(\d+ of them\), and may not be looked at from here", text), text

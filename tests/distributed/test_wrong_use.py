@@ -1,0 +1,142 @@
+"""Calls that are wrong on some ranks only: none returns success, and what is said names the mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ncclguard as ng
+from ncclguard import faults
+from ncclguard.engine import runtime
+
+
+def meet(what: str, among: int) -> None:
+    """Wait until so many ranks are here; over the store, because the groups are not in order."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{what} {dist.get_rank()}", "")
+    store.wait([f"{what} {rank}" for rank in range(among)])
+
+
+def told(group: dist.ProcessGroup | None, among: int) -> None:
+    """One call on a group; reports how it ended, once all of `among` ranks have ended."""
+    meet("begins", among)  # their limits pass at the same time
+    try:
+        outcome = ng.safe_all_reduce(torch.ones(2), group=group, timeout=4)
+        faults.report(ok=outcome.ok, cause=str(outcome.cause), culprits=outcome.culprits, text=str(outcome.incident))
+    except (ValueError, ng.GuardError) as error:
+        faults.report(ok=False, cause=type(error).__name__, text=str(error))
+    meet("told", among)
+
+
+def forgotten() -> None:
+    for call in (lambda: ng.safe_all_reduce(torch.ones(2)), ng.safe_barrier):
+        try:
+            faults.report(ok=call().ok)
+        except ng.GuardConfigError as error:
+            faults.report(ok=False, text=str(error))
+
+
+def test_a_job_without_a_process_group_is_told_of_it_on_every_rank() -> None:
+    result = faults.run_ranks(forgotten, 2, timeout=60).check()
+    for rank in result:
+        assert rank.reports["ok"] is False
+        assert "started 2 ranks (WORLD_SIZE=2)" in rank.reports["text"]
+
+
+def outsider() -> None:
+    dist.init_process_group("gloo")
+    told(dist.new_group([0, 1]), 3)
+
+
+def test_a_rank_that_is_not_in_the_group_is_refused_and_the_members_go_on() -> None:
+    result = faults.run_ranks(outsider, 3, timeout=60)
+    assert result.values("ok") == {0: True, 1: True, 2: False}, result
+    assert "rank 2 is not a member of the group that was given" in result[2].reports["text"]
+
+
+def different_groups() -> None:
+    dist.init_process_group("gloo")
+    some = dist.new_group([0, 1])
+    told(some if dist.get_rank() == 0 else None, 3)
+
+
+def test_ranks_that_pass_different_groups_are_told_which() -> None:
+    """All call the same; rank 0 on a group of two, which its peer of that group never calls."""
+    result = faults.run_ranks(different_groups, 3, timeout=60)
+    for rank in result:
+        assert rank.reports["cause"] == "diverged", rank
+    for rank in (1, 2):
+        assert result[rank].reports["culprits"] == [0], result
+        # "waits", or "waited" where its own limit passed a moment before theirs
+        assert " in all_reduce(float32[2], SUM) of group 1:cpu (ranks 0-1)" in result[rank].reports["text"], result
+    assert "all_reduce(float32[2], SUM) of group 0:cpu (ranks 0-2)" in result[0].reports["text"], result
+
+
+def of_another_version(what: str) -> None:
+    """Rank 1 has another version, or was told of one rank more; the backend connects with the first call."""
+    if os.environ["RANK"] == "1":
+        if what == "torch":
+            torch.__version__ = "2.6.0"  # type: ignore[assignment]
+        elif what == "ncclguard":
+            runtime.__version__ = "0.0.1"  # type: ignore[attr-defined]
+        else:
+            os.environ["WORLD_SIZE"] = "3"
+    dist.init_process_group("ncclguard", timeout=timedelta(seconds=20))
+    runtime.current().monitor.session_ready.wait(30)
+    meet("ready", 2)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("torch", "torch 2.6.0"), ("ncclguard", "ncclguard 0.0.1"), ("ranks", "it has 3 ranks")]
+)
+def test_a_rank_that_was_not_started_like_the_first_says_so_loudly(what: str, said: str) -> None:
+    result = faults.run_ranks(of_another_version, 2, args=[what], timeout=60)
+    line = next((line for line in result[1].output.splitlines() if "was not started like rank 0" in line), "")
+    assert said in line, result
+    assert "it has" in line and "and rank 0 has 2 ranks" in line, line
+    assert "was not started like" not in result[0].output, result
+
+
+def made_in_another_order() -> None:
+    """On the backend "ncclguard", which connects with the first call, so that no new_group hangs."""
+    dist.init_process_group("ncclguard")
+    first, second = ([0, 1], [0, 1, 2]) if dist.get_rank() == 0 else ([0, 1, 2], [0, 1])
+    made = {len(ranks): dist.new_group(ranks) for ranks in (first, second)}
+    if dist.get_rank() < 2:
+        told(made[2], 2)
+
+
+def test_groups_made_in_another_order_are_shown_as_what_they_are() -> None:
+    result = faults.run_ranks(made_in_another_order, 3, timeout=60)
+    for rank, other in ((0, 2), (1, 1)):
+        said = result[rank].reports
+        assert (said["cause"], said["culprits"]) == ("diverged", []), result
+        assert f"all_reduce(float32[2], SUM) of group {other}:cpu (ranks 0-1)" in said["text"], result
+
+
+def unread() -> None:
+    dist.init_process_group("gloo")
+    ng.safe_barrier()
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    ng.safe_all_reduce(torch.ones(2), timeout=1)  # its failure is not looked at
+    try:
+        ng.safe_all_reduce(torch.ones(2), timeout=20)
+    except ng.CollectiveTimeout as error:
+        faults.report(culprits=error.outcome.culprits)
+    meet("raised", 3)
+
+
+def test_a_failure_that_nobody_looked_at_is_reported_once_and_raised_by_the_next_call(tmp_path: Path) -> None:
+    result = faults.run_ranks(unread, 3, timeout=60, env={"NCCLGUARD_REPORT_DIR": str(tmp_path)}).check()
+    assert result.values("culprits") == {rank: [1] for rank in range(3)}
+    reports = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
+    assert [report["incident"]["culprits"] for report in reports] == [[1]]

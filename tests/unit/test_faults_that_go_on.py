@@ -1,0 +1,88 @@
+"""A later incident repeats an earlier one only where the ranks to blame have not got any further since."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ncclguard.coordination.group_state import GroupState
+from ncclguard.coordination.incidents import goes_on, summarise
+from ncclguard.incident.model import Incident, RankReport
+from ncclguard.protocol.decision import Action, Verdict
+from ncclguard_explain.cause import Cause
+from tests.unit.reports import entered, outside
+
+
+def incident(cause: Cause, *culprits: RankReport) -> Incident:
+    ranks = tuple(report.rank for report in culprits)
+    return Incident(
+        id="5e-0-3.0", op="barrier", op_id="0/3", group="0", generation=0, cause=cause, culprits=ranks, agreed=True,
+        deadline_expired=True, attempts=1, participants=(0, 1, 2), ranks=culprits, summary="late", advice="look",
+    )  # fmt: skip
+
+
+def late(rank: int, calls: int | None = 7, pid: int = 50, state: str = "none", **more: object) -> RankReport:
+    return RankReport.model_validate({"rank": rank, "entered": calls, "pid": pid, "state": state, **more})
+
+
+@pytest.mark.parametrize(
+    ("later", "same"),
+    [
+        (incident(Cause.LATE, late(1)), True),
+        (incident(Cause.LATE, late(1, calls=8)), False),  # it has been in a guarded call since
+        (incident(Cause.LATE, late(1, pid=51)), False),  # another process
+        (incident(Cause.LATE, late(2)), False),
+        (incident(Cause.LATE, late(1), late(2)), False),
+        (incident(Cause.STUCK, late(1)), False),
+        (incident(Cause.LATE, late(1, calls=None)), False),  # how far it got is not known
+        (incident(Cause.LATE, late(1, exception="KeyError: 'f1'")), False),
+    ],
+)
+def test_the_fault_goes_on_only_for_the_same_ranks_that_began_nothing_since(later: Incident, same: bool) -> None:
+    assert goes_on(incident(Cause.LATE, late(1)), later) == same
+
+
+@pytest.mark.parametrize(
+    ("exceptions", "same"),
+    [
+        (("CollectiveTimeout: timeout of barrier (0/3) after 2 s: rank 1 late.",) * 2, True),
+        (("CollectiveTimeout: timeout of barrier (0/33) after 2 s: rank 1 late.",) * 2, False),  # of another operation
+        (("CollectiveTimeout: timeout of barrier (0/3) after 2 s: rank 1 late.", "KeyError: 'f1'"), False),
+    ],
+)
+def test_the_error_of_a_failure_that_nobody_looked_at_is_no_new_fault(exceptions: tuple[str, str], same: bool) -> None:
+    raised = [late(rank, state="running", exception=text) for rank, text in zip((0, 2), exceptions, strict=True)]
+    assert goes_on(incident(Cause.LATE, late(1)), incident(Cause.FAILED, *raised)) == same
+
+
+def in_try(number: int, line: int = 4, step: int = 5) -> Incident:
+    text = f"all_gather_object(67 bytes, name='evaluation evaluate() at step {step}, beginning of try {number}')"
+    return incident(Cause.LATE, late(1, calls=7 + number, operation=text, stack=(f"eval.py:{line} in evaluate",)))
+
+
+def test_a_rank_late_at_one_place_in_each_try_of_an_evaluation_has_one_fault() -> None:
+    """Each try begins with calls of its own, so that the rank has been in guarded ones since."""
+    assert goes_on(in_try(1), in_try(2)) and goes_on(in_try(1), in_try(3))
+    assert not goes_on(in_try(1), in_try(2, line=9)), "another place"
+    assert not goes_on(in_try(1), in_try(2, step=6)), "another evaluation"
+    assert not goes_on(in_try(2), in_try(1)), "the next evaluation"
+
+
+def test_of_a_rank_that_never_answered_the_stack_tells() -> None:
+    silent = {"calls": None, "state": "silent"}
+    before = incident(Cause.STUCK, late(1, stack=("a.py:1 in f",), **silent))
+    assert goes_on(before, incident(Cause.STUCK, late(1, stack=("a.py:1 in f",), **silent)))
+    assert not goes_on(before, incident(Cause.STUCK, late(1, stack=("a.py:9 in g",), **silent)))
+    nobody = incident(Cause.NETWORK)
+    assert not goes_on(nobody, nobody)
+
+
+def test_the_coordinator_says_which_incident_is_repeated() -> None:
+    state = GroupState("0:cpu", 0, (0, 1))
+    reports = {0: entered(0), 1: replace(outside(1), details={"pid": 50, "entered": 7})}
+    verdict = Verdict(0, 1, Action.FAIL, Cause.LATE, ((1, Cause.LATE),), (0, 1))
+    first = Incident.from_json(summarise(verdict, reports, {}, {}, state))
+    assert first.repeats is None
+    again = Incident.from_json(summarise(verdict, reports, {}, {}, state, [first]))
+    assert again.repeats == first.id

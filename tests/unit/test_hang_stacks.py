@@ -1,0 +1,161 @@
+"""Where a rank stands, by the frames that py-spy has read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ncclguard.hang.stacks import Frame, Kind, Place, Thread, classify, parse, place_of
+
+TORCH = "/opt/venv/lib/python3.11/site-packages/torch/"
+STANDARD = "/usr/lib/python3.11/"
+C10D = TORCH + "distributed/distributed_c10d.py"
+LOGGER = TORCH + "distributed/c10d_logger.py"
+MAIN = Frame("main", "/home/me/train.py", 7)
+WRAPPER = Frame("wrapper", LOGGER, 83, (("args", "(<Tensor at 0x1>)"), ("kwargs", "{}")))
+
+
+def wrapper(args: str, kwargs: str) -> Frame:
+    return Frame("wrapper", LOGGER, 83, (("args", args), ("kwargs", kwargs)))
+
+
+def placed(*inner: Frame, line: str = "") -> Place:
+    return classify((MAIN, *inner), False, lambda file, number: line)
+
+
+PLACES = [
+    ((WRAPPER, Frame("all_reduce", C10D, 3252)), "", Kind.COLLECTIVE, "all_reduce"),
+    ((WRAPPER, Frame("barrier", C10D, 5356), Frame("wait", "/home/me/backend.py", 69)), "", Kind.COLLECTIVE, "barrier"),
+    ((Frame("recv", C10D, 2799),), "", Kind.P2P, "recv"),
+    ((Frame("init_process_group", C10D, 1), Frame("_create_c10d_store", TORCH + "distributed/rendezvous.py", 2)), "",
+     Kind.SETUP, "init_process_group"),
+    ((Frame("backward", TORCH + "_tensor.py", 1), Frame("_engine_run_backward", TORCH + "autograd/graph.py", 2)), "",
+     Kind.BACKWARD, "backward"),
+    ((), "    work.wait()", Kind.COLLECTIVE, "wait"),
+    ((), "    store.get('ready')", Kind.STORE, "store"),
+    ((), "    dist.distributed_c10d._get_default_store().wait(['done'], hour)", Kind.STORE, "store"),
+    ((), "    name = input('prompt> ')", Kind.IDLE, ""),
+    ((Frame("accept", STANDARD + "socket.py", 294),), "", Kind.IDLE, ""),
+    ((), "    time.sleep(5)", Kind.SLEEP, ""),
+    ((), "    with self._lock:", Kind.LOCK, ""),
+    ((), "    loss.item()", Kind.DEVICE, ""),
+    ((), "    data = file.read()", Kind.FILE, ""),
+    ((), "    x = compute(x)", Kind.PYTHON, ""),
+    ((), "    request = self.socket.recv_multipart()", Kind.IDLE, ""),
+    ((), "    request = self.input_queue.get()", Kind.IDLE, ""),
+    ((Frame("get", STANDARD + "queue.py", 171), Frame("wait", STANDARD + "threading.py", 327)), "", Kind.IDLE, ""),
+    ((Frame("recv", STANDARD + "multiprocessing/connection.py", 250),), "", Kind.IDLE, ""),
+    ((Frame("run_forever", STANDARD + "asyncio/base_events.py", 607), Frame("select", STANDARD + "selectors.py", 468)), "",
+     Kind.IDLE, ""),
+    ((Frame("serve_forever", STANDARD + "socketserver.py", 233), Frame("select", STANDARD + "selectors.py", 415)), "",
+     Kind.IDLE, ""),
+    ((Frame("wait", "/opt/venv/lib/python3.11/site-packages/grpc/_common.py", 156), Frame("wait", STANDARD + "threading.py", 331)),
+     "", Kind.IDLE, ""),
+    ((Frame("worker_busy_loop", "/opt/venv/lib/python3.11/site-packages/vllm/v1/executor/multiproc_executor.py", 1),
+      Frame("acquire_read", "/opt/venv/lib/python3.11/site-packages/vllm/distributed/device_communicators/shm_broadcast.py", 5)),
+     "", Kind.IDLE, ""),
+    ((Frame("main_loop", "/opt/venv/lib/python3.11/site-packages/ray/_private/worker.py", 1),), "", Kind.IDLE, ""),
+    ((Frame("_wait_all_workers", TORCH + "distributed/rpc/api.py", 1),), "", Kind.IDLE, ""),
+    ((Frame("serve_forever", STANDARD + "multiprocessing/managers.py", 1), Frame("wait", STANDARD + "threading.py", 331)), "",
+     Kind.MANAGER, ""),
+    ((Frame("wait", STANDARD + "threading.py", 327),), "", Kind.LOCK, ""),
+    ((Frame("get_data", TORCH + "utils/data/dataloader.py", 3), Frame("select", STANDARD + "selectors.py", 415)), "",
+     Kind.LOADER, ""),
+    ((Frame("_jit_compile", TORCH + "utils/cpp_extension.py", 2400), Frame("wait", TORCH + "utils/file_baton.py", 53)), "",
+     Kind.LOCK, ""),  # an extension's lock file, which may be stale
+    ((Frame("wait", "/opt/venv/lib/python3.11/site-packages/deepspeed/runtime/zero/partition_parameters.py", 765),
+      Frame("wrapped_fn", "/opt/venv/lib/python3.11/site-packages/deepspeed/utils/nvtx.py", 33)), "return func(*args, **kwargs)",
+     Kind.COLLECTIVE, "wait"),
+    ((Frame("_worker_loop", TORCH + "utils/data/_utils/worker.py", 3),), "", Kind.WORKER, ""),
+    ((Frame("_try_wait", STANDARD + "subprocess.py", 1),), "", Kind.CHILD, ""),
+    ((Frame("urlopen", STANDARD + "urllib/request.py", 1), Frame("readinto", STANDARD + "socket.py", 2)), "", Kind.NETWORK, ""),
+    ((Frame("_shutdown", STANDARD + "threading.py", 1590),), "", Kind.EXIT, "_shutdown"),
+    ((Frame("destroy_process_group", C10D, 2),), "", Kind.EXIT, "destroy_process_group"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("inner", "line", "kind", "op"), PLACES, ids=[f"{kind}-{n}" for n, (_, _, kind, _) in enumerate(PLACES)]
+)
+def test_the_kind_of_a_place(inner: tuple[Frame, ...], line: str, kind: Kind, op: str) -> None:
+    place = placed(*inner, line=line)
+    assert (place.kind, place.op) == (kind, op)
+
+
+def test_the_programs_own_frames_stand_before_torchs_function() -> None:
+    assert placed(WRAPPER, Frame("all_reduce", C10D, 3252)).stack == ("train.py:7 main", "all_reduce")
+    assert placed(line="work.wait()").stack == ("train.py:7 main", "wait")
+    assert placed(line="time.sleep(1)").stack == ("train.py:7 main",)
+
+
+GROUPS = [
+    (wrapper("(<Tensor at 0x1>)", "{}"), (), True),
+    (wrapper("(<Tensor at 0x1>)", '{"group": <torch._C._distributed_c10d.ProcessGroup at 0x2>}'), (), False),
+    (wrapper("(<Tensor at 0x1>, <torch._C._distributed_c10d.ProcessGroup at 0x2>)", "{}"), (), False),
+    (wrapper("([<Tensor at 0x1>, <Tensor at 0x1>, ...", "{}"), (), False),
+    (wrapper("([<Tensor at 0x1>, ...", "{}"), (("group", "None"),), True),
+]
+
+
+@pytest.mark.parametrize(("around", "arguments", "world"), GROUPS)
+def test_a_call_is_for_all_ranks_where_it_was_given_no_group(
+    around: Frame, arguments: tuple[tuple[str, str], ...], world: bool
+) -> None:
+    assert placed(around, Frame("all_reduce", C10D, 3252, arguments)).world is world
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "world"),
+    [("()", "{}", True), ("([0, 1])", "{}", False), ("()", '{"ranks": [0, 1]}', False), ("(range(0, 2))", "{}", False),
+     ("(...)", "{}", False)],
+)  # fmt: skip
+def test_a_new_group_waits_for_its_members_alone(args: str, kwargs: str, world: bool) -> None:
+    place = placed(wrapper(args, kwargs), Frame("new_group", C10D, 5600))
+    assert (place.kind, place.op, place.world) == (Kind.SETUP, "new_group", world)
+
+
+def test_the_peer_of_a_receive() -> None:
+    place = placed(Frame("recv", C10D, 2799, (("src", "3"), ("group", "None"))))
+    assert (place.peer, place.world) == (3, True)
+
+
+def test_a_rank_that_trains_in_a_thread_stands_where_that_thread_stands() -> None:
+    main = Thread(10, "MainThread", False, (MAIN, Frame("join", STANDARD + "threading.py", 1112)))
+    trains = Thread(12, "train", False, (MAIN, Frame("barrier", C10D, 5356)))
+    found = place_of([trains, main], 10, lambda file, line: "")
+    assert found is not None
+    assert (found[0].op, found[1]) == ("barrier", 12)
+
+
+def test_what_py_spy_prints_is_read_and_nothing_of_the_programs_own_variables_is_kept() -> None:
+    local = {"name": "group", "addr": 1, "arg": True, "repr": "None"}
+    secret = {"name": "args", "addr": 1, "arg": True, "repr": '"password"'}
+    frames = [
+        {
+            "name": "all_reduce",
+            "filename": C10D,
+            "module": None,
+            "short_filename": None,
+            "line": 3252,
+            "locals": [local],
+        },
+        {"name": "Trainer.fit", "filename": "/home/me/train.py", "line": 7, "locals": [secret]},
+    ]
+    text = json.dumps([{"pid": 10, "thread_id": 1, "thread_name": "MainThread", "os_thread_id": 10, "active": False,
+                        "owns_gil": True, "frames": frames}])  # fmt: skip
+    (thread,) = parse(text)
+    assert (thread.tid, thread.holds_gil) == (10, True)
+    assert [str(frame) for frame in thread.frames] == [
+        "train.py:7 fit", "torch/distributed/distributed_c10d.py:3252 all_reduce"
+    ]  # fmt: skip
+    assert [frame.arguments for frame in thread.frames] == [(), (("group", "None"),)]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"frames": 3}]', "Error"])
+def test_what_is_no_output_of_py_spy_is_refused(text: str) -> None:
+    if text == "{}":
+        assert parse(text) == []
+    else:
+        with pytest.raises(ValueError):
+            parse(text)

@@ -1,0 +1,73 @@
+"""What `watch` takes out of a flight recorder, from entries as torch 2.13 writes them; without processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ncclguard.watch import recorder
+
+
+def entry(
+    name: str, number: int, *, p2p: bool = False, sizes: Any = ((6,),), types: Any = ("Float",)
+) -> dict[str, Any]:
+    return {
+        "process_group": ["0", "default"],
+        "profiling_name": f"nccl:{name}",
+        "collective_seq_id": number,
+        "is_p2p": p2p,
+        "time_created_ns": 1,
+        "input_sizes": [list(size) for size in sizes],
+        "input_dtypes": list(types),
+    }
+
+
+def fingerprint(name: str, **facts: Any) -> int:
+    return recorder._pending("0:nccl", (0, 1), entry(name, 7, **facts), "nccl").fingerprint
+
+
+def test_messages_that_were_issued_together_are_no_collective() -> None:
+    """The entry that ends them has the number of the collective before, and does not say that it is of messages."""
+    messages = [entry("send 0->1", 3, p2p=True), entry("recv 0<-1", 3, p2p=True), entry("coalesced", 3, sizes=())]
+    together = [entry("all_gather_into_tensor_coalesced", 4), entry("coalesced", 4, sizes=())]
+    found, begun = recorder._by_group([entry("all_reduce", 3), *messages, *together])
+    assert begun == {}
+    assert [(one["profiling_name"], one["collective_seq_id"]) for one in found["0"]] == [
+        ("nccl:all_reduce", 3),
+        ("nccl:all_gather_into_tensor_coalesced", 4),
+        ("nccl:coalesced", 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({}, ""),
+        ({"state": "scheduled"}, ""),
+        ({"state": "started"}, "recv 1<-0(group 0)"),
+        ({"state": "started", "retired": True}, ""),
+        ({"state": "completed"}, ""),
+    ],
+)
+def test_a_message_that_the_device_waits_in_is_told(how: dict[str, Any], said: str) -> None:
+    _, begun = recorder._by_group([entry("all_reduce", 3), entry("recv 1<-0", 3, p2p=True) | how])
+    assert begun.get("0", "") == said
+
+
+def test_of_messages_that_were_issued_together_the_entry_behind_them_tells() -> None:
+    messages = [entry("send 0->1", 3, p2p=True), entry("recv 0<-1", 3, p2p=True)]
+    _, begun = recorder._by_group([*messages, entry("coalesced", 3, sizes=()) | {"state": "started"}])
+    assert begun == {"0": "batch_isend_irecv(group 0)"}
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "_all_gather_base", "_reduce_scatter_base", "all_gather"])
+def test_sizes_and_dtypes_are_compared_where_they_have_to_be_alike(name: str) -> None:
+    assert fingerprint(name) == fingerprint(name)
+    assert fingerprint(name) != fingerprint(name, sizes=((7,),))
+    assert fingerprint(name) != fingerprint(name, types=("Int",))
+
+
+def test_sizes_of_an_all_to_all_may_differ_and_dtypes_may_not() -> None:
+    assert fingerprint("all_to_all") == fingerprint("all_to_all", sizes=((7,),))
+    assert fingerprint("all_to_all") != fingerprint("all_to_all", types=("Int",))
