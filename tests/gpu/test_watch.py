@@ -5,6 +5,7 @@ The groups are made as most programs make them, without a device: NCCL then conn
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -113,18 +114,24 @@ def watched(
     steps = 0
     # nccl2 waits for so long before it ends the process, ProcessGroupNCCL four times as long.
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = str(patience if os.environ["RANK"] == "1" else 15_000)
+    # A framework imports and compiles for seconds between its first collectives, at another time on each rank.
+    preparing = contextlib.nullcontext() if framework == "raw" else ng.phase("eval")
+    os.environ["NCCLGUARD_TIMEOUT"] = str(limit)
     if before:
-        ng.watch(timeout=limit, on_incident=told)
+        ng.watch(on_incident=told)
     rank = join(backend, torchs)
     if not before:
-        ng.watch(timeout=limit, on_incident=told)
+        ng.watch(on_incident=told)
     threading.Thread(target=end, daemon=True).start()
     away = LATE if limit == LIMIT else LATER
     # NCCL connects it in its first collective, and until then nothing of it is recorded.
     group = dist.new_group() if fault in ("new group", "elsewhere") else None
     if fault == "first" and rank == CULPRIT:
         strike(fault, away, group)
-    step = steps_of(framework)
+    with preparing:
+        step = steps_of(framework)
+        if framework != "raw":
+            step()
     while True:
         step()
         steps += 1
@@ -141,7 +148,7 @@ def watched(
 
 def run(fault: str, framework: str = "raw", before: bool = True, backend: str = "nccl") -> None:
     cause, ranks, bound = FAULTS["elsewhere" if fault == "mismatch" and framework in OWN_GROUPS else fault]
-    env = {**SHARED_GPU, "NCCLGUARD_REPORT_DIR": "none"}
+    env = {**SHARED_GPU, "NCCLGUARD_REPORT_DIR": "none", "NCCLGUARD_TIMEOUT_EVAL": "60"}
     with faults.start_ranks(watched, RANKS, args=[fault, framework, before, backend], env=env, timeout=120) as job:
         struck = job.wait_for("struck", ranks=[CULPRIT], seconds=60)[CULPRIT]
         job.wait_for("incidents", ranks=ranks, seconds=40)
