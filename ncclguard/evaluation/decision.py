@@ -68,7 +68,10 @@ class Met:
 
 @dataclass(frozen=True, slots=True)
 class NotMet:
-    """The reason why a meeting failed; with `agreed` all ranks know the same, with `gone` a process has ended."""
+    """The reason why a meeting failed; with `agreed` all ranks know the same, with `gone` a process has ended.
+
+    With `elsewhere` all ranks are at the beginning of an evaluation, but not of the same one.
+    """
 
     cause: Cause
     culprits: tuple[int, ...]
@@ -76,6 +79,8 @@ class NotMet:
     gone: bool = False
     incident: str = ""
     report: str = ""
+    elsewhere: bool = False
+    errors: tuple[tuple[int, str], ...] = ()  # by rank: the evaluation that it is in
     error: Exception | None = field(default=None, compare=False)
 
 
@@ -251,7 +256,9 @@ def _unmet(meeting: NotMet, otherwise: Action) -> Action:
 
 
 def _failure_to_meet(meeting: NotMet, attempt: int) -> Failure:
-    return Failure(attempt, meeting.cause, meeting.culprits, incident=meeting.incident, report=meeting.report)
+    return Failure(
+        attempt, meeting.cause, meeting.culprits, meeting.errors, incident=meeting.incident, report=meeting.report
+    )
 
 
 log = logging.getLogger("ncclguard")
@@ -325,17 +332,31 @@ class EvaluationReport:
             return tr("failed after {tries}; a partial result is returned, from {part}.", tries=tries, part=of)
         if self.action is Action.GIVE_UP and self.attempts:
             return tr("failed after {tries}; {text}, and training goes on.", tries=tries, text=instead)
+        if self.action is Action.GIVE_UP and self._elsewhere:
+            return tr(
+                "skipped, because the ranks are in different evaluations; {text}, and training goes on.", text=instead
+            )
         if self.action is Action.GIVE_UP:
             return tr("skipped, because not all ranks arrived; {text}, and training goes on.", text=instead)
         if self.action is Action.SKIP:
             return tr("skipped, because it is switched off; {text}.", text=instead)
         return tr("stopped after {tries}: the job cannot go on.", tries=tries)
 
+    @property
+    def _elsewhere(self) -> bool:
+        """Return whether the ranks told each other that they are in different evaluations."""
+        return bool(self.failures) and not self.failures[-1].began and bool(self.failures[-1].errors)
+
     def _advice(self) -> str:
         """Return what to do next; "" where an incident's report, or the lines above, say it."""
         if not self.failures:
             return ""
         last = self.failures[-1]
+        if self._elsewhere:
+            return tr(
+                "Call each evaluation on all ranks or on none: a rank has left one out. Of calls by one line, such as in "
+                "a loop, nobody can tell which: do not trust the values of those before this one at its step."
+            )
         if self.action is Action.STOP:
             return tr("Restart the job from its last checkpoint, after a look at the ranks above.")
         if last.out_of_memory:

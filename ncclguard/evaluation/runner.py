@@ -2,7 +2,7 @@
 
 During a try the function's collectives run on guarded groups within limits, and all ranks learn of its exception at
 once. From the second try on its batches are smaller. A rank that evaluates alone has a world of one rank. What the
-function records is kept as a partial result. The decorator and the names by which ranks know an evaluation come last.
+function records is kept as a partial result. The decorator comes last.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import inspect
 import logging
 import pickle
+import re
 import sys
 import threading
 import time
@@ -24,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ncclguard import process_group, torch_compat
@@ -49,6 +49,7 @@ from ncclguard.evaluation.decision import (
     metrics_of,
 )
 from ncclguard.evaluation.fallback import NOT_EVALUATED
+from ncclguard.evaluation.place import Place, Places, behind, described, elsewhere, start_counting, step_of
 from ncclguard.groups import check_group, group_of
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import describe_exception
@@ -56,7 +57,7 @@ from ncclguard.outcome import Outcome
 from ncclguard.phases import inside_section
 from ncclguard.spelling import meant, no_argument
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.language import told, tr
+from ncclguard_explain.language import joined, say, told, tr
 from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
@@ -393,13 +394,14 @@ class Options:
 class Job:
     """One call of an evaluation: what to run, and on what."""
 
-    label: str
+    place: Place
     run: Callable[[int], Any]  # evaluates with batches that many times smaller
     owner: Any
     models: Sequence[torch.nn.Module]
     keepers: Iterable[state.Keeper]
     options: Options
     terms: Terms
+    places: Places
 
 
 @dataclass(frozen=True)
@@ -427,6 +429,7 @@ class Evaluation:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._options = job.options
+        self._label = job.place.label()
         self._members = members_of(job.options.group)
         self._rank = dist.get_rank() if len(self._members) > 1 else self._members[0]
         self._failures: list[Failure] = []
@@ -458,7 +461,7 @@ class Evaluation:
                 "%s",
                 told(
                     "ncclguard: {name}: {failed}; trying again",
-                    name=self._job.label,
+                    name=self._label,
                     failed=decided.failure or "",
                 ),
             )
@@ -467,11 +470,41 @@ class Evaluation:
     # ------------------------------------------------------------------ one try
 
     def _open(self, attempt: int) -> Meeting:
-        name = f"{self._job.label}, beginning of try {attempt}"
-        meeting = self._gather(self._job.terms, name, self._options.barrier_timeout, repeat=False)
+        if attempt == 1:
+            meeting = self._come_together()
+        else:
+            name = _beginning(self._label, attempt)
+            meeting = self._gather(self._job.terms, name, self._options.barrier_timeout, repeat=False)
         if isinstance(meeting, Met):
             self._logging_rank = decision.first_with_sink(meeting.values, self._members)
         return meeting
+
+    def _come_together(self) -> Meeting:
+        """Exchange the terms with all ranks, once all are in this evaluation; those that are in one before it go on."""
+        job, members, limit = self._job, self._members, self._options.barrier_timeout
+        for _ in range(REPEATS):
+            name = _beginning(self._label, 1)
+            meeting = self._gather((job.place, job.terms), name, limit, repeat=False)
+            together = isinstance(meeting, Met)
+            if isinstance(meeting, NotMet) and meeting.elsewhere:
+                meeting = self._gather((job.place, job.terms), "places of evaluations", limit, repeat=False)
+            if isinstance(meeting, NotMet):
+                return meeting
+            places = [place for place, _ in meeting.values]
+            ranks = described(places, members)
+            left = {members[n] for n in behind(places)}
+            if self._rank in left:
+                break
+            if left:
+                log.warning("%s", _waiting(self._label, left))
+                continue
+            self._label = job.places.meet(places, members)
+            if job.places.first_in_branches(places):
+                log.warning("%s", _branches(self._label, ranks))
+            if together:
+                return Met(tuple(terms for _, terms in meeting.values))
+        culprits = tuple(members[n] for n in sorted(elsewhere(places)))
+        return NotMet(Cause.DIVERGED, culprits, errors=ranks)
 
     def _try(self, attempt: int, divisor: int) -> tuple[Decision, Meeting, Any]:
         job = self._job
@@ -483,10 +516,10 @@ class Evaluation:
             return result, self._packed(result, "the result") if shares else None
 
         with recorded(latest_only=self._options.combine is not None) as recorder:
-            found, mine = self._inside(f"{job.label}, try {attempt}", evaluate)
+            found, mine = self._inside(f"{self._label}, try {attempt}", evaluate)
         result, shared = found or (None, None)
         mine = replace(self._with_part(mine, recorder), result=shared)
-        decided, meeting = self._meet(mine, f"{job.label}, end of try {attempt}", attempt, self._options.max_attempts)
+        decided, meeting = self._meet(mine, f"{self._label}, end of try {attempt}", attempt, self._options.max_attempts)
         self._weigh_part(decided, meeting, recorder, attempt)
         if self._options.same_result and decided.action is Action.ACCEPT and isinstance(meeting, Met):
             return self._taken(meeting.values[0].result, attempt)
@@ -504,9 +537,9 @@ class Evaluation:
             except Exception as error:  # noqa: BLE001 - whatever the evaluation raises is what this is for
                 sent = None, self._result_of(error)
             restore()  # the other ranks have not evaluated, and state that is equal on all ranks must stay equal
-        what = f"the {job.label} on rank {chosen}"
+        what = f"the {self._label} on rank {chosen}"
         with nullcontext() if sent is not None else countdown(what, self._options.timeout):
-            meeting = self._tell(sent, chosen, f"{job.label} on rank {chosen}, try {attempt}")
+            meeting = self._tell(sent, chosen, f"{self._label} on rank {chosen}, try {attempt}")
         shared = None
         if isinstance(meeting, Met):
             shared, result = meeting.values[0]
@@ -520,7 +553,7 @@ class Evaluation:
             result, mine = self._unpacked(shared), RankResult(self._rank)
         except Exception as error:  # noqa: BLE001 - whatever reading an object of the program's own raises
             result, mine = None, self._result_of(error)
-        name = f"{self._job.label}, result of try {attempt}"
+        name = f"{self._label}, result of try {attempt}"
         decided, meeting = self._meet(mine, name, attempt, self._options.max_attempts)
         return decided, meeting, result
 
@@ -550,12 +583,12 @@ class Evaluation:
         outcome = failed_collective(error, failures)
         if outcome is not None:
             text = outcome.incident.summary if outcome.incident is not None else str(outcome.error)
-            log.info("ncclguard: rank %d: %s ended here: %s", self._rank, self._job.label, text)
+            log.info("ncclguard: rank %d: %s ended here: %s", self._rank, self._label, text)
             return RankResult(
                 self._rank, Kind.COLLECTIVE, text, outcome.cause, outcome.culprits, reported_as(outcome.incident)
             )
         text = describe_exception(error)
-        log.warning("ncclguard: rank %d: %s failed here: %s", self._rank, self._job.label, text)
+        log.warning("ncclguard: rank %d: %s failed here: %s", self._rank, self._label, text)
         if any(map(_is_out_of_memory, _with_origins(error))):
             return RankResult(self._rank, Kind.OUT_OF_MEMORY, text)
         wrong = isinstance(error, _WRONG) and not isinstance(error, OSError) and not failures
@@ -571,7 +604,7 @@ class Evaluation:
         try:
             return replace(mine, part=self._packed(recorder.latest, "the partial result"))
         except ValueError as error:
-            log.warning("ncclguard: rank %d: %s: %s", self._rank, self._job.label, error)
+            log.warning("ncclguard: rank %d: %s: %s", self._rank, self._label, error)
             return replace(mine, unsent=describe_exception(error))
 
     def _weigh_part(self, decided: Decision, meeting: Meeting, recorder: Recorder, attempt: int) -> None:
@@ -594,7 +627,7 @@ class Evaluation:
 
     def _combined(self, part: Part, combine: Callable[[list[Any]], Any]) -> tuple[Decision, Meeting, Any]:
         """Combine the parts of all ranks, if that goes well on every rank; else none has a partial result."""
-        name = f"{self._job.label}, combining"
+        name = f"{self._label}, combining"
         result, mine = self._inside(name, lambda: combine([self._unpacked(each) for each in part.result]))
         decided, meeting = self._meet(mine, f"end of {name}", self._attempts, self._attempts)
         self._restore()
@@ -621,7 +654,7 @@ class Evaluation:
         if action not in (Action.ACCEPT, Action.PARTIAL):
             result = self._options.fallback
         given = self._options.fallback is not NOT_EVALUATED
-        report = EvaluationReport(self._job.label, action, tuple(self._failures), self._attempts, done, total, given)
+        report = EvaluationReport(self._label, action, tuple(self._failures), self._attempts, done, total, given)
         error = meeting.error if isinstance(meeting, NotMet) and action is Action.STOP else None
         return Ended(result, report, self._logging_rank, error)
 
@@ -662,6 +695,28 @@ class Evaluation:
             return outcome, tuple(slots)
 
         return Met((value,)) if len(self._members) == 1 else meet(once, repeat=True)
+
+
+def _beginning(label: str, attempt: int) -> str:
+    """Return the name of the call with which a try begins."""
+    return f"{label}, beginning of try {attempt}"
+
+
+def _waiting(label: str, ranks: Iterable[int]) -> str:
+    return told(
+        "ncclguard {name}: waiting for {ranks}, in an evaluation before it", name=label, ranks=ranks_text(ranks)
+    )
+
+
+def _branches(label: str, places: Iterable[tuple[int, str]]) -> str:
+    lines = "".join(f"\n    {say(joined(': ', (ranks_text([rank]), text)))}" for rank, text in places)
+    return told(
+        "ncclguard {name}: the ranks called it in different places, and it is taken for one evaluation. If they are "
+        "different ones, its value mixes them: call each on all ranks, and tell them apart by names among their "
+        "arguments.{lines}",
+        name=label,
+        lines=lines,
+    )
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -715,8 +770,19 @@ def meet(once: Callable[[], tuple[Outcome, tuple[Any, ...]]], repeat: bool) -> M
         gone=gone,
         incident=name,
         report="" if name else str(outcome.incident or ""),
+        elsewhere=outcome.agreed and outcome.cause is Cause.DIVERGED and _all_begin(outcome.incident),
         error=outcome.error,
     )
+
+
+#: The name of the call with which an evaluation begins, in the text of an operation.
+_BEGINS = re.compile(r"name='evaluation .*, beginning of try 1'")
+
+
+def _all_begin(incident: Incident | None) -> bool:
+    """Return whether all ranks were at the beginning of an evaluation, each at that of one."""
+    ranks = incident.ranks if incident is not None else ()
+    return bool(ranks) and all(rank.inside and _BEGINS.search(rank.operation or "") for rank in ranks)
 
 
 def reported_as(incident: Incident | None) -> str:
@@ -783,7 +849,7 @@ class GuardedEvaluation:
         self._function = function
         self._owner = getattr(function, "__self__", None)  # of a bound method; else the first argument is taken for it
         self._options = options
-        self._labels = Labels(f"evaluation {getattr(function, '__name__', 'evaluate')}()")
+        self._places = Places(getattr(function, "__name__", "evaluate"))
         start_counting()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -796,6 +862,7 @@ class GuardedEvaluation:
         owner = self._owner if self._owner is not None or not args else args[0]
         check_batch_size(owner, options.batch_size, f"{getattr(function, '__name__', 'evaluate')}()")
         step = step_of(function, owner, args, kwargs)
+        words = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, str))
         holders = [owner, *args, *kwargs.values(), *state.named_in(function)]
         models = state.models_of([*holders, *options.models])
         loaders = state.loaders_of([*holders, *options.loaders])
@@ -807,7 +874,8 @@ class GuardedEvaluation:
             return function(*args, **{**kwargs, **changed})
 
         job = Job(
-            label=self._labels.next(step),
+            place=self._places.next(step, words, members_of(options.group)),
+            places=self._places,
             run=run,
             owner=owner,
             models=models,
@@ -854,6 +922,23 @@ class GuardedEvaluation:
         raise stopped(ended)
 
 
+def check_runs(function: Callable[..., Any]) -> None:
+    """Raise TypeError for a function whose call runs nothing of it yet."""
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        kind = tr("a coroutine function")
+    elif inspect.isgeneratorfunction(function):
+        kind = tr("a generator function")
+    else:
+        return
+    raise TypeError(
+        told(
+            "{name} is {kind}, and its call evaluates nothing yet: decorate a function that returns the result",
+            name=getattr(function, "__qualname__", "evaluate"),
+            kind=kind,
+        )
+    )
+
+
 @overload
 def resilient_evaluate(function: Callable[..., Any], /, **options: Any) -> GuardedEvaluation: ...
 @overload
@@ -871,8 +956,10 @@ def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options:
     is gone; "checkpoint" calls `save()` on the survivors before. `group`: who evaluates together (default: all).
     `models`, `loaders`, `keepers`: whose state is kept, besides what the owner and the arguments hold and the function
     itself names.
+    An evaluation that one rank leaves out is skipped on the others, which meet it again in the next one.
 
-    Raises GuardConfigError, TypeError or ValueError for options that cannot be. A call raises GuardConfigError where
+    Raises GuardConfigError, TypeError or ValueError for options that cannot be, and TypeError for a generator function
+    or coroutine function. A call raises GuardConfigError where
     `batch_size` names nothing, before anything is sent; PeerLost, or another CollectiveFailed, when the job cannot go
     on; and otherwise nothing of what happened inside.
 
@@ -893,63 +980,7 @@ def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options:
         raise TypeError(f"resilient_evaluate takes a function that evaluates, not {type(function).__name__}{meant}")
 
     def wrap(wrapped: Callable[..., Any]) -> GuardedEvaluation:
+        check_runs(wrapped)
         return GuardedEvaluation(wrapped, checked)
 
     return wrap if function is None else wrap(function)
-
-
-# ---------------------------------------------------------------------- which evaluation this is
-
-_lock = threading.Lock()
-_updates = 0
-_counting = False
-
-
-def start_counting() -> None:
-    """Count the steps of all optimizers of this process from now on; a second call does nothing."""
-    global _counting
-    with _lock:
-        if not _counting:
-            _counting = True
-            register_optimizer_step_post_hook(_count)
-
-
-def _count(*_: Any) -> None:
-    global _updates
-    _updates += 1
-
-
-def step_of(evaluate: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Return the argument `step` or `global_step` of a call, else the `global_step` of the owner or of its `state`."""
-    try:
-        given = inspect.signature(evaluate).bind_partial(*args, **kwargs).arguments
-    except TypeError:  # the call itself will say what is wrong with it
-        return None
-    state = getattr(owner, "state", None)
-    candidates = (
-        given.get("step"),
-        given.get("global_step"),
-        *(getattr(o, "global_step", None) for o in (owner, state)),
-    )
-    return next((step for step in candidates if isinstance(step, int) and not isinstance(step, bool)), None)
-
-
-class Labels:
-    """Names of evaluations that are the same on all ranks, also after a rank has skipped some evaluations.
-
-    Where no step is given, the count of optimizer steps says how far training is.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._last: tuple[int | None, int] = (None, -1)
-        self._repeated = 0
-
-    def next(self, step: int | None) -> str:
-        """Return the name of the evaluation that begins now."""
-        place = (step, _updates if step is None else 0)
-        self._repeated = self._repeated + 1 if place == self._last else 0
-        self._last = place
-        at = f"at step {step}" if step is not None else f"after {_updates} optimizer steps"
-        again = f", number {self._repeated + 1} there" if self._repeated else ""
-        return f"{self._name} {at}{again}"

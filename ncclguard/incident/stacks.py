@@ -123,6 +123,13 @@ def call_site_of(thread: int = 0) -> str:
     return ""
 
 
+def call_sites_of(limit: int) -> tuple[str, ...]:
+    """Return the lines of the program that led to the caller's, at most `limit`, innermost first, without torch's."""
+    files = ((spot, spot.file) for spot in _spots(sys._getframe()) if not is_own_file(spot.file))
+    spots = [spot for spot, file in files if _is_programs(file) or _is_packages(file)]
+    return tuple(spot.place() for spot in spots[:limit])
+
+
 def _is_packages(filename: str) -> bool:
     return filename.startswith(_PACKAGES) and not filename.startswith(_TORCH)
 

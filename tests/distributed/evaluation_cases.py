@@ -310,3 +310,43 @@ def own_code(names: list[str]) -> None:
     faults.report(after=float(sum_of))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def leaves_out(first: str) -> None:
+    """Two evaluations in each of three steps; in the second step the last rank leaves the first of them out.
+
+    ``first``: how the program calls them, by "lines" of their own, in a loop over "names", or in a loop "alike".
+    """
+    dist.init_process_group("gloo")
+    last = dist.get_rank() == dist.get_world_size() - 1
+
+    @ng.resilient_evaluate(fallback=None, max_attempts=1, barrier_timeout=20)
+    def evaluate(value: float, step: int, split: str = "") -> float:
+        total = torch.tensor([value])
+        dist.all_reduce(total)
+        return float(total)
+
+    values, reports = [], []
+
+    def keep(value: float | None) -> None:
+        values.append(value)
+        assert evaluate.report is not None
+        reports.append([evaluate.report.label, evaluate.report.action.value, str(evaluate.report)])
+
+    for step in range(3):
+        left_out = last and step == 1
+        if first == "lines":
+            if not left_out:
+                keep(evaluate(1.0, step))
+            keep(evaluate(100.0, step))
+        else:
+            for split, value in (("val", 1.0), ("test", 100.0)):
+                if not (left_out and split == "val"):
+                    keep(evaluate(value, step, split if first == "names" else ""))
+    if last:  # two branches of one evaluation
+        keep(evaluate(3.0, 3))
+    else:
+        keep(evaluate(3.0, 3))
+    faults.report(values=values, reports=reports)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -14,6 +14,7 @@ from tests.distributed.evaluation_cases import (
     TIMEOUT,
     guarded,
     held_up,
+    leaves_out,
     lost,
     own_code,
     switches,
@@ -158,3 +159,36 @@ def test_what_the_program_hands_over_and_one_rank_cannot_use_ends_alike_on_all()
             for (_, text), (_, error) in zip(found["accused"], accused, strict=True):
                 assert error in text, (name, rank, text)
     assert job.values("after") == dict.fromkeys(range(3), 3.0)
+
+
+#: How the two evaluations of a step are called -> (values of ranks 0 and 1 in the step in which rank 2 leaves the first
+#: out, where rank 2 is said to be)
+LEFT_OUT = {
+    "lines": ([None, 300.0], "rank 2: evaluation evaluate() at step 1, called at"),
+    "names": ([None, 300.0], "rank 2: evaluation evaluate() at step 1 ['test'], called at"),
+    "alike": ([102.0, None], "rank 2: evaluation evaluate() at step 2, called at"),
+}
+
+
+@pytest.mark.parametrize("called", list(LEFT_OUT))
+def test_an_evaluation_that_one_rank_leaves_out_shifts_no_other(called: str) -> None:
+    """The call is known by its line, or by a name among its arguments; where it is not, the values before are told of."""
+    values, where = LEFT_OUT[called]
+    job = faults.run_ranks(leaves_out, 3, args=[called], timeout=60).check()
+    before, after = [3.0, 300.0], [3.0, 300.0, 9.0]
+    mine = [value for value in values if value is not None]
+    expected = {0: before + values + after, 1: before + values + after, 2: before + mine + after}
+    assert job.values("values") == expected
+    for rank in (0, 1):
+        ended = [text for _, action, text in job[rank].reports["reports"] if action == "give up"]
+        assert len(ended) == 1
+        assert "skipped, because the ranks are in different evaluations" in ended[0]
+        assert "before try 1: diverged, rank 2\n" in ended[0]
+        assert where in ended[0], ended[0]
+        assert "do not trust the values of those before this one at its step" in ended[0]
+    for rank in job:
+        assert rank.output.count("the ranks called it in different places, and it is taken for one evaluation") == 1
+    # The names are those of what all ranks do together.
+    met = [[label for label, action, _ in rank.reports["reports"] if action == "accept"] for rank in job]
+    assert met[0] == met[1] == met[2]
+    assert len(set(met[0])) == len(met[0])

@@ -20,7 +20,7 @@ import ncclguard as ng
 from ncclguard.errors import GuardConfigError
 from ncclguard.evaluation import NOT_EVALUATED, Action, NotEvaluated, record_partial, state
 from ncclguard.evaluation.decision import log_to
-from ncclguard.evaluation.runner import Labels, divided, smaller, start_counting
+from ncclguard.evaluation.runner import divided, smaller
 
 
 class Monitor:
@@ -447,22 +447,6 @@ def test_a_model_that_the_function_names_is_back_in_train_mode_after_giving_up()
     assert evaluate() is None
     assert MODEL.training
     assert local.training
-
-
-def test_labels_follow_training_so_that_a_skipped_evaluation_shifts_nothing() -> None:
-    start_counting()
-    labels = Labels("evaluation")
-    assert labels.next(100) == "evaluation at step 100"
-    assert labels.next(100) == "evaluation at step 100, number 2 there"
-    assert labels.next(200) == "evaluation at step 200"
-    first = labels.next(None)
-    assert first.startswith("evaluation after ")
-    assert labels.next(None) == f"{first}, number 2 there"
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.SGD([parameter], lr=0.1).step()
-    steps = int(first.split()[2])
-    assert labels.next(None) == f"evaluation after {steps + 1} optimizer steps"
 
 
 def test_metrics_reach_every_kind_of_sink_and_a_broken_one_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
