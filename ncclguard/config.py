@@ -454,6 +454,7 @@ def allowed_values(field: str) -> str:
 def _warn_of_unknown_variables() -> None:
     known = {PREFIX + name.upper() for name in GuardConfig.model_fields} | OTHER_VARIABLES
     for name in sorted(os.environ):
-        if name.upper().startswith(PREFIX) and name.upper() not in known:
+        ours = name.upper().replace("_", "").startswith(PREFIX.rstrip("_"))  # NCCL_GUARD_TIMEOUT was meant as well
+        if ours and name.upper() not in known:
             hint = meant(name.upper(), known) or tr("see docs/configuration.md for those that have")
             log.warning("%s", told("the environment variable {name} has no effect: {details}", name=name, details=hint))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ncclguard.errors import CollectiveFailed, error_for, sentence
 from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import told
 
 if TYPE_CHECKING:
     from ncclguard.incident.model import Incident
@@ -50,6 +52,17 @@ class Outcome:
 
     def __bool__(self) -> bool:
         return self.ok
+
+    if not TYPE_CHECKING:  # a type checker is to see that there is no such attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Tell of the tensor that was given where somebody takes the outcome for the reduced one."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+            if hasattr(tensor, name) and not name.startswith("__"):
+                hint = told("the result is in the tensor that the call was given, and this tells how the call ended")
+                text = f"{text}: {hint}"
+            raise AttributeError(text, name=name, obj=self)
 
     def __str__(self) -> str:
         """Say how the call ended, in one sentence; acknowledges nothing. `repr` has every field."""

@@ -209,15 +209,20 @@ def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bo
         if stacks:
             return tr("Read the end of the log of {ranks}.", ranks=who)
         return tr(
-            "Read the end of the log of {ranks} and, while it hangs, its stack: `py-spy dump --pid PID`.", ranks=who
+            "Read the end of the log of {ranks} and, while the job hangs, all stacks: `ncclguard hang` on its hosts (or "
+            "`py-spy dump --pid PID` of each process).",
+            ranks=who,
         )
     if verdict.suspects:
         return tr("Get the logs and stacks of {ranks}.", ranks=ranks_text(verdict.suspects))
-    return tr("Get the logs of every rank, and while it hangs the stacks: `py-spy dump --pid PID` on each.")
+    return tr(
+        "Get the logs of every rank, and while the job hangs all stacks: `ncclguard hang` on its hosts (or `py-spy dump "
+        "--pid PID` of each process)."
+    )
 
 
 _STACKS = tr(
-    "Next time have the stacks: run `py-spy dump --pid PID` on every rank while it hangs; set "
+    "Next time have the stacks: run `ncclguard hang` on the hosts while it hangs (or `py-spy dump --pid PID` on every rank); set "
     "TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9) and "
     "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and pass the dumps to this command together with the logs."
 )

@@ -286,6 +286,10 @@ def survived(evidence: Evidence) -> list[Fact]:
     return list({(f.source, f.rank, f.name.rsplit(".", 1)[-1], f.detail): f for f in named}.values())[::-1]
 
 
+#: A log says nothing of a job that hangs and whose limits have not passed.
+_STANDS = tr("If the job stands still now, `ncclguard hang` on its hosts says which rank it waits for.")
+
+
 def _nothing_seen(evidence: Evidence) -> Message:
     if evidence.broken_off:
         place = next(iter(evidence.broken_off.values()))
@@ -293,7 +297,8 @@ def _nothing_seen(evidence: Evidence) -> Message:
     again = survived(evidence)
     nothing = tr("No incident found in these inputs.")
     if not again:
-        return nothing
+        ended = any(fact.name in ("finished", "succeeded") for fact in evidence.of(Kind.PHASE))
+        return nothing if ended else joined(" ", (nothing, _STANDS))
     what = {"nothing": nothing, "name": again[0].name, "detail": again[0].detail[:120]}
     if len(again) == 1:
         return tr("{nothing} The job survived {name}: {detail}", **what)

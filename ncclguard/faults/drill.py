@@ -170,6 +170,9 @@ class Findings:
 
     def _nowhere(self) -> Message:
         """Return why the fault did not strike, and what to do."""
+        if self.rank not in self.ranks:
+            none = tr("nothing: the job has no rank {rank}", rank=self.rank)
+            return joined("; ", (none, tr("it has {ranks}", ranks=ranks_text(self.ranks))))
         nothing = tr("nothing: rank {rank} made no such operation", rank=self.rank)
         lower = tr("choose a lower --op")
         if self.raw or (self.watched and not self.calls and self.fault not in ALTERS):

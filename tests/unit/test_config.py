@@ -157,12 +157,13 @@ class TestRefusals:
 
 
 class TestUnknownVariables:
+    @pytest.mark.parametrize("name", ["NCCLGUARD_TIMOUT", "NCCL_GUARD_TIMEOUT", "NCCLGUARDTIMEOUT"])
     def test_a_misspelt_variable_is_logged_with_the_closest(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setenv("NCCLGUARD_TIMOUT", "3")
+        monkeypatch.setenv(name, "3")
         assert current_config().timeout is None
-        assert "NCCLGUARD_TIMOUT has no effect: did you mean NCCLGUARD_TIMEOUT?" in caplog.text
+        assert f"{name} has no effect: did you mean NCCLGUARD_TIMEOUT?" in caplog.text
 
     def test_variables_of_other_parts_are_known(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

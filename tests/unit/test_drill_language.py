@@ -49,6 +49,7 @@ def found(**changed: object) -> Findings:
         found(struck_after=None, watched=True, calls=0),
         found(struck_after=None, watched=True, calls=0, fault="skip"),
         found(struck_after=None, calls=0),
+        found(struck_after=None, rank=7),
     ],
 )  # fmt: skip
 def test_no_sentence_of_the_findings_stays_english(findings: Findings, chinese: None) -> None:
@@ -84,3 +85,8 @@ def test_a_drill_of_a_command_is_chinese_and_its_json_is_not(
     assert shown[0] == "  作业：     true" and shown[-1] == "  演练：     未通过"
     with open(f"{tmp_path}/found.json", encoding="utf-8") as file:
         assert json.load(file)["ended"] == "exit code 0"
+
+
+def test_a_rank_that_the_job_does_not_have_is_said_to_be_none() -> None:
+    said = dict(found(struck_after=None, rank=7).lines())
+    assert str(said["happened"]) == "nothing: the job has no rank 7; it has ranks 0-3"

@@ -194,6 +194,17 @@ class TestAcknowledgement:
         assert first == second
 
 
+def test_who_takes_an_outcome_for_the_reduced_tensor_is_told_where_that_is() -> None:
+    outcome = Outcome(**fields(None))
+    with pytest.raises(
+        AttributeError, match="no attribute 'item': the result is in the tensor that the call was given"
+    ):
+        outcome.item()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no attribute 'seconds_'$"):
+        outcome.seconds_  # type: ignore[attr-defined]  # noqa: B018
+    assert copy.deepcopy(outcome) == pickle.loads(pickle.dumps(outcome)) == outcome
+
+
 @pytest.mark.parametrize("cause", list(Cause))
 def test_a_cause_is_its_value_as_text(cause: Cause) -> None:
     assert str(cause) == f"{cause}" == cause.value == cause

@@ -37,6 +37,13 @@ def test_survived_exception_is_no_incident(explain_lines: Explain, lines: list[s
     assert not report.incident and report.culprits == ()
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_log_without_an_incident_points_to_hang_unless_the_job_is_over(explain_lines: Explain, ended: bool) -> None:
+    report = explain_lines(["step 300 loss 1.9", *(["Training finished, total time 0:33:11"] if ended else [])])
+    assert not report.incident
+    assert ("`ncclguard hang` on its hosts" in report.summary) is not ended
+
+
 def test_what_was_survived_is_listed(explain_lines: Explain) -> None:
     report = explain_lines([*CAUGHT, RETRY, *(f"step {n} loss 1.9" for n in range(9))])
     assert not report.incident and report.decision == "unknown"
