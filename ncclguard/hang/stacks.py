@@ -112,6 +112,8 @@ _COLLECTIVES: Final = frozenset(
 _EXIT: Final = (("threading.py", "_shutdown"), ("multiprocessing/util.py", "_exit_function"),
                 ("concurrent/futures/thread.py", "_python_exit"),
                 ("torch/distributed/distributed_c10d.py", "destroy_process_group"))  # fmt: skip
+#: Functions of torch that pickle an object beside the exchange of it, and call the program's own code for that.
+_PICKLING: Final = frozenset(["_object_to_tensor", "_tensor_to_object"])
 #: Wrappers around what was called.
 _AROUND: Final = ("torch/distributed/c10d_logger.py", "torch/utils/_contextlib.py", "torch/_ops.py", "contextlib.py",
                    "deepspeed/utils/nvtx.py")  # fmt: skip
@@ -232,6 +234,7 @@ def classify(frames: Sequence[Frame], holds_gil: bool, source: Callable[[str, in
 def _kind(frames: Sequence[Frame], source: Callable[[str, int], str]) -> tuple[Kind, str, int]:
     """Return the kind, torch's function, and from which frame on the stack is torch's."""
     files = [short(frame.file) for frame in frames]
+    pickles = any(frame.function in _PICKLING and _DISTRIBUTED.search(short(frame.file)) for frame in frames)
     for number, (file, frame) in enumerate(zip(files, frames, strict=True)):
         if (file, frame.function) in _EXIT:
             return Kind.EXIT, frame.function, number
@@ -239,7 +242,7 @@ def _kind(frames: Sequence[Frame], source: Callable[[str, int], str]) -> tuple[K
             return Kind.WORKER, "", len(frames) - 1
         if (file, frame.function) == ("multiprocessing/managers.py", "serve_forever"):
             return Kind.MANAGER, "", len(frames) - 1
-        if _DISTRIBUTED.search(file):
+        if _DISTRIBUTED.search(file) and not pickles:
             for names, kind in ((_SETUP, Kind.SETUP), (_P2P, Kind.P2P), (_COLLECTIVES, Kind.COLLECTIVE)):
                 if frame.function in names:
                     return kind, frame.function.lstrip("_"), _before(files, number)
@@ -249,6 +252,8 @@ def _kind(frames: Sequence[Frame], source: Callable[[str, int], str]) -> tuple[K
     while last > 0 and files[last] in _AROUND:
         last -= 1
     inner = frames[last]
+    if pickles and _DISTRIBUTED.search(files[last]):
+        return Kind.PYTHON, "", last  # in C, and of no line that would tell
     if files[last].endswith("torch/distributed/rendezvous.py"):
         return Kind.SETUP, "rendezvous", last
     if inner.function == "_engine_run_backward":

@@ -32,6 +32,11 @@ PLACES = [
      Kind.SETUP, "init_process_group"),
     ((Frame("backward", TORCH + "_tensor.py", 1), Frame("_engine_run_backward", TORCH + "autograd/graph.py", 2)), "",
      Kind.BACKWARD, "backward"),
+    # Who pickles its object has not come to the exchange: its own code, or that of Python in C, may take any time.
+    ((WRAPPER, Frame("all_gather_object", C10D, 3502), Frame("_object_to_tensor", C10D, 3407),
+      Frame("__reduce__", "/home/me/data.py", 4)), "    time.sleep(60)", Kind.SLEEP, ""),
+    ((WRAPPER, Frame("broadcast_object_list", C10D, 3502), Frame("_tensor_to_object", C10D, 3427)),
+     "    return _unpickler(io.BytesIO(buf)).load()", Kind.PYTHON, ""),
     ((), "    work.wait()", Kind.COLLECTIVE, "wait"),
     ((), "    store.get('ready')", Kind.STORE, "store"),
     ((), "    dist.distributed_c10d._get_default_store().wait(['done'], hour)", Kind.STORE, "store"),
