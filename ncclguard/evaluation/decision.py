@@ -70,7 +70,7 @@ class Met:
 class NotMet:
     """The reason why a meeting failed; with `agreed` all ranks know the same, with `gone` a process has ended.
 
-    With `elsewhere` all ranks are at the beginning of an evaluation, but not of the same one.
+    With `elsewhere` the ranks that had come were at the beginning of an evaluation, but not of the same one.
     """
 
     cause: Cause
@@ -354,8 +354,8 @@ class EvaluationReport:
         last = self.failures[-1]
         if self._elsewhere:
             return tr(
-                "Call each evaluation on all ranks or on none: a rank has left one out. Of calls by one line, such as in "
-                "a loop, nobody can tell which: do not trust the values of those before this one at its step."
+                "Call each evaluation on all ranks or on none: a rank has left one out. Where there are several at one "
+                "step, nobody can tell which: do not trust the values of those before this one at its step."
             )
         if self.action is Action.STOP:
             return tr("Restart the job from its last checkpoint, after a look at the ranks above.")

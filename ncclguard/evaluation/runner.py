@@ -49,7 +49,7 @@ from ncclguard.evaluation.decision import (
     metrics_of,
 )
 from ncclguard.evaluation.fallback import NOT_EVALUATED
-from ncclguard.evaluation.place import Place, Places, behind, described, elsewhere, start_counting, step_of
+from ncclguard.evaluation.place import Place, Places, behind, described, elsewhere, start_counting, step_of, uncounted
 from ncclguard.groups import check_group, group_of
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import describe_exception
@@ -429,7 +429,7 @@ class Evaluation:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._options = job.options
-        self._label = job.place.label()
+        self._label = job.place.label
         self._members = members_of(job.options.group)
         self._rank = dist.get_rank() if len(self._members) > 1 else self._members[0]
         self._failures: list[Failure] = []
@@ -482,29 +482,26 @@ class Evaluation:
     def _come_together(self) -> Meeting:
         """Exchange the terms with all ranks, once all are in this evaluation; those that are in one before it go on."""
         job, members, limit = self._job, self._members, self._options.barrier_timeout
-        for _ in range(REPEATS):
-            name = _beginning(self._label, 1)
-            meeting = self._gather((job.place, job.terms), name, limit, repeat=False)
-            together = isinstance(meeting, Met)
+        until = time.monotonic() + limit
+        while True:
+            mine = (job.place, job.terms, time.monotonic() > until)
+            meeting = self._gather(mine, _beginning(self._label, 1), limit, repeat=False)
             if isinstance(meeting, NotMet) and meeting.elsewhere:
-                meeting = self._gather((job.place, job.terms), "places of evaluations", limit, repeat=False)
+                meeting = self._gather(mine, "places of evaluations", limit, repeat=False)
             if isinstance(meeting, NotMet):
                 return meeting
-            places = [place for place, _ in meeting.values]
-            ranks = described(places, members)
-            left = {members[n] for n in behind(places)}
-            if self._rank in left:
+            places = [place for place, _, _ in meeting.values]
+            ranks, left = described(places, members), behind(places)
+            if not left:
                 break
-            if left:
-                log.warning("%s", _waiting(self._label, left))
-                continue
-            self._label = job.places.meet(places, members)
-            if job.places.first_in_branches(places):
-                log.warning("%s", _branches(self._label, ranks))
-            if together:
-                return Met(tuple(terms for _, terms in meeting.values))
-        culprits = tuple(members[n] for n in sorted(elsewhere(places)))
-        return NotMet(Cause.DIVERGED, culprits, errors=ranks)
+            job.places.doubt()
+            impatient = any(over for n, (_, _, over) in enumerate(meeting.values) if n not in left)
+            if members.index(self._rank) in left or impatient:
+                return NotMet(Cause.DIVERGED, tuple(members[n] for n in sorted(elsewhere(places))), errors=ranks)
+            log.warning("%s", _waiting(self._label, [members[n] for n in left]))
+        if job.places.meet(places, members) and self._rank == members[0]:
+            log.warning("%s", _branches(self._label, ranks))
+        return Met(tuple(terms for _, terms, _ in meeting.values))
 
     def _try(self, attempt: int, divisor: int) -> tuple[Decision, Meeting, Any]:
         job = self._job
@@ -711,9 +708,8 @@ def _waiting(label: str, ranks: Iterable[int]) -> str:
 def _branches(label: str, places: Iterable[tuple[int, str]]) -> str:
     lines = "".join(f"\n    {say(joined(': ', (ranks_text([rank]), text)))}" for rank, text in places)
     return told(
-        "ncclguard {name}: the ranks called it in different places, and it is taken for one evaluation. If they are "
-        "different ones, its value mixes them: call each on all ranks, and tell them apart by names among their "
-        "arguments.{lines}",
+        "ncclguard {name}: the ranks called it in different places. If these are branches, it is one evaluation and all is "
+        "well; if a rank has left out one of two, its value mixes both: call each on all ranks or on none.{lines}",
         name=label,
         lines=lines,
     )
@@ -780,9 +776,9 @@ _BEGINS = re.compile(r"name='evaluation .*, beginning of try 1'")
 
 
 def _all_begin(incident: Incident | None) -> bool:
-    """Return whether all ranks were at the beginning of an evaluation, each at that of one."""
-    ranks = incident.ranks if incident is not None else ()
-    return bool(ranks) and all(rank.inside and _BEGINS.search(rank.operation or "") for rank in ranks)
+    """Return whether those that had come were at the beginning of an evaluation each; the others may still come."""
+    inside = [rank for rank in incident.ranks if rank.inside] if incident is not None else []
+    return bool(inside) and all(_BEGINS.search(rank.operation or "") for rank in inside)
 
 
 def reported_as(incident: Incident | None) -> str:
@@ -849,7 +845,7 @@ class GuardedEvaluation:
         self._function = function
         self._owner = getattr(function, "__self__", None)  # of a bound method; else the first argument is taken for it
         self._options = options
-        self._places = Places(getattr(function, "__name__", "evaluate"))
+        self._places = Places(function)
         start_counting()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -862,7 +858,6 @@ class GuardedEvaluation:
         owner = self._owner if self._owner is not None or not args else args[0]
         check_batch_size(owner, options.batch_size, f"{getattr(function, '__name__', 'evaluate')}()")
         step = step_of(function, owner, args, kwargs)
-        words = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, str))
         holders = [owner, *args, *kwargs.values(), *state.named_in(function)]
         models = state.models_of([*holders, *options.models])
         loaders = state.loaders_of([*holders, *options.loaders])
@@ -874,7 +869,7 @@ class GuardedEvaluation:
             return function(*args, **{**kwargs, **changed})
 
         job = Job(
-            place=self._places.next(step, words, members_of(options.group)),
+            place=self._places.next(step, members_of(options.group)),
             places=self._places,
             run=run,
             owner=owner,
@@ -890,7 +885,8 @@ class GuardedEvaluation:
             options=options,
             terms=Terms(self.enabled, self.divisor, self.single_rank, sink is not None),
         )
-        ended = Evaluation(job).run()
+        with uncounted():
+            ended = Evaluation(job).run()
         self.report = ended.report
         self._tell(ended, sink, step)
         if ended.report.action is Action.STOP:

@@ -312,41 +312,99 @@ def own_code(names: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def leaves_out(first: str) -> None:
+def leaves_out(called: str) -> None:
     """Two evaluations in each of three steps; in the second step the last rank leaves the first of them out.
 
-    ``first``: how the program calls them, by "lines" of their own, in a loop over "names", or in a loop "alike".
+    ``called``: the two by "lines" of their own, in a "loop" by one line, or as two "functions".
     """
     dist.init_process_group("gloo")
     last = dist.get_rank() == dist.get_world_size() - 1
+    options: dict[str, Any] = {"fallback": None, "max_attempts": 1, "barrier_timeout": 20}
 
-    @ng.resilient_evaluate(fallback=None, max_attempts=1, barrier_timeout=20)
-    def evaluate(value: float, step: int, split: str = "") -> float:
+    def evaluate(value: float, step: int) -> float:
         total = torch.tensor([value])
         dist.all_reduce(total)
         return float(total)
 
+    def test(value: float, step: int) -> float:
+        return evaluate(value, step)
+
+    first = ng.resilient_evaluate(evaluate, **options)
+    second = ng.resilient_evaluate(test, **options) if called == "functions" else first
     values, reports = [], []
 
-    def keep(value: float | None) -> None:
+    def keep(of: Any, value: float | None) -> None:
         values.append(value)
-        assert evaluate.report is not None
-        reports.append([evaluate.report.label, evaluate.report.action.value, str(evaluate.report)])
+        reports.append([of.report.label, of.report.action.value, str(of.report)])
 
     for step in range(3):
         left_out = last and step == 1
-        if first == "lines":
-            if not left_out:
-                keep(evaluate(1.0, step))
-            keep(evaluate(100.0, step))
+        if called == "loop":
+            for value in (1.0, 100.0):
+                if not (left_out and value == 1.0):
+                    keep(first, first(value, step))
         else:
-            for split, value in (("val", 1.0), ("test", 100.0)):
-                if not (left_out and split == "val"):
-                    keep(evaluate(value, step, split if first == "names" else ""))
+            if not left_out:
+                keep(first, first(1.0, step))
+            keep(second, second(100.0, step))
     if last:  # two branches of one evaluation
-        keep(evaluate(3.0, 3))
+        keep(first, first(3.0, 3))
     else:
-        keep(evaluate(3.0, 3))
+        keep(first, first(3.0, 3))
     faults.report(values=values, reports=reports)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def in_branches(step: int | None) -> None:
+    """A healthy program: all evaluate in every branch in turn, and by lines that depend on the rank ever after."""
+    dist.init_process_group("gloo")
+    rank, values = dist.get_rank(), []
+
+    @ng.resilient_evaluate(fallback=None, max_attempts=1, barrier_timeout=20)
+    def evaluate(value: float, step: int | None = None) -> float:
+        total = torch.tensor([value])
+        dist.all_reduce(total)
+        return float(total)
+
+    for number in range(2 + dist.get_world_size()):
+        if number == 0 or number - 2 == rank:
+            values.append(evaluate(float(number), step))
+        else:
+            values.append(evaluate(float(number), step))
+    faults.report(values=values)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def of_two_classes() -> None:
+    """Two functions of one name at each step, of which the last rank leaves the first out once; it comes late to the rest."""
+    dist.init_process_group("gloo")
+    last = dist.get_rank() == dist.get_world_size() - 1
+    options: dict[str, Any] = {"fallback": None, "max_attempts": 1, "barrier_timeout": 20}
+
+    class First:
+        @ng.resilient_evaluate(**options)
+        def evaluate(self, step: int) -> float:
+            total = torch.tensor([1.0])
+            dist.all_reduce(total)
+            return float(total)
+
+    class Second:
+        @ng.resilient_evaluate(**options)
+        def evaluate(self, step: int) -> float:
+            total = torch.tensor([100.0])
+            dist.all_reduce(total)
+            return float(total)
+
+    values = []
+    for step in range(4):
+        for each in (First(), Second()):
+            if last and step == 1 and isinstance(each, First):
+                continue
+            if dist.get_rank() == 1 and step == 1:
+                time.sleep(0.5)  # the others know that they are in different ones before this rank has come
+            values.append(each.evaluate(step))
+    faults.report(values=values)
     dist.barrier()
     dist.destroy_process_group()

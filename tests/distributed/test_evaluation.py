@@ -14,8 +14,10 @@ from tests.distributed.evaluation_cases import (
     TIMEOUT,
     guarded,
     held_up,
+    in_branches,
     leaves_out,
     lost,
+    of_two_classes,
     own_code,
     switches,
     unguarded,
@@ -162,22 +164,21 @@ def test_what_the_program_hands_over_and_one_rank_cannot_use_ends_alike_on_all()
 
 
 #: How the two evaluations of a step are called -> (values of ranks 0 and 1 in the step in which rank 2 leaves the first
-#: out, where rank 2 is said to be)
+#: out, those of rank 2, where rank 2 is said to be)
 LEFT_OUT = {
-    "lines": ([None, 300.0], "rank 2: evaluation evaluate() at step 1, called at"),
-    "names": ([None, 300.0], "rank 2: evaluation evaluate() at step 1 ['test'], called at"),
-    "alike": ([102.0, None], "rank 2: evaluation evaluate() at step 2, called at"),
+    "lines": ([102.0, None], [102.0], "rank 2: evaluation evaluate() at step 2, called at"),
+    "loop": ([102.0, None], [102.0], "rank 2: evaluation evaluate() at step 2, called at"),
+    "functions": ([None, 300.0], [300.0], "rank 2: evaluation test() at step 1, called at"),
 }
 
 
 @pytest.mark.parametrize("called", list(LEFT_OUT))
-def test_an_evaluation_that_one_rank_leaves_out_shifts_no_other(called: str) -> None:
-    """The call is known by its line, or by a name among its arguments; where it is not, the values before are told of."""
-    values, where = LEFT_OUT[called]
+def test_an_evaluation_that_one_rank_leaves_out_shifts_no_other_and_is_told_of(called: str) -> None:
+    """Of two functions it is skipped. Of one function another was taken for it: a line tells of it, and the report."""
+    others, mine, where = LEFT_OUT[called]
     job = faults.run_ranks(leaves_out, 3, args=[called], timeout=60).check()
     before, after = [3.0, 300.0], [3.0, 300.0, 9.0]
-    mine = [value for value in values if value is not None]
-    expected = {0: before + values + after, 1: before + values + after, 2: before + mine + after}
+    expected = {0: before + others + after, 1: before + others + after, 2: before + mine + after}
     assert job.values("values") == expected
     for rank in (0, 1):
         ended = [text for _, action, text in job[rank].reports["reports"] if action == "give up"]
@@ -186,9 +187,21 @@ def test_an_evaluation_that_one_rank_leaves_out_shifts_no_other(called: str) -> 
         assert "before try 1: diverged, rank 2\n" in ended[0]
         assert where in ended[0], ended[0]
         assert "do not trust the values of those before this one at its step" in ended[0]
-    for rank in job:
-        assert rank.output.count("the ranks called it in different places, and it is taken for one evaluation") == 1
+    told = job[0].output.count("the ranks called it in different places")
+    assert told == (2 if called == "lines" else 1)  # and once of the branches at the end
     # The names are those of what all ranks do together.
     met = [[label for label, action, _ in rank.reports["reports"] if action == "accept"] for rank in job]
     assert met[0] == met[1] == met[2]
     assert len(set(met[0])) == len(met[0])
+
+
+@pytest.mark.parametrize("step", [None, 7])
+def test_branches_are_one_evaluation_also_where_all_ranks_have_met_in_each(step: int | None) -> None:
+    job = faults.run_ranks(in_branches, 3, args=[step], timeout=60).check()
+    assert job.values("values") == {rank: [0.0, 3.0, 6.0, 9.0, 12.0] for rank in range(3)}
+
+
+def test_functions_of_one_name_are_told_apart_and_a_rank_that_is_not_there_yet_is_waited_for() -> None:
+    job = faults.run_ranks(of_two_classes, 3, timeout=60).check()
+    whole = [3.0, 300.0, None, 300.0, 3.0, 300.0, 3.0, 300.0]
+    assert job.values("values") == {0: whole, 1: whole, 2: [value for value in whole if value is not None]}

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import ncclguard as ng
-from ncclguard.evaluation.place import Place, Places, behind, described, elsewhere, start_counting
+from ncclguard.evaluation.place import Place, Places, behind, described, elsewhere, start_counting, step_of, uncounted
 
-FIRST = Place("ev", 5, 40, 0, ("train.py:31 in main",), (), 0)
+FIRST = Place("job.ev", "ev", 5, 0, 0, 0, ("train.py:31 in main",))
 
 
-def at(line: int, known: int | None = 0, **changed: object) -> Place:
-    return replace(FIRST, lines=(f"train.py:{line} in main",), known=known, **changed)  # type: ignore[arg-type]
+def at(step: int | None = 5, repeated: int = 0, line: int = 31, **changed: object) -> Place:
+    lines = (f"train.py:{line} in main",)
+    return replace(FIRST, step=step, repeated=repeated, lines=lines, **changed)  # type: ignore[arg-type]
+
+
+OTHER = at(function="job.other", name="other", known=1)
 
 
 @pytest.mark.parametrize(
     ("places", "left"),
     [
-        ((at(31), at(31), at(31)), ()),
-        ((at(31), at(31, step=6), at(31, step=6)), (0,)),
-        ((at(31, known=0), at(32, known=1)), (0,)),  # rank 1 left out the first of two
-        ((at(31, known=0, number=1), at(32, known=1)), (1,)),
-        ((at(31, number=2), at(31, step=6)), (0,)),  # of a loop with fewer rounds on rank 1
-        ((at(31, known=None), at(32, known=None)), ()),  # two branches of the program
-        ((at(31, known=None), at(32, known=7)), ()),
-        ((at(31, words=("val",)), at(31, words=("test",), known=1)), (0,)),
-        ((at(31, step=None), at(31, step=None, updates=41)), (0,)),
-        ((at(31), at(31, updates=41)), ()),  # the step is given, so that the count of updates says nothing
-        ((at(31), at(31, step=None)), (0, 1)),  # nobody can tell
-        ((at(31, known=None), at(31, function="other", known=None)), (0,)),
+        ((at(), at(), at()), ()),
+        ((at(), at(6), at(6)), (0,)),
+        ((at(repeated=2), at(6)), (0,)),  # rank 1 left one of three out
+        ((at(line=31), at(line=32)), ()),  # two branches of the program, for all that can be known
+        ((at(None, updates=40), at(None, updates=40)), ()),
+        ((at(None, updates=40), at(None, updates=40, repeated=1)), (0,)),
+        ((at(None, updates=40), at(None, updates=41)), (0, 1)),  # a rank may make more steps than others
+        ((at(), at(None, updates=5)), (0, 1)),
+        ((at(), OTHER), (0,)),  # which all met in after the first
+        ((at(known=2), OTHER), (1,)),
     ],
 )
 def test_those_behind_go_on(places: tuple[Place, ...], left: tuple[int, ...]) -> None:
@@ -43,29 +45,26 @@ def test_those_behind_go_on(places: tuple[Place, ...], left: tuple[int, ...]) ->
 
 
 def test_a_rank_outside_the_majority_is_named_and_nobody_without_one() -> None:
-    assert elsewhere((at(31), at(31), at(32))) == {2}
-    assert elsewhere((at(31), at(32))) == frozenset()
-    assert described((at(31), at(31), at(32, step=6)), (4, 5, 6)) == (
+    assert elsewhere((at(), at(), at(6))) == {2}
+    assert elsewhere((at(), at(6))) == frozenset()
+    assert described((at(), at(), at(6, line=32)), (4, 5, 6)) == (
         (4, "evaluation ev() at step 5, called at train.py:31 in main"),
         (6, "evaluation ev() at step 6, called at train.py:32 in main"),
     )
 
 
-def test_whatever_a_rank_leaves_out_all_meet_again_and_never_in_different_evaluations() -> None:
-    """Each rank leaves out evaluations at random; the last one nobody does. Those in a loop carry a name."""
+def test_whatever_a_rank_leaves_out_all_meet_again_and_never_in_different_functions_or_steps() -> None:
+    """Each rank leaves out evaluations at random; at the first step and the last it leaves out none."""
+    names = ("validate", "ev", "test")
     for seed in range(300):
         chance = random.Random(seed)
-        calls = [(31, ()), (32, ()), (33, ("val",)), (33, ("test",)), (34, ())]
-        steps = [(step, call) for step in range(6) for call in calls]
-        order = {call: number for number, call in enumerate(calls)}
-        programs = [
-            [one for one in steps if one[0] == 0 or one == steps[-1] or chance.random() < 0.7] for _ in range(3)
-        ]
+        steps = [(step, name) for step in range(6) for name in names]
+        programs = [[one for one in steps if one[0] in (0, 5) or chance.random() < 0.7] for _ in range(3)]
         seen: list[int] = [0, 0, 0]
         together = []
         for _ in range(1000):
             here = [program[position] for program, position in zip(programs, seen, strict=True)]
-            places = [at(call[0], order[call], step=step, words=call[1]) for step, call in here]
+            places = [at(step, function=name, name=name, known=names.index(name)) for step, name in here]
             left = behind(places) or frozenset(range(3))
             if len(left) == 3:
                 assert len(set(here)) == 1, here
@@ -74,17 +73,18 @@ def test_whatever_a_rank_leaves_out_all_meet_again_and_never_in_different_evalua
                 seen[rank] += 1
             if seen[0] == len(programs[0]):
                 break
-        assert together[-1] == steps[-1]
-        everywhere = [one for one in steps if all(one in program for program in programs)]
-        assert together == everywhere, "one that all ranks called was lost"
+        assert together == [one for one in steps if all(one in program for program in programs)]
+
+
+def evaluate() -> None: ...
 
 
 def test_places_follow_training_so_that_a_skipped_evaluation_shifts_nothing() -> None:
     start_counting()
-    places = Places("evaluate")
+    places = Places(evaluate)
 
     def label(step: int | None) -> str:
-        return places.next(step, (), (0,)).label()
+        return places.next(step, (0,)).label
 
     assert label(100) == "evaluation evaluate() at step 100"
     assert label(100) == "evaluation evaluate() at step 100, number 2 there"
@@ -94,34 +94,40 @@ def test_places_follow_training_so_that_a_skipped_evaluation_shifts_nothing() ->
     assert label(None) == f"{first}, number 2 there"
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
-    torch.optim.SGD([parameter], lr=0.1).step()
-    steps = int(first.split()[3])
-    assert label(None) == f"evaluation evaluate() after {steps + 1} optimizer steps"
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with uncounted():
+        optimizer.step()  # of a probe, say
+    assert label(None) == f"{first}, number 3 there"
+    optimizer.step()
+    assert label(None) == f"evaluation evaluate() after {int(first.split()[3]) + 1} optimizer steps"
 
 
-def test_ranks_that_meet_agree_on_a_name_that_no_other_evaluation_has() -> None:
-    members = (0, 1)
-    one, other = Places("evaluate"), Places("evaluate")
-    left_out = one.next(5, (), members)
-    mine, others = one.next(5, (), members), other.next(5, (), members)
-    assert one.meet((mine, others), members) == other.meet((mine, others), members)
-    assert one.meet((mine, others), members) != left_out.label()
-    assert other.next(5, (), members).label() == one.next(5, (), members).label()
+def test_a_function_that_is_decorated_again_counts_on() -> None:
+    assert Places(evaluate).next(7, (3, 4)).repeated == 0
+    assert Places(evaluate).next(7, (3, 4)).repeated == 1
+    assert Places(evaluate).next(7, (3, 5)).repeated == 0, "of another group"
 
 
-def test_lines_tell_calls_apart_and_known_ones_are_remembered() -> None:
+def test_different_lines_are_told_of_once_and_always_after_an_evaluation_was_left_out_beside_them() -> None:
     members = (70, 71)
-    places = Places("evaluate")
+    places = Places(evaluate)
     here = inspect.currentframe()
     assert here is not None
-    first, second = (places.next(1, (), members), places.next(1, (), members))
-    assert first.lines[0].startswith(f"tests/unit/test_evaluation_place.py:{here.f_lineno - 1} in test_lines")
-    assert first.known is None
-    assert second.number == 1
-    for expected, step in itertools.product((None, 0), (2,)):
-        place = places.next(step, ("val",), members)
-        assert place.known == expected
-        places.meet((place, place), members)
+    mine = places.next(1, members)
+    assert mine.lines[0] == f"tests/unit/test_evaluation_place.py:{here.f_lineno - 1} in {here.f_code.co_name}"
+    split = (mine, replace(mine, lines=("train.py:32 in main",)))
+    assert not places.meet((mine, mine), members)
+    assert places.meet(split, members)
+    assert not places.meet(split, members)
+    places.doubt()
+    assert places.meet(split, members) and places.meet(split, members)
+
+
+@pytest.mark.parametrize("step", [7, np.int64(7), torch.tensor(7)])
+def test_a_step_is_any_whole_number(step: object) -> None:
+    assert step_of(lambda step: None, None, (step,), {}) == 7
+    assert step_of(lambda step: None, None, (True,), {}) is None
+    assert step_of(lambda step: None, None, (torch.tensor([1.5, 2.0]),), {}) is None
 
 
 @pytest.mark.parametrize("kind", ["generator", "coroutine", "asynchronous generator"])
