@@ -352,6 +352,7 @@ class Collector:
         known = self._index.get(key)
         if known is not None:
             known.repeated += 1
+            known.until = max(known.until, fact.line)
             known.hidden = max(known.hidden, fact.hidden)
             known.frames = known.frames or fact.frames
             if known.group is None:
@@ -534,7 +535,8 @@ def _mark_healed(evidence: Evidence) -> None:
     for fact in evidence.of(Kind.NOTE, name="committed"):
         last.setdefault(fact.source, {})[fact.detail] = fact.line
     for fact in evidence.facts:
-        if fact.kind not in _OF_A_HEALTHY_JOB and fact.line < min(last.get(fact.source, {"": 0}).values()):
+        healed = min(last.get(fact.source, {"": 0}).values())
+        if fact.kind not in _OF_A_HEALTHY_JOB and max(fact.line, fact.until) < healed:
             fact.kind = Kind.RETRIED
 
 
@@ -577,7 +579,7 @@ def _mark_survived(evidence: Evidence) -> None:
             fact.kind = Kind.RETRIED
     retries = evidence.of(Kind.RETRIED)
     for fact in evidence.of(Kind.EXCEPTION, Kind.NCCL_WARN):
-        end = fact.line + 2 * len(fact.frames)  # a frame and its source line
+        end = max(fact.line, fact.until) + 2 * len(fact.frames)  # a frame and its source line
         after = [one for one in alive if one.source == fact.source and one.line > end]
         again = [
             one.line
