@@ -309,6 +309,8 @@ def recorder(case: Case) -> Finding | None:
 
 def divergence(case: Case) -> Finding | None:
     evidence, name = case.evidence, "rank_divergence"
+    if case.verdict.rule == "parameters":
+        return Finding(name, "high", case.verdict.reason, case.verdict.facts)
     raised = [fact for fact in evidence.of(Kind.EXCEPTION) if fact.rank in case.verdict.culprits]
     sat = raised if case.verdict.rule == "counters" and any(fact.frames for fact in raised) else []
     stacks: dict[int, str] = {}
@@ -362,6 +364,7 @@ def side_work(case: Case) -> Finding | None:
     loader = case.evidence.of(Kind.DATALOADER) + case.phases("loader")
     return _first(
         (case.phases("preprocess"), "slow_rank_side_work", "medium", tr("a rank was still preprocessing data while the others waited")),
+        (case.phases("compile") if case.verdict.culprits else [], "slow_rank_side_work", "medium", tr("a rank was compiling while the others waited")),
         (case.phases("checkpoint"), "checkpoint_io", "medium", tr("a rank was saving while the others waited")),
         (loader, "dataloader_stall", "medium", tr("the data loader complained or was busy just before the stall")),
         (case.phases("logger"), "slow_rank_side_work", "medium", tr("a rank was starting its experiment logger")),
@@ -436,6 +439,9 @@ def named_by_tool(case: Case) -> Finding | None:
     if rule not in engines.ACCUSED or not (case.verdict.culprits or case.verdict.places):
         return None
     meaning = engines.ACCUSED[rule]
+    busy = case.phases("compile", "preprocess") if meaning.name == "unknown" and case.verdict.culprits else []
+    if busy:
+        return Finding("slow_rank_side_work", "medium", case.verdict.reason, busy)
     if case.verdict.cause is Cause.DIVERGED:
         return Finding("rank_divergence", "medium", case.verdict.reason, case.verdict.facts, "fix-code")
     return Finding(meaning.name, "medium", case.verdict.reason, case.verdict.facts, meaning.action)

@@ -35,7 +35,7 @@ _FOLLOWS = re.compile(
     r"|DeepEP error|EPException|RPC call to|Executor failed|Worker failed with|workers? failed|Engine ?[Cc]ore|died unexpectedly"
     r"|(?<!DataLoader )(?<!Loader )[Tt]imed ?out (?:waiting|building|after)|can't be reached|[Ff]ailed to connect|[Cc]onnection refused"
     r"|coordination service|Barrier timed out|heartbeat|Broken promise|NPU function error|HCCL|hccl api failed|CheckpointException"
-    r"|Horovod has been shut down|no live replica|no response from peer|Hang detected on rank|ranks arrived|(?:[Mm]issing|[Aa]bsent) ranks|memory capacity is unbalanced|Insufficient space in /dev/shm|placement group|Server failed to become healthy|is not ready after|DeadLock detected"
+    r"|expects same model across all ranks|Horovod has been shut down|no live replica|no response from peer|Hang detected on rank|ranks arrived|(?:[Mm]issing|[Aa]bsent) ranks|memory capacity is unbalanced|Insufficient space in /dev/shm|placement group|Server failed to become healthy|is not ready after|DeadLock detected"
 )
 _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
@@ -53,6 +53,7 @@ _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _DEADLY = {-9: "SIGKILL", -11: "SIGSEGV", -7: "SIGBUS", -4: "SIGILL", -8: "SIGFPE"}
 _STICKY = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch", "out of memory",
            "Memory access fault", "aicore exception", "aivector error")  # fmt: skip
+_OF_A_CALL = ("invalid resource handle", "invalid device ordinal")
 #: Frames of a rank that waits for its device, and so perhaps for a collective that it has issued.
 _WAITS_FOR_DEVICE = re.compile(r"synchronize|_engine_run_backward| in (?:item|tolist|cpu|backward|wait)$")
 #: Frames of a rank that stands in a collective: torch's, and the engines' own.
@@ -119,6 +120,12 @@ def sticky_cuda(evidence: Evidence) -> list[Fact]:
     """Return CUDA errors of a rank's own kernels; NCCL and the watchdog only print them because they come by first."""
     found = [fact for fact in evidence.of(Kind.CUDA) + evidence.of(Kind.NCCL_WARN, name="cuda")
              if any(word in fact.detail for word in _STICKY)]  # fmt: skip
+    expired = {fact.source: fact.line for fact in reversed(evidence.of(*EXPIRED))}
+    found += [  # a communicator that is torn down leaves these behind too
+        fact
+        for fact in evidence.of(Kind.CUDA)
+        if any(word in fact.detail for word in _OF_A_CALL) and fact.line < expired.get(fact.source, fact.line + 1)
+    ]
     if _experts_waited(evidence):
         return []
     of_watchdog = evidence.of(Kind.WATCHDOG_EXCEPTION)
@@ -357,6 +364,29 @@ def by_peer_closed(evidence: Evidence, world: World) -> Verdict | None:
     return Verdict((local,), Cause.LOST, "medium", "peer closed", reason, facts, overturned=overturned)
 
 
+#: Interfaces that no other host reaches: of the host alone, of its containers and of its virtual machines.
+_OWN_INTERFACE = re.compile(r"lo$|docker|virbr|podman|cni|br-|veth|flannel|cali")
+
+
+def by_unreachable(evidence: Evidence, world: World) -> Verdict | None:
+    """Ranks of one host have told NCCL an address that only this host has, and the others cannot reach it."""
+    own = [fact for fact in evidence.of(Kind.NCCL_INFO) if _OWN_INTERFACE.match(fact.name) and fact.host]
+    told = {fact.detail for fact in own}
+    failed = [
+        fact
+        for fact in evidence.of(Kind.NCCL_WARN, name="connect")
+        if any(f" {address}<" in f" {fact.detail}" for address in told)
+    ]
+    hosts = {fact.host for fact in own}
+    if len(hosts) != 1 or not failed or any(fact.host in hosts for fact in failed):
+        return None
+    host = hosts.pop()
+    ranks = tuple(sorted(evidence.ranks.hosts.get(host, ())))
+    reason = tr("{host} has told NCCL the address of {name}, which no other host reaches", host=host, name=own[0].name)
+    places = () if ranks else (host,)
+    return Verdict(ranks, Cause.NETWORK, "medium", "unreachable", reason, own[:1] + failed, places=places)
+
+
 def by_ras(evidence: Evidence, world: World) -> Verdict | None:
     """NCCL's RAS: processes that are dead or do not answer, and ranks that have launched fewer operations."""
     facts = evidence.of(Kind.RAS)
@@ -488,6 +518,26 @@ def by_traces(evidence: Evidence, world: World) -> Verdict | None:
     return verdict if verdict.culprits or verdict.sides else None
 
 
+_PARAMETERS = re.compile(r"Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+) params")
+
+
+def by_parameters(evidence: Evidence, world: World) -> Verdict | None:
+    """DDP's check at set-up (torch/csrc/distributed/c10d/reducer.cpp, 1.12 to 2.15): models of unequal length."""
+    facts = [fact for fact in evidence.of(Kind.EXCEPTION) if _PARAMETERS.search(fact.detail)]
+    told = {int(rank): int(count) for fact in facts for one in _PARAMETERS.findall(fact.detail)
+            for rank, count in (one[:2], one[2:])}  # fmt: skip
+    if not told:
+        return None
+    most, many = Counter(told.values()).most_common(1)[0]
+    odd = tuple(sorted(rank for rank, count in told.items() if count != most))
+    size = world.size if world.size is not None and world.basis != "highest rank seen" else len(told)
+    text = ", ".join(f"{rank}: {count}" for rank, count in sorted(told.items()))
+    reason = tr("the ranks' models differ in their number of parameters ({counts})", counts=text)
+    if many < 2 or 2 * many <= size:
+        return Verdict((), Cause.DIVERGED, "low", "parameters", reason, facts, suspects=tuple(sorted(told)))
+    return Verdict(odd, Cause.DIVERGED, "high", "parameters", reason, facts)
+
+
 def by_desync_report(evidence: Evidence, world: World) -> Verdict | None:
     """TORCH_NCCL_DESYNC_DEBUG: the ranks that the report calls lagging."""
     told = evidence.of(Kind.DESYNC)
@@ -508,6 +558,11 @@ def by_analyser(evidence: Evidence, world: World) -> Verdict | None:
     absent = [fact for fact in told if fact.name == "missing"]
     if absent:  # of several collectives: a rank that is missing in all of them, others may wait elsewhere
         named = frozenset.intersection(*(frozenset(fact.peers) for fact in absent))
+        # A rank without a dump is missing too; who says itself that it waits in this very call has joined.
+        calls = {fact.number for fact in absent}
+        named -= {row.rank for row in evidence.rows if row.waiting and row.seq in calls}
+        if not named:
+            return None
         few = named and all(2 * len(named) < (fact.completed or world.size or 0) for fact in absent)
         reason = tr(
             "torch's analyser of the dumps finds that {ranks} did not join", ranks=ranks_text(named or absent[0].peers)
@@ -591,7 +646,13 @@ def by_stacks(evidence: Evidence, world: World) -> Verdict | None:
     still = (Kind.STACK, Kind.NOTE, Kind.PHASE)
     done = {fact.order for fact in evidence.of(Kind.PROGRESS) if fact.number == 100}
     dumped = not moved and all(fact.kind in still or fact.order in done for fact in evidence.facts)
-    limits = evidence.of(*EXPIRED, Kind.ENGINE_WAIT) or dumped
+    there = {fact.source for fact in last.values()}
+    ended = evidence.of(Kind.ENDED_BY_LAUNCHER)  # somebody gave the job up; its own log tells of nothing else
+    given_up = ended and not moved and all(
+        fact.kind in still or (fact.source not in there and fact.kind in (Kind.PROGRESS, Kind.ALIVE, ended[0].kind))
+        for fact in evidence.facts
+    )  # fmt: skip
+    limits = evidence.of(*EXPIRED, Kind.ENGINE_WAIT) or dumped or given_up
     if (
         not limits
         or len(last) < 3
@@ -620,6 +681,27 @@ def by_section(evidence: Evidence, world: World) -> Verdict | None:
         "{ranks} alone did not leave section {name} within its limit", ranks=ranks_text(ranks), name=facts[0].detail
     )
     return Verdict(ranks, Cause.LATE, "medium", "section", reason, facts)
+
+
+def by_heartbeats(evidence: Evidence, world: World) -> Verdict | None:
+    """nvidia-resiliency-ext's monitors: in a hang all ranks fall silent at once; one that does long before began it."""
+    facts = [
+        fact for fact in evidence.of(Kind.ENGINE_WAIT, name="monitor") if not fact.detail and fact.rank is not None
+    ]
+    last = sorted((fact.when - fact.seconds, fact.order, fact) for fact in facts
+                  if fact.when is not None and fact.seconds is not None)  # fmt: skip
+    sources = {fact.source for fact in facts}
+    if len(last) < 3 or len(last) != len(facts) or len(sources) > 1 or len({fact.rank for fact in facts}) < len(last):
+        return None
+    (first, _, fact), (second, _, other) = last[:2]
+    if second - first < max(60.0, (fact.seconds or 0.0) / 2) or last[-1][0] - second > (second - first) / 2:
+        return None
+    reason = tr(
+        "{ranks} sent its last heartbeat {seconds:.0f} s before all the others stopped",
+        ranks=ranks_text([fact.rank or 0]),
+        seconds=second - first,
+    )
+    return Verdict((fact.rank or 0,), Cause.UNKNOWN, "medium", "heartbeats", reason, [fact, other])
 
 
 def by_barrier(evidence: Evidence, world: World) -> Verdict | None:
@@ -681,7 +763,13 @@ def by_hccl(evidence: Evidence, world: World) -> Verdict | None:
     """Ascend's HCCL names the peer whose record did not come; the rank that prints it is a victim."""
     facts = evidence.of(Kind.TIMEOUT, name="hccl")
     victims = {fact.rank for fact in facts if fact.rank is not None}
-    told = Counter(peer for fact in facts for peer in set(fact.peers))
+    # A line that has the speaker's rank both in the job and in its group tells where the group begins.
+    shifts = {(fact.rank or 0) - (fact.group_rank or 0) for fact in facts
+              if fact.rank_basis == "prefix" and fact.group_rank is not None and fact.peers}  # fmt: skip
+    if len(shifts) > 1:
+        return None
+    shift = shifts.pop() if shifts else 0
+    told = Counter(peer + shift for fact in facts for peer in set(fact.peers))
     suspects = tuple(sorted(set(told) - victims))
     if not suspects:
         return None
@@ -975,7 +1063,7 @@ def by_silence_in_group(evidence: Evidence, world: World) -> Verdict | None:
         pairs = {
             fact.group_rank: row.rank
             for row in rows
-            if row.waiting and row.work is not None and _is_collective(row.work.op)
+            if row.waiting and row.work is not None and (_is_collective(row.work.op) or row.work.op == "RECV")
             for fact in row.facts
             if fact.rank_basis == "prefix" and fact.group_rank is not None
         }
@@ -988,6 +1076,9 @@ def by_silence_in_group(evidence: Evidence, world: World) -> Verdict | None:
         size = next((ratio for row in rows if row.work and (ratio := row.work.ratio)), high + 1)
         members = {first + (inner - low) * spacing for inner in range(size)}
         silent = members - {row.rank for row in evidence.rows} - _in_a_call(evidence)
+        received = [row for row in rows if row.work is not None and row.work.op == "RECV"]
+        if received and (len(received) < len(rows) or not silent <= {min(members), max(members)} or len(pairs) < 3):
+            continue  # in a pipeline each waits for its neighbour, and at last for the stage at an end
         if len(silent) == 1 and silent <= set(world.covered):
             who = ranks_text(pairs.values())
             reason = tr(
@@ -1065,8 +1156,8 @@ def by_silence(evidence: Evidence, world: World) -> Verdict | None:
 # --- the order ---
 
 RULES: tuple[Rule, ...] = (
-    by_guard, by_traces, by_failure, by_section, by_lost_host, engines.by_tool, by_fingerprint, by_desync_report, by_barrier,
-    by_store_barrier, by_peer_closed, by_ras, by_hccl, by_counters, by_store_key, by_analyser, by_stacks,
+    by_guard, by_traces, by_failure, by_section, by_heartbeats, by_lost_host, engines.by_tool, by_fingerprint, by_parameters, by_desync_report, by_barrier,
+    by_store_barrier, by_peer_closed, by_unreachable, by_ras, by_hccl, by_counters, by_store_key, by_analyser, by_stacks,
 )  # fmt: skip
 #: Weaker ones, which also say what the ranks differ in.
 LAST_RULES: tuple[Rule, ...] = (by_alone, by_divergence, by_silence, by_silence_in_group, by_gone_peer, by_first_exit)

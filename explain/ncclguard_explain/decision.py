@@ -81,6 +81,12 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         return Decision(
             "fix-environment", tr("the libraries of the ranks do not fit each other, or have a known fault")
         )
+    servers, back = (
+        {(fact.source, fact.host or fact.detail) for fact in evidence.of(Kind.NOTE, name=said)}
+        for said in ("storage", "storage_back")
+    )
+    if servers - back and cause in (Cause.UNKNOWN, Cause.LATE, Cause.STUCK):
+        return Decision("fix-environment", tr("a file server did not answer; who reads or writes there waits for it"))
     if name == "oom_or_crash_other_rank" or cause in (Cause.FAILED, Cause.LOST):
         return _after_a_crash(evidence, verdict, finding, cause)
     if cause is Cause.NETWORK:
@@ -89,6 +95,8 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         return Decision("restart", tr("the job's own time limit ended it; it can go on from its last checkpoint"))
     if name in _AT_WORK:
         return Decision("unknown", tr("a rank may have been at work; its stack would tell"))
+    if len([fact for fact in evidence.of(Kind.RETRIED) if fact.rank in verdict.culprits]) > 1:
+        return Decision("fix-environment", tr("the awaited rank tried the same thing again and again, without success"))
     return Decision("unknown", tr("the inputs do not tell why a rank was missing"))
 
 
@@ -107,6 +115,8 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
         return Decision("restart", tr("the scheduler took the host away; nothing is wrong with the job"))
     if any(fact.name == "duplicate_gpu" for fact in facts):
         return Decision("fix-code", tr("two processes chose the same GPU: each must take that of its local rank"))
+    if evidence.of(Kind.NOTE, name="corruption"):
+        return _without(verdict, [], tr("a result was not reproducible: this GPU or its memory corrupts data"))
     raised = own_exceptions(evidence) + evidence.of(Kind.ENGINE_END, name="echo") + engines.accused_of_raising(evidence)
     text = " ".join(f"{fact.name} {fact.detail}" for fact in raised)
     if any(word in text for word in _MEMORY):

@@ -202,6 +202,13 @@ def _awaited_experts(evidence: Evidence, world: World) -> Verdict | None:
         suspects = {
             peer for peer in told if peer not in waiters and 10 * len(told[peer]) > len(waiters)
         }  # lines run into each other
+        if not suspects and name == "deepep":
+            waiting = evidence.of(Kind.ENGINE_WAIT, name=name)
+            here = {fact.rank for fact in waiting} - {None}
+            others = set(range(world.size or 0)) - here
+            whole = not any(fact.hidden for fact in evidence.facts)
+            if whole and len(here) > 2 and len(others) == 1 and others <= evidence.seen_ranks | world.covered:
+                return _verdict("deepep", others, waiting, "medium")
         if not suspects:
             continue
         most = max(suspects, key=lambda peer: len(told[peer]))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ncclguard_explain import passages, places
-from ncclguard_explain.facts import MAX_RANK, WAITING, Fact, Group, Kind, Work, united
+from ncclguard_explain.facts import EXPIRED, MAX_RANK, WAITING, Fact, Group, Kind, Work, united
 from ncclguard_explain.language import joined, received, tr
 from ncclguard_explain.patterns import parse_text
 from ncclguard_explain.rank_map import OF_A_HOST, RankMap, place_rank
@@ -28,8 +28,9 @@ _OF_A_HEALTHY_JOB = frozenset(
 # What may stand beside an exception that the program caught.
 _SURVIVED_WITH = _OF_A_HEALTHY_JOB | {Kind.EXCEPTION, Kind.NCCL_WARN}
 #: NVIDIA's Xid numbers of faults that were corrected: a row of memory to be remapped, single-bit errors.
-_CORRECTED = frozenset([63, 92])
+_CORRECTED = frozenset([63, 92, 94])
 _OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC])
+_DAY, _YEAR = 86_400.0, 365 * 86_400.0  # in seconds; lines of the kernel do not tell the year
 #: Stalls and planned ends that a job may go on after, by the names of their rows, if that is all that its log has.
 _PASSING = {Kind.ACCUSED: ("horovod", "horovod_ready"), Kind.ENGINE_WAIT: ("health",),
             Kind.SCHEDULER: ("PREEMPTION", "JOB REQUEUE", "Evicted", "Preempted")}  # fmt: skip
@@ -83,6 +84,7 @@ class Evidence:
     stated_world: int | None = None
     local_size: int | None = None
     nodes: int | None = None
+    replicated: bool = False  # torchft's replica groups, each with ranks from 0 on
     ranks: RankMap = field(default_factory=RankMap)
     seen_ranks: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -101,6 +103,8 @@ class Evidence:
     @property
     def one_node(self) -> bool:
         """Return whether nothing says that the job has more than one node."""
+        if self.replicated:
+            return False
         if self.nodes is not None:
             return self.nodes == 1
         if self.local_size and max(self.seen_ranks, default=0) >= self.local_size:
@@ -295,6 +299,7 @@ class Collector:
         if prefix.host and len(evidence.hosts) < 100:
             evidence.hosts.add(prefix.host)
         text = record.text
+        evidence.replicated |= "torchft" in text
         evidence.ranks.read(text, prefix, record.source, record.following)
         if "=" in text or ":" in text or " " in text:
             world, nodes, local = passages.sizes_of(text)
@@ -347,11 +352,12 @@ class Collector:
         known = self._index.get(key)
         if known is not None:
             known.repeated += 1
+            known.until = max(known.until, fact.line)
             known.hidden = max(known.hidden, fact.hidden)
             known.frames = known.frames or fact.frames
             if known.group is None:
                 known.group = fact.group
-            if fact.kind is Kind.ALIVE or fact.name in _PASSING.get(fact.kind, ()):
+            if fact.kind is Kind.ALIVE or fact.name in ("committed", *_PASSING.get(fact.kind, ())):
                 known.line = fact.line  # what came after what is asked of the last one
             return
         if len(evidence.facts) >= MAX_FACTS and fact.kind not in _ALWAYS:
@@ -373,6 +379,8 @@ class Collector:
         evidence.facts = _last_attempt(evidence)
         evidence.facts = _drop_copies(evidence.facts)
         _drop_earlier_attempts(evidence)
+        _drop_other_days(evidence)
+        _mark_healed(evidence)
         _mark_ended_well(evidence)
         _mark_survived(evidence)
         over = {fact.source: fact.line for fact in evidence.of(Kind.NOTE) if fact.name == "barrier_completed"}
@@ -504,6 +512,34 @@ def _drop_earlier_attempts(evidence: Evidence) -> None:
                 fact.kind = fact.kind if fact.line > note.line else Kind.RETRIED
 
 
+def _drop_other_days(evidence: Evidence) -> None:
+    """Count as survived what a kernel's own log tells of another day than that on which the job's limits ran out.
+
+    A day, since clocks may show the hours of different places.
+    """
+    limits = evidence.of(*EXPIRED)
+    expired = [fact.when for fact in limits if fact.when is not None]
+    logs = {fact.source for fact in limits}
+    for fact in evidence.of(Kind.XID, Kind.NIC, Kind.KERNEL_OOM, Kind.CUDA) if expired else []:
+        if (
+            fact.when is not None
+            and fact.source not in logs
+            and all(_DAY < (when - fact.when) % _YEAR < _YEAR - _DAY for when in expired)
+        ):
+            fact.kind = Kind.RETRIED
+
+
+def _mark_healed(evidence: Evidence) -> None:
+    """Count as survived what torchft's replica groups went on after: each of them has committed a step behind it."""
+    last: dict[int, dict[str, int]] = {}
+    for fact in evidence.of(Kind.NOTE, name="committed"):
+        last.setdefault(fact.source, {})[fact.detail] = fact.line
+    for fact in evidence.facts:
+        healed = min(last.get(fact.source, {"": 0}).values())
+        if fact.kind not in _OF_A_HEALTHY_JOB and max(fact.line, fact.until) < healed:
+            fact.kind = Kind.RETRIED
+
+
 def _mark_ended_well(evidence: Evidence) -> None:
     """Count everything as survived where the job says at its end that it has succeeded, in every log that accuses.
 
@@ -543,7 +579,7 @@ def _mark_survived(evidence: Evidence) -> None:
             fact.kind = Kind.RETRIED
     retries = evidence.of(Kind.RETRIED)
     for fact in evidence.of(Kind.EXCEPTION, Kind.NCCL_WARN):
-        end = fact.line + 2 * len(fact.frames)  # a frame and its source line
+        end = max(fact.line, fact.until) + 2 * len(fact.frames)  # a frame and its source line
         after = [one for one in alive if one.source == fact.source and one.line > end]
         again = [
             one.line
@@ -552,9 +588,13 @@ def _mark_survived(evidence: Evidence) -> None:
             and (one.rank == fact.rank or (None in (one.rank, fact.rank) and one.line <= end + 4))
         ]  # fmt: skip
         warned = fact.kind is Kind.NCCL_WARN
+        steps = [one for one in after if one.kind is not Kind.PHASE and one.name in ("train", "serve")]
+        # Who prints the steps of the job speaks for all its ranks, which meet in each; one step may still be in flight.
+        job = len({one.detail for one in steps}) > 1
         complete = any(
-            one.name == "finished" and one.rank in (fact.rank, *[None] * (warned or fact.rank == 0)) for one in after
-        )
+            one.name == "finished" and one.rank in (fact.rank, *[None] * (warned or fact.rank == 0 or job))
+            for one in after
+        ) or (fact.rank is None and len(steps) > 2 and all(one.name == "serve" for one in steps[-3:]))
         if complete or _advises(fact) and after or again and any(one.line > again[0] for one in after):
             fact.kind = Kind.RETRIED
 
@@ -562,8 +602,11 @@ def _mark_survived(evidence: Evidence) -> None:
 def _passing(evidence: Evidence) -> list[Fact]:
     """Return what a job may go on after: stalls, corrected faults, and planned ends with what they ended."""
     found = [fact for fact in evidence.facts if fact.name in _PASSING.get(fact.kind, ())]
-    found += [fact for fact in evidence.of(Kind.XID) if fact.number in _CORRECTED] + evidence.of(Kind.NIC)
+    found += [
+        fact for fact in evidence.of(Kind.XID) if fact.number in _CORRECTED or "nonfatal" in fact.detail.lower()
+    ] + evidence.of(Kind.NIC)
     planned = {fact.source for fact in found if fact.kind is Kind.SCHEDULER}
+    planned |= {fact.source for fact in evidence.of(Kind.NOTE, name="resumed")}
     found += [
         fact
         for fact in evidence.of(Kind.LAUNCHER, Kind.ENDED_BY_LAUNCHER)

@@ -195,6 +195,7 @@ class Fact:
     number: int | None = None
     seconds: float | None = None
     repeated: int = 1
+    until: int = 0  # the line of its last copy, if it has copies
     hidden: int = 0
     after_symptom: bool = False
     frames: tuple[str, ...] = field(default_factory=tuple)

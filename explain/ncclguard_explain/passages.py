@@ -114,6 +114,8 @@ def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[l
         return found, bool(found)
     if "lost communication with a remote daemon" in text:
         return list(_lost_daemon(following, make)), True
+    if "for process" in text and (process := _GPU_PROCESS.search(text)) is not None:
+        return list(_poisoned(process, following, make)), True
     if "terminate called after" in text and (thrown := _THROWN.search(text)) is not None:
         return list(_thrown(thrown[1], following, make)), False
     if "Megascale detects a hang" in text:
@@ -470,6 +472,19 @@ def _thrown(name: str, following: Following, make: Fact) -> Iterator[Fact]:
         yield make.clone(kind=Kind.EXCEPTION, name=name, detail=what[1][:600])
 
 
+# Linux drivers/gpu/drm/amd/amdgpu, 6.1 to 6.15: a page fault, and the process whose it is.
+_GPU_PROCESS = re.compile(r"amdgpu ([\da-f:.]+): amdgpu: +for process (\S+) pid (\d+)")
+
+
+def _poisoned(process: re.Match[str], following: Following, make: Fact) -> Iterator[Fact]:
+    """The process whose fault is followed by an error of the GPU's memory, or a reset; others are tried again."""
+    for row in following(8):
+        if f"amdgpu {process[1]}" in row and re.search(r"uncorrectable hardware error|GPU reset begin", row):
+            told = {"pid": int(process[3]), "detail": row.strip()[:300], "rank": None, "rank_basis": ""}
+            yield make.clone(kind=Kind.CUDA, name="hardware", **told)
+            return
+
+
 def _stalled(following: Following, make: Fact) -> Iterator[Fact]:
     """Horovod's stall_inspector.cc, 0.20 to 0.28: for each rank the tensors that it lacks."""
     for raw in following(64):
@@ -750,6 +765,10 @@ _WORLD = re.compile(
 )
 
 _RAISED_AT = re.compile(r"[\w.]*(?:Error|Exception)\b: ")  # the message of an exception may tell the step
+#: What an engine prints every few seconds while it makes tokens (vLLM, SGLang).
+_SERVES = re.compile(
+    r"Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s|Decode batch.*gen throughput \(token/s\): (?!0\.0+,)"
+)
 _STEP = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|batch)\b\W{0,3}\d", re.IGNORECASE)
 _NODES = re.compile(
     r"(?<![A-Za-z_])(?:--?nnodes|nnodes|num_nodes|num_machines|NNODES|SLURM_NNODES|SLURM_JOB_NUM_NODES|N_NODES)"
@@ -757,13 +776,14 @@ _NODES = re.compile(
     re.IGNORECASE,
 )
 _LOCAL_SIZE = re.compile(
-    r"(?<![A-Za-z])(?:n_|num_)?(?:--?nproc[-_]per[-_]node|LOCAL_WORLD_SIZE|local_world_size|nproc_per_node|gpus_per_node)['\"]?[\s=:]+['\"]?(\d{1,3})\b"
+    r"(?<![A-Za-z])(?:n_|num_)?(?:--?nproc[-_]per[-_]node|LOCAL_WORLD_SIZE|local_world_size|nproc_per_node|gpus_per_node|GPUS_PER_NODE)['\"]?[\s=:]+['\"]?(\d{1,3})\b"
 )
 
 # Phases by the words that frameworks print or that stand in a stack's function names; the first match counts.
 _PHASES: tuple[tuple[str, str], ...] = (
     ("preprocess", (r"[Tt]okeniz|Running tokenizer|[Pp]re-?process|^Map(?: \(num_proc|:)|Generating \w+ split|Grouping texts|"
-     r"[Pp]acking|line-offset|building (?:index|dataset)|load_dataset|Filter(?: \(num_proc|:)")),
+     r"[Pp]acking|line-offset|building (?:\w+ )?(?:index|dataset)|docs scanned|load_dataset|Filter(?: \(num_proc|:)")),
+    ("compile", r"torch/_dynamo/\S+ .*\brecompiling\b|\bwarmup: compiling\b|\bAUTOTUNE\b"),
     ("upload", r"[Pp]ush(?:ing)? (?:\w+ )?to (?:the )?hub|push_to_hub|[Uu]pload"),
     ("checkpoint", (r"[Ss]aving (?:model|checkpoint|state|optimizer|artifact|the model|latest)|dcp\.save|dcp_save|torch\.save|"
      r"[Ss]av(?:e|ing)_?(?:checkpoint|pretrained|model|state)|state_dict_saver|writ(?:e|ing) checkpoint|\bwritten [\d.]+ ?[KMGT]i?B of |checkpoint/filesystem")),
@@ -776,7 +796,7 @@ _PHASES: tuple[tuple[str, str], ...] = (
      r"^=+ (?!.*\b(?:failed|errors?)\b)\d+ passed\b.* in [\d.]+s|^(?:\+ )?(?:exit code: 0|exit 0)$|, exit 0$|"
      r"\bTraining Progress: 100%")),
     ("finished", (r"[Ff]inished training|[Tt]raining (?:loop )?(?:is )?(?:done|finished|complete)|train_runtime|End of training|"
-     r"exiting (?:program|train)|[Ff]inished ok\b|[Rr]eached max_steps|\b[Aa]ll (?:tasks|steps|epochs|evaluations) \w+(?:ed|ne)\b|"
+     r"^`Trainer\.fit` stopped: |\[after training is done\]|\bdone, (?:wrote|saved) |exiting (?:program|train)|[Ff]inished ok\b|[Rr]eached max_steps|\b[Aa]ll (?:tasks|steps|epochs|evaluations) \w+(?:ed|ne)\b|"
      r"\bexit(?:ed|ing)?(?: with)?(?: code| status)? 0\b")),
 )  # fmt: skip
 _COMPILED = tuple((name, re.compile(pattern)) for name, pattern in _PHASES)
@@ -827,7 +847,8 @@ def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
             seconds=_duration(found["spent"]),
             after_symptom=last,
         )
-    elif last and _STEP.search(text) and _RAISED_AT.match(text) is None:
-        yield make.clone(kind=Kind.ALIVE, name=phase or "train", detail=text[-200:], after_symptom=True)
+    elif last and (_SERVES.search(text) or _STEP.search(text)) and _RAISED_AT.match(text) is None:
+        name = "serve" if _SERVES.search(text) else phase or "train"
+        yield make.clone(kind=Kind.ALIVE, name=name, detail=text[-200:], after_symptom=True)
     if found is None and phase is not None:
         yield make.clone(kind=Kind.PHASE, name=phase, detail=text[-200:], after_symptom=last)

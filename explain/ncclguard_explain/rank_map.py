@@ -26,7 +26,7 @@ MOST = 100_000
 _OWN_RANK = re.compile(
     r"(?<!for )(?<!from )(?<!to )(?<!by )(?<!of )(?<!remote )(?<!peer )"
     r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\[rank=(?=\d+, world_size=)"
-    r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b"
+    r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
 )
 _LOCAL_RANK = re.compile(r"\b(?:LOCAL_RANK|local[ _]rank)[ =:]+(\d{1,4})\b")
 # The environment of one rank, as a container's entry point prints it.
@@ -37,13 +37,20 @@ _DESCRIBED = re.compile(
     r"^Name: +(\S+)$|\bkubectl (?:-\S+ \S+ )*(?:get|describe|logs) (?:pods?[ /])?([a-z0-9][a-z0-9.\-]*\d)\b"
 )
 _LISTED = re.compile(r"^(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d+ ")  # a row of `kubectl get pods`
+# "gpu-17: ranks 8-15", as launchers and people write it; "NODE_RANK: 2" in `kubectl describe` of a pod
+_RANGES = re.compile(
+    r"(?<![\w.\-])([A-Za-z][\w.\-]*\w): (?:node_rank \d+ -> )?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
+)
+_NODE_OF_POD = re.compile(r"^\s+NODE_RANK: +(\d{1,5})\b")
 _OF_GROUP = re.compile(r"\[rank (\d{1,6})/(\d{1,6})\]")  # vLLM: in a group of that size
 _PROCESS = re.compile(
     r"(?<!local )(?<!from )(?<!for )(?<!to )(?<!remote )\b[Rr]ank[ =:]+(?P<rank>\d{1,6})\b[^|;]{0,40}?\bpid[ =:]+(?P<pid>\d{1,9})\b"
 )
+_LISTED_RANK = re.compile(r"\bpid[ =:]+(\d{1,9})\b[^|;]{0,40}?(?<![A-Z_])RANK[=:](\d{1,6})\b")
 _SPIED = re.compile(r"py-spy dump\b.*?(?:--pid|-p)[ =](\d{1,9})\b.*?\b(?:RANK|[Rr]ank)[ =:]*(\d{1,6})\b")
 _ON_POD = re.compile(r"\b(?:RANK|rank)[ =:]+(\d{1,6})\b.{0,30}?\bpod[ =:]+([a-z0-9][a-z0-9.\-]*[a-z0-9])")
 _OWN_PID = re.compile(r"(?:\[rank \d{1,6}\] ?)?pid[ =:]+(\d{1,9})\b")
+_SPIED_PLACE = re.compile(r"^Process (\d{1,9}): (?:sglang::scheduler_|VLLM::)(\w+)")  # setproctitle of the engines
 _OF_SPY = re.compile(r"^Process (\d{1,9}): .*--local[-_]rank[ =](\d{1,4})\b")  # py-spy's head of a dump
 # A group that a trainer and its engines build, by OpenRLHF's and others' words: in it each has its number.
 _JOINS = re.compile(r"\binit_process_group: .*?\brank=(\d{1,6}), world_size=(\d{1,6}), group_name=")
@@ -121,8 +128,11 @@ class RankMap:
         rank = prefix.rank if prefix.basis == "prefix" and (prefix.rank or 0) < MAX_RANK else None
         if rank is not None and not places.coordinates(prefix.place):
             self.process(prefix.pid, rank, prefix.host)
-            if "pid" in text and (own := _OWN_PID.match(text)):
-                self.process(int(own[1]), rank)
+        headed = rank if prefix.basis != "launcher" else prefix.rank  # mpirun's own number in front of a line
+        if "pid" in text and headed is not None and (own := _OWN_PID.match(text)):
+            self.process(int(own[1]), headed)
+        if "[rank=" in prefix.place and (told := places.rank_of(prefix.place, {})) is not None:
+            self.process(prefix.pid, told, prefix.host)
         if prefix.place and len(self._names) < MOST:
             self._names.add(prefix.place)
         if rank is None and ("ank" in text or "RANK" in text or "PROCID" in text or "process: " in text):
@@ -137,8 +147,19 @@ class RankMap:
             self.speakers.setdefault(scope, set()).add(rank)
         if "ank" in text or "spawned" in text or "RANK" in text or "Rendezvous" in text:
             self._of_nodes(text, prefix, scope, following)
+        if "ranks " in text and not _TROUBLE.search(text):
+            for host, low, high in _RANGES.findall(text):
+                if int(low) <= int(high) < int(low) + 4096:
+                    self.hosts.setdefault(host, set()).update(range(int(low), int(high) + 1))
+        pod = self.described.get(source.index, "")
+        if pod and text.startswith(" ") and (node := _NODE_OF_POD.match(text)):
+            _prove(self._nodes, pod, int(node[1]))
         if "pod" in text and (on_pod := _ON_POD.search(text)):
             self.hosts.setdefault(on_pod[2], set()).add(int(on_pod[1]))
+        if "::" in text and (placed := _SPIED_PLACE.search(text)):
+            of_place = places.rank_of(placed[2], self.parallel)
+            if of_place is not None:
+                self.process(int(placed[1]), of_place)
         if "ocal" in text and (spied := _OF_SPY.search(text)):
             _prove(self._local, (scope, int(spied[1])), int(spied[2]))
         if "yspy dump for" in text and (dumped := _DUMPED.search(text)) and (dumped[1] or dumped.start() == 0):
@@ -166,6 +187,8 @@ class RankMap:
             return None
         for listed in _PROCESS.finditer(text):
             self.process(int(listed["pid"]), int(listed["rank"]), prefix.host)
+        for pid, number in _LISTED_RANK.findall(text):
+            self.process(int(pid), int(number), prefix.host)
         found = _OWN_RANK.search(text)
         if found is None or int(found[1]) >= MAX_RANK:
             if own := _ENVIRONMENT.search(text):
@@ -248,6 +271,9 @@ class RankMap:
             first = found.first.get(scope, NOBODY)
             _prove(found.processes, (scope, pid), first + local if first != NOBODY and local != NOBODY else NOBODY)
             _prove(found.processes, ("", pid), first + local if first != NOBODY and local != NOBODY else NOBODY)
+        for pod, node in self._nodes.items():
+            if local_size and node != NOBODY and pod in self.described.values():
+                found.hosts.setdefault(pod, set()).update(range(node * local_size, (node + 1) * local_size))
         found._communicators(facts)
         for fact in facts:
             if fact.kind is Kind.LAUNCHER and fact.rank is not None and fact.pid is not None and not fact.place:

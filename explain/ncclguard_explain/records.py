@@ -349,11 +349,13 @@ _REPEATED = re.compile(r"\[repeated (\d+)x across (?:the )?cluster\]")
 _GLOG = re.compile(r"(?<![\w])[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 _ISO = re.compile(r"(\d{4})[-/](\d\d)[-/](\d\d)[ T_](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 _US = re.compile(r"(\d\d)/(\d\d)/(\d{4}) (\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
+_SYSLOG = re.compile(r"(?:^|\[[A-Z][a-z]{2} )([A-Z][a-z]{2}) +(\d{1,2}) (\d\d):(\d\d):(\d\d)")  # and dmesg -T
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _DAYS = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
 
 _STAMP = r"\[?\d{4}[-/]\d\d[-/]\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z| ?[+-]\d\d:?\d\d)?\]?"
 _RAY = re.compile(  # Ray, vLLM
-    r"\((?P<actor>[A-Za-z_][\w.:#]*(?:\[rank=\d+\])?(?:\([^)]*\))?)(?: rank=(?P<actor_rank>\d+))?(?:,? pid=(?P<pid>\d+))(?:, ip=(?P<ip>[\d.:a-f]+))?\) ?"
+    r"\((?P<actor>[A-Za-z_][\w.:#\-]*(?:\[rank=\d+\])?(?:\([^)]*\))?)(?: rank=(?P<actor_rank>\d+))?(?:,? pid=(?P<pid>\d+))(?:, ip=(?P<ip>[\d.:a-f]+))?\) ?"
 )
 #: What may stand in front of a line, outermost first, as often as it comes. The named groups are kept.
 _OUTER = tuple(
@@ -377,7 +379,7 @@ _OUTER = tuple(
         r"[Rr]ank[ _=:\-]?(?P<own>\d{1,6}): ",
         r"(?:\[[\d/:\-]+\] )?\[TRT-LLM\] \[RANK (?P<mpi>\d{1,6})\] (?:\[[A-Z]\] )?",
         r"(?:[0-9a-f]{6,12} \|\| )?\[rank=(?P<determined>\d{1,6})\] ",  # Determined
-        r"\d\d:\d\d:\d\d(?:[.,]\d+)? \| [Rr]ank[ _=:\-]?(?P<said>\d{1,6}) \| (?=\S)",  # loguru and others, in columns
+        r"(?:\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? (?:\| )?)?[Rr]ank[ _=:\-]{1,3}(?P<said>\d{1,6}) \| +(?=\S)",  # loguru and others, in columns
     )
 )
 #: Where a record begins in the middle of a line.
@@ -396,6 +398,10 @@ _STARTS = re.compile(
 )
 #: A record of Python's logging below the level of a warning that holds a line of torch in quotation marks: a test, say.
 _QUOTED = re.compile(r"(?:INFO|DEBUG)\b[^'\"`]*['\"`](?:\[rank\d+\]:)?\s?\[[EWF]")
+#: A line within data that a program prints: in a block indented behind bars, or in a dictionary of Python.
+_DATA = re.compile(r"\s+\| (?!.*\|\s*$)|\{'\w+': .*\[rank\d+\]:\s?\[[EWF]")
+#: Python 3.11 and newer indent the exceptions of a group the same way.
+_GROUP = b"Exception Group Traceback"
 _DIGITS = re.compile(r"\d+")
 _BAR = re.compile(r"\d{1,3}%\|[^|]*\|")
 
@@ -470,6 +476,10 @@ def clock(text: str) -> float | None:
         if found:
             month, day, hour, minute, second = (int(found.group(index)) for index in order[:5])
             return _seconds(month, day, hour, minute, second, found.group(order[5]))
+    found = _SYSLOG.search(text)
+    if found and found[1] in _MONTHS:
+        day, hour, minute, second = (int(part) for part in found.groups()[1:])
+        return _seconds(_MONTHS.index(found[1]) + 1, day, hour, minute, second, None)
     return None
 
 
@@ -665,6 +675,11 @@ def _alike(first: str, second: str) -> bool:
     return _DIGITS.sub("", first[:20]) == _DIGITS.sub("", second[:20])
 
 
+def _other(own: Prefix, before: Prefix) -> bool:
+    """Return whether a line is headed with another rank than the one that it might go on."""
+    return own.basis == "launcher" and own.rank != before.rank
+
+
 def join(lines: Sequence[str], at: int) -> tuple[int, int, str]:
     """Return (first, last, text) of the record that line `at` belongs to; `text` is raw, with its first prefix.
 
@@ -679,8 +694,8 @@ def join(lines: Sequence[str], at: int) -> tuple[int, int, str]:
     while first > 0 and at - first < 8 and _headless(split_prefix(lines[first]).text):
         above, full = split_prefix(lines[first - 1]), bool(width) and len(lines[first - 1].rstrip()) >= width - 1
         own = split_prefix(lines[first])
-        if above.local_rank != own.local_rank or (own.place and own.place != above.place):
-            break  # torchrun, Ray and SGLang head lines with their speaker
+        if above.local_rank != own.local_rank or (own.place and own.place != above.place) or _other(own, above):
+            break  # torchrun, Ray, SGLang and TensorRT-LLM head lines with their speaker
         before = above.text
         full = full and not _alike(before, split_prefix(lines[first]).text)
         if not full and not unfinished(before) and not _looks_broken(before):
@@ -706,6 +721,7 @@ def join(lines: Sequence[str], at: int) -> tuple[int, int, str]:
         if (
             prefix.local_rank != start.local_rank
             or (prefix.place and prefix.place != start.place)
+            or _other(prefix, start)
             or not _headless(body)
             or (best[0] == 0 and not partial and _alike(opening, body))
         ):
@@ -777,15 +793,15 @@ NEEDLES: tuple[bytes, ...] = (
     b"crimer rank", b"| client |", b"createLink", b"heartbeat", b"has been open for", b"Progress tracker", b"no-restart decision",
     b"found NaN in", b"Unexpected result", b"DeadLock detected", b"health check", b"Health check", b"TIMED OUT", b"aborted (timeout)",
     b"[ready ranks", b"Process name: ", b"died from signal", b"ranks arrived", b"Missing ranks", b"missing ranks", b"Stalled ranks", b"submitted to be", b"Executor failed", b"core initialization", b"core proc", b"Waiting for path", b"] failed.", b"workers failed", b"WorkerProc", b"actor died", b"actor is dead",
-    b"lost communication", b"aicore", b"aivector", b"exit=0", b"Command execution", b"Container rank", b"exit_code=0", b"blocked for more than", b"TERM_", b"no response from peer", b"MainThread stack", b"succeeded", b"terminate called", b"first noticed rank", b"doom: ", b"STRAGGLER DETECT", b"etected stragglers", b"to store for rank", b"stalled for longer", b"/health", b"esum", b"oaded checkpoint", b"estored all", b"Worker exit type", b"pressure (OOM)", b"marked dead", b"parallel_size=", b"couldn't get a response",
+    b"lost communication", b"aicore", b"aivector", b"exit=0", b"Command execution", b"Container rank", b"exit_code=0", b"blocked for more than", b"TERM_", b"no response from peer", b"torchft", b"for process ", b"localUserrank", b"nfs: server", b"Lustre: ", b"ossible transient", b"ossible persistent", b"MainThread stack", b"succeeded", b"terminate called", b"first noticed rank", b"doom: ", b"STRAGGLER DETECT", b"etected stragglers", b"to store for rank", b"stalled for longer", b"/health", b"esum", b"oaded checkpoint", b"estored all", b"Worker exit type", b"pressure (OOM)", b"marked dead", b"parallel_size=", b"couldn't get a response",
     # kernel, driver, cluster
     b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core",
-    b"NETDEV WATCHDOG", b"ink is Down", b"definitely down", b"NodeNotReady", b"Evicted", b"Eviction", b"Preempt",
+    b"NETDEV WATCHDOG", b"ink is Down", b"definitely down", b"NodeNotReady", b"Evict", b"Preempt",
 )  # fmt: skip
 # What a job prints while it starts; looked for in the first blocks only.
 STARTING: tuple[bytes, ...] = (
     b"orld_size", b"orld size", b"ORLD_SIZE", b"um_processes", b"nodes", b"NODES", b"num_machines", b"proc_per_node",
-    b"proc-per-node", b"SLURM_PROCID", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"Name:  ", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"lobal rank", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link",
+    b"proc-per-node", b"SLURM_PROCID", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"Name: ", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link",
 )  # fmt: skip
 STARTING_BYTES = 16 << 20
 
@@ -1073,7 +1089,7 @@ class Scanner:
             return _lines(buffer[end : end + FOLLOW_BYTES])[1 : count + 1]
 
         line = split_prefix(text)
-        if _QUOTED.match(line.text):
+        if _QUOTED.match(line.text) or (_DATA.match(line.text) and _GROUP not in buffer):
             return end, []
         records = []
         for index, piece in enumerate(pieces(line.text)):
@@ -1101,7 +1117,8 @@ class Scanner:
         """Yield the last lines before the incident, or of the file, as context."""
         parts = data.replace(b"\r", b"\n").split(b"\n")
         line = max(1, number - data.count(b"\n"))
-        for index, piece in enumerate(parts[1:] if len(data) >= CONTEXT_BYTES else parts):
+        cut = len(data) >= CONTEXT_BYTES  # the first line may lack its beginning
+        for index, piece in enumerate(parts[cut:], int(cut)):
             if piece.strip():
                 prefix = split_prefix(piece[:LONGEST].decode("utf-8", "replace").replace("\x00", ""))
                 yield Record(self.source, line + index, prefix, lambda count: [], context=True, last=last)

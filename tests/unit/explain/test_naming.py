@@ -461,3 +461,69 @@ def test_an_exceptions_own_message_is_no_sign_that_the_training_went_on(explain_
     raised = ["[rank3]: Traceback (most recent call last):", '[rank3]:   File "/w/t.py", line 7, in step', "[rank3]:     check(loss)",
               "[rank3]: RuntimeError: Rank 3, node gpu-01, device 6, iteration 48211: Unexpected result nan (message='found NaN')"]  # fmt: skip
     assert explain_lines(raised, world_size=8).culprits == (3,)
+
+
+@pytest.mark.parametrize("day, named", [("Oct 30", ()), ("Aug  1", (2,)), ("Jul 31", (2,))])
+def test_the_kernels_line_of_another_day_names_nobody(explain_lines: Explain, day: str, named: tuple[int, ...]) -> None:
+    inits = [
+        f"h1:{70 + r}:{80 + r} [{r}] NCCL INFO ncclCommInitRank comm 0x5 rank {r} nranks 4 cudaDev {r} busId {r + 1}b000"
+        for r in range(4)
+    ]
+    kernel = f"{day} 15:00:00 h1 kernel: NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', GPU has fallen off the bus."
+    waits = [line for r in range(4) for line in timeout(r)]
+    report = explain_lines({"job.log": [*inits, *waits], "journal.txt": [kernel]})
+    assert report.culprits == named and report.incident
+
+
+@pytest.mark.parametrize("counts, named", [((199, 199, 211, 199), (2,)), ((199, 211), ()), ((199, 199, 211, 211), ())])
+def test_the_minority_has_another_number_of_parameters(
+    explain_lines: Explain, counts: tuple[int, ...], named: tuple[int, ...]
+) -> None:
+    other = {r: next(n for n, count in enumerate(counts) if count != own) for r, own in enumerate(counts)}
+    report = explain_lines(
+        [
+            f"[rank{r}]: RuntimeError: DDP expects same model across all ranks, but Rank {r} has {own} params, "
+            f"while rank {other[r]} has inconsistent {counts[other[r]]} params."
+            for r, own in enumerate(counts)
+        ]
+    )
+    assert report.culprits == named and report.decision == "fix-code"
+
+
+@pytest.mark.parametrize("first, named", [("10:00:13", (5,)), ("10:04:55", ())])
+def test_a_heartbeat_that_stopped_long_before_the_others(
+    explain_lines: Explain, first: str, named: tuple[int, ...]
+) -> None:
+    lines = [
+        f"2025-05-19 {first if r == 5 else '10:05:11'},1 [WARNING] [RankMonitorServer:{r}] Did not get subsequent "
+        "heartbeat. Waited 300.00 seconds."
+        for r in (5, 0, 1, 2, 3, 4, 6, 7)
+    ]
+    assert explain_lines(lines).culprits == named
+
+
+def test_who_left_no_dump_and_waits_like_the_others_is_not_missing(explain_lines: Explain) -> None:
+    told = ["Not all ranks joining collective 100 at entry 1999", "collective: nccl:all_reduce", "missing ranks: {3}"]
+    assert explain_lines([line for r in range(4) for line in timeout(r)] + told).culprits == ()
+    assert explain_lines([line for r in range(3) for line in timeout(r)] + told).culprits == (3,)
+
+
+def test_ranks_of_torchfts_replica_groups_are_not_those_of_the_job(explain_lines: Explain) -> None:
+    exit_ = "failed (exitcode: -9) local_rank: 1 (pid: 91) of binary: python"
+    lines = [f"{text}torch/distributed/elastic/multiprocessing/api.py:882] {exit_}" for text in ("[titan_2] E1102 ",)]
+    assert explain_lines(lines).culprits == (1,)
+    assert explain_lines(["INFO:torchft.manager:[titan_2:9f5b/0 - step 522] reconfiguring", *lines]).culprits == ()
+
+
+@pytest.mark.parametrize(
+    "told, refused, named", [("docker0", "train-a", (2, 3)), ("ens7", "train-a", ()), ("docker0", "train-b", ())]
+)
+def test_an_address_that_only_one_host_has(
+    explain_lines: Explain, told: str, refused: str, named: tuple[int, ...]
+) -> None:
+    lines = [
+        "train-a: ranks 0-1, train-b: ranks 2-3",
+        f"train-b:22:22 [0] NCCL INFO Bootstrap : Using {told}:172.17.0.1<0>",
+        f"{refused}:9:15 [1] misc/socket.cc:538 NCCL WARN socketStartConnect: Connect to 172.17.0.1<4> failed : Connection refused",
+    ]
+    assert explain_lines(lines).culprits == named

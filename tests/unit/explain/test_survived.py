@@ -218,3 +218,63 @@ def test_code_that_a_program_was_given_and_ran_raises_for_itself(explain_lines: 
     sandbox = ["(SandboxWorker pid=918) Traceback (most recent call last):", '(SandboxWorker pid=918)   File "<sandbox>", line 3, in <module>',
                "(SandboxWorker pid=918) MemoryError"]  # fmt: skip
     assert not explain_lines([*sandbox, *STEPS]).incident
+
+
+STEPS = [f"step {n} loss 1.{n}" for n in range(300, 303)]
+RANK_3 = "[rank3]: ValueError: bad sample 17"
+
+
+@pytest.mark.parametrize(
+    "rest", [STEPS[:1] + ["Training complete"], STEPS, ["Training complete"], [*STEPS, "[rank0] Training complete"]]
+)
+def test_another_ranks_exception_is_survived_only_where_the_job_steps_on_and_ends(
+    explain_lines: Explain, rest: list[str]
+) -> None:
+    assert not explain_lines([RANK_3, *STEPS, "`Trainer.fit` stopped: `max_epochs=2` reached."]).incident
+    assert explain_lines([RANK_3, *rest]).culprits == (3,)
+
+
+REFUSED = (
+    "(APIServer pid=1) ERROR 11-21 09:01:44 [serving_chat.py:250] ValidationError: 41022 input tokens are too many"
+)
+
+
+def _served(rate: float) -> list[str]:
+    return [
+        f"INFO 11-21 09:0{n}:00 [loggers.py:118] Engine 000: Avg prompt throughput: 9.9 tokens/s, Avg generation "
+        f"throughput: {rate:.1f} tokens/s, Running: 9 reqs, Waiting: 1 reqs"
+        for n in range(2, 6)
+    ]
+
+
+def test_an_engine_that_serves_on_survived_a_refused_request(explain_lines: Explain) -> None:
+    assert not explain_lines([REFUSED, *_served(959.8)]).incident
+    assert explain_lines([REFUSED, *_served(0.0)]).incident
+
+
+def _committed(replica: str, step: int) -> str:
+    return f"INFO:torchft.manager:[{replica}:aa1f-{replica[-1]}/0 - step {step}] should_commit=True errored=None"
+
+
+RESET = "RuntimeError: [gloo/transport/tcp/pair.cc:538] Read error [10.32.80.130]:60313: Connection reset by peer"
+
+
+def test_torchft_replicas_that_all_commit_again_have_healed(explain_lines: Explain) -> None:
+    before, after = ([_committed(f"ddp_{n}", step) for n in (0, 1)] for step in (19, 30))
+    assert not explain_lines([*before, RESET, *after]).incident
+    assert explain_lines([*before, RESET, *after[:1]]).incident
+
+
+def test_a_quoted_block_is_data_and_an_exception_group_is_not(explain_lines: Explain) -> None:
+    quoted = [
+        "  | [rank1]: ValueError: bad sample 17",
+        "  | NVRM: Xid (PCI:0000:4e:00): 79, GPU has fallen off the bus.",
+    ]
+    assert not explain_lines(["prompt: summarise", *quoted, *STEPS]).incident
+    assert explain_lines(["  + Exception Group Traceback (most recent call last):", *quoted[:1]]).culprits == (1,)
+
+
+def test_what_comes_again_at_the_end_was_not_survived(explain_lines: Explain) -> None:
+    commits = [_committed(f"ddp_{n}", 30) for n in (0, 1)]
+    assert explain_lines([RESET, *commits, *STEPS, RESET]).incident
+    assert explain_lines([REFUSED, *_served(959.8), REFUSED]).incident
