@@ -359,12 +359,19 @@ DEFAULT_LIMIT_S = 1500.0  # a little under torch's 30 minutes, where no limit is
 
 def side_work(case: Case) -> Finding | None:
     """One rank busy with something the others do not do: saving, preprocessing, evaluating, uploading."""
-    if not case.waiting or case.zero_waits_alone:
+    if not case.waiting and case.verdict.rule not in ("stacks", "watchdog") or case.zero_waits_alone:
         return None
+    named = bool(case.verdict.culprits)
+    prompts = case.evidence.of(Kind.NOTE, name="debugger") if case.absent else []
+    if named and (locks := case.phases("lock")):
+        reason = tr("a rank waits for the lock of a file, which may be left from a process that is gone")
+        return Finding("slow_rank_side_work", "medium", reason, locks, "fix-environment")
     loader = case.evidence.of(Kind.DATALOADER) + case.phases("loader")
     return _first(
         (case.phases("preprocess"), "slow_rank_side_work", "medium", tr("a rank was still preprocessing data while the others waited")),
-        (case.phases("compile") if case.verdict.culprits else [], "slow_rank_side_work", "medium", tr("a rank was compiling while the others waited")),
+        (prompts, "rank_divergence", "medium", tr("a debugger's prompt waits for somebody")),
+        (case.phases("skipped") if named else [], "rank_divergence", "medium", tr("a rank says that it returned early")),
+        (case.phases("compile") if named else [], "slow_rank_side_work", "medium", tr("a rank was compiling while the others waited")),
         (case.phases("checkpoint"), "checkpoint_io", "medium", tr("a rank was saving while the others waited")),
         (loader, "dataloader_stall", "medium", tr("the data loader complained or was busy just before the stall")),
         (case.phases("logger"), "slow_rank_side_work", "medium", tr("a rank was starting its experiment logger")),
@@ -439,6 +446,10 @@ def named_by_tool(case: Case) -> Finding | None:
     if rule not in engines.ACCUSED or not (case.verdict.culprits or case.verdict.places):
         return None
     meaning = engines.ACCUSED[rule]
+    pending = case.evidence.of(Kind.NOTE, name="unschedulable")
+    if rule == "barrier" and pending:
+        reason = tr("the cluster has no node for a process of the job")
+        return Finding("store_rendezvous", "medium", reason, pending, "fix-environment")
     busy = case.phases("compile", "preprocess") if meaning.name == "unknown" and case.verdict.culprits else []
     if busy:
         return Finding("slow_rank_side_work", "medium", case.verdict.reason, busy)

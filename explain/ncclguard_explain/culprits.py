@@ -35,7 +35,7 @@ _FOLLOWS = re.compile(
     r"|DeepEP error|EPException|RPC call to|Executor failed|Worker failed with|workers? failed|Engine ?[Cc]ore|died unexpectedly"
     r"|(?<!DataLoader )(?<!Loader )[Tt]imed ?out (?:waiting|building|after)|can't be reached|[Ff]ailed to connect|[Cc]onnection refused"
     r"|coordination service|Barrier timed out|heartbeat|Broken promise|NPU function error|HCCL|hccl api failed|CheckpointException"
-    r"|expects same model across all ranks|Horovod has been shut down|no live replica|no response from peer|Hang detected on rank|ranks arrived|(?:[Mm]issing|[Aa]bsent) ranks|memory capacity is unbalanced|Insufficient space in /dev/shm|placement group|Server failed to become healthy|is not ready after|DeadLock detected"
+    r"|expects same model across all ranks|connectFullMesh failed|Horovod has been shut down|no live replica|no response from peer|Hang detected on rank|ranks arrived|(?:[Mm]issing|[Aa]bsent) ranks|memory capacity is unbalanced|Insufficient space in /dev/shm|placement group|Server failed to become healthy|is not ready after|DeadLock detected"
 )
 _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
@@ -55,7 +55,9 @@ _STICKY = ("illegal memory access", "device-side assert", "misaligned address", 
            "Memory access fault", "aicore exception", "aivector error")  # fmt: skip
 _OF_A_CALL = ("invalid resource handle", "invalid device ordinal")
 #: Frames of a rank that waits for its device, and so perhaps for a collective that it has issued.
-_WAITS_FOR_DEVICE = re.compile(r"synchronize|_engine_run_backward| in (?:item|tolist|cpu|backward|wait)$")
+_WAITS_FOR_DEVICE = re.compile(
+    r"synchronize|_engine_run_backward| in (?:item|tolist|cpu|backward)$|^(?!.*(?:file_baton|filelock)).* in wait$"
+)
 #: Frames of a rank that stands in a collective: torch's, and the engines' own.
 _IN_COLLECTIVE = re.compile(
     r"distributed_c10d\.py|device_communicators/|custom_all_reduce|pynccl|all_?reduce|all_?gather|broadcast_pyobj"
@@ -385,6 +387,55 @@ def by_unreachable(evidence: Evidence, world: World) -> Verdict | None:
     reason = tr("{host} has told NCCL the address of {name}, which no other host reaches", host=host, name=own[0].name)
     places = () if ranks else (host,)
     return Verdict(ranks, Cause.NETWORK, "medium", "unreachable", reason, own[:1] + failed, places=places)
+
+
+def by_port(evidence: Evidence, world: World) -> Verdict | None:
+    """Ranks of one host say that their own port is down, and those of others that a peer does not answer."""
+    own = [fact for fact in evidence.of(Kind.NCCL_WARN, name="ib_async") if "port error" in fact.detail]
+    hosts = {fact.host for fact in own}
+    told = [fact for fact in fabric_errors(evidence) if fact.name == "ib" and fact.host not in hosts]
+    ranks = {fact.rank for fact in own if fact.rank is not None}
+    if len(hosts) != 1 or not told or not ranks or any(fact.rank is None for fact in own):
+        return None
+    reason = tr(
+        "the port of {ranks} has lost its link, and other hosts get no answer from a peer", ranks=ranks_text(ranks)
+    )
+    return Verdict(tuple(sorted(ranks)), Cause.NETWORK, "medium", "port", reason, own + told)
+
+
+def by_clients(evidence: Evidence, world: World) -> Verdict | None:
+    """Tasks that have ended by srun before torch's store gives up, which misses just as many clients."""
+    for fact in evidence.of(Kind.RENDEZVOUS, name="clients"):
+        ended = [
+            note
+            for note in evidence.of(Kind.NOTE, name="tasks_ended")
+            if note.source == fact.source and note.line < fact.line
+        ]
+        ranks = {rank for note in ended for rank in note.peers}
+        came, size = (int(number) for number in re.findall(r"\d+", fact.detail))
+        if ranks and len(ranks) == size - came and max(ranks) < size:
+            reason = tr("{ranks} ended before the others had met", ranks=ranks_text(ranks))
+            return Verdict(tuple(sorted(ranks)), Cause.LOST, "medium", "clients", reason, [*ended, fact])
+    return None
+
+
+def by_watchdog(evidence: Evidence, world: World) -> Verdict | None:
+    """The watchdog of one rank alone is stuck, and by its stack this rank is at work of its own, in no collective."""
+    beats = evidence.of(Kind.HEARTBEAT)
+    ranks = {fact.rank for fact in beats}
+    first = {fact.rank for fact in evidence.of(Kind.LAUNCHER, name="first")}
+    stacks = [fact for fact in evidence.of(Kind.STACK) if fact.rank in ranks and fact.frames and "Main" in fact.text]
+    rank = ranks.pop() if len(ranks) == 1 and ranks == first and not evidence.of(*EXPIRED) else None
+    if rank is None or not stacks or _WAITS_FOR_DEVICE.search(stacks[-1].frames[-1]):
+        return None
+    if any(_IN_COLLECTIVE.search(frame) for frame in stacks[-1].frames[-5:]):
+        return None
+    reason = tr(
+        "the watchdog of {ranks} alone is stuck, while it is at work: {frame}",
+        ranks=ranks_text([rank]),
+        frame=stacks[-1].frames[-1],
+    )
+    return Verdict((rank,), Cause.LATE, "medium", "watchdog", reason, [*beats[:1], stacks[-1]])
 
 
 def by_ras(evidence: Evidence, world: World) -> Verdict | None:
@@ -1157,7 +1208,7 @@ def by_silence(evidence: Evidence, world: World) -> Verdict | None:
 
 RULES: tuple[Rule, ...] = (
     by_guard, by_traces, by_failure, by_section, by_heartbeats, by_lost_host, engines.by_tool, by_fingerprint, by_parameters, by_desync_report, by_barrier,
-    by_store_barrier, by_peer_closed, by_unreachable, by_ras, by_hccl, by_counters, by_store_key, by_analyser, by_stacks,
+    by_store_barrier, by_clients, by_watchdog, by_peer_closed, by_unreachable, by_port, by_ras, by_hccl, by_counters, by_store_key, by_analyser, by_stacks,
 )  # fmt: skip
 #: Weaker ones, which also say what the ranks differ in.
 LAST_RULES: tuple[Rule, ...] = (by_alone, by_divergence, by_silence, by_silence_in_group, by_gone_peer, by_first_exit)

@@ -97,6 +97,10 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         return Decision("unknown", tr("a rank may have been at work; its stack would tell"))
     if len([fact for fact in evidence.of(Kind.RETRIED) if fact.rank in verdict.culprits]) > 1:
         return Decision("fix-environment", tr("the awaited rank tried the same thing again and again, without success"))
+    if evidence.of(Kind.ENDED_BY_LAUNCHER, name="SIGHUP") and not verdict.culprits:
+        return Decision(
+            "restart", tr("the terminal that had started the job was closed; nothing is wrong with the job")
+        )
     return Decision("unknown", tr("the inputs do not tell why a rank was missing"))
 
 

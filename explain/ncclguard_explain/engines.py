@@ -55,6 +55,7 @@ WAITS = {
     "queue": tr("a queue or a server was awaited; that accuses nobody"),
     "barrier": tr("tasks waited in a barrier"),
     "xla": tr("threads waited for others to join a collective"),
+    "xla_limit": tr("threads waited for others to join a collective"),
     "megascale": tr("slices waited for each other"),
     "monitor": tr("a rank sent no heartbeat; in a hang all ranks stop sending them"),
     "kernel": tr("a communication kernel ran out of time: the device that reports it waits for others"),
@@ -86,6 +87,7 @@ ACCUSED = {
     "slow": Meaning(tr("is slower than the others"), Cause.LATE, "unknown"),
     "blocked": Meaning(tr("stands in the kernel"), Cause.STUCK, "unknown"),
     "silent": Meaning(tr("answers none of the others"), Cause.LOST, "oom_or_crash_other_rank", "unknown"),
+    "coordinator": Meaning(tr("answers none of the others"), Cause.NETWORK, "network_fabric", "fix-environment"),
     "actor": Meaning(tr("died"), Cause.LOST, "oom_or_crash_other_rank", "unknown"),
 }  # fmt: skip
 
@@ -141,8 +143,12 @@ def _at(name: str, where: Iterable[str], facts: list[Fact], sure: str = "medium"
     return Verdict((), ACCUSED[name].cause, sure, f"tool: {name}", reason, facts, places=named)
 
 
+_OF_SSH = 255  # the exit status by which ssh says that it has lost its connection
+
+
 def _speaks_later(evidence: Evidence, rank: int, fact: Fact) -> bool:
     own = [one for one in evidence.facts if one.rank == rank and one.kind not in (Kind.ACCUSED, Kind.ENGINE_END)]
+    own = [one for one in own if one.kind is not Kind.LAUNCHER or one.number not in (-9, _OF_SSH)]
     return any(one.source != fact.source or one.line > fact.line for one in own if one.kind is not Kind.ENGINE_WAIT)
 
 
@@ -151,6 +157,10 @@ def _listed(evidence: Evidence, world: World) -> Verdict | None:
     for name in ("unconnected", "barrier", "unhealthy", "restarted"):
         facts = evidence.of(Kind.ACCUSED, name=name)
         named = {rank for fact in facts for rank in fact.peers if not _speaks_later(evidence, rank, fact)}
+        accused = {rank for fact in facts for rank in fact.peers}
+        cut = {fact.source for fact in evidence.of(Kind.NOTE, name="cut_off")} - {fact.source for fact in facts}
+        if name == "unhealthy" and accused == set(range(1, len(accused) + 1)) and min(len(accused), len(cut)) > 1:
+            return _verdict("coordinator", [0], facts, "medium")  # it hears none of them, and they live
         if not named:
             continue
         ends = evidence.of(Kind.KERNEL_OOM, Kind.EXIT, Kind.WORKER_DIED)
@@ -308,6 +318,9 @@ def _at_a_place(evidence: Evidence, world: World) -> Verdict | None:
     facts = evidence.of(Kind.ACCUSED, name="location")[:1]
     if facts:
         name = next((key for word, key in _EXCEPTION_TYPES if word in facts[0].detail), "suspected")
+        first = evidence.ranks.first.get(facts[0].host, -1)
+        if first >= 0 and facts[0].rank is not None:
+            return _verdict(name, [facts[0].rank], facts, "medium")
         where = tr("device {device} of {host}", device=facts[0].local_rank, host=facts[0].host)
         return _at(name, [where], facts)
     facts = evidence.of(Kind.ACCUSED, name="megascale")[:1]

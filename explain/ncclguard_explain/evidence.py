@@ -7,6 +7,7 @@ whose log nobody passed.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -575,7 +576,7 @@ def _mark_survived(evidence: Evidence) -> None:
     alive = [fact for fact in alive if fact.kind is not Kind.PHASE or fact.name == "finished"]
     resumed = evidence.of(Kind.NOTE, name="resumed")
     for fact in passing:
-        if _has_passed(fact, alive, resumed):
+        if _has_passed(fact, alive, resumed) or _is_mended(evidence, fact, alive):
             fact.kind = Kind.RETRIED
     retries = evidence.of(Kind.RETRIED)
     for fact in evidence.of(Kind.EXCEPTION, Kind.NCCL_WARN):
@@ -595,7 +596,8 @@ def _mark_survived(evidence: Evidence) -> None:
             one.name == "finished" and one.rank in (fact.rank, *[None] * (warned or fact.rank == 0 or job))
             for one in after
         ) or (fact.rank is None and len(steps) > 2 and all(one.name == "serve" for one in steps[-3:]))
-        if complete or _advises(fact) and after or again and any(one.line > again[0] for one in after):
+        flapped = fact.name == "ib_async" and warned and job
+        if complete or flapped or _advises(fact) and after or again and any(one.line > again[0] for one in after):
             fact.kind = Kind.RETRIED
 
 
@@ -623,6 +625,21 @@ def _has_passed(fact: Fact, alive: list[Fact], resumed: list[Fact]) -> bool:
     if fact.kind not in (Kind.ACCUSED, Kind.ENGINE_WAIT):
         since = min((one.line for one in resumed if one.source == fact.source and one.line > fact.line), default=None)
     return since is not None and any(one.source == fact.source and one.line > since for one in alive)
+
+
+def _is_mended(evidence: Evidence, fact: Fact, alive: list[Fact]) -> bool:
+    """Return whether a fault that the kernel tells of is put right by its own words, and the job's log ends in steps.
+
+    Of a link that has come up again it has to be the log of the job that tells of the port's fault and goes on.
+    """
+    steps = [one for one in alive if one.name in ("train", "serve") and one.kind is not Kind.PHASE]
+    if fact.kind is Kind.XID:
+        told = re.search(r"\b(?:correct(?:ed|able)|no action needed)\b", fact.detail)
+        return told is not None and fact.number in _CORRECTED and len({one.detail for one in steps}) > 2
+    seen = evidence.of(Kind.NCCL_WARN, name="ib_async")
+    after = [len({one.detail for one in steps if one.source == told.source and one.line > told.line}) for told in seen]
+    up = [one for one in evidence.of(Kind.NOTE, name="link_up") if one.source == fact.source and one.line > fact.line]
+    return fact.kind is Kind.NIC and min(after, default=0) > 2 and any(fact.detail.startswith(one.detail) for one in up)
 
 
 def _advises(fact: Fact) -> bool:

@@ -783,7 +783,9 @@ _LOCAL_SIZE = re.compile(
 _PHASES: tuple[tuple[str, str], ...] = (
     ("preprocess", (r"[Tt]okeniz|Running tokenizer|[Pp]re-?process|^Map(?: \(num_proc|:)|Generating \w+ split|Grouping texts|"
      r"[Pp]acking|line-offset|building (?:\w+ )?(?:index|dataset)|docs scanned|load_dataset|Filter(?: \(num_proc|:)")),
-    ("compile", r"torch/_dynamo/\S+ .*\brecompiling\b|\bwarmup: compiling\b|\bAUTOTUNE\b"),
+    ("lock", r"file_baton\.py|\bfilelock\b"),
+    ("compile", r"torch/_dynamo/\S+ .*\brecompiling\b|\bwarmup: compiling\b|\bAUTOTUNE\b|\bJIT Compiling\b"),
+    ("skipped", r"\b(?:early return|return(?:s|ing)? early)\b"),
     ("upload", r"[Pp]ush(?:ing)? (?:\w+ )?to (?:the )?hub|push_to_hub|[Uu]pload"),
     ("checkpoint", (r"[Ss]aving (?:model|checkpoint|state|optimizer|artifact|the model|latest)|dcp\.save|dcp_save|torch\.save|"
      r"[Ss]av(?:e|ing)_?(?:checkpoint|pretrained|model|state)|state_dict_saver|writ(?:e|ing) checkpoint|\bwritten [\d.]+ ?[KMGT]i?B of |checkpoint/filesystem")),
@@ -794,7 +796,7 @@ _PHASES: tuple[tuple[str, str], ...] = (
     ("load", r"[Ll]oading (?:checkpoint shards|model|weights)|from_pretrained"),
     ("succeeded", (r"\bexit_code=0\b|^exit=0$|^Job '[^']+' succeeded|worker group successfully finished|Job completed successfully|# Out of bounds values : 0 OK|"
      r"^=+ (?!.*\b(?:failed|errors?)\b)\d+ passed\b.* in [\d.]+s|^(?:\+ )?(?:exit code: 0|exit 0)$|, exit 0$|"
-     r"\bTraining Progress: 100%")),
+     r"\bTraining Progress: 100%|^State: COMPLETED \(exit code 0\)")),
     ("finished", (r"[Ff]inished training|[Tt]raining (?:loop )?(?:is )?(?:done|finished|complete)|train_runtime|End of training|"
      r"^`Trainer\.fit` stopped: |\[after training is done\]|\bdone, (?:wrote|saved) |exiting (?:program|train)|[Ff]inished ok\b|[Rr]eached max_steps|\b[Aa]ll (?:tasks|steps|epochs|evaluations) \w+(?:ed|ne)\b|"
      r"\bexit(?:ed|ing)?(?: with)?(?: code| status)? 0\b")),

@@ -282,8 +282,10 @@ def _srun(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
     fact.detail = found["name"]
     if fact.number is not None and 128 < fact.number < 160:
         fact.number = 128 - fact.number
-    if not fact.peers or (len(fact.peers) > 1 and fact.number is not None and fact.number >= 0):
-        return None  # several exits with a code: one of them may be the first, which is not told
+    if len(fact.peers) > 1 and fact.number is not None and fact.number >= 0:
+        return fact.clone(kind=Kind.NOTE, name="tasks_ended")  # one of them may be the first, which is not told
+    if not fact.peers:
+        return None
     fact.rank, fact.rank_basis, fact.node = fact.peers[0], "srun", fact.peers[0]
     if fact.number == -15:
         return fact.clone(kind=Kind.ENDED_BY_LAUNCHER)
@@ -643,10 +645,14 @@ ROWS: tuple[Row, ...] = (
         (("/job:jax_worker/replica:0/task:3 has been set to ERROR in coordination service: UNAVAILABLE: Task heartbeat timeout.", {"name": "unhealthy", "peers": (3,)}),), fields={"name": "unhealthy"}),
     Row(Kind.ACCUSED, "XLA coordination_service.cc, 2023 to 2026", r"/task:(?P<peers>\d+) unexpectedly tried to connect with a different incarnation", "different incarnation",
         (("ABORTED: /job:jax_worker/replica:0/task:7 unexpectedly tried to connect with a different incarnation. It has likely restarted.", {"name": "restarted", "peers": (7,)}),), fields={"name": "restarted"}),
+    Row(Kind.NOTE, "XLA coordination_service_agent.cc, 2023 to 2026: a task that does not reach the coordinator", r"Failed to send heartbeat to coordination service: (?:DEADLINE_EXCEEDED|UNAVAILABLE)", "send heartbeat",
+        (("W0224 19:18:11.1 4102 coordination_service_agent.cc:421] Failed to send heartbeat to coordination service: DEADLINE_EXCEEDED: Deadline Exceeded [10.4.0.10:1234]; will retry.", {"name": "cut_off"}),), fields={"name": "cut_off"}),
     Row(Kind.ENGINE_END, "XLA, JAX: an error that all tasks share", r"Polled an error from coordination service|JAX distributed service detected fatal errors|Failed to send RPC to coordination service", "",
         (("Polled an error from coordination service (this can be an error from this or another task).", {}),), fields={"name": "shared"}),
-    Row(Kind.ENGINE_WAIT, "XLA xla/service/rendezvous.cc, 2024 to 2026", r"Termination timeout for .{0,80}? exceeded|(?P<detail>This thread has been waiting for .{0,160}?for (?P<seconds>\d+) ?seconds and may be stuck)", "",
-        (("[id=1] This thread has been waiting for `acquire clique for rank 2; clique=devices=[8,9,10,11]; run_id=-155` for 10 seconds and may be stuck.", {"name": "xla", "seconds": 10.0}),), fields={"name": "xla"}),
+    Row(Kind.ENGINE_WAIT, "XLA xla/service/rendezvous.cc, 2024 to 2026", r"Termination timeout for .{0,80}?(?: of (?P<limit_s>\d+) seconds)? exceeded|(?P<detail>This thread has been waiting for .{0,160}?for (?P<seconds>\d+) ?seconds and may be stuck)", "",
+        (("[id=1] This thread has been waiting for `acquire clique for rank 2; clique=devices=[8,9,10,11]; run_id=-155` for 10 seconds and may be stuck.", {"name": "xla", "seconds": 10.0}),
+         ("[id=0] Termination timeout for `first call to collective operation 190; run_id=-85` of 40 seconds exceeded. Exiting to ensure a consistent program state.", {"name": "xla_limit", "seconds": 40.0})), fields={"name": "xla"},
+        more=lambda found, text, fact: fact if found["limit_s"] is None else fact.clone(name="xla_limit", seconds=float(found["limit_s"]))),
     Row(Kind.NOTE, "XLA xla/service/rendezvous.cc, 2024 to 2026", r"[Tt]hread is unstuck(?:! Warning above was a false-positive| waiting for)", "is unstuck", (("Thread is unstuck! Warning above was a false-positive.", {"name": "unstuck"}),), fields={"name": "unstuck"}),
     Row(Kind.ENGINE_WAIT, "Megascale (libtpu), 2025 to 2026", r"Megascale hang detected: (?P<detail>.{0,160})", "Megascale hang", (("Megascale hang detected: Timed out waiting for 2 graphs to complete at launch_id 2207.", {"name": "megascale"}),), fields={"name": "megascale"}),
     # --- AMD, Ascend ------------------------------------------------------------------------------------------------
@@ -673,8 +679,9 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.TIMEOUT, "Huawei CANN (HCCL), sockets, 6.x to 8.x", r"wait socket establish timeout, role\[\d\] rank\[(?P<own>\d+)\] timeout\[(?P<seconds>\d+) ?s?\]|device\[\d+\] rank\[(?P<group_rank>\d+)\] get socket timeout", "socket",
         (("wait socket establish timeout, role[1] rank[12] timeout[120 s]", {"rank": 12, "seconds": 120.0}),), fields={"name": "hccl"}),
     # --- watchers, trainers -----------------------------------------------------------------------------------------
-    Row(Kind.ENGINE_WAIT, "nvidia-resiliency-ext rank_monitor_server.py, 0.3 to 0.6", r"(?:RankMonitorServer:(?P<own>\d+)\] )?(?:Did not get (?:subsequent|initial) heartbeat(?:\. Waited (?P<seconds>[\d.]+) seconds)?|Section '(?P<detail>[^']*)' has been open for [\d.]+ seconds\. Timeout is (?P<limit_s>[\d.]+))", "",
-        (("[Cycle 2] Did not get subsequent heartbeat. Waited 300.00 seconds.", {"name": "monitor", "seconds": 300.0}),), fields={"name": "monitor"},
+    Row(Kind.ENGINE_WAIT, "nvidia-resiliency-ext rank_monitor_server.py, 0.3 to 0.6", r"(?:RankMonitorServer:(?P<own>\d+)(?:@\S+)?\] )?(?:Did not get (?:subsequent|initial) heartbeat(?:\. Waited (?P<seconds>[\d.]+) seconds)?|Section '(?P<detail>[^']*)' has been open for [\d.]+ seconds\. (?:Timeout is|Setting it as timed out \(limit) (?P<limit_s>[\d.]+))", "",
+        (("[Cycle 2] Did not get subsequent heartbeat. Waited 300.00 seconds.", {"name": "monitor", "seconds": 300.0}),
+         ("[RankMonitorServer:34@n4] Section 'checkpointing' has been open for 900.14 seconds. Setting it as timed out (limit 900.00 s).", {"rank": 34, "detail": "checkpointing", "seconds": 900.0})), fields={"name": "monitor"},
         more=lambda found, text, fact: fact if found["limit_s"] is None else fact.clone(seconds=float(found["limit_s"]))),
     Row(Kind.ENGINE_END, "nvidia-resiliency-ext ft_launcher, 0.3 to 0.6", r"Progress tracker detected no progress|Attribution recommended stopping|reported a no-restart decision", "",
         (("Progress tracker detected no progress across restarts. No more restarts will be attempted.", {"name": "stopped"}),), fields={"name": "stopped"}),
@@ -725,8 +732,9 @@ ROWS: tuple[Row, ...] = (
         (("The following ranks have not called it: [2]", {"name": "barrier", "peers": (2,)}),), fields={"name": "barrier"}),
     Row(Kind.NOTE, f"{_ELASTIC.replace('multiprocessing', 'agent/server')}, 1.9 to 2.15", r"Rendezvous complete for workers\. Result: restart_count=[1-9]", "Rendezvous complete",
         (("I0915 01:01:24.000000 3300 torch/distributed/elastic/agent/server/api.py:525] [default] Rendezvous complete for workers. Result: restart_count=1 group_rank=0", {"name": "restarted"}),), fields={"name": "restarted"}),
-    Row(Kind.KERNEL_OOM, "Ray memory monitor, 2.4 to 2.50", r"where the task \((?:actor ID: \w+, |task ID: \w+, )?name=(?P<place>[^,]*), pid=(?P<pid>\d+), memory used=", "memory used=",
-        (("Memory on the node (IP: 10.2.1.5, ID: c1a2e3) where the task (actor ID: 50c1, name=07GxWorkerDict_0:3, pid=87687, memory used=141.02GB) was running was 953.11GB / 1002.40GB", {"pid": 87687, "name": "ray", "place": "07GxWorkerDict_0:3"}),),
+    Row(Kind.KERNEL_OOM, "Ray memory monitor, 2.4 to 2.50", r"where the (?:task|lease) \((?:actor ID: \w+, |task ID: \w+, )?name=(?P<place>[^,]*), pid=(?P<pid>\d+), memory used=", "memory used=",
+        (("Memory on the node (IP: 10.2.1.5, ID: c1a2e3) where the task (actor ID: 50c1, name=07GxWorkerDict_0:3, pid=87687, memory used=141.02GB) was running was 953.11GB / 1002.40GB", {"pid": 87687, "name": "ray", "place": "07GxWorkerDict_0:3"}),
+         ("Memory on the node (IP: 10.2.1.5, ID: c1a2e3) where the lease (actor ID: 50c1, name=07GxWorkerDict_0:3:WorkerDict.__init__, pid=87687, memory used=141.02GB) was running", {"pid": 87687, "place": "07GxWorkerDict_0:3:WorkerDict.__init__"})),
         fields={"name": "ray", "rank": None, "rank_basis": ""}, more=lambda found, text, fact: fact.clone(place=found["place"])),
     Row(Kind.KERNEL_OOM, "Ray memory monitor, 2.2 to 2.50", r"(?P<number>[1-9]\d*) Workers? \(tasks / actors\) killed due to memory pressure.{0,120}?IP: (?P<host>[\w.:\-]+)\)|NODE_OUT_OF_MEMORY", "",
         (("2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons at node (ID: 3f, IP: 10.0.3.7) over the last time period.", {"host": "10.0.3.7", "number": 2}),),
@@ -760,7 +768,7 @@ ROWS: tuple[Row, ...] = (
         more=lambda found, text, fact: fact.clone(kind=Kind.ENDED_BY_LAUNCHER) if fact.number == 15 else fact.clone(number=-(fact.number or 0))),
     Row(Kind.LAUNCHER, "gcloud compute tpus tpu-vm ssh --worker=all, 400 to 540", r"Command execution on worker (?P<rank>\d+) failed with exit status (?P<number>\d+)", "Command execution",
         (("##### Command execution on worker 2 failed with exit status 137. Continuing.", {"rank": 2, "number": -9}), ("##### Command execution on worker 0 failed with exit status 134. Continuing.", {"number": -6})),
-        fields={"name": "event", "rank_basis": "launcher"}, more=lambda found, text, fact: fact.clone(number=128 - (fact.number or 0)) if (fact.number or 0) > 128 else fact),
+        fields={"name": "event", "rank_basis": "launcher"}, more=lambda found, text, fact: fact.clone(number=128 - (fact.number or 0)) if 128 < (fact.number or 0) < 160 else fact),
     Row(Kind.LAUNCHER, "PaddlePaddle paddle.distributed.launch, 2.3 to 3.1", r"Container rank (?P<rank>\d+) status failed .*\bcode (?P<number>-?\d+)", "Container rank",
         (("Container rank 3 status failed cmd ['/usr/bin/python3', '-u', 'run.py'] code -9 log log/workerlog.3", {"rank": 3, "number": -9}),), fields={"name": "first", "rank_basis": "launcher"}),
     Row(Kind.LAUNCHER, "IBM Spectrum LSF jsrun, 10", r"One or more process \(first noticed rank (?P<rank>\d+)\) terminated with signal (?P<number>\d+)", "first noticed rank",
@@ -817,6 +825,23 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.NIC, "Linux mlx5, bonding, e1000, netdev (dmesg)",
         r"(?P<detail>mlx\d_core \S+.*?(?:[Ll]ink (?:[Dd]own|DOWN)|health compromised|reset|device's health|FW fatal|timeout)|\S+: (?:NIC )?[Ll]ink is [Dd]own.*|\S+: link status definitely down.*|NETDEV WATCHDOG.*)", "",
         (("[ 881.2] mlx5_core 0000:3b:00.0: mlx5_health_try_recover: reset requested", {}), ("[ 9.1] mlx5_core 0000:3b:00.0 ens1: Link down", {}), ("NETDEV WATCHDOG: ens5 (ena): transmit queue 0 timed out", {}))),
+    Row(Kind.NOTE, "Linux mlx5, e1000, netdev (dmesg)", r"(?P<detail>mlx\d_core \S+(?: \w+)?|\S+): (?:NIC )?[Ll]ink (?:is )?[Uu]p\b", "ink ",
+        (("[ 563.0] mlx5_core 0000:9a:00.0 ibs4: Link up", {"name": "link_up", "detail": "mlx5_core 0000:9a:00.0 ibs4"}),), fields={"name": "link_up", "rank": None, "rank_basis": ""}),
+    Row(Kind.NOTE, "Linux /proc/PID/stack of NFS, Lustre, Ceph and FUSE, 4.x to 6.x", r"^\[<[0-9a-f]+>\] (?P<detail>\w+)\+0x.*\[(?:nfsv?\d?|sunrpc|lustre|ptlrpc|ceph|fuse)\]", "[<",
+        (("[<0>] nfs4_do_close+0x2e1/0x3c0 [nfsv4]", {"name": "storage", "detail": "nfs4_do_close"}),), fields={"name": "storage", "rank": None, "rank_basis": ""}),
+    Row(Kind.NOTE, "CPython Lib/pdb.py and IPython's ipdb, 3.8 to 3.14: a prompt that waits for somebody", r"^\(Pdb(?:\+\+)?\)|^ipdb>", "db",
+        (("(Pdb) ", {"name": "debugger"}),), fields={"name": "debugger"}),
+    Row(Kind.NOTE, "Kubernetes' scheduler (kubectl describe pod), 1.20 to 1.34", r"FailedScheduling\b.*?(?P<detail>\d+/\d+ nodes are available.{0,200})", "FailedScheduling",
+        (("Warning  FailedScheduling  6m  default-scheduler  0/16 nodes are available: 15 Insufficient nvidia.com/gpu.", {"name": "unschedulable"}),), fields={"name": "unschedulable", "rank": None, "rank_basis": ""}),
+    Row(Kind.SCHEDULER, "Google Compute Engine's metadata (maintenance-event) and gcloud compute tpus list", r"maintenance-event\b.*TERMINATE_ON_HOST_MAINTENANCE|^\S+ +v\d\S* +PREEMPTED\s*$", "",
+        (("google_metadata_watcher: maintenance-event changed: NONE -> TERMINATE_ON_HOST_MAINTENANCE", {"name": "PREEMPTION"}), ("spot-v5p    v5p-32            PREEMPTED", {"name": "PREEMPTION"})),
+        fields={"name": "PREEMPTION", "rank": None, "rank_basis": ""}),
+    Row(Kind.NOTE, "limits that a hint tells: Huawei CANN (HCCL), 6.x to 8.x; Ray's compiled graphs, 2.32 to 2.50; XLA's coordination service, 2023 to 2026",
+        r"(?:execution|connect) timeout interval \((?P<seconds>\d+) ?s\)|RAY_CGRAPH_get_timeout which is currently (?P<ray>\d+) seconds|initialization timeout.{0,80}currently set to:? ?(?P<minutes>\d+)m\b", "imeout",
+        (("earliest and latest errors is greater than the execution timeout interval (1836s).", {"name": "limit", "seconds": 1836.0}),
+         ("increase RAY_CGRAPH_get_timeout which is currently 300 seconds.", {"seconds": 300.0}), ("Consider setting a longer initialization timeout if such delays are expected, the timeout is currently set to: 5m.", {"seconds": 300.0})),
+        ("is greater than the connect timeout interval (120s by default)",),
+        fields={"name": "limit"}, more=lambda found, text, fact: fact.clone(seconds=float(found["ray"])) if found["ray"] else fact),
     Row(Kind.CUDA, "Intel Level Zero, unified runtime (oneAPI, 2024 to 2026)", r"(?P<detail>.{0,80}(?:UR|ZE)_RESULT_ERROR_DEVICE_LOST.*)", "DEVICE_LOST",
         (("terminate called, what():  level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)", {"name": "hardware"}),), fields={"name": "hardware"}),
     Row(Kind.CUDA, "CUDA runtime and NVIDIA driver", r"(?P<detail>.{0,60}(?:uncorrectable (?:NVLink )?(?:ECC )?error|ECC error|fallen off the bus|GPU is lost).*)", "",
@@ -835,8 +860,9 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.CUDA, "c10/cuda and CUDA runtime", r"(?:CUDA|HIP) error: (?P<detail>.*)|CUDA runtime error in .{0,200}?: (?P<trtllm>.*)|Cuda failure(?: \d+)? '(?P<name>[^']*)'", "rror",
         (("RuntimeError: CUDA error: an illegal memory access was encountered", {"detail": "an illegal memory access was encountered"}),),
         more=lambda found, text, fact: fact.clone(detail=(fact.detail or found["trtllm"] or fact.name)[:200], name="")),
-    Row(Kind.RETRIED, "trainers", r"\b(?:[Rr]etrying\b|[Rr]etry \d|[Rr]etry with\b|will be retried)|\(caught\b|\bcaught[,:] (?=.*(?:[Rr]etr|[Ss]kip|[Cc]ontinu|[Ii]gnor|memory))|Decreasing batch size to", "",
-        (("[rank2]: retrying the batch after ValueError", {"rank": 2}),), ("exceeded error retry count after 35 attempts",)),
+    Row(Kind.RETRIED, "trainers", r"\b(?:[Rr]etrying\b|[Rr]etry \d|[Rr]etry with\b|will be retried)|\(caught\b|\bHandling \w+ error \(.*\)\. Ignoring|(?:rror|imeout|imed out|ailed)\b.{0,120}?\battempt (?P<nth>\d+)/(?!(?P=nth)\b)\d+|\bcaught[,:] (?=.*(?:[Rr]etr|[Ss]kip|[Cc]ontinu|[Ii]gnor|memory))|Decreasing batch size to", "",
+        (("[rank2]: retrying the batch after ValueError", {"rank": 2}), ('WARNING:root:Handling webdataset error (UnidentifiedImageError("x")). Ignoring.', {}),
+         ("WARNING - shards - s3://b/shard-17.tar: ReadTimeoutError on endpoint URL, attempt 3/10", {})), ("exceeded error retry count after 35 attempts",)),
     Row(Kind.NOTE, "CPython Modules/faulthandler.c (dump_traceback_later), 3.8 to 3.14", r"(?:^|\]:)Timeout \((?P<delta>\d+:\d\d:\d\d)\S*\)!", "imeout",
         (("Timeout (0:15:00)!", {"name": "dumped", "seconds": 900.0}),), fields={"name": "dumped"}),
     # --- exceptions of Python, of whatever kind; last, so that what is known of them stands above  ---

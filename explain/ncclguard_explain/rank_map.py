@@ -41,6 +41,17 @@ _LISTED = re.compile(r"^(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d+ ")  # a ro
 _RANGES = re.compile(
     r"(?<![\w.\-])([A-Za-z][\w.\-]*\w): (?:node_rank \d+ -> )?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
 )
+_RANGES_ON = re.compile(
+    r"\b[Rr]anks? (\d{1,6})(?:-|\.\.)(\d{1,6}) (?:\w+ )?on (?:node |host |pod )?([a-z][\w.\-]*\d)\b"
+)
+# A row of a table, in columns of which the first are names of a host: "i-0ce6d3  p5-3  impaired  ranks 24-31"
+_TABLE = re.compile(
+    r"([A-Za-z][\w.\-]*\d[\w.\-]*) {2,}(?:([A-Za-z][\w.\-]*\d[\w.\-]*) {2,})?(?:.* )?ranks? (\d{1,6})-(\d{1,6})\b"
+)
+_DEVICE = re.compile(r"\(PID:\d+, Device:(\d{1,3}), RankID:(\d{1,6})\)")  # torch_npu
+_ADDRESS = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.]*\d)")
+_SENDS = re.compile(r"Channel \d+(?:/\d+)? ?: (\d+)\[\w+\] -> (\d+)\[\w+\] \[(send|receive)\]")  # NCCL transport/net.cc
+_ENGINE = re.compile(r"EngineCore_DP(\d{1,6})$")
 _NODE_OF_POD = re.compile(r"^\s+NODE_RANK: +(\d{1,5})\b")
 _OF_GROUP = re.compile(r"\[rank (\d{1,6})/(\d{1,6})\]")  # vLLM: in a group of that size
 _PROCESS = re.compile(
@@ -50,7 +61,8 @@ _LISTED_RANK = re.compile(r"\bpid[ =:]+(\d{1,9})\b[^|;]{0,40}?(?<![A-Z_])RANK[=:
 _SPIED = re.compile(r"py-spy dump\b.*?(?:--pid|-p)[ =](\d{1,9})\b.*?\b(?:RANK|[Rr]ank)[ =:]*(\d{1,6})\b")
 _ON_POD = re.compile(r"\b(?:RANK|rank)[ =:]+(\d{1,6})\b.{0,30}?\bpod[ =:]+([a-z0-9][a-z0-9.\-]*[a-z0-9])")
 _OWN_PID = re.compile(r"(?:\[rank \d{1,6}\] ?)?pid[ =:]+(\d{1,9})\b")
-_SPIED_PLACE = re.compile(r"^Process (\d{1,9}): (?:sglang::scheduler_|VLLM::)(\w+)")  # setproctitle of the engines
+# setproctitle of the engines
+_SPIED_PLACE = re.compile(r"(?:^Process |--pid )(\d{1,9}) ?: (?:sglang::scheduler_|VLLM::)(\w+)")
 _OF_SPY = re.compile(r"^Process (\d{1,9}): .*--local[-_]rank[ =](\d{1,4})\b")  # py-spy's head of a dump
 # A group that a trainer and its engines build, by OpenRLHF's and others' words: in it each has its number.
 _JOINS = re.compile(r"\binit_process_group: .*?\brank=(\d{1,6}), world_size=(\d{1,6}), group_name=")
@@ -104,6 +116,8 @@ class RankMap:
     by_device: dict[str, int] = field(default_factory=dict)  # host -> the same, if NCCL's devices are local ranks
     places: dict[str, int] = field(default_factory=dict)  # name of an engine's process -> its rank
     parallel: dict[str, int] = field(default_factory=dict)  # sizes of groups that an engine states: tp, pp, dp, ep
+    shared: bool = False  # vLLM's engines share the experts of one model, and so one world
+    _engines: dict[int, int] = field(default_factory=dict)  # pid of an engine -> its place among vLLM's replicas
     _buses: dict[tuple[str, str], int] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
     _local: dict[tuple[str, int], int] = field(default_factory=dict)  # (scope, pid) -> local rank
@@ -147,10 +161,18 @@ class RankMap:
             self.speakers.setdefault(scope, set()).add(rank)
         if "ank" in text or "spawned" in text or "RANK" in text or "Rendezvous" in text:
             self._of_nodes(text, prefix, scope, following)
-        if "ranks " in text and not _TROUBLE.search(text):
-            for host, low, high in _RANGES.findall(text):
+        if ("ranks " in text or ".." in text) and not _TROUBLE.search(text):
+            spans = _RANGES.findall(text) + [(host, low, high) for low, high, host in _RANGES_ON.findall(text)]
+            if row := _TABLE.match(text):
+                spans += [(name, row[3], row[4]) for name in row.groups()[:2] if name]
+            for host, low, high in spans:
                 if int(low) <= int(high) < int(low) + 4096:
                     self.hosts.setdefault(host, set()).update(range(int(low), int(high) + 1))
+        if "RankID:" in text and (device := _DEVICE.search(text)):
+            _prove(self.first, scope, max(int(device[2]) - int(device[1]), NOBODY))
+        if prefix.pid is not None and (engine := _ENGINE.match(prefix.place)):
+            self._engines.setdefault(prefix.pid, int(engine[1]))
+        self.shared |= "enable-expert-parallel" in text or "enable_expert_parallel" in text
         pod = self.described.get(source.index, "")
         if pod and text.startswith(" ") and (node := _NODE_OF_POD.match(text)):
             _prove(self._nodes, pod, int(node[1]))
@@ -274,6 +296,9 @@ class RankMap:
         for pod, node in self._nodes.items():
             if local_size and node != NOBODY and pod in self.described.values():
                 found.hosts.setdefault(pod, set()).update(range(node * local_size, (node + 1) * local_size))
+        if self.shared and self.parallel.get("tp") == 1 and self.parallel.get("pp", 1) == 1:
+            for pid, place in self._engines.items():  # a worker of its own is no process of its own
+                found.process(pid, place)
         found._communicators(facts)
         for fact in facts:
             if fact.kind is Kind.LAUNCHER and fact.rank is not None and fact.pid is not None and not fact.place:
@@ -285,8 +310,11 @@ class RankMap:
                 found.hosts.setdefault(name, set()).update(ranks)
         for source in sources:
             of_input = found.first.get(f"#{source.index}")
-            if of_input is not None and "/" in source.name:
-                _prove(found.first, source.name.rpartition("/")[0], of_input)
+            if of_input is None:
+                continue
+            folder, _, file = source.name.rpartition("/")
+            for name in [*([folder] if folder else []), *_ADDRESS.findall(file)]:
+                _prove(found.first, name, of_input)
         return found
 
     def _communicators(self, facts: Iterable[Fact]) -> None:
@@ -299,6 +327,10 @@ class RankMap:
             members.setdefault(fact.number or 0, set()).add((fact.host, fact.pid or 0))
         if any(len(processes) > 1 for processes in members.values()):
             return  # parts of the job, each with a rank 0
+        if {fact.completed for fact in facts if fact.kind is Kind.JOINED and fact.name == "init"} == {largest}:
+            for fact in facts:  # there is no other communicator whose channels these may be
+                if fact.kind is Kind.JOINED and fact.pid is not None and (link := _SENDS.search(fact.text)):
+                    self.process(fact.pid, int(link[1 if link[3] == "send" else 2]), fact.host)
         for fact in inits:
             rank = fact.number or 0
             self.processes[fact.host, fact.pid or 0] = self.processes["", fact.pid or 0] = rank
@@ -402,7 +434,9 @@ def place_rank(known: RankMap, fact: Fact, local_size: int | None) -> None:
         return
     at = places.coordinates(fact.place)
     if fact.kind is Kind.LAUNCHER and places.is_parent(fact.place):  # a scheduler tells of one of its own workers
-        if "DP" in at and fact.rank is not None:
+        one = any(name.startswith("Worker") and "DP" not in places.coordinates(name) for name in known.places)
+        one = one and at.get("DP") == 0 and known.parallel.get("dp", 1) == 1  # names leave out what has the size 1
+        if "DP" in at and fact.rank is not None and not one:
             fact.rank, fact.rank_basis, fact.group_rank = None, "", fact.rank
         return
     rank = places.rank_of(fact.place, known.parallel)

@@ -185,7 +185,7 @@ _TIMED = frozenset(
      Kind.TIMEOUT, Kind.GUARD}
 )  # fmt: skip
 #: Waits of engines that print the limit that ran out; others print how long they have waited so far.
-_LIMITED = frozenset(["scheduler", "hang", "start", "graph", "monitor", "queue", "horovod"])
+_LIMITED = frozenset(["scheduler", "hang", "start", "graph", "monitor", "queue", "horovod", "xla_limit"])
 _HCCL = re.compile(r"function error: Hccl([A-Z][A-Za-z]+)")  # torch_npu
 _HOROVOD = re.compile(r"(?i:allreduce|allgather|broadcast|alltoall|reducescatter)")  # in a tensor's name
 _API = re.compile(r"distributed_c10d\.py:\d+ in (\w+)")
@@ -396,7 +396,7 @@ def _timeout(evidence: Evidence, work: Work | None) -> int | None:
         return work.timeout_ms
     printed = [fact for fact in evidence.facts if fact.kind in _TIMED and fact.seconds is not None]
     printed += [f for f in evidence.of(Kind.LAUNCHER, Kind.ACCUSED) if f.seconds is not None]
-    printed += [f for f in evidence.of(Kind.NOTE, name="dumped") if f.seconds is not None]
+    printed += [f for f in evidence.of(Kind.NOTE) if f.name in ("dumped", "limit") and f.seconds is not None]
     printed += [f for f in evidence.of(Kind.ENGINE_WAIT) if f.name in _LIMITED and f.seconds is not None]
     # The second NCCL backend prints how long it waited, some milliseconds beside the limit.
     values = (round(f.seconds or 0) or f.seconds or 0 if f.name == "nccl2" else f.seconds or 0 for f in printed)

@@ -527,3 +527,87 @@ def test_an_address_that_only_one_host_has(
         f"{refused}:9:15 [1] misc/socket.cc:538 NCCL WARN socketStartConnect: Connect to 172.17.0.1<4> failed : Connection refused",
     ]
     assert explain_lines(lines).culprits == named
+
+
+@pytest.mark.parametrize("hosts, named", [(("w2",), (19,)), (("w2", "w1"), ()), ((), ())])
+def test_the_port_of_one_host_is_down_and_others_get_no_answer(
+    explain_lines: Explain, hosts: tuple[str, ...], named: tuple[int, ...]
+) -> None:
+    ranks = {"w0": 3, "w1": 11, "w2": 19}
+    lines = ["w0:1200:1400 [0] NCCL INFO comm 0x55 rank 0 nranks 24 cudaDev 0 busId 18000 - Init COMPLETE"]
+    for host, rank in ranks.items():
+        start = f"{host}:{1200 + rank}:1403 [3] "
+        lines += [f"{start}NCCL INFO Channel 00/0 : {(rank - 8) % 24}[3] -> {rank}[3] [receive] via NET/IB/3"]
+        if host in hosts:
+            lines += [f"{start}transport/net_ib.cc:94 NCCL WARN NET/IB : mlx5_3:1 Got async event : port error"]
+        else:
+            lines += [f"{start}NCCL WARN NET/IB : Got completion from peer 10.0.3.12<5> with error 12, vendor err 129"]
+    assert explain_lines(lines).culprits == named
+
+
+@pytest.mark.parametrize("came, named", [(24, tuple(range(24, 32))), (23, ())])
+def test_tasks_that_ended_before_the_others_had_met(explain_lines: Explain, came: int, named: tuple[int, ...]) -> None:
+    lines = [
+        "srun: error: dgx-08: tasks 24-31: Exited with exit code 1",
+        f"[rank0]: torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. {came}/32 clients joined.",
+    ]
+    assert explain_lines(lines).culprits == named
+    assert explain_lines(lines[::-1]).culprits == ()
+
+
+CUT_OFF = "coordination_service_agent.cc:421] Failed to send heartbeat to coordination service"
+
+
+@pytest.mark.parametrize(
+    "accused, cut, named", [((1, 2, 3), (1, 2), (0,)), ((1, 3), (1, 3), ()), ((1, 2, 3), (1,), ())]
+)
+def test_a_coordinator_that_hears_nobody_while_they_live(
+    explain_lines: Explain, accused: tuple[int, ...], cut: tuple[int, ...], named: tuple[int, ...]
+) -> None:
+    head = "E0224 19:20:58.1 41 coordination_service.cc:14] UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):"
+    files = {"zero.log": [head, *(f"/job:jax_worker/replica:0/task:{n}" for n in accused), "The tasks have crashed."]}
+    for n in cut:
+        files[f"host-{'abcd'[n]}.log"] = [
+            f"W0224 19:18:1{n}.1 42 {CUT_OFF}: DEADLINE_EXCEEDED [10.4.0.10:1234]; will retry."
+        ]
+    assert explain_lines(files).culprits == named
+
+
+@pytest.mark.parametrize(
+    "frame, named", [("match_spans (scan.py:88)", (2,)), ("synchronize (torch/cuda/streams.py:5)", ())]
+)
+def test_a_watchdog_that_alone_is_stuck(explain_lines: Explain, frame: str, named: tuple[int, ...]) -> None:
+    beat = "[rank2]:[E828 07:45:19.3 ProcessGroupNCCL.cpp:15] ProcessGroupNCCL's watchdog got stuck for 480 seconds without"
+    first = ["Root Cause (first observed failure):", "[0]:", "  host      : c4", "  rank      : 2 (local_rank: 2)",
+             "  exitcode  : -6 (pid: 41202)", "  traceback : Signal 6 (SIGABRT) received by PID 41202"]  # fmt: skip
+    spied = ['Thread 41202 (active+gil): "MainThread"', f"    {frame}", "    train (train.py:199)"]
+    assert explain_lines({"job.log": [beat, *first], "spy.txt": spied}).culprits == named
+
+
+@pytest.mark.parametrize("size, named", [(1, (3,)), (2, ())])
+def test_the_number_of_a_worker_is_a_rank_where_there_is_one_engine(
+    explain_lines: Explain, size: int, named: tuple[int, ...]
+) -> None:
+    lines = [
+        f"(APIServer pid=1) INFO non-default args: {{'tensor_parallel_size': 4, 'data_parallel_size': {size}}}",
+        "(Worker_TP0 pid=331) INFO 10-03 08:11:40 [gpu_model_runner.py:26] Starting to load model on rank 0, tensor_parallel_size=4",
+        "(EngineCore_DP0 pid=288) ERROR 10-03 08:14:37 [multiproc_executor.py:154] Worker proc VllmWorker-3 died unexpectedly, shutting down executor.",
+    ]
+    assert explain_lines(lines).culprits == named
+
+
+@pytest.mark.parametrize("option, named", [(" --enable-expert-parallel", (3,)), ("", ())])
+def test_an_engine_of_one_gpu_is_its_rank_where_the_engines_share_one_world(
+    explain_lines: Explain, option: str, named: tuple[int, ...]
+) -> None:
+    head = "(EngineCore_DP3 pid=553) ERROR 02-18 11:04:12 [core.py:946]"
+    lines = [f"vllm serve x --data-parallel-size 8 --tensor-parallel-size 1{option}", f"{head} Traceback (most recent call last):",
+             f'{head}   File "/v/core.py", line 37, in step', f"{head} ValueError: bad block table"]  # fmt: skip
+    assert explain_lines(lines).culprits == named
+
+
+def test_what_a_host_is_called_in_a_table(explain_lines: Explain) -> None:
+    table = [f"i-0ab{n}  p5-{n}  system: ok  ranks {8 * n}-{8 * n + 7}" for n in range(4)]
+    lost = "srun: error: Node failure on p5-3"
+    assert explain_lines({"hosts.txt": table, "job.out": ["step 3 loss 2", lost]}).culprits == tuple(range(24, 32))
+    assert explain_lines({"hosts.txt": table[:3], "job.out": ["step 3 loss 2", lost]}).culprits == ()

@@ -278,3 +278,35 @@ def test_what_comes_again_at_the_end_was_not_survived(explain_lines: Explain) ->
     commits = [_committed(f"ddp_{n}", 30) for n in (0, 1)]
     assert explain_lines([RESET, *commits, *STEPS, RESET]).incident
     assert explain_lines([REFUSED, *_served(959.8), REFUSED]).incident
+
+
+PORT = "n3:5520:5777 [4] transport/net_ib.cc:94 NCCL WARN NET/IB : mlx5_4:1 Got async event : port error"
+
+
+def test_a_link_that_came_up_again_is_survived_where_the_jobs_own_log_goes_on_after_the_fault(
+    explain_lines: Explain,
+) -> None:
+    up, other = LINK.replace("Link down", "Link up"), LINK.replace("Link down", "Link up").replace("3b:00", "5d:00")
+    assert not explain_lines({"dmesg.txt": [LINK, up], "train.log": [PORT, *STEPS]}).incident
+    assert explain_lines({"dmesg.txt": [LINK], "train.log": [PORT, *STEPS]}).incident
+    assert explain_lines({"dmesg.txt": [LINK, other], "train.log": [PORT, *STEPS]}).incident
+    assert explain_lines({"dmesg.txt": [LINK, up], "train.log": [*STEPS, PORT]}).incident
+    assert explain_lines({"dmesg.txt": [LINK, up], "train.log": STEPS}).incident  # it may have stopped there
+
+
+def test_a_fault_that_is_corrected_by_its_own_words_stops_no_job(explain_lines: Explain) -> None:
+    told = CORRECTED.replace("Row Remapper: New row marked for remapping", "correctable, remapped, no action needed")
+    assert not explain_lines({"dmesg.txt": [told], "train.log": STEPS}).incident
+    assert explain_lines({"dmesg.txt": [told.replace("63", "79")], "train.log": STEPS}).incident
+
+
+def test_a_scheduler_that_says_that_the_job_is_completed(explain_lines: Explain) -> None:
+    ended = "State: COMPLETED (exit code 0)"
+    assert not explain_lines([*STEPS, PREEMPTED, *STEPS, ended]).incident
+    assert explain_lines([*STEPS, PREEMPTED, *STEPS, ended.replace("COMPLETED", "PREEMPTED")]).incident
+
+
+def test_a_sample_that_the_loader_left_out(explain_lines: Explain) -> None:
+    left_out = [f'WARNING:root:Handling webdataset error ({CAUGHT[-1].split(":")[0]}("x")). Ignoring.', *CAUGHT]
+    assert not explain_lines([*left_out, *STEPS[:1], *left_out, *STEPS]).incident
+    assert explain_lines([*CAUGHT, *STEPS[:1], *CAUGHT, *STEPS]).incident
