@@ -78,7 +78,7 @@ def safe_all_reduce(
     pieces = terms.plan(tensor.numel(), chunk_numel, tensor.element_size())
     if terms.solo:
         return alone(ALL_REDUCE, terms, tensor)
-    return run(ALL_REDUCE, Arguments(tensor, op=kind), terms, pieces)
+    return _written(run(ALL_REDUCE, Arguments(tensor, op=kind), terms, pieces), tensor)
 
 
 @hinted
@@ -135,7 +135,7 @@ def safe_broadcast(
     pieces = terms.plan(tensor.numel(), chunk_numel, tensor.element_size())
     if terms.solo:
         return alone(BROADCAST, terms, tensor)
-    return run(BROADCAST, Arguments(tensor, root=source), terms, pieces)
+    return _written(run(BROADCAST, Arguments(tensor, root=source), terms, pieces), tensor)
 
 
 @hinted
@@ -173,7 +173,7 @@ def safe_all_gather(
         with torch.no_grad(), writable(tensor_list[0]):
             tensor_list[0].copy_(tensor)
         return alone(ALL_GATHER, terms, tensor)
-    return run(ALL_GATHER, Arguments(tensor, tensor_list), terms, pieces)
+    return _written(run(ALL_GATHER, Arguments(tensor, tensor_list), terms, pieces), *tensor_list)
 
 
 @hinted
@@ -219,7 +219,7 @@ def safe_reduce_scatter(
         with torch.no_grad(), writable(output):
             output.copy_(input_list[0])
         return alone(REDUCE_SCATTER, terms, output)
-    return run(REDUCE_SCATTER, Arguments(output, input_list, op=kind), terms, pieces)
+    return _written(run(REDUCE_SCATTER, Arguments(output, input_list, op=kind), terms, pieces), output)
 
 
 @hinted
@@ -333,6 +333,18 @@ def _broadcast_object_list(terms: Terms, object_list: list[Any], data: torch.Ten
     outcome = run(BROADCAST_OBJECT_LIST, arguments, terms, cut, detail=detail, key=key, work=refused)
     if not (sending or outcome.failed):
         object_list[:] = unpickled(received)
+    return outcome
+
+
+def _written(outcome: Outcome, *tensors: torch.Tensor) -> Outcome:
+    """Count the writing of a collective as autograd counts each operation in place.
+
+    A backward pass that still needs the values before then raises, where its gradients would be wrong in silence.
+    """
+    if not outcome.failed or outcome.torn:
+        for tensor in tensors:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
     return outcome
 
 

@@ -454,7 +454,8 @@ def allowed_values(field: str) -> str:
 def _warn_of_unknown_variables() -> None:
     known = {PREFIX + name.upper() for name in GuardConfig.model_fields} | OTHER_VARIABLES
     for name in sorted(os.environ):
-        ours = name.upper().replace("_", "").startswith(PREFIX.rstrip("_"))  # NCCL_GUARD_TIMEOUT was meant as well
+        # NCCL_GUARD_TIMEOUT was meant as well; what begins with an underline is between a job's own processes.
+        ours = name[0] != "_" and name.upper().replace("_", "").startswith(PREFIX.rstrip("_"))
         if ours and name.upper() not in known:
             hint = meant(name.upper(), known) or tr("see docs/configuration.md for those that have")
             log.warning("%s", told("the environment variable {name} has no effect: {details}", name=name, details=hint))

@@ -15,10 +15,11 @@ TypeError or ValueError.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ncclguard_explain.cause import WORD, Cause
-from ncclguard_explain.language import Message, read, told, tr
+from ncclguard_explain.language import Message, joined, read, say, told, tr
 from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
@@ -129,11 +130,18 @@ def _text(kind: str, outcome: Outcome) -> str:
         seconds=outcome.seconds,
     )
     if incident is not None:
-        return told(
-            "{head}: {summary} {advice}", head=head, summary=read(incident.summary), advice=read(incident.advice)
-        )
+        summary = read(incident.summary)
+        if len({text for text, _ in incident.sides}) > 1:
+            summary = f"{summary} {_called(incident.sides)}"
+        return told("{head}: {summary} {advice}", head=head, summary=summary, advice=read(incident.advice))
     who = _blamed(outcome.cause or Cause.UNKNOWN, outcome.culprits)
     return told("{head}: {cause}. See the logs of all ranks: no incident could be recorded here.", head=head, cause=who)
+
+
+def _called(sides: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """Say which ranks called what, of the largest sides of a mismatch."""
+    calls = [tr("{ranks} called {operation}", ranks=ranks_text(ranks), operation=text) for text, ranks in sides[:4]]
+    return f"{say(joined('; ', calls).capitalised())}."
 
 
 #: "timeout" stays in the text in every language: programs look for it there.

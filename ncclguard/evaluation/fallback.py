@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from ncclguard_explain.language import told
 
 
 class NotEvaluated(float):
@@ -29,6 +31,18 @@ class NotEvaluated(float):
 
     def __bool__(self) -> bool:
         return False
+
+    if not TYPE_CHECKING:  # a type checker is to see that there is no such attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Tell of `fallback` where the program takes this for the dictionary or object that it evaluates to."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("__"):
+                hint = told(
+                    "the evaluation was given up: give resilient_evaluate a `fallback=` that looks like its result"
+                )
+                text = f"{text}: {hint}"
+            raise AttributeError(text, name=name, obj=self)
 
     def __reduce__(self) -> str:
         return "NOT_EVALUATED"  # the same object in each process

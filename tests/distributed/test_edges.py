@@ -73,3 +73,30 @@ def test_a_reduce_scatter_into_its_own_input_is_right_after_a_retry() -> None:
     """Not atomic too: what was added up once must not be added up again."""
     result = faults.run_ranks(scattered_in_place, 3, timeout=90).check()
     assert result.values("found") == {rank: [[True, 2, [3.0]]] * 2 for rank in range(3)}
+
+
+def in_a_graph() -> None:
+    """A tensor that a backward pass still needs is reduced, as in `loss.backward()` after it; then one that none needs."""
+    dist.init_process_group("gloo")
+    weight = torch.ones(3, requires_grad=True)
+    squared = (weight * 2).exp()
+    loss = (squared * squared).sum()
+    assert ng.safe_all_reduce(squared)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        faults.report(raised=str(error))
+    loss = (weight * 2).sum()
+    assert ng.safe_all_reduce(loss)
+    loss.backward()
+    with torch.inference_mode():
+        assert ng.safe_all_reduce(torch.ones(2))
+    faults.report(gradient=weight.grad.tolist(), loss=loss.item())
+    dist.destroy_process_group()
+
+
+def test_a_backward_pass_that_needs_the_values_before_raises_as_after_any_operation_in_place() -> None:
+    job = faults.run_ranks(in_a_graph, 2, timeout=60).check()
+    for rank in job:
+        assert "has been modified by an inplace operation" in rank.reports["raised"]
+        assert (rank.reports["gradient"], rank.reports["loss"]) == ([2.0, 2.0, 2.0], 12.0)

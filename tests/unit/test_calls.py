@@ -26,6 +26,9 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an argument of nothing": (
         lambda: ng.watch(xyz=3), TypeError, "watch has no argument 'xyz': there are group, timeout, on_hang, on_incident",  # type: ignore[call-arg]
     ),
+    "no function": (
+        lambda: ng.watch(on_incident=5), TypeError, "on_incident must be a function that takes an Incident, not int",  # type: ignore[arg-type]
+    ),
     "a misspelt phase": (lambda: ng.phase("evel"), ng.GuardConfigError, r"no phase 'evel': did you mean 'eval'\?"),
     "a phase of nothing": (lambda: ng.phase("x"), ng.GuardConfigError, "no phase 'x': there are 'train', 'eval', 'small'"),
     "op as text": (lambda: ng.safe_all_reduce(T, "sum"), TypeError, r"not str: did you mean dist\.ReduceOp\.SUM\?"),

@@ -367,6 +367,13 @@ def test_an_evaluation_inside_another_is_a_part_of_it() -> None:
     assert inner.report is None
 
 
+def test_who_takes_no_result_for_a_dictionary_is_told_of_fallback() -> None:
+    with pytest.raises(
+        AttributeError, match="no attribute 'items': the evaluation was given up: give .* a `fallback=`"
+    ):
+        NOT_EVALUATED.items()  # type: ignore[attr-defined]
+
+
 def test_interruptions_are_not_swallowed() -> None:
     @ng.resilient_evaluate
     def evaluate() -> None:

@@ -194,6 +194,15 @@ class TestAcknowledgement:
         assert first == second
 
 
+def test_the_error_of_a_mismatch_says_on_every_rank_what_each_called() -> None:
+    found = fields(Cause.DIVERGED, expired=False)
+    found["incident"] = found["incident"].model_copy(
+        update={"sides": (("all_reduce(float32[2], SUM)", (0, 2)), ("barrier()", (1,)))}
+    )
+    text = str(error_for(Outcome(**found)))
+    assert "What happened. Ranks 0, 2 called all_reduce(float32[2], SUM); rank 1 called barrier(). What to do." in text
+
+
 def test_who_takes_an_outcome_for_the_reduced_tensor_is_told_where_that_is() -> None:
     outcome = Outcome(**fields(None))
     with pytest.raises(
