@@ -6,6 +6,8 @@ This module works on Accelerate's objects without importing the package. Run wit
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -20,6 +22,9 @@ from ncclguard.evaluation import resilient_evaluate as _resilient_evaluate
 from ncclguard.evaluation.runner import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
 from ncclguard.process_group import redirected
+from ncclguard_explain.language import told
+
+log = logging.getLogger("ncclguard")
 
 _PATCHED = ("gather_for_metrics", "wait_for_everyone")
 
@@ -45,6 +50,7 @@ def patch_accelerator(
     >>> accelerator.gather_for_metrics([1, 2])
     [1, 2]
     """
+    _check_ranks(accelerator)
     gathering = seconds(timeout, "timeout")
     waiting = seconds(barrier_timeout, "barrier_timeout")
     unpatch_accelerator(accelerator)
@@ -74,7 +80,23 @@ def resilient_evaluate(accelerator: Any, **options: Any) -> Callable[[Callable[.
     >>> evaluate(None, step=7)
     1.0 7
     """
+    _check_ranks(accelerator)
     return _resilient_evaluate(**{"monitor": accelerator, **options})
+
+
+def _check_ranks(accelerator: Any) -> None:
+    """Warn where a launcher started several ranks and Accelerate takes each of them for a program of its own."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if getattr(accelerator, "num_processes", None) == 1 and started.isdigit() and int(started) > 1:
+        log.warning(
+            "%s",
+            told(
+                "ncclguard: a launcher started {count} ranks, and this Accelerator knows of one, so that each rank "
+                "evaluates and trains by itself: set ACCELERATE_USE_CPU=true on a host without GPUs, or see "
+                "`accelerate env`",
+                count=started,
+            ),
+        )
 
 
 def _gathering(original: Callable[..., Any], timeout: float | None) -> Callable[..., Any]:

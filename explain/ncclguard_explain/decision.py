@@ -241,8 +241,8 @@ _STACKS = tr(
     "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and pass the dumps to this command together with the logs."
 )
 _MORE = tr(
-    "Pass the logs of every rank (torchrun --log-dir DIR -r 3), and `dmesg -T` of the hosts: one "
-    "silent rank's last lines often settle it."
+    "Pass the logs of every rank (torchrun --log-dir DIR -r 3), what the launcher itself printed, and `dmesg -T` of the "
+    "hosts: one silent rank's last lines, or how it ended, often settle it."
 )
 _GUARDED = tr(
     "Next time let the job say it: `ncclguard.watch()`, one line beside init_process_group, names the rank with its stack on "

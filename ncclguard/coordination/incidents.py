@@ -72,7 +72,7 @@ def summarise(
         ranks=told,
         hosts=model.unsaid_hosts(hosts, told),
         summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed),
-        advice=_advice(verdict.cause, state, resumed),
+        advice=_advice(verdict.cause, state, text, resumed),
         further=_further(text, verdict.cause, state, resumed, told),
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),
@@ -118,14 +118,19 @@ def alone(
         summary=tr(
             "{operation} failed: {because}; {why}.", operation=text, because=_because(causes) or WORD[cause], why=why
         ),
-        advice=_advice(cause, state),
+        advice=_advice(cause, state, text),
         further=_further(text, cause, state),
     )
 
 
-def _advice(cause: Cause, state: Subject, resumed: bool = False) -> str:
+def _advice(cause: Cause, state: Subject, text: str, resumed: bool = False) -> str:
     if resumed:
         return tr("The others go on without it. {advice}", advice=SEE_LOST if cause is Cause.LOST else ADVICE[cause])
+    if cause is Cause.LATE and _BEGINNING.search(text):
+        return tr(
+            "If it does not call this evaluation at all, call it there too: an evaluation is called on all ranks or on none. "
+            "If it only comes later, see in its stack why, and raise `barrier_timeout` if that is meant to take so long."
+        )
     return ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
 
 
@@ -199,6 +204,8 @@ def _same_standstill(before: RankReport, now: RankReport, tried_again: bool) -> 
     return same and (before.entered == now.entered or (tried_again and before.stack == now.stack))
 
 
+#: The call with which an evaluation begins, for which a rank is late that never calls it.
+_BEGINNING = re.compile(r"='evaluation .*, beginning of try 1'")
 #: What the calls of an evaluation are called: its label, and the try.
 _TRY = re.compile(r"='(evaluation .*), (?:beginning of )?try (\d+)'")
 

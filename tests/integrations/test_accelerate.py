@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ncclguard import faults
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
+
+from ncclguard.integrations.accelerate import resilient_evaluate
 
 from tests.integrations.evaluation_parts import CASES, CULPRIT, check, check_without_guard, without_guard
 
@@ -47,3 +50,12 @@ def test_without_the_guard_the_job_ends() -> None:
     ended = without_guard(PROGRAM)
     check_without_guard(ended)
     assert ended["batches"].values("caught")[CULPRIT].startswith("RuntimeError: ")
+
+
+@pytest.mark.parametrize(("started", "known"), [("2", 1), ("2", 2), ("1", 1), ("", 1)])
+def test_an_accelerator_that_knows_of_no_other_rank_is_warned_of(
+    started: str, known: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", started)
+    resilient_evaluate(SimpleNamespace(num_processes=known, log=print))
+    assert ("this Accelerator knows of one" in caplog.text) == ((started, known) == ("2", 1))

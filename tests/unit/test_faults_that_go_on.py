@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from ncclguard.coordination import incidents
 from ncclguard.coordination.group_state import GroupState
 from ncclguard.coordination.incidents import goes_on, summarise
 from ncclguard.incident.model import Incident, RankReport
@@ -86,3 +88,12 @@ def test_the_coordinator_says_which_incident_is_repeated() -> None:
     assert first.repeats is None
     again = Incident.from_json(summarise(verdict, reports, {}, {}, state, [first]))
     assert again.repeats == first.id
+
+
+@pytest.mark.parametrize(
+    "name", ["evaluation evaluate() at step 5, beginning of try 1", "evaluation evaluate() at step 5, try 1"]
+)
+def test_who_does_not_come_to_an_evaluation_may_not_call_it(name: str) -> None:
+    text = f"all_gather_object(67 bytes, name='{name}')"
+    advice = incidents._advice(Cause.LATE, SimpleNamespace(guarded=True), text)  # type: ignore[arg-type]
+    assert ("an evaluation is called on all ranks or on none" in advice) == ("beginning" in name)
