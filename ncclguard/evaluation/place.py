@@ -108,15 +108,25 @@ def _count(*_: Any) -> None:
     _updates += 1
 
 
+def counted() -> int:
+    """Return the number of optimizer steps so far, for a process that takes a lost rank's place."""
+    return _updates
+
+
+def count_on(updates: int) -> None:
+    """Count on from what another process has counted."""
+    global _updates
+    _updates = updates
+
+
 @contextmanager
 def uncounted() -> Iterator[None]:
     """Run a block whose optimizer steps are not those of the training, such as an evaluation that fits a probe."""
-    global _updates
-    before = _updates
+    before = counted()
     try:
         yield
     finally:
-        _updates = before
+        count_on(before)
 
 
 def step_of(evaluate: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -26,7 +26,7 @@ from ncclguard import lifecycle, torch_compat
 from ncclguard.config import is_time, seconds
 from ncclguard.engine import runtime
 from ncclguard.errors import GuardConfigError, GuardError
-from ncclguard.evaluation import state
+from ncclguard.evaluation import place, state
 from ncclguard.evaluation.runner import failed_collective, is_gone
 from ncclguard.groups import check_group, group_of
 from ncclguard.incident.model import MembershipChange
@@ -345,6 +345,7 @@ class ResilientStep:
         whole = self._shards is None
         return {
             "completed": self.completed,
+            "updates": place.counted(),
             "models": [joining.model_state(model) for model in self._models] if whole else [],
             "modes": [[module.training for module in model.modules()] for model in self._models],
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers] if whole else [],
@@ -356,6 +357,7 @@ class ResilientStep:
     def take_state(self, state: dict[str, Any]) -> None:
         """On the new rank; its random numbers are made of its own seed and the number of completed steps."""
         self.completed, self._given = state["completed"], state["shards"]
+        place.count_on(state["updates"])
         whole = self._given is None
         for model, values in zip(self._models if whole else (), state["models"], strict=True):
             joining.take_model_state(model, values)

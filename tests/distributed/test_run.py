@@ -61,6 +61,37 @@ weights = float(model.module.weight.detach().double().sum())
 os.write(1, f"end {rank} {train.ranks} {weights}\\n".encode())  # print() writes in parts, between those of other ranks
 """
 
+EVALUATING = """
+import os, signal, time
+from datetime import timedelta
+import torch, torch.distributed as dist, ncclguard as ng
+from torch.nn.parallel import DistributedDataParallel
+new = "NCCLGUARD_JOINS" in os.environ
+dist.init_process_group("ncclguard", timeout=timedelta(seconds=20))
+rank = dist.get_rank()
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+@ng.resilient_step(model, optimizer)
+def train():
+    optimizer.zero_grad()
+    if rank == 1 and train.completed == 5 and not new:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+@ng.resilient_evaluate(fallback=None, max_attempts=1, barrier_timeout=20)
+def evaluate():
+    ranks = torch.ones(1)
+    dist.all_reduce(ranks)
+    return int(ranks)
+values = []
+while len(values) < 3:
+    train()
+    if len(train.ranks) == 3 and train.completed > 5 and train.completed % 10 == 0:
+        values.append(evaluate())
+    time.sleep(0.02)
+os.write(1, f"end {rank} {values}\\n".encode())
+"""
+
 
 def start(folder: Path, *arguments: str, merged: bool = False) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -235,3 +266,17 @@ def test_a_program_that_does_not_go_on_is_ended_as_by_torchrun(tmp_path: Path) -
     assert job.returncode == 1
     assert "may go on without it" not in errors
     assert re.search(r"Root Cause.*\n(.*\n)*.*rank +: 1 .*\n.*exitcode +: -9", errors), errors
+
+
+def test_who_takes_a_lost_ranks_place_evaluates_with_the_others_where_no_step_is_given(tmp_path: Path) -> None:
+    """The count of optimizer steps tells evaluations apart then: a new process goes on with that of the others."""
+    (tmp_path / "train.py").write_text(EVALUATING)
+    job = start(tmp_path, "--nproc-per-node", "3", "--spares", "1", "train.py", merged=True)
+    try:
+        output, _ = job.communicate(timeout=120)
+    finally:
+        end(job)
+    assert job.returncode == 0, output
+    assert sorted(re.findall(r"^end .*", output, re.MULTILINE)) == [f"end {rank} [3, 3, 3]" for rank in range(3)], (
+        output
+    )

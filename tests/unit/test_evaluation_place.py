@@ -12,7 +12,18 @@ import torch
 from torch import nn
 
 import ncclguard as ng
-from ncclguard.evaluation.place import Place, Places, behind, described, elsewhere, start_counting, step_of, uncounted
+from ncclguard.evaluation.place import (
+    Place,
+    Places,
+    behind,
+    count_on,
+    counted,
+    described,
+    elsewhere,
+    start_counting,
+    step_of,
+    uncounted,
+)
 
 FIRST = Place("job.ev", "ev", 5, 0, 0, 0, ("train.py:31 in main",))
 
@@ -100,6 +111,9 @@ def test_places_follow_training_so_that_a_skipped_evaluation_shifts_nothing() ->
     assert label(None) == f"{first}, number 3 there"
     optimizer.step()
     assert label(None) == f"evaluation evaluate() after {int(first.split()[3]) + 1} optimizer steps"
+    count_on(counted() + 500)  # as a process that takes a lost rank's place does
+    assert label(None) == f"evaluation evaluate() after {int(first.split()[3]) + 501} optimizer steps"
+    count_on(counted() - 500)
 
 
 def test_a_function_that_is_decorated_again_counts_on() -> None:
