@@ -135,7 +135,8 @@ def safe_broadcast(
     pieces = terms.plan(tensor.numel(), chunk_numel, tensor.element_size())
     if terms.solo:
         return alone(BROADCAST, terms, tensor)
-    return _written(run(BROADCAST, Arguments(tensor, root=source), terms, pieces), tensor)
+    outcome = run(BROADCAST, Arguments(tensor, root=source), terms, pieces)
+    return outcome if dist.get_rank() == source else _written(outcome, tensor)
 
 
 @hinted

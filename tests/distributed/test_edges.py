@@ -86,6 +86,10 @@ def in_a_graph() -> None:
         loss.backward()
     except RuntimeError as error:
         faults.report(raised=str(error))
+    taught = (weight * 2).exp()
+    assert ng.safe_broadcast(taught.detach() if dist.get_rank() == 0 else torch.zeros(3), src=0)
+    (taught * taught).sum().backward()  # on the source nothing has been written
+    weight.grad = None
     loss = (weight * 2).sum()
     assert ng.safe_all_reduce(loss)
     loss.backward()
