@@ -202,9 +202,19 @@ class Places:
             self._told.add(calls)
         return tell
 
-    def doubt(self) -> None:
-        """Note that a rank has left out an evaluation at this step, perhaps one that another was taken for."""
+    def miss(self, places: Sequence[Place], members: tuple[int, ...]) -> None:
+        """Note that a rank has left out an evaluation at this step, perhaps one that another was taken for.
+
+        Of one function at one step all ranks count on from the furthest, so that they meet in the next.
+        """
         self._doubtful.update(self._split)
+        counter = self._counter(members)
+        alike = [p.repeated for p in places if p.function == self._function and self._at(p) == counter.at]
+        counter.repeated = max([counter.repeated, *(repeated + 1 for repeated in alike)])
+
+    @staticmethod
+    def _at(place: Place) -> tuple[int | None, int]:
+        return place.step, place.updates
 
     def _counter(self, members: tuple[int, ...]) -> _Counter:
         with _lock:

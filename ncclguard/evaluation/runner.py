@@ -494,7 +494,7 @@ class Evaluation:
             ranks, left = described(places, members), behind(places)
             if not left:
                 break
-            job.places.doubt()
+            job.places.miss(places, members)
             impatient = any(over for n, (_, _, over) in enumerate(meeting.values) if n not in left)
             if members.index(self._rank) in left or impatient:
                 return NotMet(Cause.DIVERGED, tuple(members[n] for n in sorted(elsewhere(places))), errors=ranks)

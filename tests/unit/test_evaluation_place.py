@@ -116,6 +116,16 @@ def test_places_follow_training_so_that_a_skipped_evaluation_shifts_nothing() ->
     count_on(counted() - 500)
 
 
+def test_after_one_was_left_out_all_count_on_from_the_furthest() -> None:
+    members = (80, 81)
+    places = Places(evaluate)
+    mine = places.next(7, members)
+    places.miss((mine, replace(mine, repeated=4), replace(mine, step=8, repeated=9)), members)
+    assert places.next(7, members).repeated == 5
+    places.miss((mine,), members)
+    assert places.next(7, members).repeated == 6
+
+
 def test_a_function_that_is_decorated_again_counts_on() -> None:
     assert Places(evaluate).next(7, (3, 4)).repeated == 0
     assert Places(evaluate).next(7, (3, 4)).repeated == 1
@@ -133,7 +143,7 @@ def test_different_lines_are_told_of_once_and_always_after_an_evaluation_was_lef
     assert not places.meet((mine, mine), members)
     assert places.meet(split, members)
     assert not places.meet(split, members)
-    places.doubt()
+    places.miss(split, members)
     assert places.meet(split, members) and places.meet(split, members)
 
 
