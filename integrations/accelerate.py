@@ -17,6 +17,7 @@ from torch import nn
 
 from ncclguard.collectives import safe_barrier
 from ncclguard.config import seconds
+from ncclguard.environment.network import launched_ranks
 from ncclguard.evaluation import GuardedEvaluation
 from ncclguard.evaluation import resilient_evaluate as _resilient_evaluate
 from ncclguard.evaluation.runner import register_keepers
@@ -86,15 +87,15 @@ def resilient_evaluate(accelerator: Any, **options: Any) -> Callable[[Callable[.
 
 def _check_ranks(accelerator: Any) -> None:
     """Warn where a launcher started several ranks and Accelerate takes each of them for a program of its own."""
-    started = os.environ.get("WORLD_SIZE", "1")
-    if getattr(accelerator, "num_processes", None) == 1 and started.isdigit() and int(started) > 1:
+    started = launched_ranks(os.environ)
+    if getattr(accelerator, "num_processes", None) == 1 and started is not None and started[1] > 1:
         log.warning(
             "%s",
             told(
                 "ncclguard: a launcher started {count} ranks, and this Accelerator knows of one, so that each rank "
                 "evaluates and trains by itself: set ACCELERATE_USE_CPU=true on a host without GPUs, or see "
                 "`accelerate env`",
-                count=started,
+                count=started[1],
             ),
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 from ncclguard.errors import CollectiveFailed, error_for, sentence
+from ncclguard.spelling import no_attribute
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import told
 
@@ -57,12 +58,10 @@ class Outcome:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Tell of the tensor that was given where somebody takes the outcome for the reduced one."""
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
             tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-            if hasattr(tensor, name) and not name.startswith("__"):
-                hint = told("the result is in the tensor that the call was given, and this tells how the call ended")
-                text = f"{text}: {hint}"
-            raise AttributeError(text, name=name, obj=self)
+            meant = hasattr(tensor, name) and not name.startswith("__")
+            hint = told("the result is in the tensor that the call was given, and this tells how the call ended")
+            raise no_attribute(self, name, hint if meant else "")
 
     def __str__(self) -> str:
         """Say how the call ended, in one sentence; acknowledges nothing. `repr` has every field."""

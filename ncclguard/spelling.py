@@ -27,6 +27,12 @@ def no_argument(function: str, name: str, known: Collection[str]) -> TypeError:
     return TypeError(say(joined(": ", (refused, meant(name, known, "{}=") or there))))
 
 
+def no_attribute(owner: object, name: str, hint: str) -> AttributeError:
+    """Return the error for an attribute that an object does not have, with a hint at what to use instead, or ""."""
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    return AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=owner)
+
+
 def hinted(function: Callable[P, R]) -> Callable[P, R]:
     """Have calls of a function that misspell an argument raise a TypeError that says which was meant."""
     known = inspect.signature(function).parameters

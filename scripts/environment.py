@@ -152,7 +152,7 @@ def build_deepspeed_extension() -> None:
 
 
 def choices() -> list[tuple[str, ...]]:
-    """What to ask pip for on a machine without a GPU, the best first."""
+    """Return what to ask pip for on a machine without a GPU, the best first."""
     found: list[tuple[str, ...]] = []
     if local := trial(TORCH, "--no-index", "--no-deps"):
         found.append((f"torch=={local[0][1]}",))
@@ -160,7 +160,7 @@ def choices() -> list[tuple[str, ...]]:
 
 
 def resolves_without_cuda(choice: Sequence[str]) -> bool:
-    """Whether pip would find the requirement, and no CUDA package with it."""
+    """Return whether pip would find the requirement, and no CUDA package with it."""
     packages = trial(*choice)
     return bool(packages) and not any(name.lower().startswith(CUDA_PACKAGES) for name, _ in packages)
 
@@ -182,7 +182,7 @@ def trial(*requirement: str) -> list[tuple[str, str]]:
 
 
 def has_gpu() -> bool:
-    """Whether the driver of an NVIDIA GPU is there."""
+    """Return whether the driver of an NVIDIA GPU is there."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 

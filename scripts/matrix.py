@@ -46,7 +46,7 @@ COUNTS: Final = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 @dataclass(frozen=True)
 class Row:
-    """What one pair came to. Counts are pytest's; `failed` are tests that failed in the suite and again when alone."""
+    """The result of one pair. Counts are pytest's; `failed` are tests that failed in the suite and again when alone."""
 
     pair: str
     python: str
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def works(self) -> bool:
-        """Whether everything passed, if need be alone."""
+        """Return whether everything passed, if need be alone."""
         return self.installed == "passed" and "passed" in self.fast and "passed" in self.ranks and not self.failed
 
 
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read(kept: Path | None) -> dict[str, Row]:
-    """What earlier runs have left."""
+    """Return what earlier runs have left."""
     if kept is None or not kept.exists():
         return {}
     found = [
@@ -180,7 +180,7 @@ def suite(interpreter: Path, selection: Sequence[str], log: Path) -> tuple[str, 
 
 
 def pytest(interpreter: Path, *arguments: str) -> tuple[str, int]:
-    """What pytest prints, in the clone, and its exit code."""
+    """Return what pytest prints, in the clone, and its exit code."""
     done = wheel.run(interpreter, "-m", "pytest", "-q", *arguments, limit=SUITE, cwd=wheel.ROOT)
     return done.stdout + done.stderr, done.returncode
 

@@ -78,7 +78,7 @@ def run_tour(page: str, folder: Path, installed: bool = False) -> None:
 
 
 def said(expected: str, output: str) -> bool:
-    """Whether that was printed, with anything where the page has `...`; ranks may end each other's lines."""
+    """Return whether that was printed, with anything where the page has `...`; ranks may end each other's lines."""
     return re.search(re.escape(expected.strip()).replace(r"\.\.\.", ".*"), output) is not None
 
 

@@ -191,7 +191,7 @@ def wheel_of_explain() -> Path:
 
 
 def place_of(path: str) -> str | None:
-    """Where the site has a path of the repository; None where it does not."""
+    """Return where the site has a path of the repository; None where it does not."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return PAGES.get(path) or PAGES.get(f"{path.rstrip('/')}/README.md")
@@ -271,7 +271,7 @@ def command_page() -> str:
 
 
 def helped(*words: str) -> str:
-    """What a command prints for `--help`."""
+    """Return what a command prints for `--help`."""
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "ncclguard", *words, "--help"]
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=ROOT).stdout
@@ -347,7 +347,7 @@ def lagging() -> list[str]:
 
 
 def digest(page: Path) -> str:
-    """What changes when the words of a page do; line breaks and spaces do not count."""
+    """Return a digest that changes when the words of a page do; line breaks and spaces do not count."""
     return hashlib.sha256(" ".join(page.read_text().split()).encode()).hexdigest()
 
 

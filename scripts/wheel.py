@@ -192,7 +192,7 @@ def run(
 
 
 def output(program: str | Path, *arguments: str) -> str:
-    """What a command prints. Raises Unavailable when it fails."""
+    """Return what a command prints. Raises Unavailable when it fails."""
     done = run(program, *arguments, limit=COMMAND)
     if done.returncode:
         raise Unavailable((done.stderr.strip().splitlines() or ["no reason given"])[-1])
@@ -200,7 +200,7 @@ def output(program: str | Path, *arguments: str) -> str:
 
 
 def machine() -> str:
-    """Where this runs, for a table."""
+    """Describe where this runs, for a table."""
     return f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
 
 

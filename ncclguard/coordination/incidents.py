@@ -126,7 +126,7 @@ def alone(
 def _advice(cause: Cause, state: Subject, text: str, resumed: bool = False) -> str:
     if resumed:
         return tr("The others go on without it. {advice}", advice=SEE_LOST if cause is Cause.LOST else ADVICE[cause])
-    if cause is Cause.LATE and _BEGINNING.search(text):
+    if cause is Cause.LATE and begins_evaluation(text):
         return tr(
             "If it does not call this evaluation at all, call it there too: an evaluation is called on all ranks or on none. "
             "If it only comes later, see in its stack why, and raise `barrier_timeout` if that is meant to take so long."
@@ -204,10 +204,14 @@ def _same_standstill(before: RankReport, now: RankReport, tried_again: bool) -> 
     return same and (before.entered == now.entered or (tried_again and before.stack == now.stack))
 
 
-#: The call with which an evaluation begins, for which a rank is late that never calls it.
-_BEGINNING = re.compile(r"='evaluation .*, beginning of try 1'")
 #: What the calls of an evaluation are called: its label, and the try.
 _TRY = re.compile(r"='(evaluation .*), (?:beginning of )?try (\d+)'")
+
+
+def begins_evaluation(operation: str) -> bool:
+    """Return whether this is the text of the call with which an evaluation begins, to which a rank may never come."""
+    found = _TRY.search(operation)
+    return found is not None and found[0].endswith("beginning of try 1'")
 
 
 def _is_a_later_try(known: Incident, later: Incident) -> bool:

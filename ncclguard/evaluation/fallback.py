@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from ncclguard.spelling import no_attribute
 from ncclguard_explain.language import told
 
 
@@ -36,13 +37,8 @@ class NotEvaluated(float):
 
         def __getattr__(self, name: str) -> NoReturn:
             """Tell of `fallback` where the program takes this for the dictionary or object that it evaluates to."""
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if not name.startswith("__"):
-                hint = told(
-                    "the evaluation was given up: give resilient_evaluate a `fallback=` that looks like its result"
-                )
-                text = f"{text}: {hint}"
-            raise AttributeError(text, name=name, obj=self)
+            hint = told("the evaluation was given up: give resilient_evaluate a `fallback=` that looks like its result")
+            raise no_attribute(self, name, "" if name.startswith("__") else hint)
 
     def __reduce__(self) -> str:
         return "NOT_EVALUATED"  # the same object in each process

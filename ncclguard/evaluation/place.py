@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import operator
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,10 +35,20 @@ class Place:
     function: str  # with its module
     name: str
     step: int | None  # of the training, where the call, its object or its trainer says it
-    updates: int  # optimizer steps so far, which say it elsewhere
+    updates: int  # optimizer steps so far where it does not, else 0
     repeated: int  # evaluations of this function at this step before this one
     known: int  # functions that the ranks had met in before they first met in this one
     lines: tuple[str, ...]  # of the program that led to the call, innermost first
+
+    @property
+    def at(self) -> tuple[int | None, int]:
+        """The step of the training, or else the optimizer steps."""
+        return self.step, self.updates
+
+    @property
+    def evaluation(self) -> tuple[str, int | None, int, int]:
+        """The evaluation, equal for ranks in the same one."""
+        return self.function, self.step, self.updates, self.repeated
 
     @property
     def label(self) -> str:
@@ -76,16 +87,15 @@ def behind(places: Sequence[Place]) -> frozenset[int]:
 
 def elsewhere(places: Sequence[Place]) -> frozenset[int]:
     """Return the indices of the places that are not those of the majority; empty without one."""
-    kinds = [(place.step, place.updates, place.repeated, place.function) for place in places]
-    most = max(kinds, key=kinds.count)
-    if 2 * kinds.count(most) <= len(kinds):
+    most, count = Counter(place.evaluation for place in places).most_common(1)[0]
+    if 2 * count <= len(places):
         return frozenset()
-    return frozenset(n for n, kind in enumerate(kinds) if kind != most)
+    return frozenset(n for n, place in enumerate(places) if place.evaluation != most)
 
 
 def described(places: Sequence[Place], ranks: Sequence[int]) -> tuple[tuple[int, str], ...]:
     """Return, by rank, the place of the first rank at each."""
-    first = {(place.label, place.function, place.lines): n for n, place in reversed(list(enumerate(places)))}
+    first = {(place.evaluation, place.lines): n for n, place in reversed(list(enumerate(places)))}
     return tuple((ranks[n], say(places[n].told(places))) for n in sorted(first.values()))
 
 
@@ -174,15 +184,15 @@ class Places:
 
     def next(self, step: int | None, members: tuple[int, ...]) -> Place:
         """Return the place of the evaluation that begins now, which `members` call."""
-        at = (step, _updates if step is None else 0)
+        updates = _updates if step is None else 0
         counter = self._counter(members)
-        if at != counter.at:
-            counter.at, counter.repeated = at, 0
+        if counter.at != (step, updates):
+            counter.at, counter.repeated = (step, updates), 0
             self._split.clear()
         lines = call_sites_of(LINES) if len(members) > 1 else ()
         met = _met.get(members, [])
         known = met.index(self._function) if self._function in met else len(met)
-        place = Place(self._function, self._name, step, _updates if step is None else 0, counter.repeated, known, lines)
+        place = Place(self._function, self._name, step, updates, counter.repeated, known, lines)
         counter.repeated += 1
         return place
 
@@ -209,12 +219,8 @@ class Places:
         """
         self._doubtful.update(self._split)
         counter = self._counter(members)
-        alike = [p.repeated for p in places if p.function == self._function and self._at(p) == counter.at]
+        alike = [p.repeated for p in places if p.function == self._function and p.at == counter.at]
         counter.repeated = max([counter.repeated, *(repeated + 1 for repeated in alike)])
-
-    @staticmethod
-    def _at(place: Place) -> tuple[int | None, int]:
-        return place.step, place.updates
 
     def _counter(self, members: tuple[int, ...]) -> _Counter:
         with _lock:

@@ -12,7 +12,6 @@ import importlib
 import inspect
 import logging
 import pickle
-import re
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from ncclguard import process_group, torch_compat
 from ncclguard.collectives import safe_all_gather_object, safe_broadcast_object_list
 from ncclguard.config import current_config, is_time, seconds
+from ncclguard.coordination.incidents import begins_evaluation
 from ncclguard.coordination.sections import Sections
 from ncclguard.engine import runtime
 from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError
@@ -491,16 +491,17 @@ class Evaluation:
             if isinstance(meeting, NotMet):
                 return meeting
             places = [place for place, _, _ in meeting.values]
-            ranks, left = described(places, members), behind(places)
+            left = behind(places)
             if not left:
                 break
             job.places.miss(places, members)
             impatient = any(over for n, (_, _, over) in enumerate(meeting.values) if n not in left)
             if members.index(self._rank) in left or impatient:
-                return NotMet(Cause.DIVERGED, tuple(members[n] for n in sorted(elsewhere(places))), errors=ranks)
+                culprits = tuple(members[n] for n in sorted(elsewhere(places)))
+                return NotMet(Cause.DIVERGED, culprits, errors=described(places, members))
             log.warning("%s", _waiting(self._label, [members[n] for n in left]))
         if job.places.meet(places, members) and self._rank == members[0]:
-            log.warning("%s", _branches(self._label, ranks))
+            log.warning("%s", _branches(self._label, described(places, members)))
         return Met(tuple(terms for _, terms, _ in meeting.values))
 
     def _try(self, attempt: int, divisor: int) -> tuple[Decision, Meeting, Any]:
@@ -771,14 +772,10 @@ def meet(once: Callable[[], tuple[Outcome, tuple[Any, ...]]], repeat: bool) -> M
     )
 
 
-#: The name of the call with which an evaluation begins, in the text of an operation.
-_BEGINS = re.compile(r"name='evaluation .*, beginning of try 1'")
-
-
 def _all_begin(incident: Incident | None) -> bool:
     """Return whether those that had come were at the beginning of an evaluation each; the others may still come."""
     inside = [rank for rank in incident.ranks if rank.inside] if incident is not None else []
-    return bool(inside) and all(_BEGINS.search(rank.operation or "") for rank in inside)
+    return bool(inside) and all(begins_evaluation(rank.operation or "") for rank in inside)
 
 
 def reported_as(incident: Incident | None) -> str:
