@@ -62,9 +62,18 @@ def _load() -> None:
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'ncclguard' has no attribute {name!r}")
+        raise _no_name(name)
     _load()
     return globals()[name]
+
+
+def _no_name(name: str) -> AttributeError:
+    text = f"module 'ncclguard' has no attribute {name!r}"
+    if not name.startswith("_"):
+        spelling = _import_module("ncclguard.spelling")
+        if hint := spelling.meant(name, __all__, "ncclguard.{}"):
+            text = f"{text}: {hint}"
+    return AttributeError(text, name=name)
 
 
 def __dir__() -> list[str]:

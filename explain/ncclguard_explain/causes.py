@@ -114,10 +114,15 @@ def gradient_like(work: Work) -> bool:
 
 
 def left_normally(evidence: Evidence, verdict: Verdict) -> bool:
-    """Return whether the launcher lists every other rank as failed or ended: others left by themselves."""
-    listed = {fact.rank for fact in evidence.of(Kind.LAUNCHER)}
+    """Return whether the culprits left by themselves.
+
+    The launcher lists every other rank as failed or ended, or theirs as aborted by the end of a Python process.
+    """
+    listed = {fact.rank: fact.number for fact in evidence.of(Kind.LAUNCHER) if fact.rank is not None}
     closed = all(fact.kind is Kind.GLOO_CLOSED for fact in verdict.facts)
-    return bool(listed and verdict.culprits) and not listed & set(verdict.culprits) and closed
+    ended = bool(evidence.of(Kind.NOTE, name="ended"))
+    left = [rank for rank in verdict.culprits if rank not in listed or (ended and listed[rank] == -6)]
+    return bool(listed and verdict.culprits) and len(left) == len(verdict.culprits) and closed
 
 
 def hardware(case: Case) -> Finding | None:

@@ -1133,7 +1133,7 @@ def by_silence_in_group(evidence: Evidence, world: World) -> Verdict | None:
         if len(silent) == 1 and silent <= set(world.covered):
             who = ranks_text(pairs.values())
             reason = tr(
-                "{who} wait in group {group}; its member {ranks} printed nothing",
+                "{who} waited in group {group}; its member {ranks} printed nothing",
                 who=who,
                 group=rows[0].group,
                 ranks=ranks_text(silent),
@@ -1186,7 +1186,7 @@ def by_silence(evidence: Evidence, world: World) -> Verdict | None:
         )
         return Verdict(rule="first collective", cause=Cause.NETWORK, reason=reason, facts=facts)
     reason = tr(
-        "{ranks} wait; {others} printed nothing of the kind", ranks=ranks_text(waiting), others=ranks_text(silent)
+        "{ranks} waited; {others} printed nothing of the kind", ranks=ranks_text(waiting), others=ranks_text(silent)
     )
     if fabric_errors(evidence):
         reason = tr("{reason}, but the fabric reports errors", reason=reason)

@@ -219,6 +219,7 @@ def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bo
         )
     if decision.action != "unknown" and finding.name in _ADVICE:
         return _ADVICE[finding.name]
+    who = who or (ranks_text(verdict.suspects) if verdict.suspects else "")
     if who:
         if stacks:
             return tr("Read the end of the log of {ranks}.", ranks=who)
@@ -227,8 +228,6 @@ def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bo
             "`py-spy dump --pid PID` of each process).",
             ranks=who,
         )
-    if verdict.suspects:
-        return tr("Get the logs and stacks of {ranks}.", ranks=ranks_text(verdict.suspects))
     return tr(
         "Get the logs of every rank, and while the job hangs all stacks: `ncclguard hang` on its hosts (or `py-spy dump "
         "--pid PID` of each process)."
@@ -272,7 +271,7 @@ def advise(
         suspects = ranks_text(verdict.suspects)
         lines.append(
             tr(
-                "Nobody can be named from these inputs. Look at {ranks} first, and add the logs of all ranks.",
+                "Nobody can be named from these inputs. Look at {ranks} first, and add the logs that are missing here.",
                 ranks=suspects,
             )
         )

@@ -842,6 +842,9 @@ ROWS: tuple[Row, ...] = (
          ("increase RAY_CGRAPH_get_timeout which is currently 300 seconds.", {"seconds": 300.0}), ("Consider setting a longer initialization timeout if such delays are expected, the timeout is currently set to: 5m.", {"seconds": 300.0})),
         ("is greater than the connect timeout interval (120s by default)",),
         fields={"name": "limit"}, more=lambda found, text, fact: fact.clone(seconds=float(found["ray"])) if found["ray"] else fact),
+    # Thrown by none: the interpreter ends threads that ask for its lock while it is gone, below C++ frames.
+    Row(Kind.NOTE, "libstdc++, as a Python process ends beside torch's threads (seen with torch 2.13, gloo)", r"^(?:\[.{0,40}\]:?)?terminate called without an active exception", "terminate called",
+        (("terminate called without an active exception", {"name": "ended"}),), ("terminate called after throwing an instance of 'c10::Error'",), fields={"name": "ended"}),
     Row(Kind.CUDA, "Intel Level Zero, unified runtime (oneAPI, 2024 to 2026)", r"(?P<detail>.{0,80}(?:UR|ZE)_RESULT_ERROR_DEVICE_LOST.*)", "DEVICE_LOST",
         (("terminate called, what():  level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)", {"name": "hardware"}),), fields={"name": "hardware"}),
     Row(Kind.CUDA, "CUDA runtime and NVIDIA driver", r"(?P<detail>.{0,60}(?:uncorrectable (?:NVLink )?(?:ECC )?error|ECC error|fallen off the bus|GPU is lost).*)", "",

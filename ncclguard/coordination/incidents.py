@@ -72,7 +72,7 @@ def summarise(
         ranks=told,
         hosts=model.unsaid_hosts(hosts, told),
         summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed),
-        advice=_advice(verdict.cause, state, text, resumed),
+        advice=_advice(verdict.cause, state, text, resumed, told),
         further=_further(text, verdict.cause, state, resumed, told),
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),
@@ -123,15 +123,37 @@ def alone(
     )
 
 
-def _advice(cause: Cause, state: Subject, text: str, resumed: bool = False) -> str:
+def _advice(
+    cause: Cause, state: Subject, text: str, resumed: bool = False, ranks: Collection[RankReport] = ()
+) -> Message | str:
     if resumed:
         return tr("The others go on without it. {advice}", advice=SEE_LOST if cause is Cause.LOST else ADVICE[cause])
-    if cause is Cause.LATE and begins_evaluation(text):
+    advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
+    if begins_evaluation(text):
+        if cause is Cause.LATE:
+            advice = tr(
+                "If it does not call this evaluation at all, call it there too: an evaluation is called on all ranks or on "
+                "none. If it only comes later, see in its stack why, and raise `barrier_timeout` if that is meant to take "
+                "so long."
+            )
+        if cause in (Cause.LATE, Cause.EXITED) and _BY_NUMBER.search(text):
+            advice = tr(
+                "{advice} If it has left out an earlier one instead, the values since then mix different evaluations, "
+                "since nothing but their number tells these apart: give each a `step=` of its own.",
+                advice=advice,
+            )
+    elif cause is Cause.LATE and state.guarded and any(map(_in_torchs_own, ranks)):
         return tr(
-            "If it does not call this evaluation at all, call it there too: an evaluation is called on all ranks or on none. "
-            "If it only comes later, see in its stack why, and raise `barrier_timeout` if that is meant to take so long."
+            "It waits in a collective of torch's own, which a guarded call does not meet: use the guarded one on all ranks "
+            "or on none, and call both in the same order on each."
         )
-    return ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
+    return advice
+
+
+def _in_torchs_own(rank: RankReport) -> bool:
+    """Return whether this rank is late because it is inside a collective that the guard does not see."""
+    called = (_TORCHS_OWN.search(frame) for frame in rank.stack)
+    return rank.cause is Cause.LATE and not rank.note and any(each and "group" not in each[1] for each in called)
 
 
 def _further(text: str, cause: Cause, state: Subject, resumed: bool = False, ranks: Collection[RankReport] = ()) -> str:
@@ -206,6 +228,12 @@ def _same_standstill(before: RankReport, now: RankReport, tried_again: bool) -> 
 
 #: What the calls of an evaluation are called: its label, and the try.
 _TRY = re.compile(r"='(evaluation .*), (?:beginning of )?try (\d+)'")
+
+
+#: A frame of a collective of torch, and of what makes or ends groups.
+_TORCHS_OWN = re.compile(r"torch/distributed/distributed_c10d\.py:\d+ in ([a-z]\w*)")
+#: The label of an evaluation that nothing but its number tells from the one before it.
+_BY_NUMBER = re.compile(r" optimizer steps, number \d+ there, beginning of try 1'")
 
 
 def begins_evaluation(operation: str) -> bool:

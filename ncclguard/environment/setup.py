@@ -228,7 +228,9 @@ def _check_interface(
         return [_finding(name, "error", joined(": ", (shown, joined(", ", states))), use)]
     if choice.name is None or choice.name in [link.name for link in matched]:
         return []
-    if all(link.loopback for link in matched) and choice.kind != "loopback":
+    if choice.kind == "loopback":  # all ranks are on this host, where each of its addresses leads to them
+        return []
+    if all(link.loopback for link in matched):
         detail = tr(
             "{setting} is the loopback, but the master is not on this host alone ({evidence}: {name})",
             setting=shown,

@@ -140,3 +140,48 @@ def test_a_failure_that_nobody_looked_at_is_reported_once_and_raised_by_the_next
     assert result.values("culprits") == {rank: [1] for rank in range(3)}
     reports = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert [report["incident"]["culprits"] for report in reports] == [[1]]
+
+
+def torchs_own() -> None:
+    dist.init_process_group("gloo")
+    tensor = torch.ones(2)
+    if dist.get_rank() == 0:
+        faults.report(text=str(ng.safe_all_reduce(tensor, timeout=2).incident))
+    else:
+        dist.all_reduce(tensor)
+
+
+def test_a_collective_of_torchs_own_beside_a_guarded_one_is_told_apart_from_work_that_takes_long() -> None:
+    result = faults.run_ranks(torchs_own, 2, timeout=60)
+    text = result[0].reports["text"]
+    assert "rank 1 late" in text and "It waits in a collective of torch's own" in text, result
+    assert "saving, metrics" not in text
+
+
+def by_number(ends: bool) -> None:
+    """Evaluations without a step, of which the last rank leaves out the second."""
+    dist.init_process_group("gloo")
+
+    @ng.resilient_evaluate(barrier_timeout=3, max_attempts=1)
+    def evaluate(value: float) -> float:
+        total = torch.tensor([value])
+        dist.all_reduce(total)
+        return float(total)
+
+    last = dist.get_rank() == dist.get_world_size() - 1
+    values = [evaluate(value) for value in (1.0, 2.0, 3.0, 4.0) if not (last and value == 2.0)]
+    faults.report(values=values)
+    if last and not ends:
+        time.sleep(8)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_evaluations_that_only_their_number_tells_apart_are_doubted_where_one_is_missing(
+    ends: bool, tmp_path: Path
+) -> None:
+    """Two of three values mix two evaluations: the report of the last, to which a rank does not come, says so."""
+    result = faults.run_ranks(by_number, 2, args=[ends], timeout=60, env={"NCCLGUARD_REPORT_DIR": str(tmp_path)})
+    assert result[1].reports["values"] == [2.0, 5.0, 7.0], result
+    (report,) = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
+    assert report["incident"]["culprits"] == [1], report
+    assert "the values since then mix different evaluations" in report["incident"]["advice"]

@@ -15,7 +15,14 @@ import pytest
 
 from ncclguard.environment import setup
 from ncclguard.environment.catalogue import CATALOGUE, WATCHED_PREFIXES
-from ncclguard.environment.setup import EnvironmentReport, plan_environment, setup_env, setup_nccl_timeout_env
+from ncclguard.environment.network import InterfaceChoice, Link
+from ncclguard.environment.setup import (
+    EnvironmentReport,
+    check_interfaces,
+    plan_environment,
+    setup_env,
+    setup_nccl_timeout_env,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -134,7 +141,6 @@ def test_a_deprecated_name_beside_the_new_one_with_another_value_is_said() -> No
     ("name", "value", "text"),
     [
         ("NCCL_SOCKET_IFNAME", "nosuch0", "matches no interface"),
-        ("NCCL_SOCKET_IFNAME", "^lo", "leads to the master"),
         ("GLOO_SOCKET_IFNAME", "=lo", "takes exact names only"),
         ("TORCH_NCCL_BLOCKING_WAIT", "maybe", "takes 1/0"),
         ("TORCH_NCCL_BLOCKING_WAIT", "1", "switches watchdog"),
@@ -161,6 +167,18 @@ def test_right_interfaces_are_not_found_wrong(value: str) -> None:
     assert (
         wrong(plan_environment({"NCCL_SOCKET_IFNAME": value, "MASTER_ADDR": "127.0.0.1"}), "NCCL_SOCKET_IFNAME") == ""
     )
+
+
+@pytest.mark.parametrize(("kind", "found"), [("ethernet", True), ("loopback", False)])
+def test_an_interface_beside_the_masters_is_wrong_only_between_hosts(kind: str, found: bool) -> None:
+    """Ranks of one host reach each other at each of its addresses: Lightning's child has what its parent chose."""
+    links = [
+        Link("near", kind, up=True, running=True, addresses=("127.0.0.1" if kind == "loopback" else "192.0.2.1",)),
+        Link("other", "ethernet", up=True, running=True, addresses=("198.51.100.1",)),
+    ]
+    choice = InterfaceChoice(name="near", address=links[0].addresses[0], kind=kind, evidence="a route")
+    texts = [str(each) for each in check_interfaces({"NCCL_SOCKET_IFNAME": "=other"}, choice, links)]
+    assert ["leads to the master" in text for text in texts] == [True] * found
 
 
 def test_limits_in_the_wrong_order_are_found() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from explain_logs import pg, prefix, status, timeout
 
 from ncclguard.outcome import Cause
-from ncclguard_explain import Report
+from ncclguard_explain import Report, explain
 from ncclguard_explain.render import render_html
 
 Explain = Callable[..., Report]
@@ -611,3 +612,47 @@ def test_what_a_host_is_called_in_a_table(explain_lines: Explain) -> None:
     lost = "srun: error: Node failure on p5-3"
     assert explain_lines({"hosts.txt": table, "job.out": ["step 3 loss 2", lost]}).culprits == tuple(range(24, 32))
     assert explain_lines({"hosts.txt": table[:3], "job.out": ["step 3 loss 2", lost]}).culprits == ()
+
+
+#: What torchrun printed of two ranks on gloo, of which rank 1 called `sys.exit(0)` between two all-reduces (torch 2.13).
+LEFT = """\
+terminate called without an active exception
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/job/train.py", line 6, in <module>
+[rank0]:     dist.all_reduce(t)
+[rank0]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:59561.
+W1126 07:49:05.313000 6383 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 6394 closing signal SIGTERM
+E1126 07:49:05.329000 6383 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -6) local_rank: 1 (pid: 6395) of binary: /usr/bin/python
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+======================================================
+train.py FAILED
+------------------------------------------------------
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 6394)  (SIGTERM)
+------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -6 (pid: 6395)  (SIGABRT)
+======================================================"""
+
+
+def test_a_rank_that_left_and_was_aborted_by_its_own_end_has_exited(explain_lines: Explain) -> None:
+    report = explain_lines(LEFT.splitlines())
+    assert (report.culprits, report.cause) == ((1,), Cause.EXITED)
+    report = explain_lines(LEFT.splitlines()[1:])  # an abort for a reason that is not shown
+    assert report.cause is not Cause.EXITED
+
+
+def test_the_log_that_was_given_is_not_asked_for(tmp_path: Path) -> None:
+    """The folder of torchrun has the empty log of the rank that left."""
+    for rank, text in enumerate((LEFT.splitlines()[1:5], [])):
+        file = tmp_path / "none_x" / "attempt_0" / str(rank) / "stderr.log"
+        file.parent.mkdir(parents=True)
+        file.write_text("\n".join(text))
+    report = explain([str(tmp_path)])
+    assert report.culprits == ()
+    assert report.next_step.startswith("Read the end of the log of rank 1")
+    assert "add the logs that are missing here" in report.advice[0]
