@@ -55,8 +55,7 @@ def check_group(given: object) -> ProcessGroup | None:
     if not isinstance(given, ProcessGroup):
         kind = type(given).__name__
         needed = tr("group must be a torch.distributed.ProcessGroup or None, not {kind}", kind=kind)
-        meant = _meant(given)
-        raise TypeError(say(joined(": ", (needed, meant)) if meant else needed))
+        raise TypeError(say(joined(": ", (needed, _meant(given)))))
     if not torch_compat.is_member(given):
         raise ValueError(
             told("the process group was destroyed: create it again with new_group() or init_process_group()")
@@ -64,10 +63,10 @@ def check_group(given: object) -> ProcessGroup | None:
     return given
 
 
-def _meant(given: Any) -> Message | None:
-    """Return what to write where something else was given in the group's place; None where that is not clear."""
+def _meant(given: Any) -> Message:
+    """Return what to write where something else was given in the group's place."""
     if is_time(given):
         return tr("a limit is given by its name, timeout={value}", value=repr(given))
     if callable(getattr(given, "get_group", None)):  # torch's DeviceMesh
         return tr("give the group of one of its dimensions, get_group(...)")
-    return None
+    return tr("give what dist.new_group() has returned, or nothing for all ranks")

@@ -219,8 +219,8 @@ def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bo
         )
     if decision.action != "unknown" and finding.name in _ADVICE:
         return _ADVICE[finding.name]
-    who = who or (ranks_text(verdict.suspects) if verdict.suspects else "")
-    if who:
+    if who or verdict.suspects:
+        who = who or ranks_text(verdict.suspects)
         if stacks:
             return tr("Read the end of the log of {ranks}.", ranks=who)
         return tr(

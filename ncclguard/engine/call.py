@@ -63,7 +63,9 @@ class Terms(NamedTuple):
     def member(self, rank: int, what: str) -> int:
         """Return `rank` if it is a global rank of the group, else raise; `what`: the argument it was given as."""
         if isinstance(rank, bool) or not isinstance(rank, int):
-            raise TypeError(told("{name} must be a global rank, not {kind}", name=what, kind=type(rank).__name__))
+            raise TypeError(
+                told("{name} must be a global rank, not {kind}: give a number", name=what, kind=type(rank).__name__)
+            )
         if rank not in self.ranks:
             some = list(self.ranks)[:16]
             raise ValueError(
@@ -209,7 +211,14 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 def check_tensor(tensor: object, what: str, written: bool = False) -> None:
     """Raise for what is no dense tensor; if it is to be `written`, also for one whose elements share memory."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(told("{name} must be a torch.Tensor, not {kind}", name=what, kind=type(tensor).__name__))
+        raise TypeError(
+            told(
+                "{name} must be a torch.Tensor, not {kind}: give torch.tensor(...) of numbers, and one call to each of several "
+                "tensors",
+                name=what,
+                kind=type(tensor).__name__,
+            )
+        )
     if tensor.is_nested:
         raise ValueError(
             told("{name} is a nested tensor: guarded collectives take dense tensors only; pad it first", name=what)
@@ -255,7 +264,13 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 def check_list(tensors: object, like: torch.Tensor, what: str, written: bool = False) -> None:
     if not isinstance(tensors, Sequence) or isinstance(tensors, torch.Tensor):
-        raise TypeError(told("{name} must be a list of tensors, not {kind}", name=what, kind=type(tensors).__name__))
+        raise TypeError(
+            told(
+                "{name} must be a list of tensors, not {kind}: give one for each rank of the group",
+                name=what,
+                kind=type(tensors).__name__,
+            )
+        )
     for index, tensor in enumerate(tensors):
         check_tensor(tensor, f"{what}[{index}]", written)
         if tensor.shape != like.shape or tensor.dtype != like.dtype or tensor.device != like.device:
