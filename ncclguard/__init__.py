@@ -34,6 +34,7 @@ __all__ = [
     "configure",
     "current_config",
     "get_adaptive_timeout",
+    "join",
     "nccl_timeout_handler",
     "phase",
     "resilient_evaluate",

@@ -57,6 +57,9 @@ COMMANDS = {
         "ncclguard.training.launcher",
         "start a training as torchrun does, and leave alone the ranks that go on without a lost one",
     ),
+    "store": Command(
+        "ncclguard.coordination.store_command", "have the store where processes meet that are not in one job"
+    ),
     "report": Command("ncclguard.incident.report", "make the page of an incident again, from its JSON"),
     "drill": Command("ncclguard.faults.drill", "inject a fault into a running job that allows it"),
     "completion": Command("ncclguard.completion", "print a script with which bash, zsh or fish completes all this"),

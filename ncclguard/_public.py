@@ -32,6 +32,7 @@ from ncclguard.phases import phase
 from ncclguard.process_group import enqueued
 from ncclguard.process_group.enqueued import check
 from ncclguard.process_group.group import register
+from ncclguard.process_group.joined import join
 from ncclguard.torch_compat import compiler
 from ncclguard.training import ElasticLoader, resilient_step
 from ncclguard.watch import point_to_point
@@ -55,6 +56,7 @@ __all__ = [
     "configure",
     "current_config",
     "get_adaptive_timeout",
+    "join",
     "nccl_timeout_handler",
     "phase",
     "resilient_evaluate",

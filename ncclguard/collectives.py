@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ncclguard import torch_compat
@@ -136,7 +135,7 @@ def safe_broadcast(
     if terms.solo:
         return alone(BROADCAST, terms, tensor)
     outcome = run(BROADCAST, Arguments(tensor, root=source), terms, pieces)
-    return outcome if dist.get_rank() == source else _written(outcome, tensor)
+    return outcome if terms.rank == source else _written(outcome, tensor)
 
 
 @hinted
@@ -308,7 +307,7 @@ def safe_broadcast_object_list(
     source = terms.member(src, "src")
     if terms.solo:
         return alone(BROADCAST_OBJECT_LIST, terms)
-    sending = dist.get_rank() == source
+    sending = terms.rank == source
     data = pickled(object_list) if sending else torch.empty(0, dtype=torch.uint8)
     with engine_section():
         return _broadcast_object_list(terms, object_list, data, source)
@@ -316,7 +315,7 @@ def safe_broadcast_object_list(
 
 def _broadcast_object_list(terms: Terms, object_list: list[Any], data: torch.Tensor, source: int) -> Outcome:
     """Broadcast the size, then the bytes."""
-    sending = dist.get_rank() == source
+    sending = terms.rank == source
     size = torch.tensor([data.numel()], dtype=torch.int64)
     whose = (source, len(object_list))
     detail = f"size, src={source}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -61,6 +62,23 @@ def check_group(given: object) -> ProcessGroup | None:
             told("the process group was destroyed: create it again with new_group() or init_process_group()")
         )
     return given
+
+
+#: By group, whether it is one of processes that are not, or not as these ranks, in the default group.
+_outside: weakref.WeakKeyDictionary[ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
+
+def is_outside(group: ProcessGroup) -> bool:
+    """Return whether a group's processes met in a store of their own, and not in the default group's.
+
+    Such a group has ranks of its own: a trainer and its inference engines, say, each in a job of its own.
+    """
+    found = _outside.get(group)
+    if found is None:
+        found = _outside[group] = not dist.is_initialized() or not torch_compat.is_same_store(
+            torch_compat.store_of(group), torch_compat.default_store()
+        )
+    return found
 
 
 def _meant(given: Any) -> Message:

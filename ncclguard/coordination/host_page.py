@@ -293,24 +293,23 @@ def _close_all_in_child() -> None:
 lifecycle.in_child(_close_all_in_child)
 
 
-def open_page(session: str, host_key: str) -> HostPage | None:
+def open_page(session: str, host_key: str, ranks: int = 0) -> HostPage | None:
     """The page of this host in a session of the job; None where there is no memory for one.
 
-    How many ranks this host has is what its launcher says. `host_key` is equal for those processes only that share a
-    host; see `liveness.host_key`.
+    `ranks`: how many of them this host has, 0 where nobody says. `host_key` is equal for those processes only that
+    share a host; see `liveness.host_key`.
     """
     try:
         clock = os.readlink("/proc/self/ns/time")
     except OSError:  # a kernel without namespaces of time
         clock = ""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     text = f"{os.geteuid()} {session} {host_key} {clock}"
     name = PREFIX + hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     for folder in FOLDERS:
         try:
             folder = folder or tempfile.gettempdir()
             _remove_left_behind(folder)
-            return HostPage(SharedFile(os.path.join(folder, name)), int(ranks) if ranks.isdigit() else 0)
+            return HostPage(SharedFile(os.path.join(folder, name)), ranks)
         except OSError:
             continue
     return None

@@ -29,7 +29,7 @@ from enum import Enum
 
 from ncclguard import lifecycle
 from ncclguard.coordination.store import BATCH, AgreementStore, Entries
-from ncclguard.environment.network import address_towards_master
+from ncclguard.environment.network import address_towards
 from ncclguard.incident.stacks import Offer, fetch, process_state
 from ncclguard.protocol.decision import Departure
 from ncclguard_explain.cause import Cause
@@ -132,7 +132,7 @@ class Liveness:
     """Makes this process visible to its peers, and looks at theirs; safe to use from several threads.
 
     ``advertise_address`` is the numeric address at which peers on other hosts reach this one; by default the local
-    address from which MASTER_ADDR is reached.
+    address from which ``towards``, or else MASTER_ADDR, is reached. ``label``: what people call this process.
 
     >>> liveness = Liveness(rank=0)
     >>> liveness.look(liveness.identity)[0] is Sight.RUNNING
@@ -140,12 +140,12 @@ class Liveness:
     >>> liveness.close()
     """
 
-    def __init__(self, rank: int, advertise_address: str | None = None) -> None:
+    def __init__(self, rank: int, advertise_address: str | None = None, towards: str = "", label: str = "") -> None:
         self._lock = threading.Lock()
         self._probes: dict[Identity, _Probe] = {}
         self._under_way: dict[Identity, _Probe] = {}  # those with a connection, and some that had one
         self._last_wait = -WAIT_AGAIN
-        self._listener = _open_port(advertise_address or address_towards_master())
+        self._listener = _open_port(advertise_address or address_towards(towards))
         port: Port | None = None
         if self._listener is not None:
             address, number = self._listener.getsockname()[:2]
@@ -155,7 +155,7 @@ class Liveness:
         start = process_state(os.getpid())
         self.identity = Identity(
             rank=rank,
-            host=socket.gethostname(),
+            host=f"{socket.gethostname()} ({label})" if label else socket.gethostname(),
             host_key=host_key(),
             pid=os.getpid(),
             start_ticks=0 if start is None else start[1],

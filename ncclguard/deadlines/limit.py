@@ -314,7 +314,7 @@ class TimeLimit:
 
     def _stopped_before(self, group: dist.ProcessGroup, notice: Notice) -> CollectiveTimeout:
         """Build the error of a rank that comes after a peer has stopped the group, naming it if it was awaited."""
-        name, rank = describe(group), dist.get_rank()
+        name, rank = describe(group), torch_compat.own_rank(group)
         missing = None if _board.gave_up else notice.missing(group)
         summary = f"rank {notice.rank} stopped {name} because its limit of {notice.limit:g} s passed;"
         if missing is None:

@@ -253,7 +253,7 @@ class Board:
     def post(self, group: dist.ProcessGroup, limit: float) -> None:
         """Announce that this rank stops the group because its limit (seconds) passed; the first notice counts."""
         self.gave_up = True
-        notice = {"rank": dist.get_rank(), "limit": limit, "issued": _issued(group)}
+        notice = {"rank": torch_compat.own_rank(group), "limit": limit, "issued": _issued(group)}
         self._ask(
             "announcing a stopped process group",
             lambda store: store.first(self._key(group), json.dumps(notice)),

@@ -24,7 +24,7 @@ from ncclguard import lifecycle, torch_compat
 from ncclguard.config import GuardConfig, current_config
 from ncclguard.engine.chunking import ChunkPlan, plan
 from ncclguard.engine.table import Arguments, Collective
-from ncclguard.groups import group_of
+from ncclguard.groups import group_of, is_outside
 from ncclguard.metrics.settings import adjusted, config_of
 from ncclguard.phases import resolve_timeout
 from ncclguard.protocol.decision import EVERYBODY, Operation
@@ -40,13 +40,15 @@ _CPU = torch.device("cpu")
 class Terms(NamedTuple):
     """The place of a call and its limits: checked, with settings in the place of what was not given.
 
-    `group` is None without a process group. `ranks`: its global ranks. `deadline`: by time.monotonic(). `shrink`: the
-    call may go on without ranks that are lost. `atomic`: True, False or "require". `solo`: there is nobody to
-    communicate with. One call may take several operations, such as sizes and then data: all of them have these terms.
+    `group` is None without a process group. `ranks`: its global ranks, of which `rank` is this one. `deadline`: by
+    time.monotonic(). `shrink`: the call may go on without ranks that are lost. `atomic`: True, False or "require".
+    `solo`: there is nobody to communicate with. One call may take several operations, such as sizes and then data: all
+    of them have these terms.
     """
 
     group: ProcessGroup | None
     ranks: tuple[int, ...]
+    rank: int
     config: GuardConfig
     deadline: float
     max_attempts: int
@@ -136,9 +138,12 @@ def terms_of(
                 "which atomic=False does not keep; change one of the two, argument or setting"
             )
         )
-    ranks = (0,) if chosen is None else torch_compat.group_ranks(chosen)
-    solo = len(ranks) == 1 or lifecycle.is_joining()
-    return Terms(chosen, ranks, config, deadline, attempts, shrink, kept, _checked_name(name), solo)
+    ranks: tuple[int, ...] = (0,)
+    rank = 0
+    if chosen is not None:
+        ranks, rank = torch_compat.group_ranks(chosen), torch_compat.own_rank(chosen)
+    solo = len(ranks) == 1 or (lifecycle.is_joining() and chosen is not None and not is_outside(chosen))
+    return Terms(chosen, ranks, rank, config, deadline, attempts, shrink, kept, _checked_name(name), solo)
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from ncclguard.engine import runtime
@@ -84,7 +83,7 @@ def run(
         numel, element = tensor.numel(), tensor.element_size()
     if work is None:
         closing = collective.closes(numel * element, len(terms.ranks), terms.config.closing_nbytes)
-        work = collective.execution(arguments, Conditions(queue.ranks or terms.ranks, dist.get_rank(), cut, closing))
+        work = collective.execution(arguments, Conditions(queue.ranks or terms.ranks, terms.rank, cut, closing))
     if arguments.outputs:  # sizes differ by rank: what the ranks compare has none, and this rank's own are its traffic
         numel = sum(sent.numel() for sent in arguments.others)
     call = described(
@@ -93,7 +92,9 @@ def run(
         numel * (len(terms.ranks) if collective.whole else 1), element,
     )  # fmt: skip
     assert terms.group is not None
-    group = runtime.current(terms.deadline - time.monotonic()).group(terms.group, device, queue.name, queue.ranks)
+    group = runtime.of(terms.group, terms.deadline - time.monotonic()).group(
+        terms.group, device, queue.name, queue.ranks
+    )
     if group.device != device:
         raise ValueError(
             told(

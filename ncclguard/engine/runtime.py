@@ -1,7 +1,8 @@
 """One runtime per process and life of the default process group: the monitor, the guards, and a clean departure.
 
 It starts by itself after `init_process_group` (so that a rank that is late for the very first guarded operation can
-still be asked where it is), or with the first guarded call when ncclguard was imported later than that.
+still be asked where it is), or with the first guarded call when ncclguard was imported later than that. A group of
+processes that met outside the default group has a runtime of its own.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from ncclguard.coordination.store import AgreementStore
 from ncclguard.engine.communicators import Communicators
 from ncclguard.engine.description import Description, History, shortened
 from ncclguard.engine.group import GuardedGroup
+from ncclguard.engine.world import World
 from ncclguard.environment.ras import Witness
 from ncclguard.errors import GuardConfigError, GuardError, repeats
 from ncclguard.faults.injection import from_environment
+from ncclguard.groups import is_outside
 from ncclguard.incident.model import Incident, MembershipChange
 from ncclguard.incident.report import AT_MOST, Sequels, Writer
 from ncclguard.incident.stacks import describe_exception, main_thread_stack, offer, traceback_frames
@@ -81,24 +84,27 @@ class Watcher(Protocol):
 
 
 class Runtime:
-    """The monitor and the guards of this process; made by `current`, ended by `leave`."""
+    """The monitor and the guards of this process in the job, or in a group outside it; ended by `leave`."""
 
-    def __init__(self, config: GuardConfig, within: float, session: Session | None = None) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+    def __init__(self, config: GuardConfig, within: float, world: World, session: Session | None = None) -> None:
+        self.world = world
+        self.rank = world.rank
+        self.world_size = world.size
         self._config = config
-        self._base = base = torch_compat.default_store()
+        base = world.store
         self._connection = bounded(
             "connecting to the store",
             lambda: torch_compat.clone_store(base),
             within,
             lambda: torch_compat.cut_clone(base),
         )
-        self._liveness = Liveness(self.rank)
+        self._liveness = Liveness(self.rank, towards=world.host, label=world.label)
         witness = Witness(torch.cuda.is_initialized, self._known)
         self._writer = Writer(config.report_dir, config.report_panel, self.rank, self.world_size, witness)
-        self._sequels = Sequels(self.rank, _complete)
+        self._sequels = Sequels(self.rank, self._writer.complete if world.group else _complete)
         self._faults: deque[Incident] = deque(maxlen=AT_MOST)  # agreed, each reported; used by the monitor's thread
+        versions = "" if world.group else f", torch {torch.__version__}, Python {_PYTHON}"
+        here = "" if world.group else os.environ.get("LOCAL_WORLD_SIZE", "")
         settings = MonitorSettings(
             timing=Timing.of(self.world_size, config.poll_active, config.poll_idle),
             patience=_patience,
@@ -108,8 +114,10 @@ class Runtime:
             publish=self._publish,
             publish_alone=self._publish_alone,
             offer_stacks=lambda thread: offer(config.stack_signal, thread),
-            open_page=lambda session: open_page(session, self._liveness.identity.host_key),
-            about=f"{self.world_size} ranks, ncclguard {__version__}, torch {torch.__version__}, Python {_PYTHON}",
+            open_page=lambda session: open_page(
+                session, self._liveness.identity.host_key, int(here) if here.isdigit() else 0
+            ),
+            about=f"{self.world_size} ranks, ncclguard {__version__}{versions}",
         )
         self.monitor = Monitor(
             AgreementStore(self._connection), self.rank, self.world_size, self._liveness, settings, session
@@ -122,11 +130,11 @@ class Runtime:
         self._released: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._left = False
-        self.termination = lifecycle.Termination(self._terminate)
+        self.termination = lifecycle.Termination(_terminate)
         self.monitor.start()
 
     def take_sigterm(self) -> None:
-        """This runtime is the process's own from here on: it tells the others of a SIGTERM."""
+        """This runtime has the other ranks of all of this process told of a SIGTERM from here on."""
         if self._config.announce_sigterm:
             self.termination.install()
 
@@ -156,7 +164,8 @@ class Runtime:
             entry = self._groups.get(key)
             if entry is None or entry[0] is not group:
                 members = ranks or torch_compat.group_ranks(group)
-                made = GroupKey.of(name, device.type, members, queue, _destroyed[name])
+                outside = self.world.group
+                made = GroupKey.of(outside or name, device.type, members, queue, 0 if outside else _destroyed[name])
                 entry = self._groups[key] = (group, self._make(made, members, device))
             return entry[1]
 
@@ -175,14 +184,14 @@ class Runtime:
     def _make(self, key: GroupKey, ranks: tuple[int, ...], device: torch.device) -> GuardedGroup:
         state = self.monitor.state(str(key), ranks)
         config = current_config()  # not the one of the start: configure() may have been called since
-        statistics = exchange.of_group(key, config, self.monitor.awaited)
+        statistics = None if self.world.group else exchange.of_group(key, config, self.monitor.awaited)
         state.member.exchange_every = 0 if statistics is None else statistics.every
         communicators = Communicators(
             state,
             self.monitor,
-            builder(device),
+            builder(device, self.world.host),
             self._connection,
-            lambda: torch_compat.clone_store(self._base),
+            lambda: torch_compat.clone_store(self.world.store),
             {"rounds": config.rounds, "closing_nbytes": config.closing_nbytes, **exchange.terms(config)},
             config.build_slice,
         )
@@ -203,14 +212,14 @@ class Runtime:
             if self.watcher is not None:
                 self.watcher.close()
             self.monitor.depart(cause, text, self.monitor.timing.leave)
-            if self.rank == 0 and job:
+            if self.rank == 0 and job and self.world.has_store:
                 self._linger()
             if not self.monitor.stop(STOP_WITHIN):
                 torch_compat.disconnect(self._connection)  # a store call that does not answer holds the thread: cut it
                 self.monitor.stop(STOP_WITHIN)
             for group in closing:
                 group.close(tr("this process has left the job") if job else text)
-            if job:
+            if job and not self.world.group:
                 exchange.forget()
             events.leave(self._history)
             self._liveness.close()
@@ -224,14 +233,14 @@ class Runtime:
         details = shortened({**self._description.identity(), "stack": list(stack)}, self.world_size)
         self.monitor.depart(cause, text, self.monitor.timing.leave, details, terminated=terminated)
 
-    def _terminate(self) -> None:
+    def terminate(self) -> None:
         """Go on SIGTERM, once the verdict in progress has ended.
 
         That verdict may be about the rank that this is a consequence of.
         """
         self.monitor.settle(self.monitor.timing.leave)
         self.announce(Cause.LOST, lifecycle.SENT_SIGTERM, main_thread_stack(), terminated=True)
-        if self.rank == 0:  # usually hosts the store, which the others need for their verdict
+        if self.rank == 0 and self.world.has_store:  # which the others need for their verdict
             self.monitor.settle(self.monitor.timing.leave, self.monitor.timing.linger)
         self._writer.wait(REPORT_WITHIN)
 
@@ -310,6 +319,8 @@ def _patience(state: GroupState) -> Patience:
 
 
 _runtime: Runtime | None = None
+#: Those of groups outside the job; `_starting` guards it.
+_outside: dict[dist.ProcessGroup, Runtime] = {}
 #: The default group that this process has said goodbye to: a thread that comes late must not start the runtime again.
 _left: weakref.ref[object] | None = None
 _exiting = False
@@ -338,7 +349,7 @@ def current(within: float = CONNECT_WITHIN) -> Runtime:
             config = current_config()  # a wrong setting is an error of its own, not one of the store
             try:
                 own = own_session() if lifecycle.is_joining() else None
-                _runtime = Runtime(config, max(0.001, min(within, CONNECT_WITHIN)), own)
+                _runtime = Runtime(config, max(0.001, min(within, CONNECT_WITHIN)), World.of_job(), own)
                 _runtime.take_sigterm()
             except (TransportError, RuntimeError, ValueError, OSError) as error:
                 raise GuardError(
@@ -347,6 +358,59 @@ def current(within: float = CONNECT_WITHIN) -> Runtime:
                 ) from error
             lifecycle.watch_multiprocessing(_announce)
         return _runtime
+
+
+def of(group: dist.ProcessGroup, within: float = CONNECT_WITHIN) -> Runtime:
+    """Return the runtime of a process group: the job's, or that of a group outside it, which is started if need be.
+
+    Raises GuardError when the store cannot be reached `within` so many seconds.
+    """
+    if _outside and (found := _outside.get(group)) is not None:
+        return found
+    if not is_outside(group):
+        return current(within)
+    name = torch_compat.group_name(group)
+    return begin_outside(group, World(torch_compat.store_of(group), group.rank(), group.size(), name), within)
+
+
+def begin_outside(group: dist.ProcessGroup, world: World, within: float = CONNECT_WITHIN) -> Runtime:
+    """Start the runtime of a group outside the job. Raises GuardError as `of` does."""
+    if _forked:
+        raise GuardError("this process was forked from a rank: the guard works in the rank itself only")
+    with _starting:
+        if _exiting:
+            raise GuardError(LEFT)
+        made = _outside.get(group)
+        if made is None:
+            try:
+                made = Runtime(current_config(), max(0.001, min(within, CONNECT_WITHIN)), world)
+            except (TransportError, RuntimeError, ValueError, OSError) as error:
+                raise GuardError(
+                    told(
+                        "the store of group {name} cannot be reached: {error}. Check that the process that has it is alive and "
+                        "that this host can connect to it.",
+                        name=repr(world.group),
+                        error=error,
+                    )
+                ) from error
+            _outside[group] = made
+            made.take_sigterm()
+            lifecycle.watch_multiprocessing(_announce)
+    return made
+
+
+def _end_outside(group: dist.ProcessGroup, cause: Cause, text: str) -> None:
+    with _starting:
+        runtime = _outside.pop(group, None)
+    if runtime is not None:
+        runtime.leave(cause, text)
+        for other in _all():
+            other.take_sigterm()  # which the one that has left may have had
+
+
+def _all() -> list[Runtime]:
+    """Return the runtimes of this process, the job's first."""
+    return [*filter(None, [_runtime]), *_outside.values()]
 
 
 def own_session() -> Session:
@@ -361,7 +425,7 @@ def prepare(session: Session, within: float) -> Runtime:
     """
     end = time.monotonic() + within
     try:
-        made = Runtime(current_config(), within, session)
+        made = Runtime(current_config(), within, World.of_job(), session)
     except (TransportError, RuntimeError, ValueError, OSError) as error:
         raise GuardError(f"the store of the default process group cannot be reached: {error}") from error
     if not made.monitor.session_ready.wait(max(0.0, end - time.monotonic())):
@@ -404,10 +468,13 @@ def membership_changed(change: MembershipChange, participants: Collection[int]) 
         runtime.membership_changed(change, participants)
 
 
-def builder(device: torch.device) -> Builder:
-    """The builder of communicators for tensors on this device. Raises GuardConfigError for a device without one."""
+def builder(device: torch.device, towards: str = "") -> Builder:
+    """The builder of communicators for tensors on this device. Raises GuardConfigError for a device without one.
+
+    `towards`: a host that the peers reach, where that is not MASTER_ADDR.
+    """
     if device.type == "cpu":
-        return StreamBuilder(shares=True)
+        return StreamBuilder(shares=True, towards=towards)
     if device.type == "cuda":
         return NcclBuilder(device)
     raise GuardConfigError(
@@ -425,11 +492,15 @@ def _after_init() -> None:
 
 
 def _before_destroy() -> None:
+    """Torch destroys all groups with the default one, those outside of it too."""
     _end(Cause.EXITED, tr("called destroy_process_group()"))
     lifecycle.reach(lifecycle.End.QUEUES)
 
 
 def _before_destroy_group(group: dist.ProcessGroup) -> None:
+    if group in _outside:
+        _end_outside(group, Cause.EXITED, tr("destroyed its process group"))
+        return
     if _runtime is not None:
         _runtime.release(group)
     _destroyed[torch_compat.group_name(group)] += 1
@@ -443,6 +514,8 @@ def _end(cause: Cause, text: str) -> None:
         _left = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
     if runtime is not None:
         runtime.leave(cause, text)
+    for group in tuple(_outside):
+        _end_outside(group, cause, text)
 
 
 def has_ended() -> bool:
@@ -467,20 +540,25 @@ def _announce(error: BaseException) -> None:
     global _failure
     _failure = repeats(error) or describe_exception(error)
     runtime = _runtime
-    if runtime is not None:
-        if runtime.watcher is not None:
-            _failure = runtime.watcher.uncaught(error, _failure)
-        runtime.announce(Cause.FAILED, _failure, traceback_frames(error))
+    if runtime is not None and runtime.watcher is not None:
+        _failure = runtime.watcher.uncaught(error, _failure)
+    for each in _all():
+        each.announce(Cause.FAILED, _failure, traceback_frames(error))
+
+
+def _terminate() -> None:
+    for each in _all():
+        each.terminate()
 
 
 def _before_fork() -> None:
-    if _runtime is not None:
-        _runtime.termination.before_fork()
+    for each in _all():
+        each.termination.before_fork()
 
 
 def _after_fork() -> None:
-    if _runtime is not None:
-        _runtime.termination.after_fork()
+    for each in _all():
+        each.termination.after_fork()
 
 
 def _forget_in_child() -> None:
@@ -489,10 +567,11 @@ def _forget_in_child() -> None:
     A child of a process that was in no job may become a rank itself: a notebook's launcher forks all of them.
     """
     global _runtime, _starting, _forked
-    if _runtime is not None:
-        _runtime.termination.forget_in_child()
-    _forked = _forked or _runtime is not None or dist.is_initialized()
+    for each in _all():
+        each.termination.forget_in_child()
+    _forked = _forked or bool(_all()) or dist.is_initialized()
     _runtime = None
+    _outside.clear()
     _starting = threading.Lock()
 
 

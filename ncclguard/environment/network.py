@@ -477,14 +477,14 @@ def job_address(master: str = "") -> str:
     )
 
 
-def address_towards_master() -> str:
-    """Return the address of this host from which ``MASTER_ADDR``, or else the default route, is reached.
+def address_towards(host: str = "") -> str:
+    """Return the address of this host from which ``host`` or else ``MASTER_ADDR``, or the default route, is reached.
 
     Unlike `job_address` this looks up no name but the master's: a resolver that does not know the host's own name may
     take many seconds to say so.
     """
-    master = next(_sources_towards(os.environ.get("MASTER_ADDR", "")), None)
-    several_hosts = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
+    master = next(_sources_towards(host or os.environ.get("MASTER_ADDR", "")), None)
+    several_hosts = bool(host) or os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
     if master is None or (several_hosts and ipaddress.ip_address(master).is_loopback):
         # On the master's own host its name often stands for a loopback address, which other hosts cannot use.
         return next(_sources_towards(_UNROUTED), master or "127.0.0.1")
@@ -506,6 +506,11 @@ def _sources_towards(name: str) -> Iterator[str]:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address[0], 9, *address[2:]))  # any port but 0
             yield str(probe.getsockname()[0])
+
+
+def is_here(name: str) -> bool:
+    """Return whether a name or an address is one of this host."""
+    return any(_can_listen(family, address) for family, address in lookup(name))
 
 
 def _can_listen(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:

@@ -50,7 +50,7 @@ from ncclguard.evaluation.decision import (
 )
 from ncclguard.evaluation.fallback import NOT_EVALUATED
 from ncclguard.evaluation.place import Place, Places, behind, described, elsewhere, start_counting, step_of, uncounted
-from ncclguard.groups import check_group, group_of
+from ncclguard.groups import check_group, group_of, is_outside
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import describe_exception
 from ncclguard.outcome import Outcome
@@ -379,7 +379,10 @@ class Options:
             )
         if self.max_attempts < 1:
             raise GuardConfigError(told("max_attempts must be at least 1, got {value}", value=self.max_attempts))
-        check_group(self.group)
+        if (group := check_group(self.group)) is not None and is_outside(group):
+            raise GuardConfigError(
+                told("group= is one outside the job, which cannot evaluate together: give a group of the job, or none")
+            )
         if self.on_lost not in ("fail", "checkpoint"):
             raise GuardConfigError(
                 told('on_lost must be "fail" or "checkpoint", got {value}', value=repr(self.on_lost))

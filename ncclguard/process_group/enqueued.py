@@ -34,7 +34,7 @@ from ncclguard.groups import group_of
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Outcome, of_incident
 from ncclguard.phases import resolve_timeout
-from ncclguard.process_group.group import GuardedProcessGroup
+from ncclguard.process_group.group import GuardedProcessGroup, is_made_outside
 from ncclguard.process_group.operators import serve_cpp_callers
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.bounded import bounded, in_background
@@ -702,6 +702,11 @@ def register() -> None:
 
 
 def _create(options: Any, _: Any) -> dist.ProcessGroup:
+    if is_made_outside(options):
+        raise GuardConfigError(
+            f'the backend "{NAME}" serves the groups of a job, and this group has a store of its own: '
+            'give it the backend "ncclguard", or make it with ncclguard.join()'
+        )
     serve_cpp_callers()
     if not dist.is_initialized():
         failures.interrupts = True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,7 +25,9 @@ from ncclguard.engine.chunking import ChunkPlan
 from ncclguard.engine.dispatch import Queue
 from ncclguard.engine.execution import divided
 from ncclguard.engine.table import Arguments, Collective
+from ncclguard.engine.world import World
 from ncclguard.errors import GuardError
+from ncclguard.groups import is_outside
 from ncclguard.metrics.settings import config_of
 from ncclguard.outcome import Outcome
 from ncclguard.phases import current_phase
@@ -406,10 +409,14 @@ class GuardedProcessGroup(dist.ProcessGroup):
         results: Any,
         plan: Callable[[Operation], Perform],
     ) -> GuardedWork:
-        if self._survivors is None and lifecycle.is_joining():
+        if self._is_joining():
             return self._start(self._queue, op, tensor, results, lambda: _fill(tensor, results), asked.blocking)
         operation = self._operation(tensor, asked.timeout, self._queue)
         return self._start(self._queue, op, tensor, results, plan(operation), asked.blocking)
+
+    def _is_joining(self) -> bool:
+        """Return whether this process has not joined the others of the job yet."""
+        return self._survivors is None and lifecycle.is_joining() and not is_outside(self._identity)
 
     def _operation(
         self,
@@ -435,7 +442,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         def run(collective: Collective, arguments: Arguments, cut: ChunkPlan, **said: Any) -> None:
             like = said.get("like", arguments.tensor)
             device = like.device
-            issued.running(runtime.current().group(self._identity, device, queue.name, queue.ranks))
+            issued.running(runtime.of(self._identity).group(self._identity, device, queue.name, queue.ranks))
             try:
                 outcome = dispatch.run(collective, arguments, terms, cut, queue=queue, **said).raise_if_failed()
             finally:
@@ -464,7 +471,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         for peer in (source, target):
             if not 0 <= peer < self._count:
                 raise ValueError(f"rank {peer} is not in the group, which has {self._count} ranks")
-        if self._survivors is None and lifecycle.is_joining():
+        if self._is_joining():
             return self._start(self._queue, "send_recv", None, [tensor], lambda: None, False)
         if source == target:
             raise ValueError(f"rank {source} cannot send to itself: copy the tensor")
@@ -542,6 +549,8 @@ def _split(tensor: torch.Tensor, sizes: Sequence[int], count: int) -> list[torch
 
 #: The name of the backend for `init_process_group` and `new_group`.
 NAME = "ncclguard"
+#: Of a group outside the job that is being made: how reports call this process, and whether rank 0 may have the store.
+told_of_world: ContextVar[dict[str, Any]] = ContextVar("told_of_world", default={})  # noqa: B039 - it is never changed
 
 
 def register() -> None:
@@ -555,4 +564,14 @@ def _create(options: Any, _: Any) -> dist.ProcessGroup:
     serve_cpp_callers()
     # torch's default is nobody's choice: the guard's own settings come before it.
     chosen = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
-    return GuardedProcessGroup(options.group_rank, options.group_size, chosen)
+    group = GuardedProcessGroup(options.group_rank, options.group_size, chosen)
+    if is_made_outside(options) and options.group_size > 1:
+        within = min(options.timeout.total_seconds(), runtime.CONNECT_WITHIN)
+        world = World(options.store, options.group_rank, options.group_size, options.group_id, **told_of_world.get())
+        runtime.begin_outside(group, world, within)
+    return group
+
+
+def is_made_outside(options: Any) -> bool:
+    """Return whether this is neither the default group nor one of new_group(), but has a store of its own."""
+    return not options.global_ranks_in_group and options.group_id != "0"

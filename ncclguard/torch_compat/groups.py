@@ -78,6 +78,11 @@ def move_ddp(wrapper: Any, group: dist.ProcessGroup) -> None:
         wrapper.logger._set_static_graph()
 
 
+def group_names() -> frozenset[str]:
+    """Return the names of the process groups that this process is in."""
+    return frozenset(map(str, c10d._world.pg_names.values()))
+
+
 def is_member(group: Any) -> bool:
     """Return whether ``group`` is a living process group that this process belongs to.
 
@@ -107,6 +112,25 @@ def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     if ranks is not last[0]:
         last = _last_ranks = ranks, tuple(ranks)
     return last[1]
+
+
+def own_rank(group: dist.ProcessGroup) -> int:
+    """Return the global rank of this process as the group counts: of a group outside the job its rank in the group."""
+    return group_ranks(group)[group.rank()]
+
+
+def new_outside_group(
+    backend: str, store: Store, rank: int, size: int, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Make a process group of processes that need have no default group in common; it begins no communication.
+
+    It is what projects that send weights from a trainer to engines call of torch, all of them by its private name.
+    """
+    create: Any = c10d._new_process_group_helper
+    made = create(size, rank, [], c10d.Backend(backend), store, name, timeout=timeout)
+    group: dist.ProcessGroup = made[0]
+    c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
+    return group
 
 
 #: torch's mapping for the group of the last call, and the group's ranks: a program mostly uses one group, which may

@@ -48,6 +48,21 @@ def base_store(store: Store) -> Store:
     return store
 
 
+def is_same_store(one: Store, other: Store) -> bool:
+    """Return whether two stores keep their keys in one place, which they may reach by connections of their own."""
+    one, other = base_store(one), base_store(other)
+    if one is other:
+        return True
+    names = ("host", "port") if isinstance(one, TCPStore) else ("path",)
+    return type(one) is type(other) and all(getattr(one, name, None) == getattr(other, name, "") for name in names)
+
+
+def store_host(store: Store) -> str:
+    """Return the host of a TCPStore as this process knows it; "" for a store of another kind."""
+    base = base_store(store)
+    return str(base.host) if isinstance(base, TCPStore) else ""
+
+
 def clone_store(store: Store) -> Store:
     """Open the same keys through a connection of its own, so that a call that blocks here blocks nobody else.
 

@@ -209,14 +209,16 @@ def _nothing(start: int, stop: int) -> None:
 class StreamBuilder:
     """Builds `StreamCommunicator`, as `Builder` says.
 
-    ``disconnects``: whether the store is disconnected afterwards, which it never is with ``shares``.
+    ``disconnects``: whether the store is disconnected afterwards, which it never is with ``shares``. ``towards``: a
+    host that the peers reach, where that is not MASTER_ADDR.
     """
 
     max_in_flight = 1  # the caller's thread is the only one that moves bytes, and keeps both directions busy
 
-    def __init__(self, disconnects: bool = True, shares: bool = False) -> None:
+    def __init__(self, disconnects: bool = True, shares: bool = False, towards: str = "") -> None:
         self.device = torch.device("cpu")
         self.shares = shares
+        self._towards = towards
         self._disconnects = disconnects and not shares
 
     def check_supported(self, kind: Kind, dtype: torch.dtype, op: object = None) -> None:
@@ -236,7 +238,7 @@ class StreamBuilder:
 
         def build() -> StreamCommunicator:
             keys = torch_compat.PrefixStore(prefix, store)
-            links = connect(keys, job_address(), len(ranks), index, end, direct)
+            links = connect(keys, job_address(self._towards), len(ranks), index, end, direct)
             if self._disconnects:
                 torch_compat.disconnect(store)  # saves a descriptor on the store's host
             return StreamCommunicator(links, ranks, generation)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ncclguard.environment import network
-from ncclguard.environment.network import address_towards_master, job_address
+from ncclguard.environment.network import address_towards, job_address
 
 
 @contextmanager
@@ -62,4 +62,4 @@ def test_a_master_that_is_loopback_here_is_left_by_the_way_out_where_the_job_has
     monkeypatch.setenv("MASTER_ADDR", "master")
     monkeypatch.setenv("WORLD_SIZE", size)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert address_towards_master() == address
+    assert address_towards() == address

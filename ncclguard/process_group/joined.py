@@ -1,0 +1,161 @@
+"""`join`: a guarded process group of any processes, such as a trainer and its engines, each in its own job."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import time
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from ncclguard import torch_compat
+from ncclguard.collectives import safe_barrier
+from ncclguard.config import seconds
+from ncclguard.engine import runtime
+from ncclguard.engine.call import Time
+from ncclguard.environment.network import is_here
+from ncclguard.errors import GuardConfigError, GuardError
+from ncclguard.process_group.group import NAME, told_of_world
+from ncclguard.torch_compat import Store, TCPStore
+from ncclguard_explain.language import told
+
+log = logging.getLogger("ncclguard")
+
+#: Seconds for one try to reach a store.
+_PROBE = 1.0
+
+
+def join(
+    address: str | Store, *, name: str, rank: int, world_size: int, label: str = "", timeout: Time = 300.0
+) -> dist.ProcessGroup:
+    """Return a guarded process group of `world_size` processes, which need have no job, or not the same one, in common.
+
+    All of `torch.distributed` and `safe_*` work on it, with and without a default group beside it; a process may be in
+    several. Its ranks are 0 to `world_size` - 1, also where a rank is asked for as a global one. `address`:
+    "tcp://HOST:PORT" of the store where the processes meet, or a store of torch's. Run that store as
+    ``ncclguard store`` in a process of its own; where nobody listens there, rank 0 does, and when that process is
+    stopped the others cannot tell who holds them up. `name`: the same on all, and no other group's in that store.
+    `label`: what reports call this process, such as "engine 2". `timeout`: seconds or timedelta for all to come.
+    `torch.distributed.destroy_process_group(group)` ends it, and it can be joined again, by all, under the same name.
+
+    Raises GuardConfigError, TypeError or ValueError for arguments that cannot be; GuardError when the store or rank 0
+    cannot be reached; CollectiveTimeout, or another CollectiveFailed, when a rank has not come.
+
+    >>> import torch, torch.distributed as dist
+    >>> import ncclguard as ng
+    >>> group = ng.join(dist.HashStore(), name="weights", rank=0, world_size=1)
+    >>> ng.safe_broadcast(torch.ones(2), src=0, group=group).ok
+    True
+    >>> dist.destroy_process_group(group)
+    """
+    limit = seconds(timeout, "timeout") or 300.0
+    _check(name, rank, world_size)
+    until = time.monotonic() + limit
+    store, hosts = _store_at(address, name, rank, limit) if isinstance(address, str) else (address, True)
+    if not isinstance(store, torch_compat.Store):
+        raise TypeError(
+            told(
+                'address must be "tcp://HOST:PORT" or a store of torch.distributed, not {kind}: give where the processes meet',
+                kind=type(address).__name__,
+            )
+        )
+    token = told_of_world.set({"label": label, "has_store": hosts})
+    try:
+        keys = torch_compat.PrefixStore(f"ncclguard/{name}", store)
+        group = torch_compat.new_outside_group(NAME, keys, rank, world_size, name, timedelta(seconds=limit))
+    finally:
+        told_of_world.reset(token)
+    if world_size > 1:
+        try:
+            _meet(group, name, until)
+        except BaseException:
+            dist.destroy_process_group(group)
+            raise
+    return group
+
+
+def _check(name: str, rank: int, world_size: int) -> None:
+    for what, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(told("{name} must be a whole number, not {kind}", name=what, kind=type(value).__name__))
+    if not 0 <= rank < world_size:
+        raise GuardConfigError(
+            told("rank is {rank} of {count}: give one of 0 to {last}", rank=rank, count=world_size, last=world_size - 1)
+        )
+    if not isinstance(name, str) or not name:
+        raise GuardConfigError(told("name is {name}: give a text that is the same on all ranks", name=repr(name)))
+    if name in torch_compat.group_names():
+        raise GuardConfigError(
+            told(
+                "this process has a group {name} already: end that one with destroy_process_group(group), or give another name",
+                name=repr(name),
+            )
+        )
+
+
+def _meet(group: dist.ProcessGroup, name: str, until: float) -> None:
+    """Return once all ranks are in the group."""
+    ready = runtime.of(group).monitor.session_ready
+    if not ready.wait(max(0.0, until - time.monotonic())):
+        raise GuardError(
+            told(
+                "rank 0 has not come to group {name}: start it with the same name at the same address, or give join() a "
+                "longer timeout",
+                name=repr(name),
+            )
+        )
+    safe_barrier(group, timeout=max(0.001, until - time.monotonic()), name=f"join {name}").raise_if_failed()
+
+
+def _store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, bool]:
+    """Open the store at "tcp://HOST:PORT"; rank 0 makes it where nobody listens at an address of its host.
+
+    Also return whether this process has it.
+    """
+    parts = urlsplit(address)
+    if parts.scheme != "tcp" or not parts.hostname or parts.port is None or parts.path:
+        raise GuardConfigError(
+            told(
+                'the address is {value}: give it as "tcp://HOST:PORT", such as "tcp://10.0.0.1:29700"',
+                value=repr(address),
+            )
+        )
+    host, port, within = parts.hostname, parts.port, timedelta(seconds=limit)
+    if rank == 0 and is_here(host) and not _answers(host, port):
+        try:
+            store = TCPStore(host, port, None, True, within, wait_for_workers=False)
+        except (RuntimeError, OSError) as error:
+            log.debug("ncclguard: rank 0 cannot host a store at %s: %s", address, error)
+        else:
+            log.warning(
+                "%s",
+                told(
+                    "ncclguard: nobody listens at {address}: this process, rank 0, has the store of group {name}. While it is "
+                    "stopped or gone the others cannot agree who is; `ncclguard store --listen HOST:PORT` is a store of its own.",
+                    address=address,
+                    name=repr(name),
+                ),
+            )
+            return store, True
+    try:
+        return TCPStore(host, port, None, False, within, wait_for_workers=False), False
+    except (RuntimeError, OSError) as error:
+        raise GuardError(
+            told(
+                "no store answers at {address} ({error}): start `ncclguard store --listen HOST:PORT` there, or rank 0 on that "
+                "host",
+                address=address,
+                error=str(error).partition("\n")[0],
+            )
+        ) from error
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=_PROBE):
+            return True
+    except OSError as error:
+        return error.errno not in (errno.ECONNREFUSED, None)
