@@ -32,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     examples = {
         "ncclguard store --listen 10.0.0.1:29700": 'for ncclguard.join("tcp://10.0.0.1:29700", ...) in each process',
+        "ncclguard store --listen [::]:29700": "at all addresses of this host, IPv6 and IPv4",
     }
     return described(parser, examples, EXIT_CODES)
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, int(port)), family=family, backlog=1024)
+        listener = socket.create_server((host, int(port)), family=family, backlog=1024, dualstack_ipv6=host == "::")
         store = TCPStore(
             host,
             int(port),

@@ -11,7 +11,7 @@ from ncclguard import torch_compat
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Where the processes meet, and which of them this one is.
+    """The store where the processes meet, and which of them this one is.
 
     `group`: the name of a group outside the job, the same on all of its processes; "" for the job. `label`: what
     reports call this process, such as "engine 2". `has_store`: the process of rank 0 may have the store, so that it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import socket
 import time
@@ -24,8 +23,8 @@ from ncclguard_explain.language import told
 
 log = logging.getLogger("ncclguard")
 
-#: Seconds for one try to reach a store.
-_PROBE = 1.0
+#: Seconds for one try to reach a store, and between two.
+_PROBE, _PAUSE = 1.0, 0.2
 
 
 def join(
@@ -123,12 +122,13 @@ def _store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, 
                 value=repr(address),
             )
         )
-    host, port, within = parts.hostname, parts.port, timedelta(seconds=limit)
+    host, port = parts.hostname, parts.port
+    until = time.monotonic() + limit
     if rank == 0 and is_here(host) and not _answers(host, port):
         try:
-            store = TCPStore(host, port, None, True, within, wait_for_workers=False)
-        except (RuntimeError, OSError) as error:
-            log.debug("ncclguard: rank 0 cannot host a store at %s: %s", address, error)
+            store = TCPStore(host, port, None, True, timedelta(seconds=limit), wait_for_workers=False)
+        except (RuntimeError, OSError) as error:  # another process has taken the port in this moment
+            log.debug("ncclguard: rank 0 cannot have the store at %s: %s", address, error)
         else:
             log.warning(
                 "%s",
@@ -140,13 +140,24 @@ def _store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, 
                 ),
             )
             return store, True
+    while not (there := _answers(host, port)) and time.monotonic() < until:
+        time.sleep(_PAUSE)
+    if not there:  # torch would print its C++ stack for it
+        raise GuardError(
+            told(
+                "no store has answered at {address} in {seconds:g} s: start `ncclguard store --listen HOST:PORT` there, or rank 0 "
+                "on that host",
+                address=address,
+                seconds=limit,
+            )
+        )
+    left = timedelta(seconds=max(_PROBE, until - time.monotonic()))
     try:
-        return TCPStore(host, port, None, False, within, wait_for_workers=False), False
+        return TCPStore(host, port, None, False, left, wait_for_workers=False), False
     except (RuntimeError, OSError) as error:
         raise GuardError(
             told(
-                "no store answers at {address} ({error}): start `ncclguard store --listen HOST:PORT` there, or rank 0 on that "
-                "host",
+                "what listens at {address} is no store of torch.distributed ({error}): give the address of `ncclguard store`",
                 address=address,
                 error=str(error).partition("\n")[0],
             )
@@ -157,5 +168,5 @@ def _answers(host: str, port: int) -> bool:
     try:
         with socket.create_connection((host, port), timeout=_PROBE):
             return True
-    except OSError as error:
-        return error.errno not in (errno.ECONNREFUSED, None)
+    except OSError:
+        return False

@@ -182,7 +182,7 @@ def test_where_nobody_listens_rank_0_has_the_store_and_the_others_are_told_when_
     assert result[0].reports["error"] == "CollectiveTimeout"
     assert "this process, rank 0, has the store of group" in result[0].output
     result = faults.run_ranks(missing, 3, args=[f"tcp://127.0.0.1:{free_port()}", 0, "own"], timeout=60).check()
-    assert "no store answers at tcp://127.0.0.1:" in result[1].reports["text"], result
+    assert "no store has answered at tcp://127.0.0.1:" in result[1].reports["text"], result
 
 
 def again(address: str) -> None:

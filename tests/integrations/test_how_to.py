@@ -299,3 +299,12 @@ def test_a_process_group_of_a_page_has_the_limit_that_the_guard_needs(page: Path
     made = re.findall(r"(?:init_process_group|init_distributed|DDPStrategy|TorchConfig)\(.*", "".join(
         text for kind, text in BLOCK.findall(page.read_text()) if kind == "python"))  # fmt: skip
     assert [call for call in made if "timeout" not in call] == []
+
+
+def test_the_page_on_groups_of_any_processes_runs_as_it_stands(tmp_path: Path) -> None:
+    found = BLOCK.findall((ROOT / "docs" / "join.md").read_text())
+    (tmp_path / "weights.py").write_text(next(text for kind, text in found if kind == "python"))
+    output = shell(next(text for kind, text in found if kind == "sh"), tmp_path)
+    assert sorted(line for line in output.splitlines() if "True" in line) == [
+        "engine True 7.0 ()", "engine True 7.0 ()", "trainer True 7.0 ()",
+    ], output  # fmt: skip

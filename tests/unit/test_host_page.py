@@ -300,12 +300,11 @@ def test_what_all_ranks_of_a_host_would_do_at_once_one_does_for_them(monkeypatch
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(host_page, "FOLDERS", (str(tmp_path),))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     return tmp_path
 
 
-def opened(session: str, host: str = "host") -> HostPage:
-    page = open_page(session, host)
+def opened(session: str, host: str = "host", ranks: int = 0) -> HostPage:
+    page = open_page(session, host, ranks)
     assert page is not None
     return page
 
@@ -322,16 +321,13 @@ def test_the_ranks_of_a_host_and_session_share_a_file_and_no_others_do(folder: P
     assert not [*folder.iterdir()]
 
 
-def test_the_file_goes_with_the_last_rank_or_loses_its_name_when_all_have_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_goes_with_the_last_rank_or_loses_its_name_when_all_have_it(folder: Path) -> None:
     first, second = opened("one"), opened("one")
     first.close()
     assert [*folder.iterdir()]
     second.close()
     assert not [*folder.iterdir()]
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    first, second = opened("one"), opened("one")
+    first, second = opened("one", ranks=2), opened("one", ranks=2)
     first.opened_by(1)
     assert [*folder.iterdir()]
     second.opened_by(2)

@@ -36,6 +36,7 @@ NAMES = {
     "configure",
     "current_config",
     "get_adaptive_timeout",
+    "join",
     "nccl_timeout_handler",
     "phase",
     "resilient_evaluate",
