@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -53,7 +54,7 @@ def join(
     limit = seconds(timeout, "timeout") or 300.0
     _check(name, rank, world_size)
     until = time.monotonic() + limit
-    store, hosts = _store_at(address, name, rank, limit) if isinstance(address, str) else (address, True)
+    store, hosts = store_at(address, name, rank, limit) if isinstance(address, str) else (address, True)
     if not isinstance(store, torch_compat.Store):
         raise TypeError(
             told(
@@ -61,15 +62,36 @@ def join(
                 kind=type(address).__name__,
             )
         )
-    token = told_of_world.set({"label": label, "has_store": hosts})
+    return open_group(store, name, name, rank, world_size, label, until, has_store=hosts)
+
+
+def open_group(
+    store: Store,
+    key: str,
+    name: str,
+    rank: int,
+    world_size: int,
+    label: str,
+    until: float,
+    *,
+    has_store: bool,
+    wanted: Callable[[], bool] = lambda: True,
+) -> dist.ProcessGroup:
+    """Return the group of those that meet below `key` in a store, once all have come; it is checked already.
+
+    `name`: of the group in this process; `has_store`: see `World`. While rank 0 does not come, it is given up where the
+    group is not `wanted()` any more. Raises GuardError and CollectiveFailed as `join`.
+    """
+    token = told_of_world.set({"label": label, "has_store": has_store})
+    limit = timedelta(seconds=max(0.001, until - time.monotonic()))
     try:
-        keys = torch_compat.PrefixStore(f"ncclguard/{name}", store)
-        group = torch_compat.new_outside_group(NAME, keys, rank, world_size, name, timedelta(seconds=limit))
+        keys = torch_compat.PrefixStore(f"ncclguard/{key}", store)
+        group = torch_compat.new_outside_group(NAME, keys, rank, world_size, name, limit)
     finally:
         told_of_world.reset(token)
     if world_size > 1:
         try:
-            _meet(group, name, until)
+            _meet(group, name, until, wanted)
         except BaseException:
             dist.destroy_process_group(group)
             raise
@@ -95,10 +117,12 @@ def _check(name: str, rank: int, world_size: int) -> None:
         )
 
 
-def _meet(group: dist.ProcessGroup, name: str, until: float) -> None:
+def _meet(group: dist.ProcessGroup, name: str, until: float, wanted: Callable[[], bool]) -> None:
     """Return once all ranks are in the group."""
     ready = runtime.of(group).monitor.session_ready
-    if not ready.wait(max(0.0, until - time.monotonic())):
+    while not ready.wait(_PAUSE) and time.monotonic() < until and wanted():
+        pass
+    if not ready.is_set():
         raise GuardError(
             told(
                 "rank 0 has not come to group {name}: start it with the same name at the same address, or give join() a "
@@ -109,7 +133,7 @@ def _meet(group: dist.ProcessGroup, name: str, until: float) -> None:
     safe_barrier(group, timeout=max(0.001, until - time.monotonic()), name=f"join {name}").raise_if_failed()
 
 
-def _store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, bool]:
+def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, bool]:
     """Open the store at "tcp://HOST:PORT"; rank 0 makes it where nobody listens at an address of its host.
 
     Also return whether this process has it.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
+from ncclguard.weights import Receiver, Sender
 from tests.gpu.parts import NEEDS_GPU, SHARED_GPU
 
 pytestmark = NEEDS_GPU
@@ -54,3 +55,36 @@ def test_weights_arrive_over_nccl_or_the_engine_that_is_to_blame_is_named(fault:
         assert said["version 0"], result
         assert (said["cause"], said["culprits"]) == (cause, [2] if cause else []), result
         assert said["version 2"] is (fault in ("none", "late")), result
+
+
+def channel(port: int) -> None:
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(0)
+    address = f"tcp://127.0.0.1:{port}"
+    if rank == 0:
+        with Sender(address, timeout=60, bucket_mb=1.0, device="cuda") as sender:
+            sender.wait_for(2, within=60)
+            for version in range(3):
+                state = {f"layer{n}": torch.full((200_000,), float(version), device="cuda") for n in range(3)}
+                published = sender.publish(state, version)
+                faults.report(**{f"version {version}": published.engines})
+        return
+    with Receiver(address, engine=f"engine {rank}") as receiver:
+        for _ in range(4):  # one comes twice to who is left
+            update = receiver.next(timeout=60)
+            assert update is not None
+            staged = dict(update)
+            if rank == 2 and update.version == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if update.commit():
+                right = all(each.is_cuda and bool((each == float(update.version)).all()) for each in staged.values())
+                faults.report(**{f"version {update.version}": right and len(staged) == 3})
+            if update.version == 2:
+                break
+
+
+def test_versions_of_weights_on_the_gpu_go_on_without_an_engine_that_is_killed() -> None:
+    result = faults.run_ranks(channel, 3, args=[35_000 + os.getpid() % 5000], env=dict(SHARED_GPU), timeout=100)
+    both, one = ["engine 1", "engine 2"], ["engine 1"]
+    assert result[0].reports == {"version 0": both, "version 1": one, "version 2": one}, result
+    assert result[1].reports == {"version 0": True, "version 1": True, "version 2": True}, result

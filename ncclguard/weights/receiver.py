@@ -1,0 +1,261 @@
+"""An engine's end of a channel: it asks to be a member, and gets one version after another, whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Generator, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ncclguard.collectives import safe_all_gather_object, safe_broadcast_object_list
+from ncclguard.config import seconds
+from ncclguard.coordination.store import AgreementStore
+from ncclguard.engine.call import Time
+from ncclguard.errors import GuardConfigError, GuardError
+from ncclguard.incident.stacks import describe_exception
+from ncclguard.process_group.joined import open_group
+from ncclguard.torch_compat import Store
+from ncclguard.weights.board import Ask, Board, News, asks_of, connected, dumps, read_news
+from ncclguard.weights.buckets import Digest, Header, unpacked
+from ncclguard_explain.language import told
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+log = logging.getLogger("ncclguard")
+
+
+class Update:
+    """A version that arrives: iterate over its names and tensors, then `commit`.
+
+    The tensors are the receiver's own. Where the transfer fails, the iteration ends early and `commit` returns False:
+    what was staged is to be thrown away, and the version may come again.
+    """
+
+    def __init__(self, receiver: Receiver, news: News, group: dist.ProcessGroup) -> None:
+        self.version = news.version
+        self.error: GuardError | None = None  # for which the transfer failed
+        self._receiver, self._news, self._group = receiver, news, group
+        self._digest, self._refused = Digest(), ""
+        self._arrived = self._over = False
+        self._tensors = self._arriving()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._tensors
+
+    def refuse(self, reason: str) -> None:
+        """Vote against this version, say because a shape is not that of this engine; then `commit` returns False."""
+        self._refused = reason or told("no reason was given")
+
+    def commit(self) -> bool:
+        """Return whether all members have this version, whole and equal; then it may be served, and else not."""
+        if self._over:
+            return False
+        for _ in self._tensors:  # what the program did not look at has to arrive too
+            pass
+        self._over = True
+        if not self._arrived:
+            return False
+        votes: list[Any] = [None] * self._group.size()
+        mine = (self._digest.text(), self._refused)
+        try:
+            safe_all_gather_object(votes, mine, self._group, timeout=self._news.limit).raise_if_failed()
+        except GuardError as error:
+            self._fail(error)
+            return False
+        committed = all(digest == votes[0][0] and not refused for digest, refused in votes)
+        if committed:
+            self._receiver.version = self.version
+        return committed
+
+    def abandon(self, error: BaseException | None = None) -> None:
+        """End the transfer on this worker; the others hear of it at once."""
+        if not self._over:
+            self._over = True
+            self._tensors.close()
+            text = describe_exception(error) if error is not None else told("it was not committed")
+            self._fail(GuardError(text))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abandon(error)
+
+    def _arriving(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        pending: tuple[Header, torch.Tensor, Any] | None = None
+        device = torch.device(self._news.device)
+        try:
+            while True:
+                said: list[Any] = [None]
+                safe_broadcast_object_list(said, 0, self._group, timeout=self._news.limit).raise_if_failed()
+                header: Header | None = said[0]
+                arriving = None
+                if header is not None:
+                    bucket = torch.empty(header.nbytes, dtype=torch.uint8, device=device)
+                    arriving = header, bucket, dist.broadcast(bucket, 0, group=self._group, async_op=True)
+                if pending is not None:
+                    known, flat, work = pending
+                    work.wait()
+                    self._digest.add(known, flat)
+                    yield from unpacked(known, flat)
+                if arriving is None:
+                    break
+                pending = arriving
+        except GuardError as error:
+            self._fail(error)
+            return
+        self._arrived = True
+
+    def _fail(self, error: GuardError) -> None:
+        self.error, self._over = error, True
+        log.warning("ncclguard: version %s of the weights did not arrive: %s", self.version, error)
+        self._receiver._drop_group()
+
+
+class Receiver:
+    """One worker of an engine, which gets the versions that the trainer sends; used in one thread.
+
+    `address`, `name`: those of the sender. `engine`: its name, the same for all its `workers`, of which this is number
+    `worker`: all of them are members, or none is. `timeout`: seconds or timedelta for the store to answer.
+    `version` is the last one that was committed, None before the first.
+
+    Raises GuardConfigError or TypeError for arguments that cannot be, GuardError where no store answers.
+    """
+
+    def __init__(
+        self,
+        address: str | Store,
+        *,
+        name: str = "weights",
+        engine: str,
+        worker: int = 0,
+        workers: int = 1,
+        timeout: Time = 300.0,
+    ) -> None:
+        if not engine or not 0 <= worker < workers:
+            raise GuardConfigError(
+                told(
+                    "engine is {engine}, worker {worker} of {workers}: give the engine a name, and its workers the numbers 0 to "
+                    "{last}",
+                    engine=repr(engine),
+                    worker=worker,
+                    workers=workers,
+                    last=workers - 1,
+                )
+            )
+        self.version: str | int | None = None
+        self._name, self._ask = name, Ask(engine, worker, workers, "")
+        self._label = engine if workers == 1 else f"{engine}, worker {worker}"
+        self._store = connected(address, name, seconds(timeout, "timeout") or 300.0, sends=False)
+        self._group: dist.ProcessGroup | None = None
+        self._epoch = ("", 0)  # of that group: its sender and number
+        self._update: Update | None = None
+        self._last = -1  # number of the news that the board has read
+        self._news: News | None = None  # these; `changed` guards them, and what follows
+        self._asked = 0  # the number of the ask that stands, 0 for none
+        self._was_member = False
+        self._taken = ("", 0)  # the sender and number of the last try that `next` has returned
+        self._board = Board(self._store, self._look)
+
+    def next(self, timeout: Time = None) -> Update | None:
+        """Wait for the next version and return it; None when none has come in `timeout`, seconds or timedelta.
+
+        A worker that is no member, or was left out, asks by itself, and gets what is sent from then on.
+        """
+        limit = seconds(timeout, "timeout")
+        until = float("inf") if limit is None else time.monotonic() + limit
+        if self._update is not None:
+            self._update.abandon()
+            self._update = None
+        while self._board.wait_for(self._is_called, min(until, time.monotonic() + 3600.0)) or time.monotonic() < until:
+            with self._board.changed:
+                news = self._news if self._is_called() else None
+                if news is None:
+                    continue
+                self._taken = (news.sender, news.number)
+            try:
+                group = self._enter(news)
+            except GuardError as error:
+                log.warning("ncclguard: the group for version %s of the weights was not made: %s", news.version, error)
+                continue
+            self._update = Update(self, news, group)
+            return self._update
+        return None
+
+    def close(self) -> None:
+        """Leave the channel; the trainer goes on without this engine."""
+        self._drop_group()
+        self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _is_called(self) -> bool:
+        news = self._news
+        return (
+            news is not None
+            and self._taken != (news.sender, news.number)
+            and bool(self._ask.nonce)
+            and self._ask.nonce in news.members
+        )
+
+    def _enter(self, news: News) -> dist.ProcessGroup:
+        """Return the group of the news, which is joined if need be."""
+        epoch = (news.sender, news.epoch)
+        if self._group is None or self._epoch != epoch:
+            self._drop_group()
+            rank, size = 1 + news.members.index(self._ask.nonce), 1 + len(news.members)
+            key, name = f"epoch/{news.sender}/{news.epoch}", f"{self._name} {news.sender[:4]}.{news.epoch}"
+            until = time.monotonic() + news.limit
+            self._group = open_group(
+                self._store,
+                key,
+                name,
+                rank,
+                size,
+                self._label,
+                until,
+                has_store=False,
+                wanted=lambda: self._news is news,
+            )
+            self._epoch = epoch
+        self._group.set_timeout(timedelta(seconds=news.limit))
+        return self._group
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def _look(self, store: AgreementStore) -> None:
+        """Read the news, and ask to be a member where this worker is none; in the board's thread."""
+        self._last, news = read_news(store, self._last)
+        with self._board.changed:
+            before, self._news = self._news, news or self._news
+            news = self._news
+            if news is None:
+                return
+            anew = before is None or before.sender != news.sender
+            member = self._ask.nonce in news.members
+            dropped = self._asked and news.heard >= self._asked and self._ask.nonce not in news.known
+            if not anew and not dropped and (member or self._asked):
+                return
+            ask = self._ask = Ask(self._ask.engine, self._ask.worker, self._ask.workers, secrets.token_hex(6))
+            self._asked = 0
+        number = asks_of(news.sender).add(store, dumps(ask))
+        with self._board.changed:
+            self._asked = number

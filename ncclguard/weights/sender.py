@@ -1,0 +1,293 @@
+"""The trainer's end of a channel: which engines are members, and one version after another to all of them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ncclguard.collectives import safe_all_gather_object, safe_broadcast_object_list
+from ncclguard.config import seconds
+from ncclguard.coordination.store import AgreementStore
+from ncclguard.engine.call import Time
+from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError
+from ncclguard.incident.model import Incident
+from ncclguard.process_group.joined import open_group
+from ncclguard.torch_compat import Store
+from ncclguard.weights.board import Ask, Board, News, asks_of, connected, write_news
+from ncclguard.weights.buckets import Digest, packed
+from ncclguard_explain.language import told
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+log = logging.getLogger("ncclguard")
+
+#: Tensors by name; called anew for each try, where an engine was left out in the middle of one.
+Tensors = Mapping[str, torch.Tensor] | Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What became of a version: true where enough engines have all of it, and may serve it.
+
+    `engines`: those that have it, with the same digest. `left_out`: by engine, the incident or the reason for which it
+    is no member any more. `joined`: those that were not members before. `seconds`: what it took.
+    """
+
+    version: str | int
+    engines: tuple[str, ...] = ()
+    left_out: Mapping[str, Incident | str] = field(default_factory=dict)
+    joined: tuple[str, ...] = ()
+    seconds: float = 0.0
+    digest: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.digest)
+
+    def __str__(self) -> str:
+        if self:
+            text = told(
+                "version {version} is on {engines} after {seconds:.3g} s",
+                version=self.version,
+                engines=", ".join(self.engines),
+                seconds=self.seconds,
+            )
+        else:
+            text = told(
+                "version {version} is on no engine after {seconds:.3g} s", version=self.version, seconds=self.seconds
+            )
+        reasons = (f"\n{name}: {getattr(why, 'summary', why)}" for name, why in self.left_out.items())
+        return text + "".join(reasons)
+
+
+class Sender:
+    """Sends versions of weights to all engines that have joined; used by one process, in one thread.
+
+    `address`: as for `ncclguard.join`. `timeout`: seconds or timedelta in which a `publish` ends, and 2 s for the last
+    verdict. `min_engines`: fewer are no success. `retries`: how often a version is sent again without an engine that
+    was left out, each try with an equal share of the time that is left. `bucket_mb`: what goes in one collective.
+    `device`: "cpu", over sockets and shared memory, or "cuda", over NCCL; the engines get the tensors there.
+
+    Raises GuardConfigError, TypeError or ValueError for arguments that cannot be, GuardError where no store answers.
+
+    >>> import torch
+    >>> sender = Sender(torch.distributed.HashStore(), timeout=10)
+    >>> print(sender.publish({"layer.weight": torch.ones(2)}, version=1).engines)
+    ()
+    >>> sender.close()
+    """
+
+    def __init__(
+        self,
+        address: str | Store,
+        *,
+        name: str = "weights",
+        timeout: Time = 120.0,
+        min_engines: int = 1,
+        retries: int = 2,
+        bucket_mb: float = 64.0,
+        device: str = "cpu",
+    ) -> None:
+        limit = seconds(timeout, "timeout")
+        if limit is None or min_engines < 1 or retries < 0 or bucket_mb <= 0 or device not in ("cpu", "cuda"):
+            raise GuardConfigError(
+                told(
+                    "Sender takes a timeout in seconds, min_engines of at least 1, retries of at least 0, bucket_mb above 0, and "
+                    'the device "cpu" or "cuda": correct these'
+                )
+            )
+        self._name, self._timeout, self._min_engines, self._retries = name, limit, min_engines, retries
+        self._bucket, self._device = int(bucket_mb * (1 << 20)), torch.device(device)
+        self._store = connected(address, name, limit, sends=True)
+        self._asked: dict[str, dict[int, Ask]] = {}  # by engine and worker; `changed` guards it
+        self._heard = 0
+        self._group: dist.ProcessGroup | None = None
+        self._members: tuple[Ask, ...] = ()  # of the group, in order of their ranks from 1
+        self._news = News(secrets.token_hex(6), device=device)
+        self._asks = asks_of(self._news.sender)
+        self._board = Board(self._store, self._look)
+        self._tell(self._news)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The engines that are members, or will be with the next version, by name."""
+        with self._board.changed:
+            return tuple(sorted(name for name, asked in self._asked.items() if _is_whole(asked)))
+
+    def wait_for(self, engines: int, within: Time = 600.0) -> tuple[str, ...]:
+        """Wait until so many engines have asked to be members, or for so long; returns their names."""
+        self._board.wait_for(
+            lambda: len(self.engines) >= engines, time.monotonic() + (seconds(within, "within") or 0.0)
+        )
+        return self.engines
+
+    def publish(self, tensors: Tensors, version: str | int) -> Published:
+        """Send a version to all engines; what an engine does fails nothing but its own place.
+
+        `tensors`: a mapping such as a state dict, or a function that returns names and tensors, which is called again
+        for each try. Raises TypeError or ValueError for what cannot be sent, and whatever the function raises.
+        """
+        if not isinstance(tensors, Mapping) and not callable(tensors):
+            raise TypeError(
+                told(
+                    "tensors must be a mapping or a function that returns names and tensors, not {kind}: they may have to be sent "
+                    "again",
+                    kind=type(tensors).__name__,
+                )
+            )
+        began = time.monotonic()
+        until = began + self._timeout
+        before = {ask.engine for ask in self._members}
+        left_out: dict[str, Incident | str] = {}
+        for left in range(self._retries + 1, 0, -1):
+            members = self._whole()
+            if len({ask.engine for ask in members}) < self._min_engines or (now := time.monotonic()) >= until:
+                break
+            try:
+                self._begin(members, version, now, (until - now) / left)
+                digest = self._send(tensors, until)
+                wrong = self._vote(digest, until)
+            except CollectiveFailed as error:
+                self._leave_out(error, left_out)
+                continue
+            except GuardError as error:  # its store does not answer
+                self._drop_group()
+                log.warning("ncclguard: version %s of the weights could not be sent: %s", version, error)
+                continue
+            except BaseException:
+                self._drop_group()  # the engines hear of it at once
+                raise
+            if not wrong:
+                engines = tuple(sorted({ask.engine for ask in members}))
+                joined = tuple(name for name in engines if name not in before)
+                return Published(version, engines, left_out, joined, time.monotonic() - began, digest)
+            left_out |= wrong
+            self._forget(wrong)
+        return Published(version, (), left_out, (), time.monotonic() - began)
+
+    def close(self) -> None:
+        """End the channel; the engines keep the version that they have."""
+        self._drop_group()
+        self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ the members
+
+    def _look(self, store: AgreementStore) -> None:
+        """Enter who has asked; in the board's thread."""
+        found = [Ask.from_json(text) for text in self._asks.new(store)]
+        with self._board.changed:
+            self._heard += len(found)
+            for ask in found:
+                asked = self._asked.setdefault(ask.engine, {})
+                if any(other.workers != ask.workers for other in asked.values()):
+                    asked.clear()  # it was started anew in another size
+                asked[ask.worker] = ask
+
+    def _whole(self) -> tuple[Ask, ...]:
+        """Return the workers of the engines all of whose workers have asked, in order."""
+        with self._board.changed:
+            engines = sorted(self._asked.items())
+            return tuple(asked[worker] for _, asked in engines if _is_whole(asked) for worker in sorted(asked))
+
+    def _forget(self, engines: Iterable[str]) -> None:
+        with self._board.changed:
+            for engine in engines:
+                self._asked.pop(engine, None)
+
+    def _leave_out(self, error: CollectiveFailed, left_out: dict[str, Incident | str]) -> None:
+        """Take the engines of the culprits out; where this process is one, or nobody is, all stay."""
+        members, incident = self._members, error.outcome.incident
+        engines = {members[rank - 1].engine for rank in error.outcome.culprits if 0 < rank <= len(members)}
+        for engine in engines:
+            left_out[engine] = incident if incident is not None else str(error)
+        log.warning(
+            "ncclguard: the weights are sent again without %s: %s", ", ".join(sorted(engines)) or "nobody", error
+        )
+        self._forget(engines)
+        self._drop_group()
+
+    def _tell(self, news: News) -> None:
+        self._news = news
+        self._board.post(lambda store: write_news(store, news))
+
+    # ------------------------------------------------------------------ one try
+
+    def _begin(self, members: tuple[Ask, ...], version: str | int, now: float, limit: float) -> None:
+        """Tell the members what comes, and meet them in a group that has them all and nobody else."""
+        epoch = self._news.epoch
+        if self._group is None or members != self._members:
+            self._drop_group()
+            epoch += 1
+        with self._board.changed:
+            heard, known = self._heard, tuple(ask.nonce for asked in self._asked.values() for ask in asked.values())
+        nonces = tuple(ask.nonce for ask in members)
+        self._tell(
+            replace(
+                self._news, number=self._news.number + 1, version=version, epoch=epoch, members=nonces, limit=limit,
+                heard=heard, known=known,
+            )
+        )  # fmt: skip
+        self._members = members
+        if self._group is None:
+            key, name = f"epoch/{self._news.sender}/{epoch}", f"{self._name} {self._news.sender[:4]}.{epoch}"
+            self._group = open_group(
+                self._store, key, name, 0, 1 + len(members), "trainer", now + limit, has_store=False
+            )
+        self._group.set_timeout(timedelta(seconds=limit))
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def _remaining(self, until: float) -> float:
+        return max(0.001, min(self._news.limit, until - time.monotonic()))
+
+    def _send(self, tensors: Tensors, until: float) -> str:
+        """Send all tensors, a bucket in flight while the next one is made; returns their digest."""
+        source = tensors.items() if isinstance(tensors, Mapping) else tensors()
+        group, digest, work = self._group, Digest(), None
+        assert group is not None
+        for header, bucket in packed(source, self._bucket, self._device):
+            safe_broadcast_object_list([header], 0, group, timeout=self._remaining(until)).raise_if_failed()
+            if work is not None:
+                work.wait()
+            work = dist.broadcast(bucket, 0, group=group, async_op=True)
+            digest.add(header, bucket)
+        if work is not None:
+            work.wait()
+        safe_broadcast_object_list([None], 0, group, timeout=self._remaining(until)).raise_if_failed()
+        return digest.text()
+
+    def _vote(self, digest: str, until: float) -> dict[str, str]:
+        """Return why engines do not take the version; empty where all do."""
+        votes: list[Any] = [None] * (1 + len(self._members))
+        safe_all_gather_object(votes, (digest, ""), self._group, timeout=self._remaining(until)).raise_if_failed()
+        wrong: dict[str, str] = {}
+        for ask, (theirs, refused) in zip(self._members, votes[1:], strict=True):
+            if refused:
+                wrong[ask.engine] = told("worker {worker} refused it: {reason}", worker=ask.worker, reason=refused)
+            elif theirs != digest:
+                wrong[ask.engine] = told("worker {worker} has other bytes than were sent", worker=ask.worker)
+        return wrong
+
+
+def _is_whole(asked: Mapping[int, Ask]) -> bool:
+    return bool(asked) and len(asked) == next(iter(asked.values())).workers

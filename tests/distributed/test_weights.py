@@ -1,0 +1,321 @@
+"""The channel from a trainer to engines: all have a version or nobody serves it, and who held it up is left out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ncclguard import faults
+from ncclguard.weights import Receiver, Sender
+from ncclguard.weights.buckets import Header
+
+#: Of a `publish`, of which the first of three tries has a third.
+TIMEOUT = 6.0
+#: The processes: a trainer, an engine of one worker, and one of two. What is struck is the last.
+RANKS, STRUCK = 4, 3
+WORKERS = {1: ("A", 0, 1), 2: ("B", 0, 2), 3: ("B", 1, 2)}
+VERSIONS = 5
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[str]:
+    """The address of a store in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    command = [sys.executable, "-m", "ncclguard", "store", "--listen", address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "listening" in process.stdout.readline()
+        yield f"tcp://{address}"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Three buckets of a megabyte; small tensors of several kinds, one of them without elements."""
+    large = {f"layer{n}.weight": torch.full((500, 400), float(version)) for n in range(3)}
+    return {
+        **large, "bias": torch.full((7,), version, dtype=torch.bfloat16), "none": torch.empty(0, 3),
+        "steps": torch.tensor(version), "mask": torch.tensor([True, False, True]),
+    }  # fmt: skip
+
+
+def strike(fault: str) -> None:
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "stop":  # until the others have gone on
+        subprocess.Popen(["sh", "-c", f"sleep {TIMEOUT}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "late":
+        time.sleep(TIMEOUT / 3 + 2)
+
+
+def trains(sender: Sender, moment: str, fault: str, first: int = 0) -> None:
+    sent = []
+    for version in range(first, first + VERSIONS):
+        state = weights(version)
+
+        def gathered(
+            state: dict[str, torch.Tensor] = state, version: int = version
+        ) -> Iterable[tuple[str, torch.Tensor]]:
+            for number, item in enumerate(state.items()):
+                if (moment, version, number) == ("gather", 1, 2):
+                    strike(fault)
+                yield item
+
+        published = sender.publish(gathered, version)
+        sent.append([bool(published), published.engines, {k: cause(why) for k, why in published.left_out.items()}])
+        faults.report(sent=sent, longest=max(published.seconds, 0.0))
+        time.sleep(1.0)
+    faults.report(slowest=True)
+
+
+def cause(why: Any) -> str:
+    return str(getattr(why, "cause", why))
+
+
+def serves(address: str, name: str, moment: str, fault: str) -> None:
+    """Report each version that was committed, and whether all of it was right."""
+    rank = int(os.environ["RANK"])
+    engine, worker, workers = WORKERS[rank]
+    served: list[list[Any]] = []
+    faults.report(served=served, failed=0)
+    failed = 0
+    with Receiver(address, name=name, engine=engine, worker=worker, workers=workers) as receiver:
+        struck = rank == STRUCK
+        if struck and moment == "asked":
+            time.sleep(1)
+            strike(fault)
+            struck = False
+        while True:
+            if struck and moment == "idle" and receiver.version == 0:
+                strike(fault)
+                struck = False
+            update = receiver.next(timeout=3 * TIMEOUT)
+            if update is None:
+                break
+            staged = {}
+            if struck and moment == "start" and update.version == 1:
+                strike(fault)
+                struck = False
+            for tensor_name, tensor in update:
+                staged[tensor_name] = tensor
+                if struck and moment == "middle" and update.version == 1:
+                    strike(fault)
+                    struck = False
+            if struck and moment == "vote" and update.version == 1:
+                strike(fault)
+                struck = False
+            if update.commit():
+                assert isinstance(update.version, int)
+                right = weights(update.version)
+                equal = staged.keys() == right.keys() and all(
+                    torch.equal(staged[key], right[key]) and staged[key].dtype == right[key].dtype for key in right
+                )
+                served.append([update.version, equal])
+                if struck and moment == "committed" and update.version == 1:
+                    faults.report(served=served)
+                    strike(fault)
+                    struck = False
+            else:
+                failed += 1
+            faults.report(served=served, failed=failed)
+            if update.version == VERSIONS - 1 and served and served[-1][0] == VERSIONS - 1:
+                break
+
+
+def channel(address: str, moment: str, fault: str) -> None:
+    name = f"{moment} {fault}"
+    if int(os.environ["RANK"]):
+        serves(address, name, moment, fault)
+        return
+    with Sender(address, name=name, timeout=TIMEOUT, bucket_mb=1.0) as sender:
+        sender.wait_for(2, within=60)
+        trains(sender, moment, fault)
+
+
+CELLS = [
+    (moment, fault) for moment in ("idle", "start", "middle", "vote", "committed") for fault in ("kill", "late", "stop")
+]
+OFTEN = {
+    ("idle", "stop"),
+    ("start", "late"),
+    ("middle", "kill"),
+    ("middle", "stop"),
+    ("vote", "kill"),
+    ("committed", "kill"),
+}
+CAUSES = {"kill": "lost", "late": "late", "stop": "stuck"}
+
+
+@pytest.mark.parametrize(
+    ("moment", "fault"),
+    [pytest.param(*cell, marks=() if cell in OFTEN else pytest.mark.thorough) for cell in CELLS],
+)
+def test_an_engine_that_is_struck_is_left_out_whole_and_the_others_have_the_version(
+    store: str, moment: str, fault: str
+) -> None:
+    result = faults.run_ranks(channel, RANKS, args=[store, moment, fault], timeout=120)
+    sent = result[0].reports["sent"]
+    assert sent[0] == [True, ["A", "B"], {}], result
+    at = 2 if moment == "committed" else 1  # the version that has no B
+    assert all(one == [True, ["A", "B"], {}] for one in sent[:at]), result
+    assert sent[at] == [True, ["A"], {"B": CAUSES[fault]}], result
+    assert result[0].reports["longest"] < TIMEOUT + 2, result
+    assert [one[0] for one in sent] == [True] * VERSIONS, result
+    served = {rank: dict(result[rank].reports["served"]) for rank in WORKERS}
+    assert served[1] == dict.fromkeys(range(VERSIONS), True), result
+    for rank in (2, 3):  # the healthy worker of the engine that was left out serves no version that its engine lacks
+        assert served[rank] == {version: True for version in range(VERSIONS) if "B" in sent[version][1]} or (
+            fault == "kill" and rank == STRUCK and set(served[rank]) == set(range(at))
+        ), result
+    if fault == "kill":
+        assert all(one[1] == ["A"] for one in sent[at:]), result
+    else:
+        assert sent[-1] == [True, ["A", "B"], {}], result  # it has come back by itself
+    assert not result.left_running
+
+
+def restarts(address: str, how: str) -> None:
+    """The first trainer ends in the middle of version 1; another sends from 10 on."""
+    name, rank = f"restart {how}", int(os.environ["RANK"])
+    if rank == 0:
+        sender = Sender(address, name=name, timeout=TIMEOUT, bucket_mb=1.0)
+        sender.wait_for(2, within=60)
+        trains(sender, "gather", how)
+    elif rank == 4:
+        faults.wait_until_told("again", seconds=100)
+        with Sender(address, name=name, timeout=TIMEOUT, bucket_mb=1.0) as sender:
+            faults.report(engines=sender.wait_for(2, within=20))
+            faults.report(again=str(sender.publish(weights(4), VERSIONS - 1)))
+    else:
+        serves(address, name, "", "")
+
+
+def test_engines_keep_their_version_when_the_trainer_is_killed_and_follow_the_next(store: str) -> None:
+    with faults.start_ranks(restarts, 5, args=[store, "kill"], timeout=100) as job:
+        job.wait_for("sent", [0], seconds=60)
+        time.sleep(4)
+        job.tell("again")
+        result = job.wait()
+    assert result[4].reports["engines"] == ["A", "B"] and "is on A, B" in result[4].reports["again"], result
+    for rank in WORKERS:
+        assert result[rank].reports["served"] == [[0, True], [VERSIONS - 1, True]], result
+        assert result[rank].reports["failed"] >= 1, result
+
+
+def refuses(address: str, how: str) -> None:
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        with Sender(address, name=how, timeout=TIMEOUT, bucket_mb=1.0) as sender:
+            sender.wait_for(2, within=60)
+            published = sender.publish(weights(1), 1)
+            faults.report(engines=published.engines, left_out={k: cause(why) for k, why in published.left_out.items()})
+        return
+    with Receiver(address, name=how, engine=f"engine {rank}") as receiver:
+        committed = []
+        for _ in range(2):
+            update = receiver.next(timeout=8)
+            if update is None:
+                break
+            if rank == 2 and how == "raises":
+                try:
+                    with update:
+                        raise RuntimeError("size mismatch for bias")
+                except RuntimeError:
+                    committed.append(False)
+                continue
+            if rank == 2 and how == "refuses":
+                update.refuse("size mismatch for bias")
+            for number, (_, tensor) in enumerate(update):
+                if rank == 2 and how == "differs" and number == 0:
+                    update._digest.add(Header((), 1), tensor.view(torch.uint8).flatten()[:1])
+            committed.append(update.commit())
+        faults.report(committed=committed)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("refuses", "worker 0 refused it: size mismatch for bias"),
+        ("differs", "worker 0 has other bytes than were sent"),
+        ("raises", "exited"),
+    ],
+)
+def test_an_engine_that_does_not_take_a_version_is_left_out_and_the_others_get_it_again(
+    store: str, how: str, said: str
+) -> None:
+    result = faults.run_ranks(refuses, 3, args=[store, how], timeout=60).check()
+    assert result[0].reports == {"engines": ["engine 1"], "left_out": {"engine 2": said}}, result
+    assert result[1].reports["committed"] == [False, True], result
+    assert result[2].reports["committed"][0] is False, result
+
+
+def wrong() -> None:
+    store = torch.distributed.HashStore()
+    said = {}
+    with Sender(store, timeout=5) as sender:
+        for what, tensors in {
+            "one shot": iter(()), "no tensor": {"a": 1.0}, "sparse": {"a": torch.eye(2).to_sparse()},
+        }.items():  # fmt: skip
+            try:
+                sender._asked = {}  # nobody: it is refused all the same where it can be seen
+                sender.publish(tensors, 1)  # type: ignore[arg-type]
+            except TypeError as error:
+                said[what] = str(error)
+        said["nobody"] = str(sender.publish({"a": torch.ones(1)}, 7))
+    for what, call in {
+        "engine": lambda: Receiver(store, engine="", worker=0), "worker": lambda: Receiver(store, engine="A", worker=2, workers=2),
+        "timeout": lambda: Sender(store, timeout=0), "device": lambda: Sender(store, device="tpu"),
+    }.items():  # fmt: skip
+        try:
+            call()
+        except ValueError as error:
+            said[what] = str(error)
+    faults.report(said=said)
+
+
+def test_wrong_use_is_told_of() -> None:
+    said = faults.run_ranks(wrong, 1, timeout=60).check()[0].reports["said"]
+    assert "must be a mapping or a function" in said["one shot"]
+    assert said["nobody"].startswith("version 7 is on no engine")
+    assert "give the engine a name" in said["engine"] and "the numbers 0 to 1" in said["worker"], said
+    assert "must be a positive" in said["timeout"] and "correct these" in said["device"], said
+
+
+def test_a_channel_ends_with_its_process_although_its_store_is_stopped(tmp_path: Path) -> None:
+    """Nobody who waits depends on the store, the end of the interpreter included."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    command = [sys.executable, "-m", "ncclguard", "store", "--listen", address]
+    program = (
+        "import os, signal, sys, time\n"
+        "from ncclguard.weights import Receiver\n"
+        f"receiver = Receiver('tcp://{address}', engine='A')\n"
+        "print(receiver.next(timeout=1))\n"
+        "os.kill(int(sys.argv[1]), signal.SIGSTOP)\n"
+        "began = time.monotonic()\n"
+        "print(receiver.next(timeout=2), time.monotonic() - began < 4)\n"
+    )
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "listening" in process.stdout.readline()
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-c", program, str(process.pid)],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        finally:
+            process.kill()
+    assert (ended.returncode, ended.stdout.split("\n")[:2]) == (0, ["None", "None True"]), ended
