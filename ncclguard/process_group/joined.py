@@ -26,6 +26,8 @@ log = logging.getLogger("ncclguard")
 
 #: Seconds for one try to reach a store, and between two.
 _PROBE, _PAUSE = 1.0, 0.2
+#: Seconds in which `ncclguard store`, started together with rank 0, has to listen.
+_PATIENCE = 5.0
 
 
 def join(
@@ -148,7 +150,7 @@ def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, b
         )
     host, port = parts.hostname, parts.port
     until = time.monotonic() + limit
-    if rank == 0 and is_here(host) and not _answers(host, port):
+    if rank == 0 and is_here(host) and not _answers(host, port, min(_PATIENCE, limit / 2)):
         try:
             store = TCPStore(host, port, None, True, timedelta(seconds=limit), wait_for_workers=False)
         except (RuntimeError, OSError) as error:  # another process has taken the port in this moment
@@ -164,9 +166,7 @@ def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, b
                 ),
             )
             return store, True
-    while not (there := _answers(host, port)) and time.monotonic() < until:
-        time.sleep(_PAUSE)
-    if not there:  # torch would print its C++ stack for it
+    if not _answers(host, port, limit):  # torch would print its C++ stack for it
         raise GuardError(
             told(
                 "no store has answered at {address} in {seconds:g} s: start `ncclguard store --listen HOST:PORT` there, or rank 0 "
@@ -188,9 +188,14 @@ def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, b
         ) from error
 
 
-def _answers(host: str, port: int) -> bool:
-    try:
-        with socket.create_connection((host, port), timeout=_PROBE):
-            return True
-    except OSError:
-        return False
+def _answers(host: str, port: int, within: float) -> bool:
+    """Return whether somebody listens there, or begins to in so many seconds."""
+    until = time.monotonic() + within
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=_PROBE):
+                return True
+        except OSError:
+            if time.monotonic() >= until:
+                return False
+        time.sleep(_PAUSE)

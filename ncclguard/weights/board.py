@@ -1,4 +1,4 @@
-"""What the sender and the workers of a channel tell each other through its store, read by a thread of its own.
+"""The messages between the sender and the workers of a channel, in its store, read by a thread of its own.
 
 The store may not answer, so nobody who waits asks it: a caller waits for what the thread has read, for as long as it
 likes. The workers ask to be members, in a list below the name of the sender's incarnation; the sender's news replace

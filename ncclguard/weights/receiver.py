@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from ncclguard.incident.stacks import describe_exception
 from ncclguard.process_group.joined import open_group
 from ncclguard.torch_compat import Store
 from ncclguard.weights.board import Ask, Board, News, asks_of, connected, dumps, read_news
-from ncclguard.weights.buckets import Digest, Header, unpacked
+from ncclguard.weights.buckets import Arriving, Digest, Header, arriving
 from ncclguard_explain.language import told
 
 if TYPE_CHECKING:
@@ -38,10 +38,12 @@ class Update:
     what was staged is to be thrown away, and the version may come again.
     """
 
-    def __init__(self, receiver: Receiver, news: News, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, receiver: Receiver, news: News, group: dist.ProcessGroup, into: Mapping[str, torch.Tensor]
+    ) -> None:
         self.version = news.version
         self.error: GuardError | None = None  # for which the transfer failed
-        self._receiver, self._news, self._group = receiver, news, group
+        self._receiver, self._news, self._group, self._into = receiver, news, group, into
         self._digest, self._refused = Digest(), ""
         self._arrived = self._over = False
         self._tensors = self._arriving()
@@ -91,25 +93,27 @@ class Update:
         self.abandon(error)
 
     def _arriving(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        pending: tuple[Header, torch.Tensor, Any] | None = None
+        pending: tuple[Header, Arriving, list[Any]] | None = None
         device = torch.device(self._news.device)
         try:
             while True:
                 said: list[Any] = [None]
                 safe_broadcast_object_list(said, 0, self._group, timeout=self._news.limit).raise_if_failed()
                 header: Header | None = said[0]
-                arriving = None
+                following = None
                 if header is not None:
-                    bucket = torch.empty(header.nbytes, dtype=torch.uint8, device=device)
-                    arriving = header, bucket, dist.broadcast(bucket, 0, group=self._group, async_op=True)
+                    memory = arriving(header, device, self._into)
+                    works = [dist.broadcast(part, 0, group=self._group, async_op=True) for part in memory.parts]
+                    following = header, memory, works
                 if pending is not None:
-                    known, flat, work = pending
-                    work.wait()
-                    self._digest.add(known, flat)
-                    yield from unpacked(known, flat)
-                if arriving is None:
+                    known, arrived, works = pending
+                    for work in works:
+                        work.wait()
+                    self._digest.add(known, arrived.parts)
+                    yield from arrived.tensors.items()
+                if following is None:
                     break
-                pending = arriving
+                pending = following
         except GuardError as error:
             self._fail(error)
             return
@@ -166,10 +170,11 @@ class Receiver:
         self._taken = ("", 0)  # the sender and number of the last try that `next` has returned
         self._board = Board(self._store, self._look)
 
-    def next(self, timeout: Time = None) -> Update | None:
+    def next(self, timeout: Time = None, into: Mapping[str, torch.Tensor] | None = None) -> Update | None:
         """Wait for the next version and return it; None when none has come in `timeout`, seconds or timedelta.
 
-        A worker that is no member, or was left out, asks by itself, and gets what is sent from then on.
+        A worker that is no member, or was left out, asks by itself, and gets what is sent from then on. `into`: memory
+        to stage in, by name: a tensor of a megabyte and more arrives there where shape, dtype and device are the same.
         """
         limit = seconds(timeout, "timeout")
         until = float("inf") if limit is None else time.monotonic() + limit
@@ -187,7 +192,7 @@ class Receiver:
             except GuardError as error:
                 log.warning("ncclguard: the group for version %s of the weights was not made: %s", news.version, error)
                 continue
-            self._update = Update(self, news, group)
+            self._update = Update(self, news, group, into or {})
             return self._update
         return None
 

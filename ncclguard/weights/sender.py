@@ -23,7 +23,7 @@ from ncclguard.incident.model import Incident
 from ncclguard.process_group.joined import open_group
 from ncclguard.torch_compat import Store
 from ncclguard.weights.board import Ask, Board, News, asks_of, connected, write_news
-from ncclguard.weights.buckets import Digest, packed
+from ncclguard.weights.buckets import Digest, bucketed
 from ncclguard_explain.language import told
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Tensors = Mapping[str, torch.Tensor] | Callable[[], Iterable[tuple[str, torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What became of a version: true where enough engines have all of it, and may serve it.
+    """The fate of a version: true where enough engines have all of it, and may serve it.
 
     `engines`: those that have it, with the same digest. `left_out`: by engine, the incident or the reason for which it
     is no member any more. `joined`: those that were not members before. `seconds`: what it took.
@@ -263,15 +263,15 @@ class Sender:
     def _send(self, tensors: Tensors, until: float) -> str:
         """Send all tensors, a bucket in flight while the next one is made; returns their digest."""
         source = tensors.items() if isinstance(tensors, Mapping) else tensors()
-        group, digest, work = self._group, Digest(), None
+        group, digest, works = self._group, Digest(), list[Any]()
         assert group is not None
-        for header, bucket in packed(source, self._bucket, self._device):
+        for header, parts in bucketed(source, self._bucket, self._device):
             safe_broadcast_object_list([header], 0, group, timeout=self._remaining(until)).raise_if_failed()
-            if work is not None:
+            for work in works:
                 work.wait()
-            work = dist.broadcast(bucket, 0, group=group, async_op=True)
-            digest.add(header, bucket)
-        if work is not None:
+            works = [dist.broadcast(part, 0, group=group, async_op=True) for part in parts]
+            digest.add(header, parts)
+        for work in works:
             work.wait()
         safe_broadcast_object_list([None], 0, group, timeout=self._remaining(until)).raise_if_failed()
         return digest.text()

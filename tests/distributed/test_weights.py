@@ -238,7 +238,7 @@ def refuses(address: str, how: str) -> None:
                 update.refuse("size mismatch for bias")
             for number, (_, tensor) in enumerate(update):
                 if rank == 2 and how == "differs" and number == 0:
-                    update._digest.add(Header((), 1), tensor.view(torch.uint8).flatten()[:1])
+                    update._digest.add(Header((), 1), [tensor.view(torch.uint8).flatten()[:1]])
             committed.append(update.commit())
         faults.report(committed=committed)
 
