@@ -70,6 +70,8 @@ _in_child: list[Callable[[], None]] = []
 
 #: Set by `ncclguard run` for a process that takes a lost rank's place, to the number of processes that had it before.
 JOINS: Final = "NCCLGUARD_JOINS"
+#: Set by `ncclguard run` for its ranks: the folder for their words to it.
+RUN_FOLDER: Final = "NCCLGUARD_RUN_DIR"
 _joined = False
 
 

@@ -51,18 +51,21 @@ MEANING = {
 
 SEE_LOST = tr("See the launcher's and the kernel's log of its host (exit code, out-of-memory killer, Xid).")
 
+_COMPARE = tr(
+    "Compare what the ranks called: a branch, a batch count or a shape depends on the rank. Make it equal, or agree on it "
+    "first."
+)
+_LEFT = tr("That rank finished or left early: it had fewer steps or batches, or returned before the others.")
+
 #: What a person should do next, by cause.
 ADVICE = {
     Cause.LATE: tr(
         "See in its stack what it was doing instead: work on one rank only (saving, metrics, a data loader) must "
         "fit the timeout or run on all ranks. Raise the timeout only if that work is meant to take so long."
     ),
-    Cause.DIVERGED: tr(
-        "Compare what the ranks called: a branch, a batch count or a shape depends on the rank. Make it equal, or "
-        "agree on it first."
-    ),
+    Cause.DIVERGED: tr("{compare} A `name=` and a phase are part of a call.", compare=_COMPARE),
     Cause.FAILED: tr("Fix the exception of that rank first: the others only waited for it."),
-    Cause.EXITED: tr("That rank finished or left early: it had fewer steps or batches, or returned before the others."),
+    Cause.EXITED: tr("{left} Unless the others made a call more than they should.", left=_LEFT),
     Cause.LOST: tr(
         '{see} Restart it, unless the job goes on without it (`resilient_step`, or on_lost="shrink").', see=SEE_LOST
     ),
@@ -77,4 +80,14 @@ ADVICE = {
 }
 
 #: The same where it differs for a collective that the guard only watches.
-ADVICE_WATCHED = {Cause.LOST: tr("{see} Restart the job: the groups of this rank are unusable.", see=SEE_LOST)}
+ADVICE_WATCHED = {
+    Cause.LOST: tr(
+        "{see} Restart the job: the groups of this rank are unusable. On gloo a rank that calls with another size than the "
+        "others aborts itself (SIGABRT).",
+        see=SEE_LOST,
+    ),
+    Cause.NETWORK: tr(
+        "{network} In a call with a source or destination compare that first: it is not recorded.",
+        network=ADVICE[Cause.NETWORK],
+    ),
+}

@@ -288,9 +288,11 @@ def differing(case: Case) -> Finding | None:
     if len(case.verdict.sides) < 2:
         return None
     facts = [f for f in case.evidence.of(Kind.FINGERPRINT) if f.name != "absent" and f.work is not None]
-    if len({(f.work.op, f.work.shape, f.work.dtype) for f in facts if f.work}) < 2:
-        facts = [row.facts[0] for row in case.evidence.rows if row.waiting and row.work and row.work.op and row.facts]
     works = [fact.work for fact in facts if fact.work is not None]
+    if len({(work.op, work.shape, work.dtype) for work in works}) < 2:
+        rows = [row for row in case.evidence.rows if row.waiting and row.work and row.work.op and row.facts]
+        facts = [row.facts[0] for row in rows]
+        works = [row.facts[0].work or row.work for row in rows if row.work is not None]
     recorded = "flight recorder" in case.verdict.rule and len({text.split()[0] for text, _ in case.verdict.sides}) > 1
     if len({work.op for work in works}) > 1 or recorded:
         return Finding("rank_divergence", "high", tr("ranks issued different operations at the same point"), facts)

@@ -1018,6 +1018,8 @@ def by_divergence(evidence: Evidence, world: World) -> Verdict | None:
             verdict.rule == "pair" and len({work.seq for work in works.values()}) > 1
         ):  # one of them skipped, or added, a call
             verdict.culprits, verdict.suspects, verdict.confidence = (), verdict.culprits, "low"
+        if verdict.culprits and all(work.seq is None for work in works.values()):
+            verdict.confidence = "medium"  # by their tracebacks: which call it was of each is not known
         verdict.rule = f"divergence: {verdict.rule}"
         verdict.facts = [fact for row in waiting.values() for fact in row.facts[:1]]
         return verdict

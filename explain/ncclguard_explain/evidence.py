@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ncclguard_explain import passages, places
@@ -685,8 +685,32 @@ def build_rows(facts: Sequence[Fact]) -> list[Row]:
             _fill(same[0], fact)
     for fact in facts:
         if fact.kind in WAITING and fact.rank is not None and fact.rank not in rows:
-            rows[fact.rank] = [Row(fact.rank, None, None, waiting=True, basis=fact.rank_basis, facts=[fact])]
+            work = called(facts, fact.rank) if fact.kind is Kind.GLOO_TIMEOUT else None
+            rows[fact.rank] = [Row(fact.rank, None, work, waiting=True, basis=fact.rank_basis, facts=[fact])]
     return [row for rank in sorted(rows) for row in rows[rank]]
+
+
+def called(facts: Iterable[Fact], rank: int) -> Work | None:
+    """Return the collective in which a rank's tracebacks and stacks show it (gloo prints no work); None without one."""
+    for fact in facts:
+        if fact.rank == rank and fact.kind in (Kind.EXCEPTION, Kind.STACK):
+            found = collectives_in(fact)
+            if found:
+                return Work(found[0])
+    return None
+
+
+def collectives_in(fact: Fact) -> list[str]:
+    """Return the collectives of `torch.distributed` that are among a fact's frames, outermost first."""
+    names = [place[1] for frame in fact.frames if (place := _API.search(frame))]
+    return [name for name in names if name not in _NOT_COLLECTIVE]
+
+
+_API = re.compile(r"distributed_c10d\.py:\d+ in (\w+)")
+_NOT_COLLECTIVE = frozenset(
+    {"wrapper", "init_process_group", "new_group", "_new_process_group_helper", "destroy_process_group",
+     "_store_based_barrier"}
+)  # fmt: skip
 
 
 def _fill(row: Row, fact: Fact) -> None:

@@ -18,7 +18,7 @@ from ncclguard_explain.cause import WORD, Cause
 from ncclguard_explain.causes import Finding, classify, left_normally
 from ncclguard_explain.culprits import find_culprits, guard_incidents
 from ncclguard_explain.decision import advise, decide, next_step
-from ncclguard_explain.evidence import Evidence, Row, World, find_world
+from ncclguard_explain.evidence import Evidence, Row, World, collectives_in, find_world
 from ncclguard_explain.facts import CONSEQUENCES, WAITING, Fact, Group, Kind, Verdict, Work, united
 from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ranks import ranks_text
@@ -188,11 +188,6 @@ _TIMED = frozenset(
 _LIMITED = frozenset(["scheduler", "hang", "start", "graph", "monitor", "queue", "horovod", "xla_limit"])
 _HCCL = re.compile(r"function error: Hccl([A-Z][A-Za-z]+)")  # torch_npu
 _HOROVOD = re.compile(r"(?i:allreduce|allgather|broadcast|alltoall|reducescatter)")  # in a tensor's name
-_API = re.compile(r"distributed_c10d\.py:\d+ in (\w+)")
-_NOT_COLLECTIVE = frozenset(
-    {"wrapper", "init_process_group", "new_group", "_new_process_group_helper", "destroy_process_group",
-     "_store_based_barrier"}
-)  # fmt: skip
 # What stands in the logs of healthy jobs too.
 _QUIET = frozenset(
     {Kind.PROGRESS, Kind.PHASE, Kind.NCCL_INFO, Kind.NOTE, Kind.STACK, Kind.DATALOADER, Kind.JOINED, Kind.ALIVE,
@@ -384,8 +379,7 @@ def _called(evidence: Evidence, culprits: set[int]) -> Work | None:
     """The collective in the tracebacks of ranks that failed because of their peers (gloo prints no work)."""
     names: Counter[str] = Counter()
     for fact in evidence.of(Kind.EXCEPTION, Kind.STACK):
-        called = [place[1] for frame in fact.frames if (place := _API.search(frame))]
-        called = [name for name in called if name not in _NOT_COLLECTIVE]
+        called = collectives_in(fact)
         if called and not (fact.rank in culprits and len(culprits) < 2):
             names[called[0]] += 1
     return Work(names.most_common(1)[0][0]) if names else None

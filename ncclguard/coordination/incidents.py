@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 
@@ -165,7 +166,9 @@ def _further(text: str, cause: Cause, state: Subject, resumed: bool = False, ran
         )
     if resumed or "='evaluation " in text:
         return ""
-    if cause in (Cause.LOST, Cause.EXITED, Cause.STUCK):
+    if cause in (Cause.LOST, Cause.STUCK):
+        if os.environ.get(lifecycle.RUN_FOLDER):
+            return ""
         return tr("A training goes on without a lost rank under `resilient_step`, started with `ncclguard run`.")
     places = [text, *(place for one in ranks for place in (one.call_site or "", *one.stack))]
     if not any("eval" in place.lower() for place in places):

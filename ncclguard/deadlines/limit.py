@@ -298,7 +298,10 @@ class TimeLimit:
             advice = f"See the error it failed with. {RECREATE}"
         else:
             summary += " no process group was stopped."
-            advice = "Give the block a longer limit if it only needed more time."
+            advice = (
+                "Give the block a longer limit if it only needed more time. Where others wait in a collective of the block, this "
+                "rank's next one on the group would meet that: leave the group as it is on all ranks, or make it anew."
+            )
         if self._found or self._new_errors():
             advice += ENDS_SOON
         for failure in (failure for stop in self._stops for failure in stop.failures):

@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ncclguard import torch_compat
 from ncclguard.coordination.group_state import GroupState
@@ -21,7 +21,7 @@ from ncclguard.protocol.timing import period
 from ncclguard.torch_compat.groups import Store
 from ncclguard.transport.base import Builder, Communicator, TransportError
 from ncclguard.transport.bounded import bounded
-from ncclguard_explain.language import tr
+from ncclguard_explain.language import joined, tr
 
 log = logging.getLogger("ncclguard")
 
@@ -185,7 +185,7 @@ class Communicators:
         mine = json.dumps({**self._terms, "participants": codec.ranges(participants)}, sort_keys=True)
         first = store.first("terms", mine)
         if first != mine:
-            self._refuse(f"group-wide settings differ between ranks: {mine} here, {first} on the rank that came first")
+            self._refuse(_differences(json.loads(mine), json.loads(first)))
             return False
         if store.count("ready", 1) == len(participants):
             store.first("go", "1")
@@ -219,3 +219,17 @@ class Communicators:
             if retired is not None:
                 retired.stop()
                 retired.close()
+
+
+def _differences(mine: Mapping[str, object], first: Mapping[str, object]) -> str:
+    """Return the settings of the whole group in which this rank differs from the one that came first."""
+    names = sorted(name for name in {**mine, **first} if mine.get(name) != first.get(name))
+    told = (
+        tr("{name} is {value} here and {other} there", name=name, value=mine.get(name), other=first.get(name))
+        for name in names
+    )
+    return tr(
+        "settings that are the whole group's differ from those of the rank that came first: {settings}; configure the same on "
+        "all ranks",
+        settings=joined("; ", told),
+    )

@@ -34,7 +34,7 @@ from ncclguard.coordination.inquiry import Patience
 from ncclguard.coordination.liveness import Identity, Liveness
 from ncclguard.coordination.monitor import Monitor, MonitorSettings, Session
 from ncclguard.coordination.revocation import Revocation
-from ncclguard.coordination.store import AgreementStore
+from ncclguard.coordination.store import AgreementStore, StoreUnavailable
 from ncclguard.engine.communicators import Communicators
 from ncclguard.engine.description import Description, History, shortened
 from ncclguard.engine.group import GuardedGroup
@@ -168,6 +168,44 @@ class Runtime:
                 made = GroupKey.of(outside or name, device.type, members, queue, 0 if outside else _destroyed[name])
                 entry = self._groups[key] = (group, self._make(made, members, device))
             return entry[1]
+
+    def misplaced(self, within: float) -> str:
+        """Return what is wrong with this process's place in a group outside the job, in words; "" for nothing.
+
+        Another process may have it, or have come with another number of ranks. Raises TransportError where the store
+        does not answer `within` so many seconds.
+        """
+        keys = AgreementStore(self._connection).below(f"{self.monitor.nonce}/places")
+        mine = self._liveness.identity.to_json()
+
+        def claim() -> tuple[str, str]:
+            return keys.first("size", str(self.world_size)), keys.first(str(self.rank), mine)
+
+        size, holder = bounded("taking a place in a group", claim, within, lambda: None)
+        if size != str(self.world_size):
+            return told(
+                "world_size is {own} here and {other} where the group began: give the same on all",
+                own=self.world_size,
+                other=size,
+            )
+        if holder != mine:
+            other = Identity.from_json(holder)
+            return told(
+                "process {pid} on {host} has joined as rank {rank} already: give each process a rank of its own",
+                pid=other.pid,
+                host=other.host,
+                rank=self.rank,
+            )
+        return ""
+
+    def is_replaced(self) -> bool:
+        """Return whether another process has begun the group anew as rank 0, as far as the store answers at once."""
+        store = AgreementStore(self._connection)
+        try:
+            hello = bounded("asking who is rank 0", lambda: store.read("hello"), 1.0, lambda: None)
+        except (TransportError, StoreUnavailable):
+            return False
+        return self.rank == 0 and (hello or "").partition(" ")[0] != self.monitor.nonce
 
     def release(self, group: dist.ProcessGroup) -> None:
         """The group is about to be destroyed: give its connections and threads back.
@@ -399,7 +437,8 @@ def begin_outside(group: dist.ProcessGroup, world: World, within: float = CONNEC
     return made
 
 
-def _end_outside(group: dist.ProcessGroup, cause: Cause, text: str) -> None:
+def end_outside(group: dist.ProcessGroup, cause: Cause, text: str) -> None:
+    """End the runtime of a group outside the job, if there is one: the others are told why; raises nothing."""
     with _starting:
         runtime = _outside.pop(group, None)
     if runtime is not None:
@@ -499,7 +538,7 @@ def _before_destroy() -> None:
 
 def _before_destroy_group(group: dist.ProcessGroup) -> None:
     if group in _outside:
-        _end_outside(group, Cause.EXITED, tr("destroyed its process group"))
+        end_outside(group, Cause.EXITED, tr("destroyed its process group"))
         return
     if _runtime is not None:
         _runtime.release(group)
@@ -515,7 +554,7 @@ def _end(cause: Cause, text: str) -> None:
     if runtime is not None:
         runtime.leave(cause, text)
     for group in tuple(_outside):
-        _end_outside(group, cause, text)
+        end_outside(group, cause, text)
 
 
 def has_ended() -> bool:

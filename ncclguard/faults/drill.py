@@ -123,7 +123,7 @@ class Findings:
         struck = tr(
             "rank {rank} was struck {seconds:.1f} s after the ranks had started",
             rank=self.rank,
-            seconds=self.struck_after,
+            seconds=max(0.0, self.struck_after),
         )
         found: list[tuple[str, str]] = [("happened", struck)]
         if self.absorbed:
@@ -133,7 +133,11 @@ class Findings:
         missing = sorted(set(self.others) - set(self.known_by))
         if self.known_by:
             first, last = min(self.known_by.values()), max(self.known_by.values())
-            who = tr("all {count} others", count=len(self.others)) if not missing else ranks_text(self.known_by)
+            who = (
+                tr("all {count} others", count=len(self.others))
+                if len(self.others) > 1 and not missing
+                else ranks_text(self.known_by)
+            )
             known = tr(
                 "by {who} within {last:.2f} s, by the first after {first:.2f} s", who=who, last=last, first=first
             )

@@ -10,17 +10,22 @@ from datetime import timedelta
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from ncclguard import torch_compat
 from ncclguard.collectives import safe_barrier
 from ncclguard.config import seconds
+from ncclguard.coordination.store import StoreUnavailable
 from ncclguard.engine import runtime
 from ncclguard.engine.call import Time
 from ncclguard.environment.network import is_here
-from ncclguard.errors import GuardConfigError, GuardError
+from ncclguard.errors import CollectiveTimeout, GuardConfigError, GuardError
 from ncclguard.process_group.group import NAME, told_of_world
 from ncclguard.torch_compat import Store, TCPStore
+from ncclguard.transport.base import TransportError
+from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import told
+from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
 
@@ -40,11 +45,12 @@ def join(
     "tcp://HOST:PORT" of the store where the processes meet, or a store of torch's. Run that store as
     ``ncclguard store`` in a process of its own; where nobody listens there, rank 0 does, and when that process is
     stopped the others cannot tell who holds them up. `name`: the same on all, and no other group's in that store.
-    `label`: what reports call this process, such as "engine 2". `timeout`: seconds or timedelta for all to come.
+    `label`: what reports call this process, such as "engine 2". `timeout`: seconds or timedelta for all to come; each
+    call has its own, or that of the settings.
     `torch.distributed.destroy_process_group(group)` ends it, and it can be joined again, by all, under the same name.
 
-    Raises GuardConfigError, TypeError or ValueError for arguments that cannot be; GuardError when the store or rank 0
-    cannot be reached; CollectiveTimeout, or another CollectiveFailed, when a rank has not come.
+    Raises GuardConfigError, TypeError or ValueError for arguments that cannot be, or are other ranks'; GuardError when
+    the store cannot be reached or a rank has not come, CollectiveFailed when one has failed or ended meanwhile.
 
     >>> import torch, torch.distributed as dist
     >>> import ncclguard as ng
@@ -85,10 +91,9 @@ def open_group(
     group is not `wanted()` any more. Raises GuardError and CollectiveFailed as `join`.
     """
     token = told_of_world.set({"label": label, "has_store": has_store})
-    limit = timedelta(seconds=max(0.001, until - time.monotonic()))
     try:
         keys = torch_compat.PrefixStore(f"ncclguard/{key}", store)
-        group = torch_compat.new_outside_group(NAME, keys, rank, world_size, name, limit)
+        group = torch_compat.new_outside_group(NAME, keys, rank, world_size, name, default_pg_timeout)
     finally:
         told_of_world.reset(token)
     if world_size > 1:
@@ -104,6 +109,8 @@ def _check(name: str, rank: int, world_size: int) -> None:
     for what, value in (("rank", rank), ("world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(told("{name} must be a whole number, not {kind}", name=what, kind=type(value).__name__))
+    if world_size < 1:
+        raise GuardConfigError(told("world_size is {count}: give the number of processes", count=world_size))
     if not 0 <= rank < world_size:
         raise GuardConfigError(
             told("rank is {rank} of {count}: give one of 0 to {last}", rank=rank, count=world_size, last=world_size - 1)
@@ -121,18 +128,47 @@ def _check(name: str, rank: int, world_size: int) -> None:
 
 def _meet(group: dist.ProcessGroup, name: str, until: float, wanted: Callable[[], bool]) -> None:
     """Return once all ranks are in the group."""
-    ready = runtime.of(group).monitor.session_ready
+    began, joined = time.monotonic(), runtime.of(group)
+    ready = joined.monitor.session_ready
     while not ready.wait(_PAUSE) and time.monotonic() < until and wanted():
         pass
     if not ready.is_set():
         raise GuardError(
             told(
-                "rank 0 has not come to group {name}: start it with the same name at the same address, or give join() a "
-                "longer timeout",
+                "rank 0 has not come to group {name}, or another process is its rank {rank}: start rank 0 with the same name at "
+                "the same address, or give join() a longer timeout",
                 name=repr(name),
+                rank=group.rank(),
             )
         )
-    safe_barrier(group, timeout=max(0.001, until - time.monotonic()), name=f"join {name}").raise_if_failed()
+    try:
+        wrong = joined.misplaced(max(_PROBE, until - time.monotonic()))
+    except (TransportError, StoreUnavailable) as error:
+        raise GuardError(
+            told("the store of group {name} does not answer: {error}", name=repr(name), error=error)
+        ) from error
+    if wrong:
+        runtime.end_outside(group, Cause.FAILED, wrong)
+        raise GuardConfigError(wrong)
+    try:
+        safe_barrier(group, timeout=max(0.001, until - time.monotonic()), name=f"join {name}").raise_if_failed()
+    except CollectiveTimeout as error:
+        if joined.is_replaced():
+            text = told(
+                "another process has joined group {name} as rank 0: end one of the two, and join again", name=repr(name)
+            )
+        elif error.outcome.culprits:
+            text = told(
+                "{ranks} of {count} have not come to group {name} in {seconds:.3g} s: start them with the same name at the same "
+                "address, or give join() a longer timeout",
+                ranks=ranks_text(error.outcome.culprits),
+                count=group.size(),
+                name=repr(name),
+                seconds=time.monotonic() - began,
+            )
+        else:
+            raise
+        raise GuardError(text) from error
 
 
 def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, bool]:

@@ -19,7 +19,7 @@ from ncclguard.errors import CollectiveMismatch
 from ncclguard.training.joining import PlaceTaken
 
 #: The folder; set by `ncclguard run`, and empty or missing under any other launcher.
-FOLDER: Final = "NCCLGUARD_RUN_DIR"
+FOLDER: Final = lifecycle.RUN_FOLDER
 #: The number of the place that a process has taken on a host that stands by; see `places`.
 PLACE: Final = "NCCLGUARD_PLACE_NUMBER"
 

@@ -30,6 +30,8 @@ class ElasticLoader:
     def __init__(
         self, dataset: Dataset[Any], batch_size: int, *, seed: int = 0, shuffle: bool = True, **options: Any
     ) -> None:
+        if isinstance(dataset, DataLoader):
+            raise TypeError("ElasticLoader takes the data set itself, not a DataLoader: give loader.dataset")
         self.dataset = dataset
         self.batch_size = batch_size
         self.position = 0

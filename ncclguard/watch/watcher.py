@@ -688,6 +688,18 @@ class Watch:
             current.monitor, dist.get_rank(), dist.get_world_size(), self._settings
         )
         self._watcher.start()
+        world = dist.group.WORLD
+        own, given = None if world is None else torch_compat.time_limit(world), self._settings.timeout
+        if given is not None and own is not None and own < given and dist.get_rank() == 0:
+            log.warning(
+                "%s",
+                told(
+                    "ncclguard: watch(timeout={given:g}) reports nothing before torch itself gives up, after {own:g} s: give a "
+                    "shorter one, or init_process_group a longer one",
+                    given=given,
+                    own=own,
+                ),
+            )
         for listener in events.listeners:
             listener.watch_started()
 

@@ -47,7 +47,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What the sender has to say last: `heard` is how many have asked, and `known` are those not left out since.
+    """The last word of the sender: `heard` is how many have asked, and `known` are those not left out since.
 
     `epoch`: 0 before the first group; `members` of it, in order of their ranks from 1. `number` counts the tries to
     send; each collective of it has `limit` seconds.

@@ -389,7 +389,7 @@ def test_ranks_that_are_configured_differently_are_told_so_at_once() -> None:
     result = faults.run_ranks(disagreeing, 2, env={"NCCLGUARD_REPORT_DIR": "none"}, timeout=60)
     assert result.values("ok") == {0: False, 1: False}, result
     assert result.values("cause") == {0: "failed", 1: "failed"}
-    assert all("group-wide settings differ" in text for text in result.values("text").values())
+    assert all("settings that are the whole group's differ" in text for text in result.values("text").values())
 
 
 def with_one_rank_that_serves() -> None:

@@ -185,3 +185,16 @@ def test_evaluations_that_only_their_number_tells_apart_are_doubted_where_one_is
     (report,) = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert report["incident"]["culprits"] == [1], report
     assert "the values since then mix different evaluations" in report["incident"]["advice"]
+
+
+def unlike_lists() -> None:
+    dist.init_process_group("gloo")
+    outcome = ng.safe_broadcast_object_list([0] * (2 if dist.get_rank() == 0 else 3), src=0, timeout=20)
+    faults.report(text=str(outcome.incident), culprits=outcome.culprits)
+
+
+def test_lists_of_objects_of_another_length_are_told_by_their_lengths() -> None:
+    result = faults.run_ranks(unlike_lists, 3, timeout=60)
+    for rank in result:
+        assert rank.reports["culprits"] == [0], result
+        assert "size of 2 objects, src=0" in rank.reports["text"] and "size of 3 objects" in rank.reports["text"], rank

@@ -656,3 +656,21 @@ def test_the_log_that_was_given_is_not_asked_for(tmp_path: Path) -> None:
     assert report.culprits == ()
     assert report.next_step.startswith("Read the end of the log of rank 1")
     assert "add the logs that are missing here" in report.advice[0]
+
+
+def waited_in(rank: int, op: str) -> list[str]:
+    """What a rank prints whose call of gloo has run into its limit (torch 2.13)."""
+    return [f"[rank{rank}]: {line}" for line in (
+        "Traceback (most recent call last):", '  File "/job/train.py", line 12, in <module>', f"    dist.{op}(x)",
+        f'  File "/lib/torch/distributed/distributed_c10d.py", line 3151, in {op}', "    work.wait()",
+        "RuntimeError: [/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete",
+    )]  # fmt: skip
+
+
+def test_a_rank_whose_traceback_is_in_another_collective_than_the_others_is_named(explain_lines: Explain) -> None:
+    """Gloo prints no collective: the tracebacks tell. Of two ranks nobody is named."""
+    report = explain_lines([*waited_in(1, "broadcast"), *waited_in(0, "all_reduce"), *waited_in(2, "all_reduce")])
+    assert (report.culprits, report.cause) == ((1,), Cause.DIVERGED)
+    assert report.cause_class == "rank_divergence"
+    assert explain_lines([*waited_in(1, "broadcast"), *waited_in(0, "all_reduce")]).culprits == ()
+    assert explain_lines([line for rank in range(3) for line in waited_in(rank, "all_reduce")]).culprits == ()
