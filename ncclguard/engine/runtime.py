@@ -156,9 +156,16 @@ class Runtime:
             entry = self._groups.get(key)
             if entry is None or entry[0] is not group:
                 members = ranks or torch_compat.group_ranks(group)
-                made = GroupKey.of(name, device.type, members, queue, _destroyed[name])
+                made = self.key(group, device, queue, ranks)
                 entry = self._groups[key] = (group, self._make(made, members, device))
             return entry[1]
+
+    def key(
+        self, group: dist.ProcessGroup, device: torch.device, queue: str, ranks: tuple[int, ...] | None = None
+    ) -> GroupKey:
+        """Return the name of a guarded group in the job, alike on all its ranks."""
+        name = torch_compat.group_name(group)
+        return GroupKey.of(name, device.type, ranks or torch_compat.group_ranks(group), queue, _destroyed[name])
 
     def release(self, group: dist.ProcessGroup) -> None:
         """The group is about to be destroyed: give its connections and threads back.
