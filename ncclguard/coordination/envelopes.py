@@ -11,9 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from ncclguard.coordination.store import AgreementStore, Entries
+from ncclguard.coordination.store import AgreementStore
 from ncclguard.protocol.decision import Departure
 
 
@@ -25,23 +25,61 @@ class Envelope(NamedTuple):
     tag: int
 
 
+#: Envelopes for each sender that a box has room for. A sender is in one message at a time, so more than one of its
+#: envelopes is unread only after messages that nobody came for have ended at their limit.
+ROOM: Final = 4
+
+
+class Box(NamedTuple):
+    """All messages to one rank of one group, by a `name` that is alike on all its ranks; `senders`: global ranks."""
+
+    name: str
+    senders: tuple[int, ...]
+
+    @property
+    def _room(self) -> int:
+        return ROOM * max(1, len(self.senders))
+
+    def put(self, store: AgreementStore, envelope: Envelope) -> None:
+        """Count an envelope, and write it where an older one stood."""
+        count = store.count(f"{self.name}/sent", 1)
+        store.put(f"{self.name}/envelope/{count % self._room}", " ".join(map(str, (count, *envelope))))
+
+    def read(self, store: AgreementStore, awaited: set[int], counted: int) -> tuple[list[Envelope], int]:
+        """Return the envelopes since the `counted`-th, and how many have been counted.
+
+        `awaited`: which of them were counted and not yet written; brought up to date.
+        """
+        count = store.count(f"{self.name}/sent")
+        awaited |= set(range(counted + 1, count + 1))
+        awaited -= set(range(count - self._room + 1))
+        keys = {number: f"{self.name}/envelope/{number % self._room}" for number in sorted(awaited)}
+        texts = store.read_many(list(keys.values())) if keys else {}
+        found = []
+        for number, key in keys.items():
+            told = [int(part) for part in texts.get(key, "0").split()]
+            if told[0] == number:
+                awaited.discard(number)
+                found.append(Envelope(*told[1:]))
+        return found, count
+
+
 class Envelopes:
     """The envelopes that this process tells and reads; thread-safe.
 
-    The monitor calls `hear` and `step`, the program's threads the rest. A `box` is the name of all messages to one rank
-    of one group, alike on all its ranks.
+    The monitor calls `hear` and `step`, the program's threads the rest.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._changed = threading.Condition()
-        self._wanted: set[str] = set()  # boxes that their ranks read
-        self._open: dict[str, Envelope] = {}  # the send that this process is in, by box
-        self._unsaid: list[tuple[str, Envelope]] = []
-        self._readers: dict[str, Entries] = {}
-        self._unasked: list[tuple[str, tuple[int, ...]]] = []
-        self._come: dict[str, list[Envelope]] = {}
-        self._reading: list[str] = []
+        self._wanted: set[str] = set()  # names of boxes that their ranks read
+        self._open: dict[str, tuple[Box, Envelope]] = {}  # the send that this process is in, by the box's name
+        self._unsaid: list[tuple[Box, Envelope]] = []
+        self._known: dict[Box, tuple[set[int], int]] = {}  # of boxes that are read: what is awaited, and the count
+        self._unasked: list[Box] = []
+        self._come: dict[Box, list[Envelope]] = {}
+        self._reading: list[Box] = []
         self._steps = 0
         #: Ranks that have left, as the monitor has last read.
         self.departed: Mapping[int, Departure] = {}
@@ -49,11 +87,11 @@ class Envelopes:
     # ------------------------------------------------------------------ the program
 
     @contextmanager
-    def sending(self, box: str, envelope: Envelope) -> Iterator[None]:
+    def sending(self, box: Box, envelope: Envelope) -> Iterator[None]:
         """Have the owner of the box told that this process waits in a send to it, if it wants to know."""
         with self._changed:
-            self._open[box] = envelope
-            told = box in self._wanted
+            self._open[box.name] = box, envelope
+            told = box.name in self._wanted
             if told:
                 self._unsaid.append((box, envelope))
         if told:
@@ -62,23 +100,23 @@ class Envelopes:
             yield
         finally:
             with self._changed:
-                self._open.pop(box, None)
+                self._open.pop(box.name, None)
 
     @contextmanager
-    def reading(self, box: str, senders: tuple[int, ...]) -> Iterator[None]:
+    def reading(self, box: Box) -> Iterator[None]:
         """Have the monitor look for new envelopes meanwhile; the senders hear the first time that somebody does."""
         with self._changed:
             self._reading.append(box)
-            if box not in self._readers:
-                self._readers[box] = Entries(f"{box}/sent", f"{box}/envelope")
-                self._unasked.append((box, senders))
+            if box not in self._known:
+                self._known[box] = set(), 0
+                self._unasked.append(box)
         try:
             yield
         finally:
             with self._changed:
                 self._reading.remove(box)
 
-    def new(self, box: str, seconds: float) -> list[Envelope]:
+    def new(self, box: Box, seconds: float) -> list[Envelope]:
         """Have the monitor look once, within so many seconds, and return what has come since the last call."""
         with self._changed:
             before = self._steps
@@ -93,12 +131,12 @@ class Envelopes:
         """Return whether somebody waits for an envelope."""
         return bool(self._reading)
 
-    def hear(self, box: str) -> None:
-        """Somebody reads this box: from now on tell it what is sent, beginning with what waits already."""
+    def hear(self, name: str) -> None:
+        """Somebody reads the box of this name: from now on tell it what is sent, beginning with what waits already."""
         with self._changed:
-            self._wanted.add(box)
-            if box in self._open:
-                self._unsaid.append((box, self._open[box]))
+            self._wanted.add(name)
+            if name in self._open:
+                self._unsaid.append(self._open[name])
 
     def step(
         self, store: AgreementStore, post: Callable[[dict[str, object]], None], departed: Mapping[int, Departure]
@@ -107,20 +145,16 @@ class Envelopes:
         with self._changed:
             unsaid, self._unsaid = self._unsaid, []
             unasked, self._unasked = self._unasked, []
-            readers = {box: self._readers[box] for box in self._reading}
-        for box, senders in unasked:
-            post({"kind": "receives", "box": box, "members": list(senders)})
+            known = {box: self._known[box] for box in self._reading}
+        for box in unasked:
+            post({"kind": "receives", "box": box.name, "members": list(box.senders)})
         for box, envelope in unsaid:
-            Entries(f"{box}/sent", f"{box}/envelope").add(store, " ".join(map(str, envelope)))
-        found = {box: [_read(text) for text in entries.new(store)] for box, entries in readers.items()}
+            box.put(store, envelope)
+        found = {box: (awaited, *box.read(store, awaited, counted)) for box, (awaited, counted) in known.items()}
         with self._changed:
-            for box, envelopes in found.items():
+            for box, (awaited, envelopes, counted) in found.items():
+                self._known[box] = awaited, counted
                 self._come.setdefault(box, []).extend(envelopes)
             self.departed = departed
             self._steps += 1
             self._changed.notify_all()
-
-
-def _read(text: str) -> Envelope:
-    source, number, tag = map(int, text.split())
-    return Envelope(source, number, tag)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ncclguard.coordination import incidents
-from ncclguard.coordination.envelopes import Envelope
+from ncclguard.coordination.envelopes import Box, Envelope
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.errors import GuardError, error_for
 from ncclguard.outcome import of_incident
@@ -22,16 +22,15 @@ LOOK_FIRST, LOOK_LONGEST = 0.001, 0.02
 SLICE: Final = 0.1
 
 
-class Box:
+class Waiting:
     """The messages of one group that wait for this rank; used by one thread at a time.
 
-    `name` is alike on all ranks of the group. `received(source)`: how many messages from there this rank has received,
-    or begun to; None while a receive from that rank is pending, which comes first.
+    `received(source)`: how many messages from there this rank has received, or begun to; None while a receive from that
+    rank is pending, which comes first.
     """
 
-    def __init__(self, name: str, senders: tuple[int, ...], received: Callable[[int], int | None]) -> None:
-        self._name = name
-        self._senders = senders
+    def __init__(self, box: Box, received: Callable[[int], int | None]) -> None:
+        self._box = box
         self._received = received
         self._waiting: defaultdict[int, deque[Envelope]] = defaultdict(deque)
         self._called_off = ""
@@ -47,18 +46,18 @@ class Box:
         """
         started, pause, self._called_off = time.monotonic(), LOOK_FIRST, ""
         envelopes = monitor.envelopes
-        with envelopes.reading(self._name, self._senders):
+        with envelopes.reading(self._box):
             while True:
                 departed = envelopes.departed
-                for envelope in envelopes.new(self._name, SLICE):
+                for envelope in envelopes.new(self._box, SLICE):
                     self._waiting[envelope.source].append(envelope)
                 source = self._source(tag)
                 if source is not None:
                     return source
                 if self._called_off:
                     raise GuardError(f"{text} was called off: {self._called_off}")
-                if all(rank in departed for rank in self._senders):
-                    causes = {rank: departed[rank].cause for rank in self._senders}
+                if all(rank in departed for rank in self._box.senders):
+                    causes = {rank: departed[rank].cause for rank in self._box.senders}
                     why = tr("all ranks that could have sent a message have left")
                     raise self._error(monitor, text, causes, why, started)
                 if time.monotonic() >= deadline or monitor.unavailable:
@@ -82,7 +81,7 @@ class Box:
     def _error(
         self, monitor: Monitor, text: str, causes: dict[int, Cause], why: str | Message, started: float
     ) -> Exception:
-        state = monitor.state(self._name, tuple(sorted((*self._senders, monitor.rank))))
+        state = monitor.state(self._box.name, tuple(sorted((*self._box.senders, monitor.rank))))
         cause = min(causes.values(), key=PRECEDENCE.index, default=Cause.UNKNOWN)
         incident = incidents.alone(state, "recv", text, 0, cause, causes, why, expired=not causes)
         return error_for(of_incident(incident, time.monotonic() - started, torn=False))

@@ -20,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.config import current_config
-from ncclguard.coordination.envelopes import Envelope
+from ncclguard.coordination.envelopes import Box, Envelope
 from ncclguard.engine import dispatch, runtime
 from ncclguard.engine.call import terms_of
 from ncclguard.engine.chunking import ChunkPlan
@@ -31,7 +31,7 @@ from ncclguard.errors import CollectiveFailed, GuardError
 from ncclguard.metrics.settings import config_of
 from ncclguard.outcome import Outcome
 from ncclguard.phases import current_phase
-from ncclguard.process_group.any_source import Box
+from ncclguard.process_group.any_source import Waiting
 from ncclguard.process_group.operations import Operation, Perform
 from ncclguard.process_group.operators import serve_cpp_callers
 from ncclguard.process_group.work_queue import GuardedWork, Task, WorkQueue
@@ -127,8 +127,8 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._queue = WorkQueue("collectives", self._tell)
         self._pairs: dict[tuple[int, int], WorkQueue] = {}
         self._begun: Counter[tuple[str, str, int, int]] = Counter()  # messages, by lane, device, source and target
-        self._box_names: dict[tuple[str, str, int], str] = {}
-        self._boxes: dict[str, Box] = {}
+        self._boxes: dict[tuple[str, str, int], Box] = {}
+        self._waiting: dict[str, Waiting] = {}
         self._coalescing: list[GuardedWork] | None = None
 
     # ------------------------------------------------------------------ who it is
@@ -374,13 +374,13 @@ class GuardedProcessGroup(dist.ProcessGroup):
             return self._message(tensor, self._index, self._index, tag)
         # Failures of the message itself are told by the queue of its pair.
         queue = self._pairs.setdefault((ANY, self._index), WorkQueue("messages-any", lambda outcome: None))
-        terms, box = self._operation(tensor, None, queue).terms, self._box(tensor.device)
+        terms, waiting = self._operation(tensor, None, queue).terms, self._messages(tensor.device)
         text = f"recv({tensor.numel()} elements, from any source, tag {tag})"
 
         def perform() -> None:
-            queue.running(box)
+            queue.running(waiting)
             try:
-                source = self._global_ranks().index(box.next(runtime.current().monitor, text, tag, terms.deadline))
+                source = self._global_ranks().index(waiting.next(runtime.current().monitor, text, tag, terms.deadline))
             except CollectiveFailed as error:
                 self._tell(error.outcome)
                 raise
@@ -535,7 +535,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
             self._begun[(self._lane, device, *ranks)] += 1
             if source == self._index:
                 envelope = Envelope(ranks[0], number, tag)
-                with runtime.current().monitor.envelopes.sending(self._box_name(tensor.device, ranks[1]), envelope):
+                with runtime.current().monitor.envelopes.sending(self._box(tensor.device, ranks[1]), envelope):
                     message()
             else:
                 message()
@@ -548,28 +548,26 @@ class GuardedProcessGroup(dist.ProcessGroup):
         whole = self._survivors is None or self.whole is self
         return torch_compat.group_ranks(self._identity) if whole else self._survivors or ()
 
-    def _box_name(self, device: torch.device, owner: int) -> str:
-        """Return the name of the messages to a rank, for its receives from any source."""
+    def _box(self, device: torch.device, owner: int) -> Box:
+        """Return where the messages to a rank are told, for its receives from any source."""
         place = (self._lane, device.type, owner)
-        if place not in self._box_names:
+        if place not in self._boxes:
             key = runtime.current().key(self._identity, device, f"{self._lane}:any>{owner}", self._survivors)
-            self._box_names[place] = f"any/{key}"
-        return self._box_names[place]
+            senders = tuple(rank for rank in self._survivors or self._global_ranks() if rank != owner)
+            self._boxes[place] = Box(f"any/{key}", senders)
+        return self._boxes[place]
 
-    def _box(self, device: torch.device) -> Box:
-        """Return the messages to this rank, for its receives from any source."""
+    def _messages(self, device: torch.device) -> Waiting:
+        """Return the messages that wait for this rank, for its receives from any source."""
         own, ranks, lane = dist.get_rank(), self._global_ranks(), self._lane
-        name = self._box_name(device, own)
+        box = self._box(device, own)
 
         def received(source: int) -> int | None:
             queue = self._pairs.get((ranks.index(source), self._index))
             busy = queue is not None and queue.busy
             return None if busy else self._begun[(lane, device.type, source, own)]
 
-        if name not in self._boxes:
-            senders = tuple(rank for rank in self._survivors or ranks if rank != own)
-            self._boxes[name] = Box(name, senders, received)
-        return self._boxes[name]
+        return self._waiting.setdefault(box.name, Waiting(box, received))
 
     # ------------------------------------------------------------------ scopes
 

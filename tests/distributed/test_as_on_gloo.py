@@ -37,7 +37,14 @@ def expects_gloo() -> None:
     dist.init_process_group("ncclguard", timeout=timedelta(seconds=LIMIT))
     rank = dist.get_rank()
     pair = dist.new_group([0, 1])
-    for stage in (late, absent_from_a_monitored_barrier, no_time_at_all, whoever_is_first, nobody_sends):
+    for stage in (
+        late,
+        absent_from_a_monitored_barrier,
+        no_time_at_all,
+        whoever_is_first,
+        nobody_sends,
+        mean_of_integers,
+    ):
         ng.safe_barrier(timeout=30).raise_if_failed()
         faults.report(**{stage.__name__: stage(rank, pair)})
         ng.safe_barrier(timeout=30).raise_if_failed()
@@ -116,6 +123,16 @@ def nobody_sends(rank: int, _: Any) -> Any:
     return found | {"after": dist.recv(torch.zeros(2), tag=4)}
 
 
+def mean_of_integers(rank: int, _: Any) -> Any:
+    """gloo refuses it, so frameworks ask for it where they do not find gloo; as on NCCL it is rounded towards zero."""
+    tensor, part = torch.tensor([-int(rank > 0), 5 + int(rank > 1)]), torch.zeros(2, dtype=torch.int32)
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    dist.reduce_scatter(part, [torch.tensor([rank, 7 + rank], dtype=torch.int32)] * 3, dist.ReduceOp.AVG)
+    narrow = torch.tensor([rank, 2 * rank], dtype=torch.uint8)
+    dist.reduce(narrow, 0, dist.ReduceOp.AVG)
+    return [tensor.tolist(), part.tolist(), narrow.tolist() if rank == 0 else [1, 2]]
+
+
 def all_have_left(rank: int) -> Any:
     """Long before the limit."""
     group: Any = dist.group.WORLD
@@ -137,6 +154,7 @@ def test_a_program_for_gloo_finds_its_calls_exceptions_and_words() -> None:
             assert f"Rank {rank} timed out in monitoredBarrier. " in error["text"], error
     for error in (reports[0]["absent_from_a_monitored_barrier"][0], *reports[2]["absent_from_a_monitored_barrier"]):
         assert error["culprits"] == [1] and "Rank 1 failed to pass monitoredBarrier in " in error["text"], error
+    assert all(found["mean_of_integers"] == [[0, 5], [1, 8], [1, 2]] for found in reports), reports
     everybody, of_the_pair = reports[0]["absent_from_a_monitored_barrier"][1:]
     assert "Ranks 1, 2 failed to pass monitoredBarrier in " in everybody["text"], everybody
     assert "Rank 1 failed to pass monitoredBarrier in " in of_the_pair["text"], of_the_pair
