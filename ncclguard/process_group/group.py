@@ -373,7 +373,9 @@ class GuardedProcessGroup(dist.ProcessGroup):
         if self._survivors is None and lifecycle.is_joining():
             return self._message(tensor, self._index, self._index, tag)
         # Failures of the message itself are told by the queue of its pair.
-        queue = self._pairs.setdefault((ANY, self._index), WorkQueue("messages-any", lambda outcome: None))
+        queue = self._pairs.get((ANY, self._index))
+        if queue is None:
+            queue = self._pairs[(ANY, self._index)] = WorkQueue("messages-any", lambda outcome: None)
         terms, waiting = self._operation(tensor, None, queue).terms, self._messages(tensor.device)
         text = f"recv({tensor.numel()} elements, from any source, tag {tag})"
 
@@ -387,7 +389,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
             finally:
                 queue.running(None)
             left = max(terms.deadline - time.monotonic(), SHORTEST)
-            self._message(tensor, source, self._index, tag, left, blocking=True)
+            self._message(tensor, source, self._index, tag, left).wait()
             sources.append(source)
 
         work = self._start(queue, "recv", tensor, [tensor], perform, False)
@@ -511,7 +513,6 @@ class GuardedProcessGroup(dist.ProcessGroup):
         target: int,
         tag: int,
         timeout: float | None = None,
-        blocking: bool = False,
     ) -> GuardedWork:
         """One message from `source` to `target`, in a sequence of its own for each direction of each pair."""
         for peer in (source, target):
@@ -541,7 +542,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
                 message()
 
         device = tensor.device.type
-        return self._start(queue, "send_recv", tensor, [tensor], perform, blocking)
+        return self._start(queue, "send_recv", tensor, [tensor], perform, False)
 
     def _global_ranks(self) -> tuple[int, ...]:
         """Return the global ranks in the order in which this object counts them."""
