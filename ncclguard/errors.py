@@ -2,7 +2,7 @@
 
 GuardError
 ├── GuardConfigError (also ValueError)        a setting, an environment value or a pair of limits cannot be
-└── CollectiveFailed                          a guarded collective failed; carries `.outcome`
+└── CollectiveFailed (also RuntimeError)      a guarded collective failed; carries `.outcome`
     ├── CollectiveTimeout (also TimeoutError)   a rank was late or stuck, or the deadline passed
     ├── CollectiveMismatch                    the ranks did not call the same operation
     ├── PeerLost                              a process or host is gone
@@ -38,10 +38,11 @@ class GuardConfigError(GuardError, ValueError):
     """
 
 
-class CollectiveFailed(GuardError):
+class CollectiveFailed(GuardError, RuntimeError):
     """A guarded collective failed; raised as itself for a cause that is `network` or `unknown` before the deadline.
 
-    `outcome` is the failed `Outcome`. The text has what happened and what to do next.
+    `outcome` is the failed `Outcome`. The text has what happened and what to do next. It is a RuntimeError because
+    torch's own backends raise that, so that a program which catches it for them goes on as it is.
     """
 
     kind: ClassVar[str] = "failure"
@@ -60,7 +61,7 @@ def repeats(error: BaseException) -> str:
 
 
 class CollectiveTimeout(CollectiveFailed, TimeoutError):
-    """A rank was late or stuck, or the deadline passed (`network`, `unknown`); "timeout" is in the text."""
+    """A rank was late or stuck, or the deadline passed (`network`, `unknown`); see `_text` for words in it."""
 
     kind = "timeout"
 
@@ -122,13 +123,10 @@ def _blamed(cause: Cause, culprits: tuple[int, ...]) -> Message:
 def _text(kind: str, outcome: Outcome) -> str:
     """Build an error's text in the language of this process: what happened, and what to do."""
     incident = outcome.incident
-    head = tr(
-        "{kind} of {op} ({op_id}) after {seconds:.3g} s",
-        kind=_KINDS[kind],
-        op=outcome.op,
-        op_id=outcome.op_id,
-        seconds=outcome.seconds,
-    )
+    what, seconds = {"op": outcome.op, "op_id": outcome.op_id}, outcome.seconds
+    head = tr("failure of {op} ({op_id}) after {seconds:.3g} s", **what, seconds=seconds)
+    if kind == "timeout":  # in every language in words that programs look for in the errors of torch's own backends
+        head = tr("{op} ({op_id}) timed out (collective timeout after {seconds:.3g} s)", **what, seconds=seconds)
     if incident is not None:
         summary = read(incident.summary)
         if len({text for text, _ in incident.sides}) > 1:
@@ -142,7 +140,3 @@ def _called(sides: Sequence[tuple[str, tuple[int, ...]]]) -> str:
     """Say which ranks called what, of the largest sides of a mismatch."""
     calls = [tr("{ranks} called {operation}", ranks=ranks_text(ranks), operation=text) for text, ranks in sides[:4]]
     return f"{say(joined('; ', calls).capitalised())}."
-
-
-#: "timeout" stays in the text in every language: programs look for it there.
-_KINDS = {"failure": tr("failure"), "timeout": tr("timeout")}

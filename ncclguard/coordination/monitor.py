@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ncclguard.coordination.envelopes import Envelopes
 from ncclguard.coordination.group_state import GroupState, Summarise, make_state
 from ncclguard.coordination.host_page import HostPage
 from ncclguard.coordination.inquiry import Inquiries, Patience
@@ -103,6 +104,7 @@ class Monitor:
         self._neighbours = Neighbours(rank, world_size, liveness, settings.timing.aside)
         self._inquiries = Inquiries(rank, self, settings.timing.period)
         self.sections = Sections(rank, self.wake)
+        self.envelopes = Envelopes(self.wake)
         self._states: dict[str, GroupState] = {}
         self._all: tuple[GroupState, ...] = ()
         self._states_lock = threading.Lock()
@@ -269,7 +271,7 @@ class Monitor:
 
     def _pending(self, now: float) -> bool:
         """Return whether something is to be agreed, or may soon have to be."""
-        if self._revocations or self.sections.waiting:
+        if self._revocations or self.sections.waiting or self.envelopes.busy:
             return True
         for state in self.states():
             if state.member.trouble is not None:
@@ -329,6 +331,7 @@ class Monitor:
             if state.key in self._unchecked and state.key not in self._revocations:
                 self._unchecked.discard(state.key)
                 self._look_for_revoke(state, now)
+        self.envelopes.step(self._store, self.post, self._departures.all() if self.envelopes.busy else {})
         if self._departures.more and self._decides:
             self.read_departures()  # it may have become the coordinator in this step
         for key, revocation in list(self._revocations.items()):
@@ -460,6 +463,8 @@ class Monitor:
             self._inquiries.answer(self._store, entry, members)
         elif entry["kind"] == "section":
             self.sections.hear(entry)
+        elif entry["kind"] == "receives":
+            self.envelopes.hear(str(entry["box"]))
 
     # ------------------------------------------------------------------ departures
 

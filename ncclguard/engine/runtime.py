@@ -164,10 +164,17 @@ class Runtime:
             entry = self._groups.get(key)
             if entry is None or entry[0] is not group:
                 members = ranks or torch_compat.group_ranks(group)
-                outside = self.world.group
-                made = GroupKey.of(outside or name, device.type, members, queue, 0 if outside else _destroyed[name])
+                made = self.key(group, device, queue, ranks)
                 entry = self._groups[key] = (group, self._make(made, members, device))
             return entry[1]
+
+    def key(
+        self, group: dist.ProcessGroup, device: torch.device, queue: str, ranks: tuple[int, ...] | None = None
+    ) -> GroupKey:
+        """Return the name of a guarded group in the job, alike on all its ranks."""
+        name, members = torch_compat.group_name(group), ranks or torch_compat.group_ranks(group)
+        outside = self.world.group
+        return GroupKey.of(outside or name, device.type, members, queue, 0 if outside else _destroyed[name])
 
     def misplaced(self, within: float) -> str:
         """Return what is wrong with this process's place in a group outside the job, in words; "" for nothing.

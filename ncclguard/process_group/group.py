@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.config import current_config
+from ncclguard.coordination.envelopes import Box, Envelope
 from ncclguard.engine import dispatch, runtime
 from ncclguard.engine.call import terms_of
 from ncclguard.engine.chunking import ChunkPlan
@@ -26,11 +29,12 @@ from ncclguard.engine.dispatch import Queue
 from ncclguard.engine.execution import divided
 from ncclguard.engine.table import Arguments, Collective
 from ncclguard.engine.world import World
-from ncclguard.errors import GuardError
+from ncclguard.errors import CollectiveFailed, GuardError
 from ncclguard.groups import is_outside
 from ncclguard.metrics.settings import config_of
 from ncclguard.outcome import Outcome
 from ncclguard.phases import current_phase
+from ncclguard.process_group.any_source import Waiting
 from ncclguard.process_group.operations import Operation, Perform
 from ncclguard.process_group.operators import serve_cpp_callers
 from ncclguard.process_group.work_queue import GuardedWork, Task, WorkQueue
@@ -85,6 +89,8 @@ def only(tensors: Any) -> Any:
 
 log = logging.getLogger("ncclguard")
 
+#: The source of a receive from any, and the least limit of a call in seconds.
+ANY, SHORTEST = -1, 0.001
 Tensors = Sequence[torch.Tensor]
 
 
@@ -123,6 +129,9 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._observers: list[Callable[[Outcome], None]] = []
         self._queue = WorkQueue("collectives", self._tell)
         self._pairs: dict[tuple[int, int], WorkQueue] = {}
+        self._begun: Counter[tuple[str, str, int, int]] = Counter()  # messages, by lane, device, source and target
+        self._boxes: dict[tuple[str, str, int], Box] = {}
+        self._waiting: dict[str, Waiting] = {}
         self._coalescing: list[GuardedWork] | None = None
 
     # ------------------------------------------------------------------ who it is
@@ -198,7 +207,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         if smaller is None:
             smaller = self._smaller_one(survivors)
             smaller._survivors, smaller.whole = survivors, self
-            smaller._queue, smaller._pairs = self._queue, self._pairs
+            smaller._queue, smaller._pairs, smaller._begun = self._queue, self._pairs, self._begun
             smaller._limits, smaller._observers = self._limits, self._observers
             self._smaller[survivors] = smaller
         smaller._lane = self._lane
@@ -357,12 +366,40 @@ class GuardedProcessGroup(dist.ProcessGroup):
         return self._message(only(tensors), self._index, peer, tag)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> GuardedWork:
-        return self._message(only(tensors), peer, self._index, tag)
+        work = self._message(only(tensors), peer, self._index, tag)
+        work.sources.append(peer)
+        return work
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> GuardedWork:
-        raise NotImplementedError(
-            "a receive from any source cannot be guarded, because nobody knows who is late: give the source's rank"
-        )
+        """Receive the first message with this tag that some rank waits to be rid of; `source_rank` tells whose."""
+        tensor, sources = only(tensors), list[int]()
+        if self._is_joining():
+            return self._message(tensor, self._index, self._index, tag)
+        # Failures of the message itself are told by the queue of its pair.
+        queue = self._pairs.get((ANY, self._index))
+        if queue is None:
+            queue = self._pairs[(ANY, self._index)] = WorkQueue("messages-any", lambda outcome: None)
+        terms, waiting = self._operation(tensor, None, queue).terms, self._messages(tensor.device)
+        text = f"recv({tensor.numel()} elements, from any source, tag {tag})"
+
+        def perform() -> None:
+            queue.running(waiting)
+            try:
+                source = self._global_ranks().index(
+                    waiting.next(runtime.of(self._identity).monitor, text, tag, terms.deadline)
+                )
+            except CollectiveFailed as error:
+                self._tell(error.outcome)
+                raise
+            finally:
+                queue.running(None)
+            left = max(terms.deadline - time.monotonic(), SHORTEST)
+            self._message(tensor, source, self._index, tag, left).wait()
+            sources.append(source)
+
+        work = self._start(queue, "recv", tensor, [tensor], perform, False)
+        work.sources = sources
+        return work
 
     # ------------------------------------------------------------------ waiting
 
@@ -370,9 +407,23 @@ class GuardedProcessGroup(dist.ProcessGroup):
         return self._issue("barrier", None, asked_for(opts, timeout=timeout), None, lambda o: o.barrier())
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A blocking barrier; like every collective of this group it names who did not come."""
-        asked = Asked(timeout=timeout.total_seconds() if timeout is not None else None, blocking=True)
-        self._issue("barrier", None, asked, None, lambda o: o.barrier())
+        """A blocking barrier; like every collective of this group it names who did not come, on all ranks.
+
+        Its error says so in torch's words too: of the first, or with `wait_all_ranks` of all of them.
+        """
+        limit = None if timeout is None or timeout < timedelta(0) else max(timeout.total_seconds(), SHORTEST)
+        try:
+            self._issue("barrier", None, Asked(timeout=limit, blocking=True), None, lambda o: o.barrier())
+        except CollectiveFailed as error:
+            absent = error.outcome.culprits[: None if wait_all_ranks else 1]
+            words = [f"Rank {torch_compat.own_rank(self._identity)} timed out in monitoredBarrier"] * isinstance(
+                error, TimeoutError
+            )
+            if absent:
+                ranks = f"Rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+                words.append(f"{ranks} failed to pass monitoredBarrier in {1000 * error.outcome.seconds:.0f} ms")
+            error.args = (" ".join((str(error), *(f"{sentence}." for sentence in words))),)
+            raise
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = []
@@ -466,7 +517,14 @@ class GuardedProcessGroup(dist.ProcessGroup):
             together.append(work)
         return work
 
-    def _message(self, tensor: torch.Tensor, source: int, target: int, tag: int) -> GuardedWork:
+    def _message(
+        self,
+        tensor: torch.Tensor,
+        source: int,
+        target: int,
+        tag: int,
+        timeout: float | None = None,
+    ) -> GuardedWork:
         """One message from `source` to `target`, in a sequence of its own for each direction of each pair."""
         for peer in (source, target):
             if not 0 <= peer < self._count:
@@ -479,9 +537,49 @@ class GuardedProcessGroup(dist.ProcessGroup):
         queue = self._pairs.get(pair)
         if queue is None:
             queue = self._pairs[pair] = WorkQueue(f"messages-{source}-{target}", self._tell)
-        operation = self._operation(tensor, None, queue, pair)
-        perform = operation.message(tensor, self._place(source), self._place(target), tag)
+        operation = self._operation(tensor, timeout, queue, pair)
+        places = self._place(source), self._place(target)
+        message = operation.message(tensor, *places, tag)
+        ranks = operation.terms.ranks[places[0]], operation.terms.ranks[places[1]]
+
+        def perform() -> None:
+            number = self._begun[(self._lane, device, *ranks)]
+            self._begun[(self._lane, device, *ranks)] += 1
+            if source == self._index:
+                envelope = Envelope(ranks[0], number, tag)
+                with runtime.of(self._identity).monitor.envelopes.sending(self._box(tensor.device, ranks[1]), envelope):
+                    message()
+            else:
+                message()
+
+        device = tensor.device.type
         return self._start(queue, "send_recv", tensor, [tensor], perform, False)
+
+    def _global_ranks(self) -> tuple[int, ...]:
+        """Return the global ranks in the order in which this object counts them."""
+        whole = self._survivors is None or self.whole is self
+        return torch_compat.group_ranks(self._identity) if whole else self._survivors or ()
+
+    def _box(self, device: torch.device, owner: int) -> Box:
+        """Return where the messages to a rank are told, for its receives from any source."""
+        place = (self._lane, device.type, owner)
+        if place not in self._boxes:
+            key = runtime.of(self._identity).key(self._identity, device, f"{self._lane}:any>{owner}", self._survivors)
+            senders = tuple(rank for rank in self._survivors or self._global_ranks() if rank != owner)
+            self._boxes[place] = Box(f"any/{key}", senders)
+        return self._boxes[place]
+
+    def _messages(self, device: torch.device) -> Waiting:
+        """Return the messages that wait for this rank, for its receives from any source."""
+        own, ranks, lane = torch_compat.own_rank(self._identity), self._global_ranks(), self._lane
+        box = self._box(device, own)
+
+        def received(source: int) -> int | None:
+            queue = self._pairs.get((ranks.index(source), self._index))
+            busy = queue is not None and queue.busy
+            return None if busy else self._begun[(lane, device.type, source, own)]
+
+        return self._waiting.setdefault(box.name, Waiting(box, received))
 
     # ------------------------------------------------------------------ scopes
 
@@ -558,6 +656,7 @@ def register() -> None:
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
         torch_compat.records_itself(NAME)
+        torch_compat.open_monitored_barrier(GuardedProcessGroup)
 
 
 def _create(options: Any, _: Any) -> dist.ProcessGroup:

@@ -20,14 +20,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.deadlines import engine_section
-from ncclguard.engine.group import GuardedGroup
 from ncclguard.errors import CollectiveFailed, GuardError
 from ncclguard.outcome import Outcome
 from ncclguard.transport.memory import drained
@@ -54,6 +53,8 @@ class GuardedWork(dist.Work):
         self.run_now: Callable[[GuardedWork, bool], None] | None = None
         #: Somebody has waited to its end, or waits for its future.
         self.attended = False
+        #: Of a receive: the source's rank within the group, once it is known.
+        self.sources: list[int] = []
 
     # ------------------------------------------------------------------ the caller
 
@@ -96,7 +97,13 @@ class GuardedWork(dist.Work):
         return list(self._results)
 
     def source_rank(self) -> int:
-        raise RuntimeError(f"{self._text} has no source rank: only a receive from any source has one")
+        """Wait for the end of a receive and return the rank within the group that its message is from."""
+        self.wait()
+        if not self.sources:
+            raise RuntimeError(f"{self._text} has no source rank: only a receive has one")
+        return self.sources[0]
+
+    _source_rank = source_rank  # as torch.distributed.recv asks
 
     def get_future(self) -> Any:
         """A future with the tensors; it is completed whether or not anybody waits."""
@@ -177,6 +184,13 @@ class Task:
             drained(self.stream.device, time.monotonic() + COPIED_WITHIN)
 
 
+class CallsOff(Protocol):
+    """The wait of a collective in progress."""
+
+    def call_off(self, why: str) -> None:
+        """End the wait, for all ranks that take part."""
+
+
 class WorkQueue:
     """One sequence of collectives. `failed` is told of each failure, once."""
 
@@ -189,7 +203,7 @@ class WorkQueue:
         self._turn = threading.Lock()  # held while a collective runs
         self._queue: deque[Task] = deque()
         self._unfinished = 0  # tasks that were given to the thread
-        self._running: GuardedGroup | None = None
+        self._running: CallsOff | None = None
         self._thread: threading.Thread | None = None
         self._closed = ""
         self._callbacks: deque[Callable[[], None]] = deque()
@@ -255,7 +269,12 @@ class WorkQueue:
             self.call_off(type(interruption).__name__)
             raise
 
-    def running(self, group: GuardedGroup | None) -> None:
+    @property
+    def busy(self) -> bool:
+        """Return whether something runs, or is to run."""
+        return self._unfinished > 0 or self._turn.locked()
+
+    def running(self, group: CallsOff | None) -> None:
         """Return what the collective in progress waits in, so that it can be called off."""
         self._running = group
 

@@ -363,6 +363,31 @@ def _coalescing(original: Callable[..., Any], group: Any = None, *args: Any, **k
         raise
 
 
+_monitoring: list[type] = []
+
+
+def open_monitored_barrier(kind: type) -> None:
+    """Have ``torch.distributed.monitored_barrier`` call the method of that name on groups of this type too.
+
+    torch's function raises ValueError for every backend whose name is not "gloo" (2.6 to 2.15).
+    """
+    _monitoring.append(kind)
+    _wrap("monitored_barrier", _monitored_barrier)
+
+
+def _monitored_barrier(
+    original: Callable[..., Any],
+    group: Any = None,
+    timeout: timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> Any:
+    chosen: Any = dist.group.WORLD if group is None else group
+    if not any(isinstance(chosen, kind) for kind in _monitoring):
+        return original(group, timeout, wait_all_ranks)
+    limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+    return chosen.monitored_barrier(limit, wait_all_ranks)
+
+
 def _wrap(name: str, around: Callable[..., Any]) -> None:
     original: Any = getattr(c10d, name)
     if getattr(original, "_ncclguard_wrapped", False):

@@ -104,8 +104,9 @@ class Reduction:
     def finish(self, result: torch.Tensor, participants: int) -> None:
         """Turn the reduction of ``participants`` ranks into the result, in place; once per tensor, after its pieces."""
         if self.average:
-            # By parts, because torch divides complex32 in no other way.
-            (torch.view_as_real(result) if result.is_complex() else result).div_(participants)
+            # By parts, because torch divides complex32 in no other way; integers towards zero, as NCCL does.
+            parts = torch.view_as_real(result) if result.is_complex() else result
+            parts.div_(participants, rounding_mode=None if parts.is_floating_point() else "trunc")
 
 
 class Communicator(ABC):

@@ -11,7 +11,7 @@ CPU tensors: the guard's own transport, torch does the arithmetic. "no" is refus
 dtype on the CPU                        SUM PRODUCT MIN MAX     BAND BOR BXOR    AVG             broadcast, all_gather
 ======================================  ======================  ===============  ==============  =====================
 float16 bfloat16 float32 float64        yes                     no               SUM and divide  yes
-int8 uint8 int16 int32 int64            yes                     yes              no              yes
+int8 uint8 int16 int32 int64            yes                     yes              no (*)          yes
 bool                                    SUM any, PRODUCT all    yes              no              yes
 complex32 complex64 complex128          SUM only, as real       no               SUM and divide  yes
 uint16 uint32 uint64 float8_*           no (torch adds none)    no               no              as bytes
@@ -20,6 +20,7 @@ quantized                               no                      no              
 
 NCCL (from the sources of ProcessGroupNCCL; run on an emulated GPU): the same without int16, BAND, BOR and BXOR, and AVG
 is NCCL's own, which divides before it adds: the sum of two float16 of 40,000 is infinite, their average is not.
+(*) The process groups take it, and round towards zero as NCCL does.
 PREMUL_SUM is refused on both: a scaled tensor and SUM do the same.
 
 A bool is summed with MAX: True where any rank has it. gloo's SUM counts in the byte, so that torch leaves 2 in a bool

@@ -608,9 +608,10 @@ def _from_collective(error: BaseException) -> bool:
             return False
         if getattr(seen, "ended_by_watch", False):
             return True
-        if isinstance(seen, (RuntimeError, OSError)) and (
-            isinstance(seen, getattr(dist, "DistError", ())) or is_consequence(str(seen))
-        ):
+        of_torch = isinstance(seen, OSError) or (
+            isinstance(seen, RuntimeError) and not isinstance(seen, CollectiveFailed)
+        )
+        if of_torch and (isinstance(seen, getattr(dist, "DistError", ())) or is_consequence(str(seen))):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

@@ -1,0 +1,76 @@
+"""Other people's suites: nothing that fails here and not on gloo is without a reason, and the page has the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.suites import recorder, table
+from benchmarks.suites.catalogue import SUITES
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((table.FOLDER / "results").glob("*.json"))
+PAGE = (ROOT / "docs" / "compatibility.md").read_text()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_whatever_is_ours_has_a_reason(file: Path) -> None:
+    results = json.loads(file.read_text())
+    assert results["tests"] and table.without_reason(results) == []
+    assert results["machine"]["day"] and results["versions"]["torch"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_page_beside_the_results_says_the_same(file: Path) -> None:
+    assert file.with_suffix(".md").read_text() == table.rendered(json.loads(file.read_text()))
+
+
+def test_the_page_has_the_table_of_the_committed_results() -> None:
+    rows = [table.row(results) for results in table.newest()]
+    assert rows
+    shown = PAGE.partition("## What came out")[2].partition("\n## ")[0]
+    lines = [line for line in shown.splitlines() if line.startswith("|")]
+    assert lines == [*table.header(), *rows], "print it with: python -m benchmarks.suites --table"
+
+
+def test_the_page_says_what_each_suite_is() -> None:
+    assert [name for name in SUITES if f"\n| {name} | " not in PAGE.partition("## What came out")[0]] == []
+
+
+def test_each_reason_is_of_a_test_that_is_ours_and_stands_on_the_page() -> None:
+    ours = {(results["suite"], name) for results in table.newest() for name in table.ours(results)}
+    reasons = {(suite, name): why for suite, known in table.reasons().items() for name, why in known.items()}
+    assert set(reasons) == ours
+    assert [name for (_, name), why in reasons.items() if f"`{name}`" not in PAGE or why not in PAGE] == []
+
+
+@pytest.mark.parametrize(
+    ("plain", "guarded", "kind"),
+    [
+        ("passed", "passed", "passed"),
+        ("passed", "failed", "ours"),
+        ("passed", "skipped", "ours"),
+        ("passed", "not run", "ours"),
+        ("skipped", "failed", "ours"),
+        ("failed", "failed", "theirs"),
+        ("failed", "not run", "theirs"),
+        ("failed", "passed", "only here"),
+        ("skipped", "skipped", "skipped"),
+    ],
+)
+def test_a_test_counts_as_ours_wherever_it_does_worse_here(plain: str, guarded: str, kind: str) -> None:
+    assert table.kind_of(plain, guarded) == kind
+
+
+def test_another_result_is_ours_though_both_end_well() -> None:
+    ends = {"gloo": {"end": "passed", "result": "0.1"}, "ncclguard": {"end": "passed", "result": "0.2"}}
+    results: dict[str, Any] = {"backends": ["gloo", "ncclguard"], "tests": {"ddp": ends}}
+    assert table.kinds(results) == {"ddp": "ours"}
+
+
+def test_a_failure_is_told_by_the_last_exception_of_its_report() -> None:
+    report = "E   RuntimeError: Process 0 exited\nE   torch.distributed.DistStoreError: wait timeout\nE   \nmore"
+    assert recorder.RAISED.findall(report)[-1] == "torch.distributed.DistStoreError: wait timeout"
