@@ -77,12 +77,16 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The sum of all looks at one rank; `state` is the letter of /proc, "X" once it has ended."""
+    """The sum of all looks at one rank; `state` is the letter of /proc, "X" once it has ended.
+
+    `gloo` tells whether it communicates by gloo alone.
+    """
 
     state: str
     motion: Motion
     place: Place | None
     trouble: Message | str = ""
+    gloo: bool = False
 
 
 @dataclass
@@ -287,7 +291,7 @@ def observe(looks: Sequence[Look]) -> Observed:
     state = last.counters.state
     if state in "Tt" and not all(one.counters is not None and one.counters.state in "Tt" for one in looks):
         state = "S"  # somebody else looks at it too, with a debugger that stops it for that
-    return Observed(state, motion if motions else Motion.UNKNOWN, last.place, last.trouble)
+    return Observed(state, motion if motions else Motion.UNKNOWN, last.place, last.trouble, last.counters.is_gloo)
 
 
 def _moved(before: Look, after: Look) -> Motion:

@@ -46,7 +46,7 @@ class RankRow(_Model):
     """One rank with a process: `state` is the letter of /proc/PID/stat, `trouble` why its stack could not be read.
 
     `kind`, `op`, `world`, `peer`, `holds_gil`, `stack`, `serves` and `group` say where it stands, null without a stack;
-    `members` are the ranks of that group, where they are known.
+    `members` are the ranks of that group, where they are known. `gloo` says whether it communicates by gloo alone.
     """
 
     rank: int
@@ -63,6 +63,7 @@ class RankRow(_Model):
     serves: bool = False
     group: tuple[int, int] | None = None
     members: tuple[int, ...] = ()
+    gloo: bool = False
     trouble: Prose = ""
 
 
@@ -157,7 +158,7 @@ def _seen(row: RankRow, counted: bool) -> Seen:
         peer = None if counted else row.peer
         place = Place(row.kind, row.op, row.world, peer, row.holds_gil, row.stack, row.serves, row.group)
     rank = Pid(row.rank) if counted else row.rank
-    return Seen(rank, row.state, row.motion, place, row.host, row.pid, row.trouble, frozenset(row.members))
+    return Seen(rank, row.state, row.motion, place, row.host, row.pid, row.trouble, frozenset(row.members), row.gloo)
 
 
 #: Rows of ranks without a stack, and notes, that the text has.

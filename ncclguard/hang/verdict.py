@@ -76,6 +76,7 @@ class Seen:
     pid: int = 0
     trouble: Message | str = ""
     members: frozenset[int] = frozenset()
+    gloo: bool = False
 
     @property
     def stopped(self) -> bool:
@@ -527,8 +528,10 @@ def _all_wait(evidence: Evidence) -> Verdict | None:
         "All ranks wait in {op}, and none of them moves; nobody can be named by their stacks.", op=waiting[0].place.op
     )
     step = tr(
-        "Compare what they pass (shape, dtype, group) and how many steps each has made; then check the network between the hosts (`ncclguard doctor`), and ask NCCL with `ncclguard explain --ras`."
+        "Compare what they pass (shape, dtype, group) and how many steps each has made; then check the network between the hosts (`ncclguard doctor`)."
     )
+    if not all(one.gloo for one in waiting):
+        step = joined(" ", [step, _ASK_NCCL])
     return Verdict((), Cause.UNKNOWN, "low", True, summary, _where(waiting), step)
 
 

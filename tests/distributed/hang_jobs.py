@@ -377,12 +377,6 @@ def healthy_load(_: str, ready: Callable[[], None]) -> None:
         dist.all_reduce(torch.ones(4))
 
 
-def healthy_backward(_: str, ready: Callable[[], None]) -> None:
-    """Compute in backward on all ranks, for as long as a look may take."""
-    model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(8))))
-    train(lambda: model(torch.ones(600, 600)).sum().backward(), "", ready)
-
-
 def healthy_evaluate(_: str, ready: Callable[[], None]) -> None:
     """Evaluate on one rank in Python for seconds."""
     ready()
@@ -428,7 +422,6 @@ JOBS: dict[str, Callable[[str, Callable[[], None]], None]] = {
     "grouped": grouped,
     "ahead": ahead,
     "circle": circle,
-    "healthy-backward": healthy_backward,
     "healthy-compute": healthy_compute,
     "healthy-sleep": healthy_sleep,
     "healthy-save": healthy_save,

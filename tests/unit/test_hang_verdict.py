@@ -236,6 +236,12 @@ def test_processes_that_tell_no_rank_are_told_by_their_numbers() -> None:
     assert "processes 4711, 4712 at train.py:2 step" in verdict.reason
 
 
+def test_a_job_on_gloo_is_not_sent_to_nccl() -> None:
+    for gloo in (True, False):
+        verdict = judge(Evidence(4, [replace(rank(number), gloo=gloo) for number in range(4)]))
+        assert ("NCCL" in verdict.next_step) is not gloo
+
+
 def test_an_idle_server_is_no_job_that_stands() -> None:
     verdict = judge(job(rank(2, QUEUE)))
     assert (verdict.awaited, verdict.stands) == ((2,), False)
