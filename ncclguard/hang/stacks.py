@@ -224,9 +224,9 @@ def _known(frame: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...], int, int
 def place_of(threads: Sequence[Thread], pid: int, source: Callable[[str, int], str]) -> tuple[Place, int] | None:
     """Return where a rank stands and in which of its threads; None without a stack.
 
-    That is its main thread, unless that one waits for another thread: one that is inside a collective (Ray and
-    notebooks train in a thread), that answers another rank's RPC, or that does what a future stands for. `source`
-    returns a line of a file.
+    That is its main thread, unless another one keeps the GIL, or it waits for another thread: one that is inside a
+    collective (Ray and notebooks train in a thread), that answers another rank's RPC, or that does what a future stands
+    for. `source` returns a line of a file.
     """
     main = next((one for one in threads if one.tid == pid or one.name == "MainThread"), None)
     if main is None:
@@ -234,6 +234,9 @@ def place_of(threads: Sequence[Thread], pid: int, source: Callable[[str, int], s
     place = classify(main.frames, main.holds_gil, source)
     if main.frames and not place.inside and not _BEGINS.search(f"{main.frames[0].file} {main.frames[0].function}"):
         place = replace(place, kind=Kind.EXIT)  # a callback of atexit, or a finalizer
+    keeps = next((one for one in threads if one is not main and one.holds_gil and one.frames), None)
+    if keeps is not None and not place.inside:
+        return classify(keeps.frames, True, source), keeps.tid
     if place.kind not in (Kind.LOCK, Kind.IDLE, Kind.EXIT, Kind.RPC) and not any(
         "/ray/" in f.file for f in main.frames
     ):

@@ -177,6 +177,13 @@ def test_a_rank_that_waits_for_a_thread_stands_where_that_one_stands(case: str) 
     assert (found[0].kind, found[0].serves) == (kind, "RPC" in case)
 
 
+def test_a_rank_stands_where_the_thread_stands_that_keeps_the_gil() -> None:
+    threads = [Thread(10, "MainThread", False, (MODULE, *IDLE)), Thread(11, "", True, (PAUSE,))]
+    found = place_of(threads, 10, lambda file, line: "")
+    assert found is not None
+    assert (found[0].stack[-1], found[0].holds_gil, found[1]) == (str(PAUSE), True, 11)
+
+
 @pytest.mark.parametrize("frames", [(), (Frame("bye", "/home/me/train.py", 30),)])
 def test_a_program_without_a_beginning_is_at_its_end(frames: tuple[Frame, ...]) -> None:
     found = place_of([Thread(10, "MainThread", False, frames)], 10, lambda file, line: "time.sleep(9)")
