@@ -17,6 +17,7 @@ from pathlib import Path
 from ncclguard.hang.hosts import ask, call_here, kubectl_hosts, slurm_hosts, ssh_hosts
 from ncclguard.hang.launches import Launches
 from ncclguard.hang.looks import NO_RIGHT, Lines, Look, find_spy, helper_places, look, observe
+from ncclguard.hang.names import names_of
 from ncclguard.hang.processes import (
     LOOPBACK,
     Job,
@@ -26,14 +27,15 @@ from ncclguard.hang.processes import (
     hidden_ranks,
     read_processes,
     with_late,
+    with_ranks,
     without,
     without_servers,
 )
 from ncclguard.hang.report import EndedRow, HangReport, JobReport, NothingToReport, RankRow, judged, text_of
+from ncclguard.hang.sockets import members_of, tcp_sockets
 from ncclguard.hang.stacks import Kind
 from ncclguard_explain.command_line import Tell, described, progress
 from ncclguard_explain.language import Message, say, speaking_to, told, tr
-from ncclguard_explain.ranks import ranks_text
 
 NAMED, UNUSABLE, NOBODY = 1, 2, 3
 EXIT_CODES = {
@@ -137,7 +139,8 @@ def look_here(
         if number == 0:
             servers = {pid for pid, own in looks.items() if _stands_in(own[-1], Kind.MANAGER)}
             jobs = [without_servers(job, servers) for job in jobs]
-        else:
+        jobs = [_with_ranks(job, looks) for job in jobs]
+        if number:
             if gone := {pid for pid, own in looks.items() if _is_gone(own[-1])}:
                 processes = read_processes()
                 jobs = [without(job, gone, processes) for job in jobs]
@@ -151,6 +154,15 @@ def look_here(
                 break
     assert report is not None
     return _with_helpers(report, jobs, spy, lines)
+
+
+def _with_ranks(job: Job, looks: Mapping[int, Sequence[Look]]) -> Job:
+    if not job.counted:
+        return job
+    last = {one.process.pid: looks[one.process.pid][-1] for one in job.members}
+    places = {pid: one.place for pid, one in last.items() if one.place is not None and one.place.world}
+    groups = {pid: place.group for pid, place in places.items() if place.group is not None}
+    return with_ranks(job, groups, {pid: one.rank for pid, one in last.items() if one.rank is not None})
 
 
 def _has(job: Job, variable: str, processes: Mapping[int, Process]) -> bool:
@@ -197,7 +209,7 @@ def _with_helpers(report: HangReport, jobs: Sequence[Job], spy: str | None, line
                     tr(
                         "process {pid}, which {ranks} started, is at {place}",
                         pid=pid,
-                        ranks=ranks_text([member.rank]),
+                        ranks=names_of([member.rank]),
                         place=at,
                     )
                     for pid, at in helper_places(member.helpers[:HELPERS], spy or "", lines)
@@ -220,8 +232,9 @@ def _report(jobs: Sequence[Job], looks: dict[int, list[Look]], spy: str | None, 
             told = {} if place is None else {name: getattr(place, name) for name in place.__dataclass_fields__}
             rows.append(
                 RankRow(rank=member.rank, host=host, pid=member.process.pid, state=seen.state, motion=seen.motion,
-                        trouble=seen.trouble, **told)
+                        trouble=seen.trouble, gloo=seen.gloo, **told)
             )  # fmt: skip
+        rows = _with_members(rows, job)
         ended = [EndedRow(rank=one.rank, host=host, exit_code=one.code) for one in job.ended]
         notes = [*job.notes, *_limits(rows, spy)]
         if any(row.kind is Kind.DEVICE for row in rows):
@@ -230,6 +243,22 @@ def _report(jobs: Sequence[Job], looks: dict[int, list[Look]], spy: str | None, 
         uneven = [one for one in launches.standing if pids & set(one.pids)]
         reports.append(judged(job.name, job.world_size, rows, ended, seconds, notes, uneven, job.counted))
     return HangReport(hosts=(host,), jobs=tuple(reports))
+
+
+def _with_members(rows: Sequence[RankRow], job: Job) -> list[RankRow]:
+    """Return the rows with the members of the groups whose calls ranks wait in, as far as they are proved.
+
+    What was read of a group counts for nothing where it does not agree with the ranks of the job.
+    """
+    size = job.world_size
+    wrong = any(row.group[1] > size or (row.world and row.group != (row.rank, size)) for row in rows if row.group)
+    if wrong and not job.counted:
+        return [row.model_copy(update={"group": None}) for row in rows]
+    of_some = {row.rank: row.group for row in rows if row.group and row.group[1] < size and row.kind is not Kind.P2P}
+    if not of_some or job.counted or len(rows) < size:
+        return list(rows)
+    members = members_of({row.rank: row.pid for row in rows}, of_some, tcp_sockets())
+    return [row.model_copy(update={"members": tuple(sorted(members.get(row.rank, ())))}) for row in rows]
 
 
 def _limits(rows: Sequence[RankRow], spy: str | None) -> list[Message]:

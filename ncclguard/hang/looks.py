@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
+import struct
 import subprocess
+import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ncclguard.hang.processes import PROC
-from ncclguard.hang.stacks import Kind, Motion, Place, Thread, parse, place_of
+from ncclguard.hang.stacks import INSIDE, PAST_THE_END, Kind, Motion, Place, Thread, parse, place_of
 from ncclguard_explain.language import Message, tr
 
 #: Seconds for one call of py-spy, and how often it may read a process that changes while it is read.
@@ -34,6 +37,12 @@ IDLE_BYTES: Final = 65536
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 #: The reason why a rank was not seen, where ptrace is not allowed.
 NO_RIGHT = tr("no right to read its memory")
+#: The same, where there is no Python any more, or none yet.
+NO_PYTHON = tr("no Python in it, or none that py-spy can read")
+#: The description of the default process group.
+_DEFAULT: Final = b"default_pg"
+#: The kernel's functions in which a thread waits for one of several files or sockets.
+_WAITS_FOR_MESSAGES: Final = re.compile(r"poll|select|accept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,13 @@ class Counters:
     threads: Mapping[int, tuple[int, int]]
     transferred: int | None
     helpers: int  # CPU ticks of the processes that it has started
+    names: frozenset[str] = frozenset()  # of its threads
+
+    @property
+    def is_gloo(self) -> bool:
+        """Tell whether it communicates by gloo alone, whose calls do not compute while they wait for peers."""
+        nccl = any(name.startswith(("pt_nccl", "NCCL ")) for name in self.names)
+        return not nccl and any(name.startswith(("pt_gloo", "gloo_")) for name in self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +72,21 @@ class Look:
     thread: int = 0
     python_threads: tuple[int, ...] = ()
     trouble: Message | str = ""
+    rank: int | None = None  # the value of the program's outermost local variable of that name
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The sum of all looks at one rank; `state` is the letter of /proc, "X" once it has ended."""
+    """The sum of all looks at one rank; `state` is the letter of /proc, "X" once it has ended.
+
+    `gloo` tells whether it communicates by gloo alone.
+    """
 
     state: str
     motion: Motion
     place: Place | None
     trouble: Message | str = ""
+    gloo: bool = False
 
 
 @dataclass
@@ -105,18 +126,65 @@ def find_spy() -> str | None:
 
 
 def look(pids: Mapping[int, Sequence[int]], spy: str | None, lines: Lines) -> dict[int, Look]:
-    """Look at processes once, at several at a time; `pids` has the processes that each of them has started."""
+    """Look at processes once, at several at a time; `pids` has the processes that each of them has started.
+
+    A process in which py-spy finds no interpreter, while it finds those of others, has come to its end.
+    """
     with ThreadPoolExecutor(min(AT_ONCE, max(len(pids), 1))) as pool:
-        looks = pool.map(lambda pid: _look(pid, pids[pid], spy, lines), pids)
-        return dict(zip(pids, looks, strict=True))
+        looks = dict(zip(pids, pool.map(lambda pid: _look(pid, pids[pid], spy, lines), pids), strict=True))
+    if any(one.place for one in looks.values()):
+        ended = Place(Kind.EXIT, stack=(PAST_THE_END,))
+        gone = {pid: replace(one, place=ended, trouble="") for pid, one in looks.items() if one.trouble == NO_PYTHON}
+        looks.update(gone)
+    return looks
 
 
 def _look(pid: int, helpers: Sequence[int], spy: str | None, lines: Lines) -> Look:
     threads, trouble = _stacks(pid, spy) if spy is not None else ([], tr("py-spy is not installed"))
     found = place_of(threads, pid, lambda file, line: lines.line(pid, file, line))
-    place, thread = found if found is not None else (None, pid)
-    known = tuple(one.tid for one in threads)
-    return Look(time.monotonic(), count(pid, helpers), place, thread, known, "" if found is not None else trouble)
+    counters = count(pid, helpers)
+    if found is None:
+        return Look(time.monotonic(), counters, thread=pid, trouble=trouble)
+    place, thread = found
+    frames = next(one.frames for one in threads if one.tid == thread)
+    address = next((frame.group for frame in reversed(frames) if frame.group), 0)
+    if place.inside and address:
+        group, default = _membership(pid, address)
+        place = replace(place, group=group, world=place.world or default)
+    if place.kind is Kind.PYTHON and _WAITS_FOR_MESSAGES.search(_waits_in(pid, thread)):
+        place = replace(place, kind=Kind.IDLE)
+    rank = next(
+        (frame.rank for one in threads if one.tid == pid for frame in one.frames if frame.rank is not None), None
+    )
+    return Look(time.monotonic(), counters, place, thread, tuple(one.tid for one in threads), "", rank)
+
+
+def _membership(pid: int, address: int) -> tuple[tuple[int, int] | None, bool]:
+    """Return the rank within a process group and the size of the group, and whether it is the default one.
+
+    `address` is that of its Python object, which has the address of torch's after the two words of each such object.
+    torch's (ProcessGroup.hpp, 2.4 to 2.13) begins with a table, the counts of references and the store; after rank and
+    size come a byte, and the description with its address and length.
+    """
+    try:
+        with open(f"{PROC}/{pid}/mem", "rb", buffering=0) as memory:
+            memory.seek(address + 16)
+            memory.seek(int.from_bytes(memory.read(8), sys.byteorder) + 24)
+            rank, size, _, text, length = struct.unpack("=iiQQQ", memory.read(32))
+            if not 0 <= rank < size:
+                return None, False
+            memory.seek(text)
+            return (rank, size), length == len(_DEFAULT) and memory.read(length) == _DEFAULT
+    except (OSError, ValueError, OverflowError, struct.error):
+        return None, False
+
+
+def _waits_in(pid: int, thread: int) -> str:
+    """Return the kernel's function in which a thread sleeps, nothing where it may not be seen."""
+    try:
+        return (PROC / str(pid) / "task" / str(thread) / "wchan").read_text()
+    except OSError:
+        return ""
 
 
 def _stacks(pid: int, spy: str) -> tuple[list[Thread], Message | str]:
@@ -141,6 +209,8 @@ def _stacks(pid: int, spy: str) -> tuple[list[Thread], Message | str]:
             return [], NO_RIGHT
         if not (PROC / str(pid) / "stat").exists():
             return [], tr("it has ended")
+        if "Failed to find a python interpreter" in said:
+            return [], NO_PYTHON
     if isinstance(said, Message):
         return [], said
     words = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("Stack backtrace")]
@@ -160,25 +230,30 @@ def helper_places(helpers: Iterable[int], spy: str, lines: Lines) -> list[tuple[
 def count(pid: int, helpers: Iterable[int]) -> Counters | None:
     """Return what /proc counts of a process, None once it has ended."""
     folder = f"{PROC}/{pid}"
-    fields = _stat(folder)
-    if fields is None:
+    found = _stat(folder)
+    if found is None:
         return None
     threads: dict[int, tuple[int, int]] = {}
+    names = set()
     try:
         for name in os.listdir(f"{folder}/task"):
             own = _stat(f"{folder}/task/{name}")
             if own is not None:
-                threads[int(name)] = int(own[11]) + int(own[12]), _switches(f"{folder}/task/{name}")
+                names.add(own[0])
+                threads[int(name)] = int(own[1][11]) + int(own[1][12]), _switches(f"{folder}/task/{name}")
     except OSError:
         return None
-    below = (_stat(f"{PROC}/{helper}") for helper in helpers)
-    return Counters(fields[0], threads, _transferred(folder), sum(int(f[11]) + int(f[12]) for f in below if f))
+    below = [one[1] for one in (_stat(f"{PROC}/{helper}") for helper in helpers) if one is not None]
+    ticks = sum(int(fields[11]) + int(fields[12]) for fields in below)
+    return Counters(found[1][0], threads, _transferred(folder), ticks, frozenset(names))
 
 
-def _stat(folder: str) -> list[str] | None:
+def _stat(folder: str) -> tuple[str, list[str]] | None:
+    """Return the name of a process or thread, and the fields after it."""
     try:
         with open(f"{folder}/stat", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
+            head, _, rest = file.read().rpartition(")")
+            return head.partition("(")[2], rest.split()
     except OSError:
         return None
 
@@ -216,7 +291,7 @@ def observe(looks: Sequence[Look]) -> Observed:
     state = last.counters.state
     if state in "Tt" and not all(one.counters is not None and one.counters.state in "Tt" for one in looks):
         state = "S"  # somebody else looks at it too, with a debugger that stops it for that
-    return Observed(state, motion if motions else Motion.UNKNOWN, last.place, last.trouble)
+    return Observed(state, motion if motions else Motion.UNKNOWN, last.place, last.trouble, last.counters.is_gloo)
 
 
 def _moved(before: Look, after: Look) -> Motion:
@@ -237,7 +312,8 @@ def _moved(before: Look, after: Look) -> Motion:
     transferred = (new.transferred or 0) - (old.transferred or 0) if seen else 0
     works = max(ticks, new.helpers - old.helpers) > max(IDLE_LOAD * seconds * _TICKS, 2)
     if works or transferred / seconds > IDLE_BYTES or new.state == "R":
-        in_call = after.place is not None and (after.place.inside or after.place.kind is Kind.DEVICE)
+        kind = after.place.kind if after.place is not None else Kind.PYTHON
+        in_call = kind is Kind.DEVICE or (kind in INSIDE and not new.is_gloo)
         return Motion.SPINNING if in_call else Motion.MOVING
     thread = after.thread
     if thread not in old.threads or thread not in new.threads:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from ncclguard.hang.names import Pid
 from ncclguard_explain.language import tr
 from ncclguard_explain.places import coordinates
 
@@ -52,8 +53,7 @@ _LAUNCHERS: Final = frozenset(
      "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli",
      "deepspeed.launcher.runner", "deepspeed.launcher.launch", "ray.scripts.scripts"]
 )  # fmt: skip
-#: How many numbers of processes a note has.
-_SHOWN: Final = 16
+NO_RANKS: Final = tr("these processes tell no rank: each is shown by its own number")
 #: Options of Python that have a word of their own after them.
 _WITH_A_WORD: Final = ("-W", "-X", "--check-hash-based-pycs")
 #: What ranks start, and what may outlive them.
@@ -108,7 +108,7 @@ class Ended:
 
 @dataclass
 class Job:
-    """The ranks of one job on this host; `counted` where they have told no ranks, and were given numbers here."""
+    """The ranks of one job on this host; `counted` where they tell no ranks, and their processes stand for them."""
 
     name: str
     world_size: int
@@ -270,6 +270,8 @@ def _find_ended(job: Job, processes: Mapping[int, Process]) -> list[Ended]:
 
     Nothing where a process may be one of them: its environment may be hidden, or written over by a title.
     """
+    if job.counted:
+        return []
     expected = {rank for member in job.members for rank in _ranks_beside(member, job.world_size)}
     here = {member.rank for member in job.members}
     missing = sorted(expected - here)
@@ -377,23 +379,37 @@ def _engines(name: str, some: Sequence[Process]) -> Iterator[Job]:
 
 def _counted(name: str, some: Iterable[Process]) -> Job:
     """Return a job of processes that tell no rank."""
-    ordered = sorted(some, key=lambda one: (one.started, one.pid))
-    members = [Member(rank, process) for rank, process in enumerate(ordered)]
-    pids = ", ".join(str(one.pid) for one in ordered[:_SHOWN]) + (", ..." if len(ordered) > _SHOWN else "")
-    note = tr(
-        "these processes tell no rank: they are counted in the order of their start, as the processes {pids}", pids=pids
-    )
-    return Job(name, len(members), members, notes=[note], counted=True)
+    members = [Member(Pid(one.pid), one) for one in sorted(some, key=lambda one: one.pid)]
+    return Job(name, len(members), members, notes=[NO_RANKS], counted=True)
 
 
 def without_servers(job: Job, pids: AbstractSet[int]) -> Job:
-    """Return a job that was counted, counted again without processes that have turned out to be no ranks."""
-    if not job.counted or not any(one.process.pid in pids for one in job.members):
+    """Return a job that was counted without processes that have turned out to be no ranks."""
+    kept = [one for one in job.members if one.process.pid not in pids]
+    return replace(job, members=kept, world_size=len(kept)) if job.counted else job
+
+
+def with_ranks(job: Job, groups: Mapping[int, tuple[int, int]], variables: Mapping[int, int]) -> Job:
+    """Return a job that was counted with its ranks, where what its processes stand in proves them.
+
+    `groups` has rank and size within the default group, of those that are in a call of it. `variables` has the
+    program's own variables named rank, which count for the others where they are right for these.
+    """
+    sizes = {size for _, size in groups.values()}
+    if not job.counted or len(sizes) != 1:
         return job
-    kept = {one.process.pid: one for one in job.members if one.process.pid not in pids}
-    again = _counted(job.name, [one.process for one in kept.values()])
-    again.members = [Member(one.rank, one.process, kept[one.process.pid].helpers) for one in again.members]
-    return again
+    (size,) = sizes
+    ranks = {pid: rank for pid, (rank, _) in groups.items()}
+    left = [one.process.pid for one in job.members if one.process.pid not in ranks]
+    if len(left) == 1 and size == len(job.members):
+        ranks[left[0]] = sum(range(size)) - sum(ranks.values())
+    elif all(variables.get(pid) == rank for pid, rank in ranks.items()):
+        ranks.update((pid, variables[pid]) for pid in left if pid in variables)
+    distinct = {rank for rank in ranks.values() if 0 <= rank < size}
+    if len(distinct) < len(job.members) or len(ranks) > len(job.members):
+        return job
+    members = sorted((replace(one, rank=ranks[one.process.pid]) for one in job.members), key=lambda one: one.rank)
+    return Job(job.name, size, members, counted=False)
 
 
 def _spawned(processes: Mapping[int, Process], taken: set[int]) -> list[Job]:

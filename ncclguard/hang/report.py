@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict, WrapValidator
 
 from ncclguard.environment.ras import Communicator
 from ncclguard.hang.launches import of_job
+from ncclguard.hang.names import Pid, names_of
 from ncclguard.hang.stacks import Kind, Motion, Place
 from ncclguard.hang.tree import groups_of, lines_of, merge
 from ncclguard.hang.verdict import WORDS, Evidence, Seen, judge
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import Message, say, tr
-from ncclguard_explain.ranks import ranks_text
 
 SCHEMA_VERSION = 1
 #: The words for how sure an answer is, for people.
@@ -45,7 +45,8 @@ class Group(_Model):
 class RankRow(_Model):
     """One rank with a process: `state` is the letter of /proc/PID/stat, `trouble` why its stack could not be read.
 
-    `kind`, `op`, `world`, `peer`, `holds_gil` and `stack` say where it stands, null without a stack.
+    `kind`, `op`, `world`, `peer`, `holds_gil`, `stack`, `serves` and `group` say where it stands, null without a stack;
+    `members` are the ranks of that group, where they are known. `gloo` says whether it communicates by gloo alone.
     """
 
     rank: int
@@ -59,6 +60,10 @@ class RankRow(_Model):
     peer: int | None = None
     holds_gil: bool = False
     stack: tuple[str, ...] = ()
+    serves: bool = False
+    group: tuple[int, int] | None = None
+    members: tuple[int, ...] = ()
+    gloo: bool = False
     trouble: Prose = ""
 
 
@@ -75,7 +80,8 @@ class JobReport(_Model):
 
     `culprits` is empty where nobody can be named; `awaited` are ranks that the others wait for and that are at work, or
     of which nothing is known. `stands` says whether ranks wait that do not move. `communicators` are those of NCCL
-    whose ranks have launched unequal numbers, with NCCL's numbers of ranks.
+    whose ranks have launched unequal numbers, with NCCL's numbers of ranks. Where it is `counted` no rank is known, and
+    each stands for the process of that number.
     """
 
     name: str
@@ -118,9 +124,10 @@ def judged(name: str, world_size: int, ranks: Sequence[RankRow], ended: Sequence
            notes: Sequence[str], communicators: Sequence[Communicator] = (), counted: bool = False) -> JobReport:  # fmt: skip
     """Return the report on one job, of what was seen on all its hosts."""
     present = {row.rank for row in ranks}
-    gone = {row.rank: row.exit_code for row in ended if row.rank not in present}
+    number = Pid if counted else int
+    gone = {number(row.rank): row.exit_code for row in ended if row.rank not in present}
     uneven = of_job(communicators, {row.rank: row.pid for row in ranks}, world_size)
-    evidence = Evidence(world_size, [_seen(row) for row in ranks], gone, seconds, uneven)
+    evidence = Evidence(world_size, [_seen(row, counted) for row in ranks], gone, seconds, uneven, counted)
     verdict = judge(evidence)
     groups = groups_of({row.rank: row.stack for row in ranks if row.stack})
     return JobReport(
@@ -145,11 +152,13 @@ def judged(name: str, world_size: int, ranks: Sequence[RankRow], ended: Sequence
     )
 
 
-def _seen(row: RankRow) -> Seen:
+def _seen(row: RankRow, counted: bool) -> Seen:
     place = None
     if row.kind is not None:
-        place = Place(row.kind, row.op, row.world, row.peer, row.holds_gil, row.stack)
-    return Seen(row.rank, row.state, row.motion, place, row.host, row.pid, row.trouble)
+        peer = None if counted else row.peer
+        place = Place(row.kind, row.op, row.world, peer, row.holds_gil, row.stack, row.serves, row.group)
+    rank = Pid(row.rank) if counted else row.rank
+    return Seen(rank, row.state, row.motion, place, row.host, row.pid, row.trouble, frozenset(row.members), row.gloo)
 
 
 #: Rows of ranks without a stack, and notes, that the text has.
@@ -184,24 +193,24 @@ def _job_text(job: JobReport) -> Iterator[str]:
     hosts = sorted({row.host for row in job.ranks} | {gone.host for gone in job.ended})
     yield say(tr("Job {name}: {size} ranks, {count} of them seen, on {hosts}", name=job.name, size=job.world_size,
                  count=len(job.ranks), hosts=", ".join(hosts[:3]) + (", ..." if len(hosts) > 3 else "")))  # fmt: skip
+    number = Pid if job.counted else int
     notes = {row.rank: say(_note(row)) for row in job.ranks}
-    stacks = [(list(group.ranks), group.stack) for group in job.groups]
+    stacks = [([number(rank) for rank in group.ranks], group.stack) for group in job.groups]
     yield from (f"  {line}" for line in lines_of(merge(stacks), notes))
     bare: dict[str, list[int]] = {}
     for row in job.ranks:
         if not row.stack:
-            bare.setdefault("; ".join(part for part in (notes[row.rank], say(row.trouble)) if part), []).append(
-                row.rank
-            )
+            what = "; ".join(part for part in (notes[row.rank], say(row.trouble)) if part)
+            bare.setdefault(what, []).append(number(row.rank))
     for what, ranks in list(bare.items())[:_SHOWN]:
-        yield f"  {say(ranks_text(ranks))}: {what}"
+        yield f"  {say(names_of(ranks))}: {what}"
     codes: dict[int | None, list[int]] = {}
     for gone in job.ended:
-        codes.setdefault(gone.exit_code, []).append(gone.rank)
+        codes.setdefault(gone.exit_code, []).append(number(gone.rank))
     for code, ranks in list(codes.items())[:_SHOWN]:
-        yield f"  {say(ranks_text(ranks))}: {say(_ending(code))}"
+        yield f"  {say(names_of(ranks))}: {say(_ending(code))}"
     if job.unseen:
-        yield f"  {say(ranks_text(job.unseen))}: {say(tr('not seen on these hosts'))}"
+        yield f"  {say(names_of(job.unseen))}: {say(tr('not seen on these hosts'))}"
     yield from (f"  {say(note)}" for note in job.notes[:_SHOWN])
     yield say(job.summary)
     if job.reason:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 
 class Kind(str, Enum):
@@ -18,6 +18,7 @@ class Kind(str, Enum):
     BACKWARD = "backward"  # DDP's reducer waits inside of it, in C++, without a frame
     SETUP = "setup"  # joining the job, or making a group
     STORE = "store"
+    RPC = "rpc"
     DEVICE = "device"
     EXIT = "exit"
     WORKER = "worker"  # of a data loader: no rank
@@ -49,17 +50,23 @@ class Motion(str, Enum):
 
 
 #: Kinds in which a rank waits for its peers as soon as it does not move.
-INSIDE: Final = frozenset([Kind.COLLECTIVE, Kind.P2P, Kind.BACKWARD, Kind.SETUP, Kind.STORE])
+INSIDE: Final = frozenset([Kind.COLLECTIVE, Kind.P2P, Kind.BACKWARD, Kind.SETUP, Kind.STORE, Kind.RPC])
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One call: the function, its file, the line; and of functions of torch.distributed what they were called with."""
+    """One call: the function, its file, the line; and of functions of torch.distributed what they were called with.
+
+    `group` is the address of the process group that the call is for, 0 where it is not known. `rank` is the value of a
+    local variable of that name.
+    """
 
     function: str
     file: str
     line: int
     arguments: tuple[tuple[str, str], ...] = ()
+    group: int = 0
+    rank: int | None = None
 
     def __str__(self) -> str:
         return f"{short(self.file)}:{self.line} {self.function}"
@@ -80,7 +87,9 @@ class Place:
     """The place where a rank stands: the kind, torch's function, and the program's own line.
 
     `world` is true where the call is known to be for the default group. `peer` is the rank that a send or receive is
-    for. `stack` has the program's frames, outermost first, with torch's function as the last.
+    for. `stack` has the program's frames, outermost first, with torch's function as the last. `serves` is true of the
+    handler of another rank's RPC. `group` is
+    the rank within the group that the call is for, and the size of that group.
     """
 
     kind: Kind
@@ -89,6 +98,8 @@ class Place:
     peer: int | None = None
     holds_gil: bool = False
     stack: tuple[str, ...] = ()
+    serves: bool = False
+    group: tuple[int, int] | None = None
 
     @property
     def inside(self) -> bool:
@@ -99,7 +110,7 @@ class Place:
 _P2P: Final = frozenset(["send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"])
 _SETUP: Final = frozenset(
     ["init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group",
-     "_new_process_group_helper", "_store_based_barrier", "init_device_mesh"]
+     "_new_process_group_helper", "_store_based_barrier", "init_device_mesh", "init_rpc"]
 )  # fmt: skip
 _COLLECTIVES: Final = frozenset(
     ["all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_coalesced",
@@ -112,39 +123,46 @@ _COLLECTIVES: Final = frozenset(
 _EXIT: Final = (("threading.py", "_shutdown"), ("multiprocessing/util.py", "_exit_function"),
                 ("concurrent/futures/thread.py", "_python_exit"),
                 ("torch/distributed/distributed_c10d.py", "destroy_process_group"))  # fmt: skip
+_RPC_FILES: Final = "torch/distributed/rpc/"
+#: Where a thread does the work of a future.
+_EXECUTOR: Final = "concurrent/futures/thread.py"
 #: Functions of torch that pickle an object beside the exchange of it, and call the program's own code for that.
 _PICKLING: Final = frozenset(["_object_to_tensor", "_tensor_to_object"])
+#: The arguments that tell group and peer.
+_ARGUMENTS: Final = frozenset(["group", "src", "dst", "args", "kwargs", "to"])
 #: Wrappers around what was called.
 _AROUND: Final = ("torch/distributed/c10d_logger.py", "torch/utils/_contextlib.py", "torch/_ops.py", "contextlib.py",
                    "deepspeed/utils/nvtx.py")  # fmt: skip
 _DISTRIBUTED: Final = re.compile(
     r"^torch/distributed/(?!elastic/|checkpoint/|run\.py|launcher/)|^torch/nn/parallel/distributed\.py"
 )
-_NETWORK: Final = re.compile(
-    r"(?:^|/)(?:socket|ssl|http/client|urllib/request|urllib3/\S+|requests/\S+|httpx/\S+)\.py$"
-)
+#: Clients, which wait for an answer; who reads a socket without one may be a server that waits for a request.
+_NETWORK: Final = re.compile(r"(?:^|/)(?:http/client|urllib/request|urllib3/\S+|requests/\S+|httpx/\S+)\.py$")
 _LOCKS: Final = re.compile(
-    r"(?:^|/)(?:threading|multiprocessing/(?:synchronize|popen_\w+|process)|concurrent/futures/\w+|filelock/\S+)\.py$"
+    r"(?:^|/)(?:threading|multiprocessing/(?:synchronize|popen_\w+|process)|filelock/\S+)\.py$"
     r"|^torch/utils/file_baton\.py$"
 )
 #: Where a process waits for work: queues and pipes, event loops, servers, RPC, and the loops of engines.
 _IDLE: Final = re.compile(
-    r"(?:^|/)(?:queue|selectors|socketserver|asyncio/\w+|multiprocessing/(?:queues|connection|managers))\.py$"
-    r"|^(?:uvloop|zmq|grpc|ray/_private|torch/distributed/rpc)/|^(?:vllm|sglang)/\S*(?:shm_broadcast|message_queue|zmq)\w*\.py$"
+    r"(?:^|/)(?:queue|selectors|socket|ssl|socketserver|asyncio/\w+|multiprocessing/(?:queues|connection|managers))\.py$"
+    r"|^(?:uvloop|zmq|grpc|ray/_private)/|^torch/distributed/rpc/(?!internal)|^(?:vllm|sglang)/\S*(?:shm_broadcast|message_queue|zmq)\w*\.py$"
 )
 _IDLE_FUNCTIONS: Final = frozenset(
     ["serve_forever", "wait_for_termination", "run_forever", "main_loop", "run_busy_loop", "worker_busy_loop",
      "event_loop_normal", "event_loop_overlap"]
 )  # fmt: skip
+#: Waits for another thread's or process's word: of conditions, events, futures and semaphores.
+_SIGNALS: Final = frozenset(["threading.py", "multiprocessing/synchronize.py"])
 #: How many of the innermost frames may be those of a wait: threading's beneath a queue's, selectors' beneath asyncio's.
 _INNERMOST: Final = 4
 #: What a line calls tells what it stands in, where that is in C.
 _LINES: Final = (
     (re.compile(r"\bstore\.(?:get|wait|set|add|check)\(|_store\(\)\.(?:get|wait)\("), Kind.STORE),
+    (re.compile(r"\.to_here\("), Kind.RPC),
     (re.compile(r"\bos\.wait"), Kind.CHILD),
     (re.compile(r"(?<!event)\.wait\(\)|\bwork\.wait\(|\breq\w*\.wait\(|handle\w*\.wait\("), Kind.COLLECTIVE),
     (re.compile(r"\.(?:item|cpu|tolist|synchronize)\("), Kind.DEVICE),
-    (re.compile(r"queue\w*\.get\(|\.recv\w*\(|\.accept\(|\binput\(|\bselect\.select\(|poll\w*\.poll\(|signal\.(?:pause|sigwait)\w*\("),
+    (re.compile(r"queue\w*\.get\(|\.recv\w*\(|\.accept\(|\binput\(|\bselect\.select\(|\.poll\(|signal\.(?:pause|sigwait)\w*\("),
      Kind.IDLE),
     (re.compile(r"\bsleep\("), Kind.SLEEP),
     (re.compile(r"\.acquire\(|\bwith \S*lock\b|\.join\(\)"), Kind.LOCK),
@@ -152,9 +170,13 @@ _LINES: Final = (
     (re.compile(r"\bopen\(|\.(?:read|readline|readinto|write|flush)\(|\bos\.(?:read|write)\(|sync\(|flock\(|\b(?:save|load)\w*\("),
      Kind.FILE),
 )  # fmt: skip
+#: The place of a process of which no Python runs any more: C's exit handlers do, or a finalizer in C.
+PAST_THE_END: Final = "(after the last line of Python)"
 #: Package folders, which are left out of a file's name.
 _PACKAGES: Final = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/")
 _STANDARD: Final = re.compile(r"/lib/python3\.\d+/(?!(?:site|dist)-packages/)")
+#: The outermost call of every program, until it ends.
+_BEGINS: Final = re.compile(r"^<frozen|runpy\.py | <module>$")
 #: Frames below every program.
 _BELOW: Final = re.compile(r"^<frozen|(?:^|/)(?:runpy|threading)\.py$")
 
@@ -178,7 +200,7 @@ def parse(text: str) -> list[Thread]:
     try:
         for one in json.loads(text):
             frames = [
-                Frame(frame["name"].rpartition(".")[2], frame["filename"], int(frame["line"]), _arguments(frame))
+                Frame(frame["name"].rpartition(".")[2], frame["filename"], int(frame["line"]), *_known(frame))
                 for frame in reversed(one["frames"])
             ]
             tid = int(one["os_thread_id"] or 0)
@@ -188,37 +210,60 @@ def parse(text: str) -> list[Thread]:
     return threads
 
 
-def _arguments(frame: dict[str, object]) -> tuple[tuple[str, str], ...]:
-    """Keep the arguments that tell group and peer, of torch.distributed's own functions and of nobody else's."""
-    if "torch/distributed/" not in str(frame["filename"]):
-        return ()
-    kept = ("group", "src", "dst", "args", "kwargs")
-    values = frame.get("locals") or []
-    return tuple((one["name"], str(one["repr"])) for one in values if one["name"] in kept)  # type: ignore[attr-defined]
+def _known(frame: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...], int, int | None]:
+    """Return the arguments of torch.distributed's functions, the group's address, and a rank; nothing else is kept."""
+    values = {one["name"]: one for one in frame.get("locals") or []}
+    if "torch/distributed/" not in frame["filename"]:
+        told = str(values["rank"]["repr"]) if "rank" in values else ""
+        return (), 0, int(told) if told.isdigit() else None
+    arguments = tuple((name, str(one["repr"])) for name, one in values.items() if name in _ARGUMENTS)
+    group = values.get("group") or {}
+    return arguments, int(group.get("addr") or 0) if "ProcessGroup " in str(group.get("repr")) else 0, None
 
 
 def place_of(threads: Sequence[Thread], pid: int, source: Callable[[str, int], str]) -> tuple[Place, int] | None:
     """Return where a rank stands and in which of its threads; None without a stack.
 
-    That is its main thread, unless that one waits for another thread which is inside a collective: Ray and notebooks
-    train in a thread. `source` returns a line of a file.
+    That is its main thread, unless another one keeps the GIL, or it waits for another thread: one that is inside a
+    collective (Ray and notebooks train in a thread), that answers another rank's RPC, or that does what a future stands
+    for. `source` returns a line of a file.
     """
     main = next((one for one in threads if one.tid == pid or one.name == "MainThread"), None)
-    if main is None or not main.frames:
+    if main is None:
         return None
     place = classify(main.frames, main.holds_gil, source)
-    waits = place.kind in (Kind.LOCK, Kind.IDLE) or any("/ray/" in frame.file for frame in main.frames)
-    if waits:
-        for other in threads:
-            if other is not main and other.frames:
-                there = classify(other.frames, other.holds_gil, source)
-                if there.kind in (Kind.COLLECTIVE, Kind.P2P, Kind.BACKWARD):
-                    return there, other.tid
+    if main.frames and not place.inside and not _BEGINS.search(f"{main.frames[0].file} {main.frames[0].function}"):
+        place = replace(place, kind=Kind.EXIT)  # a callback of atexit, or a finalizer
+    keeps = next((one for one in threads if one is not main and one.holds_gil and one.frames), None)
+    if keeps is not None and not place.inside:
+        return classify(keeps.frames, True, source), keeps.tid
+    if place.kind not in (Kind.LOCK, Kind.IDLE, Kind.EXIT, Kind.RPC) and not any(
+        "/ray/" in f.file for f in main.frames
+    ):
+        return place, main.tid
+    others = [(classify(one.frames, one.holds_gil, source), one) for one in threads if one is not main and one.frames]
+    if place.kind is not Kind.RPC:
+        for there, one in others:
+            if there.kind in (Kind.COLLECTIVE, Kind.P2P, Kind.BACKWARD):
+                return there, one.tid
+    answers = sorted(((there, one) for there, one in others if there.serves), key=lambda pair: pair[0].inside)
+    for there, one in answers if place.kind is not Kind.RPC else [pair for pair in answers if not pair[0].inside]:
+        return there, one.tid
+    if any(short(frame.file).startswith("concurrent/futures/") for frame in main.frames[-_INNERMOST:]):
+        for there, one in others:
+            if there.kind is not Kind.IDLE and any(
+                short(f.file) == _EXECUTOR and f.function == "run" for f in one.frames
+            ):
+                return there, one.tid
+    if place.kind is Kind.LOCK and any(there.kind is Kind.IDLE for there, _ in others):
+        place = replace(place, kind=Kind.IDLE)  # it may wait for the thread that serves
     return place, main.tid
 
 
 def classify(frames: Sequence[Frame], holds_gil: bool, source: Callable[[str, int], str]) -> Place:
-    """Return where a thread stands, by its frames, outermost first."""
+    """Return where a thread stands, by its frames, outermost first; without any of them Python has come to its end."""
+    if not frames:
+        return Place(Kind.EXIT, holds_gil=holds_gil, stack=(PAST_THE_END,))
     kind, op, first = _kind(frames, source)
     world, peer = False, None
     if kind in INSIDE:
@@ -228,7 +273,8 @@ def classify(frames: Sequence[Frame], holds_gil: bool, source: Callable[[str, in
     programs = frames[:first] if kind in INSIDE else frames
     own = [frame for frame in programs if not _BELOW.search(short(frame.file))]
     stack = tuple(str(frame) for frame in own) + ((op,) if kind in INSIDE else ())
-    return Place(kind, op, world, peer, holds_gil, stack or (str(frames[-1]),))
+    serves = any(frame.function == "_run_function" and short(frame.file).startswith(_RPC_FILES) for frame in frames)
+    return Place(kind, op, world, peer, holds_gil, stack or (str(frames[-1]),), serves)
 
 
 def _kind(frames: Sequence[Frame], source: Callable[[str, int], str]) -> tuple[Kind, str, int]:
@@ -242,6 +288,8 @@ def _kind(frames: Sequence[Frame], source: Callable[[str, int], str]) -> tuple[K
             return Kind.WORKER, "", len(frames) - 1
         if (file, frame.function) == ("multiprocessing/managers.py", "serve_forever"):
             return Kind.MANAGER, "", len(frames) - 1
+        if frame.function == "rpc_sync" and file.startswith(_RPC_FILES):
+            return Kind.RPC, _rpc_sync(frame), number
         if _DISTRIBUTED.search(file) and not pickles:
             for names, kind in ((_SETUP, Kind.SETUP), (_P2P, Kind.P2P), (_COLLECTIVES, Kind.COLLECTIVE)):
                 if frame.function in names:
@@ -274,10 +322,11 @@ def _other(
         return Kind.CHILD, "", last
     if inner.function == "accept":
         return Kind.IDLE, "", last
-    if any(_NETWORK.search(file) for file in files[-6:]):
+    if any(_NETWORK.search(file) for file in files[-6:]) or inner.function == "create_connection":
         return Kind.NETWORK, "", last
     innermost = range(max(last - _INNERMOST + 1, 0), last + 1)
-    if any(_IDLE.search(files[at]) for at in innermost) or inner.function in _IDLE_FUNCTIONS:
+    signalled = inner.function == "wait" and files[last] in _SIGNALS
+    if signalled or any(_IDLE.search(files[at]) for at in innermost) or inner.function in _IDLE_FUNCTIONS:
         return Kind.IDLE, "", last
     if _LOCKS.search(files[last]):
         return Kind.LOCK, "", last
@@ -292,6 +341,12 @@ def _other(
                 return kind, "wait", len(frames)
             return (kind, str(kind), len(frames)) if kind in INSIDE else (kind, "", last)
     return (Kind.FILE if files[last] == "torch/serialization.py" else Kind.PYTHON), "", last
+
+
+def _rpc_sync(frame: Frame) -> str:
+    """Return the call with the name or rank that it is for, where py-spy writes it."""
+    to = dict(frame.arguments).get("to", "")
+    return f"rpc_sync({to})" if to[:1] == '"' or to.isdigit() else "rpc_sync"
 
 
 def _before(files: Sequence[str], number: int) -> int:

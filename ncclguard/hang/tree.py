@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ncclguard.hang.names import names_of
 from ncclguard_explain.language import say, told
-from ncclguard_explain.ranks import ranks_text
 
 
 @dataclass
@@ -80,5 +80,5 @@ def lines_of(nodes: Sequence[Node], notes: Mapping[int, str], shown: int = 3) ->
         )
         ended = {notes[rank] for rank in node.ranks if rank in notes} if not node.branches else set()
         note = f" ({'; '.join(sorted(ended))})" if ended else ""
-        yield f"{indent}{say(ranks_text(node.ranks))}: {' -> '.join(frames) or told('here')}{note}"
+        yield f"{indent}{say(names_of(node.ranks))}: {' -> '.join(frames) or told('here')}{note}"
         left += [(branch, indent + "  ") for branch in reversed(node.branches)]

@@ -9,15 +9,16 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
 
 from ncclguard.environment.ras import Communicator
 from ncclguard.hang.launches import behind, counts_of, strayed
+from ncclguard.hang.names import names_of
 from ncclguard.hang.stacks import INSIDE, Kind, Motion, Place
 from ncclguard_explain.cause import ADVICE, WORD, Cause
 from ncclguard_explain.language import Message, joined, tr
-from ncclguard_explain.ranks import ranks_text
 
 #: What a rank stands in, for people.
 WORDS: Mapping[Kind, Message] = {
@@ -26,6 +27,7 @@ WORDS: Mapping[Kind, Message] = {
     Kind.BACKWARD: tr("in backward"),
     Kind.SETUP: tr("making a process group"),
     Kind.STORE: tr("waiting for the store"),
+    Kind.RPC: tr("waiting for the answer to an RPC"),
     Kind.DEVICE: tr("waiting for its device"),
     Kind.EXIT: tr("at the end of its program"),
     Kind.WORKER: tr("a data loader's worker"),
@@ -49,6 +51,10 @@ _ASKED: Final = frozenset([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 _ASK_NCCL: Final = tr(
     "Ask NCCL how far each rank is: `ncclguard explain --ras`, twice; counts that do not move are a hang."
 )
+#: Calls that wait for one rank, or for whoever sets a key.
+_OF_ONE: Final = frozenset([Kind.P2P, Kind.STORE, Kind.RPC])
+#: Waits of which a reason tells one by one.
+_SHOWN: Final = 4
 #: Places that stacks cannot prove anything by: a device may compute, and a server may have nothing to do.
 _UNPROVEN: Final = frozenset([Kind.DEVICE, Kind.IDLE])
 #: Places whose wait may end by what is not seen here: a disk, a server, another process or thread.
@@ -57,7 +63,10 @@ _MAY_END: Final = frozenset([Kind.FILE, Kind.NETWORK, Kind.LOADER, Kind.CHILD, K
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One rank with a process: where it stands, and what it has done between the looks."""
+    """One rank with a process: where it stands, and what it has done between the looks.
+
+    `members` are the ranks of the group that its call is for, empty where they are not known.
+    """
 
     rank: int
     state: str
@@ -66,6 +75,8 @@ class Seen:
     host: str = ""
     pid: int = 0
     trouble: Message | str = ""
+    members: frozenset[int] = frozenset()
+    gloo: bool = False
 
     @property
     def stopped(self) -> bool:
@@ -91,12 +102,6 @@ class Seen:
         on_device = self.place.kind is Kind.DEVICE and self.motion is not Motion.MOVING
         return self.waits or on_device or (self.place.inside and self.motion is Motion.SPINNING)
 
-    def needs(self, rank: int) -> bool:
-        """Tell whether the call that it stands in cannot end without a rank, by what is known of the call."""
-        if self.place is None or not self.place.inside:
-            return False
-        return self.place.peer == rank if self.place.kind is Kind.P2P else self.place.world
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -119,7 +124,8 @@ class Verdict:
 class Evidence:
     """The evidence on one job; `ended` has the ranks without a process and their exit codes where known.
 
-    `communicators` are those of NCCL whose ranks have launched unequal numbers, in the job's numbers of ranks.
+    `communicators` are those of NCCL whose ranks have launched unequal numbers, in the job's numbers of ranks. Ranks
+    that are `counted` are told by their processes.
     """
 
     world_size: int
@@ -127,17 +133,34 @@ class Evidence:
     ended: Mapping[int, int | None] = field(default_factory=dict)
     seconds: float = 0.0
     communicators: Sequence[Communicator] = ()
+    counted: bool = False
+
+    @property
+    def everyone(self) -> frozenset[int]:
+        """All ranks of the job."""
+        if self.counted:
+            return frozenset({one.rank for one in self.seen} | set(self.ended))
+        return frozenset(range(self.world_size))
 
     @property
     def unseen(self) -> tuple[int, ...]:
         """Ranks that are on no host that was looked at."""
-        known = {one.rank for one in self.seen} | set(self.ended)
-        return tuple(rank for rank in range(self.world_size) if rank not in known)
+        return tuple(sorted(self.everyone - {one.rank for one in self.seen} - set(self.ended)))
 
 
 def judge(evidence: Evidence) -> Verdict:
     """Return the verdict on one job, by the first rule that applies."""
-    for rule in (_stopped, _ended, _launched_otherwise, _launched_less, _late, _diverged, _nobody_came, _all_wait):
+    for rule in (
+        _stopped,
+        _ended,
+        _launched_otherwise,
+        _launched_less,
+        _late,
+        _circle,
+        _diverged,
+        _nobody_came,
+        _all_wait,
+    ):
         verdict = rule(evidence)
         if verdict is not None:
             return verdict
@@ -148,9 +171,52 @@ def _waiting(evidence: Evidence) -> list[Seen]:
     return [one for one in evidence.seen if one.waits]
 
 
+def _members(evidence: Evidence, some: Sequence[Seen]) -> dict[int, frozenset[int]]:
+    """Return by rank who has to make the call too that it stands in, without those of which that is not known.
+
+    DDP reduces over all ranks, but in a job with calls for some of them perhaps over these.
+    """
+    everyone = evidence.everyone
+    of_some = any(o.place is not None and o.place.group and o.place.group[1] < len(everyone) for o in evidence.seen)
+    found = {}
+    for one in some:
+        if one.place is None or one.place.kind in _OF_ONE:
+            continue
+        for_all = one.place.world and not (of_some and one.place.kind is Kind.BACKWARD)
+        if one.place.group is not None:
+            for_all = one.place.group[1] == len(everyone)
+        if members := everyone if for_all else one.members:
+            found[one.rank] = members
+    return found
+
+
+def _needs(evidence: Evidence, waiting: Sequence[Seen]) -> dict[int, AbstractSet[int] | None]:
+    """Return by rank without whom the call cannot end that it waits in, None where that is not known."""
+    members = _members(evidence, waiting)
+    calls: dict[tuple[str, frozenset[int]], set[int]] = {}
+    for one in waiting:
+        if one.place is not None and one.rank in members:
+            calls.setdefault((one.place.op, members[one.rank]), set()).add(one.rank)
+    late = {call: call[1] - ranks for call, ranks in calls.items()}
+    # Threads answer RPCs, also beside a main thread that sleeps; but no thread does while another one keeps the GIL.
+    answers = {one.rank for one in evidence.seen if one.place is not None and one.place.serves} or {
+        one.rank
+        for one in evidence.seen
+        if one.place is not None and one.place.holds_gil and one.motion is Motion.STILL
+    }
+    needs: dict[int, AbstractSet[int] | None] = {}
+    for one in waiting:
+        needs[one.rank] = late.get((one.place.op, members.get(one.rank, frozenset()))) if one.place else None
+        if one.place is not None and one.place.kind is Kind.P2P and one.place.peer is not None:
+            needs[one.rank] = {one.place.peer}
+        elif one.place is not None and one.place.kind is Kind.RPC:
+            needs[one.rank] = answers - {one.rank} or None
+    return needs
+
+
 def _named(evidence: Evidence, ranks: Sequence[int], cause: Cause, confidence: str, reason: Message | str,
            advice: Message | str = "") -> Verdict:  # fmt: skip
-    summary = tr("{ranks} held up the job: {cause}.", ranks=ranks_text(ranks).capitalised(), cause=WORD[cause])
+    summary = tr("{ranks} held up the job: {cause}.", ranks=names_of(ranks).capitalised(), cause=WORD[cause])
     return Verdict(tuple(sorted(ranks)), cause, confidence, True, summary, reason, advice or ADVICE[cause])
 
 
@@ -159,7 +225,7 @@ def _where(some: Sequence[Seen]) -> Message:
     groups: dict[str, list[Seen]] = {}
     for one in some:
         groups.setdefault(_at(one), []).append(one)
-    parts = [tr("{ranks} at {place}", ranks=ranks_text(o.rank for o in same), place=at) for at, same in groups.items()]
+    parts = [tr("{ranks} at {place}", ranks=names_of(o.rank for o in same), place=at) for at, same in groups.items()]
     shown = parts[:4] + ([tr("others elsewhere")] if len(parts) > 4 else [])
     return joined(", ", shown)
 
@@ -189,7 +255,7 @@ def _stopped(evidence: Evidence) -> Verdict | None:
         return Verdict((), Cause.UNKNOWN, "high", True, summary, "", resume)
     ranks = [one.rank for one in stopped]
     return _named(evidence, ranks, Cause.STUCK, "high",
-                  tr("{ranks} stopped by a signal or a debugger, the other ranks are not", ranks=ranks_text(ranks)),
+                  tr("{ranks} stopped by a signal or a debugger, the other ranks are not", ranks=names_of(ranks)),
                   resume)  # fmt: skip
 
 
@@ -209,7 +275,7 @@ def _ended(evidence: Evidence) -> Verdict | None:
     if killed:
         signals = ", ".join(sorted({str(-(codes[rank] or 0)) for rank in killed}))
         return _named(evidence, killed, Cause.LOST, "medium" if blind else "high",
-                      tr("{ranks} ended by signal {signal}; {where}", ranks=ranks_text(killed), signal=signals,
+                      tr("{ranks} ended by signal {signal}; {where}", ranks=names_of(killed), signal=signals,
                          where=where))  # fmt: skip
     if not waiting:
         return None
@@ -219,16 +285,16 @@ def _ended(evidence: Evidence) -> Verdict | None:
     others = any(not one.waits and one not in still for one in evidence.seen) or bool(evidence.unseen)
     if len(ranks) > 1 or (code is not None and code < 0) or others:
         summary = tr("{ranks} have ended, and others wait for them; which of them was the first cannot be told.",
-                     ranks=ranks_text(ranks).capitalised())  # fmt: skip
+                     ranks=names_of(ranks).capitalised())  # fmt: skip
         failed = any(code is not None and code > 0 for code in codes.values())
         return Verdict((), Cause.FAILED if failed else Cause.UNKNOWN, "low", True, summary, _where(evidence.seen),
                        tr("Read the log of each of them: the earliest exception counts."))  # fmt: skip
     if code is None:
         return _named(evidence, ranks, Cause.LOST, "medium",
                       tr("{ranks} without a process on this host: ended, or never started; {where}",
-                         ranks=ranks_text(ranks), where=where))  # fmt: skip
+                         ranks=names_of(ranks), where=where))  # fmt: skip
     cause = Cause.EXITED if code == 0 else Cause.FAILED
-    reason = tr("{ranks} ended with exit code {code}; {where}", ranks=ranks_text(ranks), code=code, where=where)
+    reason = tr("{ranks} ended with exit code {code}; {where}", ranks=names_of(ranks), code=code, where=where)
     return _named(evidence, ranks, cause, "high", reason)
 
 
@@ -253,7 +319,7 @@ def _launched_less(evidence: Evidence) -> Verdict | None:
     outside = [one for one in evidence.seen if one.rank in awaited]
     where = joined("; ", [counts_of(evidence.communicators), _where(waiting)])
     if len(outside) < len(awaited):
-        summary = tr("The others wait for {ranks}; what happens there cannot be told.", ranks=ranks_text(awaited))
+        summary = tr("The others wait for {ranks}; what happens there cannot be told.", ranks=names_of(awaited))
         return Verdict((), Cause.UNKNOWN, "low", True, summary, where,
                        _missing(evidence) or ADVICE[Cause.UNKNOWN], tuple(sorted(awaited)))  # fmt: skip
     unproven = [one for one in outside if one.place is not None and one.place.kind in _UNPROVEN]
@@ -271,7 +337,16 @@ def _late(evidence: Evidence) -> Verdict | None:
     """Name who stands outside of what all others wait in; nobody while one of those outside works."""
     waiting = _waiting(evidence)
     outside = [one for one in evidence.seen if not one.waits]
-    if not waiting:  # but perhaps all of them on their devices; then who has not run at all stands outside
+    certain: set[int] = set()
+    if waiting:
+        needs = _needs(evidence, waiting).values()
+        certain.update(*(some for some in needs if some is not None))
+        # Whom some wait for by what is known of their calls; the others too where the rest may wait for them.
+        if all(some is not None for some in needs) or (
+            certain & {one.rank for one in outside} and all(map(_is_known, outside))
+        ):
+            outside = [one for one in outside if one.rank in certain]
+    else:  # but perhaps all of them on their devices; then who has not run at all stands outside
         waiting = [one for one in outside if one.may_wait]
         outside = [one for one in outside if not one.may_wait]
         if any(one.motion is not Motion.STILL for one in outside):
@@ -287,19 +362,55 @@ def _late(evidence: Evidence) -> Verdict | None:
     places = {one.place.stack[-1] for one in outside if one.place}
     if len(places) > 1 and len(outside) > 1:
         summary = tr("The others wait for {ranks}, which stand in different places; which of them holds them up cannot be told.",
-                     ranks=ranks_text(ranks))  # fmt: skip
+                     ranks=names_of(ranks))  # fmt: skip
         return Verdict((), Cause.LATE, "low", True, summary, joined("; ", [_where(waiting), _where(outside)]),
                        ADVICE[Cause.LATE], tuple(ranks))  # fmt: skip
     if len(outside) > len(waiting) and all(_looks_again(one) for one in outside):
         return _awaited(outside, joined("; ", [_where(waiting), _where(outside)]))
-    for_all = all(any(one.waits and one.needs(rank) for one in waiting) for rank in ranks)
+    for_all = certain.issuperset(ranks)
     if (len(outside) > 1 or evidence.unseen) and not for_all:
         summary = tr("The others wait in groups whose members are not known, and {ranks} stand outside.",
-                     ranks=ranks_text(ranks))  # fmt: skip
+                     ranks=names_of(ranks))  # fmt: skip
         return Verdict((), Cause.UNKNOWN, "low", True, summary, joined("; ", [_where(waiting), _where(outside)]),
                        ADVICE[Cause.LATE], tuple(ranks))  # fmt: skip
-    proved = for_all and not evidence.unseen and not any(_looks_again(one) for one in outside)
+    by_sockets = any(one.members for one in waiting)
+    proved = for_all and not (by_sockets or evidence.unseen or any(_looks_again(one) for one in outside))
     return _held_up_by(evidence, outside, _where(waiting), "high" if proved else "medium")
+
+
+def _circle(evidence: Evidence) -> Verdict | None:
+    """Name nobody where ranks wait for each other, one of them for a message: which of them is wrong is not seen."""
+    waiting = {one.rank: one for one in _waiting(evidence)}
+    needs = {rank: some or set() for rank, some in _needs(evidence, list(waiting.values())).items()}
+    pairs = [one for one in waiting.values() if one.place and one.place.peer in waiting]
+    pairs = [one for one in pairs if one.rank in _reached(one.rank, needs)]
+    if not pairs:
+        return None
+    circle = {
+        rank for rank in _reached(pairs[0].rank, needs) if rank in waiting and pairs[0].rank in _reached(rank, needs)
+    }
+    pairs = [one for one in pairs if one.rank in circle]
+    summary = tr("{ranks} wait for each other, and none of them can go on; which of them is wrong cannot be told.",
+                 ranks=names_of(circle).capitalised())  # fmt: skip
+    awaited = {one.place.peer for one in pairs if one.place and one.place.peer is not None}
+    told = [tr("{rank} waits in {op} for {peer}", rank=names_of([one.rank]), op=one.place.op, peer=names_of([one.place.peer]))
+            for one in pairs[:_SHOWN] if one.place and one.place.peer is not None]  # fmt: skip
+    step = tr(
+        "Compare the sends and receives of both sides, and the calls before them: one is missing, or comes too early."
+    )
+    reason = joined("; ", [joined(", ", told), _where([waiting[rank] for rank in sorted(circle)])])
+    return Verdict((), Cause.DIVERGED, "medium", True, summary, reason, step, tuple(sorted(awaited)))
+
+
+def _reached(rank: int, needs: Mapping[int, AbstractSet[int]]) -> set[int]:
+    """Return the ranks that a rank waits for, and those that these wait for."""
+    found: set[int] = set()
+    left = [rank]
+    while left:
+        more = needs.get(left.pop(), set()) - found
+        found |= more
+        left += more
+    return found
 
 
 def _is_known(one: Seen) -> bool:
@@ -319,13 +430,13 @@ def _awaited(some: Sequence[Seen], where: Message) -> Verdict:
     if working:
         summary = tr(
             "The others wait for {ranks}, at work as far as can be seen; nobody is to blame.",
-            ranks=ranks_text(working),
+            ranks=names_of(working),
         )
         step: Message | str = tr(
             "Look again in a minute, or with --seconds 60: the same place in each look is no progress."
         )
     else:
-        summary = tr("The others wait for {ranks}; what happens there cannot be told.", ranks=ranks_text(ranks))
+        summary = tr("The others wait for {ranks}; what happens there cannot be told.", ranks=names_of(ranks))
         step = next((one.trouble for one in some if one.trouble), "") or ADVICE[Cause.UNKNOWN]
     return Verdict((), Cause.UNKNOWN, "low", True, summary, where, step, tuple(working or ranks))
 
@@ -334,11 +445,12 @@ def _held_up_by(evidence: Evidence, outside: Sequence[Seen], where: Message, con
     """Name ranks that stand in one place, by where that is."""
     first, ranks = outside[0], [one.rank for one in outside]
     assert first.place is not None
-    reason = tr("unmoved for {seconds:.1f} s: {where}; {ranks} {what}, at {place}", ranks=ranks_text(ranks),
+    reason = tr("unmoved for {seconds:.1f} s: {where}; {ranks} {what}, at {place}", ranks=names_of(ranks),
                 what=WORDS[first.place.kind], place=_at(first), seconds=evidence.seconds, where=where)  # fmt: skip
     if first.place.kind is Kind.EXIT:
         step = tr(
-            "It returned or raised before the others: the end of its log has the exception. What keeps its process alive is a thread that does not end."
+            "It returned or raised before the others: the end of its log has the exception. What keeps its process alive is a thread or an exit handler that does not end: `py-spy dump --native --pid {pid}`, or `gdb -p {pid}` where no Python is left.",
+            pid=first.pid,
         )
         return _named(evidence, ranks, Cause.EXITED, confidence, reason, step)
     if first.state == "D":
@@ -361,12 +473,12 @@ def _unproven(some: Sequence[Seen], where: Message) -> Verdict:
     if any(one.place is not None and one.place.kind is Kind.IDLE for one in some):
         summary = tr(
             "The others wait for {ranks}, which wait for requests or messages: a server that has nothing to do looks like that.",
-            ranks=ranks_text(ranks),
+            ranks=names_of(ranks),
         )
         step: Message = tr("If requests are waiting, find the process that should pass them on, and look at its log.")
         return Verdict((), Cause.UNKNOWN, "low", False, summary, where, step, ranks)
     summary = tr("The others wait for {ranks}, which wait for their devices; whether these compute, stacks do not tell.",
-                 ranks=ranks_text(ranks))  # fmt: skip
+                 ranks=names_of(ranks))  # fmt: skip
     step = _ASK_NCCL
     return Verdict((), Cause.UNKNOWN, "low", True, summary, where, step, ranks)
 
@@ -379,10 +491,11 @@ def _diverged(evidence: Evidence) -> Verdict | None:
     calls = Counter(one.place.op for one in waiting if one.place)
     if len(calls) < 2:
         return None
-    pairs = {one.place.kind for one in waiting if one.place} & {Kind.P2P, Kind.STORE}
+    pairs = {one.place.kind for one in waiting if one.place} & _OF_ONE
     common, count = calls.most_common(1)[0]
     odd = [one for one in waiting if one.place and one.place.op != common]
-    for_all = all(one.place is not None and one.place.world for one in waiting)
+    members = _members(evidence, waiting)
+    for_all = all(members.get(one.rank) == evidence.everyone for one in waiting)
     where = _where(waiting)
     if len(odd) == 1 and count > 1 and for_all and not pairs and not evidence.unseen and not evidence.ended:
         return _named(evidence, [odd[0].rank], Cause.DIVERGED, "medium", where)
@@ -402,7 +515,7 @@ def _nobody_came(evidence: Evidence) -> Verdict | None:
     waiting = _waiting(evidence)
     if not evidence.unseen or not waiting or len(waiting) != len(evidence.seen):
         return None
-    summary = tr("All ranks seen wait; {ranks} were not seen.", ranks=ranks_text(evidence.unseen))
+    summary = tr("All ranks seen wait; {ranks} were not seen.", ranks=names_of(evidence.unseen))
     return Verdict((), Cause.UNKNOWN, "low", True, summary, _where(waiting), _missing(evidence), evidence.unseen)
 
 
@@ -415,8 +528,10 @@ def _all_wait(evidence: Evidence) -> Verdict | None:
         "All ranks wait in {op}, and none of them moves; nobody can be named by their stacks.", op=waiting[0].place.op
     )
     step = tr(
-        "Compare what they pass (shape, dtype, group) and how many steps each has made; then check the network between the hosts (`ncclguard doctor`), and ask NCCL with `ncclguard explain --ras`."
+        "Compare what they pass (shape, dtype, group) and how many steps each has made; then check the network between the hosts (`ncclguard doctor`)."
     )
+    if not all(one.gloo for one in waiting):
+        step = joined(" ", [step, _ASK_NCCL])
     return Verdict((), Cause.UNKNOWN, "low", True, summary, _where(waiting), step)
 
 
@@ -438,7 +553,7 @@ def _unclear(evidence: Evidence) -> Verdict:
     moving = [one.rank for one in evidence.seen if one.motion in (Motion.MOVING, Motion.SPINNING, Motion.WAKING)]
     if moving:
         summary = tr("The job moves: nothing hangs by what is seen.")
-        reason = tr("{ranks} moved within {seconds:.1f} s", ranks=ranks_text(moving), seconds=evidence.seconds)
+        reason = tr("{ranks} moved within {seconds:.1f} s", ranks=names_of(moving), seconds=evidence.seconds)
         return Verdict((), Cause.UNKNOWN, "medium", False, summary, reason, "")
     summary = tr("No rank moves, and none waits for another in a collective.")
     step = tr("See where each of them stands: what they wait for is outside of torch.distributed.")

@@ -13,6 +13,7 @@ import fcntl
 import multiprocessing
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -22,12 +23,14 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -96,6 +99,12 @@ def raise_and_hang_at_exit() -> None:
     raise ValueError("a sample of this rank is empty")
 
 
+def hang_in_an_exit_handler_of_c() -> None:
+    libc = ctypes.CDLL(None)
+    libc.__cxa_atexit(ctypes.cast(libc.pause, ctypes.c_void_p), None, None)
+    raise SystemExit
+
+
 def another_collective() -> None:
     dist.broadcast(torch.ones(4), src=0)
 
@@ -117,7 +126,26 @@ FAULTS: dict[str, Callable[[], object]] = {
     "other": another_collective,
     "exit": lambda: os._exit(3),
     "leave": lambda: os._exit(0),
+    "exit-handler": hang_in_an_exit_handler_of_c,
 }
+#: Ways of waiting for requests.
+REQUESTS: dict[str, Callable[[], object]] = {
+    "queue": lambda: queue.Queue().get(),
+    "event": lambda: threading.Event().wait(),
+    "future": lambda: Future().result(),
+    "poll": lambda: poll_nobody(),
+    "line": lambda: read_a_line_of(*socket.socketpair()),
+}
+
+
+def read_a_line_of(client: socket.socket, _: socket.socket) -> None:
+    client.makefile().readline()
+
+
+def poll_nobody() -> None:
+    watched = select.epoll()
+    while not (found := watched.poll()):
+        del found
 
 
 def train(step: Callable[[], object], fault: str, ready: Callable[[], None]) -> None:
@@ -213,16 +241,58 @@ def aborted(_: str, ready: Callable[[], None]) -> None:
     store.get("checkpoint-is-written")
 
 
-def served(_: str, ready: Callable[[], None]) -> None:
+def served(way: str, ready: Callable[[], None]) -> None:
     """Have one rank wait for requests, as an inference engine's first one does."""
     ready()
     if dist.get_rank() == STRUCK:
-        queue.Queue().get()
+        REQUESTS[way]()
     dist.broadcast(torch.ones(4), src=STRUCK)
 
 
-def spawned(rank: int, shared: object, port: int) -> None:
-    """Be one of two ranks that torch.multiprocessing.spawn has started; the second one sleeps."""
+def grouped(_: str, ready: Callable[[], None]) -> None:
+    """Have rank 3 wait in its group for rank 2, which sleeps, and the other two for requests."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    dist.barrier()
+    ready()
+    time.sleep(0.1)  # what has been written to connect them is older then
+    if dist.get_rank() == STRUCK:
+        save_checkpoint()
+    if dist.get_rank() < STRUCK:
+        queue.Queue().get()
+    dist.all_reduce(torch.ones(4), group=groups[1])
+
+
+def ahead(_: str, ready: Callable[[], None]) -> None:
+    """Have the last stage wait for the one before, which sleeps; the first two have done their part, and do others."""
+    ready()
+    if dist.get_rank() == 3:
+        dist.recv(torch.ones(4), src=STRUCK)
+    [held_lock, pipe_nobody_writes, save_checkpoint][dist.get_rank()]()
+
+
+def circle(_: str, ready: Callable[[], None]) -> None:
+    """Have two ranks wait for a message of each other, and the other two compute."""
+    ready()
+    if dist.get_rank() < 2:
+        dist.recv(torch.ones(4), src=1 - dist.get_rank())
+    while True:
+        sum(range(100000))
+
+
+def called(_: str, ready: Callable[[], None]) -> None:
+    """Have rank 0 call one that does not answer; all others serve."""
+    rank = int(os.environ["RANK"])
+    options = rpc.TensorPipeRpcBackendOptions(init_method="env://", _transports=["uv"])
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=4, rpc_backend_options=options)
+    ready()
+    if rank == 0:
+        rpc.rpc_sync(f"worker{STRUCK}", save_checkpoint, timeout=0)
+    rpc.shutdown()
+
+
+def spawned(index: int, shared: object, port: int) -> None:
+    """Be one of two ranks that torch.multiprocessing.spawn has started, the last one first; the second one sleeps."""
+    rank = 1 - index
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     dist.barrier()
     if rank == 1:
@@ -349,13 +419,16 @@ JOBS: dict[str, Callable[[str, Callable[[], None]], None]] = {
     "held": held,
     "aborted": aborted,
     "served": served,
+    "grouped": grouped,
+    "ahead": ahead,
+    "circle": circle,
     "healthy-compute": healthy_compute,
     "healthy-sleep": healthy_sleep,
     "healthy-save": healthy_save,
     "healthy-load": healthy_load,
     "healthy-evaluate": healthy_evaluate,
 }
-EARLY = {"never-joins": never_joins, "never-comes": never_comes}
+EARLY = {"never-joins": never_joins, "never-comes": never_comes, "called": called}
 
 
 def main(case: str, ready: Callable[[], None]) -> None:

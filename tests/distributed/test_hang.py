@@ -120,6 +120,9 @@ FAULTS = [
     ("skipped", Cause.DIVERGED, "barrier"),
     ("pipeline", Cause.LATE, "layer"),
     ("never-joins", Cause.LATE, "never_joins"),
+    ("grouped", Cause.LATE, "save_checkpoint"),
+    ("ahead", Cause.LATE, "save_checkpoint"),
+    ("called", Cause.LATE, "save_checkpoint"),
 ]
 
 
@@ -164,14 +167,51 @@ def test_a_rank_that_aborts_because_another_was_killed_is_not_named(start: Start
     assert {(row.rank, row.exit_code) for row in job.ended} == {(STRUCK, -signal.SIGKILL), (3, -signal.SIGABRT)}
 
 
-def test_a_rank_that_waits_for_requests_is_not_late(start: Start) -> None:
-    pids = start("served")
+@pytest.mark.parametrize("way", ["queue", "event", "future", "poll", "line"])
+def test_a_rank_that_waits_for_requests_is_not_late(start: Start, way: str) -> None:
+    pids = start(f"served:{way}")
     settled(pids)
     job = looked(pids)
     assert (job.culprits, job.awaited, job.stands) == ((), (STRUCK,), False), job
 
 
-def test_a_server_of_multiprocessing_is_not_counted_among_the_ranks_that_it_spawned() -> None:
+def test_ranks_that_wait_for_messages_of_each_other_are_shown_and_nobody_is_named(start: Start) -> None:
+    """What else the job does has nothing to do with it."""
+    pids = start("circle")
+    time.sleep(1)
+    job = looked(pids)
+    assert (job.culprits, job.cause, job.awaited, job.stands) == ((), Cause.DIVERGED, (0, 1), True), job
+
+
+def test_a_rank_that_hangs_in_an_exit_handler_of_c_is_named() -> None:
+    """No Python is left in it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+        }
+    ranks = [
+        subprocess.Popen([sys.executable, str(JOBS), "stored:exit-handler"], env={**environment, "RANK": str(rank)})
+        for rank in range(3)
+    ]
+    try:
+        job: JobReport | None = None
+        end = time.monotonic() + 90
+        while time.monotonic() < end and (job is None or not job.culprits):
+            with contextlib.suppress(NothingToReport):
+                job = looked([rank.pid for rank in ranks])
+        assert job is not None
+        assert (job.culprits, job.cause) == ((STRUCK,), Cause.EXITED), job
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_ranks_of_spawn_are_told_by_what_they_stand_in_and_a_server_of_multiprocessing_is_none() -> None:
+    """The first process has the last rank."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, str(JOBS), "spawn", str(port)]
@@ -183,7 +223,8 @@ def test_a_server_of_multiprocessing_is_not_counted_among_the_ranks_that_it_spaw
                 with contextlib.suppress(NothingToReport):
                     (found,) = look_here(pids_of={job.pid}).jobs
             assert found is not None
-            assert (found.culprits, found.cause, found.world_size) == ((1,), Cause.LATE, 2), found
+            assert (found.culprits, found.cause, found.world_size, found.counted) == ((1,), Cause.LATE, 2, False), found
+            assert found.ranks[1].pid < found.ranks[0].pid
             assert all("serve_forever" not in frame for group in found.groups for frame in group.stack)
         finally:
             os.killpg(job.pid, signal.SIGKILL)
@@ -198,7 +239,8 @@ def test_two_sides_of_equal_size_are_shown_and_nobody_is_named(start: Start) -> 
 
 
 @pytest.mark.parametrize(
-    "case", ["healthy-compute", "healthy-sleep", "healthy-save", "healthy-load", "healthy-evaluate"]
+    "case",
+    ["healthy-compute", "healthy-sleep", "healthy-save", "healthy-load", "healthy-evaluate"],
 )
 def test_of_a_healthy_job_nobody_is_named(start: Start, case: str) -> None:
     pids = start(case)

@@ -11,7 +11,7 @@ import pytest
 
 from ncclguard.hang import command, looks, processes
 from ncclguard.hang.command import main
-from ncclguard.hang.processes import Process, find_jobs, hidden_ranks
+from ncclguard.hang.processes import NO_RANKS, Process, find_jobs, hidden_ranks, with_ranks
 from ncclguard.hang.report import HangReport, JobReport
 from ncclguard.hang.tree import groups_of, lines_of, merge
 
@@ -160,12 +160,39 @@ def test_workers_of_an_inference_server_are_known_by_their_titles(case: str, mon
     assert found == expected
 
 
-def test_actors_of_ray_are_counted_by_class_and_their_processes_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_of_ray_are_told_apart_by_class_and_by_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_has_torch", lambda pid: True)
     titles = ["ray::IDLE", "ray::Buffer.get", "ray::Trainer.fit()", "ray::Trainer"]
     (job,) = jobs_of(*(process(FIRST + n, 2, {}, command=title) for n, title in enumerate(titles)))
-    assert [(one.rank, one.process.pid - FIRST) for one in job.members] == [(0, 2), (1, 3)]
-    assert f"the processes {FIRST + 2}, {FIRST + 3}" in job.notes[0]
+    assert [(one.rank, one.process.pid) for one in job.members] == [(FIRST + 2, FIRST + 2), (FIRST + 3, FIRST + 3)]
+    assert job.notes == [NO_RANKS]
+
+
+SPAWNED = range(FIRST, FIRST + 3)
+PROOFS = {
+    "all by their groups": ([(2, 3), (1, 3), (0, 3)], {}, [2, 1, 0]),
+    "the last one, as the others are known": ([(2, 3), None, (0, 3)], {}, [2, 1, 0]),
+    "by a variable that is right for one": ([(2, 3), None, None], {0: 2, 1: 0, 2: 1}, [2, 0, 1]),
+    "a job on several hosts": ([(5, 6), (3, 6), (4, 6)], {}, [5, 3, 4]),
+    "not by a variable alone": ([None, None, None], {0: 2, 1: 1, 2: 0}, None),
+    "not by a variable that is wrong for one": ([(2, 3), None, None], {0: 0, 1: 1, 2: 2}, None),
+    "not by a group of some ranks": ([(1, 2), (0, 2), None], {}, None),
+    "not where two have one rank": ([(2, 3), None, None], {0: 2, 1: 1, 2: 1}, None),
+}
+
+
+@pytest.mark.parametrize("case", PROOFS)
+def test_processes_that_tell_no_rank_have_those_that_are_proved(case: str) -> None:
+    groups, variables, ranks = PROOFS[case]
+    members = [processes.Member(pid, process(pid)) for pid in SPAWNED]
+    job = with_ranks(
+        processes.Job("spawn", 3, members, notes=[NO_RANKS], counted=True),
+        {pid: group for pid, group in zip(SPAWNED, groups, strict=True) if group is not None},
+        {FIRST + number: rank for number, rank in variables.items()},
+    )
+    assert job.counted == (ranks is None)
+    told = {one.process.pid: one.rank for one in job.members}
+    assert [told[pid] for pid in SPAWNED] == (list(SPAWNED) if ranks is None else ranks)
 
 
 def found(monkeypatch: pytest.MonkeyPatch, *some: Process) -> None:

@@ -64,7 +64,18 @@ PLACES = [
     ((Frame("_wait_all_workers", TORCH + "distributed/rpc/api.py", 1),), "", Kind.IDLE, ""),
     ((Frame("serve_forever", STANDARD + "multiprocessing/managers.py", 1), Frame("wait", STANDARD + "threading.py", 331)), "",
      Kind.MANAGER, ""),
-    ((Frame("wait", STANDARD + "threading.py", 327),), "", Kind.LOCK, ""),
+    ((Frame("wait", STANDARD + "threading.py", 327),), "", Kind.IDLE, ""),
+    ((Frame("result", STANDARD + "concurrent/futures/_base.py", 451), Frame("wait", STANDARD + "threading.py", 327)), "",
+     Kind.IDLE, ""),
+    ((Frame("wait", STANDARD + "multiprocessing/synchronize.py", 268),), "", Kind.IDLE, ""),
+    ((Frame("join", STANDARD + "threading.py", 1112), Frame("_wait_for_tstate_lock", STANDARD + "threading.py", 1132)), "",
+     Kind.LOCK, ""),
+    ((Frame("handle_one_request", STANDARD + "http/server.py", 392), Frame("readinto", STANDARD + "socket.py", 706)), "",
+     Kind.IDLE, ""),
+    ((Frame("create_connection", STANDARD + "socket.py", 827),), "", Kind.NETWORK, ""),
+    ((), "    events = epoll.poll()", Kind.IDLE, ""),
+    ((Frame("rpc_sync", TORCH + "distributed/rpc/api.py", 842, (("to", '"worker1"'),)),), "", Kind.RPC, 'rpc_sync("worker1")'),
+    ((Frame("init_rpc", TORCH + "distributed/rpc/__init__.py", 190),), "", Kind.SETUP, "init_rpc"),
     ((Frame("get_data", TORCH + "utils/data/dataloader.py", 3), Frame("select", STANDARD + "selectors.py", 415)), "",
      Kind.LOADER, ""),
     ((Frame("_jit_compile", TORCH + "utils/cpp_extension.py", 2400), Frame("wait", TORCH + "utils/file_baton.py", 53)), "",
@@ -133,9 +144,58 @@ def test_a_rank_that_trains_in_a_thread_stands_where_that_thread_stands() -> Non
     assert (found[0].op, found[1]) == ("barrier", 12)
 
 
-def test_what_py_spy_prints_is_read_and_nothing_of_the_programs_own_variables_is_kept() -> None:
+MODULE = Frame("<module>", "/home/me/train.py", 9)
+IDLE = (
+    Frame("_wait_all_workers", TORCH + "distributed/rpc/api.py", 320),
+    Frame("wait", STANDARD + "threading.py", 327),
+)
+FUTURE = (Frame("result", STANDARD + "concurrent/futures/_base.py", 451), Frame("wait", STANDARD + "threading.py", 327))
+ANSWER = Frame("_run_function", TORCH + "distributed/rpc/internal.py", 200)
+WORKER = (
+    Frame("_worker", STANDARD + "concurrent/futures/thread.py", 83),
+    Frame("run", STANDARD + "concurrent/futures/thread.py", 58),
+)
+PAUSE = Frame("pause", "/home/me/train.py", 30)
+THREADS = {
+    "an RPC that it answers": (IDLE, [(ANSWER, PAUSE)], Kind.SLEEP),
+    "the work of the future that it waits for": (FUTURE, [(*WORKER, PAUSE)], Kind.SLEEP),
+    "a pool without work": (FUTURE, [(WORKER[0], Frame("get", STANDARD + "queue.py", 1))], Kind.IDLE),
+    "a thread that serves": (
+        (Frame("join", STANDARD + "threading.py", 1112),), [(Frame("accept", STANDARD + "socket.py", 294),)], Kind.IDLE,
+    ),
+    "a thread that it waits for": ((Frame("join", STANDARD + "threading.py", 1112),), [(PAUSE,)], Kind.LOCK),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", THREADS)
+def test_a_rank_that_waits_for_a_thread_stands_where_that_one_stands(case: str) -> None:
+    inner, others, kind = THREADS[case]
+    threads = [Thread(10, "MainThread", False, (MODULE, *inner))]
+    threads += [Thread(11 + n, "", False, frames) for n, frames in enumerate(others)]
+    found = place_of(threads, 10, lambda file, line: "time.sleep(9)" if line == 30 else "")
+    assert found is not None
+    assert (found[0].kind, found[0].serves) == (kind, "RPC" in case)
+
+
+def test_a_rank_stands_where_the_thread_stands_that_keeps_the_gil() -> None:
+    threads = [Thread(10, "MainThread", False, (MODULE, *IDLE)), Thread(11, "", True, (PAUSE,))]
+    found = place_of(threads, 10, lambda file, line: "")
+    assert found is not None
+    assert (found[0].stack[-1], found[0].holds_gil, found[1]) == (str(PAUSE), True, 11)
+
+
+@pytest.mark.parametrize("frames", [(), (Frame("bye", "/home/me/train.py", 30),)])
+def test_a_program_without_a_beginning_is_at_its_end(frames: tuple[Frame, ...]) -> None:
+    found = place_of([Thread(10, "MainThread", False, frames)], 10, lambda file, line: "time.sleep(9)")
+    assert found is not None
+    assert found[0].kind is Kind.EXIT
+
+
+def test_what_py_spy_prints_is_read_and_nothing_but_a_rank_of_the_programs_own() -> None:
     local = {"name": "group", "addr": 1, "arg": True, "repr": "None"}
+    group = {"name": "group", "addr": 4096, "arg": True, "repr": "<torch._C._distributed_c10d.ProcessGroup at 0x1000>"}
     secret = {"name": "args", "addr": 1, "arg": True, "repr": '"password"'}
+    number = {"name": "rank", "addr": 1, "arg": True, "repr": "3"}
     frames = [
         {
             "name": "all_reduce",
@@ -145,16 +205,20 @@ def test_what_py_spy_prints_is_read_and_nothing_of_the_programs_own_variables_is
             "line": 3252,
             "locals": [local],
         },
-        {"name": "Trainer.fit", "filename": "/home/me/train.py", "line": 7, "locals": [secret]},
+        {"name": "irecv", "filename": C10D, "line": 2750, "locals": [group]},
+        {"name": "Trainer.fit", "filename": "/home/me/train.py", "line": 7, "locals": [secret, number]},
     ]
     text = json.dumps([{"pid": 10, "thread_id": 1, "thread_name": "MainThread", "os_thread_id": 10, "active": False,
                         "owns_gil": True, "frames": frames}])  # fmt: skip
     (thread,) = parse(text)
     assert (thread.tid, thread.holds_gil) == (10, True)
     assert [str(frame) for frame in thread.frames] == [
-        "train.py:7 fit", "torch/distributed/distributed_c10d.py:3252 all_reduce"
+        "train.py:7 fit", "torch/distributed/distributed_c10d.py:2750 irecv", "torch/distributed/distributed_c10d.py:3252 all_reduce"
     ]  # fmt: skip
-    assert [frame.arguments for frame in thread.frames] == [(), (("group", "None"),)]
+    assert [dict(frame.arguments).get("group") for frame in thread.frames] == [None, group["repr"], "None"]
+    assert [(frame.arguments == (), frame.group, frame.rank) for frame in thread.frames] == [
+        (True, 0, 3), (False, 4096, None), (False, 0, None)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"frames": 3}]', "Error"])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ncclguard.hang.names import Pid
 from ncclguard.hang.stacks import Kind, Motion, Place
 from ncclguard.hang.verdict import Evidence, Seen, judge
 from ncclguard_explain.cause import Cause
@@ -16,6 +17,7 @@ OF_A_GROUP = replace(REDUCE, world=False)
 BACKWARD = Place(Kind.BACKWARD, "backward", True, stack=("train.py:4 step", "backward"))
 SETUP = Place(Kind.SETUP, "init_process_group", True, stack=("train.py:1 main", "init_process_group"))
 RECEIVE = Place(Kind.P2P, "recv", True, 2, stack=("train.py:5 step", "recv"))
+CALL = Place(Kind.RPC, "rpc_sync", stack=("train.py:11 ask", "rpc_sync"))
 ON_DEVICE = Place(Kind.DEVICE, "synchronize", stack=("train.py:6 step",))
 SAVE = Place(Kind.FILE, stack=("train.py:9 save",))
 SLEEP = Place(Kind.SLEEP, stack=("train.py:8 pause",))
@@ -47,7 +49,9 @@ NAMED = [
     (rank(2, REDUCE, state="T"), REDUCE, Cause.STUCK, "high"),
     (rank(2, None, state="T"), REDUCE, Cause.STUCK, "high"),
     (rank(2, SLEEP), RECEIVE, Cause.LATE, "high"),
-    (rank(2, SLEEP), replace(RECEIVE, peer=3), Cause.LATE, "medium"),
+    (rank(2, SLEEP), replace(RECEIVE, peer=None), Cause.LATE, "medium"),
+    (rank(2, replace(SLEEP, serves=True)), CALL, Cause.LATE, "high"),
+    (rank(2, replace(SLEEP, holds_gil=True)), CALL, Cause.STUCK, "high"),
     (rank(2, BARRIER), REDUCE, Cause.DIVERGED, "medium"),
     (rank(2, BARRIER), BACKWARD, Cause.DIVERGED, "medium"),
 ]
@@ -59,6 +63,48 @@ def test_the_rank_that_is_not_where_the_others_wait_is_named(
 ) -> None:
     verdict = judge(job(struck, others))
     assert (verdict.culprits, verdict.cause, verdict.confidence) == ((2,), cause, confidence)
+
+
+def of(*members: int, place: Place = OF_A_GROUP) -> dict[str, object]:
+    """The place in a call of a group, with its members."""
+    return {"place": replace(place, group=(0, len(members))), "members": frozenset(members)}
+
+
+CHAINS = {
+    "a stage that sleeps, and one ahead of it that waits for a file": Evidence(
+        4, [rank(3, RECEIVE), rank(2, SLEEP), rank(1, SAVE), rank(0, SAVE)]
+    ),
+    "a stage that sleeps, and others that work": Evidence(
+        4, [rank(3, RECEIVE), rank(2, SLEEP), rank(1, SAVE, Motion.MOVING), rank(0, SAVE, Motion.MOVING)]
+    ),
+    "a chain of stages": Evidence(4, [rank(0, replace(RECEIVE, peer=3)), rank(3, RECEIVE), rank(2, SLEEP), rank(1, QUEUE)]),
+    "its group, while another one goes on": Evidence(
+        4, [replace(rank(3), **of(2, 3)), rank(2, SLEEP), rank(0, OF_A_GROUP, Motion.MOVING), rank(1, QUEUE)]
+    ),
+    "a chain over two groups": Evidence(
+        4, [replace(rank(0), **of(0, 1)), replace(rank(1), **of(1, 2)), rank(2, SLEEP), rank(3, SAVE, Motion.MOVING)]
+    ),
+    "an RPC from within an RPC": Evidence(
+        4, [rank(0, CALL), rank(1, replace(CALL, serves=True)), rank(2, replace(SLEEP, serves=True)), rank(3, QUEUE)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHAINS)
+def test_the_rank_at_the_end_of_what_others_wait_for_is_named(case: str) -> None:
+    verdict = judge(CHAINS[case])
+    assert (verdict.culprits, verdict.cause) == ((2,), Cause.LATE), verdict
+
+
+def test_ranks_that_wait_for_each_other_are_shown() -> None:
+    receives = rank(0, replace(RECEIVE, peer=1))
+    for awaited, others in (
+        ((0, 1), [rank(1, replace(RECEIVE, peer=0)), rank(2, SAVE, Motion.MOVING)]),
+        ((1,), [rank(1, BARRIER), rank(2, BARRIER), rank(3, BARRIER)]),
+    ):
+        verdict = judge(Evidence(1 + len(others), [receives, *others]))
+        assert (verdict.culprits, verdict.cause, verdict.awaited) == ((), Cause.DIVERGED, awaited), verdict
+        assert "rank 0 waits in recv for rank 1" in verdict.reason
 
 
 ENDS = [(-9, Cause.LOST), (-11, Cause.LOST), (1, Cause.FAILED), (0, Cause.EXITED), (None, Cause.LOST)]
@@ -128,6 +174,13 @@ NOBODY = {
     "raised, perhaps because of a rank on another host": Evidence(8, [rank(0), rank(1), rank(2)], {3: 1}),
     "no process, perhaps because of a rank on another host": Evidence(8, [rank(0), rank(1), rank(2)], {3: None}),
     "an engine without requests": job(rank(2, QUEUE)),
+    "RPC servers of which none is seen to answer": Evidence(3, [rank(0, CALL), rank(1, QUEUE), rank(2, QUEUE)]),
+    "a group of its own that another rank is awaited in": Evidence(
+        4, [replace(rank(0), **of(0, 1)), rank(1, SAVE, Motion.MOVING), rank(2, SLEEP), rank(3, SLEEP)]
+    ),
+    "DDP's reduction, perhaps over the ranks of a group": Evidence(
+        4, [rank(0, BACKWARD), rank(1, replace(OF_A_GROUP, group=(0, 2))), rank(2, SLEEP), rank(3, SLEEP)]
+    ),
     "an engine that asks for requests again and again": job(rank(2, QUEUE, Motion.WAKING)),
     "a rank whose device may compute": job(rank(2, ON_DEVICE)),
     "two engines, and one that sleeps": Evidence(4, [rank(0), rank(1, QUEUE), rank(2, QUEUE), rank(3, SLEEP)]),
@@ -173,6 +226,20 @@ def test_of_other_hosts_ranks_that_were_not_seen_less_is_said() -> None:
     for place in (SLEEP, replace(SLEEP, holds_gil=True), EXIT):
         verdict = judge(Evidence(8, [rank(0), rank(1), rank(2, place)]))
         assert (verdict.culprits, verdict.confidence) == ((2,), "medium")
+
+
+def test_processes_that_tell_no_rank_are_told_by_their_numbers() -> None:
+    seen = [replace(rank(number), rank=Pid(4711 + number)) for number in range(3)]
+    verdict = judge(Evidence(3, [*seen[:2], replace(seen[2], place=SLEEP)], counted=True))
+    assert verdict.culprits == (4713,)
+    assert verdict.summary == "Process 4713 held up the job: late."
+    assert "processes 4711, 4712 at train.py:2 step" in verdict.reason
+
+
+def test_a_job_on_gloo_is_not_sent_to_nccl() -> None:
+    for gloo in (True, False):
+        verdict = judge(Evidence(4, [replace(rank(number), gloo=gloo) for number in range(4)]))
+        assert ("NCCL" in verdict.next_step) is not gloo
 
 
 def test_an_idle_server_is_no_job_that_stands() -> None:
