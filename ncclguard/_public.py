@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ncclguard.checksum import verified, with_checksums
 from ncclguard.collectives import (
     safe_all_gather,
     safe_all_gather_object,
@@ -19,10 +20,12 @@ from ncclguard.errors import (
     CollectiveFailed,
     CollectiveMismatch,
     CollectiveTimeout,
+    CorruptState,
     GuardConfigError,
     GuardError,
     PeerFailed,
     PeerLost,
+    ReplicasDiffer,
 )
 from ncclguard.evaluation import resilient_evaluate
 from ncclguard.incident.model import Incident
@@ -32,6 +35,7 @@ from ncclguard.phases import phase
 from ncclguard.process_group import enqueued
 from ncclguard.process_group.enqueued import check
 from ncclguard.process_group.group import register
+from ncclguard.replicas import ReplicaReport, check_replicas
 from ncclguard.torch_compat import compiler
 from ncclguard.training import ElasticLoader, resilient_step
 from ncclguard.watch import point_to_point
@@ -43,6 +47,7 @@ __all__ = [
     "CollectiveFailed",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "CorruptState",
     "ElasticLoader",
     "GuardConfig",
     "GuardConfigError",
@@ -51,7 +56,10 @@ __all__ = [
     "Outcome",
     "PeerFailed",
     "PeerLost",
+    "ReplicaReport",
+    "ReplicasDiffer",
     "check",
+    "check_replicas",
     "configure",
     "current_config",
     "get_adaptive_timeout",
@@ -69,7 +77,9 @@ __all__ = [
     "setup_env",
     "setup_nccl_monitoring",
     "setup_nccl_timeout_env",
+    "verified",
     "watch",
+    "with_checksums",
 ]
 
 

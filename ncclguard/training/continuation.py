@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -77,6 +78,25 @@ def _named(outcome: Outcome, cause: Cause) -> tuple[int, ...]:
     reports = () if outcome.incident is None else outcome.incident.ranks
     causes = {report.rank: report.cause for report in reports}
     return tuple(rank for rank in outcome.culprits if causes.get(rank, outcome.cause) is cause)
+
+
+@dataclass(frozen=True)
+class GroupExchange:
+    """An exchange by the collectives of a group, of which `ranks` are all members, and this one is at `index`."""
+
+    group: GuardedProcessGroup
+    ranks: tuple[int, ...]
+    index: int
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the ranks' tensors as one with a dimension more, in their order."""
+        found = tensor.new_empty(len(self.ranks) * tensor.numel())
+        self.group.all_gather_single(found, tensor.contiguous().view(-1)).wait()
+        return found.view(len(self.ranks), *tensor.shape)
+
+    def broadcast(self, tensor: torch.Tensor, index: int) -> None:
+        """Write that of the rank at `index` over `tensor`."""
+        self.group.broadcast([tensor], index).wait()
 
 
 class Continuation:
@@ -151,6 +171,10 @@ class Continuation:
         kept = shards.Shards(self.group, models, optimizers, copies, load)
         self._shards.append(kept)
         return kept
+
+    def exchange(self) -> GroupExchange:
+        """Exchange small tensors among those that take part."""
+        return GroupExchange(self.taking_part, self.ranks, self.ranks.index(self.rank))
 
     def settle(self) -> None:
         """Before a try: the shards of sharded models lie on those that take part."""
