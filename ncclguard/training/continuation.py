@@ -401,10 +401,27 @@ class Continuation:
         def broadcast(tensor: torch.Tensor) -> None:
             self._broadcast(tensor, source)
 
-        if self.rank == source:
-            joining.send(self._state, broadcast)
-        elif self.rank == newcomer:
-            state = joining.receive(broadcast)
+        state = None
+        for _ in range(joining.TRIES):
+            arrived = torch.ones(1, dtype=torch.int64)
+            if self.rank == source:
+                joining.send(self._state, broadcast)
+            elif self.rank == newcomer:
+                try:
+                    state = joining.receive(broadcast)
+                except joining.Damaged as error:
+                    log.error("ncclguard: rank %d, which joins: %s", newcomer, error)
+                    arrived.zero_()
+            else:
+                joining.stand_by(broadcast)
+            self._broadcast(arrived, newcomer)
+            if int(arrived):
+                break
+        else:
+            raise joining.NotGiven(
+                f"the state of rank {source} did not arrive at rank {newcomer} as it was sent, {joining.TRIES} times"
+            )
+        if state is not None:
             self.lost, self._waiting.places = list(state["lost"]), state["places"]
             own = joining.numbered(_living())
             for name, said in state["steps"].items():
@@ -412,8 +429,6 @@ class Continuation:
                     own[name].take_state(said)
                 elif said["models"] or said["shards"]:
                     raise GuardError(f"the others train in {name}, which the new rank does not have: make it alike")
-        else:
-            joining.stand_by(broadcast)
         self.group.barrier().wait()
 
     def _state(self) -> dict[str, Any]:
