@@ -21,6 +21,7 @@ __all__ = [
     "CollectiveFailed",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "CorruptState",
     "ElasticLoader",
     "GuardConfig",
     "GuardConfigError",
@@ -29,8 +30,11 @@ __all__ = [
     "Outcome",
     "PeerFailed",
     "PeerLost",
+    "ReplicaReport",
+    "ReplicasDiffer",
     "__version__",
     "check",
+    "check_replicas",
     "configure",
     "current_config",
     "get_adaptive_timeout",
@@ -49,7 +53,9 @@ __all__ = [
     "setup_env",
     "setup_nccl_monitoring",
     "setup_nccl_timeout_env",
+    "verified",
     "watch",
+    "with_checksums",
 ]
 
 

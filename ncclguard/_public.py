@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ncclguard.checksum import verified, with_checksums
 from ncclguard.collectives import (
     safe_all_gather,
     safe_all_gather_object,
@@ -19,10 +20,12 @@ from ncclguard.errors import (
     CollectiveFailed,
     CollectiveMismatch,
     CollectiveTimeout,
+    CorruptState,
     GuardConfigError,
     GuardError,
     PeerFailed,
     PeerLost,
+    ReplicasDiffer,
 )
 from ncclguard.evaluation import resilient_evaluate
 from ncclguard.incident.model import Incident
@@ -33,6 +36,7 @@ from ncclguard.process_group import enqueued
 from ncclguard.process_group.enqueued import check
 from ncclguard.process_group.group import register
 from ncclguard.process_group.joined import join
+from ncclguard.replicas import ReplicaReport, check_replicas
 from ncclguard.torch_compat import compiler
 from ncclguard.training import ElasticLoader, resilient_step
 from ncclguard.watch import point_to_point
@@ -44,6 +48,7 @@ __all__ = [
     "CollectiveFailed",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "CorruptState",
     "ElasticLoader",
     "GuardConfig",
     "GuardConfigError",
@@ -52,7 +57,10 @@ __all__ = [
     "Outcome",
     "PeerFailed",
     "PeerLost",
+    "ReplicaReport",
+    "ReplicasDiffer",
     "check",
+    "check_replicas",
     "configure",
     "current_config",
     "get_adaptive_timeout",
@@ -71,7 +79,9 @@ __all__ = [
     "setup_env",
     "setup_nccl_monitoring",
     "setup_nccl_timeout_env",
+    "verified",
     "watch",
+    "with_checksums",
 ]
 
 

@@ -2,6 +2,8 @@
 
 GuardError
 ├── GuardConfigError (also ValueError)        a setting, an environment value or a pair of limits cannot be
+├── ReplicasDiffer                            replicas of a model are not alike; carries `.report`
+├── CorruptState                              tensors of a saved state are not as they were; carries `.names`
 └── CollectiveFailed (also RuntimeError)      a guarded collective failed; carries `.outcome`
     ├── CollectiveTimeout (also TimeoutError)   a rank was late or stuck, or the deadline passed
     ├── CollectiveMismatch                    the ranks did not call the same operation
@@ -24,6 +26,7 @@ from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
     from ncclguard.outcome import Outcome
+    from ncclguard.replicas import ReplicaReport
 
 
 class GuardError(Exception):
@@ -36,6 +39,43 @@ class GuardConfigError(GuardError, ValueError):
     A setting, an environment value or a combination of limits is not allowed, or a job of several ranks has no process
     group.
     """
+
+
+class ReplicasDiffer(GuardError):
+    """Replicas are not alike, and `check_replicas` was to stop then, or could not repair them; the same on all ranks.
+
+    `report` is the `ReplicaReport`, whose `ranks` are those that differ from the majority.
+    """
+
+    def __init__(self, report: ReplicaReport) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+    def __reduce__(self) -> tuple[type[ReplicasDiffer], tuple[ReplicaReport]]:
+        return type(self), (self.report,)
+
+
+class CorruptState(GuardError):
+    """Tensors of a state are not as they were when their checksums were taken; raised by `verified`.
+
+    `names`: of these tensors; `count`: how many the state has.
+    """
+
+    def __init__(self, names: tuple[str, ...], count: int) -> None:
+        some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        super().__init__(
+            told(
+                "{number} of {count} tensors are not as they were when their checksums were taken: {some}. Load an older "
+                "checkpoint, and look for what wrote or kept this one",
+                number=len(names),
+                count=count,
+                some=some,
+            )
+        )
+        self.names, self.count = names, count
+
+    def __reduce__(self) -> tuple[type[CorruptState], tuple[tuple[str, ...], int]]:
+        return type(self), (self.names, self.count)
 
 
 class CollectiveFailed(GuardError, RuntimeError):

@@ -20,7 +20,7 @@ PACKAGES = (ROOT / "explain" / "ncclguard_explain", ROOT / "ncclguard")
 FUNCTIONS = frozenset({"joined", "told", "tr"})
 #: What is made where it is shown; the texts of all other files may come from another process, and are marked "sent".
 SHOWN = (
-    "ncclguard/config.py", "ncclguard/groups.py",
+    "ncclguard/checksum.py", "ncclguard/config.py", "ncclguard/groups.py", "ncclguard/replicas/",
     "ncclguard/environment/catalogue.py", "ncclguard/environment/doctor/", "ncclguard/environment/limits.py",
     "ncclguard/environment/network.py", "ncclguard/environment/setup.py", "ncclguard/errors.py", "explain/", "ncclguard/faults/drill",
     "ncclguard/hang/", "ncclguard/incident/page.py", "ncclguard/incident/templates/",

@@ -7,6 +7,7 @@ has that cannot be sharded anew.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ncclguard.torch_compat.stores import PrefixStore
 
@@ -24,6 +26,11 @@ from ncclguard.torch_compat.stores import PrefixStore
 def is_sharded(tensor: object) -> bool:
     """Return whether each rank has a part of this tensor only."""
     return isinstance(tensor, DTensor) and any(not placement.is_replicate() for placement in tensor.placements)
+
+
+def is_on_mesh(tensor: object) -> bool:
+    """Return whether a tensor says how it is spread over ranks, sharded or not."""
+    return isinstance(tensor, DTensor)
 
 
 def shards_parameters(model: nn.Module) -> bool:
@@ -87,19 +94,43 @@ def _param_groups(model: nn.Module) -> Iterator[Any]:
 
 def parameters(models: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the sharded parameters of FSDP2 models, also where gathered ones replace them; each once, in order."""
-    found: dict[int, nn.Parameter] = {}
-    for model in models:
-        places = {}  # id of a parameter that may be in a sharded one's place -> the sharded one
-        for each in _param_groups(model):
-            for fsdp_param in each.fsdp_params:
-                places[id(fsdp_param.sharded_param)] = fsdp_param.sharded_param
-                unsharded = getattr(fsdp_param, "_unsharded_param", None)
-                if unsharded is not None:
-                    places[id(unsharded)] = fsdp_param.sharded_param
-        for parameter in model.parameters():
-            parameter = places.get(id(parameter), parameter)
-            found.setdefault(id(parameter), parameter)
+    found = {id(parameter): parameter for model in models for _, parameter in named_parameters(model)}
     return list(found.values())
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model by name, the sharded ones of FSDP2 also where gathered ones replace them."""
+    places = {}  # id of a parameter that may be in a sharded one's place -> the sharded one
+    for each in _param_groups(model):
+        for fsdp_param in each.fsdp_params:
+            places[id(fsdp_param.sharded_param)] = fsdp_param.sharded_param
+            unsharded = getattr(fsdp_param, "_unsharded_param", None)
+            if unsharded is not None:
+                places[id(unsharded)] = fsdp_param.sharded_param
+    for name, parameter in model.named_parameters():
+        yield name, places.get(id(parameter), parameter)
+
+
+def layout(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Return how a DTensor is spread over its mesh, in words alike on all ranks, and which part of it this rank has.
+
+    None for one of which no other rank has this part, or of which parts are to be added up.
+    """
+    assert isinstance(tensor, DTensor)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    whole = [placement.is_replicate() for placement in placements]
+    copies = math.prod(size for size, same in zip(mesh.shape, whole, strict=True) if same)
+    coordinate = mesh.get_coordinate()
+    if copies == 1 or coordinate is None or any(placement.is_partial() for placement in placements):
+        return None
+    place = [index for index, same in zip(coordinate, whole, strict=True) if not same]
+    return f"{tuple(mesh.shape)} {placements}", f"{mesh.mesh.tolist()} {place}"
+
+
+def offset(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the place of this rank's part in the whole DTensor: that of its first element."""
+    assert isinstance(tensor, DTensor)
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

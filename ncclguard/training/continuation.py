@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -77,6 +78,25 @@ def _named(outcome: Outcome, cause: Cause) -> tuple[int, ...]:
     reports = () if outcome.incident is None else outcome.incident.ranks
     causes = {report.rank: report.cause for report in reports}
     return tuple(rank for rank in outcome.culprits if causes.get(rank, outcome.cause) is cause)
+
+
+@dataclass(frozen=True)
+class GroupExchange:
+    """An exchange by the collectives of a group, of which `ranks` are all members, and this one is at `index`."""
+
+    group: GuardedProcessGroup
+    ranks: tuple[int, ...]
+    index: int
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the ranks' tensors as one with a dimension more, in their order."""
+        found = tensor.new_empty(len(self.ranks) * tensor.numel())
+        self.group.all_gather_single(found, tensor.contiguous().view(-1)).wait()
+        return found.view(len(self.ranks), *tensor.shape)
+
+    def broadcast(self, tensor: torch.Tensor, index: int) -> None:
+        """Write that of the rank at `index` over `tensor`."""
+        self.group.broadcast([tensor], index).wait()
 
 
 class Continuation:
@@ -151,6 +171,10 @@ class Continuation:
         kept = shards.Shards(self.group, models, optimizers, copies, load)
         self._shards.append(kept)
         return kept
+
+    def exchange(self) -> GroupExchange:
+        """Exchange small tensors among those that take part."""
+        return GroupExchange(self.taking_part, self.ranks, self.ranks.index(self.rank))
 
     def settle(self) -> None:
         """Before a try: the shards of sharded models lie on those that take part."""
@@ -377,10 +401,27 @@ class Continuation:
         def broadcast(tensor: torch.Tensor) -> None:
             self._broadcast(tensor, source)
 
-        if self.rank == source:
-            joining.send(self._state, broadcast)
-        elif self.rank == newcomer:
-            state = joining.receive(broadcast)
+        state = None
+        for _ in range(joining.TRIES):
+            arrived = torch.ones(1, dtype=torch.int64)
+            if self.rank == source:
+                joining.send(self._state, broadcast)
+            elif self.rank == newcomer:
+                try:
+                    state = joining.receive(broadcast)
+                except joining.Damaged as error:
+                    log.error("ncclguard: rank %d, which joins: %s", newcomer, error)
+                    arrived.zero_()
+            else:
+                joining.stand_by(broadcast)
+            self._broadcast(arrived, newcomer)
+            if int(arrived):
+                break
+        else:
+            raise joining.NotGiven(
+                f"the state of rank {source} did not arrive at rank {newcomer} as it was sent, {joining.TRIES} times"
+            )
+        if state is not None:
             self.lost, self._waiting.places = list(state["lost"]), state["places"]
             own = joining.numbered(_living())
             for name, said in state["steps"].items():
@@ -388,8 +429,6 @@ class Continuation:
                     own[name].take_state(said)
                 elif said["models"] or said["shards"]:
                     raise GuardError(f"the others train in {name}, which the new rank does not have: make it alike")
-        else:
-            joining.stand_by(broadcast)
         self.group.barrier().wait()
 
     def _state(self) -> dict[str, Any]:

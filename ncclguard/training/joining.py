@@ -24,12 +24,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from ncclguard.checksum import checksum
 from ncclguard.coordination.liveness import Identity, Sight, host_key, look_here
 from ncclguard.coordination.store import AgreementStore, Entries
 from ncclguard.errors import GuardError
 
 #: Bytes of the state that one broadcast carries.
 PIECE = 32 << 20
+#: How often a state that does not arrive as it was sent is sent.
+TRIES = 3
 #: Seconds between two looks of the first rank at the notes, and of a newcomer at whether it is awaited.
 LOOK_EVERY = 0.5
 #: Seconds in which a newcomer that waits must have shown that it does.
@@ -381,6 +384,10 @@ class _Unpickler(pickle.Unpickler):
 Broadcast = Callable[[torch.Tensor], None]
 
 
+class Damaged(GuardError):
+    """The state did not arrive as it was sent: on the newcomer, before anything of it is used."""
+
+
 class NotGiven(GuardError):
     """The source's state cannot be sent: on all members, at the same place."""
 
@@ -395,14 +402,14 @@ def send(state: Callable[[], Any], broadcast: Broadcast) -> int:
     try:
         pickler.dump(state())
     except Exception as error:
-        broadcast(torch.tensor([-1, 0]))
+        broadcast(torch.tensor([-1, 0, 0, 0]))
         raise NotGiven(f"its state cannot be given to a new rank: {type(error).__name__}: {error}") from error
     described = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
     total = sum(tensor.numel() * tensor.element_size() for tensor in pickler.tensors)
-    broadcast(torch.tensor([described.numel(), total]))
+    sums, filled = [checksum(described)], 0
+    broadcast(torch.tensor([described.numel(), total, *sums[0].tolist()]))
     broadcast(described)
     buffer = torch.empty(min(PIECE, total), dtype=torch.uint8)
-    filled = 0
     for tensor in pickler.tensors:
         own = _bytes_of(tensor.cpu())
         while own.numel():
@@ -410,18 +417,25 @@ def send(state: Callable[[], Any], broadcast: Broadcast) -> int:
             buffer[filled : filled + part] = own[:part]
             own, filled = own[part:], filled + part
             if filled == buffer.numel():
+                sums.append(checksum(buffer))
                 broadcast(buffer)
                 filled = 0
     if filled:
+        sums.append(checksum(buffer[:filled]))
         broadcast(buffer[:filled])
+    broadcast(checksum(torch.stack(sums)))
     return described.numel() + total
 
 
 def receive(broadcast: Broadcast) -> Any:
-    """On the newcomer: the source's state, with tensors in host memory."""
-    length, total = _lengths(broadcast)
+    """On the newcomer: the source's state, with tensors in host memory. Raises Damaged where it is another one."""
+    length, total, said = _lengths(broadcast)
     described = torch.empty(length, dtype=torch.uint8)
     broadcast(described)
+    sums = [checksum(described)]
+    if not torch.equal(sums[0], said):  # what is damaged is not unpickled
+        _pass(broadcast, total)
+        raise Damaged(_DAMAGED)
     unpickler = _Unpickler(io.BytesIO(described.numpy().tobytes()))
     state = unpickler.load()
     buffer = torch.empty(min(PIECE, total), dtype=torch.uint8)
@@ -433,29 +447,43 @@ def receive(broadcast: Broadcast) -> Any:
                 arrived = buffer[: min(buffer.numel(), total)]
                 total -= arrived.numel()
                 broadcast(arrived)
+                sums.append(checksum(arrived))
             part = min(own.numel(), arrived.numel())
             own[:part] = arrived[:part]
             own, arrived = own[part:], arrived[part:]
+    broadcast(said)
+    if not torch.equal(said, checksum(torch.stack(sums))):
+        raise Damaged(_DAMAGED)
     return state
 
 
 def stand_by(broadcast: Broadcast) -> None:
     """On all others: take part, so that all have one verdict, and keep nothing."""
-    length, total = _lengths(broadcast)
-    buffer = torch.empty(max(length, min(PIECE, total)), dtype=torch.uint8)
-    broadcast(buffer[:length])
+    length, total, _ = _lengths(broadcast)
+    broadcast(torch.empty(length, dtype=torch.uint8))
+    _pass(broadcast, total)
+
+
+def _pass(broadcast: Broadcast, total: int) -> None:
+    """Take part in what follows the description."""
+    buffer = torch.empty(min(PIECE, total), dtype=torch.uint8)
     while total:
         part = min(PIECE, total)
         broadcast(buffer[:part])
         total -= part
+    broadcast(torch.zeros(2, dtype=torch.int64))
 
 
-def _lengths(broadcast: Broadcast) -> tuple[int, int]:
-    lengths = torch.zeros(2, dtype=torch.int64)
+_DAMAGED = "the state did not arrive as it was sent: look at the network and the memory of both hosts"
+
+
+def _lengths(broadcast: Broadcast) -> tuple[int, int, torch.Tensor]:
+    """Return the bytes of the description and of all tensors, and the checksum of the description."""
+    lengths = torch.zeros(4, dtype=torch.int64)
     broadcast(lengths)
     if int(lengths[0]) < 0:
         raise NotGiven("the state that is there cannot be given to a new rank: see the log of the first that goes on")
-    return int(lengths[0]), int(lengths[1])
+    return int(lengths[0]), int(lengths[1]), lengths[2:]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

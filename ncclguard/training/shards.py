@@ -5,6 +5,9 @@ keeps it in host memory; and it keeps its own. A step counts when these copies a
 those of the step before are kept, so that whatever happens in a step, all survivors have the state from before it:
 their own, and the lost one's with its neighbour. They deal it out anew among themselves, by the rows of each tensor,
 and the model and the optimizer go on as the same objects with a smaller mesh.
+
+A copy ends with a checksum that its owner took of what it sent. It is compared when the copy has arrived, and again
+before it is used: one that is not as it was is left aside, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -21,18 +24,24 @@ import torch
 from torch import nn
 
 from ncclguard import torch_compat
+from ncclguard.checksum import checksum
 from ncclguard.coordination.liveness import host_key
 from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.torch_compat import sharding
+from ncclguard_explain.language import told
 from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
 
 #: Bytes that a rank sends to another in one collective.
 PIECE = 32 << 20
-#: Where tensors begin in a row of bytes: any dtype may.
+#: Where tensors begin in a row of bytes: any dtype may. PIECE is a multiple of it.
 _ALIGNED = 16
+#: Bytes of the checksum behind a row.
+_SUM = 16
+#: How often what has not arrived as it was sent is sent.
+TRIES = 3
 
 
 class Sharded(NamedTuple):
@@ -105,17 +114,33 @@ def keepers(members: Sequence[int], hosts: Mapping[int, int], copies: int) -> di
 class Copies:
     """The copies of one step and some tensors: this rank's own shards, and those kept for others, by rank.
 
-    `kept_by`: for each member, in order, who keeps copies of its shard.
+    `kept_by`: for each member, in order, who keeps copies of its shard. Each row of bytes has its checksum behind it;
+    `total`: that of this rank's row, when it was sent.
     """
 
     layout: Layout
     kept_by: dict[int, tuple[int, ...]]
     own: torch.Tensor
     others: dict[int, torch.Tensor] = field(default_factory=dict)
+    total: torch.Tensor | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
         return tuple(sorted(self.kept_by))
+
+    def seal(self) -> None:
+        """Put the checksum behind this rank's own row, the one that was sent if it was."""
+        self.own[-_SUM:] = _total(self.own[:-_SUM]) if self.total is None else self.total
+
+
+def intact(row: torch.Tensor) -> bool:
+    """Return whether a row of bytes is as it was when the checksum behind it was taken."""
+    return row.numel() <= _SUM or torch.equal(_total(row[:-_SUM]), row[-_SUM:])
+
+
+def _total(data: torch.Tensor) -> torch.Tensor:
+    """Return the checksum of a row, in bytes: of the checksums of its pieces, as they are sent."""
+    return checksum(torch.stack([checksum(piece) for piece in torch.split(data, PIECE)])).view(torch.uint8)
 
 
 class Live(NamedTuple):
@@ -308,9 +333,10 @@ class Shards:
     def _reader(self, layout: Layout, live: Live) -> Callable[[int, int], torch.Tensor]:
         """Reads bytes of the row of this rank's parts, which are written into one piece that is used again."""
         device = live.parts[0].device if live.parts else torch.device("cpu")
-        piece = torch.empty(min(PIECE, layout.nbytes), dtype=torch.uint8, device=device)
+        piece = torch.empty(min(PIECE, layout.nbytes + _SUM), dtype=torch.uint8, device=device)
 
         def read(begin: int, end: int) -> torch.Tensor:
+            piece.zero_()  # between tensors, too, for the checksum
             for start, part in zip(layout.starts, live.parts, strict=False):
                 nbytes = part.numel() * part.element_size()
                 first, last = max(start, begin), min(start + nbytes, end)
@@ -323,45 +349,88 @@ class Shards:
 
     def _sent(self, layout: Layout, members: tuple[int, ...], read: Callable[[int, int], torch.Tensor]) -> Copies:
         """Send this rank's row, which `read` has, to those who keep it, and get those that this rank keeps."""
+        for _ in range(TRIES):
+            copies = self._sent_once(layout, members, read)
+            damaged = self._named(members, [rank for rank, row in copies.others.items() if not intact(row)])
+            if not damaged:
+                return copies
+            self._say(members, "a copy of the shard of %s did not arrive at rank %d as it was sent: it is sent again",
+                      [(ranks_text(ranks), rank) for rank, ranks in damaged.items()])  # fmt: skip
+        raise GuardError(
+            told(
+                "copies of shards did not arrive at {ranks} as they were sent, {count} times: look at the network and the "
+                "memory of these ranks",
+                ranks=ranks_text(damaged),
+                count=TRIES,
+            )
+        )
+
+    def _sent_once(self, layout: Layout, members: tuple[int, ...], read: Callable[[int, int], torch.Tensor]) -> Copies:
         by_rank = keepers(members, self._hosts, self._copies)
         sources = [rank for rank, kept_by in by_rank.items() if self._rank in kept_by]
-        copies = Copies(layout, by_rank, _NOTHING, {rank: self._row(layout.nbytes) for rank in sources})
-        if len(members) == 1 or not self._copies:
+        copies = Copies(layout, by_rank, _NOTHING)
+        copies.others = {rank: self._row(layout.nbytes) for rank in sources}
+        if len(members) == 1 or not self._copies or not layout.nbytes:
             return copies
-        for begin in range(0, layout.nbytes, PIECE):
-            end = min(begin + PIECE, layout.nbytes)
+        total, sums = layout.nbytes + _SUM, list[torch.Tensor]()
+        for begin in range(0, total, PIECE):
+            end = min(begin + PIECE, total)
             sent = read(begin, end)
+            if begin < layout.nbytes:
+                sums.append(checksum(sent[: layout.nbytes - begin]))
+            if end == total:
+                copies.total = checksum(torch.stack(sums)).view(torch.uint8)
+                sent[-_SUM:] = copies.total
             inputs = [sent if rank in by_rank[self._rank] else sent[:0] for rank in members]
             direct = sent.device.type == "cpu"
             outputs = [
                 (copies.others[rank][begin:end] if direct else torch.empty_like(sent)) if rank in sources else sent[:0]
                 for rank in members
             ]
-            self._group.exchange(outputs, inputs, f"copies, bytes {begin} to {end} of {layout.nbytes}").wait()
+            self._group.exchange(outputs, inputs, f"copies, bytes {begin} to {end} of {total}").wait()
             if not direct:
                 for rank, output in zip(members, outputs, strict=True):
                     if rank in sources:
                         copies.others[rank][begin:end].copy_(output)
         return copies
 
+    def _named(self, members: tuple[int, ...], ranks: Sequence[int]) -> dict[int, list[int]]:
+        """Tell all members of some former or present ones; returns what each that has any has told."""
+        if len(members) == 1 or not self._copies:
+            return {self._rank: list(ranks)} if ranks else {}
+        own = torch.zeros(max(*self._members, *members) + 1, dtype=torch.uint8)
+        own[list(ranks)] = 1
+        told_by_all = own.new_empty(len(members) * own.numel())
+        self._group.all_gather_single(told_by_all, own).wait()
+        found = told_by_all.view(len(members), -1)
+        return {rank: row.nonzero().flatten().tolist() for rank, row in zip(members, found, strict=True) if row.any()}
+
+    def _say(self, members: tuple[int, ...], text: str, named: Sequence[tuple[object, ...]]) -> None:
+        """One rank logs it."""
+        if self._rank == members[0]:
+            for each in named:
+                log.error(f"ncclguard: {text}", *each)
+
     def _row(self, nbytes: int) -> torch.Tensor:
         """Host memory, of an older copy if there is one of that length."""
         for place, row in enumerate(self._spare):
-            if row.numel() == nbytes:
+            if row.numel() == nbytes + _SUM:
                 return self._spare.pop(place)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes + _SUM, dtype=torch.uint8)
 
     def _copy_own(self, copies: Copies, live: Live, before: Copies | None) -> None:
         """Keep this rank's own shards too, and give the memory of the copies before to those that come next."""
         self._spare.clear()
-        if before is not None and before.layout.nbytes == copies.layout.nbytes:
+        if before is not None and before.layout.tensors == copies.layout.tensors:
             copies.own = before.own
             self._spare = list(before.others.values())
         else:
-            copies.own = torch.empty(copies.layout.nbytes, dtype=torch.uint8)
+            copies.own = torch.zeros(copies.layout.nbytes + _SUM, dtype=torch.uint8)
         index = copies.members.index(self._rank)
         for number, part in enumerate(live.parts):
             copies.layout.part(copies.own, number, index).copy_(part)
+        if self._copies:
+            copies.seal()
 
     def _told_hosts(self, members: tuple[int, ...]) -> dict[int, int]:
         """Return which members share a host; told when all copies are new."""
@@ -375,13 +444,17 @@ class Shards:
     def _deal_out(self, members: tuple[int, ...], group: GuardedProcessGroup) -> None:
         started = time.monotonic()
         self.forget_step()
+        damaged: dict[int, list[int]] = {}
         if self._fixed is None or self._moving is None:
             missing = tuple(rank for rank in self._members if rank not in members or rank in self._anew)
         else:
-            holders = self._holders(members)
+            damaged = self._named(members, self._damaged())
+            self._say(members, "rank %d's copy of the shard of %s is not as it was when it was made, and is not used",
+                      [(rank, ranks_text(ranks)) for rank, ranks in damaged.items()])  # fmt: skip
+            holders = self._holders(members, damaged)
             missing = tuple(rank for rank in self._members if rank not in holders)
         if missing:
-            self._begin_again(missing, members, group)
+            self._begin_again(missing, damaged, members, group)
             return
         assert self._fixed is not None
         assert self._moving is not None
@@ -392,6 +465,7 @@ class Shards:
             fresh = self._dealt(copies, holders, members)
             sent = self._sent(fresh.layout, members, lambda begin, end, row=fresh.own: row[begin:end])  # type: ignore[misc]
             sent.own = fresh.own
+            sent.seal()
             dealt.append(sent)
         self._install(dealt, members, group)
         self._fixed, self._moving = dealt
@@ -402,20 +476,53 @@ class Shards:
             have = "has" if len(members) == 1 else "have"
             log.warning("ncclguard: %s %s the shards of all after %.1f s", ranks_text(members), have, taken)
 
-    def _holders(self, members: tuple[int, ...]) -> dict[int, int]:
+    def _damaged(self) -> list[int]:
+        """Return whose shards this rank has, and not as they were when they were copied."""
+        if not self._copies or self._rank in self._anew:
+            return []
+        kept = [
+            {self._rank: copies.own, **copies.others} for copies in (self._fixed, self._moving) if copies is not None
+        ]
+        return sorted({rank for rows in kept for rank, row in rows.items() if not intact(row)})
+
+    def _holders(self, members: tuple[int, ...], damaged: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """Return of whom each former member's shard can be had, where it can."""
         assert self._moving is not None
         holders = {}
         for rank, kept_by in self._moving.kept_by.items():
-            left = [one for one in (rank, *kept_by) if one in members and one not in self._anew]
+            left = [
+                one
+                for one in (rank, *kept_by)
+                if one in members and one not in self._anew and rank not in damaged.get(one, ())
+            ]
             if left:
                 holders[rank] = left[0]
         return holders
 
     def _dealt(self, copies: Copies, holders: Mapping[int, int], members: tuple[int, ...]) -> Copies:
-        """This rank's part of all rows, when `members` share them; each row is sent once, by who has it."""
+        """This rank's part of all rows, when `members` share them; each row is sent by who has it."""
+        for _ in range(TRIES):
+            dealt, wrong = self._dealt_once(copies, holders, members)
+            damaged = self._named(members, wrong)
+            if not damaged:
+                return dealt
+            self._say(members, "what %s has sent of shards did not arrive at rank %d as it was sent: it is sent again",
+                      [(ranks_text(ranks), rank) for rank, ranks in damaged.items()])  # fmt: skip
+        raise GuardError(
+            told(
+                "shards did not arrive at {ranks} as they were sent, {count} times: look at the network and the memory of "
+                "these ranks, and start again from a checkpoint",
+                ranks=ranks_text(damaged),
+                count=TRIES,
+            )
+        )
+
+    def _dealt_once(
+        self, copies: Copies, holders: Mapping[int, int], members: tuple[int, ...]
+    ) -> tuple[Copies, list[int]]:
+        """Return this rank's part, and who has sent what did not arrive as it was."""
         old, new = copies.layout, Layout(copies.layout.tensors, len(members))
-        fresh = torch.zeros(new.nbytes, dtype=torch.uint8)
+        fresh, wrong = torch.zeros(new.nbytes + _SUM, dtype=torch.uint8), set[int]()
         held = {rank: copies.own if rank == self._rank else copies.others[rank] for rank in copies.members
                 if holders[rank] == self._rank}  # fmt: skip
         me = members.index(self._rank)
@@ -429,7 +536,7 @@ class Shards:
                     for first, last in [_common(old, number, copies.members.index(source), new, index)]
                     if first < last
                 ]
-                inputs.append(_bytes_of(mine))
+                inputs.append(_summed(_bytes_of(mine)))
                 into = [
                     new.part(fresh, number, me)[first:last]
                     for number in numbers
@@ -439,15 +546,18 @@ class Shards:
                     if first < last
                 ]
                 places.append(into)
-                outputs.append(torch.empty(sum(map(_nbytes, into)), dtype=torch.uint8))
+                nbytes = sum(map(_nbytes, into))
+                outputs.append(torch.empty(nbytes + _SUM if nbytes else 0, dtype=torch.uint8))
             if len(members) == 1:
                 outputs = inputs
             else:
                 self._group.alltoall(outputs, inputs).wait()
-            for into, output in zip(places, outputs, strict=True):
-                for place, part in zip(into, torch.split(output, list(map(_nbytes, into))), strict=True):
+            for rank, into, output in zip(members, places, outputs, strict=True):
+                if not torch.equal(_summed(output[:-_SUM])[-_SUM:], output[-_SUM:]):
+                    wrong.add(rank)
+                for place, part in zip(into, torch.split(output[:-_SUM], list(map(_nbytes, into))), strict=True):
                     place.copy_(part.clone().view(place.dtype).view(place.shape))
-        return Copies(new, {rank: () for rank in members}, fresh)
+        return Copies(new, {rank: () for rank in members}, fresh), sorted(wrong)
 
     def _install(self, dealt: Sequence[Copies], members: tuple[int, ...], group: GuardedProcessGroup) -> None:
         """Have models and optimizers go on with these shards, on `group`. Nothing is communicated."""
@@ -493,11 +603,20 @@ class Shards:
         self._anew.clear()
         self._hosts = {rank: host for rank, host in self._hosts.items() if rank in members}
 
-    def _begin_again(self, missing: tuple[int, ...], members: tuple[int, ...], group: GuardedProcessGroup) -> None:
+    def _begin_again(
+        self,
+        missing: tuple[int, ...],
+        damaged: Mapping[int, Sequence[int]],
+        members: tuple[int, ...],
+        group: GuardedProcessGroup,
+    ) -> None:
         """Nobody has some of the shards: load a checkpoint, on all alike."""
         if self._load is None:
+            kept = "; ".join(
+                f"rank {rank} kept that of {ranks_text(ranks)}, damaged" for rank, ranks in damaged.items()
+            )
             raise GuardError(
-                f"the shards of {ranks_text(missing)} are lost, with all copies of them (copies={self._copies}): start "
+                f"the shards of {ranks_text(missing)} are lost, with all copies of them (copies={self._copies}{'; ' if kept else ''}{kept}): start "
                 "again from a checkpoint; give load=, a function that loads the newest one, to go on from it in place"
             )
         log.warning("ncclguard: the shards of %s are lost with all copies: a checkpoint is loaded", ranks_text(missing))
@@ -510,7 +629,7 @@ class Shards:
         self._fixed = self._moving = None  # also when `load` fails, because another rank is lost
         layouts = [Layout(each, len(members)) for each in tensors]
         dealt = [
-            Copies(layout, {rank: () for rank in members}, torch.zeros(layout.nbytes, dtype=torch.uint8))
+            Copies(layout, {rank: () for rank in members}, torch.zeros(layout.nbytes + _SUM, dtype=torch.uint8))
             for layout in layouts
         ]
         self._install(dealt, members, group)
@@ -532,6 +651,11 @@ def _clone(value: Any) -> Any:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _summed(data: torch.Tensor) -> torch.Tensor:
+    """Return bytes with their checksum behind them; none for no bytes."""
+    return torch.cat([data, checksum(data).view(torch.uint8)]) if data.numel() else data
 
 
 def _bytes_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:

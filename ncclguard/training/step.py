@@ -14,9 +14,9 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from ncclguard.groups import check_group, group_of
 from ncclguard.incident.model import MembershipChange
 from ncclguard.outcome import Outcome
 from ncclguard.process_group.group import GuardedProcessGroup
+from ncclguard.replicas import ReplicaReport
+from ncclguard.replicas.check import OnDifference, Options, PeriodicCheck, SafeExchange
+from ncclguard.replicas.tensors import several
 from ncclguard.training import declaration, joining
 from ncclguard.training.continuation import Continuation, enroll
 from ncclguard.training.loader import ElasticLoader
@@ -68,20 +71,6 @@ def refuse_foreign(*given: Any) -> None:
             )
 
 
-Kind = TypeVar("Kind")
-
-
-def _several(given: object, kind: type[Kind], word: str) -> tuple[Kind, ...]:
-    """Return one or several as a tuple. Raises GuardConfigError for what is of another kind."""
-    some = (given,) if isinstance(given, kind) or not isinstance(given, Iterable) else tuple(given)
-    for one in some:
-        if not isinstance(one, kind):
-            raise GuardConfigError(
-                f"{word} is a {type(one).__name__}, which is no {kind.__name__}: resilient_step(model, optimizer) takes them in this order"
-            )
-    return some
-
-
 class ResilientStep:
     """The callable that `resilient_step` makes of a function.
 
@@ -90,7 +79,7 @@ class ResilientStep:
     learns with its first one, and which may be set before that, from a checkpoint; `losses`, for each time that ranks
     were lost, which ones and the seconds from the beginning of the step to the beginning of the try without them;
     `joins`, for each rank that took a lost one's place, which one, after how many completed steps, and the seconds that
-    the others waited for it.
+    the others waited for it; `replicas`, the report of the last comparison of the replicas, None before the first.
     """
 
     def __init__(
@@ -109,6 +98,9 @@ class ResilientStep:
         timeout: float | timedelta | None = None,
         copies: int = 0,
         load: Callable[[], object] | None = None,
+        check_every: int = 0,
+        on_difference: OnDifference = "report",
+        ignore: Sequence[str] = (),
     ) -> None:
         if copies < 0:
             raise GuardConfigError(f"copies is {copies}: it must be at least 0")
@@ -125,8 +117,8 @@ class ResilientStep:
             refuse_foreign(model, optimizer)
         functools.update_wrapper(self, function)
         self._function = function
-        self._models = _several(model, nn.Module, "model")
-        self._optimizers = _several(optimizer, torch.optim.Optimizer, "optimizer")
+        self._models = several(model, nn.Module, "model", "resilient_step")
+        self._optimizers = several(optimizer, torch.optim.Optimizer, "optimizer", "resilient_step")
         if loader is not None and not hasattr(loader, "take"):
             raise GuardConfigError(
                 f"loader is a {type(loader).__name__}: make it an ncclguard.ElasticLoader of its data set"
@@ -140,6 +132,16 @@ class ResilientStep:
         self._group = check_group(group)
         self._timeout = seconds(timeout, "timeout")
         self._copies, self._load = copies, load
+        if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
+            raise GuardConfigError(
+                told("check_every must be a number of steps, or 0 for no checks, got {value}", value=repr(check_every))
+            )
+        self._check = (
+            PeriodicCheck(Options(self._models, self._optimizers, ignore, on_difference), check_every)
+            if check_every
+            else None
+        )
+        self.replicas: ReplicaReport | None = None
         self._shards: Shards | None = None
         self._given: dict[str, Any] | None = None  # what a new rank was told of them
         self._continuation: Continuation | None = None
@@ -196,6 +198,7 @@ class ResilientStep:
                     if self._admit(going):
                         taking_part = self.ranks
                         going.settle()
+                self._check_replicas(going)
                 batch = (
                     () if self._loader is None else (self._loader.take(self.ranks, 0 if going is None else going.rank),)
                 )
@@ -225,6 +228,18 @@ class ResilientStep:
             self.completed += 1
             self.made_by = taking_part
             return result
+
+    def _check_replicas(self, going: Continuation | None) -> None:
+        """Compare a part of what the last step has made; one rank tells of a difference."""
+        if self._check is None or not self.completed:
+            return
+        exchange = SafeExchange(self._group, self._timeout) if going is None else going.exchange()
+        report = self._check.step(exchange, None if going is None else going.meetings)
+        if report is None:
+            return
+        self.replicas = report
+        if report.first is not None and exchange.index == 0:
+            log.error("ncclguard: before step %d: %s", self.completed + 1, report)
 
     def _begin(self) -> Continuation | None:
         """The others are met for the first time; None where this process is alone."""
@@ -413,10 +428,11 @@ def resilient_step(*models: Any, **options: Any) -> Any:
     the place for a rule for learning rate or batch size. `copies`: of sharded models (FSDP2), how many neighbours keep
     a copy of each rank's shard, in host memory; and
     `load()`: loads the newest checkpoint on all ranks alike, where a shard is lost with its copies; one of the two is
-    needed where something is sharded. `on_lost`: "continue", or "fail": raise as without this. `min_ranks`: the job
-    ends when fewer are left (1). `accumulates`: gradients that are there when a step begins are copied, and brought
-    back; by default they are cleared, as the function does itself. `group` (default: all ranks), `timeout` (seconds or
-    timedelta, of the survivors' meeting).
+    needed where something is sharded. `check_every`: compare the replicas once in so many steps, a part of them in each
+    (0: never); `on_difference`, `ignore`: as of `check_replicas`. `on_lost`: "continue", or "fail": raise as without
+    this. `min_ranks`: the job ends when fewer are left (1). `accumulates`: gradients that are there when a step begins
+    are copied, and brought back; by default they are cleared, as the function does itself. `group` (default: all
+    ranks), `timeout` (seconds or timedelta, of the survivors' meeting).
 
     Restored are gradients, buffers, modes, random numbers, the optimizer's hyperparameters, and what is in `keep`. Once
     the optimizer's step has begun the step stands: collectives behind it go on without lost ranks. With `copies` or

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -146,6 +147,43 @@ class Strike:
         setattr(owner, name, within)
 
 
+class Damage:
+    """Flips bits: of a copy that this rank keeps, by whose it is, before a step, or of what it receives, so often."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.rng = random.Random(asked.get("seed", 0))
+        self.copies = [
+            (step, whose, which) for rank, step, whose, which in asked.get("copies", ()) if rank == dist.get_rank()
+        ]
+        for name, times in asked.get("received", {}).get(str(dist.get_rank()), {}).items():
+            self._receive_wrong(name, times)
+
+    def before(self, step: int, one: Any) -> None:
+        for when, whose, which in self.copies:
+            if when == step:
+                kept = getattr(one._shards, which)
+                self.flip(kept.own if whose == dist.get_rank() else kept.others[whose])
+
+    def flip(self, data: torch.Tensor) -> None:
+        data[self.rng.randrange(data.numel())] ^= 1 << self.rng.randrange(8)
+
+    def _receive_wrong(self, name: str, times: int) -> None:
+        """In what comes from another rank, once it is there."""
+        kind: Any = type(dist.group.WORLD)
+        issue, left = getattr(kind, name), [times]
+
+        def issued(group: Any, outputs: Any, inputs: Any, *rest: Any) -> Any:
+            work = issue(group, outputs, inputs, *rest)
+            work.wait()
+            filled = [output for output in outputs if output.numel()]
+            if left[0] and filled:
+                left[0] -= 1
+                self.flip(filled[-1])
+            return work
+
+        setattr(kind, name, issued)
+
+
 def run(kills: list[Kill], options: dict[str, Any] | None = None, folder: str = "") -> faults.JobResult:
     """Four ranks; the store is hosted here, as a launcher's agent hosts it, so that rank 0 may be killed too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -191,6 +229,7 @@ def train(kills: list[Kill], options: dict[str, Any], folder: str, port: int) ->
 
     if options.pop("load", False):
         options["load"] = load
+    damage = Damage(options.pop("damage", {}))
 
     @ng.resilient_step(model, optimizer, loader=loader, keep=[scheduler], **options)
     def one(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, list[int]]:
@@ -215,6 +254,7 @@ def train(kills: list[Kill], options: dict[str, Any], folder: str, port: int) ->
 
             dcp.save(state(), checkpoint_id=folder, process_group=group())
             loaded_position = loader.position
+        damage.before(strike.step, one)
         loss, samples = one()
         strike.at("complete")
         ranks.append(list(one.made_by))
@@ -398,6 +438,71 @@ def test_with_two_copies_neighbours_may_be_lost() -> None:
     losses = one_process(without(kills))
     assert [told[0] for told in job[0].reports.values() if isinstance(told, list) and len(told) == 3][:STEPS] == (
         pytest.approx(losses, rel=1e-4)
+    )
+
+
+# ---------------------------------------------------------------------- copies that are not what they were
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_flipped_bit_in_a_kept_copy_is_named_and_another_copy_is_used(seed: int) -> None:
+    """Of what an optimizer moves and of what is frozen; the losses are those of a run that nothing happened to."""
+    kills: list[Kill] = [(1, 3, "backward")]
+    which = "_fixed" if seed == 3 else "_moving"
+    job = run(kills, {"copies": 2, "damage": {"seed": seed, "copies": [(2, 3, 1, which), (0, 3, 3, which)]}})
+    assert sorted(job.values("end")) == [0, 2, 3], job
+    losses = one_process(without(kills))
+    assert [job[0].reports[f"step {step}"][0] for step in range(STEPS)] == pytest.approx(losses, rel=1e-4)
+    assert len(set(job.values("parameters").values())) == 1
+    text = "".join(rank.output for rank in job)
+    assert text.count("rank 2's copy of the shard of rank 1 is not as it was") == 1, job
+    assert text.count("rank 0's copy of the shard of rank 3 is not as it was") == 1
+    assert "are lost with all copies" not in text
+
+
+def test_a_survivor_takes_its_own_shard_from_its_neighbour_where_its_own_copy_is_damaged() -> None:
+    kills: list[Kill] = [(1, 3, "backward")]
+    job = run(kills, {"copies": 1, "damage": {"copies": [(3, 3, 3, "_moving")]}})
+    assert sorted(job.values("end")) == [0, 2, 3], job
+    losses = one_process(without(kills))
+    assert [job[3].reports[f"step {step}"][0] for step in range(STEPS)] == pytest.approx(losses, rel=1e-4)
+    assert "rank 3's copy of the shard of rank 3 is not as it was" in "".join(rank.output for rank in job)
+
+
+def test_without_a_good_copy_nothing_is_restored_and_it_is_said_who_kept_the_bad_one() -> None:
+    job = run([(1, 3, "backward")], {"copies": 1, "damage": {"copies": [(2, 3, 1, "_moving")]}})
+    assert job.values("end") == {}
+    for rank in (0, 2, 3):
+        assert "(copies=1; rank 2 kept that of rank 1, damaged)" in job[rank].output, job
+
+
+def test_without_a_good_copy_the_checkpoint_is_loaded(tmp_path: Path) -> None:
+    damage = {"copies": [(2, 4, 1, "_moving")]}
+    job = run([(1, 4, "backward")], {"copies": 1, "load": True, "damage": damage}, str(tmp_path))
+    ends = job.values("end")
+    assert sorted(ends) == [0, 2, 3] and all(end[2] == [4] for end in ends.values()), job
+
+
+@pytest.mark.parametrize("name", ["exchange", "alltoall"])
+def test_what_arrives_with_a_flipped_bit_is_sent_again(name: str) -> None:
+    """A copy, and shards that are dealt out."""
+    kills: list[Kill] = [(1, 3, "backward")]
+    job = run(kills, {"copies": 1, "damage": {"received": {"2": {name: 2}}}})
+    assert sorted(job.values("end")) == [0, 2, 3], job
+    losses = one_process(without(kills))
+    assert [job[0].reports[f"step {step}"][0] for step in range(STEPS)] == pytest.approx(losses, rel=1e-4)
+    text = "".join(rank.output for rank in job)
+    assert (
+        "a copy of the shard of rank 1 did not arrive at rank 2" if name == "exchange" else "did not arrive at rank 2"
+    ) in text
+    assert "it is sent again" in text
+
+
+def test_what_never_arrives_as_it_was_sent_ends_the_job_with_the_receivers_name() -> None:
+    job = run([], {"copies": 1, "damage": {"received": {"2": {"exchange": 99}}}})
+    assert job.values("end") == {}
+    assert all("copies of shards did not arrive at rank 2 as they were sent, 3 times" in rank.output for rank in job), (
+        job
     )
 
 

@@ -23,6 +23,7 @@ NAMES = {
     "CollectiveFailed",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "CorruptState",
     "ElasticLoader",
     "GuardConfig",
     "GuardConfigError",
@@ -31,8 +32,11 @@ NAMES = {
     "Outcome",
     "PeerFailed",
     "PeerLost",
+    "ReplicaReport",
+    "ReplicasDiffer",
     "__version__",
     "check",
+    "check_replicas",
     "configure",
     "current_config",
     "get_adaptive_timeout",
@@ -44,7 +48,9 @@ NAMES = {
     "setup_env",
     "setup_nccl_monitoring",
     "setup_nccl_timeout_env",
+    "verified",
     "watch",
+    "with_checksums",
 }
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import pickle
 import random
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +27,7 @@ from ncclguard.evaluation import state
 from ncclguard.torch_compat import elastic
 from ncclguard.torch_compat.elastic import Host
 from ncclguard.training import declaration, joining, launcher, stand_by
+from ncclguard.training.continuation import Continuation
 from ncclguard.training.launcher import Limits, Survivors
 
 
@@ -467,6 +472,79 @@ def test_the_state_arrives_to_the_last_bit(piece: int, monkeypatch: pytest.Monke
         same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
         assert same, name
         assert not isinstance(value, torch.Tensor) or found[name].dtype == value.dtype
+
+
+@pytest.mark.parametrize("struck", range(6))
+def test_a_bit_that_flips_on_the_way_is_found_before_anything_is_used(
+    struck: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the description, which is not unpickled then, in either checksum, and in any piece of the tensors."""
+    monkeypatch.setattr(joining, "PIECE", 64)
+    sent: list[torch.Tensor] = []
+    joining.send(
+        lambda: {"weight": torch.randn(40), "step": torch.tensor(3)}, lambda tensor: sent.append(tensor.clone())
+    )
+    assert len(sent) == 6
+    if struck == 0:
+        sent[0][3] ^= 1 << 40  # of the description's checksum: its lengths are checked by the collectives themselves
+    else:
+        sent[struck].view(torch.uint8)[7] ^= 16
+    unpickled = list[object]()
+    monkeypatch.setattr(
+        joining._Unpickler, "load", lambda self: unpickled.append(pickle.Unpickler.load(self)) or unpickled[-1]
+    )
+    pieces = iter(sent)
+    with pytest.raises(joining.Damaged, match="did not arrive as it was sent"):
+        joining.receive(lambda tensor: tensor.copy_(next(pieces)))
+    assert next(pieces, None) is None  # it has taken part in all, and may ask for all again
+    assert bool(unpickled) == (struck > 1)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2, 3])
+def test_a_state_that_does_not_arrive_is_sent_again_and_at_last_the_rank_does_not_join(times: int) -> None:
+    """Rank 0 gives it to rank 2, rank 1 takes part: all three have one end."""
+    ends: dict[int, str] = {}
+    slot: list[torch.Tensor] = []
+    left, meet = [times], threading.Barrier(3)
+
+    class Rank(Continuation):
+        def __init__(self, rank: int) -> None:
+            self.rank, self.lost, self._waiting = rank, [], joining.Waiting()
+            self.group = SimpleNamespace(barrier=lambda: SimpleNamespace(wait=lambda: None))
+
+        def _state(self) -> dict[str, Any]:
+            return {"steps": {}, "lost": [7], "places": {}, "weight": torch.ones(30)}
+
+        def _broadcast(self, tensor: torch.Tensor, source: int) -> None:
+            if self.rank == source:
+                slot[:] = [tensor]
+            meet.wait()
+            if self.rank != source:
+                tensor.copy_(slot[0])
+                if self.rank == 2 and left[0] and tensor.numel() == 120:
+                    left[0] -= 1
+                    tensor[5] ^= 1
+            meet.wait()
+
+        def run(self) -> None:
+            try:
+                self._hand_over(2, 0)
+                ends[self.rank] = f"has {self.lost}"
+            except joining.NotGiven as error:
+                ends[self.rank] = str(error)
+
+    threads = [threading.Thread(target=Rank(rank).run) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    if times < 3:
+        assert ends == {0: "has []", 1: "has []", 2: "has [7]"}
+    else:
+        assert (
+            set(ends.values()) == {"the state of rank 0 did not arrive at rank 2 as it was sent, 3 times"}
+            and len(ends) == 3
+        )
 
 
 def test_a_state_without_tensors_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
