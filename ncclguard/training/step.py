@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -252,13 +253,25 @@ class ResilientStep:
         if not isinstance(group, GuardedProcessGroup):
             raise GuardConfigError(
                 'resilient_step goes on without a rank on groups of the backends "ncclguard" and "ncclguard-nccl": '
-                'call init_process_group("ncclguard-nccl")'
+                'call init_process_group("ncclguard"), or "ncclguard-nccl" where all tensors are on GPUs'
             )
         going = _continuations.get(id(group))
         if going is None or going.group is not group:
             joins = lifecycle.is_joining()
             going = Continuation(group, self._min_ranks, self._timeout, self if joins else None)
             _continuations[id(group)] = going
+            if (
+                os.environ.get("TORCHELASTIC_RUN_ID")
+                and not os.environ.get(declaration.FOLDER)
+                and dist.get_rank() == 0
+            ):
+                log.warning(
+                    "%s",
+                    told(
+                        "ncclguard: torchrun ends all ranks when one is lost, so that resilient_step cannot go on: start this "
+                        "program with `ncclguard run`, which takes torchrun's arguments"
+                    ),
+                )
             if joins and self._on_change is not None:
                 self._on_change(len(going.ranks) - 1, len(going.ranks))
         going.adopt(self._models)

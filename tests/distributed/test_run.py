@@ -280,3 +280,28 @@ def test_who_takes_a_lost_ranks_place_evaluates_with_the_others_where_no_step_is
     assert sorted(re.findall(r"^end .*", output, re.MULTILINE)) == [f"end {rank} [3, 3, 3]" for rank in range(3)], (
         output
     )
+
+
+HEALTHY = """
+import os, torch, torch.distributed as dist, ncclguard as ng
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("ncclguard")
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+@ng.resilient_step(model, optimizer)
+def train():
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+train()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("launcher", "told"), [("torch.distributed.run", 1), ("ncclguard run", 0)])
+def test_a_step_under_a_launcher_that_ends_all_ranks_says_so_once(launcher: str, told: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HEALTHY)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", *launcher.split(), "--standalone", "--nproc-per-node", "2", "train.py"]
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert (ended.stdout + ended.stderr).count("torchrun ends all ranks when one is lost") == told, ended
