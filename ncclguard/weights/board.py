@@ -32,7 +32,7 @@ STOP_WITHIN: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A worker asks to be a member, under a `nonce` that nobody had before."""
+    """A worker asks to be a member, under a `nonce` that nobody had before; with 0 `workers`, to be none any more."""
 
     engine: str
     worker: int

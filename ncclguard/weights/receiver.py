@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -198,6 +199,10 @@ class Receiver:
 
     def close(self) -> None:
         """Leave the channel; the trainer goes on without this engine."""
+        with self._board.changed:
+            news, leaves = self._news, replace(self._ask, workers=0)
+        if news is not None:
+            self._board.post(lambda store: asks_of(news.sender).add(store, dumps(leaves)))
         self._drop_group()
         self._board.close()
 

@@ -195,6 +195,11 @@ class Sender:
         with self._board.changed:
             self._heard += len(found)
             for ask in found:
+                if not ask.workers:
+                    known = self._asked.get(ask.engine, {}).get(ask.worker)
+                    if known is not None and known.nonce == ask.nonce:
+                        del self._asked[ask.engine]
+                    continue
                 asked = self._asked.setdefault(ask.engine, {})
                 if any(other.workers != ask.workers for other in asked.values()):
                     asked.clear()  # it was started anew in another size

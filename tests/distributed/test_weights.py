@@ -260,6 +260,31 @@ def test_an_engine_that_does_not_take_a_version_is_left_out_and_the_others_get_i
     assert result[2].reports["committed"][0] is False, result
 
 
+def leaves(address: str) -> None:
+    """Engine 2 closes its end after the first version."""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        with Sender(address, name="leaves", timeout=20.0) as sender:
+            sender.wait_for(2, within=60)
+            first = sender.publish(weights(0), 0)
+            time.sleep(1)
+            second = sender.publish(weights(1), 1)
+            faults.report(
+                engines=[first.engines, second.engines], seconds=second.seconds, left_out=list(second.left_out)
+            )
+        return
+    with Receiver(address, name="leaves", engine=f"engine {rank}") as receiver:
+        for _ in range(2 if rank == 1 else 1):
+            update = receiver.next(timeout=20)
+            assert update is not None and update.commit()
+
+
+def test_an_engine_that_leaves_is_not_waited_for(store: str) -> None:
+    said = faults.run_ranks(leaves, 3, args=[store], timeout=60).check()[0].reports
+    assert said["engines"] == [["engine 1", "engine 2"], ["engine 1"]], said
+    assert said["seconds"] < 3 and said["left_out"] == [], said
+
+
 def wrong() -> None:
     store = torch.distributed.HashStore()
     said = {}
