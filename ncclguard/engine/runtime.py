@@ -364,7 +364,7 @@ def _patience(state: GroupState) -> Patience:
 
 
 _runtime: Runtime | None = None
-#: Those of groups outside the job; `_starting` guards it.
+#: Those of groups outside the job.
 _outside: dict[dist.ProcessGroup, Runtime] = {}
 #: The default group that this process has said goodbye to: a thread that comes late must not start the runtime again.
 _left: weakref.ref[object] | None = None
@@ -373,6 +373,7 @@ _forked = False
 #: Groups of each name that were destroyed since the default group was made: torch gives some names again.
 _destroyed: Counter[str] = Counter()
 _starting = threading.Lock()
+_beginning = threading.Lock()  # the runtime of a group outside the job
 
 
 def current(within: float = CONNECT_WITHIN) -> Runtime:
@@ -422,7 +423,7 @@ def begin_outside(group: dist.ProcessGroup, world: World, within: float = CONNEC
     """Start the runtime of a group outside the job. Raises GuardError as `of` does."""
     if _forked:
         raise GuardError("this process was forked from a rank: the guard works in the rank itself only")
-    with _starting:
+    with _beginning:
         if _exiting:
             raise GuardError(LEFT)
         made = _outside.get(group)
@@ -446,8 +447,7 @@ def begin_outside(group: dist.ProcessGroup, world: World, within: float = CONNEC
 
 def end_outside(group: dist.ProcessGroup, cause: Cause, text: str) -> None:
     """End the runtime of a group outside the job, if there is one: the others are told why; raises nothing."""
-    with _starting:
-        runtime = _outside.pop(group, None)
+    runtime = _outside.pop(group, None)
     if runtime is not None:
         runtime.leave(cause, text)
         for other in _all():
@@ -612,13 +612,13 @@ def _forget_in_child() -> None:
 
     A child of a process that was in no job may become a rank itself: a notebook's launcher forks all of them.
     """
-    global _runtime, _starting, _forked
+    global _runtime, _starting, _beginning, _forked
     for each in _all():
         each.termination.forget_in_child()
     _forked = _forked or bool(_all()) or dist.is_initialized()
     _runtime = None
     _outside.clear()
-    _starting = threading.Lock()
+    _starting, _beginning = threading.Lock(), threading.Lock()
 
 
 _installed = False

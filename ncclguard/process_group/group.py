@@ -665,8 +665,9 @@ def _create(options: Any, _: Any) -> dist.ProcessGroup:
     chosen = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
     group = GuardedProcessGroup(options.group_rank, options.group_size, chosen)
     if is_made_outside(options) and options.group_size > 1:
-        within = min(options.timeout.total_seconds(), runtime.CONNECT_WITHIN)
-        world = World(options.store, options.group_rank, options.group_size, options.group_id, **told_of_world.get())
+        told = dict(told_of_world.get())
+        within = told.pop("within", min(options.timeout.total_seconds(), runtime.CONNECT_WITHIN))
+        world = World(options.store, options.group_rank, options.group_size, options.group_id, **told)
         runtime.begin_outside(group, world, within)
     return group
 

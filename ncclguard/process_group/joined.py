@@ -90,7 +90,8 @@ def open_group(
     `name`: of the group in this process; `has_store`: see `World`. While rank 0 does not come, it is given up where the
     group is not `wanted()` any more. Raises GuardError and CollectiveFailed as `join`.
     """
-    token = told_of_world.set({"label": label, "has_store": has_store})
+    within = max(0.001, min(until - time.monotonic(), runtime.CONNECT_WITHIN))
+    token = told_of_world.set({"label": label, "has_store": has_store, "within": within})
     try:
         keys = torch_compat.PrefixStore(f"ncclguard/{key}", store)
         group = torch_compat.new_outside_group(NAME, keys, rank, world_size, name, default_pg_timeout)

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from ncclguard import lifecycle, torch_compat
@@ -42,15 +42,15 @@ class Ask:
     @classmethod
     def from_json(cls, text: str) -> Ask:
         """Return what `dumps` wrote."""
-        return cls(**json.loads(text))
+        return cls(**_known(cls, text))
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The last word of the sender: `heard` is how many have asked, and `known` are those not left out since.
+    """The last word of the sender.
 
     `epoch`: 0 before the first group; `members` of it, in order of their ranks from 1. `number` counts the tries to
-    send; each collective of it has `limit` seconds.
+    send; each collective of it has `limit` seconds. `left_out`: who has to ask anew to be a member, by nonce.
     """
 
     sender: str
@@ -59,15 +59,20 @@ class News:
     epoch: int = 0
     members: tuple[str, ...] = ()
     limit: float = 0.0
-    heard: int = 0
-    known: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     device: str = "cpu"
 
     @classmethod
     def from_json(cls, text: str) -> News:
         """Return what `dumps` wrote."""
-        fields: dict[str, Any] = json.loads(text)
-        return cls(**{**fields, "members": tuple(fields["members"]), "known": tuple(fields["known"])})
+        said = _known(cls, text)
+        return cls(**{**said, "members": tuple(said["members"]), "left_out": tuple(said["left_out"])})
+
+
+def _known(kind: type[Ask | News], text: str) -> dict[str, Any]:
+    """Return the fields that this version knows."""
+    names = {each.name for each in fields(kind)}
+    return {name: value for name, value in json.loads(text).items() if name in names}
 
 
 def dumps(said: Ask | News) -> str:
@@ -116,6 +121,8 @@ class Board:
                 if not silent and not self._stop:
                     log.warning("ncclguard: the store of the weights does not answer (%s); it is tried again", error)
                 silent = True
+            except Exception:
+                log.exception("ncclguard: something in the store of the weights cannot be read; the rest is")
             with self.changed:
                 self.changed.notify_all()
 

@@ -36,6 +36,11 @@ class Header:
     together: int
 
 
+def device_of(kind: str) -> torch.device:
+    """Return this process's device of a kind."""
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
 def bucketed(
     tensors: Iterable[tuple[str, torch.Tensor]], limit: int, device: torch.device
 ) -> Iterator[tuple[Header, list[torch.Tensor]]]:
@@ -53,6 +58,7 @@ def bucketed(
             raise ValueError(f"there are two tensors of the name {name!r}: give each name once")
         names.add(name)
         flat = tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+        flat = flat if _is_aligned(flat) else flat.clone()
         start = -1 if flat.numel() >= LARGE else together
         pieces.append(Piece(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), flat.numel(), start))
         parts.append(flat)
@@ -97,13 +103,19 @@ def arriving(header: Header, device: torch.device, into: Mapping[str, torch.Tens
         else:
             given = into.get(piece.name)
             fits = given is not None and (given.shape, given.dtype, given.device) == (piece.shape, dtype, device)
+            flat = torch.empty(0, dtype=torch.uint8, device=device)
             if given is not None and fits and given.is_contiguous():
                 flat = given.detach().reshape(-1).view(torch.uint8)
-            else:
+            if flat.numel() != piece.nbytes or not _is_aligned(flat):
                 flat = torch.empty(piece.nbytes, dtype=torch.uint8, device=device)
             parts.append(flat)
         tensors[piece.name] = flat.view(dtype).view(piece.shape)
     return Arriving([*parts, packed] if header.together else parts, tensors)
+
+
+def _is_aligned(flat: torch.Tensor) -> bool:
+    """Return whether bytes can be read as numbers of 64 bits where they lie."""
+    return flat.storage_offset() % 8 == 0 and flat.data_ptr() % 8 == 0
 
 
 class Digest:

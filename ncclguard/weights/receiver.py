@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ncclguard import torch_compat
 from ncclguard.collectives import safe_all_gather_object, safe_broadcast_object_list
 from ncclguard.config import seconds
 from ncclguard.coordination.store import AgreementStore
@@ -23,13 +25,17 @@ from ncclguard.incident.stacks import describe_exception
 from ncclguard.process_group.joined import open_group
 from ncclguard.torch_compat import Store
 from ncclguard.weights.board import Ask, Board, News, asks_of, connected, dumps, read_news
-from ncclguard.weights.buckets import Arriving, Digest, Header, arriving
+from ncclguard.weights.buckets import Arriving, Digest, Header, arriving, device_of
 from ncclguard_explain.language import told
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 log = logging.getLogger("ncclguard")
+
+
+#: Seconds in which what was in flight ends once its group is given up.
+_ENDS_WITHIN = 5.0
 
 
 class Update:
@@ -47,6 +53,7 @@ class Update:
         self._receiver, self._news, self._group, self._into = receiver, news, group, into
         self._digest, self._refused = Digest(), ""
         self._arrived = self._over = False
+        self._works: list[Any] = []  # in flight
         self._tensors = self._arriving()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -95,7 +102,7 @@ class Update:
 
     def _arriving(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         pending: tuple[Header, Arriving, list[Any]] | None = None
-        device = torch.device(self._news.device)
+        device = device_of(self._news.device)
         try:
             while True:
                 said: list[Any] = [None]
@@ -105,11 +112,13 @@ class Update:
                 if header is not None:
                     memory = arriving(header, device, self._into)
                     works = [dist.broadcast(part, 0, group=self._group, async_op=True) for part in memory.parts]
+                    self._works += works
                     following = header, memory, works
                 if pending is not None:
                     known, arrived, works = pending
                     for work in works:
                         work.wait()
+                    del self._works[: len(works)]
                     self._digest.add(known, arrived.parts)
                     yield from arrived.tensors.items()
                 if following is None:
@@ -118,12 +127,19 @@ class Update:
         except GuardError as error:
             self._fail(error)
             return
+        except Exception as error:
+            self._fail(GuardError(describe_exception(error)))
+            raise
         self._arrived = True
 
     def _fail(self, error: GuardError) -> None:
         self.error, self._over = error, True
         log.warning("ncclguard: version %s of the weights did not arrive: %s", self.version, error)
         self._receiver._drop_group()
+        for work in self._works:  # whose memory may be the program's
+            with contextlib.suppress(Exception):
+                work.wait(timedelta(seconds=_ENDS_WITHIN))
+        self._works.clear()
 
 
 class Receiver:
@@ -166,8 +182,8 @@ class Receiver:
         self._update: Update | None = None
         self._last = -1  # number of the news that the board has read
         self._news: News | None = None  # these; `changed` guards them, and what follows
-        self._asked = 0  # the number of the ask that stands, 0 for none
-        self._was_member = False
+        self._asked = False  # whether an ask stands
+        self._listens = False  # whether `next` waits: who does not come to it asks for nothing
         self._taken = ("", 0)  # the sender and number of the last try that `next` has returned
         self._board = Board(self._store, self._look)
 
@@ -182,6 +198,13 @@ class Receiver:
         if self._update is not None:
             self._update.abandon()
             self._update = None
+        self._listens = True
+        try:
+            return self._next(until, into or {})
+        finally:
+            self._listens = False
+
+    def _next(self, until: float, into: Mapping[str, torch.Tensor]) -> Update | None:
         while self._board.wait_for(self._is_called, min(until, time.monotonic() + 3600.0)) or time.monotonic() < until:
             with self._board.changed:
                 news = self._news if self._is_called() else None
@@ -189,11 +212,11 @@ class Receiver:
                     continue
                 self._taken = (news.sender, news.number)
             try:
-                group = self._enter(news)
+                group = self._enter(news, until)
             except GuardError as error:
                 log.warning("ncclguard: the group for version %s of the weights was not made: %s", news.version, error)
                 continue
-            self._update = Update(self, news, group, into or {})
+            self._update = Update(self, news, group, into)
             return self._update
         return None
 
@@ -203,8 +226,10 @@ class Receiver:
             news, leaves = self._news, replace(self._ask, workers=0)
         if news is not None:
             self._board.post(lambda store: asks_of(news.sender).add(store, dumps(leaves)))
-        self._drop_group()
-        self._board.close()
+        try:
+            self._drop_group()
+        finally:
+            self._board.close()
 
     def __enter__(self) -> Self:
         return self
@@ -223,14 +248,14 @@ class Receiver:
             and self._ask.nonce in news.members
         )
 
-    def _enter(self, news: News) -> dist.ProcessGroup:
+    def _enter(self, news: News, until: float) -> dist.ProcessGroup:
         """Return the group of the news, which is joined if need be."""
         epoch = (news.sender, news.epoch)
-        if self._group is None or self._epoch != epoch:
+        if self._group is None or self._epoch != epoch or not torch_compat.is_member(self._group):
             self._drop_group()
             rank, size = 1 + news.members.index(self._ask.nonce), 1 + len(news.members)
             key, name = f"epoch/{news.sender}/{news.epoch}", f"{self._name} {news.sender[:4]}.{news.epoch}"
-            until = time.monotonic() + news.limit
+            until = min(until, time.monotonic() + news.limit)
             self._group = open_group(
                 self._store,
                 key,
@@ -248,7 +273,7 @@ class Receiver:
 
     def _drop_group(self) -> None:
         group, self._group = self._group, None
-        if group is not None:
+        if group is not None and torch_compat.is_member(group):  # not destroyed with the default group
             dist.destroy_process_group(group)
 
     def _look(self, store: AgreementStore) -> None:
@@ -259,13 +284,12 @@ class Receiver:
             news = self._news
             if news is None:
                 return
-            anew = before is None or before.sender != news.sender
-            member = self._ask.nonce in news.members
-            dropped = self._asked and news.heard >= self._asked and self._ask.nonce not in news.known
-            if not anew and not dropped and (member or self._asked):
+            anew = before is None or before.sender != news.sender or self._ask.nonce in news.left_out
+            if anew:
+                self._asked = False
+            if self._asked or not self._listens:
                 return
             ask = self._ask = Ask(self._ask.engine, self._ask.worker, self._ask.workers, secrets.token_hex(6))
-            self._asked = 0
-        number = asks_of(news.sender).add(store, dumps(ask))
+        asks_of(news.sender).add(store, dumps(ask))
         with self._board.changed:
-            self._asked = number
+            self._asked = True

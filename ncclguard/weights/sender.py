@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ncclguard import torch_compat
 from ncclguard.collectives import safe_all_gather_object, safe_broadcast_object_list
 from ncclguard.config import seconds
 from ncclguard.coordination.store import AgreementStore
@@ -23,7 +25,7 @@ from ncclguard.incident.model import Incident
 from ncclguard.process_group.joined import open_group
 from ncclguard.torch_compat import Store
 from ncclguard.weights.board import Ask, Board, News, asks_of, connected, write_news
-from ncclguard.weights.buckets import Digest, bucketed
+from ncclguard.weights.buckets import Digest, bucketed, device_of
 from ncclguard_explain.language import told
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ncclguard")
 
+#: Nonces of those left out that the news repeat.
+_REMEMBERED = 1000
 #: Tensors by name; called anew for each try, where an engine was left out in the middle of one.
 Tensors = Mapping[str, torch.Tensor] | Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -106,10 +110,11 @@ class Sender:
                 )
             )
         self._name, self._timeout, self._min_engines, self._retries = name, limit, min_engines, retries
-        self._bucket, self._device = int(bucket_mb * (1 << 20)), torch.device(device)
+        self._bucket, self._device = int(bucket_mb * (1 << 20)), device_of(device)
         self._store = connected(address, name, limit, sends=True)
         self._asked: dict[str, dict[int, Ask]] = {}  # by engine and worker; `changed` guards it
-        self._heard = 0
+        self._left_out: deque[str] = deque(maxlen=_REMEMBERED)  # by nonce
+        self._served: tuple[str, ...] = ()  # the engines that have the last version that was published
         self._group: dist.ProcessGroup | None = None
         self._members: tuple[Ask, ...] = ()  # of the group, in order of their ranks from 1
         self._news = News(secrets.token_hex(6), device=device)
@@ -146,7 +151,6 @@ class Sender:
             )
         began = time.monotonic()
         until = began + self._timeout
-        before = {ask.engine for ask in self._members}
         left_out: dict[str, Incident | str] = {}
         for left in range(self._retries + 1, 0, -1):
             members = self._whole()
@@ -156,11 +160,12 @@ class Sender:
                 self._begin(members, version, now, (until - now) / left)
                 digest = self._send(tensors, until)
                 wrong = self._vote(digest, until)
-            except CollectiveFailed as error:
-                self._leave_out(error, left_out)
-                continue
-            except GuardError as error:  # its store does not answer
-                self._drop_group()
+            except GuardError as error:  # of a member that has not come to the group, or in a collective
+                failed = error if isinstance(error, CollectiveFailed) else error.__cause__
+                if isinstance(failed, CollectiveFailed):
+                    self._leave_out(failed, left_out)
+                    continue
+                self._drop_group()  # the store does not answer
                 log.warning("ncclguard: version %s of the weights could not be sent: %s", version, error)
                 continue
             except BaseException:
@@ -168,16 +173,22 @@ class Sender:
                 raise
             if not wrong:
                 engines = tuple(sorted({ask.engine for ask in members}))
-                joined = tuple(name for name in engines if name not in before)
+                joined = tuple(name for name in engines if name not in self._served)
+                self._served = engines
+                left_out = {name: why for name, why in left_out.items() if name not in engines}  # it is back
                 return Published(version, engines, left_out, joined, time.monotonic() - began, digest)
             left_out |= wrong
             self._forget(wrong)
+        self._served = ()
+        self._tell(replace(self._news, members=(), left_out=tuple(self._left_out)))  # who was left out asks anew
         return Published(version, (), left_out, (), time.monotonic() - began)
 
     def close(self) -> None:
         """End the channel; the engines keep the version that they have."""
-        self._drop_group()
-        self._board.close()
+        try:
+            self._drop_group()
+        finally:
+            self._board.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,7 +204,6 @@ class Sender:
         """Enter who has asked; in the board's thread."""
         found = [Ask.from_json(text) for text in self._asks.new(store)]
         with self._board.changed:
-            self._heard += len(found)
             for ask in found:
                 if not ask.workers:
                     known = self._asked.get(ask.engine, {}).get(ask.worker)
@@ -212,9 +222,14 @@ class Sender:
             return tuple(asked[worker] for _, asked in engines if _is_whole(asked) for worker in sorted(asked))
 
     def _forget(self, engines: Iterable[str]) -> None:
+        """Have the workers of these engines ask anew, but for those that have done so already."""
+        members = {ask.nonce for ask in self._members}
         with self._board.changed:
             for engine in engines:
-                self._asked.pop(engine, None)
+                gone = [ask for ask in self._asked.get(engine, {}).values() if ask.nonce in members]
+                for ask in gone:
+                    del self._asked[engine][ask.worker]
+                    self._left_out.append(ask.nonce)
 
     def _leave_out(self, error: CollectiveFailed, left_out: dict[str, Incident | str]) -> None:
         """Take the engines of the culprits out; where this process is one, or nobody is, all stay."""
@@ -237,16 +252,14 @@ class Sender:
     def _begin(self, members: tuple[Ask, ...], version: str | int, now: float, limit: float) -> None:
         """Tell the members what comes, and meet them in a group that has them all and nobody else."""
         epoch = self._news.epoch
-        if self._group is None or members != self._members:
+        if self._group is None or members != self._members or not torch_compat.is_member(self._group):
             self._drop_group()
             epoch += 1
-        with self._board.changed:
-            heard, known = self._heard, tuple(ask.nonce for asked in self._asked.values() for ask in asked.values())
         nonces = tuple(ask.nonce for ask in members)
         self._tell(
             replace(
                 self._news, number=self._news.number + 1, version=version, epoch=epoch, members=nonces, limit=limit,
-                heard=heard, known=known,
+                left_out=tuple(self._left_out),
             )
         )  # fmt: skip
         self._members = members
@@ -255,11 +268,10 @@ class Sender:
             self._group = open_group(
                 self._store, key, name, 0, 1 + len(members), "trainer", now + limit, has_store=False
             )
-        self._group.set_timeout(timedelta(seconds=limit))
 
     def _drop_group(self) -> None:
         group, self._group = self._group, None
-        if group is not None:
+        if group is not None and torch_compat.is_member(group):  # not destroyed with the default group
             dist.destroy_process_group(group)
 
     def _remaining(self, until: float) -> float:
@@ -274,6 +286,7 @@ class Sender:
             safe_broadcast_object_list([header], 0, group, timeout=self._remaining(until)).raise_if_failed()
             for work in works:
                 work.wait()
+            group.set_timeout(timedelta(seconds=self._remaining(until)))
             works = [dist.broadcast(part, 0, group=group, async_op=True) for part in parts]
             digest.add(header, parts)
         for work in works:

@@ -17,7 +17,7 @@ import torch
 
 from ncclguard import faults
 from ncclguard.weights import Receiver, Sender
-from ncclguard.weights.buckets import Header
+from ncclguard.weights.buckets import Digest, Header, arriving, bucketed
 
 #: Of a `publish`, of which the first of three tries has a third.
 TIMEOUT = 6.0
@@ -283,6 +283,88 @@ def test_an_engine_that_leaves_is_not_waited_for(store: str) -> None:
     said = faults.run_ranks(leaves, 3, args=[store], timeout=60).check()[0].reports
     assert said["engines"] == [["engine 1", "engine 2"], ["engine 1"]], said
     assert said["seconds"] < 3 and said["left_out"] == [], said
+
+
+def hangs(address: str) -> None:
+    """Engine 2 hangs for good after version 0; engine 3 comes after that, so that a new group is made."""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        with Sender(address, name="hangs", timeout=TIMEOUT, bucket_mb=1.0) as sender:
+            sender.wait_for(2, within=60)
+            sent = [sender.publish(weights(0), 0)]
+            faults.report(first=True)
+            sender.wait_for(3, within=60)
+            sent += [sender.publish(weights(version), version) for version in (1, 2, 3)]
+            faults.report(
+                engines=[one.engines for one in sent], left_out=[list(one.left_out) for one in sent],
+                seconds=[one.seconds for one in sent],
+            )  # fmt: skip
+        return
+    if rank == 3:
+        faults.wait_until_told("come", seconds=60)
+    with Receiver(address, name="hangs", engine=f"engine {rank}") as receiver:
+        for _ in range(6):
+            update = receiver.next(timeout=3 * TIMEOUT)
+            if update is None or (update.commit() and update.version == 3):
+                break
+            if rank == 2 and receiver.version == 0:
+                time.sleep(300)
+
+
+def test_an_engine_that_hangs_for_good_costs_one_try_and_no_version_after_it(store: str) -> None:
+    with faults.start_ranks(hangs, 4, args=[store], timeout=90) as job:
+        job.wait_for("first", [0], seconds=60)
+        job.tell("come")
+        job.wait_for("engines", [0], seconds=60)
+        os.kill(job.pid(2), signal.SIGKILL)
+        result = job.wait()
+    said = result[0].reports
+    assert said["engines"] == [["engine 1", "engine 2"], *[["engine 1", "engine 3"]] * 3], result
+    assert said["left_out"] == [[], ["engine 2"], [], []], result
+    assert said["seconds"][1] < TIMEOUT + 2 and max(said["seconds"][2:]) < 2, result
+
+
+def comes_back(address: str) -> None:
+    """The only engine refuses a version, and is there for the next one."""
+    if int(os.environ["RANK"]) == 0:
+        with Sender(address, name="back", timeout=TIMEOUT) as sender:
+            sender.wait_for(1, within=60)
+            first = sender.publish(weights(0), 0)
+            again = sender.wait_for(1, within=20)
+            second = sender.publish(weights(1), 1)
+            faults.report(ok=[bool(first), bool(second)], again=again, joined=second.joined)
+        return
+    with Receiver(address, name="back", engine="A") as receiver:
+        first = receiver.next(timeout=20)
+        assert first is not None
+        first.refuse("not now")
+        assert not first.commit()
+        second = receiver.next(timeout=20)
+        assert second is not None and second.commit()
+
+
+def test_the_only_engine_comes_back_after_it_was_left_out(store: str) -> None:
+    said = faults.run_ranks(comes_back, 2, args=[store], timeout=60).check()[0].reports
+    assert said == {"ok": [False, True], "again": ["A"], "joined": ["A"]}
+
+
+def test_tensors_at_any_place_of_a_storage_are_sent_and_arrive_where_they_fit() -> None:
+    flat = torch.arange(1 << 21, dtype=torch.int16)
+    odd = flat[1 : 1 + (1 << 20)]
+    state = {"odd": odd, "small": torch.ones(3), "turned": torch.randn(600, 600).t()}
+    device = torch.device("cpu")
+    digests = Digest(), Digest()
+    for header, parts in bucketed(state.items(), 1 << 20, device):
+        into = {"odd": flat[3 : 3 + (1 << 20)].clone(), "turned": torch.empty(600, 600)}
+        memory = arriving(header, device, into)
+        for part, sent in zip(memory.parts, parts, strict=True):
+            part.copy_(sent)
+        for digest, moved in zip(digests, (parts, memory.parts), strict=True):
+            digest.add(header, moved)
+        for name, tensor in memory.tensors.items():
+            assert torch.equal(tensor, state[name]), name
+            assert name == "small" or tensor.data_ptr() == into[name].data_ptr()
+    assert digests[0].text() == digests[1].text()
 
 
 def wrong() -> None:
