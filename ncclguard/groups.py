@@ -64,7 +64,7 @@ def check_group(given: object) -> ProcessGroup | None:
     return given
 
 
-#: By group, whether it is one of processes that are not, or not as these ranks, in the default group.
+#: By group, what `is_outside` has found.
 _outside: weakref.WeakKeyDictionary[ProcessGroup, bool] = weakref.WeakKeyDictionary()
 
 

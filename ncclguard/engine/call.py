@@ -141,7 +141,8 @@ def terms_of(
     ranks: tuple[int, ...] = (0,)
     rank = 0
     if chosen is not None:
-        ranks, rank = torch_compat.group_ranks(chosen), torch_compat.own_rank(chosen)
+        ranks = torch_compat.group_ranks(chosen)
+        rank = ranks[chosen.rank()]
     solo = len(ranks) == 1 or (lifecycle.is_joining() and chosen is not None and not is_outside(chosen))
     return Terms(chosen, ranks, rank, config, deadline, attempts, shrink, kept, _checked_name(name), solo)
 
