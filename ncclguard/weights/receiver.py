@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ncclguard import torch_compat
 from ncclguard.collectives import safe_all_gather_object, safe_broadcast_object_list
 from ncclguard.config import seconds
 from ncclguard.coordination.store import AgreementStore
 from ncclguard.engine.call import Time
 from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.incident.stacks import describe_exception
-from ncclguard.process_group.joined import open_group
 from ncclguard.torch_compat import Store
 from ncclguard.weights.board import Ask, Board, News, asks_of, connected, dumps, read_news
 from ncclguard.weights.buckets import Arriving, Digest, Header, arriving, device_of
+from ncclguard.weights.end import ChannelEnd
 from ncclguard_explain.language import told
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ class Update:
         self._works.clear()
 
 
-class Receiver:
+class Receiver(ChannelEnd):
     """One worker of an engine, which gets the versions that the trainer sends; used in one thread.
 
     `address`, `name`: those of the sender. `engine`: its name, the same for all its `workers`, of which this is number
@@ -174,10 +173,9 @@ class Receiver:
                 )
             )
         self.version: str | int | None = None
-        self._name, self._ask = name, Ask(engine, worker, workers, "")
+        super().__init__(connected(address, name, seconds(timeout, "timeout") or 300.0, sends=False), name)
+        self._ask = Ask(engine, worker, workers, "")
         self._label = engine if workers == 1 else f"{engine}, worker {worker}"
-        self._store = connected(address, name, seconds(timeout, "timeout") or 300.0, sends=False)
-        self._group: dist.ProcessGroup | None = None
         self._epoch = ("", 0)  # of that group: its sender and number
         self._update: Update | None = None
         self._last = -1  # number of the news that the board has read
@@ -226,18 +224,7 @@ class Receiver:
             news, leaves = self._news, replace(self._ask, workers=0)
         if news is not None:
             self._board.post(lambda store: asks_of(news.sender).add(store, dumps(leaves)))
-        try:
-            self._drop_group()
-        finally:
-            self._board.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        super().close()
 
     def _is_called(self) -> bool:
         news = self._news
@@ -251,30 +238,14 @@ class Receiver:
     def _enter(self, news: News, until: float) -> dist.ProcessGroup:
         """Return the group of the news, which is joined if need be."""
         epoch = (news.sender, news.epoch)
-        if self._group is None or self._epoch != epoch or not torch_compat.is_member(self._group):
+        group = self._group
+        if group is None or self._epoch != epoch or not self._has_group():
             self._drop_group()
-            rank, size = 1 + news.members.index(self._ask.nonce), 1 + len(news.members)
-            key, name = f"epoch/{news.sender}/{news.epoch}", f"{self._name} {news.sender[:4]}.{news.epoch}"
-            until = min(until, time.monotonic() + news.limit)
-            self._group = open_group(
-                self._store,
-                key,
-                name,
-                rank,
-                size,
-                self._label,
-                until,
-                has_store=False,
-                wanted=lambda: self._news is news,
-            )
+            rank = 1 + news.members.index(self._ask.nonce)
+            group = self._open_group(news, rank, self._label, until, wanted=lambda: self._news is news)
             self._epoch = epoch
-        self._group.set_timeout(timedelta(seconds=news.limit))
-        return self._group
-
-    def _drop_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and torch_compat.is_member(group):  # not destroyed with the default group
-            dist.destroy_process_group(group)
+        group.set_timeout(timedelta(seconds=news.limit))
+        return group
 
     def _look(self, store: AgreementStore) -> None:
         """Read the news, and ask to be a member where this worker is none; in the board's thread."""

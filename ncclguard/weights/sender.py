@@ -9,27 +9,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ncclguard import torch_compat
 from ncclguard.collectives import safe_all_gather_object, safe_broadcast_object_list
 from ncclguard.config import seconds
 from ncclguard.coordination.store import AgreementStore
 from ncclguard.engine.call import Time
 from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError
 from ncclguard.incident.model import Incident
-from ncclguard.process_group.joined import open_group
 from ncclguard.torch_compat import Store
 from ncclguard.weights.board import Ask, Board, News, asks_of, connected, write_news
 from ncclguard.weights.buckets import Digest, bucketed, device_of
+from ncclguard.weights.end import ChannelEnd
 from ncclguard_explain.language import told
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 log = logging.getLogger("ncclguard")
 
@@ -73,7 +68,7 @@ class Published:
         return text + "".join(reasons)
 
 
-class Sender:
+class Sender(ChannelEnd):
     """Sends versions of weights to all engines that have joined; used by one process, in one thread.
 
     `address`: as for `ncclguard.join`. `timeout`: seconds or timedelta in which a `publish` ends, and 2 s for the last
@@ -109,13 +104,12 @@ class Sender:
                     'the device "cpu" or "cuda": correct these'
                 )
             )
-        self._name, self._timeout, self._min_engines, self._retries = name, limit, min_engines, retries
+        super().__init__(connected(address, name, limit, sends=True), name)
+        self._timeout, self._min_engines, self._retries = limit, min_engines, retries
         self._bucket, self._device = int(bucket_mb * (1 << 20)), device_of(device)
-        self._store = connected(address, name, limit, sends=True)
         self._asked: dict[str, dict[int, Ask]] = {}  # by engine and worker; `changed` guards it
         self._left_out: deque[str] = deque(maxlen=_REMEMBERED)  # by nonce
         self._served: tuple[str, ...] = ()  # the engines that have the last version that was published
-        self._group: dist.ProcessGroup | None = None
         self._members: tuple[Ask, ...] = ()  # of the group, in order of their ranks from 1
         self._news = News(secrets.token_hex(6), device=device)
         self._asks = asks_of(self._news.sender)
@@ -185,18 +179,7 @@ class Sender:
 
     def close(self) -> None:
         """End the channel; the engines keep the version that they have."""
-        try:
-            self._drop_group()
-        finally:
-            self._board.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        super().close()
 
     # ------------------------------------------------------------------ the members
 
@@ -252,7 +235,7 @@ class Sender:
     def _begin(self, members: tuple[Ask, ...], version: str | int, now: float, limit: float) -> None:
         """Tell the members what comes, and meet them in a group that has them all and nobody else."""
         epoch = self._news.epoch
-        if self._group is None or members != self._members or not torch_compat.is_member(self._group):
+        if not self._has_group() or members != self._members:
             self._drop_group()
             epoch += 1
         nonces = tuple(ask.nonce for ask in members)
@@ -264,15 +247,7 @@ class Sender:
         )  # fmt: skip
         self._members = members
         if self._group is None:
-            key, name = f"epoch/{self._news.sender}/{epoch}", f"{self._name} {self._news.sender[:4]}.{epoch}"
-            self._group = open_group(
-                self._store, key, name, 0, 1 + len(members), "trainer", now + limit, has_store=False
-            )
-
-    def _drop_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and torch_compat.is_member(group):  # not destroyed with the default group
-            dist.destroy_process_group(group)
+            self._open_group(self._news, 0, "trainer", now + limit)
 
     def _remaining(self, until: float) -> float:
         return max(0.001, min(self._news.limit, until - time.monotonic()))

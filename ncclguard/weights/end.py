@@ -1,0 +1,61 @@
+"""The common part of both ends of a channel: its keys in the store, and the group of the epoch that it is in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ncclguard import torch_compat
+from ncclguard.process_group.joined import open_group
+from ncclguard.torch_compat import Store
+from ncclguard.weights.board import Board, News
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ChannelEnd:
+    """A sender or a receiver, which makes `_board` when all that the board's thread looks at is there."""
+
+    _board: Board
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self._name = store, name
+        self._group: dist.ProcessGroup | None = None
+
+    def close(self) -> None:
+        """Leave the channel."""
+        try:
+            self._drop_group()
+        finally:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _has_group(self) -> bool:
+        """Return whether there is a group, which was not destroyed with the default one."""
+        return self._group is not None and torch_compat.is_member(self._group)
+
+    def _open_group(
+        self, news: News, rank: int, label: str, until: float, wanted: Callable[[], bool] = lambda: True
+    ) -> dist.ProcessGroup:
+        """Meet the others of the news' epoch in a group of their own. Raises as `open_group` does."""
+        key, name = f"epoch/{news.sender}/{news.epoch}", f"{self._name} {news.sender[:4]}.{news.epoch}"
+        size, until = 1 + len(news.members), min(until, time.monotonic() + news.limit)
+        self._group = open_group(self._store, key, name, rank, size, label, until, has_store=False, wanted=wanted)
+        return self._group
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and torch_compat.is_member(group):
+            dist.destroy_process_group(group)
