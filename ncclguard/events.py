@@ -34,8 +34,11 @@ class Listener:
     def settings_changed(self, op_id: str, changes: Sequence[SettingChange]) -> None:
         """All ranks of a group have changed settings, with effect after this operation; in the caller's thread."""
 
-    def watch_started(self) -> None:
-        """`watch` observes the collectives of this process from now on; in the caller's thread."""
+    def watch_started(self, known: threading.Event) -> None:
+        """`watch` observes the collectives of this process from now on; in the caller's thread.
+
+        `known` is set once the other ranks can know of this process.
+        """
 
     def incident_found(self, incident: Incident) -> None:
         """`watch` has the agreed incident of a collective that the guard does not carry; in the watcher's thread."""

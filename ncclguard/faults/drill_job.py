@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _PAUSE: Final = 0.001  # seconds between two readings of the sequence number
+_KNOWN_WITHIN: Final = 5.0  # seconds for which `watch` may wait until the others know of this rank
 
 _path: Path | None = None
 _calls = 0  # guarded calls
@@ -66,8 +67,11 @@ class _Recorder(events.Listener):
         _count_call()
         _note(outcome)
 
-    def watch_started(self) -> None:
+    def watch_started(self, known: threading.Event) -> None:
         global _watched
+        known.wait(
+            _KNOWN_WITHIN
+        )  # who is struck before is a stranger to the others; not for ever: the store may not answer
         _watched = True
 
     def incident_found(self, incident: Incident) -> None:

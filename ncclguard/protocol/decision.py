@@ -331,7 +331,7 @@ def _blame(
     }
     gone = {rank: d.cause for rank, d in departed.items() if rank in members and d.done < sequence}
     by_themselves = {rank: cause for rank, cause in gone.items() if not departed[rank].terminated}
-    if by_themselves or raised:
+    if by_themselves or raised or silent:  # one that never answered did not even announce its end
         gone = by_themselves
     if raised or gone:
         return {**gone, **raised}, ()

@@ -77,7 +77,7 @@ def analyse(
     """Find the collective that holds everything up, and who is to blame for it, strongest evidence first."""
     waits = {rank: _waits(report) for rank, report in reports.items()}
     stalled = _stalled(waits)
-    gone = _gone(stalled, departed, reports)
+    gone = _gone(stalled, departed, reports, silent)
     raised = {
         rank: Cause.FAILED
         for rank, r in reports.items()
@@ -99,7 +99,7 @@ def analyse(
         behind = _behind(stalled, reports, waits)
         if behind is not None:
             return _finding(behind[0], stalled, behind[1], (), reports, waits)
-    spent = _gone(stalled, departed, reports, spent=True)
+    spent = _gone(stalled, departed, reports, silent, spent=True)
     if spent:
         return _finding(_channel_with(stalled, {*spent}), stalled, spent, (), reports, waits)
     channel = _oldest(stalled, waits)
@@ -177,12 +177,14 @@ def _gone(
     stalled: Mapping[str, tuple[int, tuple[int, ...]]],
     departed: Mapping[int, Departure],
     reports: Mapping[int, Report],
+    silent: Mapping[int, Cause],
     spent: bool = False,
 ) -> dict[int, Cause]:
     """Ranks that left or died while somebody waited for them.
 
-    One that ended because its collective broke is a consequence, and so is one that left beside one that died. One that
-    left after it had issued all that is waited for counts with `spent` only: rather somebody else is to blame.
+    One that ended because its collective broke is a consequence, and so is one that left beside one that died, or that
+    the launcher ended while another rank gives no sign of life. One that left after it had issued all that is waited
+    for counts with `spent` only: rather somebody else is to blame.
     """
     broken = (TroubleKind.DEPARTED, TroubleKind.TRANSPORT)
     told = any(r.trouble is not None and r.trouble.kind in broken for r in reports.values())
@@ -194,7 +196,7 @@ def _gone(
         and not (d.cause is Cause.FAILED and is_consequence(d.text))
         and (spent or not has_issued(d, {c: sequence for c, (sequence, m) in stalled.items() if rank in m}))
     }
-    for sent_away in (False, True):  # launchers end all when one is gone
+    for sent_away in (False,) if silent else (False, True):  # launchers end all when one is gone
         for cause in (Cause.FAILED, Cause.LOST, Cause.EXITED):
             ranks: dict[int, Cause] = {
                 rank: cause for rank, d in found.items() if d.cause is cause and d.terminated is sent_away

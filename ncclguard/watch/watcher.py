@@ -702,7 +702,7 @@ class Watch:
                 ),
             )
         for listener in events.listeners:
-            listener.watch_started()
+            listener.watch_started(current.monitor.session_ready)
 
     def __enter__(self) -> Self:
         return self

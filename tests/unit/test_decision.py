@@ -123,6 +123,13 @@ def test_a_departed_rank_is_named_with_the_cause_of_its_departure(cause: Cause) 
     assert found.departed == ((2, cause),)
 
 
+def test_a_rank_that_its_launcher_ended_is_not_named_beside_one_that_never_answered() -> None:
+    ended = {2: Departure(2, Cause.LOST, "was sent SIGTERM", terminated=True)}
+    found = verdict_on(entered(0, trouble=DEADLINE), departed=ended, silent={1: Cause.STUCK})
+    assert (found.cause, found.culprits) == (Cause.STUCK, ((1, Cause.STUCK),))
+    assert verdict_on(entered(0, trouble=DEADLINE), departed=ended).culprits == ((2, Cause.LOST),)
+
+
 def test_departure_and_exception_are_both_named_and_the_lost_rank_gives_the_cause() -> None:
     found = verdict_on(entered(0), entered(1, trouble=RAISED), departed={2: Departure(2, Cause.LOST)})
     assert found.cause is Cause.LOST

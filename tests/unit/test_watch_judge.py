@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
 from ncclguard.protocol import codec
@@ -190,6 +192,17 @@ def test_the_first_to_die_is_named_and_not_those_that_its_death_ended() -> None:
         3: Departure(3, Cause.LOST, "was sent SIGTERM", terminated=True),
     }
     assert judged(said(0, world(7)), departed=departed, overdue=False).causes == {2: Cause.LOST}
+
+
+@pytest.mark.parametrize("overdue", [False, True])
+def test_a_rank_that_its_launcher_ended_is_not_named_while_another_one_gives_no_sign_of_life(overdue: bool) -> None:
+    """The silent rank was killed before it had told the others of itself, and the launcher then ended rank 0."""
+    ended = {0: Departure(0, Cause.LOST, "was sent SIGTERM", terminated=True)}
+    silent = {1: Cause.UNKNOWN}
+    found = judged(said(0, world(7)), departed=ended, silent=silent, overdue=overdue)
+    assert found.causes == ({1: Cause.UNKNOWN} if overdue else {})
+    assert found.cause is Cause.UNKNOWN or overdue
+    assert judged(said(0, world(7)), departed=ended, overdue=overdue).causes == {0: Cause.LOST}
 
 
 def test_an_exception_of_its_own_comes_before_those_who_left() -> None:
