@@ -55,6 +55,7 @@ __all__ = [
     "setup_nccl_timeout_env",
     "verified",
     "watch",
+    "watch_numerics",
     "with_checksums",
 ]
 

@@ -30,6 +30,7 @@ from ncclguard.errors import (
 from ncclguard.evaluation import resilient_evaluate
 from ncclguard.incident.model import Incident
 from ncclguard.metrics.monitoring import setup_nccl_monitoring
+from ncclguard.numerics import watch_numerics
 from ncclguard.outcome import Outcome
 from ncclguard.phases import phase
 from ncclguard.process_group import enqueued
@@ -81,6 +82,7 @@ __all__ = [
     "setup_nccl_timeout_env",
     "verified",
     "watch",
+    "watch_numerics",
     "with_checksums",
 ]
 

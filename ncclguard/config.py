@@ -197,6 +197,12 @@ class GuardConfig(BaseSettings):
     )
     warn_after: Seconds = _setting(30.0, "s", _TIME, "log who is awaited, and where it is, after this time")
     rounds: bool = _setting(True, "", _SWITCH, "compare what the ranks call before data moves; equal on all ranks")
+    numerics: Literal["off", "watch"] = _setting(
+        "off",
+        "",
+        tr("off or watch"),
+        "watch: look for a NaN or an infinity in what this rank brings to a guarded reduction, and tell whose was the first",
+    )
     closing_nbytes: Count = _setting(
         65536,
         "bytes",

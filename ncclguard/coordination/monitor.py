@@ -20,6 +20,8 @@ from ncclguard.coordination.group_state import GroupState, Summarise, make_state
 from ncclguard.coordination.host_page import HostPage
 from ncclguard.coordination.inquiry import Inquiries, Patience
 from ncclguard.coordination.liveness import Identity, Liveness, Neighbours, Sight
+from ncclguard.coordination.nonfinite import KIND as NON_FINITE
+from ncclguard.coordination.nonfinite import NonFinites
 from ncclguard.coordination.revocation import Revocation, leave_result, read_revoke, revoke
 from ncclguard.coordination.sections import Sections
 from ncclguard.coordination.store import AgreementStore, Departures, Entries, Handshake, StoreUnavailable
@@ -105,6 +107,7 @@ class Monitor:
         self._inquiries = Inquiries(rank, self, settings.timing.period)
         self.sections = Sections(rank, self.wake)
         self.envelopes = Envelopes(self.wake)
+        self.nonfinite = NonFinites(tuple(range(world_size)), rank, self.wake)
         self._states: dict[str, GroupState] = {}
         self._all: tuple[GroupState, ...] = ()
         self._states_lock = threading.Lock()
@@ -142,6 +145,11 @@ class Monitor:
     def unavailable(self) -> str:
         """Why no agreement is possible any more, or empty."""
         return self._unavailable
+
+    def take_over(self, nonfinite: NonFinites) -> None:
+        """Go on with what a monitor before this one, of another session of the same job, knows of numbers."""
+        self.nonfinite = nonfinite
+        nonfinite.wake = self.wake
 
     def state(self, key: str, members: tuple[int, ...]) -> GroupState:
         """Return this rank's state in a group, made on first use by a caller or by another rank's revoke."""
@@ -320,6 +328,7 @@ class Monitor:
         if self._aside or not self._revocations:  # who has answered a revoke waits for its verdict
             self._hear_events(now, self._within(attentive))
         self.sections.step(now, self.post, self.states())
+        self.nonfinite.step(now, self.post)
         # Not by ranks that only leave or wait for a verdict: where all are ended, there are as many entries as ranks.
         if pending and not self._only_awaits_verdicts():
             self.read_departures()
@@ -465,6 +474,8 @@ class Monitor:
             self.sections.hear(entry)
         elif entry["kind"] == "receives":
             self.envelopes.hear(str(entry["box"]))
+        elif entry["kind"] == NON_FINITE:
+            self.nonfinite.hear(entry)
 
     # ------------------------------------------------------------------ departures
 

@@ -14,6 +14,7 @@ from ncclguard.engine import runtime
 from ncclguard.engine.call import Call, Terms, described, nbytes_of
 from ncclguard.engine.chunking import EMPTY, ChunkPlan
 from ncclguard.engine.execution import Barrier, Execution
+from ncclguard.engine.inputs import look_at
 from ncclguard.engine.table import NO_TENSOR, Arguments, Collective, Conditions
 from ncclguard.faults.fault import Alteration
 from ncclguard.faults.injection import before_operation
@@ -92,9 +93,8 @@ def run(
         numel * (len(terms.ranks) if collective.whole else 1), element,
     )  # fmt: skip
     assert terms.group is not None
-    group = runtime.of(terms.group, terms.deadline - time.monotonic()).group(
-        terms.group, device, queue.name, queue.ranks
-    )
+    current = runtime.of(terms.group, terms.deadline - time.monotonic())
+    group = current.group(terms.group, device, queue.name, queue.ranks)
     if group.device != device:
         raise ValueError(
             told(
@@ -104,6 +104,9 @@ def run(
                 other=group.device,
             )
         )
+    if terms.config.numerics == "watch" and arguments.op:
+        brought = arguments.others or (arguments.tensor,)
+        look_at(brought, arguments.op, call.text, group, current.monitor.nonfinite)
     alteration = before_operation(group.rank, group.calls)
     if alteration is not None:
         if alteration is Alteration.SKIP:

@@ -21,6 +21,7 @@ from ncclguard.engine.execution import Execution, InUse, encode
 from ncclguard.errors import CollectiveFailed, repeats
 from ncclguard.outcome import Outcome
 from ncclguard.protocol.decision import Action, Operation, TroubleKind, Verdict
+from ncclguard.protocol.group_key import GroupKey
 from ncclguard.protocol.member import Entry, Resolution
 from ncclguard.transport.memory import drained, queues
 from ncclguard_explain.cause import Cause
@@ -37,7 +38,7 @@ EVIDENCE = 0.3
 class GuardedGroup:
     """One group on one device. One operation runs at a time; a second thread waits for its turn within its own budget.
 
-    `calls`: how many calls there were, for faults that are injected at one of them.
+    `name`: for people. `calls`: how many calls there were.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class GuardedGroup:
         statistics: Statistics | None = None,
     ) -> None:
         self.rank = state.member.rank
+        self.name = GroupKey.parse(state.key).short
         self.device = communicators.device
         self.calls = 0
         self._state = state

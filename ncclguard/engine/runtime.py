@@ -492,6 +492,7 @@ def replace(prepared: Runtime) -> Runtime:
             raise GuardError(LEFT)
         _runtime = prepared
         before.termination.uninstall()
+        prepared.monitor.take_over(before.monitor.nonfinite)
         prepared._sequels = before._sequels  # what becomes of the job after earlier losses is still to be told
         prepared.take_sigterm()
         _destroyed.clear()
