@@ -13,7 +13,7 @@ from ncclguard.engine.group import GuardedGroup
 
 
 class Counted(NamedTuple):
-    """How many numbers of a tensor are NaN and infinite, and the index of the `first` of either."""
+    """Numbers of a tensor that are NaN, and infinite, and the index of the `first` of either."""
 
     nan: int
     infinite: int

@@ -50,6 +50,7 @@ NAMES = {
     "setup_nccl_timeout_env",
     "verified",
     "watch",
+    "watch_numerics",
     "with_checksums",
 }
 
