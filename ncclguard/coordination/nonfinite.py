@@ -1,7 +1,7 @@
 """The first NaN or infinity of each rank, told to all ranks over the job's log, and which rank's was the first of all.
 
-A rank tells of its first one only, with the number of the forward pass or of the call in which it was there. From the
-next one on the others have it too, because a reduction has spread it: the lowest number is what is looked for.
+A rank tells of its first one only, with the number of the pass or of the call in which it was there. From the next one
+on the others have it too, because a reduction has spread it: the lowest number is what is looked for.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from ncclguard import lifecycle
-from ncclguard_explain.language import Message, joined, say, told, tr
+from ncclguard_explain.language import joined, say, told, tr
 from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
@@ -23,49 +22,54 @@ log = logging.getLogger("ncclguard")
 KIND: Final = "non-finite"
 #: Seconds after which the first one is spoken of: until then an earlier one of another rank may be heard of.
 SETTLED: Final = 2.0
-
-
-#: The scope of what was found in a model, whose forward passes are counted; of a second one it is "model 2".
+#: The scope of what was found in a model, whose passes are counted; of a second one it is "model 2".
 MODEL: Final = "model"
+#: The `place` of a gradient before which there was no sign of it.
+NO_SIGN: Final = 1 << 30
 
 
-def text_of(kind: str, name: str) -> Message:
-    """A tensor for people: kind "gradient", "parameter", "output" or "input", and of what."""
-    if kind == "gradient":
-        return tr("the gradient of {name}", name=name)
-    if kind == "parameter":
-        return tr("the parameter {name}", name=name)
-    return tr("the output of {name}", name=name) if kind == "output" else tr("the input of {name}", name=name)
+class Tensor(NamedTuple):
+    """One tensor: the "gradient", the "parameter", the "output" or the "input" of what; "" is the model itself."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        name = self.name or tr("the model")
+        if self.kind == "gradient":
+            return tr("the gradient of {name}", name=name)
+        if self.kind == "parameter":
+            return tr("the parameter {name}", name=name)
+        return tr("the output of {name}", name=name) if self.kind == "output" else tr("the input of {name}", name=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite:
     """The first NaN or infinity that a rank had of its own, before a collective could bring it those of others.
 
-    `rank`: the global rank. `scope`: "model" or "model 2", or the group of a guarded call. `number`: the forward pass,
-    or the call of the group, from 1. `place`: how many tensors of that pass had been looked at before. `kind` and
-    `name`: which tensor it is, the "gradient", "parameter" or "input" of what. `before`: kind and name of the first
-    tensor of that pass that had a NaN before, if one had. `nan` and `infinite`: how many numbers of the tensor are, and
-    `index`: the first of them; on a GPU -1 for some of which nobody has counted, and no index.
+    `rank`: the global rank. `scope`: "model" or "model 2", or the group of a guarded call. `number`: the backward pass,
+    or the call of the group, from 1. `tensor`: which it is. `before`: the first input or output of that pass that had a
+    NaN before, None where there was none, and `place`: how many tensors had been looked at then; 0 for a parameter and
+    for what a call is given. `nan` and `infinite`: how many numbers of the tensor are, and `index`: the first of them;
+    on a GPU -1 for some of which nobody has counted, and no index.
     """
 
     rank: int
     scope: str
     number: int
     place: int
-    kind: str
-    name: str
+    tensor: Tensor
     nan: int
     infinite: int
     index: tuple[int, ...] | None = None
-    before: tuple[str, str] | None = None
+    before: Tensor | None = None
 
     def __str__(self) -> str:
         """Say which tensor of which rank it was, and when."""
-        what = text_of(self.kind, self.name)
-        parts = [tr("rank {rank}: {tensor} had a NaN", rank=self.rank, tensor=what)]
+        template = tr("rank {rank}: {tensor} had a NaN", rank=self.rank, tensor=str(self.tensor))
         if not self.nan:
-            parts = [tr("rank {rank}: {tensor} had an infinity", rank=self.rank, tensor=what)]
+            template = tr("rank {rank}: {tensor} had an infinity", rank=self.rank, tensor=str(self.tensor))
+        parts = [template]
         if self.index is not None:
             parts.append(
                 tr(
@@ -75,20 +79,21 @@ class NonFinite:
                     index=list(self.index),
                 )
             )
-        if self.scope.startswith(MODEL):
-            parts.append(tr("in forward pass {number}", number=self.number))
+        if ":" not in self.scope:
+            parts.append(tr("in backward pass {number}", number=self.number))
         else:
             parts.append(tr("in call {number} of group {group}", number=self.number, group=self.scope))
         if self.before is not None:
-            parts.append(tr("{tensor} had a NaN before", tensor=text_of(*self.before)))
+            parts.append(tr("{tensor} had a NaN before", tensor=str(self.before)))
         return say(joined(", ", parts))
 
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> NonFinite:
         """The one that another rank has told of."""
         values = {field.name: entry[field.name] for field in fields(cls)}
-        for name in ("index", "before"):
-            values[name] = None if values[name] is None else tuple(values[name])
+        values["index"] = None if values["index"] is None else tuple(values["index"])
+        for name in ("tensor", "before"):
+            values[name] = None if values[name] is None else Tensor(*values[name])
         return cls(**values)
 
 
@@ -98,22 +103,30 @@ Found = Callable[[tuple[NonFinite, ...]], object]
 class NonFinites:
     """The first ones of all ranks; thread-safe. The monitor calls `hear` and `step`, the program the rest.
 
-    `wake`: the monitor's; without one, which is where there is one process, what is told is spoken of at once.
+    `wake`: the monitor's; without one, where a rank cannot ask others, what is told is spoken of at once.
     """
 
     def __init__(self, members: tuple[int, ...] = (0,), rank: int = 0, wake: Callable[[], None] | None = None) -> None:
+        self.wake = wake
         self._members = members
         self._rank = rank
-        self.wake = wake
         self._lock = threading.Lock()
         self._untold: list[NonFinite] = []
         self._all: dict[str, dict[int, NonFinite]] = {}  # scope -> rank -> its first
         self._due: dict[str, float] = {}  # scope -> when its first is spoken of
+        self._spoken = threading.Event()  # nothing is due
+        self._spoken.set()
         self._listeners: list[tuple[str, Found]] = []
+        self._ends: list[Callable[[], None]] = []
         self._models = 0
-        lifecycle.before_end(lambda: self._speak(float("inf")))
 
     # ------------------------------------------------------------------ the program
+
+    def model(self) -> str:
+        """Return a scope for one more model, alike on all ranks where they have their models in the same order."""
+        with self._lock:
+            self._models += 1
+            return MODEL if self._models == 1 else f"{MODEL} {self._models}"
 
     def tell(self, finding: NonFinite) -> None:
         """Tell all ranks, unless it follows from what is known; a rank is heard once in a scope."""
@@ -128,12 +141,6 @@ class NonFinites:
         else:
             self.wake()
 
-    def model(self) -> str:
-        """Return a scope for one more model, alike on all ranks where they have their models in the same order."""
-        with self._lock:
-            self._models += 1
-            return MODEL if self._models == 1 else f"{MODEL} {self._models}"
-
     def listen(self, scope: str, found: Found) -> Callable[[], None]:
         """Call `found` with the first ones of a scope once they are known; the function that is returned ends that."""
         one = (scope, found)
@@ -142,12 +149,26 @@ class NonFinites:
         return lambda: self._listeners.remove(one) if one in self._listeners else None
 
     def first(self, scope: str) -> tuple[NonFinite, ...]:
-        """Return the first of a scope, as far as this rank knows; several where ranks had theirs at the same place."""
+        """Return the first of a scope, as far as this rank knows, in the order of the ranks.
+
+        Several where they had theirs in the same pass, and none has a sign of it before the others.
+        """
+        return tuple(one for one in self._earliest(scope) if one.place == self._earliest(scope)[0].place)
+
+    def before_end(self, end: Callable[[], None]) -> None:
+        """Call `end` before the program ends, which may have more to tell."""
         with self._lock:
-            known = list(self._all.get(scope, {}).values())
-        earliest = min(((one.number, one.place) for one in known), default=None)
-        found = [one for one in known if (one.number, one.place) == earliest]
-        return tuple(sorted(found, key=lambda one: one.rank))
+            self._ends.append(end)
+
+    def settle(self) -> None:
+        """Wait until what was found is spoken of, or for so long as that takes; the program is about to end."""
+        for end in self._ends:
+            try:
+                end()
+            except Exception:
+                log.debug("ncclguard: the last numbers could not be read", exc_info=True)
+        if not self._spoken.wait(SETTLED + 1.0):
+            self._speak(float("inf"))
 
     # ------------------------------------------------------------------ the monitor's thread
 
@@ -173,7 +194,15 @@ class NonFinites:
     def _enter(self, finding: NonFinite, settled: float) -> None:
         if not self._all[finding.scope]:
             self._due[finding.scope] = time.monotonic() + settled
+            self._spoken.clear()
         self._all[finding.scope][finding.rank] = finding
+
+    def _earliest(self, scope: str) -> list[NonFinite]:
+        """All of the lowest number, those with the earliest sign first."""
+        with self._lock:
+            known = list(self._all.get(scope, {}).values())
+        lowest = min((one.number for one in known), default=0)
+        return sorted((one for one in known if one.number == lowest), key=lambda one: (one.place, one.rank))
 
     def _speak(self, now: float) -> None:
         with self._lock:
@@ -183,21 +212,47 @@ class NonFinites:
             listeners = list(self._listeners)
         for scope in due:
             first = self.first(scope)
+            rest = [one.rank for one in self._earliest(scope)[len(first) :]]
             if self._rank in (min(self._members), *(one.rank for one in first)):
-                log.warning("ncclguard: %s", verdict(first))
-            for listener in [found for other, found in listeners if other == scope]:
-                try:
-                    listener(first)
-                except Exception:
-                    log.exception("ncclguard: on_found raised")
+                log.warning("ncclguard: %s", verdict(first, rest, asked=self.wake is not None))
+            for found in [found for other, found in listeners if other == scope]:
+                _call(found, first)
+        if not self._due:
+            self._spoken.set()
 
 
-def verdict(first: tuple[NonFinite, ...]) -> str:
-    """Say whose was the first, and what to do."""
+def _call(found: Found, first: tuple[NonFinite, ...]) -> None:
+    """Call it in a thread of its own: it may take long, or end its thread."""
+
+    def call() -> None:
+        try:
+            found(first)
+        except BaseException:
+            log.exception("ncclguard: on_found raised")
+
+    try:
+        threading.Thread(target=call, name="ncclguard-on-found").start()
+    except RuntimeError:  # the interpreter is shutting down
+        call()
+
+
+def verdict(first: tuple[NonFinite, ...], rest: list[int], asked: bool = True) -> str:
+    """Say whose was the first, and what to do; `rest`: who had theirs in the same pass, later."""
     shown = "; ".join(map(str, first[:4]))
     if len(first) > 4:
-        rest = ranks_text([one.rank for one in first[4:]])
-        shown = told("{first}; likewise on {ranks}", first=shown, ranks=rest)
+        others = ranks_text([one.rank for one in first[4:]])
+        shown = told("{first}; likewise on {ranks}", first=shown, ranks=others)
+    if not asked:
+        return told(
+            "the first NaN or infinity: {first}; look at what was computed there, and from which input", first=shown
+        )
+    if rest:
+        return told(
+            "the first NaN or infinity of all ranks: {first}. In the same pass {ranks} had theirs, later: look at what "
+            "was computed on the first, and from which input",
+            first=shown,
+            ranks=ranks_text(rest),
+        )
     return told(
         "the first NaN or infinity of all ranks: {first}. On other ranks it came later, or not at all: look at what was "
         "computed there, and from which input",

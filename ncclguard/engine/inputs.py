@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ncclguard.coordination.nonfinite import NonFinite, NonFinites
+from ncclguard.coordination.nonfinite import NonFinite, NonFinites, Tensor
 from ncclguard.engine.group import GuardedGroup
 
 
@@ -48,12 +48,12 @@ def look_at(tensors: Sequence[torch.Tensor], op: str, text: str, group: GuardedG
 
     An infinity is a fair input of a MIN or MAX.
     """
-    for place, tensor in enumerate(tensors):
+    for tensor in tensors:
         found = non_finite(tensor.detach())
         if found is not None and (found.nan or op not in ("MIN", "MAX")):
             finding = NonFinite(
-                rank=group.rank, scope=group.name, number=group.calls + 1, place=place, kind="input", name=text,
-                nan=found.nan, infinite=found.infinite, index=found.first,
+                rank=group.rank, scope=group.name, number=group.calls + 1, place=0,
+                tensor=Tensor("input", text), nan=found.nan, infinite=found.infinite, index=found.first,
             )  # fmt: skip
             told.tell(finding)
             return

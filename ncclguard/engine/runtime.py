@@ -254,6 +254,8 @@ class Runtime:
             self.termination.uninstall()
             closing, self._groups = [group for _, group in self._groups.values()], {}
         try:
+            if job:
+                self.monitor.nonfinite.settle()
             if self.watcher is not None:
                 self.watcher.close()
             self.monitor.depart(cause, text, self.monitor.timing.leave)
@@ -591,6 +593,7 @@ def _announce(error: BaseException) -> None:
         _failure = runtime.watcher.uncaught(error, _failure)
     for each in _all():
         each.announce(Cause.FAILED, _failure, traceback_frames(error))
+        each.monitor.nonfinite.settle()
 
 
 def _terminate() -> None:

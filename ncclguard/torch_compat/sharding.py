@@ -92,6 +92,15 @@ def _param_groups(model: nn.Module) -> Iterator[Any]:
         yield from state._fsdp_param_groups
 
 
+def gathered_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return what FSDP2 gathers its shards to, by name: autograd's leaves, there from the first forward pass on."""
+    for group in _param_groups(model):
+        for fsdp_param in group.fsdp_params:
+            gathered = getattr(fsdp_param, "_unsharded_param", None)
+            if gathered is not None:
+                yield fsdp_param._param_fqn or fsdp_param._module_info.param_name, gathered
+
+
 def parameters(models: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the sharded parameters of FSDP2 models, also where gathered ones replace them; each once, in order."""
     found = {id(parameter): parameter for model in models for _, parameter in named_parameters(model)}

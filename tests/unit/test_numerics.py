@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
-from collections.abc import Iterator
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import ncclguard as ng
-from ncclguard.coordination import nonfinite
-from ncclguard.coordination.nonfinite import KIND, NonFinite, NonFinites
+from ncclguard.coordination.nonfinite import KIND, NO_SIGN, NonFinite, NonFinites, Tensor
 from ncclguard.engine.inputs import non_finite
 
 NAN, INF = float("nan"), float("inf")
@@ -22,6 +27,13 @@ NAN, INF = float("nan"), float("inf")
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def learn(net: nn.Module, times: float = 1.0, rows: torch.Tensor | None = None) -> None:
@@ -40,9 +52,9 @@ def test_the_first_gradient_in_the_order_of_the_backward_pass_is_found_and_no_la
         learn(net, NAN)
         learn(net, INF)
     (found,) = numerics.first
-    assert (found.rank, found.number, found.kind, found.name, found.before) == (0, 2, "gradient", "2.bias", None)
+    assert (found.rank, found.number, found.tensor, found.before) == (0, 2, ("gradient", "2.bias"), None)
     assert (found.nan, found.infinite, found.index) == (2, 0, (0,))
-    assert heard == [(found,)]
+    wait_until(lambda: heard == [(found,)])
 
 
 def test_the_output_that_had_a_nan_before_is_told_with_the_gradient() -> None:
@@ -52,7 +64,7 @@ def test_the_output_that_had_a_nan_before_is_told_with_the_gradient() -> None:
         with torch.no_grad():
             net[0].weight[1, 2] = NAN
         learn(net)
-    assert numerics.first[0].before == ("output", "0 (Linear)")
+    assert numerics.first[0].before == Tensor("output", "0 (Linear)")
     assert "the output of 0 (Linear) had a NaN before" in str(numerics.first[0])
 
 
@@ -75,19 +87,103 @@ def test_a_nan_of_the_input_or_of_padding_that_reaches_no_gradient_is_none() -> 
 def test_a_step_that_a_loss_scaler_leaves_out_is_none_and_the_first_of_those_that_do_not_end_is() -> None:
     net = model()
 
-    def scaled(times: float) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def scaled(times: float, *, step: bool) -> None:
         with torch.autocast("cpu", torch.float16):
-            learn(net, times)
+            (net(torch.ones(5, 3)).square().sum() * times).backward()
+        if step:
+            optimizer.step()
+        optimizer.zero_grad()
 
     with ng.watch_numerics(net) as numerics:
-        scaled(INF)
-        scaled(1.0)
+        scaled(INF, step=False)
+        scaled(1.0, step=True)
+        scaled(1.0, step=True)
         assert numerics.first == ()
-        scaled(INF)
+        scaled(INF, step=True)
+        scaled(1.0, step=True)
+    assert numerics.first[0].number == 4
+
+
+def test_padding_beside_what_a_loss_scaler_leaves_out_is_none() -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.padding = model(), nn.Identity()
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.padding(torch.full((2,), NAN))
+            found: torch.Tensor = self.inner(rows)
+            return found
+
+    net = Padded()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.forward = torch.autocast("cpu", torch.float16)(net.forward)  # type: ignore[method-assign]
+    with ng.watch_numerics(net) as numerics:
+        for times in (INF, 1.0, 1.0):
+            (net(torch.ones(5, 3)).square().sum() * times).backward()
+            if times == 1.0:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert numerics.first == ()
+
+
+def test_passes_are_counted_by_backward_passes_however_often_and_by_whatever_way_the_model_is_called() -> None:
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model()
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = torch.utils.checkpoint.checkpoint(self.inner, rows, use_reentrant=False)
+            return found
+
+    net = Called()
+    with ng.watch_numerics(net) as numerics, ng.watch_numerics(net.inner) as inner:
         with torch.no_grad():
-            net[0].weight.fill_(NAN)
-        scaled(1.0)
-    assert numerics.first[0].number == 3
+            net(torch.ones(5, 3))
+        for times in (1.0, 1.0, NAN):
+            net(torch.ones(1, 3))
+            learn(net, times)
+        assert numerics.first[0].number == inner.first[0].number == 3
+    with ng.watch_numerics(net) as numerics:
+        for times in (1.0, NAN):
+            (net.forward(torch.ones(5, 3)).sum() * times).backward()
+    assert numerics.first[0].number == 2
+
+
+def test_a_program_that_sees_its_loss_and_ends_is_told_what_the_first_output_was() -> None:
+    net = model()
+    numerics = ng.watch_numerics(net)
+    learn(net)
+    net(torch.full((5, 3), NAN))
+    numerics._findings.settle()
+    assert (numerics.first[0].tensor, numerics.first[0].number) == (Tensor("input", ""), 2)
+
+
+@pytest.mark.parametrize("kind", ["meta", "vmap", "nested", "cyclic"])
+def test_tensors_of_other_kinds_end_nothing(kind: str) -> None:
+    net: nn.Module = nn.Linear(3, 2, device="meta") if kind == "meta" else model() if kind == "vmap" else nn.Identity()
+    with ng.watch_numerics(net):
+        if kind == "meta":
+            net(torch.ones(2, 3, device="meta"))
+        elif kind == "vmap":
+            assert torch.vmap(net)(torch.ones(2, 3)).shape == (2, 2)
+        elif kind == "nested":
+            net(torch.nested.nested_tensor([torch.full((2,), NAN), torch.ones(3)], layout=torch.jagged))
+        else:
+            rows: dict[str, Any] = {"rows": torch.ones(2)}
+            rows["again"] = rows
+            net(rows)
+
+
+def test_a_watch_that_nobody_closes_goes_with_its_model() -> None:
+    net = model()
+    learnt = weakref.ref(ng.watch_numerics(net))
+    del net
+    gc.collect()
+    assert learnt() is None
 
 
 def test_a_copy_of_the_model_is_not_watched_and_a_closed_watch_has_no_hooks() -> None:
@@ -110,7 +206,7 @@ def test_parameters_that_are_trained_later_are_looked_at_then() -> None:
         learn(net)
         net[2].requires_grad_(requires_grad=True)
         learn(net, NAN)
-    assert numerics.first[0].name == "2.bias"
+    assert numerics.first[0].tensor == Tensor("gradient", "2.bias")
 
 
 def test_a_compiled_model_is_not_broken_up() -> None:
@@ -140,17 +236,16 @@ def test_numbers_are_counted_where_the_sum_is_not_finite_and_some_of_them_are_no
 # ---------------------------------------------------------------------- several ranks, without processes
 
 
-def finding(rank: int, number: int, place: int = 1) -> NonFinite:
+def finding(rank: int, number: int, place: int = NO_SIGN) -> NonFinite:
     return NonFinite(
-        rank=rank, scope="model", number=number, place=place, kind="gradient", name="w", nan=1, infinite=0, index=(0,)
+        rank=rank, scope="model", number=number, place=place, tensor=Tensor("gradient", "w"), nan=1, infinite=0, index=(0,)
     )  # fmt: skip
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NonFinites]]:
+def ranks() -> list[NonFinites]:
     """Four ranks, of which each hears what another one posts in its next step."""
-    monkeypatch.setattr(nonfinite.lifecycle, "before_end", lambda hook: None)
-    yield [NonFinites((0, 1, 2, 3), rank, lambda: None) for rank in range(4)]
+    return [NonFinites((0, 1, 2, 3), rank, lambda: None) for rank in range(4)]
 
 
 def step(ranks: list[NonFinites], now: float = 0.0) -> None:
@@ -177,7 +272,7 @@ def test_the_lowest_pass_is_the_first_in_whatever_order_ranks_hear_of_it(
     assert not heard
     with caplog.at_level(logging.WARNING, "ncclguard"):
         step(ranks, float("inf"))
-    assert heard == [(finding(2, 7),)]
+    wait_until(lambda: heard == [(finding(2, 7),)])
     assert len(caplog.records) == 2  # the lowest rank's, and that of the one whose it is
     assert "rank 2: the gradient of w had a NaN" in caplog.text
 
@@ -191,23 +286,47 @@ def test_a_rank_that_has_heard_of_an_earlier_one_says_nothing(ranks: list[NonFin
     assert posted == []
 
 
-def test_ranks_that_had_theirs_at_the_same_place_are_all_named(ranks: list[NonFinites]) -> None:
+def test_ranks_that_had_theirs_in_the_same_pass_are_all_named(ranks: list[NonFinites]) -> None:
     for rank in (1, 3):
         ranks[rank].tell(finding(rank, 7))
-    ranks[2].tell(finding(2, 7, place=2))
     step(ranks)
     assert [one.rank for one in ranks[0].first("model")] == [1, 3]
-    assert "rank 1: " in nonfinite.verdict(ranks[0].first("model"))
 
 
-def test_a_listener_that_raises_ends_nothing(ranks: list[NonFinites], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sign_in_the_forward_pass_comes_before_those_whom_communication_there_has_brought_it(
+    ranks: list[NonFinites], caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank, place in ((0, 5), (1, 5), (2, 4), (3, NO_SIGN)):
+        ranks[rank].tell(finding(rank, 7, place))
+    step(ranks)
+    assert [one.rank for one in ranks[0].first("model")] == [2]
+    with caplog.at_level(logging.WARNING, "ncclguard"):
+        step(ranks, float("inf"))
+    assert "In the same pass ranks 0-1, 3 had theirs, later" in caplog.text
+
+
+def test_the_end_of_the_program_waits_until_an_earlier_one_may_have_been_heard_of(ranks: list[NonFinites]) -> None:
+    ranks[1].before_end(lambda: ranks[1].tell(finding(1, 8)))
+    ended = threading.Thread(target=ranks[1].settle)
+    ended.start()
+    ranks[2].tell(finding(2, 7))
+    wait_until(lambda: bool(ranks[1].first("model")))
+    step(ranks)
+    assert ranks[1].first("model") == (finding(2, 7),)
+    assert ended.is_alive()
+    step(ranks, float("inf"))
+    ended.join(60)
+
+
+def test_a_listener_that_ends_its_thread_ends_nothing(
+    ranks: list[NonFinites], caplog: pytest.LogCaptureFixture
+) -> None:
     def fails(first: object) -> None:
-        raise ValueError("no")
+        sys.exit(3)
 
     heard = list[Any]()
     ranks[0].listen("model", fails)
     ranks[0].listen("model", heard.append)
     ranks[0].tell(finding(0, 7))
     step(ranks, float("inf"))
-    assert len(heard) == 1
-    assert "on_found raised" in caplog.text
+    wait_until(lambda: len(heard) == 1 and "on_found raised" in caplog.text)
