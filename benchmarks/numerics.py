@@ -15,8 +15,8 @@ import argparse
 import os
 import random
 import statistics
-import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -107,8 +107,7 @@ def _trained(seed: int, kind: str) -> str:
     dist.all_gather_object(hows, how)
     how = hows[struck]
     found: list[Any] = []
-    known = threading.Event()
-    with ng.watch_numerics(model, on_found=lambda first: (found.extend(first), known.set())) as numerics:
+    with ng.watch_numerics(model, on_found=found.append) as numerics:
         for turn in range(1, step + 4):
             here = rank == struck and turn == step
             rows = torch.randn(5, width)
@@ -122,10 +121,10 @@ def _trained(seed: int, kind: str) -> str:
             (loss / 0 if here and how == "loss" else loss).backward()
             optimizer.step()
             optimizer.zero_grad()
-        known.wait(60)
-        said = [(one.rank, one.number) for one in found]
-        if said != [(struck, step)] or [(one.rank, one.number) for one in numerics.first] != said:
-            return f"{kind} seed {seed}: {how} of rank {struck} in step {step}; rank {rank} says {[str(one) for one in found]}"
+        wanted = [(struck, step)]
+        if not _becomes(lambda: _said(numerics.first) == wanted and bool(found) and _said(found[-1]) == wanted):
+            what = [str(one) for one in numerics.first]
+            return f"{kind} seed {seed}: {how} of rank {struck} in step {step}; rank {rank} says {what}"
     dist.barrier()
     return ""
 
@@ -148,18 +147,22 @@ def _reduced(seed: int) -> str:
             ng.safe_all_reduce(value, group=group).raise_if_failed()
     (scope,) = [one for one in monitor.nonfinite._all if one not in _seen] or [""]
     _seen.add(scope)
-    end = time.monotonic() + 60
-    while not (first := monitor.nonfinite.first(scope)) or first[0].rank != struck:
-        if time.monotonic() > end:
-            break
-        time.sleep(0.01)
-    said = [(one.rank, one.number) for one in first]
+    right = _becomes(lambda: _said(monitor.nonfinite.first(scope)) == [(struck, step)])
+    what = [str(one) for one in monitor.nonfinite.first(scope)]
     dist.barrier()
-    return (
-        ""
-        if said == [(struck, step)]
-        else f"safe seed {seed}: rank {struck} in call {step}; rank {rank} says {list(map(str, first))}"
-    )
+    return "" if right else f"safe seed {seed}: rank {struck} in call {step}; rank {rank} says {what}"
+
+
+def _said(found: Any) -> list[tuple[int, int]]:
+    return [(one.rank, one.number) for one in found]
+
+
+def _becomes(true: Callable[[], bool]) -> bool:
+    """Return whether that becomes true within a minute; ranks hear of each other meanwhile."""
+    end = time.monotonic() + 60
+    while not true() and time.monotonic() < end:
+        time.sleep(0.01)
+    return true()
 
 
 _seen: set[str] = set()

@@ -308,8 +308,8 @@ def watch_numerics(
     """Find out whose gradient has the first NaN or infinity, and tell all ranks.
 
     `model`: as it is trained, on all ranks: plain, DistributedDataParallel, or with FSDP2's `fully_shard`. `on_found`:
-    called once on every rank, in a thread of its own, with what `first` returns. The lowest rank and the one whose it
-    is log it. Raises GuardError where the job's store cannot be reached.
+    called on every rank, in a thread of its own, with what `first` returns; again where an earlier one is heard of
+    late. The lowest rank and the one whose it is log it. Raises GuardError where the job's store cannot be reached.
 
     >>> import torch
     >>> import ncclguard as ng

@@ -192,10 +192,12 @@ class NonFinites:
     # ------------------------------------------------------------------
 
     def _enter(self, finding: NonFinite, settled: float) -> None:
-        if not self._all[finding.scope]:
-            self._due[finding.scope] = time.monotonic() + settled
+        """Take it in; the first is spoken of later, and again where an earlier one is heard of after that."""
+        known = self._all[finding.scope]
+        if not known or finding.number < min(other.number for other in known.values()):
+            self._due.setdefault(finding.scope, time.monotonic() + settled)
             self._spoken.clear()
-        self._all[finding.scope][finding.rank] = finding
+        known[finding.rank] = finding
 
     def _earliest(self, scope: str) -> list[NonFinite]:
         """All of the lowest number, those with the earliest sign first."""

@@ -56,8 +56,8 @@ def learn(
 ) -> list[Any]:
     """Train; the loss of some ranks is multiplied in one of the turns. Returns what is known in the end."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    known, found = threading.Event(), list[Any]()
-    with ng.watch_numerics(model, on_found=lambda first: (found.extend(first), known.set())):
+    known = threading.Event()
+    with ng.watch_numerics(model, on_found=lambda first: known.set()) as numerics:
         for number in range(1, turns + 1):
             before(number)
             loss = model(torch.randn(5, 6)).float().square().mean()
@@ -65,8 +65,8 @@ def learn(
             optimizer.step()
             optimizer.zero_grad()
         assert known.wait(60)
-    dist.barrier()
-    return [[one.rank, one.number, *one.tensor] for one in found]
+        dist.barrier()  # behind it all have spoken, so that each has heard the others
+    return [[one.rank, one.number, *one.tensor] for one in numerics.first]
 
 
 def models() -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -275,6 +276,15 @@ def test_the_lowest_pass_is_the_first_in_whatever_order_ranks_hear_of_it(
     wait_until(lambda: heard == [(finding(2, 7),)])
     assert len(caplog.records) == 2  # the lowest rank's, and that of the one whose it is
     assert "rank 2: the gradient of w had a NaN" in caplog.text
+
+
+def test_an_earlier_one_that_is_heard_of_late_is_spoken_of_once_more(ranks: list[NonFinites]) -> None:
+    heard = list[Any]()
+    ranks[0].listen("model", heard.append)
+    for finding_ in (finding(3, 8), finding(2, 7), finding(1, 9)):
+        ranks[0].hear({"finding": asdict(finding_)})
+        ranks[0].step(float("inf"), lambda entry: None)
+    wait_until(lambda: sorted(heard, key=str) == [(finding(2, 7),), (finding(3, 8),)])
 
 
 def test_a_rank_that_has_heard_of_an_earlier_one_says_nothing(ranks: list[NonFinites]) -> None:
