@@ -70,6 +70,8 @@ FURTHER = {
         "ncclguard.integrations.deepspeed",
         "ncclguard.integrations.transformers",
         "ncclguard.integrations.accelerate",
+        "ncclguard.integrations.verl",
+        "ncclguard.integrations.verl_manager",
         "ncclguard.integrations.slim_outputs",
         "ncclguard.integrations.modes",
         "ncclguard.integrations.qwen2_5_vl",

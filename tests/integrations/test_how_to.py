@@ -119,7 +119,7 @@ def shell(script: str, folder: Path, **variables: str) -> str:
     return output
 
 
-RUN = [page for page in PAGES if page.name not in ("kubernetes.md", "slurm.md")]
+RUN = [page for page in PAGES if page.name not in ("kubernetes.md", "rl.md", "slurm.md")]
 
 
 @pytest.mark.slow
