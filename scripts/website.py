@@ -72,6 +72,8 @@ FURTHER = {
         "ncclguard.integrations.accelerate",
         "ncclguard.integrations.verl",
         "ncclguard.integrations.verl_manager",
+        "ncclguard.integrations.vllm",
+        "ncclguard.integrations.vllm_engines",
         "ncclguard.integrations.slim_outputs",
         "ncclguard.integrations.modes",
         "ncclguard.integrations.qwen2_5_vl",
