@@ -108,4 +108,6 @@ class NcclguardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 while (named := await loop.run_in_executor(thread, next, iter(update), None)) is not None:
                     yield named
                 if not await loop.run_in_executor(thread, update.commit):
-                    raise RuntimeError(told("the weights were not committed: {why}", why=update.error))
+                    raise RuntimeError(
+                        told("the weights were not committed: {why}", why=update.error or told("a member refused it"))
+                    )

@@ -54,18 +54,20 @@ def has(update: dict[str, Any]) -> list[str]:
     return sorted(update["has"])
 
 
-@pytest.mark.parametrize("version", [1, 3, 4, 6, 9])
+@pytest.mark.parametrize("version", [1, 3, 4, 6, 9, 11])
 def test_every_worker_has_what_was_sent(updates: dict[int, dict[str, Any]], version: int) -> None:
     """Version 3 follows one for which a replica was stopped, 6 one for which it raised: it is back."""
     assert has(updates[version]) == ALL, updates[version]
     assert (updates[version]["error"], updates[version]["left_out"]) == ("", {}), updates[version]
 
 
-@pytest.mark.parametrize(("version", "how"), [(2, "stuck"), (5, "exited"), (10, "lost"), (11, "lost")])
+@pytest.mark.parametrize(
+    ("version", "how"), [(2, "stuck"), (5, "exited"), (10, "timed out"), (12, "lost"), (13, "lost")]
+)
 def test_a_replica_that_is_struck_is_left_out_and_the_others_have_the_version(
     updates: dict[int, dict[str, Any]], version: int, how: str
 ) -> None:
-    """Stopped, raising, killed; after that the version comes without it."""
+    """Stopped, raising, stopped before the update, killed; the last version comes without it."""
     update = updates[version]
     assert has(update) == REST and update["error"] == "", update
     assert list(update["left_out"]) == ["1"] and how in update["left_out"]["1"], update
@@ -82,4 +84,4 @@ def test_the_manager_of_verl_hangs_where_a_worker_is_stopped_between_updates(
 ) -> None:
     """And ends the run where one is gone."""
     assert updates[8]["hangs"], updates[8]
-    assert updates[12]["error"].startswith("ActorDiedError"), updates[12]
+    assert updates[14]["error"].startswith("ActorDiedError"), updates[14]

@@ -33,7 +33,7 @@ LIMIT = 6.0
 #: Seconds after which an update is said to hang: more than all limits together.
 HANGS = 40.0
 #: The versions in the middle of which the last worker of replica 1 is struck.
-STRIKES = {2: "stop", 5: "raise", 7: "stop", 10: "kill"}
+STRIKES = {2: "stop", 5: "raise", 7: "stop", 12: "kill"}
 #: The version before which it is stopped, and after which it goes on.
 IDLE = 8
 CONFIG = CheckpointEngineConfig(
@@ -162,9 +162,13 @@ def main(folder: Path) -> None:
     hanging = update(verls, IDLE, folder)
     signal_worker(folder, signal.SIGCONT)
     hanging.join(60)
-    for version in (9, 10, 11):
+    update(ours, 9, folder)
+    signal_worker(folder, signal.SIGSTOP)
+    update(ours, 10, folder)
+    signal_worker(folder, signal.SIGCONT)
+    for version in (11, 12, 13):
         update(ours, version, folder)
-    update(verls, 12, folder)
+    update(verls, 14, folder)
 
 
 def signal_worker(folder: Path, number: signal.Signals) -> None:
