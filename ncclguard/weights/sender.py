@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -122,18 +122,24 @@ class Sender(ChannelEnd):
         with self._board.changed:
             return tuple(sorted(name for name, asked in self._asked.items() if _is_whole(asked)))
 
-    def wait_for(self, engines: int, within: Time = 600.0) -> tuple[str, ...]:
-        """Wait until so many engines have asked to be members, or for so long; returns their names."""
-        self._board.wait_for(
-            lambda: len(self.engines) >= engines, time.monotonic() + (seconds(within, "within") or 0.0)
-        )
+    def wait_for(self, engines: int | Collection[str], within: Time = 600.0) -> tuple[str, ...]:
+        """Wait until so many engines, or those of these names, have asked to be members, or for so long.
+
+        Returns the names of all that have.
+        """
+
+        def have_asked() -> bool:
+            return len(self.engines) >= engines if isinstance(engines, int) else set(engines) <= set(self.engines)
+
+        self._board.wait_for(have_asked, time.monotonic() + (seconds(within, "within") or 0.0))
         return self.engines
 
-    def publish(self, tensors: Tensors, version: str | int) -> Published:
+    def publish(self, tensors: Tensors, version: str | int, engines: Collection[str] | None = None) -> Published:
         """Send a version to all engines; what an engine does fails nothing but its own place.
 
         `tensors`: a mapping such as a state dict, or a function that returns names and tensors, which is called again
-        for each try. Raises TypeError or ValueError for what cannot be sent, and whatever the function raises.
+        for each try. `engines`: the names of those that are to have it, where not all are. Raises TypeError or
+        ValueError for what cannot be sent, and whatever the function raises.
         """
         if not isinstance(tensors, Mapping) and not callable(tensors):
             raise TypeError(
@@ -147,7 +153,7 @@ class Sender(ChannelEnd):
         until = began + self._timeout
         left_out: dict[str, Incident | str] = {}
         for left in range(self._retries + 1, 0, -1):
-            members = self._whole()
+            members = tuple(ask for ask in self._whole() if engines is None or ask.engine in engines)
             if len({ask.engine for ask in members}) < self._min_engines or (now := time.monotonic()) >= until:
                 break
             try:
@@ -166,11 +172,11 @@ class Sender(ChannelEnd):
                 self._drop_group()  # the engines hear of it at once
                 raise
             if not wrong:
-                engines = tuple(sorted({ask.engine for ask in members}))
-                joined = tuple(name for name in engines if name not in self._served)
-                self._served = engines
-                left_out = {name: why for name, why in left_out.items() if name not in engines}  # it is back
-                return Published(version, engines, left_out, joined, time.monotonic() - began, digest)
+                have = tuple(sorted({ask.engine for ask in members}))
+                joined = tuple(name for name in have if name not in self._served)
+                self._served = have
+                left_out = {name: why for name, why in left_out.items() if name not in have}  # it is back
+                return Published(version, have, left_out, joined, time.monotonic() - began, digest)
             left_out |= wrong
             self._forget(wrong)
         self._served = ()

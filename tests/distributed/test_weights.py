@@ -285,6 +285,32 @@ def test_an_engine_that_leaves_is_not_waited_for(store: str) -> None:
     assert said["seconds"] < 3 and said["left_out"] == [], said
 
 
+def chooses(address: str) -> None:
+    """Version 0 is for engine 2 alone, though both have asked."""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        with Sender(address, name="chooses", timeout=20.0) as sender:
+            came = sender.wait_for(["engine 2", "engine 1"], within=60)
+            faults.report(absent=sender.wait_for(["engine 3"], within=0.2) == came)
+            sent = [sender.publish(weights(0), 0, ["engine 2"]), sender.publish(weights(1), 1)]
+            faults.report(engines=[one.engines for one in sent], left_out=[list(one.left_out) for one in sent])
+        return
+    with Receiver(address, name="chooses", engine=f"engine {rank}") as receiver:
+        had = []
+        while receiver.version != 1:
+            update = receiver.next(timeout=60)
+            assert update is not None and update.commit()
+            had.append(receiver.version)
+        faults.report(had=had)
+
+
+def test_a_version_is_for_the_engines_that_are_named(store: str) -> None:
+    result = faults.run_ranks(chooses, 3, args=[store], timeout=90).check()
+    said = result[0].reports
+    assert said["engines"] == [["engine 2"], ["engine 1", "engine 2"]] and said["left_out"] == [[], []], result
+    assert said["absent"] and result.values("had") == {1: [1], 2: [0, 1]}, result
+
+
 def hangs(address: str) -> None:
     """Engine 2 hangs for good after version 0; engine 3 comes after that, so that a new group is made."""
     rank = int(os.environ["RANK"])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,3 +21,25 @@ def fork_server() -> Iterator[None]:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         fork.preload(("tests.integrations.preloaded",))
         yield
+
+
+@pytest.fixture
+def free_ports() -> list[int]:
+    """Three ports of this host where nobody listened a moment ago."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    ports = [int(listener.getsockname()[1]) for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+@pytest.fixture
+def own_store(free_ports: list[int]) -> Iterator[str]:
+    """The address of a store in a process of its own."""
+    address = f"127.0.0.1:{free_ports[2]}"
+    command = [sys.executable, "-m", "ncclguard", "store", "--listen", address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "listening" in process.stdout.readline()
+        yield f"tcp://{address}"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0

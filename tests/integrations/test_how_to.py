@@ -81,7 +81,7 @@ dist.destroy_process_group()
 REST = "\nimport time\ntime.sleep(1)\n"
 NEEDS = {"accelerate.md": "accelerate", "deepspeed.md": "deepspeed", "lightning.md": "lightning", "transformers.md": "transformers"}  # fmt: skip
 #: Programs of a cluster and of the system, whose arguments nothing here can judge.
-ELSEWHERE = ("kubectl", "scontrol", "export", "exit", "apt-get", "pip")
+ELSEWHERE = ("kubectl", "scontrol", "export", "exit", "apt-get", "pip", "vllm")
 #: Programs whose parsers are asked.
 OURS = ("ncclguard", "torchrun", "deepspeed", "accelerate", "bash", "python", "srun")
 
@@ -119,7 +119,7 @@ def shell(script: str, folder: Path, **variables: str) -> str:
     return output
 
 
-RUN = [page for page in PAGES if page.name not in ("kubernetes.md", "slurm.md")]
+RUN = [page for page in PAGES if page.name not in ("kubernetes.md", "rl.md", "slurm.md")]
 
 
 @pytest.mark.slow

@@ -84,6 +84,14 @@ def test_every_folder_with_python_files_is_a_listed_package() -> None:
     assert set(settings["packages"]) == found | {"ncclguard_observe"}
 
 
+def test_what_vllm_and_sglang_find_of_this_package_are_functions() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert set(groups) == {"vllm.general_plugins", "sglang.srt.plugins"}
+    for value in (value for entries in groups.values() for value in entries.values()):
+        module, name = value.split(":")
+        assert callable(getattr(importlib.import_module(module), name))
+
+
 @pytest.mark.processes
 def test_a_wheel_has_everything(source: Path, tmp_path: Path) -> None:
     python = environment(tmp_path / "environment")
