@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pwd
+import re
 import shlex
 import socket
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from ncclguard.hang.hosts import ask, call_here, kubectl_hosts, slurm_hosts, ssh_hosts
+from ncclguard.hang.hosts import ask, ask_ray, call_here, kubectl_hosts, slurm_hosts, ssh_hosts
 from ncclguard.hang.launches import Launches
 from ncclguard.hang.looks import NO_RIGHT, Lines, Look, find_spy, helper_places, look, observe
 from ncclguard.hang.names import names_of
@@ -31,7 +32,16 @@ from ncclguard.hang.processes import (
     without,
     without_servers,
 )
-from ncclguard.hang.report import EndedRow, HangReport, JobReport, NothingToReport, RankRow, judged, text_of
+from ncclguard.hang.report import (
+    EndedRow,
+    HangReport,
+    HostTrouble,
+    JobReport,
+    NothingToReport,
+    RankRow,
+    judged,
+    text_of,
+)
 from ncclguard.hang.sockets import members_of, tcp_sockets
 from ncclguard.hang.stacks import Kind
 from ncclguard_explain.command_line import Tell, described, progress
@@ -50,6 +60,7 @@ EXAMPLES = {
     "ncclguard hang --slurm 42": "on all nodes of a job of Slurm",
     "ncclguard hang --kubectl 'job-name=train -n training'": "in all pods with these labels",
     "ncclguard hang --ssh gpu-01,gpu-02": "on these hosts",
+    "ncclguard hang --ray": "on all nodes of the Ray cluster that this host belongs to",
     "ncclguard hang --watch 60": "each minute, until the job has stopped moving",
     "ncclguard hang --collect /shared/job-42": "on each host of a job, as in srun --overlap --ntasks-per-node=1",
     "ncclguard hang /shared/job-42": "then once: one verdict for all hosts",
@@ -58,6 +69,7 @@ EXAMPLES = {
 BETWEEN = 1.0
 SECONDS = 2.5
 LAST = 2
+_OF_A_PROCESS = re.compile(r" \(\d+\)")
 #: How many processes that a named rank has started are looked at, and in which places it waits for them.
 HELPERS = 4
 _FOR_HELPERS = (Kind.LOADER, Kind.CHILD)
@@ -87,6 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--kubectl", metavar="SELECTOR",
                        help="look in all pods with these labels, by kubectl exec; options of kubectl may follow them")  # fmt: skip
     where.add_argument("--ssh", metavar="HOSTS", help="look on these hosts, with commas between them")
+    where.add_argument("--ray", metavar="ADDRESS", nargs="?", const="auto",
+                       help="look on all nodes of a Ray cluster, by a task on each; without ADDRESS of this host's cluster")  # fmt: skip
     made.add_argument("--call", metavar="COMMAND",
                       help="how ncclguard is called on the other hosts; in pods `ncclguard`, else as this one was")  # fmt: skip
     made.add_argument("--watch", type=float, metavar="SECONDS",
@@ -337,7 +351,8 @@ def together(reports: Sequence[HangReport]) -> HangReport:
     parts: dict[tuple[str, int, tuple[str, ...]], list[JobReport]] = {}
     for report in reports:
         for job in report.jobs:
-            own = job.name.partition(":")[0] in LOOPBACK  # jobs of two hosts, though they have one name
+            # Jobs of two hosts, though they have one name: this has a loopback address, or a process of the host.
+            own = job.name.partition(":")[0] in LOOPBACK or job.counted or _OF_A_PROCESS.search(job.name)
             parts.setdefault((job.name, job.world_size, report.hosts if own else ()), []).append(job)
     jobs = []
     for (name, size, _), same in parts.items():
@@ -354,7 +369,7 @@ def together(reports: Sequence[HangReport]) -> HangReport:
 
 
 def look_there(arguments: argparse.Namespace, seconds: float, tell: Tell) -> HangReport:
-    """Have the hosts look that `--slurm`, `--kubectl` or `--ssh` mean, and return one report.
+    """Have the hosts look that `--slurm`, `--kubectl`, `--ssh` or `--ray` mean, and return one report.
 
     Raises:
         NothingToReport: there are no such hosts, or none of them has seen a rank.
@@ -362,6 +377,9 @@ def look_there(arguments: argparse.Namespace, seconds: float, tell: Tell) -> Han
     call = shlex.split(arguments.call) if arguments.call else call_here()
     look = ["hang", "--json", "-", "--seconds", f"{seconds:g}"]
     look += ["--environ", arguments.environ] if arguments.environ else []
+    if arguments.ray:
+        tell(told("the nodes of the Ray cluster look at their ranks"))
+        return _of_hosts(*ask_ray(arguments.ray, [*call, *look], seconds))
     if arguments.slurm:
         hosts = slurm_hosts(arguments.slurm, [*call, *look])
     elif arguments.kubectl:
@@ -369,11 +387,14 @@ def look_there(arguments: argparse.Namespace, seconds: float, tell: Tell) -> Han
     else:
         hosts = ssh_hosts(arguments.ssh, [*call, *look])
     tell(told("{count} hosts look at their ranks", count=len(hosts)))
-    reports, silent = ask(hosts, seconds)
+    return _of_hosts(*ask(hosts, seconds))
+
+
+def _of_hosts(reports: Sequence[HangReport], silent: Sequence[HostTrouble]) -> HangReport:
     if not reports:
         first = silent[0] if silent else None
         raise NothingToReport(
-            tr("none of {count} hosts has seen a rank; {host}: {trouble}", count=len(hosts),
+            tr("none of {count} hosts has seen a rank; {host}: {trouble}", count=len(silent),
                host=first.host if first else "", trouble=first.trouble if first else "")
         )  # fmt: skip
     return together(reports).model_copy(update={"silent": tuple(silent)})
@@ -383,9 +404,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    elsewhere = arguments.slurm or arguments.kubectl or arguments.ssh
+    elsewhere = arguments.slurm or arguments.kubectl or arguments.ssh or arguments.ray
     if elsewhere and arguments.pid:
-        parser.error("--pid is a process of this host: it cannot be given with --slurm, --kubectl or --ssh")
+        parser.error("--pid is a process of this host: it cannot be given with --slurm, --kubectl, --ssh or --ray")
     if arguments.paths and (elsewhere or arguments.watch is not None):
         parser.error("what was collected is not looked at again: give either PATH, or where to look")
     try:
@@ -404,7 +425,7 @@ def _look(arguments: argparse.Namespace) -> HangReport:
         return merged([Path(path) for path in arguments.paths])
     seconds = max(arguments.seconds, BETWEEN)
     with progress(told("looking for ranks")) as tell:
-        if arguments.slurm or arguments.kubectl or arguments.ssh:
+        if arguments.slurm or arguments.kubectl or arguments.ssh or arguments.ray:
             return look_there(arguments, seconds, tell)
         return look_here(seconds, tell, set(arguments.pid) if arguments.pid else None, arguments.environ or "")
 

@@ -54,6 +54,7 @@ class Counters:
     transferred: int | None
     helpers: int  # CPU ticks of the processes that it has started
     names: frozenset[str] = frozenset()  # of its threads
+    running: frozenset[int] = frozenset()  # the threads that ran, or could have run
 
     @property
     def is_gloo(self) -> bool:
@@ -234,18 +235,19 @@ def count(pid: int, helpers: Iterable[int]) -> Counters | None:
     if found is None:
         return None
     threads: dict[int, tuple[int, int]] = {}
-    names = set()
+    names, running = set(), set()
     try:
         for name in os.listdir(f"{folder}/task"):
             own = _stat(f"{folder}/task/{name}")
             if own is not None:
                 names.add(own[0])
+                running |= {int(name)} if own[1][0] == "R" else set()
                 threads[int(name)] = int(own[1][11]) + int(own[1][12]), _switches(f"{folder}/task/{name}")
     except OSError:
         return None
     below = [one[1] for one in (_stat(f"{PROC}/{helper}") for helper in helpers) if one is not None]
     ticks = sum(int(fields[11]) + int(fields[12]) for fields in below)
-    return Counters(found[1][0], threads, _transferred(folder), ticks, frozenset(names))
+    return Counters(found[1][0], threads, _transferred(folder), ticks, frozenset(names), frozenset(running))
 
 
 def _stat(folder: str) -> tuple[str, list[str]] | None:
@@ -311,7 +313,7 @@ def _moved(before: Look, after: Look) -> Motion:
     seen = old.transferred is not None and new.transferred is not None
     transferred = (new.transferred or 0) - (old.transferred or 0) if seen else 0
     works = max(ticks, new.helpers - old.helpers) > max(IDLE_LOAD * seconds * _TICKS, 2)
-    if works or transferred / seconds > IDLE_BYTES or new.state == "R":
+    if works or transferred / seconds > IDLE_BYTES or after.thread in new.running:
         kind = after.place.kind if after.place is not None else Kind.PYTHON
         in_call = kind is Kind.DEVICE or (kind in INSIDE and not new.is_gloo)
         return Motion.SPINNING if in_call else Motion.MOVING

@@ -16,7 +16,7 @@ from typing import Final
 from ncclguard.environment.ras import Communicator
 from ncclguard.hang.launches import behind, counts_of, strayed
 from ncclguard.hang.names import names_of
-from ncclguard.hang.stacks import INSIDE, Kind, Motion, Place
+from ncclguard.hang.stacks import INSIDE, RAY_REPORT, Kind, Motion, Place
 from ncclguard_explain.cause import ADVICE, WORD, Cause
 from ncclguard_explain.language import Message, joined, tr
 
@@ -87,12 +87,12 @@ class Seen:
     def waits(self) -> bool:
         """Tell whether it waits for its peers: inside of what they have to call too, and has not moved.
 
-        Who joins a job or asks the store does that again and again, and wakes up for it.
+        Who joins a job, or asks the store or Ray, does that again and again, and wakes up for it.
         """
         if self.place is None or self.stopped or self.place.kind not in INSIDE:
             return False
-        asks = self.place.kind in (Kind.SETUP, Kind.STORE) and self.motion is Motion.WAKING
-        return self.motion is Motion.STILL or asks
+        asks = self.place.kind in (Kind.SETUP, Kind.STORE) or self.place.op == RAY_REPORT
+        return self.motion is Motion.STILL or (asks and self.motion is Motion.WAKING)
 
     @property
     def may_wait(self) -> bool:
@@ -237,7 +237,7 @@ def _at(one: Seen) -> str:
     *outer, last = one.place.stack
     if not one.place.inside:
         return last
-    own = [frame for frame in outer if not frame.startswith("torch/")] or outer
+    own = [frame for frame in outer if not frame.startswith(("torch/", "ray/"))] or outer
     return " -> ".join([*own[-1:], last])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from ncclguard.hang import command, looks, processes
 from ncclguard.hang.command import main
+from ncclguard.hang.environment import environ_now
 from ncclguard.hang.processes import NO_RANKS, Process, find_jobs, hidden_ranks, with_ranks
 from ncclguard.hang.report import HangReport, JobReport
 from ncclguard.hang.tree import groups_of, lines_of, merge
@@ -166,6 +169,48 @@ def test_actors_of_ray_are_told_apart_by_class_and_by_their_processes(monkeypatc
     (job,) = jobs_of(*(process(FIRST + n, 2, {}, command=title) for n, title in enumerate(titles)))
     assert [(one.rank, one.process.pid) for one in job.members] == [(FIRST + 2, FIRST + 2), (FIRST + 3, FIRST + 3)]
     assert job.notes == [NO_RANKS]
+
+
+def test_actors_of_ray_that_have_a_name_are_told_apart_by_class_and_what_one_forks_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "_has_torch", lambda pid: True)
+    titles = ["ray::aBcWorkerDict_0:0:WorkerDict.step", "ray::aBcWorkerDict_0:1:WorkerDict.step"]
+    actors = [process(FIRST + n, 2, {}, command=title) for n, title in enumerate(titles)]
+    (job,) = jobs_of(*actors, *(process(FIRST + 5 + n, FIRST, {}, command=titles[0]) for n in range(2)))
+    assert (job.name, [one.process.pid for one in job.members]) == ("Ray WorkerDict (2)", [FIRST, FIRST + 1])
+    assert job.members[0].helpers == (FIRST + 5, FIRST + 6)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "command", ["ray::RayTrainWorker", "python\0-c\0from multiprocessing.spawn import spawn_main; spawn_main()"]
+)
+def test_a_rank_that_a_process_was_told_after_its_start_is_read_out_of_it(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray Train and programs that spawn their ranks write it to `os.environ`; those of two parents are one job then."""
+    monkeypatch.setattr(processes, "_has_torch", lambda pid: True)
+    text = "import os, sys; os.environ.update(eval(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    told = [{**RANKS, "WORLD_SIZE": "2", "RANK": str(number)} for number in (1, 0)]
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", text, str(one)], stdin=-1, stdout=-1, env=os.environ)
+            )
+            for one in told
+        ]
+        for one in started:
+            assert one.stdout is not None and one.stdout.readline()
+        (job,) = jobs_of(*(process(one.pid, FIRST + n, {}, command=command) for n, one in enumerate(started)))
+        for one in started:
+            one.communicate()
+    assert (job.name, job.world_size, job.counted) == ("gpu-01:29500", 2, False)
+    assert [(one.rank, one.process.pid) for one in job.members] == [(0, started[1].pid), (1, started[0].pid)]
+
+
+def test_of_a_process_that_may_not_be_read_the_environment_is_not_known() -> None:
+    assert environ_now(FIRST) == {}
 
 
 SPAWNED = range(FIRST, FIRST + 3)

@@ -26,3 +26,10 @@ def test_who_computes_inside_a_call_waits_there_on_nccl_alone(case: str) -> None
     ]
     found = observe(looks)
     assert (found.motion, found.gloo) == (motion, case == "gloo's")
+
+
+def test_a_main_thread_that_runs_says_nothing_of_the_one_that_trains() -> None:
+    """Ray's main thread wakes up all the time, and on a busy host it waits for a processor."""
+    counted = Counters("R", {10: (0, 5), 12: (0, 5)}, None, 0, running=frozenset([10]))
+    looks = {at: [Look(float(second), counted, BACKWARD, at, (10, 12)) for second in range(2)] for at in (10, 12)}
+    assert {at: observe(some).motion for at, some in looks.items()} == {10: Motion.SPINNING, 12: Motion.STILL}

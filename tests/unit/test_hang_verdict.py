@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ncclguard.hang.names import Pid
-from ncclguard.hang.stacks import Kind, Motion, Place
+from ncclguard.hang.stacks import RAY_REPORT, Kind, Motion, Place
 from ncclguard.hang.verdict import Evidence, Seen, judge
 from ncclguard_explain.cause import Cause
 
@@ -15,6 +15,7 @@ REDUCE = Place(Kind.COLLECTIVE, "all_reduce", True, stack=("train.py:2 step", "a
 BARRIER = Place(Kind.COLLECTIVE, "barrier", True, stack=("train.py:3 step", "barrier"))
 OF_A_GROUP = replace(REDUCE, world=False)
 BACKWARD = Place(Kind.BACKWARD, "backward", True, stack=("train.py:4 step", "backward"))
+REPORT = Place(Kind.COLLECTIVE, RAY_REPORT, True, stack=("train.py:7 step", "ray.train.report 6"))
 SETUP = Place(Kind.SETUP, "init_process_group", True, stack=("train.py:1 main", "init_process_group"))
 RECEIVE = Place(Kind.P2P, "recv", True, 2, stack=("train.py:5 step", "recv"))
 CALL = Place(Kind.RPC, "rpc_sync", stack=("train.py:11 ask", "rpc_sync"))
@@ -63,6 +64,12 @@ def test_the_rank_that_is_not_where_the_others_wait_is_named(
 ) -> None:
     verdict = judge(job(struck, others))
     assert (verdict.culprits, verdict.cause, verdict.confidence) == ((2,), cause, confidence)
+
+
+def test_who_waits_in_a_report_of_ray_train_asks_again_and_again() -> None:
+    for place, culprits in ((REPORT, (2,)), (BARRIER, ())):
+        seen = [rank(number, place, Motion.WAKING) for number in (0, 1, 3)]
+        assert judge(Evidence(4, [*seen, rank(2, SLEEP)])).culprits == culprits
 
 
 def of(*members: int, place: Place = OF_A_GROUP) -> dict[str, object]:
