@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pwd
@@ -42,7 +43,7 @@ from ncclguard.hang.report import (
     judged,
     text_of,
 )
-from ncclguard.hang.sockets import members_of, tcp_sockets
+from ncclguard.hang.sockets import groups_of_calls, tcp_sockets
 from ncclguard.hang.stacks import Kind
 from ncclguard_explain.command_line import Tell, described, progress
 from ncclguard_explain.language import Message, say, speaking_to, told, tr
@@ -139,13 +140,16 @@ def look_here(
         jobs = [job for job in jobs if _has(job, variable, processes)]
     if not jobs:
         raise NothingToReport(_no_job([process.uid for process in hidden_ranks(processes)]))
-    pids = {member.process.pid: member.helpers for job in jobs for member in job.members}
+    pids = [member.process.pid for job in jobs for member in job.members]
     spy, lines = find_spy(), Lines()
     looks: dict[int, list[Look]] = {pid: [] for pid in pids}
     started = time.monotonic()
     report = None
     launches = Launches(member.process.environ or {} for job in jobs for member in job.members)
-    for number, after in enumerate((0.0, BETWEEN, seconds)):
+    missed = False
+    for number, after in enumerate((0.0, BETWEEN, seconds, 2 * seconds)):
+        if number > LAST and not missed:
+            break
         tell(told("look {number} at {count} ranks", number=number + 1, count=len(pids)))
         time.sleep(max(started + after - time.monotonic(), 0.0))
         for pid, one in look(pids, spy, lines).items():
@@ -154,6 +158,9 @@ def look_here(
             servers = {pid for pid, own in looks.items() if _stands_in(own[-1], Kind.MANAGER)}
             jobs = [without_servers(job, servers) for job in jobs]
         jobs = [_with_ranks(job, looks) for job in jobs]
+        missed = any(_is_missed(own) for own in looks.values())
+        if number > LAST:
+            looks = {pid: _from_first_place(own) for pid, own in looks.items()}
         if number:
             if gone := {pid for pid, own in looks.items() if _is_gone(own[-1])}:
                 processes = read_processes()
@@ -164,7 +171,7 @@ def look_here(
                 launches.ask()
             report = _report(jobs, looks, spy, launches)
             sure = all(not job.stands or _is_certain(job) for job in report.jobs)
-            if sure and not launches.uneven:
+            if sure and not launches.uneven and not missed:
                 break
     assert report is not None
     return _with_helpers(report, jobs, spy, lines)
@@ -190,6 +197,16 @@ def _is_certain(job: JobReport) -> bool:
     """Tell whether two looks are enough: the named ranks have ended, with exit codes."""
     codes = {row.rank: row.exit_code for row in job.ended}
     return bool(job.culprits) and all(codes.get(rank) is not None for rank in job.culprits)
+
+
+def _is_missed(own: Sequence[Look]) -> bool:
+    """Tell whether the first or the last look at a rank found no place of it, as py-spy may on a busy host."""
+    seen = [one.place is not None for one in own]
+    return any(seen) and not (seen[0] and seen[-1]) and not _is_gone(own[-1])
+
+
+def _from_first_place(own: Sequence[Look]) -> list[Look]:
+    return list(itertools.dropwhile(lambda one: one.place is None, own)) or list(own)
 
 
 def _is_gone(last: Look) -> bool:
@@ -268,11 +285,21 @@ def _with_members(rows: Sequence[RankRow], job: Job) -> list[RankRow]:
     wrong = any(row.group[1] > size or (row.world and row.group != (row.rank, size)) for row in rows if row.group)
     if wrong and not job.counted:
         return [row.model_copy(update={"group": None}) for row in rows]
-    of_some = {row.rank: row.group for row in rows if row.group and row.group[1] < size and row.kind is not Kind.P2P}
-    if not of_some or job.counted or len(rows) < size:
+    inside = [row for row in rows if row.kind in (Kind.COLLECTIVE, Kind.BACKWARD)]
+    known = {row.rank: row.group for row in inside if row.group or (row.kind is Kind.BACKWARD and row.gloo)}
+    if not inside or job.counted or len(rows) < size:
         return list(rows)
-    members = members_of({row.rank: row.pid for row in rows}, of_some, tcp_sockets())
-    return [row.model_copy(update={"members": tuple(sorted(members.get(row.rank, ())))}) for row in rows]
+    found, groups = groups_of_calls({row.rank: row.pid for row in rows}, known, tcp_sockets())
+    if {len(group.members) for group in groups} == {size}:  # then DDP is of all ranks too
+        found |= {
+            row.rank: next(iter(groups)) for row in inside if row.of_ddp and row.gloo and row.kind is Kind.COLLECTIVE
+        }
+    return [
+        row.model_copy(update={"members": tuple(sorted(group.members)), "group_number": group.number})
+        if (group := found.get(row.rank))
+        else row
+        for row in rows
+    ]
 
 
 def _limits(rows: Sequence[RankRow], spy: str | None) -> list[Message]:

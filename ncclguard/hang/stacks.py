@@ -28,6 +28,7 @@ class Kind(str, Enum):
     CHILD = "child"
     NETWORK = "network"
     LOCK = "lock"
+    DEBUGGER = "debugger"
     SLEEP = "sleep"
     FILE = "file"
     PYTHON = "python"  # anything else
@@ -134,8 +135,12 @@ _EXIT: Final = (("threading.py", "_shutdown"), ("multiprocessing/util.py", "_exi
                 ("concurrent/futures/thread.py", "_python_exit"),
                 ("torch/distributed/distributed_c10d.py", "destroy_process_group"))  # fmt: skip
 _RPC_FILES: Final = "torch/distributed/rpc/"
-#: Where a thread does the work of a future.
+#: Where debuggers wait for a person, at a prompt or in an editor.
+_PROMPTS: Final = frozenset(["interaction", "do_wait_suspend", "wait_for_client"])
+_DEBUGGERS: Final = re.compile(r"^(?:pdb\.py|IPython/\S*debugger\.py|ipdb/|pudb/|debugpy/|(?:_pydevd|pydevd))")
+#: Where a thread does the work of a future, and where one waits for the processes of a pool.
 _EXECUTOR: Final = "concurrent/futures/thread.py"
+_POOLS: Final = frozenset(["multiprocessing/pool.py", "multiprocess/pool.py"])
 #: Functions of torch that pickle an object beside the exchange of it, and call the program's own code for that.
 _PICKLING: Final = frozenset(["_object_to_tensor", "_tensor_to_object"])
 #: The arguments that tell group and peer.
@@ -337,13 +342,17 @@ def _other(
     inner = frames[last]
     if "torch/utils/data/dataloader.py" in files:
         return Kind.LOADER, "", last
-    if "subprocess.py" in files:
+    if any(one.function in _PROMPTS and _DEBUGGERS.search(file) for file, one in zip(files, frames, strict=True)):
+        return Kind.DEBUGGER, "", last
+    if "subprocess.py" in files or _POOLS.intersection(files[-_INNERMOST:]):
         return Kind.CHILD, "", last
     if inner.function == "accept":
         return Kind.IDLE, "", last
     if any(_NETWORK.search(file) for file in files[-6:]) or inner.function == "create_connection":
         return Kind.NETWORK, "", last
     innermost = range(max(last - _INNERMOST + 1, 0), last + 1)
+    if any(files[at] == "queue.py" and frames[at].function in ("put", "join") for at in innermost):
+        return Kind.LOCK, "", last
     asks = inner.function == "wait" and files[last] in _SIGNALS or files[last].startswith("ray/_private/")
     if asks or any(_IDLE.search(files[at]) for at in innermost) or inner.function in _IDLE_FUNCTIONS:
         return Kind.IDLE, "", last

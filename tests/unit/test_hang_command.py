@@ -6,7 +6,8 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ncclguard.hang.command import main
 from ncclguard.hang.environment import environ_now
 from ncclguard.hang.processes import NO_RANKS, Process, find_jobs, hidden_ranks, with_ranks
 from ncclguard.hang.report import HangReport, JobReport
+from ncclguard.hang.stacks import Kind, Place
 from ncclguard.hang.tree import groups_of, lines_of, merge
 
 RANKS = {"MASTER_ADDR": "gpu-01", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
@@ -240,6 +242,10 @@ def test_processes_that_tell_no_rank_have_those_that_are_proved(case: str) -> No
     assert [told[pid] for pid in SPAWNED] == (list(SPAWNED) if ranks is None else ranks)
 
 
+ASLEEP = Place(Kind.SLEEP, stack=("train.py:8 pause",))
+REDUCE = Place(Kind.COLLECTIVE, "all_reduce", True, stack=("train.py:2 step", "all_reduce"))
+
+
 def found(monkeypatch: pytest.MonkeyPatch, *some: Process) -> None:
     monkeypatch.setattr(command, "read_processes", lambda: {one.pid: one for one in some})
     monkeypatch.setattr(command, "BETWEEN", 0.1)
@@ -262,6 +268,30 @@ def test_a_number_that_is_no_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_hidden_ranks_are_what_a_launcher_has_started() -> None:
     some = [process(FIRST, command="python\0/bin/torchrun"), process(FIRST + 1, FIRST), process(FIRST + 2, FIRST, {})]
     assert [one.pid for one in hidden_ranks({one.pid: one for one in some})] == [FIRST + 1]
+
+
+@pytest.mark.parametrize("fails", [(0,), (1,), (2,), (0, 1)])
+def test_a_look_that_fails_on_a_busy_host_costs_no_verdict(
+    fails: Sequence[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 2 sleeps; of ranks 2 and 3 some looks find no stack."""
+    found(monkeypatch, *(rank(FIRST + n, n) for n in range(4)))
+    counted = looks.Counters("S", {1: (0, 5)}, None, 0)
+    taken: list[int] = []
+
+    def look(pids: Sequence[int], *_: object) -> dict[int, looks.Look]:
+        taken.append(len(taken))
+        places = {pid: ASLEEP if pid == FIRST + 2 else REDUCE for pid in pids}
+        failed = {FIRST + 2, FIRST + 3} if taken[-1] in fails else set()
+        return {
+            pid: looks.Look(time.monotonic(), counted, None if pid in failed else place, 1, (1,))
+            for pid, place in places.items()
+        }
+
+    monkeypatch.setattr(command, "look", look)
+    assert main(["--seconds", "0.2", "--exit-code"]) == 1
+    assert "Rank 2 held up the job: late." in capsys.readouterr().out
+    assert len(taken) == (3 if fails == (1,) else 4)
 
 
 @pytest.mark.processes
