@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pwd
+import re
 import shlex
 import socket
 import sys
@@ -14,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from ncclguard.hang.hosts import ask, call_here, kubectl_hosts, slurm_hosts, ssh_hosts
+from ncclguard.hang.hosts import ask, ask_ray, call_here, kubectl_hosts, slurm_hosts, ssh_hosts
 from ncclguard.hang.launches import Launches
 from ncclguard.hang.looks import NO_RIGHT, Lines, Look, find_spy, helper_places, look, observe
 from ncclguard.hang.names import names_of
@@ -31,8 +33,17 @@ from ncclguard.hang.processes import (
     without,
     without_servers,
 )
-from ncclguard.hang.report import EndedRow, HangReport, JobReport, NothingToReport, RankRow, judged, text_of
-from ncclguard.hang.sockets import members_of, tcp_sockets
+from ncclguard.hang.report import (
+    EndedRow,
+    HangReport,
+    HostTrouble,
+    JobReport,
+    NothingToReport,
+    RankRow,
+    judged,
+    text_of,
+)
+from ncclguard.hang.sockets import groups_of_calls, tcp_sockets
 from ncclguard.hang.stacks import Kind
 from ncclguard_explain.command_line import Tell, described, progress
 from ncclguard_explain.language import Message, say, speaking_to, told, tr
@@ -50,6 +61,7 @@ EXAMPLES = {
     "ncclguard hang --slurm 42": "on all nodes of a job of Slurm",
     "ncclguard hang --kubectl 'job-name=train -n training'": "in all pods with these labels",
     "ncclguard hang --ssh gpu-01,gpu-02": "on these hosts",
+    "ncclguard hang --ray": "on all nodes of the Ray cluster that this host belongs to",
     "ncclguard hang --watch 60": "each minute, until the job has stopped moving",
     "ncclguard hang --collect /shared/job-42": "on each host of a job, as in srun --overlap --ntasks-per-node=1",
     "ncclguard hang /shared/job-42": "then once: one verdict for all hosts",
@@ -58,6 +70,7 @@ EXAMPLES = {
 BETWEEN = 1.0
 SECONDS = 2.5
 LAST = 2
+_OF_A_PROCESS = re.compile(r" \(\d+\)")
 #: How many processes that a named rank has started are looked at, and in which places it waits for them.
 HELPERS = 4
 _FOR_HELPERS = (Kind.LOADER, Kind.CHILD)
@@ -87,6 +100,8 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--kubectl", metavar="SELECTOR",
                        help="look in all pods with these labels, by kubectl exec; options of kubectl may follow them")  # fmt: skip
     where.add_argument("--ssh", metavar="HOSTS", help="look on these hosts, with commas between them")
+    where.add_argument("--ray", metavar="ADDRESS", nargs="?", const="auto",
+                       help="look on all nodes of a Ray cluster, by a task on each; without ADDRESS of this host's cluster")  # fmt: skip
     made.add_argument("--call", metavar="COMMAND",
                       help="how ncclguard is called on the other hosts; in pods `ncclguard`, else as this one was")  # fmt: skip
     made.add_argument("--watch", type=float, metavar="SECONDS",
@@ -125,13 +140,16 @@ def look_here(
         jobs = [job for job in jobs if _has(job, variable, processes)]
     if not jobs:
         raise NothingToReport(_no_job([process.uid for process in hidden_ranks(processes)]))
-    pids = {member.process.pid: member.helpers for job in jobs for member in job.members}
+    pids = [member.process.pid for job in jobs for member in job.members]
     spy, lines = find_spy(), Lines()
     looks: dict[int, list[Look]] = {pid: [] for pid in pids}
     started = time.monotonic()
     report = None
     launches = Launches(member.process.environ or {} for job in jobs for member in job.members)
-    for number, after in enumerate((0.0, BETWEEN, seconds)):
+    missed = False
+    for number, after in enumerate((0.0, BETWEEN, seconds, 2 * seconds)):
+        if number > LAST and not missed:
+            break
         tell(told("look {number} at {count} ranks", number=number + 1, count=len(pids)))
         time.sleep(max(started + after - time.monotonic(), 0.0))
         for pid, one in look(pids, spy, lines).items():
@@ -140,6 +158,9 @@ def look_here(
             servers = {pid for pid, own in looks.items() if _stands_in(own[-1], Kind.MANAGER)}
             jobs = [without_servers(job, servers) for job in jobs]
         jobs = [_with_ranks(job, looks) for job in jobs]
+        missed = any(_is_missed(own) for own in looks.values())
+        if number > LAST:
+            looks = {pid: _from_first_place(own) for pid, own in looks.items()}
         if number:
             if gone := {pid for pid, own in looks.items() if _is_gone(own[-1])}:
                 processes = read_processes()
@@ -150,7 +171,7 @@ def look_here(
                 launches.ask()
             report = _report(jobs, looks, spy, launches)
             sure = all(not job.stands or _is_certain(job) for job in report.jobs)
-            if sure and not launches.uneven:
+            if sure and not launches.uneven and not missed:
                 break
     assert report is not None
     return _with_helpers(report, jobs, spy, lines)
@@ -176,6 +197,16 @@ def _is_certain(job: JobReport) -> bool:
     """Tell whether two looks are enough: the named ranks have ended, with exit codes."""
     codes = {row.rank: row.exit_code for row in job.ended}
     return bool(job.culprits) and all(codes.get(rank) is not None for rank in job.culprits)
+
+
+def _is_missed(own: Sequence[Look]) -> bool:
+    """Tell whether the first or the last look at a rank found no place of it, as py-spy may on a busy host."""
+    seen = [one.place is not None for one in own]
+    return any(seen) and not (seen[0] and seen[-1]) and not _is_gone(own[-1])
+
+
+def _from_first_place(own: Sequence[Look]) -> list[Look]:
+    return list(itertools.dropwhile(lambda one: one.place is None, own)) or list(own)
 
 
 def _is_gone(last: Look) -> bool:
@@ -254,11 +285,21 @@ def _with_members(rows: Sequence[RankRow], job: Job) -> list[RankRow]:
     wrong = any(row.group[1] > size or (row.world and row.group != (row.rank, size)) for row in rows if row.group)
     if wrong and not job.counted:
         return [row.model_copy(update={"group": None}) for row in rows]
-    of_some = {row.rank: row.group for row in rows if row.group and row.group[1] < size and row.kind is not Kind.P2P}
-    if not of_some or job.counted or len(rows) < size:
+    inside = [row for row in rows if row.kind in (Kind.COLLECTIVE, Kind.BACKWARD)]
+    known = {row.rank: row.group for row in inside if row.group or (row.kind is Kind.BACKWARD and row.gloo)}
+    if not inside or job.counted or len(rows) < size:
         return list(rows)
-    members = members_of({row.rank: row.pid for row in rows}, of_some, tcp_sockets())
-    return [row.model_copy(update={"members": tuple(sorted(members.get(row.rank, ())))}) for row in rows]
+    found, groups = groups_of_calls({row.rank: row.pid for row in rows}, known, tcp_sockets())
+    if {len(group.members) for group in groups} == {size}:  # then DDP is of all ranks too
+        found |= {
+            row.rank: next(iter(groups)) for row in inside if row.of_ddp and row.gloo and row.kind is Kind.COLLECTIVE
+        }
+    return [
+        row.model_copy(update={"members": tuple(sorted(group.members)), "group_number": group.number})
+        if (group := found.get(row.rank))
+        else row
+        for row in rows
+    ]
 
 
 def _limits(rows: Sequence[RankRow], spy: str | None) -> list[Message]:
@@ -337,7 +378,8 @@ def together(reports: Sequence[HangReport]) -> HangReport:
     parts: dict[tuple[str, int, tuple[str, ...]], list[JobReport]] = {}
     for report in reports:
         for job in report.jobs:
-            own = job.name.partition(":")[0] in LOOPBACK  # jobs of two hosts, though they have one name
+            # Jobs of two hosts, though they have one name: this has a loopback address, or a process of the host.
+            own = job.name.partition(":")[0] in LOOPBACK or job.counted or _OF_A_PROCESS.search(job.name)
             parts.setdefault((job.name, job.world_size, report.hosts if own else ()), []).append(job)
     jobs = []
     for (name, size, _), same in parts.items():
@@ -354,7 +396,7 @@ def together(reports: Sequence[HangReport]) -> HangReport:
 
 
 def look_there(arguments: argparse.Namespace, seconds: float, tell: Tell) -> HangReport:
-    """Have the hosts look that `--slurm`, `--kubectl` or `--ssh` mean, and return one report.
+    """Have the hosts look that `--slurm`, `--kubectl`, `--ssh` or `--ray` mean, and return one report.
 
     Raises:
         NothingToReport: there are no such hosts, or none of them has seen a rank.
@@ -362,6 +404,9 @@ def look_there(arguments: argparse.Namespace, seconds: float, tell: Tell) -> Han
     call = shlex.split(arguments.call) if arguments.call else call_here()
     look = ["hang", "--json", "-", "--seconds", f"{seconds:g}"]
     look += ["--environ", arguments.environ] if arguments.environ else []
+    if arguments.ray:
+        tell(told("the nodes of the Ray cluster look at their ranks"))
+        return _of_hosts(*ask_ray(arguments.ray, [*call, *look], seconds))
     if arguments.slurm:
         hosts = slurm_hosts(arguments.slurm, [*call, *look])
     elif arguments.kubectl:
@@ -369,11 +414,14 @@ def look_there(arguments: argparse.Namespace, seconds: float, tell: Tell) -> Han
     else:
         hosts = ssh_hosts(arguments.ssh, [*call, *look])
     tell(told("{count} hosts look at their ranks", count=len(hosts)))
-    reports, silent = ask(hosts, seconds)
+    return _of_hosts(*ask(hosts, seconds))
+
+
+def _of_hosts(reports: Sequence[HangReport], silent: Sequence[HostTrouble]) -> HangReport:
     if not reports:
         first = silent[0] if silent else None
         raise NothingToReport(
-            tr("none of {count} hosts has seen a rank; {host}: {trouble}", count=len(hosts),
+            tr("none of {count} hosts has seen a rank; {host}: {trouble}", count=len(silent),
                host=first.host if first else "", trouble=first.trouble if first else "")
         )  # fmt: skip
     return together(reports).model_copy(update={"silent": tuple(silent)})
@@ -383,9 +431,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    elsewhere = arguments.slurm or arguments.kubectl or arguments.ssh
+    elsewhere = arguments.slurm or arguments.kubectl or arguments.ssh or arguments.ray
     if elsewhere and arguments.pid:
-        parser.error("--pid is a process of this host: it cannot be given with --slurm, --kubectl or --ssh")
+        parser.error("--pid is a process of this host: it cannot be given with --slurm, --kubectl, --ssh or --ray")
     if arguments.paths and (elsewhere or arguments.watch is not None):
         parser.error("what was collected is not looked at again: give either PATH, or where to look")
     try:
@@ -404,7 +452,7 @@ def _look(arguments: argparse.Namespace) -> HangReport:
         return merged([Path(path) for path in arguments.paths])
     seconds = max(arguments.seconds, BETWEEN)
     with progress(told("looking for ranks")) as tell:
-        if arguments.slurm or arguments.kubectl or arguments.ssh:
+        if arguments.slurm or arguments.kubectl or arguments.ssh or arguments.ray:
             return look_there(arguments, seconds, tell)
         return look_here(seconds, tell, set(arguments.pid) if arguments.pid else None, arguments.environ or "")
 

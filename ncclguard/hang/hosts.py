@@ -1,14 +1,15 @@
-"""The hosts of a job, each of which is asked to look at its own ranks: by srun, `kubectl exec` or ssh."""
+"""The hosts of a job, each of which is asked to look at its own ranks: by srun, `kubectl exec`, ssh or Ray."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from ncclguard.hang.report import HangReport, HostTrouble, NothingToReport
 from ncclguard_explain.language import Message, tr
@@ -72,20 +73,21 @@ def call_here() -> list[str]:
     return [sys.executable, "-m", "ncclguard"]
 
 
-def _listed(command: Sequence[str]) -> list[str]:
+def _listed(command: Sequence[str], within: float = LIST_WITHIN, program: str = "") -> list[str]:
     """Return the lines that a command prints."""
+    program = program or command[0]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIST_WITHIN, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=within, check=False)
     except subprocess.TimeoutExpired as error:
         raise NothingToReport(
-            tr("{program} did not answer within {seconds:.0f} s", program=command[0], seconds=LIST_WITHIN)
+            tr("{program} did not answer within {seconds:.0f} s", program=program, seconds=within)
         ) from error
     except OSError as error:
         raise NothingToReport(
-            tr("{program} cannot be started: {error}", program=command[0], error=error.strerror)
+            tr("{program} cannot be started: {error}", program=program, error=error.strerror)
         ) from error
     if done.returncode:
-        raise NothingToReport(tr("{program}: {said}", program=command[0], said=_last(done.stderr)))
+        raise NothingToReport(tr("{program}: {said}", program=program, said=_last(done.stderr)))
     return [line for line in done.stdout.splitlines() if line.strip()]
 
 
@@ -93,7 +95,32 @@ def ask(hosts: Iterable[Host], seconds: float) -> tuple[list[HangReport], list[H
     """Have all hosts look at the same time, and return what they report, and which of them do not, and why."""
     hosts = list(hosts)
     with ThreadPoolExecutor(max(min(AT_ONCE, len(hosts)), 1)) as pool:
-        answers = list(pool.map(lambda host: _answer(host, seconds + ANSWER_WITHIN), hosts))
+        return _sorted(pool.map(lambda host: _answer(host, seconds + ANSWER_WITHIN), hosts))
+
+
+def ask_ray(address: str, call: Sequence[str], seconds: float) -> tuple[list[HangReport], list[HostTrouble]]:
+    """Return the same of all nodes of a Ray cluster, by one task on each of them.
+
+    Raises:
+        NothingToReport: the cluster cannot be reached, or there is no Ray here.
+    """
+    within = seconds + ANSWER_WITHIN
+    command = [sys.executable, "-m", "ncclguard.hang.ray_nodes", address, f"{within:g}", *call]
+    rows = _listed(command, LIST_WITHIN + within, "Ray")
+    return _sorted(_of_node(json.loads(row), within) for row in rows if row.startswith('{"node": '))
+
+
+def _of_node(told: dict[str, Any], within: float) -> HangReport | HostTrouble:
+    if "out" in told:
+        return _report_of(told["node"], told["code"], told["out"], told["err"])
+    if "dead" in told:
+        return HostTrouble(host=told["node"], trouble=tr("its node of Ray is dead: {said}", said=told["dead"][:200]))
+    late = tr("did not answer within {seconds:.0f} s", seconds=within)
+    return HostTrouble(host=told["node"], trouble=_last(told.get("failed", "")) or late)
+
+
+def _sorted(answers: Iterable[HangReport | HostTrouble]) -> tuple[list[HangReport], list[HostTrouble]]:
+    answers = list(answers)
     reports = [answer for answer in answers if isinstance(answer, HangReport)]
     return reports, [answer for answer in answers if isinstance(answer, HostTrouble)]
 
@@ -110,10 +137,14 @@ def _answer(host: Host, within: float) -> HangReport | HostTrouble:
         program = host.command[0]
         said = tr("{program} cannot be started: {error}", program=program, error=error.strerror)
         return HostTrouble(host=host.name, trouble=said)
+    return _report_of(host.name, done.returncode, done.stdout, done.stderr)
+
+
+def _report_of(host: str, code: int, out: str, err: str) -> HangReport | HostTrouble:
     try:  # what a login shell prints stands before it
-        return HangReport.model_validate_json(done.stdout[max(done.stdout.find("{"), 0) :])
+        return HangReport.model_validate_json(out[max(out.find("{"), 0) :])
     except ValueError:
-        return HostTrouble(host=host.name, trouble=_last(done.stderr) or tr("ended with exit code {code}", code=done.returncode))  # fmt: skip
+        return HostTrouble(host=host, trouble=_last(err) or tr("ended with exit code {code}", code=code))
 
 
 def _last(text: str) -> str:

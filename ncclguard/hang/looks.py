@@ -52,8 +52,9 @@ class Counters:
     state: str
     threads: Mapping[int, tuple[int, int]]
     transferred: int | None
-    helpers: int  # CPU ticks of the processes that it has started
+    helpers: int  # CPU ticks of the processes that it has started, also of those that have ended
     names: frozenset[str] = frozenset()  # of its threads
+    running: frozenset[int] = frozenset()  # the threads that ran, or could have run
 
     @property
     def is_gloo(self) -> bool:
@@ -125,13 +126,14 @@ def find_spy() -> str | None:
     return shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
 
 
-def look(pids: Mapping[int, Sequence[int]], spy: str | None, lines: Lines) -> dict[int, Look]:
-    """Look at processes once, at several at a time; `pids` has the processes that each of them has started.
+def look(pids: Iterable[int], spy: str | None, lines: Lines) -> dict[int, Look]:
+    """Look at processes once, at several at a time.
 
     A process in which py-spy finds no interpreter, while it finds those of others, has come to its end.
     """
+    pids, started = list(pids), started_by()
     with ThreadPoolExecutor(min(AT_ONCE, max(len(pids), 1))) as pool:
-        looks = dict(zip(pids, pool.map(lambda pid: _look(pid, pids[pid], spy, lines), pids), strict=True))
+        looks = dict(zip(pids, pool.map(lambda pid: _look(pid, started, spy, lines), pids), strict=True))
     if any(one.place for one in looks.values()):
         ended = Place(Kind.EXIT, stack=(PAST_THE_END,))
         gone = {pid: replace(one, place=ended, trouble="") for pid, one in looks.items() if one.trouble == NO_PYTHON}
@@ -139,10 +141,10 @@ def look(pids: Mapping[int, Sequence[int]], spy: str | None, lines: Lines) -> di
     return looks
 
 
-def _look(pid: int, helpers: Sequence[int], spy: str | None, lines: Lines) -> Look:
+def _look(pid: int, started: Mapping[int, Sequence[tuple[int, int]]], spy: str | None, lines: Lines) -> Look:
     threads, trouble = _stacks(pid, spy) if spy is not None else ([], tr("py-spy is not installed"))
     found = place_of(threads, pid, lambda file, line: lines.line(pid, file, line))
-    counters = count(pid, helpers)
+    counters = count(pid, started)
     if found is None:
         return Look(time.monotonic(), counters, thread=pid, trouble=trouble)
     place, thread = found
@@ -227,25 +229,39 @@ def helper_places(helpers: Iterable[int], spy: str, lines: Lines) -> list[tuple[
     return places
 
 
-def count(pid: int, helpers: Iterable[int]) -> Counters | None:
-    """Return what /proc counts of a process, None once it has ended."""
+def count(pid: int, started: Mapping[int, Sequence[tuple[int, int]]]) -> Counters | None:
+    """Return what /proc counts of a process and of what it has `started`, None once it has ended."""
     folder = f"{PROC}/{pid}"
     found = _stat(folder)
     if found is None:
         return None
     threads: dict[int, tuple[int, int]] = {}
-    names = set()
+    names, running = set(), set()
     try:
         for name in os.listdir(f"{folder}/task"):
             own = _stat(f"{folder}/task/{name}")
             if own is not None:
                 names.add(own[0])
+                running |= {int(name)} if own[1][0] == "R" else set()
                 threads[int(name)] = int(own[1][11]) + int(own[1][12]), _switches(f"{folder}/task/{name}")
     except OSError:
         return None
-    below = [one[1] for one in (_stat(f"{PROC}/{helper}") for helper in helpers) if one is not None]
-    ticks = sum(int(fields[11]) + int(fields[12]) for fields in below)
-    return Counters(found[1][0], threads, _transferred(folder), ticks, frozenset(names))
+    helpers = sum(map(int, found[1][13:15])) + _ticks_below(pid, started)
+    return Counters(found[1][0], threads, _transferred(folder), helpers, frozenset(names), frozenset(running))
+
+
+def started_by() -> dict[int, list[tuple[int, int]]]:
+    """Return what each process has started: their numbers, and their CPU ticks with those of what has ended."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for name in filter(str.isdigit, os.listdir(PROC)):
+        read = _stat(f"{PROC}/{name}")
+        if read is not None:
+            found.setdefault(int(read[1][1]), []).append((int(name), sum(map(int, read[1][11:15]))))
+    return found
+
+
+def _ticks_below(pid: int, started: Mapping[int, Sequence[tuple[int, int]]]) -> int:
+    return sum(ticks + _ticks_below(child, started) for child, ticks in started.get(pid, ()))
 
 
 def _stat(folder: str) -> tuple[str, list[str]] | None:
@@ -284,7 +300,9 @@ def observe(looks: Sequence[Look]) -> Observed:
     last = looks[-1]
     if last.counters is None:
         return Observed("X", Motion.UNKNOWN, None, tr("it ended while it was looked at"))
-    motions = {_moved(before, after) for before, after in itertools.pairwise(looks)}
+    # A look between two others may have failed where the host is busy: these two tell all that it would have told.
+    told = [one for one in looks if one.place is not None or one in (looks[0], last)]
+    motions = {_moved(before, after) for before, after in itertools.pairwise(told)}
     motion = next(
         (one for one in (Motion.MOVING, Motion.UNKNOWN, Motion.SPINNING, Motion.WAKING) if one in motions), Motion.STILL
     )
@@ -311,7 +329,7 @@ def _moved(before: Look, after: Look) -> Motion:
     seen = old.transferred is not None and new.transferred is not None
     transferred = (new.transferred or 0) - (old.transferred or 0) if seen else 0
     works = max(ticks, new.helpers - old.helpers) > max(IDLE_LOAD * seconds * _TICKS, 2)
-    if works or transferred / seconds > IDLE_BYTES or new.state == "R":
+    if works or transferred / seconds > IDLE_BYTES or after.thread in new.running:
         kind = after.place.kind if after.place is not None else Kind.PYTHON
         in_call = kind is Kind.DEVICE or (kind in INSIDE and not new.is_gloo)
         return Motion.SPINNING if in_call else Motion.MOVING

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from ncclguard.hang.environment import environ_now
 from ncclguard.hang.names import Pid
 from ncclguard_explain.language import tr
 from ncclguard_explain.places import coordinates
@@ -40,13 +41,14 @@ _HOSTS_VARIABLES: Final = (
 )
 _JOB_VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
-#: What inference servers write over their command line, and with it over their environment. Ray's actors do so too;
-#: their titles tell no rank.
+#: What inference servers write over their command line, and with it over their environment.
 _TITLES: Final = (
     (re.compile(r"VLLM::Worker\S*"), "vLLM worker"),
     (re.compile(r"sglang::scheduler\S*"), "SGLang scheduler"),
 )
-_RAY: Final = re.compile(r"ray::(?!IDLE|SPILL|RESTORE)([^.(\s\0]+)")
+#: The title of an actor of Ray, with its class, behind its name where it has one.
+_RAY: Final = re.compile(r"ray::(?!IDLE|SPILL|RESTORE)(?:[^.(\s\0]*:)?([^.:(\s\0]+)")
+_SPAWNED: Final = re.compile(r"multiprocessing\.spawn\b.*\bspawn_main\b", re.DOTALL)
 #: Launchers, by the name of their program or by the module that Python runs.
 _LAUNCHERS: Final = frozenset(
     ["torchrun", "accelerate", "accelerate-launch", "deepspeed", "deepspeed.pt", "ds", "ncclguard", "ray", "mpirun", "mpiexec",
@@ -181,6 +183,7 @@ def find_jobs(processes: Mapping[int, Process]) -> list[Job]:
     The rank is the first Python on the way down from its launcher: what it starts itself (data loaders, compilers)
     has inherited its variables.
     """
+    processes = {pid: _with_own_rank(process) for pid, process in processes.items()}
     told: dict[int, tuple[int, int]] = {}
     for process in processes.values():
         found = rank_of(process.environ or {})
@@ -207,6 +210,15 @@ def find_jobs(processes: Mapping[int, Process]) -> list[Job]:
                     below[above].append(process.pid)
         job.members = [Member(one.rank, one.process, tuple(below[one.process.pid])) for one in job.members]
     return found_jobs + more
+
+
+def _with_own_rank(process: Process) -> Process:
+    """Return a process that Ray or multiprocessing has started with the rank that was set in it since its start."""
+    started_later = _RAY.match(process.command) or _SPAWNED.search(process.command)
+    if not started_later or process.state in "ZX" or rank_of(process.environ or {}) or not _has_torch(process.pid):
+        return process
+    environ = environ_now(process.pid)
+    return replace(process, environ=environ) if rank_of(environ) and "MASTER_ADDR" in environ else process
 
 
 def hidden_ranks(processes: Mapping[int, Process]) -> list[Process]:
@@ -347,7 +359,9 @@ def _titled(processes: Mapping[int, Process], taken: set[int]) -> list[Job]:
         if kind is not None:
             servers[process.parent, kind].append(process)
         elif (found := _RAY.match(process.command)) and _has_torch(process.pid):
-            actors[process.parent, found[1]].append(process)
+            above = processes.get(process.parent)
+            if above is None or not _RAY.match(above.command):  # what an actor forks has its title
+                actors[process.parent, found[1]].append(process)
     jobs = [_counted(f"Ray {name} ({parent})", found) for (parent, name), found in actors.items()]
     for (parent, kind), some in servers.items():
         jobs += _engines(f"{kind} ({parent})", some)
@@ -416,8 +430,11 @@ def _spawned(processes: Mapping[int, Process], taken: set[int]) -> list[Job]:
     """Return what multiprocessing has started with torch in it and no rank in its environment (`mp.spawn`)."""
     groups: dict[int, list[Process]] = defaultdict(list)
     for process in processes.values():
-        spawned = "multiprocessing.spawn" in process.command and "spawn_main" in process.command
-        if spawned and process.state not in "ZX" and not taken.intersection(ancestors(process, processes)):
+        if (
+            _SPAWNED.search(process.command)
+            and process.state not in "ZX"
+            and not taken.intersection(ancestors(process, processes))
+        ):
             above = processes.get(process.parent)
             if process.pid not in taken and rank_of((above.environ if above else None) or {}) is None:
                 groups[process.parent].append(process)

@@ -90,51 +90,83 @@ def _inodes(pid: int) -> set[int]:
     return found
 
 
-def members_of(
-    pids: Mapping[int, int], groups: Mapping[int, tuple[int, int]], sockets: list[Socket]
-) -> dict[int, frozenset[int]]:
-    """Return the members of the group that each rank waits in, of those where only one group is possible.
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The members of a group of gloo; groups of the same members have different numbers, 0 where that is not known."""
 
-    `pids` has the processes of all ranks of the job, `groups` the rank within its group and the size of that group.
+    members: frozenset[int]
+    number: int
+
+
+def groups_of_calls(
+    pids: Mapping[int, int], known: Mapping[int, tuple[int, int] | None], sockets: list[Socket]
+) -> tuple[dict[int, Group], set[Group]]:
+    """Return the group that each rank waits in, where only one group is possible, and all groups that there are.
+
+    `pids` has the processes of all ranks of the job, `known` the rank within its group and the size of that group, None
+    where these are not known.
     """
     owner = {inode: rank for rank, pid in pids.items() for inode in _inodes(pid)}
     own = [one for one in sockets if one.inode in owner]
-    ports = {(owner[one.inode], one.port) for one in own if one.listens}
+    ports = {(owner[one.inode], one.port): one.inode for one in own if one.listens}
     ends = {(one.here, one.there): owner[one.inode] for one in own if not one.listens}
     met: dict[_Port, set[int]] = defaultdict(set)
     wrote: dict[int, list[tuple[int, _Port]]] = defaultdict(list)
+    stores = set()
     for one in own:
         rank, peer = owner[one.inode], ends.get((one.there, one.here))
-        if not one.listens and peer is not None and peer != rank:
-            port = (rank, one.port) if (rank, one.port) in ports else (peer, one.there[-2:])
-            met[port] |= {rank, peer}
-            wrote[rank].append((one.written, port))
-    whole = _groups(met)
+        if one.listens or peer is None:
+            continue
+        port = (rank, one.port) if (rank, one.port) in ports else (peer, one.there[-2:])
+        met[port] |= {rank, peer}
+        wrote[rank].append((one.written, port))
+        if peer == rank:  # as the rank connects that has torch's store, and no member of a group
+            stores.add(port)
+    for port in stores:
+        del met[port]
+    groups = _groups({port: met[port] for port in sorted(met, key=lambda port: ports.get(port, 0))})
+    unclear = _unclear(groups, met)
     found = {}
-    for rank, (place, size) in groups.items():
-        last = min((written for written, _ in wrote[rank]), default=0)
-        fit = [some for some in whole if len(some) == size and rank in some and sorted(some).index(rank) == place]
-        called = [{some for some in fit if met[port] <= some} for written, port in wrote[rank] if written == last]
-        common = set(fit).intersection(*filter(None, called)) if any(called) else set()
-        if len(common) == 1:
-            (found[rank],) = common
-    return found
+    for rank, told in known.items():
+        last = min((written for written, port in wrote[rank] if port in met), default=0)
+        ports_of = {port for written, port in wrote[rank] if written == last and port in met}
+        called = {groups[port] for port in ports_of - unclear}
+        fit = {group for group in called if _fits(rank, told, group)}
+        if len({group.members for group in fit}) == 1:
+            (found[rank],) = fit if len(fit) == 1 else {Group(next(iter(fit)).members, 0)}
+    return found, set(groups.values())
 
 
-def _groups(met: Mapping[_Port, set[int]]) -> set[frozenset[int]]:
-    """Return the groups, by who is connected to which port.
+def _fits(rank: int, told: tuple[int, int] | None, group: Group) -> bool:
+    if told is None or rank not in group.members:
+        return rank in group.members
+    return (sorted(group.members).index(rank), len(group.members)) == told
+
+
+def _groups(met: Mapping[_Port, set[int]]) -> dict[_Port, Group]:
+    """Return the group of each port, by who is connected to which; `met` has the ports that were opened first first.
 
     Of two members the one with the higher address waits for the other to connect: all but itself have connected to the
-    last one, to the one before it all of these but the last, and so on.
+    last one, to the one before it all of these but the last, and so on. All members have made groups of the same
+    members in one order.
     """
-    groups = set()
+    groups: dict[_Port, Group] = {}
     left = dict(met)
     while left:
         port, some = max(left.items(), key=lambda item: len(item[1]))
-        groups.add(frozenset(some))
+        group = Group(frozenset(some), len(groups) + 1)
         theirs: AbstractSet[int] = some
         while port in left:
+            groups[port] = group
             del left[port]
             theirs = theirs - {port[0]}
             port = next((other for other, own in left.items() if own == theirs), port)
     return groups
+
+
+def _unclear(groups: Mapping[_Port, Group], met: Mapping[_Port, set[int]]) -> set[_Port]:
+    """Return the ports that may be of another group, of other members, by who is connected to them."""
+    alike: dict[tuple[int, frozenset[int]], set[_Port]] = defaultdict(set)
+    for port in groups:
+        alike[port[0], frozenset(met[port])].add(port)
+    return {port for same in alike.values() for port in same if len({groups[one].members for one in same}) > 1}

@@ -28,6 +28,7 @@ class Kind(str, Enum):
     CHILD = "child"
     NETWORK = "network"
     LOCK = "lock"
+    DEBUGGER = "debugger"
     SLEEP = "sleep"
     FILE = "file"
     PYTHON = "python"  # anything else
@@ -120,12 +121,26 @@ _COLLECTIVES: Final = frozenset(
      "wait_tensor", "_sync_buffers", "_distributed_broadcast_coalesced", "_default_broadcast_coalesced",
      "_sync_module_states", "_sync_params_and_buffers", "_verify_param_shape_across_processes"]
 )  # fmt: skip
+#: Ray Train's own calls that all its workers have to make. A report waits until all workers have come to it, or until
+#: the one before has been taken from all; while it asks Ray it wakes up, and its number tells that it is the same one.
+_RAY_TRAIN: Final = "ray/train/v2/_internal/execution/"
+_RAY_BARRIERS: Final = f"{_RAY_TRAIN}collective_impl.py"
+_RAY_REPORTS: Final = frozenset(["_sync_checkpoint_dir_name_across_ranks", "_wait_then_report"])
+_RAY_NUMBER: Final = "report_call_index"
+RAY_REPORT: Final = "ray.train.report"
+#: Where Ray Train runs the program's function in a thread of its own; the main thread answers Ray meanwhile.
+_TRAINS: Final = ((f"{_RAY_TRAIN}worker_group/thread_runner.py", "_run_target"),
+                  ("ray/air/_internal/util.py", "run"))  # fmt: skip
 _EXIT: Final = (("threading.py", "_shutdown"), ("multiprocessing/util.py", "_exit_function"),
                 ("concurrent/futures/thread.py", "_python_exit"),
                 ("torch/distributed/distributed_c10d.py", "destroy_process_group"))  # fmt: skip
 _RPC_FILES: Final = "torch/distributed/rpc/"
-#: Where a thread does the work of a future.
+#: Where debuggers wait for a person, at a prompt or in an editor.
+_PROMPTS: Final = frozenset(["interaction", "do_wait_suspend", "wait_for_client"])
+_DEBUGGERS: Final = re.compile(r"^(?:pdb\.py|IPython/\S*debugger\.py|ipdb/|pudb/|debugpy/|(?:_pydevd|pydevd))")
+#: Where a thread does the work of a future, and where one waits for the processes of a pool.
 _EXECUTOR: Final = "concurrent/futures/thread.py"
+_POOLS: Final = frozenset(["multiprocessing/pool.py", "multiprocess/pool.py"])
 #: Functions of torch that pickle an object beside the exchange of it, and call the program's own code for that.
 _PICKLING: Final = frozenset(["_object_to_tensor", "_tensor_to_object"])
 #: The arguments that tell group and peer.
@@ -145,7 +160,7 @@ _LOCKS: Final = re.compile(
 #: Where a process waits for work: queues and pipes, event loops, servers, RPC, and the loops of engines.
 _IDLE: Final = re.compile(
     r"(?:^|/)(?:queue|selectors|socket|ssl|socketserver|asyncio/\w+|multiprocessing/(?:queues|connection|managers))\.py$"
-    r"|^(?:uvloop|zmq|grpc|ray/_private)/|^torch/distributed/rpc/(?!internal)|^(?:vllm|sglang)/\S*(?:shm_broadcast|message_queue|zmq)\w*\.py$"
+    r"|^(?:uvloop|zmq|grpc)/|^torch/distributed/rpc/(?!internal)|^(?:vllm|sglang)/\S*(?:shm_broadcast|message_queue|zmq)\w*\.py$"
 )
 _IDLE_FUNCTIONS: Final = frozenset(
     ["serve_forever", "wait_for_termination", "run_forever", "main_loop", "run_busy_loop", "worker_busy_loop",
@@ -213,6 +228,8 @@ def parse(text: str) -> list[Thread]:
 def _known(frame: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...], int, int | None]:
     """Return the arguments of torch.distributed's functions, the group's address, and a rank; nothing else is kept."""
     values = {one["name"]: one for one in frame.get("locals") or []}
+    if _RAY_TRAIN in frame["filename"] and _RAY_NUMBER in values:
+        return ((_RAY_NUMBER, str(values[_RAY_NUMBER]["repr"])),), 0, None
     if "torch/distributed/" not in frame["filename"]:
         told = str(values["rank"]["repr"]) if "rank" in values else ""
         return (), 0, int(told) if told.isdigit() else None
@@ -224,15 +241,17 @@ def _known(frame: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...], int, int
 def place_of(threads: Sequence[Thread], pid: int, source: Callable[[str, int], str]) -> tuple[Place, int] | None:
     """Return where a rank stands and in which of its threads; None without a stack.
 
-    That is its main thread, unless another one keeps the GIL, or it waits for another thread: one that is inside a
-    collective (Ray and notebooks train in a thread), that answers another rank's RPC, or that does what a future stands
-    for. `source` returns a line of a file.
+    That is its main thread, or the one in which Ray Train runs the program, unless another one keeps the GIL, or it
+    waits for another thread: one that is inside a collective (notebooks train in a thread), that answers another rank's
+    RPC, or that does what a future stands for. `source` returns a line of a file.
     """
-    main = next((one for one in threads if one.tid == pid or one.name == "MainThread"), None)
+    trains = next((one for one in threads if any((short(f.file), f.function) in _TRAINS for f in one.frames)), None)
+    main = trains or next((one for one in threads if one.tid == pid or one.name == "MainThread"), None)
     if main is None:
         return None
     place = classify(main.frames, main.holds_gil, source)
-    if main.frames and not place.inside and not _BEGINS.search(f"{main.frames[0].file} {main.frames[0].function}"):
+    began = main is trains or (main.frames and _BEGINS.search(f"{main.frames[0].file} {main.frames[0].function}"))
+    if main.frames and not place.inside and not began:
         place = replace(place, kind=Kind.EXIT)  # a callback of atexit, or a finalizer
     keeps = next((one for one in threads if one is not main and one.holds_gil and one.frames), None)
     if keeps is not None and not place.inside:
@@ -268,11 +287,14 @@ def classify(frames: Sequence[Frame], holds_gil: bool, source: Callable[[str, in
     world, peer = False, None
     if kind in INSIDE:
         inner = frames[first:]
-        world = kind is Kind.BACKWARD or (_of_all(op, inner) if kind is Kind.SETUP else _for_world(inner))
+        of_all = kind is Kind.BACKWARD or any(short(frame.file).startswith(_RAY_TRAIN) for frame in inner[:1])
+        world = of_all or (_of_all(op, inner) if kind is Kind.SETUP else _for_world(inner))
         peer = _peer(inner) if kind is Kind.P2P else None
     programs = frames[:first] if kind in INSIDE else frames
     own = [frame for frame in programs if not _BELOW.search(short(frame.file))]
-    stack = tuple(str(frame) for frame in own) + ((op,) if kind in INSIDE else ())
+    numbers = [dict(frame.arguments).get(_RAY_NUMBER) for frame in frames if op == RAY_REPORT]
+    report = next(filter(None, numbers), None)
+    stack = tuple(str(frame) for frame in own) + ((f"{op} {report}" if report else op,) if kind in INSIDE else ())
     serves = any(frame.function == "_run_function" and short(frame.file).startswith(_RPC_FILES) for frame in frames)
     return Place(kind, op, world, peer, holds_gil, stack or (str(frames[-1]),), serves)
 
@@ -294,8 +316,10 @@ def _kind(frames: Sequence[Frame], source: Callable[[str, int], str]) -> tuple[K
             for names, kind in ((_SETUP, Kind.SETUP), (_P2P, Kind.P2P), (_COLLECTIVES, Kind.COLLECTIVE)):
                 if frame.function in names:
                     return kind, frame.function.lstrip("_"), _before(files, number)
-        if file == "ncclguard/collectives.py":
+        if file in ("ncclguard/collectives.py", _RAY_BARRIERS):
             return Kind.COLLECTIVE, frame.function, number
+        if file == f"{_RAY_TRAIN}context.py" and frame.function in _RAY_REPORTS:
+            return Kind.COLLECTIVE, RAY_REPORT, number
     last = len(frames) - 1
     while last > 0 and files[last] in _AROUND:
         last -= 1
@@ -318,15 +342,19 @@ def _other(
     inner = frames[last]
     if "torch/utils/data/dataloader.py" in files:
         return Kind.LOADER, "", last
-    if "subprocess.py" in files:
+    if any(one.function in _PROMPTS and _DEBUGGERS.search(file) for file, one in zip(files, frames, strict=True)):
+        return Kind.DEBUGGER, "", last
+    if "subprocess.py" in files or _POOLS.intersection(files[-_INNERMOST:]):
         return Kind.CHILD, "", last
     if inner.function == "accept":
         return Kind.IDLE, "", last
     if any(_NETWORK.search(file) for file in files[-6:]) or inner.function == "create_connection":
         return Kind.NETWORK, "", last
     innermost = range(max(last - _INNERMOST + 1, 0), last + 1)
-    signalled = inner.function == "wait" and files[last] in _SIGNALS
-    if signalled or any(_IDLE.search(files[at]) for at in innermost) or inner.function in _IDLE_FUNCTIONS:
+    if any(files[at] == "queue.py" and frames[at].function in ("put", "join") for at in innermost):
+        return Kind.LOCK, "", last
+    asks = inner.function == "wait" and files[last] in _SIGNALS or files[last].startswith("ray/_private/")
+    if asks or any(_IDLE.search(files[at]) for at in innermost) or inner.function in _IDLE_FUNCTIONS:
         return Kind.IDLE, "", last
     if _LOCKS.search(files[last]):
         return Kind.LOCK, "", last

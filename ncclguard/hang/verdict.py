@@ -16,7 +16,7 @@ from typing import Final
 from ncclguard.environment.ras import Communicator
 from ncclguard.hang.launches import behind, counts_of, strayed
 from ncclguard.hang.names import names_of
-from ncclguard.hang.stacks import INSIDE, Kind, Motion, Place
+from ncclguard.hang.stacks import INSIDE, RAY_REPORT, Kind, Motion, Place
 from ncclguard_explain.cause import ADVICE, WORD, Cause
 from ncclguard_explain.language import Message, joined, tr
 
@@ -37,6 +37,7 @@ WORDS: Mapping[Kind, Message] = {
     Kind.LOCK: tr("waiting for a lock or another thread"),
     Kind.IDLE: tr("waiting for requests or messages"),
     Kind.MANAGER: tr("a server of multiprocessing"),
+    Kind.DEBUGGER: tr("at the prompt of a debugger"),
     Kind.SLEEP: tr("asleep"),
     Kind.FILE: tr("waiting for a file"),
     Kind.PYTHON: tr("in other code"),
@@ -53,19 +54,26 @@ _ASK_NCCL: Final = tr(
 )
 #: Calls that wait for one rank, or for whoever sets a key.
 _OF_ONE: Final = frozenset([Kind.P2P, Kind.STORE, Kind.RPC])
+#: Collectives in which each rank sends before it receives, on gloo.
+_WRITES_FIRST: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 #: Waits of which a reason tells one by one.
 _SHOWN: Final = 4
 #: Places that stacks cannot prove anything by: a device may compute, and a server may have nothing to do.
 _UNPROVEN: Final = frozenset([Kind.DEVICE, Kind.IDLE])
+#: Where ranks train, and not serve: a step of DDP, FSDP or DeepSpeed is one of all its ranks.
+_TRAINING: Final = ("torch/nn/parallel/", "torch/distributed/fsdp/", "deepspeed/runtime/")
+#: Where a rank waits to be told what to call, as a controller tells all of them.
+_TOLD: Final = ("ray/", "torch/distributed/rpc/", "vllm/", "sglang/")
 #: Places whose wait may end by what is not seen here: a disk, a server, another process or thread.
-_MAY_END: Final = frozenset([Kind.FILE, Kind.NETWORK, Kind.LOADER, Kind.CHILD, Kind.LOCK, Kind.PYTHON])
+_MAY_END: Final = frozenset([Kind.FILE, Kind.NETWORK, Kind.LOADER, Kind.CHILD, Kind.LOCK, Kind.PYTHON, Kind.IDLE])
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """One rank with a process: where it stands, and what it has done between the looks.
 
-    `members` are the ranks of the group that its call is for, empty where they are not known.
+    `members` are the ranks of the group that its call is for, empty where they are not known, and `group_number` tells
+    apart groups of the same ranks, 0 where it is not known.
     """
 
     rank: int
@@ -77,6 +85,7 @@ class Seen:
     trouble: Message | str = ""
     members: frozenset[int] = frozenset()
     gloo: bool = False
+    group_number: int = 0
 
     @property
     def stopped(self) -> bool:
@@ -87,12 +96,12 @@ class Seen:
     def waits(self) -> bool:
         """Tell whether it waits for its peers: inside of what they have to call too, and has not moved.
 
-        Who joins a job or asks the store does that again and again, and wakes up for it.
+        Who joins a job, or asks the store or Ray, does that again and again, and wakes up for it.
         """
         if self.place is None or self.stopped or self.place.kind not in INSIDE:
             return False
-        asks = self.place.kind in (Kind.SETUP, Kind.STORE) and self.motion is Motion.WAKING
-        return self.motion is Motion.STILL or asks
+        asks = self.place.kind in (Kind.SETUP, Kind.STORE) or self.place.op == RAY_REPORT
+        return self.motion is Motion.STILL or (asks and self.motion is Motion.WAKING)
 
     @property
     def may_wait(self) -> bool:
@@ -185,7 +194,7 @@ def _members(evidence: Evidence, some: Sequence[Seen]) -> dict[int, frozenset[in
         for_all = one.place.world and not (of_some and one.place.kind is Kind.BACKWARD)
         if one.place.group is not None:
             for_all = one.place.group[1] == len(everyone)
-        if members := everyone if for_all else one.members:
+        if members := one.members or (everyone if for_all else frozenset()):
             found[one.rank] = members
     return found
 
@@ -237,7 +246,7 @@ def _at(one: Seen) -> str:
     *outer, last = one.place.stack
     if not one.place.inside:
         return last
-    own = [frame for frame in outer if not frame.startswith("torch/")] or outer
+    own = [frame for frame in outer if not frame.startswith(("torch/", "ray/"))] or outer
     return " -> ".join([*own[-1:], last])
 
 
@@ -355,6 +364,8 @@ def _late(evidence: Evidence) -> Verdict | None:
         return None
     ranks = [one.rank for one in outside]
     unproven = [one for one in outside if one.place is not None and one.place.kind in _UNPROVEN]
+    if all(_trains(one) for one in waiting):
+        unproven = [one for one in unproven if not _is_missed(one)]
     if unproven and all(one.motion in (Motion.STILL, Motion.WAKING) for one in unproven):
         return _unproven(unproven, joined("; ", [_where(waiting), _where(outside)]))
     if any(not _is_known(one) for one in outside):
@@ -373,7 +384,7 @@ def _late(evidence: Evidence) -> Verdict | None:
                      ranks=names_of(ranks))  # fmt: skip
         return Verdict((), Cause.UNKNOWN, "low", True, summary, joined("; ", [_where(waiting), _where(outside)]),
                        ADVICE[Cause.LATE], tuple(ranks))  # fmt: skip
-    by_sockets = any(one.members for one in waiting)
+    by_sockets = any(one.members and one.members != evidence.everyone for one in waiting)
     proved = for_all and not (by_sockets or evidence.unseen or any(_looks_again(one) for one in outside))
     return _held_up_by(evidence, outside, _where(waiting), "high" if proved else "medium")
 
@@ -416,6 +427,20 @@ def _reached(rank: int, needs: Mapping[int, AbstractSet[int]]) -> set[int]:
 def _is_known(one: Seen) -> bool:
     """Tell whether it stands outside of what its peers have to call too, and does not work."""
     return one.place is not None and not one.place.inside and one.motion in (Motion.STILL, Motion.WAKING)
+
+
+def _trains(one: Seen) -> bool:
+    """Tell whether it waits within a step of training."""
+    if one.place is None:
+        return False
+    return one.place.kind is Kind.BACKWARD or any(frame.startswith(_TRAINING) for frame in one.place.stack)
+
+
+def _is_missed(one: Seen) -> bool:
+    """Tell whether it waits, without waking up, for messages of its own, and not for a controller's call."""
+    if one.place is None or one.place.kind is not Kind.IDLE or one.motion is not Motion.STILL:
+        return False
+    return not one.place.stack[-1].startswith(_TOLD)
 
 
 def _looks_again(one: Seen) -> bool:
@@ -488,21 +513,33 @@ def _diverged(evidence: Evidence) -> Verdict | None:
     waiting = _waiting(evidence)
     if len(waiting) != len(evidence.seen) or not waiting:
         return None
-    calls = Counter(one.place.op for one in waiting if one.place)
+    call_of = _calls(waiting)
+    calls = Counter(call_of.values())
     if len(calls) < 2:
         return None
     pairs = {one.place.kind for one in waiting if one.place} & _OF_ONE
     common, count = calls.most_common(1)[0]
-    odd = [one for one in waiting if one.place and one.place.op != common]
+    odd = [one for one in waiting if call_of[one.rank] != common]
     members = _members(evidence, waiting)
     for_all = all(members.get(one.rank) == evidence.everyone for one in waiting)
     where = _where(waiting)
+    if len({op for op, _ in calls}) == 1:
+        where = tr("{where}, in different groups of the same ranks", where=where)
     if len(odd) == 1 and count > 1 and for_all and not pairs and not evidence.unseen and not evidence.ended:
         return _named(evidence, [odd[0].rank], Cause.DIVERGED, "medium", where)
     summary = tr("The ranks wait in different calls; which side is wrong cannot be told.")
     if pairs or evidence.unseen:
         return Verdict((), Cause.UNKNOWN, "low", True, summary, where, _missing(evidence) or ADVICE[Cause.DIVERGED])
     return Verdict((), Cause.DIVERGED, "medium" if for_all else "low", True, summary, where, ADVICE[Cause.DIVERGED])
+
+
+def _calls(waiting: Sequence[Seen]) -> dict[int, tuple[str, int]]:
+    """Return by rank the call that it waits in, and the number of its group where all wait in calls that tell it.
+
+    What a rank has written last tells it, and in these calls each rank writes before it waits.
+    """
+    told = all(one.group_number and one.place and one.place.op.startswith(_WRITES_FIRST) for one in waiting)
+    return {one.rank: (one.place.op if one.place else "", one.group_number if told else 0) for one in waiting}
 
 
 def _missing(evidence: Evidence) -> Message | str:

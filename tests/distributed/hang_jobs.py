@@ -198,6 +198,38 @@ def crossed(_: str, ready: Callable[[], None]) -> None:
             dist.broadcast(torch.ones(4), src=0, group=group)
 
 
+def regrouped(_: str, ready: Callable[[], None]) -> None:
+    """Let one rank begin with another group of the same ranks than the others, by the same line."""
+    groups = [dist.new_group(range(4)), dist.new_group(range(4))]
+    dist.barrier()
+    ready()
+    time.sleep(0.1)  # what has been written to connect them is older then
+    for group in reversed(groups) if dist.get_rank() == STRUCK else groups:
+        dist.all_reduce(torch.ones(4), group=group)
+
+
+def beside(_: str, ready: Callable[[], None]) -> None:
+    """Train two models on two ranks each; rank 2 sleeps, and only rank 3 waits for it."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = DistributedDataParallel(torch.nn.Linear(16, 16), process_group=groups[dist.get_rank() // 2])
+
+    def step() -> None:
+        time.sleep(0.02)
+        model(torch.ones(2, 16)).sum().backward()
+
+    train(step, "sleep", ready)
+
+
+def beside_one(_: str, ready: Callable[[], None]) -> None:
+    """Train on ranks 1 to 3, of which rank 2 sleeps; rank 0 has nothing to do."""
+    group = dist.new_group([1, 2, 3])
+    if dist.get_rank() == 0:
+        ready()
+        save_checkpoint()
+    model = DistributedDataParallel(torch.nn.Linear(16, 16), process_group=group)
+    train(lambda: model(torch.ones(2, 16)).sum().backward(), "lock", ready)
+
+
 def pipeline(_: str, ready: Callable[[], None]) -> None:
     """Pass an activation from stage to stage; stage 2 hangs in its layer."""
     rank, size, activation = dist.get_rank(), dist.get_world_size(), torch.ones(4)
@@ -388,6 +420,16 @@ def healthy_evaluate(_: str, ready: Callable[[], None]) -> None:
         dist.barrier()
 
 
+def healthy_child(_: str, ready: Callable[[], None]) -> None:
+    """Have one rank wait for a program that computes, and that it starts again and again, as a compiler."""
+    ready()
+    program = "import time; end = time.monotonic() + 2\nwhile time.monotonic() < end: sum(range(1000))"
+    while True:
+        if dist.get_rank() == STRUCK:
+            subprocess.run([sys.executable, "-S", "-c", program], check=True)
+        dist.barrier()
+
+
 def never_joins(_: str, ready: Callable[[], None]) -> None:
     """Have one rank work on before it joins the job."""
     ready()
@@ -413,6 +455,9 @@ JOBS: dict[str, Callable[[str, Callable[[], None]], None]] = {
     "ddp": ddp,
     "skipped": skipped,
     "crossed": crossed,
+    "regrouped": regrouped,
+    "beside": beside,
+    "beside-one": beside_one,
     "pipeline": pipeline,
     "stored": stored,
     "timed": timed,
@@ -427,6 +472,7 @@ JOBS: dict[str, Callable[[str, Callable[[], None]], None]] = {
     "healthy-save": healthy_save,
     "healthy-load": healthy_load,
     "healthy-evaluate": healthy_evaluate,
+    "healthy-child": healthy_child,
 }
 EARLY = {"never-joins": never_joins, "never-comes": never_comes, "called": called}
 

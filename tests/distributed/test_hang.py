@@ -118,6 +118,9 @@ FAULTS = [
     ("ddp:raise", Cause.EXITED, "fork"),
     ("ddp:other", Cause.DIVERGED, "broadcast"),
     ("skipped", Cause.DIVERGED, "barrier"),
+    ("regrouped", Cause.DIVERGED, "all_reduce"),
+    ("beside", Cause.LATE, "<lambda>"),
+    ("beside-one", Cause.LATE, "held_lock"),
     ("pipeline", Cause.LATE, "layer"),
     ("never-joins", Cause.LATE, "never_joins"),
     ("grouped", Cause.LATE, "save_checkpoint"),
@@ -240,7 +243,7 @@ def test_two_sides_of_equal_size_are_shown_and_nobody_is_named(start: Start) -> 
 
 @pytest.mark.parametrize(
     "case",
-    ["healthy-compute", "healthy-sleep", "healthy-save", "healthy-load", "healthy-evaluate"],
+    ["healthy-compute", "healthy-sleep", "healthy-save", "healthy-load", "healthy-evaluate", "healthy-child"],
 )
 def test_of_a_healthy_job_nobody_is_named(start: Start, case: str) -> None:
     pids = start(case)

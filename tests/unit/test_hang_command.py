@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from ncclguard.hang import command, looks, processes
 from ncclguard.hang.command import main
+from ncclguard.hang.environment import environ_now
 from ncclguard.hang.processes import NO_RANKS, Process, find_jobs, hidden_ranks, with_ranks
 from ncclguard.hang.report import HangReport, JobReport
+from ncclguard.hang.stacks import Kind, Place
 from ncclguard.hang.tree import groups_of, lines_of, merge
 
 RANKS = {"MASTER_ADDR": "gpu-01", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
@@ -168,6 +173,48 @@ def test_actors_of_ray_are_told_apart_by_class_and_by_their_processes(monkeypatc
     assert job.notes == [NO_RANKS]
 
 
+def test_actors_of_ray_that_have_a_name_are_told_apart_by_class_and_what_one_forks_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "_has_torch", lambda pid: True)
+    titles = ["ray::aBcWorkerDict_0:0:WorkerDict.step", "ray::aBcWorkerDict_0:1:WorkerDict.step"]
+    actors = [process(FIRST + n, 2, {}, command=title) for n, title in enumerate(titles)]
+    (job,) = jobs_of(*actors, *(process(FIRST + 5 + n, FIRST, {}, command=titles[0]) for n in range(2)))
+    assert (job.name, [one.process.pid for one in job.members]) == ("Ray WorkerDict (2)", [FIRST, FIRST + 1])
+    assert job.members[0].helpers == (FIRST + 5, FIRST + 6)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "command", ["ray::RayTrainWorker", "python\0-c\0from multiprocessing.spawn import spawn_main; spawn_main()"]
+)
+def test_a_rank_that_a_process_was_told_after_its_start_is_read_out_of_it(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray Train and programs that spawn their ranks write it to `os.environ`; those of two parents are one job then."""
+    monkeypatch.setattr(processes, "_has_torch", lambda pid: True)
+    text = "import os, sys; os.environ.update(eval(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    told = [{**RANKS, "WORLD_SIZE": "2", "RANK": str(number)} for number in (1, 0)]
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", text, str(one)], stdin=-1, stdout=-1, env=os.environ)
+            )
+            for one in told
+        ]
+        for one in started:
+            assert one.stdout is not None and one.stdout.readline()
+        (job,) = jobs_of(*(process(one.pid, FIRST + n, {}, command=command) for n, one in enumerate(started)))
+        for one in started:
+            one.communicate()
+    assert (job.name, job.world_size, job.counted) == ("gpu-01:29500", 2, False)
+    assert [(one.rank, one.process.pid) for one in job.members] == [(0, started[1].pid), (1, started[0].pid)]
+
+
+def test_of_a_process_that_may_not_be_read_the_environment_is_not_known() -> None:
+    assert environ_now(FIRST) == {}
+
+
 SPAWNED = range(FIRST, FIRST + 3)
 PROOFS = {
     "all by their groups": ([(2, 3), (1, 3), (0, 3)], {}, [2, 1, 0]),
@@ -195,6 +242,10 @@ def test_processes_that_tell_no_rank_have_those_that_are_proved(case: str) -> No
     assert [told[pid] for pid in SPAWNED] == (list(SPAWNED) if ranks is None else ranks)
 
 
+ASLEEP = Place(Kind.SLEEP, stack=("train.py:8 pause",))
+REDUCE = Place(Kind.COLLECTIVE, "all_reduce", True, stack=("train.py:2 step", "all_reduce"))
+
+
 def found(monkeypatch: pytest.MonkeyPatch, *some: Process) -> None:
     monkeypatch.setattr(command, "read_processes", lambda: {one.pid: one for one in some})
     monkeypatch.setattr(command, "BETWEEN", 0.1)
@@ -217,6 +268,30 @@ def test_a_number_that_is_no_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_hidden_ranks_are_what_a_launcher_has_started() -> None:
     some = [process(FIRST, command="python\0/bin/torchrun"), process(FIRST + 1, FIRST), process(FIRST + 2, FIRST, {})]
     assert [one.pid for one in hidden_ranks({one.pid: one for one in some})] == [FIRST + 1]
+
+
+@pytest.mark.parametrize("fails", [(0,), (1,), (2,), (0, 1)])
+def test_a_look_that_fails_on_a_busy_host_costs_no_verdict(
+    fails: Sequence[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 2 sleeps; of ranks 2 and 3 some looks find no stack."""
+    found(monkeypatch, *(rank(FIRST + n, n) for n in range(4)))
+    counted = looks.Counters("S", {1: (0, 5)}, None, 0)
+    taken: list[int] = []
+
+    def look(pids: Sequence[int], *_: object) -> dict[int, looks.Look]:
+        taken.append(len(taken))
+        places = {pid: ASLEEP if pid == FIRST + 2 else REDUCE for pid in pids}
+        failed = {FIRST + 2, FIRST + 3} if taken[-1] in fails else set()
+        return {
+            pid: looks.Look(time.monotonic(), counted, None if pid in failed else place, 1, (1,))
+            for pid, place in places.items()
+        }
+
+    monkeypatch.setattr(command, "look", look)
+    assert main(["--seconds", "0.2", "--exit-code"]) == 1
+    assert "Rank 2 held up the job: late." in capsys.readouterr().out
+    assert len(taken) == (3 if fails == (1,) else 4)
 
 
 @pytest.mark.processes

@@ -110,6 +110,74 @@ def test_each_pod_of_a_selector_is_asked(answers: Answers, tmp_path: Path, capsy
     assert "kubectl exec gpu-0 -n training -- ncclguard hang --json - --seconds 2.5 --environ RUN=7" in calls(tmp_path)
 
 
+#: As much of Ray as is asked: `ADDRESS` is a file with its nodes, each a name with how it is.
+RAY = """
+import json, os, pathlib
+def init(address, **_):
+    global table
+    if address == "nowhere":
+        raise ConnectionError("Could not find any running Ray instance.")
+    table = json.loads(pathlib.Path(address).read_text())
+def nodes():
+    return [{"NodeID": name, "NodeManagerHostname": name, "NodeManagerAddress": name, "Alive": how != "dead" and how != "removed",
+             "DeathReason": {"dead": 2, "removed": 1}.get(how, 0), "DeathReasonMessage": "health check failed"}
+            for name, how in table.items()]
+class remote:
+    def __init__(self, call): self.call = call
+    def options(self, num_cpus, max_retries, scheduling_strategy): self.node = scheduling_strategy.node; return self
+    def remote(self, command, within):
+        os.environ["HERE"] = self.node
+        answer = self.call(command, within) if table[self.node] == "answers" else table[self.node]
+        return self.node, answer
+def wait(asked, num_returns, timeout):
+    return [one for one in asked if one[1] != "hangs"], []
+def get(one):
+    if isinstance(one[1], str):
+        raise RuntimeError(one[1])
+    return one[1]
+"""
+
+
+def test_each_node_of_a_ray_cluster_is_asked_by_a_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategies = "class NodeAffinitySchedulingStrategy:\n    def __init__(self, node, soft): self.node = node\n"
+    for file, text in {"__init__": RAY, "util/__init__": "", "util/scheduling_strategies": strategies}.items():
+        (tmp_path / "ray" / file).with_suffix(".py").parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "ray" / file).with_suffix(".py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    for host, report in {"gpu-0": seen("gpu-0", 0, 1), "gpu-1": seen("gpu-1", 2, 3)}.items():
+        (tmp_path / host).write_text(report.model_dump_json())
+    nodes = {
+        "gpu-0": "answers",
+        "gpu-1": "answers",
+        "gpu-2": "hangs",
+        "gpu-3": "dead",
+        "gpu-4": "removed",
+        "gpu-5": "refuses",
+    }
+    (tmp_path / "nodes").write_text(json.dumps(nodes))
+    call = f"sh -c 'cat {tmp_path}/$HERE'"
+    assert main(["--ray", str(tmp_path / "nodes"), "--call", call, "--exit-code"]) == 1
+    said = capsys.readouterr().out
+    assert "Rank 3 held up the job: late." in said
+    assert said.count("No ranks from") == 3
+    assert "No ranks from gpu-2: did not answer within 32 s" in said
+    assert "No ranks from gpu-3: its node of Ray is dead: health check failed" in said
+    assert "No ranks from gpu-5: refuses" in said
+    assert main(["--ray", "nowhere"]) == 2
+    assert "ncclguard hang: Ray: ConnectionError: Could not find any running Ray instance." in capsys.readouterr().err
+
+
+def test_jobs_of_two_hosts_that_are_called_by_a_process_are_two(tmp_path: Path) -> None:
+    """Containers number their processes from 1."""
+    for host, ranks in (("a", (0, 1)), ("b", (2, 3))):
+        (job,) = seen(host, *ranks).jobs
+        job = job.model_copy(update={"name": "Ray Trainer (57)"})
+        (tmp_path / f"{host}.json").write_text(HangReport(hosts=(host,), jobs=(job,)).model_dump_json())
+    assert [len(job.ranks) for job in command.merged([tmp_path]).jobs] == [2, 2]
+
+
 def test_no_pod_with_these_labels(answers: Answers, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "pods").write_text("")
     assert main(["--kubectl", "job-name=none"]) == 2

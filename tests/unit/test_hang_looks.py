@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
-from ncclguard.hang.looks import Counters, Look, observe
+from ncclguard.hang.looks import Counters, Look, count, observe, started_by
 from ncclguard.hang.stacks import Kind, Motion, Place
 
 BACKWARD = Place(Kind.BACKWARD, "backward", True, stack=("train.py:4 step", "backward"))
@@ -26,3 +29,35 @@ def test_who_computes_inside_a_call_waits_there_on_nccl_alone(case: str) -> None
     ]
     found = observe(looks)
     assert (found.motion, found.gloo) == (motion, case == "gloo's")
+
+
+def test_a_main_thread_that_runs_says_nothing_of_the_one_that_trains() -> None:
+    """Ray's main thread wakes up all the time, and on a busy host it waits for a processor."""
+    counted = Counters("R", {10: (0, 5), 12: (0, 5)}, None, 0, running=frozenset([10]))
+    looks = {at: [Look(float(second), counted, BACKWARD, at, (10, 12)) for second in range(2)] for at in (10, 12)}
+    assert {at: observe(some).motion for at, some in looks.items()} == {10: Motion.SPINNING, 12: Motion.STILL}
+
+
+def test_a_look_that_failed_between_two_others_says_nothing() -> None:
+    counted = Counters("S", {10: (0, 5)}, None, 0)
+    looks = [Look(float(second), counted, None if second == 1 else BACKWARD, 10, (10,)) for second in range(3)]
+    assert observe(looks).motion is Motion.STILL
+    assert observe(looks[1:]).motion is Motion.UNKNOWN
+
+
+@pytest.mark.processes
+def test_what_a_process_has_started_since_works_for_it_also_when_it_has_ended() -> None:
+    text = (
+        "import subprocess, sys\n"
+        "for line in sys.stdin: print(subprocess.run([sys.executable, '-S', '-c', 'sum(range(10**7))']), flush=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", text], stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        before = count(process.pid, started_by())
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline()
+        after = count(process.pid, started_by())
+        process.stdin.close()
+    assert before is not None and after is not None
+    assert after.helpers > before.helpers

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from ncclguard.hang import sockets
-from ncclguard.hang.sockets import Socket, members_of, tcp_sockets
+from ncclguard.hang.sockets import Socket, groups_of_calls, tcp_sockets
 
 PIDS = {rank: 1000 + rank for rank in range(4)}
 LONG_AGO = 60_000
@@ -29,6 +30,16 @@ class Host:
         here, there = port.to_bytes(2, "big"), other.to_bytes(2, "big")
         self.sockets.append(Socket(inode, here, there, here, listens, written))
 
+    def store(self) -> None:
+        """Let rank 0 have the store of the job, to which all connect and which they have asked last."""
+        self._port += 1
+        listening = self._port
+        self._add(0, listening, 0, True, LONG_AGO)
+        for rank in PIDS:
+            self._port += 1
+            self._add(0, listening, self._port, False, 1)
+            self._add(rank, self._port, listening, False, 1)
+
     def group(self, order: Sequence[int], written: int = LONG_AGO) -> None:
         listening = {rank: self._port + n for n, rank in enumerate(order, 1)}
         self._port += len(order)
@@ -43,30 +54,56 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     made = Host(monkeypatch)
+    made.store()
     made.group([2, 0, 3, 1])
     return made
+
+
+def members_of(known: dict[int, tuple[int, int] | None], sockets: list[Socket]) -> dict[int, frozenset[int]]:
+    return {rank: group.members for rank, group in groups_of_calls(PIDS, known, sockets)[0].items()}
 
 
 def test_the_group_that_a_rank_has_written_to_last_is_the_one_it_waits_in(host: Host) -> None:
     host.group([1, 0], written=5)
     host.group([0, 2])
-    assert members_of(PIDS, {0: (0, 2)}, host.sockets) == {0: {0, 1}}
+    assert members_of({0: (0, 2)}, host.sockets) == {0: {0, 1}}
 
 
 def test_a_group_of_which_it_has_another_rank_or_another_size_is_not_it(host: Host) -> None:
     host.group([1, 0], written=5)
     for told in ((1, 2), (0, 3)):
-        assert members_of(PIDS, {0: told}, host.sockets) == {}
+        assert members_of({0: told}, host.sockets) == {}
 
 
 def test_of_two_groups_that_it_has_written_to_at_one_time_neither_is_told(host: Host) -> None:
     host.group([1, 0], written=5)
     host.group([0, 2], written=5)
-    assert members_of(PIDS, {0: (0, 2)}, host.sockets) == {}
+    assert members_of({0: (0, 2)}, host.sockets) == {}
+
+
+def test_groups_of_the_same_ranks_are_told_apart(host: Host) -> None:
+    """Ranks 0, 1 and 3 have written to the second group last, rank 2 to the third."""
+    host.group([2, 0, 3, 1], written=50)
+    host.group([2, 0, 3, 1])
+    for one in host.sockets[-12:]:
+        if one.inode in host.owners[PIDS[2]] and not one.listens:
+            host.sockets[one.inode] = replace(one, written=5)
+    found, groups = groups_of_calls(PIDS, dict.fromkeys(range(4)), host.sockets)
+    assert len(groups) == 3
+    assert found[0] == found[1] == found[3] != found[2]
+    assert found[0].members == found[2].members == set(range(4))
+
+
+def test_a_port_that_may_be_of_two_groups_tells_neither(host: Host) -> None:
+    """Ranks 0, 2 and 3 are connected to rank 3 in the group of all, and in a group of their own."""
+    host.group([2, 0, 3], written=5)
+    assert members_of({0: None}, host.sockets) == {}
+    host.group([1, 0], written=2)
+    assert members_of({0: None}, host.sockets) == {0: {0, 1}}
 
 
 def test_without_connections_nothing_is_told(host: Host) -> None:
-    assert members_of(PIDS, {0: (0, 2)}, []) == {}
+    assert members_of({0: (0, 2)}, []) == {}
 
 
 def test_the_kernel_tells_who_is_connected_and_when_it_has_written() -> None:

@@ -10,6 +10,13 @@ from ncclguard.hang.stacks import Frame, Kind, Place, Thread, classify, parse, p
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch/"
 STANDARD = "/usr/lib/python3.11/"
+RAY = "/opt/venv/lib/python3.11/site-packages/ray/"
+RAY_CONTEXT = RAY + "train/v2/_internal/execution/context.py"
+ACTOR = (
+    Frame("main_loop", RAY + "_private/worker.py", 1069),
+    Frame("actor_method_executor", RAY + "_private/function_manager.py", 740),
+    Frame("_resume_span", RAY + "util/tracing/tracing_helper.py", 487),
+)
 C10D = TORCH + "distributed/distributed_c10d.py"
 LOGGER = TORCH + "distributed/c10d_logger.py"
 MAIN = Frame("main", "/home/me/train.py", 7)
@@ -61,6 +68,22 @@ PLACES = [
       Frame("acquire_read", "/opt/venv/lib/python3.11/site-packages/vllm/distributed/device_communicators/shm_broadcast.py", 5)),
      "", Kind.IDLE, ""),
     ((Frame("main_loop", "/opt/venv/lib/python3.11/site-packages/ray/_private/worker.py", 1),), "", Kind.IDLE, ""),
+    ((Frame("put", STANDARD + "queue.py", 140), Frame("wait", STANDARD + "threading.py", 327)), "", Kind.LOCK, ""),
+    ((Frame("map", STANDARD + "multiprocessing/pool.py", 367), Frame("get", STANDARD + "multiprocessing/pool.py", 768),
+      Frame("wait", STANDARD + "multiprocessing/pool.py", 765), Frame("wait", STANDARD + "threading.py", 629),
+      Frame("wait", STANDARD + "threading.py", 327)), "", Kind.CHILD, ""),
+    ((Frame("interaction", STANDARD + "pdb.py", 433), Frame("_cmdloop", STANDARD + "pdb.py", 397),
+      Frame("cmdloop", STANDARD + "cmd.py", 126)), "line = input(self.prompt)", Kind.DEBUGGER, ""),
+    ((Frame("_runscript", STANDARD + "pdb.py", 1657), Frame("run", STANDARD + "bdb.py", 597), MAIN), "    time.sleep(60)",
+     Kind.SLEEP, ""),
+    ((*ACTOR, Frame("step", "/home/me/train.py", 4)), "    time.sleep(60)", Kind.SLEEP, ""),
+    ((*ACTOR, Frame("step", "/home/me/train.py", 4), Frame("get_objects", RAY + "_private/worker.py", 1007)), "", Kind.IDLE, ""),
+    ((Frame("report", RAY_CONTEXT, 517), Frame("_wait_then_report", RAY_CONTEXT, 397), Frame("put", STANDARD + "queue.py", 140),
+      Frame("wait", STANDARD + "threading.py", 327)), "", Kind.COLLECTIVE, "ray.train.report"),
+    ((Frame("_sync_checkpoint_dir_name_across_ranks", RAY_CONTEXT, 254), Frame("get_objects", RAY + "_private/worker.py", 1007)),
+     "", Kind.COLLECTIVE, "ray.train.report"),
+    ((Frame("barrier", RAY + "train/v2/_internal/execution/collective_impl.py", 23),
+      Frame("get_objects", RAY + "_private/worker.py", 1007)), "", Kind.COLLECTIVE, "barrier"),
     ((Frame("_wait_all_workers", TORCH + "distributed/rpc/api.py", 1),), "", Kind.IDLE, ""),
     ((Frame("serve_forever", STANDARD + "multiprocessing/managers.py", 1), Frame("wait", STANDARD + "threading.py", 331)), "",
      Kind.MANAGER, ""),
@@ -144,6 +167,33 @@ def test_a_rank_that_trains_in_a_thread_stands_where_that_thread_stands() -> Non
     assert (found[0].op, found[1]) == ("barrier", 12)
 
 
+RUNNERS = [
+    Frame("_run_target", RAY + "train/v2/_internal/execution/worker_group/thread_runner.py", 37),
+    Frame("run", RAY + "air/_internal/util.py", 88),
+]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_worker_of_ray_train_stands_where_its_thread_stands_that_trains(runner: Frame) -> None:
+    """The main thread waits for Ray meanwhile."""
+    main = Thread(
+        10, "MainThread", False, (Frame("<module>", RAY + "_private/workers/default_worker.py", 323), *ACTOR[:1])
+    )
+    begin = Frame("_bootstrap", STANDARD + "threading.py", 1002)
+    monitor = Thread(11, "MonitoringThread", False, (begin, Frame("_monitor_target", runner.file, 72)))
+    trains = Thread(12, "TrainingThread", False, (begin, runner, PAUSE))
+    found = place_of([main, monitor, trains], 10, lambda file, line: "time.sleep(9)" if line == 30 else "")
+    assert found is not None
+    assert (found[0].kind, found[1]) == (Kind.SLEEP, 12)
+
+
+def test_a_report_of_ray_train_has_its_number_in_the_stack_so_that_the_next_one_is_another() -> None:
+    report = Frame("report", RAY_CONTEXT, 474, (("report_call_index", "6"),))
+    place = placed(report, Frame("_sync_checkpoint_dir_name_across_ranks", RAY_CONTEXT, 254))
+    assert (place.stack[-1], place.world) == ("ray.train.report 6", True)
+
+
+PAUSE = Frame("pause", "/home/me/train.py", 30)
 MODULE = Frame("<module>", "/home/me/train.py", 9)
 IDLE = (
     Frame("_wait_all_workers", TORCH + "distributed/rpc/api.py", 320),
@@ -155,7 +205,6 @@ WORKER = (
     Frame("_worker", STANDARD + "concurrent/futures/thread.py", 83),
     Frame("run", STANDARD + "concurrent/futures/thread.py", 58),
 )
-PAUSE = Frame("pause", "/home/me/train.py", 30)
 THREADS = {
     "an RPC that it answers": (IDLE, [(ANSWER, PAUSE)], Kind.SLEEP),
     "the work of the future that it waits for": (FUTURE, [(*WORKER, PAUSE)], Kind.SLEEP),
@@ -196,7 +245,9 @@ def test_what_py_spy_prints_is_read_and_nothing_but_a_rank_of_the_programs_own()
     group = {"name": "group", "addr": 4096, "arg": True, "repr": "<torch._C._distributed_c10d.ProcessGroup at 0x1000>"}
     secret = {"name": "args", "addr": 1, "arg": True, "repr": '"password"'}
     number = {"name": "rank", "addr": 1, "arg": True, "repr": "3"}
+    index = {"name": "report_call_index", "addr": 1, "arg": False, "repr": "6"}
     frames = [
+        {"name": "TrainContext.report", "filename": RAY_CONTEXT, "line": 474, "locals": [secret, index]},
         {
             "name": "all_reduce",
             "filename": C10D,
@@ -213,11 +264,13 @@ def test_what_py_spy_prints_is_read_and_nothing_but_a_rank_of_the_programs_own()
     (thread,) = parse(text)
     assert (thread.tid, thread.holds_gil) == (10, True)
     assert [str(frame) for frame in thread.frames] == [
-        "train.py:7 fit", "torch/distributed/distributed_c10d.py:2750 irecv", "torch/distributed/distributed_c10d.py:3252 all_reduce"
+        "train.py:7 fit", "torch/distributed/distributed_c10d.py:2750 irecv", "torch/distributed/distributed_c10d.py:3252 all_reduce",
+        "ray/train/v2/_internal/execution/context.py:474 report",
     ]  # fmt: skip
-    assert [dict(frame.arguments).get("group") for frame in thread.frames] == [None, group["repr"], "None"]
+    assert thread.frames[-1].arguments == (("report_call_index", "6"),)
+    assert [dict(frame.arguments).get("group") for frame in thread.frames] == [None, group["repr"], "None", None]
     assert [(frame.arguments == (), frame.group, frame.rank) for frame in thread.frames] == [
-        (True, 0, 3), (False, 4096, None), (False, 0, None)
+        (True, 0, 3), (False, 4096, None), (False, 0, None), (False, 0, None)
     ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ncclguard.hang.names import Pid
-from ncclguard.hang.stacks import Kind, Motion, Place
+from ncclguard.hang.stacks import RAY_REPORT, Kind, Motion, Place
 from ncclguard.hang.verdict import Evidence, Seen, judge
 from ncclguard_explain.cause import Cause
 
@@ -15,6 +15,7 @@ REDUCE = Place(Kind.COLLECTIVE, "all_reduce", True, stack=("train.py:2 step", "a
 BARRIER = Place(Kind.COLLECTIVE, "barrier", True, stack=("train.py:3 step", "barrier"))
 OF_A_GROUP = replace(REDUCE, world=False)
 BACKWARD = Place(Kind.BACKWARD, "backward", True, stack=("train.py:4 step", "backward"))
+REPORT = Place(Kind.COLLECTIVE, RAY_REPORT, True, stack=("train.py:7 step", "ray.train.report 6"))
 SETUP = Place(Kind.SETUP, "init_process_group", True, stack=("train.py:1 main", "init_process_group"))
 RECEIVE = Place(Kind.P2P, "recv", True, 2, stack=("train.py:5 step", "recv"))
 CALL = Place(Kind.RPC, "rpc_sync", stack=("train.py:11 ask", "rpc_sync"))
@@ -63,6 +64,37 @@ def test_the_rank_that_is_not_where_the_others_wait_is_named(
 ) -> None:
     verdict = judge(job(struck, others))
     assert (verdict.culprits, verdict.cause, verdict.confidence) == ((2,), cause, confidence)
+
+
+def test_who_waits_in_a_report_of_ray_train_asks_again_and_again() -> None:
+    for place, culprits in ((REPORT, (2,)), (BARRIER, ())):
+        seen = [rank(number, place, Motion.WAKING) for number in (0, 1, 3)]
+        assert judge(Evidence(4, [*seen, rank(2, SLEEP)])).culprits == culprits
+
+
+GATHER = replace(
+    REDUCE, op="all_gather_into_tensor", stack=("torch/distributed/fsdp/_fully_shard.py:2 unshard", "all_gather")
+)
+
+
+@pytest.mark.parametrize("others", [BACKWARD, GATHER])
+def test_who_waits_for_a_message_within_a_step_of_training_is_named(others: Place) -> None:
+    """Nobody serves in the middle of a step, but may have been told nothing by a controller, or wait with a limit."""
+    verdict = judge(job(rank(2, QUEUE), others))
+    assert (verdict.culprits, verdict.cause, verdict.confidence) == ((2,), Cause.LATE, "medium")
+    told = replace(QUEUE, stack=("ray/_private/worker.py:1069 main_loop",))
+    for struck in (rank(2, QUEUE, Motion.WAKING), rank(2, told)):
+        assert judge(job(struck, others)).culprits == ()
+
+
+def test_one_rank_in_another_group_of_the_same_ranks_has_diverged() -> None:
+    seen = [replace(rank(n), **of(0, 1, 2, 3), group_number=2 if n == 2 else 1) for n in range(4)]
+    verdict = judge(Evidence(4, seen))
+    assert (verdict.culprits, verdict.cause) == ((2,), Cause.DIVERGED), verdict
+    assert "in different groups of the same ranks" in verdict.reason
+    for changed in ([*seen[:3], replace(seen[3], group_number=0)],
+                    [replace(one, place=replace(REDUCE, op="broadcast")) for one in seen]):  # fmt: skip
+        assert judge(Evidence(4, changed)).culprits == ()
 
 
 def of(*members: int, place: Place = OF_A_GROUP) -> dict[str, object]:
