@@ -460,14 +460,13 @@ class Evaluation:
             if decided.action is not Action.RETRY:
                 return self._end(decided, met, result)
             self._note(decided)
-            log.warning(
-                "%s",
-                told(
-                    "ncclguard: {name}: {failed}; trying again",
-                    name=self._label,
-                    failed=decided.failure or "",
-                ),
+            failed = decided.failure
+            text = told(
+                "ncclguard: {name}: {failed}; trying again",
+                name=self._label,
+                failed=failed.summary if failed is not None else "",
             )
+            log.warning("%s%s", text, failed.details if failed is not None else "")
         raise AssertionError("the last try is decided by at_end")
 
     # ------------------------------------------------------------------ one try
