@@ -67,7 +67,12 @@ def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
     >>> "main_thread_stack" in main_thread_stack()[-1]
     True
     """
-    spots = _spots(sys._current_frames().get(threading.main_thread().ident or 0))
+    return thread_stack(threading.main_thread().ident or 0, limit)
+
+
+def thread_stack(thread: int, limit: int = 64) -> tuple[str, ...]:
+    """Return the frames of a thread, by its ident, as `main_thread_stack` does; nothing of one that has ended."""
+    spots = _spots(sys._current_frames().get(thread))
     _read_sources(spot for spot in spots if not is_own_file(spot.file))
     lines: list[str] = []  # innermost first
     for own, run in itertools.groupby(spots, lambda spot: is_own_file(spot.file)):
@@ -80,6 +85,18 @@ def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
         left_out = len(lines) - limit + 1
         lines = [*lines[: limit - 1], f"... {_count(left_out, 'line')} further out ..."]
     return tuple(reversed(lines))
+
+
+def programs_thread(thread: int) -> str:
+    """Return the name of a thread, by its ident, in which the program runs; empty for the main thread and any other.
+
+    Under Ray a program runs in a thread of its own, and the main thread is Ray's.
+    """
+    if thread == threading.main_thread().ident:
+        return ""
+    if not any(_is_programs(spot.file) for spot in _spots(sys._current_frames().get(thread))):
+        return ""
+    return next((one.name for one in threading.enumerate() if one.ident == thread), "")
 
 
 def other_threads(limit: int = 16) -> list[list[object]]:
