@@ -41,7 +41,7 @@ def summarise(
     rightly = [
         r for r in entered if r.rank not in causes
     ] or entered  # what the others called, where somebody called another
-    text = rightly[0].operation.text if rightly and rightly[0].operation is not None else "operation"
+    text = rightly[0].operation.text if rightly and rightly[0].operation is not None else ""
     waited = max((r.age for r in entered), default=0.0)
     timeout = min((r.age + r.budget for r in entered if r.budget is not None), default=None)
     op_id = f"{state.key}/{verdict.sequence}"
@@ -59,7 +59,7 @@ def summarise(
     incident = Incident(
         id=_identifier(state, f"{op_id}.{verdict.generation}"),
         device=torch_compat.emulated_device(),
-        op=text.partition("(")[0],
+        op=text.partition("(")[0] or "operation",
         op_id=op_id,
         group=state.key,
         generation=verdict.generation,
@@ -431,20 +431,23 @@ def _summary(
     guarded: bool,
     placed: Hosts,
 ) -> str:
+    operation = text or tr("operation")
     # What is only watched goes on, and may complete.
-    failed = tr("{operation} stood still for {seconds:.3g} s", operation=text, seconds=waited)
+    failed = tr("{operation} stood still for {seconds:.3g} s", operation=operation, seconds=waited)
     if guarded:
-        failed = tr("{operation} failed after {seconds:.3g} s", operation=text, seconds=waited)
+        failed = tr("{operation} failed after {seconds:.3g} s", operation=operation, seconds=waited)
     because = (
         _alone_to_blame(causes, reports, departed, placed) or _because(causes, placed) or _repeated(reports, placed)
     )
     if because and verdict.action is Action.RESUME and guarded:
         return tr(
             "{operation} starts again after {seconds:.3g} s: {because}.",
-            operation=text,
+            operation=operation,
             seconds=waited,
             because=because,
         )
+    if because and not (text or guarded):
+        return tr("{because}; no rank was waiting in a collective of torch's own.", because=because)
     if because:
         if _of_groups(verdict.sides):
             because = tr("{because}: the same call on another group", because=because)

@@ -971,8 +971,9 @@ def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options:
         raise no_argument("resilient_evaluate", unknown[0], Options.__dataclass_fields__)
     checked = Options(**options)
     if function is not None and not callable(function):
-        meant = f": a limit is given by its name, timeout={function!r}" if is_time(function) else ""
-        raise TypeError(f"resilient_evaluate takes a function that evaluates, not {type(function).__name__}{meant}")
+        needed = tr("resilient_evaluate takes a function that evaluates, not {kind}", kind=type(function).__name__)
+        meant = tr("a limit is given by its name, timeout={value}", value=repr(function))
+        raise TypeError(say(joined(": ", (needed, meant)) if is_time(function) else needed))
 
     def wrap(wrapped: Callable[..., Any]) -> GuardedEvaluation:
         check_runs(wrapped)

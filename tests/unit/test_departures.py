@@ -174,3 +174,12 @@ def test_what_was_seen_of_a_stuck_rank_decides_what_is_advised(seen: dict[str, o
     silent, reports = {2: Cause.STUCK}, {rank: waiting(rank) for rank in (0, 1)}
     decided = decide(0, (0, 1, 2), reports, {}, silent)
     assert advised in Incident.from_json(incidents.summarise(decided, reports, {}, silent, group)).advice
+
+
+def test_a_rank_that_is_lost_while_nobody_waits_holds_up_no_operation() -> None:
+    group = GroupState("job", 0, (0, 1, 2, 3))
+    group.guarded = False
+    gone = {2: Departure(2, Cause.LOST, "its pid is gone")}
+    decided = Verdict(0, 0, Action.FAIL, Cause.LOST, ((2, Cause.LOST),), (0, 1, 3))
+    found = Incident.from_json(incidents.summarise(decided, {}, gone, {}, group))
+    assert found.summary == "rank 2 lost; no rank was waiting in a collective of torch's own."

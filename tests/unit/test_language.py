@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
@@ -31,6 +31,7 @@ from ncclguard.incident.page import render_html
 from ncclguard.incident.report import folded, show
 from ncclguard.incident.timeline import Document
 from ncclguard.outcome import of_incident
+from ncclguard.watch.coordination import WatchCoordination
 from ncclguard_explain import explain, language
 from ncclguard_explain.cause import ADVICE, MEANING, WORD, Cause
 from ncclguard_explain.language import Message, entries_of, joined, read, said, tr
@@ -195,6 +196,14 @@ def test_no_reading_takes_long() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- incidents
+
+
+def test_the_evidence_of_a_lost_rank_is_said_in_the_line_that_tells_of_it(
+    chinese: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    evidence = "process 7 of rank 1 on a has ended: killed by SIGKILL"
+    WatchCoordination._lost(SimpleNamespace(_rank=0), 1, evidence)  # type: ignore[arg-type]
+    assert caplog.messages == ["ncclguard: rank 1 丢失：a 上 rank 1 的进程 7 已经结束：被 SIGKILL 杀死（rank 0 看到）"]
 
 
 @pytest.mark.parametrize("path", GALLERY, ids=lambda path: path.parent.name)
