@@ -20,6 +20,7 @@ from ncclguard.coordination.inquiry import Question, not_answering, not_come
 from ncclguard.coordination.liveness import silent_cause
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.coordination.store import AgreementStore, HighWaterMarks
+from ncclguard.engine.description import CALLER
 from ncclguard.incident import model
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import call_site_of
@@ -172,7 +173,7 @@ class WatchState(GroupState):
             details[STARTED] = [p.channel for p in observation.pending if p.started]
             report = replace(report, age=self.age(oldest))
         elif latest is not None:
-            details |= {"last": latest.text, "caller": latest.thread}
+            details |= {"last": latest.text, CALLER: latest.thread}
         if observation.message:
             details[MESSAGE] = observation.message
         if self.broken and latest is not None:
