@@ -318,7 +318,7 @@ def _broadcast_object_list(terms: Terms, object_list: list[Any], data: torch.Ten
     sending = terms.rank == source
     size = torch.tensor([data.numel()], dtype=torch.int64)
     whose = (source, len(object_list))
-    detail = f"size of {len(object_list)} objects, src={source}"
+    detail = f"size of {len(object_list)} object{'s' * (len(object_list) != 1)}, src={source}"
     outcome = run(BROADCAST_OBJECT_LIST, Arguments(size, root=source), terms, ONE, detail=detail, key=("size", *whose))
     if outcome.failed:
         return outcome

@@ -106,20 +106,26 @@ def is_time(given: object) -> bool:
 
 def _time(value: object) -> object:
     """Convert a setting's time from a number, a timedelta or the text of a variable."""
-    if isinstance(value, str):
-        value = float(value)
+    value = _number(value)
     try:
         return seconds(cast("float | timedelta | None", value), tr("it", "setting"))
     except TypeError as error:  # pydantic reports ValueError only
         raise ValueError(str(error)) from None
 
 
+def _number(value: object) -> object:
+    """Convert the text of a variable to the number that it is; anything else stays."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(told("it is no number")) from None
+
+
 def _count(value: object) -> object:
     """Convert a setting's whole number; accepts 5e7 and 50_000_000."""
     if isinstance(value, bool):
         raise ValueError(told("a whole number is needed, not a truth value"))  # noqa: TRY004 - pydantic takes only this
-    if isinstance(value, str):
-        value = float(value)
+    value = _number(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -127,7 +133,12 @@ def _language(value: object) -> object:
     """Convert a setting's language; accepts zh_CN.UTF-8. No job ends because of the variable: it is warned of, once."""
     if not isinstance(value, str):
         return value
-    return language.of_variable(value) if value == os.environ.get(language.VARIABLE) else language.parsed(value)
+    if value == os.environ.get(language.VARIABLE):
+        return language.of_variable(value)
+    try:
+        return language.parsed(value)
+    except ValueError:
+        raise ValueError(told("there is no such language")) from None
 
 
 Seconds = Annotated[float, BeforeValidator(_time)]
@@ -433,12 +444,13 @@ def _explain(error: ValidationError, given: dict[str, Any]) -> str:
         elif name in GuardConfig.model_fields:
             variable = tr("the environment variable {name}", name=PREFIX + name.upper())
             text = tr(
-                "{setting} is {value}; allowed: {allowed} ({why})",
+                "{setting} is {value}; allowed: {allowed}",
                 setting=name if name in given else variable,
                 value=repr(item["input"]),
                 allowed=allowed_values(name),
-                why=item["msg"].removeprefix("Value error, "),
             )
+            if item["type"] == "value_error":  # our own: pydantic's say in English what is allowed
+                text = tr("{text} ({why})", text=text, why=item["ctx"]["error"].args[0])
             sentences.setdefault(name, text)
         else:
             there = tr("there are {some}", some=", ".join(GuardConfig.model_fields))

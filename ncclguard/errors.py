@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ncclguard_explain.cause import WORD, Cause
-from ncclguard_explain.language import Message, joined, read, say, told, tr
+from ncclguard_explain.language import Message, joined, read, received, told, tr
 from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
@@ -178,5 +178,7 @@ def _text(kind: str, outcome: Outcome) -> str:
 
 def _called(sides: Sequence[tuple[str, tuple[int, ...]]]) -> str:
     """Say which ranks called what, of the largest sides of a mismatch."""
-    calls = [tr("{ranks} called {operation}", ranks=ranks_text(ranks), operation=text) for text, ranks in sides[:4]]
-    return f"{say(joined('; ', calls).capitalised())}."
+    calls = [
+        tr("{ranks} called {operation}", ranks=ranks_text(ranks), operation=received(text)) for text, ranks in sides[:4]
+    ]
+    return told("{meaning}.", meaning=joined("; ", calls).capitalised())

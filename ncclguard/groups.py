@@ -28,6 +28,13 @@ def group_of(given: object) -> ProcessGroup | None:
         return dist.group.WORLD
     launched = launched_ranks(os.environ)
     if launched is not None and launched[1] > 1:
+        if torch_compat.was_destroyed():
+            raise GuardConfigError(
+                told(
+                    "the process group of the job was destroyed in this process, so nothing would be communicated: make this "
+                    "call before destroy_process_group(), or call init_process_group() again"
+                )
+            )
         variable, ranks = launched
         raise GuardConfigError(
             told(

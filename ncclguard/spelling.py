@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import ParamSpec, TypeVar
 
-from ncclguard_explain.language import Message, joined, say, tr
+from ncclguard_explain.language import Message, joined, say, told, tr
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,6 +27,11 @@ def no_argument(function: str, name: str, known: Collection[str]) -> TypeError:
     return TypeError(say(joined(": ", (refused, meant(name, known, "{}=") or there))))
 
 
+def lacks_arguments(function: str, names: Collection[str]) -> TypeError:
+    """Return the error of a call without arguments that a function needs."""
+    return TypeError(told("{name} needs {some}: give it in the call", name=function, some=", ".join(names)))
+
+
 def no_attribute(owner: object, name: str, hint: str) -> AttributeError:
     """Return the error for an attribute that an object does not have, with a hint at what to use instead, or ""."""
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
@@ -34,8 +39,9 @@ def no_attribute(owner: object, name: str, hint: str) -> AttributeError:
 
 
 def hinted(function: Callable[P, R]) -> Callable[P, R]:
-    """Have calls of a function that misspell an argument raise a TypeError that says which was meant."""
+    """Have calls of a function that misspell or lack an argument raise a TypeError that says which."""
     known = inspect.signature(function).parameters
+    needed = [name for name, one in known.items() if one.default is inspect.Parameter.empty]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -43,8 +49,11 @@ def hinted(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except TypeError:
             unknown = next((name for name in kwargs if name not in known), None)
-            if unknown is None:
-                raise
-            raise no_argument(function.__name__, unknown, known) from None
+            if unknown is not None:
+                raise no_argument(function.__name__, unknown, known) from None
+            without = [name for name in needed[len(args) :] if name not in kwargs]
+            if without:
+                raise lacks_arguments(function.__name__, without) from None
+            raise
 
     return call

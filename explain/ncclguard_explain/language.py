@@ -144,6 +144,11 @@ class _List(Message):
         between = _catalogue(language).get(("", self.template), self.template)
         return functools.reduce(beside, _between(between, (str(said(part, language)) for part in self.parts)), "")
 
+    def capitalised(self) -> Message:
+        first, *rest = self.parts or ("",)
+        first = first.capitalised() if isinstance(first, Message) else f"{first[:1].upper()}{first[1:]}"
+        return joined(self.template, (first, *rest))
+
 
 class _Received(Message):
     """A text of another process."""
@@ -168,8 +173,8 @@ def tr(template: str, /, context: str = "", **values: object) -> Message:
 
 
 def received(text: str) -> Message:
-    """A text that another process has made, which is said as far as `read` knows it."""
-    return _Received(text)
+    """A text that another process has made, which is said as far as `read` knows it; a message of this one as it is."""
+    return text if isinstance(text, Message) else _Received(text)
 
 
 def joined(separator: str, parts: Iterable[str]) -> Message:
@@ -364,9 +369,11 @@ def _slot(name: str, value: str, language: str, depth: int) -> _Reading:
     catalogue = _catalogue(language)
     if (name, value) in catalogue or name == "cause":
         return catalogue.get((name, value), value), 0 if (name, value) in catalogue else _NOT
+    if name == "operation":
+        return _operation(value, language, depth)
     if name in _FOREIGN:
         whole = catalogue.get(("", value)) if "{" not in value else None
-        return whole or value, _NOT if "; " in value and name == "operation" else 0
+        return whole or value, 0
     reading = _read(value, language, depth)
     if name in _TEXTS:
         return reading
@@ -375,6 +382,21 @@ def _slot(name: str, value: str, language: str, depth: int) -> _Reading:
         known = known and ": " not in value and (name != "hosts" or "rank" not in value)
         known = known and (name != "part" or "host" not in value)
     return reading if known else (value, _NOT)
+
+
+def _operation(value: str, language: str, depth: int) -> _Reading:
+    """Read a call, `all_reduce(float32[3], SUM)`, maybe with its group; of words before one, each letter counts.
+
+    So "it waits in barrier() of group 0 (ranks 0-1)" is no call that begins with "it waits in".
+    """
+    if "; " in re.sub(r"\([^()]*\)", "", value):
+        return value, _NOT
+    exact = _catalogue(language).get(("", value)) if "{" not in value else None
+    *before, _ = value.partition("(")[0].split(" ")
+    if exact is not None or before:
+        return exact or value, 0 if exact is not None else sum(map(str.isalpha, "".join(before)))
+    whole = _read(value, language, depth)
+    return whole if whole[1] == 0 else (value, 0)
 
 
 def _lists(text: str, language: str, depth: int) -> Iterator[_Reading]:

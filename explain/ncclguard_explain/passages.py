@@ -180,12 +180,8 @@ def _unframed(text: str, following: Following) -> str:
     return re.sub(r"[│─╭╮╰╯\s]+", " ", " ".join([text, *following(6)]))
 
 
-_DO, _NEXT, _STACK = (
-    tr("what to do: {advice}", advice=""),
-    tr("next time: {advice}", advice=""),
-    tr("main thread, innermost last:"),
-)
-_FURTHER = tr("main thread, innermost last ({count} outer frames left out):", count=0)
+_DO, _NEXT = tr("what to do: {advice}", advice=""), tr("next time: {advice}", advice="")
+_STACKS = [str(said(tr("{thread}, innermost last:", thread=""), language)).rstrip(":：") for language in LANGUAGES]
 
 
 def _begins(line: str, text: str) -> str | None:
@@ -204,7 +200,7 @@ def _of_panel(following: Following) -> dict[str, tuple[str, ...]]:
         line = body.strip()
         if "╰" in row:
             break
-        if _begins(line, _STACK) is not None or _begins(line, _FURTHER) is not None:
+        if line.endswith((":", "：")) and any(head in line for head in _STACKS):
             deep = 0 if frames else len(body) - len(line)
         elif deep and len(body) - len(line) > deep:
             frames.append(line)

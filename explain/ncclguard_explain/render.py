@@ -24,7 +24,7 @@ COLUMNS = (
     (tr("state"), True),
     (tr("group"), True),
     ("seq", False),
-    ("op", True),
+    (tr("operation"), True),
     ("NumelIn", False),
     ("NumelOut", False),
     (tr("enqueued"), False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from pydantic import ValidationError
 
@@ -41,7 +41,7 @@ def summarise(
     rightly = [
         r for r in entered if r.rank not in causes
     ] or entered  # what the others called, where somebody called another
-    text = rightly[0].operation.text if rightly and rightly[0].operation is not None else "operation"
+    text = rightly[0].operation.text if rightly and rightly[0].operation is not None else ""
     waited = max((r.age for r in entered), default=0.0)
     timeout = min((r.age + r.budget for r in entered if r.budget is not None), default=None)
     op_id = f"{state.key}/{verdict.sequence}"
@@ -59,7 +59,7 @@ def summarise(
     incident = Incident(
         id=_identifier(state, f"{op_id}.{verdict.generation}"),
         device=torch_compat.emulated_device(),
-        op=text.partition("(")[0],
+        op=text.partition("(")[0] or "operation",
         op_id=op_id,
         group=state.key,
         generation=verdict.generation,
@@ -130,6 +130,8 @@ def _advice(
     if resumed:
         return tr("The others go on without it. {advice}", advice=SEE_LOST if cause is Cause.LOST else ADVICE[cause])
     advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
+    if cause is Cause.STUCK:
+        return _advice_on_stuck([one for one in ranks if one.cause is cause], state) or advice
     if begins_evaluation(text):
         if cause is Cause.LATE:
             advice = tr(
@@ -149,6 +151,27 @@ def _advice(
             "or on none, and call both in the same order on each."
         )
     return advice
+
+
+def _advice_on_stuck(culprits: Sequence[RankReport], state: Subject) -> Message | str:
+    """Return what to do about processes that are all stopped, or whose stacks are all known; empty for any others."""
+    if culprits and all(state.sightings.get(one.rank, {}).get("stopped") for one in culprits):
+        if len(culprits) > 1:
+            return tr(
+                "They are stopped by a signal or a debugger: `kill -CONT PID` on their hosts, with the pids in this report, "
+                "has them go on. Find out what stopped them: SIGSTOP, Ctrl-Z, a scheduler that suspends jobs."
+            )
+        return tr(
+            "It is stopped by a signal or a debugger: `kill -CONT {pid}` on its host has it go on. Find out what stopped "
+            "it: SIGSTOP, Ctrl-Z, a scheduler that suspends jobs.",
+            pid=culprits[0].pid,
+        )
+    if culprits and all(one.stack for one in culprits):
+        return tr(
+            "Its process exists but its interpreter does not run: swapped out, or in a call that holds the GIL. See in its "
+            "stack, in this report, which call that is."
+        )
+    return ""
 
 
 def _in_torchs_own(rank: RankReport) -> bool:
@@ -323,6 +346,9 @@ def _rank(
         peer=trouble.peer if trouble is not None and trouble.peer >= 0 else None,
         exception=raised or (left.text if left is not None and left.cause is Cause.FAILED else None),
         stack=_frames(stack) if cause is not None else (),
+        thread=(str(details.get("thread") or "") or None)
+        if cause is not None and stack is details.get("stack")
+        else None,
         threads=_threads(details) if cause is not None else (),
         note="; ".join(filter(None, notes)) or None,
     )
@@ -405,20 +431,23 @@ def _summary(
     guarded: bool,
     placed: Hosts,
 ) -> str:
+    operation = text or tr("operation")
     # What is only watched goes on, and may complete.
-    failed = tr("{operation} stood still for {seconds:.3g} s", operation=text, seconds=waited)
+    failed = tr("{operation} stood still for {seconds:.3g} s", operation=operation, seconds=waited)
     if guarded:
-        failed = tr("{operation} failed after {seconds:.3g} s", operation=text, seconds=waited)
+        failed = tr("{operation} failed after {seconds:.3g} s", operation=operation, seconds=waited)
     because = (
         _alone_to_blame(causes, reports, departed, placed) or _because(causes, placed) or _repeated(reports, placed)
     )
     if because and verdict.action is Action.RESUME and guarded:
         return tr(
             "{operation} starts again after {seconds:.3g} s: {because}.",
-            operation=text,
+            operation=operation,
             seconds=waited,
             because=because,
         )
+    if because and not (text or guarded):
+        return tr("{because}; no rank was waiting in a collective of torch's own.", because=because)
     if because:
         if _of_groups(verdict.sides):
             because = tr("{because}: the same call on another group", because=because)

@@ -28,7 +28,7 @@ from ncclguard.groups import group_of, is_outside
 from ncclguard.metrics.settings import adjusted, config_of
 from ncclguard.phases import resolve_timeout
 from ncclguard.protocol.decision import EVERYBODY, Operation
-from ncclguard_explain.language import told
+from ncclguard_explain.language import joined, say, told, tr
 
 Time = float | timedelta | None
 OnLost = Literal["fail", "shrink"] | None
@@ -65,9 +65,11 @@ class Terms(NamedTuple):
     def member(self, rank: int, what: str) -> int:
         """Return `rank` if it is a global rank of the group, else raise; `what`: the argument it was given as."""
         if isinstance(rank, bool) or not isinstance(rank, int):
-            raise TypeError(
-                told("{name} must be a global rank, not {kind}: give a number", name=what, kind=type(rank).__name__)
-            )
+            needed = tr("{name} must be a global rank, not {kind}", name=what, kind=type(rank).__name__)
+            meant = tr("give a number")
+            if isinstance(rank, ProcessGroup):
+                meant = tr("give a number, and the group by its name, group=...")
+            raise TypeError(say(joined(": ", (needed, meant))))
         if rank not in self.ranks:
             some = list(self.ranks)[:16]
             raise ValueError(

@@ -16,7 +16,7 @@ from typing import Final
 from ncclguard import events, lifecycle
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.monitor import Monitor
-from ncclguard.incident.stacks import call_site_of, main_thread_stack, other_threads
+from ncclguard.incident.stacks import call_site_of, main_thread_stack, other_threads, programs_thread, thread_stack
 from ncclguard.incident.timeline import KEPT, PastTuple, snapshot
 from ncclguard.outcome import Outcome
 from ncclguard.protocol.decision import Phase, Report
@@ -28,15 +28,21 @@ ONE_REPORT: Final = (2 << 10, 96 << 10)
 TEXT: Final = 1000
 
 
+#: In a report's details: the thread that issued the last collective which is only watched.
+CALLER: Final = "caller"
+
+
 class History(events.Listener):
     """Keeps the last calls of each group for later reports; on every call's path."""
 
     def __init__(self) -> None:
         self._past: dict[str, deque[PastTuple]] = {}
+        self._callers: dict[str, int] = {}
         self.entered = 0  # calls of this process, in all groups
 
     def call_started(self, group: str, call: OpenCall) -> None:
         self.entered += 1
+        self._callers[group] = call.thread
 
     def call_refused(self, group: str, outcome: Outcome) -> None:
         self.entered += 1
@@ -55,6 +61,10 @@ class History(events.Listener):
         past = self._past.get(group)
         return past[-1][1] if past else ""
 
+    def caller(self, group: str) -> int:
+        """The thread of the last call of a group, by ``threading.get_ident()``; 0 for none."""
+        return self._callers.get(group, 0)
+
     def past(self) -> dict[str, list[PastTuple]]:
         """A copy, by group."""
         return {group: list(past) for group, past in list(self._past.items())}
@@ -71,9 +81,12 @@ class Description:
     def describe(self, state: GroupState, report: Report) -> Report:
         """Add to a report what only this process knows."""
         call = state.call
+        caller = int(str(report.details.get(CALLER) or self._history.caller(state.key)))
+        thread = programs_thread(caller)
         details: dict[str, object] = {
             **self.identity(),
-            "stack": list(main_thread_stack()),
+            "stack": list(thread_stack(caller) if thread else main_thread_stack()),
+            "thread": thread,
             "call_site": "" if call is None else call_site_of(call.thread),
             "last": self._history.last(state.key),
             "entered": self._history.entered,
@@ -81,7 +94,8 @@ class Description:
             "dead_threads": lifecycle.dead_threads(),
         }
         if report.phase is Phase.NONE:  # not in it: this may be the rank that is looked for
-            details["threads"] = other_threads()
+            others = [one for one in other_threads() if one[0] != thread]
+            details["threads"] = [["MainThread", list(main_thread_stack())], *others] if thread else others
         details |= report.details
         trouble = report.trouble
         elsewhere, free_for = self._monitor.waiting_elsewhere(state.key)
@@ -118,7 +132,7 @@ def shortened(details: Mapping[str, object], members: int) -> dict[str, object]:
 
     Outer frames, history and other threads give way.
 
-    Half of the bytes are the main thread's, innermost frames first. What a verdict under `watch` rests on is never cut.
+    Half of the bytes are the first stack's, innermost frames first. What a verdict under `watch` rests on is never cut.
     """
     small = {
         key: value[:TEXT] if isinstance(value, str) else value

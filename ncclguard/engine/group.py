@@ -306,8 +306,9 @@ class GuardedGroup:
         log.error(
             "ncclguard: %s",
             told(
-                "the failed outcome of {name} was never looked at: test it (`if not outcome:`), or call its raise_if_failed()",
-                name=unread.op_id,
+                "{summary} The outcome ({op_id}) was never looked at: test it (`if not outcome:`), or call its raise_if_failed()",
+                summary=str(unread),
+                op_id=unread.op_id,
             ),
         )
         return unread

@@ -536,7 +536,15 @@ def builder(device: torch.device, towards: str = "") -> Builder:
 
 
 def _after_init() -> None:
-    if current_config().autostart and dist.get_world_size() > 1:
+    try:
+        wanted = current_config().autostart and dist.get_world_size() > 1
+    except GuardConfigError as error:
+        text = told(
+            "nothing is guarded in this process, whose process group itself is not affected: {error}", error=error
+        )
+        log.error("ncclguard: %s", text)
+        return
+    if wanted:
         current()
 
 
@@ -565,11 +573,6 @@ def _end(cause: Cause, text: str) -> None:
         runtime.leave(cause, text)
     for group in tuple(_outside):
         end_outside(group, cause, text)
-
-
-def has_ended() -> bool:
-    """Return whether the default process group was destroyed, and none was made since."""
-    return _left is not None and not dist.is_initialized()
 
 
 _failure = ""

@@ -14,7 +14,7 @@ from typing import Any
 
 from ncclguard.protocol.decision import PRECEDENCE
 from ncclguard_explain.cause import ADVICE, WORD, Cause
-from ncclguard_explain.language import Message, joined, say, told, tr
+from ncclguard_explain.language import Message, joined, received, say, told, tr
 from ncclguard_explain.ranks import ranks_text
 
 
@@ -128,9 +128,14 @@ class Failure:
             return tr("try {number}: {cause}", number=self.attempt, cause=cause)
         return tr("before try {number}: {cause}", number=self.attempt, cause=cause)
 
+    @property
+    def details(self) -> str:
+        """The ranks' errors, each as a line of its own that begins with a line break."""
+        lines = (joined(": ", (ranks_text([rank]), received(error))) for rank, error in self.errors)
+        return "".join(f"\n    {say(line)}" for line in lines)
+
     def __str__(self) -> str:
-        errors = (f"\n    {say(joined(': ', (ranks_text([rank]), error)))}" for rank, error in self.errors)
-        return "".join((say(self.summary), *errors))
+        return f"{say(self.summary)}{self.details}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -460,14 +460,13 @@ class Evaluation:
             if decided.action is not Action.RETRY:
                 return self._end(decided, met, result)
             self._note(decided)
-            log.warning(
-                "%s",
-                told(
-                    "ncclguard: {name}: {failed}; trying again",
-                    name=self._label,
-                    failed=decided.failure or "",
-                ),
+            failed = decided.failure
+            text = told(
+                "ncclguard: {name}: {failed}; trying again",
+                name=self._label,
+                failed=failed.summary if failed is not None else "",
             )
+            log.warning("%s%s", text, failed.details if failed is not None else "")
         raise AssertionError("the last try is decided by at_end")
 
     # ------------------------------------------------------------------ one try
@@ -972,8 +971,9 @@ def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options:
         raise no_argument("resilient_evaluate", unknown[0], Options.__dataclass_fields__)
     checked = Options(**options)
     if function is not None and not callable(function):
-        meant = f": a limit is given by its name, timeout={function!r}" if is_time(function) else ""
-        raise TypeError(f"resilient_evaluate takes a function that evaluates, not {type(function).__name__}{meant}")
+        needed = tr("resilient_evaluate takes a function that evaluates, not {kind}", kind=type(function).__name__)
+        meant = tr("a limit is given by its name, timeout={value}", value=repr(function))
+        raise TypeError(say(joined(": ", (needed, meant)) if is_time(function) else needed))
 
     def wrap(wrapped: Callable[..., Any]) -> GuardedEvaluation:
         check_runs(wrapped)

@@ -25,6 +25,7 @@ from ncclguard import events, lifecycle, torch_compat
 from ncclguard.faults.fault import EVENTS_VARIABLE
 from ncclguard_explain.cause import WORD, Cause
 from ncclguard_explain.language import speaking_to, told
+from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
     from ncclguard.coordination.group_state import OpenCall
@@ -182,11 +183,11 @@ def train(steps: int, timeout: float, numel: int, seed: int) -> None:
             on_lost = "shrink"  # the same on all ranks, as the verdict is
             with speaking_to(sys.stdout):
                 left_out = told(
-                    "rank {rank}: step {number} is left out: {cause}, ranks {culprits}",
+                    "rank {rank}: step {number} is left out: {cause}, {ranks}",
                     rank=dist.get_rank(),
                     number=step,
                     cause=WORD[outcome.cause or Cause.UNKNOWN],
-                    culprits=str(outcome.culprits),
+                    ranks=ranks_text(outcome.culprits),
                 )
             print(left_out)
     dist.destroy_process_group()

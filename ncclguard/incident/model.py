@@ -134,8 +134,9 @@ class RankReport(BaseModel):
 
     `operation`: what the rank is in, or last was in; `age`: seconds in it; `call_site`: where the program called it;
     `entered`: of a culprit, the guarded calls that its process had begun by then, in all groups;
-    `peer`: the rank at the other end of the connection that broke on this one; `stack`: the main thread's frames,
-    outermost first; `threads`: name and frames of other threads, for culprits. None and "" stand for what is not known.
+    `peer`: the rank at the other end of the connection that broke on this one; `stack`: the frames,
+    outermost first, of the thread that made its last call here, named `thread`, or of the main one where that is None;
+    `threads`: name and frames of other threads, for culprits. None and "" stand for what is not known.
     `state` is how far the rank got in the operation: none (not entered), running, ready (own data complete), done; or
     silent (no answer), departed (gone, or left).
     """
@@ -155,6 +156,7 @@ class RankReport(BaseModel):
     exception: Text | None = None
     peer: int | None = None
     stack: tuple[Text, ...] = ()
+    thread: Text | None = None
     threads: tuple[tuple[Text, tuple[Text, ...]], ...] = ()
     note: Text | None = None
 
@@ -445,9 +447,10 @@ def _culprit(group: Sequence[RankReport], placed: Hosts) -> list[str]:
         lines.append(f"    {said(_since(_called(line, report.call_site), report.age if report.inside else None))}")
     if report.stack:
         left_out = len(report.stack) - SHOWN_FRAMES
-        stack = told("main thread, innermost last:")
+        thread = tr("main thread") if report.thread is None else tr("thread {name}", name=repr(report.thread))
+        stack = told("{thread}, innermost last:", thread=thread)
         if left_out > 0:
-            stack = told("main thread, innermost last ({count} outer frames left out):", count=left_out)
+            stack = told("{thread}, innermost last ({count} outer frames left out):", thread=thread, count=left_out)
         lines += [f"    {stack}", *(f"      {_indented(frame)}" for frame in report.stack[-SHOWN_FRAMES:])]
         if len(report.threads) > 1:
             lines.append(f"    {told('and {count} other threads: see to_json()', count=len(report.threads))}")
@@ -468,7 +471,7 @@ def _since(line: Message, age: float | None) -> Message:
 
 def _sides(sides: Sequence[tuple[str, tuple[int, ...]]], placed: Hosts) -> list[str]:
     lines = [
-        f"  {told('{ranks} called {operation}', ranks=placed.text(ranks), operation=text)}"
+        f"  {told('{ranks} called {operation}', ranks=placed.text(ranks), operation=read(text))}"
         for text, ranks in sides[:SHOWN_GROUPS]
     ]
     if len(sides) > SHOWN_GROUPS:

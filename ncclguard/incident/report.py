@@ -473,7 +473,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # nobody reads on: no fault of this file's
             raise
         except (OSError, ValueError, PageError) as error:  # pydantic's ValidationError is a ValueError
-            print(f"ncclguard report: {file}: {_refused(error)}", file=sys.stderr)
+            name = error.filename if isinstance(error, OSError) and error.filename else file
+            print(f"ncclguard report: {name}: {_refused(error)}", file=sys.stderr)
             return UNUSABLE
         print(page)
     return 0
@@ -481,6 +482,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refused(error: Exception) -> str:
     """Say why a file is no report, without pydantic's list of what it lacks."""
+    if isinstance(error, FileNotFoundError):
+        return told("no such file or folder")
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

@@ -28,11 +28,12 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import IO, Any, Final, NamedTuple
 
+import ncclguard_explain
 from ncclguard_explain.language import tr
 
 SOURCE_LENGTH: Final = 160
@@ -43,6 +44,7 @@ EXCEPTION_LENGTH: Final = 400
 READ_WITHIN: Final = 0.25
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OWN: Final = (_PACKAGE, os.path.join(os.path.dirname(os.path.abspath(ncclguard_explain.__file__)), ""))
 # Parts of the package that use the library as a program does: their frames are what a reader wants to see.
 _USERS: Final = tuple(os.path.join(_PACKAGE, name) for name in ("bench", "faults"))
 _INSTALLED: Final = tuple(
@@ -67,7 +69,15 @@ def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
     >>> "main_thread_stack" in main_thread_stack()[-1]
     True
     """
-    spots = _spots(sys._current_frames().get(threading.main_thread().ident or 0))
+    return _lines(_spots(sys._current_frames().get(threading.main_thread().ident or 0)), limit)
+
+
+def thread_stack(thread: int, limit: int = 64) -> tuple[str, ...]:
+    """Return the frames of a thread, by its ident, as `main_thread_stack` does; nothing of one that has ended."""
+    return _lines(_spots(sys._current_frames().get(thread)), limit)
+
+
+def _lines(spots: Sequence[_Spot], limit: int) -> tuple[str, ...]:
     _read_sources(spot for spot in spots if not is_own_file(spot.file))
     lines: list[str] = []  # innermost first
     for own, run in itertools.groupby(spots, lambda spot: is_own_file(spot.file)):
@@ -80,6 +90,18 @@ def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
         left_out = len(lines) - limit + 1
         lines = [*lines[: limit - 1], f"... {_count(left_out, 'line')} further out ..."]
     return tuple(reversed(lines))
+
+
+def programs_thread(thread: int) -> str:
+    """Return the name of a thread, by its ident, in which the program runs; empty for the main thread and any other.
+
+    Under Ray a program runs in a thread of its own, and the main thread is Ray's.
+    """
+    if thread == threading.main_thread().ident:
+        return ""
+    if not any(_is_programs(spot.file) for spot in _spots(sys._current_frames().get(thread))):
+        return ""
+    return next((one.name for one in threading.enumerate() if one.ident == thread), "")
 
 
 def other_threads(limit: int = 16) -> list[list[object]]:
@@ -165,7 +187,7 @@ def is_own_file(filename: str) -> bool:
     """Return whether the code in ``filename`` is this library's, and not a program's that uses it."""
     own = _own_files.get(filename)
     if own is None:
-        own = _own_files[filename] = filename.startswith(_PACKAGE) and not filename.startswith(_USERS)
+        own = _own_files[filename] = filename.startswith(_OWN) and not filename.startswith(_USERS)
     return own
 
 
@@ -216,10 +238,10 @@ def _spots(frame: FrameType | None) -> list[_Spot]:
 
 
 def _source(file: str, number: int) -> str:
-    """A line of a file that was read before; never waits for a disk."""
+    """A line of a file that was read before, without a comment at its end; never waits for a disk."""
     known = linecache.cache.get(file, ())
     lines = known[2] if len(known) == 4 else ()
-    return lines[number - 1].strip() if 0 < number <= len(lines) else ""
+    return lines[number - 1].partition("  # ")[0].strip() if 0 < number <= len(lines) else ""
 
 
 def _read_sources(spots: Iterable[_Spot]) -> None:

@@ -47,6 +47,7 @@ from ncclguard.torch_compat.groups import (
     time_limit,
     under_detail,
     version_of,
+    was_destroyed,
     world_of_one,
 )
 from ncclguard.torch_compat.nccl import (
@@ -153,5 +154,6 @@ __all__ = [
     "time_limit",
     "under_detail",
     "version_of",
+    "was_destroyed",
     "world_of_one",
 ]

@@ -204,6 +204,8 @@ def _meant(given: object) -> Message | None:
     """Return a hint at what to write in place of a wrong `op`, None where that is not clear."""
     if isinstance(given, (numbers.Real, timedelta)) and not isinstance(given, bool):
         return tr("a limit is given by its name, timeout={value}", value=repr(given))
+    if isinstance(given, dist.ProcessGroup):
+        return tr("a group is given by its name, group=...")
     if isinstance(given, str):
         names = list(_REDUCE_OPS.values())
         close = difflib.get_close_matches({"mean": "AVG"}.get(given.lower(), given.upper()), names, n=1)
@@ -313,16 +315,28 @@ def on_destroy_group(callback: Callable[[dist.ProcessGroup], None]) -> None:
     _wrap("destroy_process_group", _before_destroy)
 
 
+_destroyed = False
+
+
+def was_destroyed() -> bool:
+    """Return whether the default process group was destroyed, and none was made since; known from `on_destroy` on."""
+    return _destroyed and not dist.is_initialized()
+
+
 def _after_init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    global _destroyed
     result = original(*args, **kwargs)
+    _destroyed = False
     _call_all(_on_init)
     return result
 
 
 def _before_destroy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    global _destroyed
     group = kwargs.get("group", args[0] if args else None)
     if group is None or group is dist.group.WORLD:
         _call_all(_on_destroy)
+        _destroyed = dist.is_initialized()
     elif is_member(group):
         _call_all([functools.partial(callback, group) for callback in _on_destroy_group])
     return original(*args, **kwargs)

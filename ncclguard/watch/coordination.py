@@ -20,6 +20,7 @@ from ncclguard.coordination.inquiry import Question, not_answering, not_come
 from ncclguard.coordination.liveness import silent_cause
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.coordination.store import AgreementStore, HighWaterMarks
+from ncclguard.engine.description import CALLER
 from ncclguard.incident import model
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import call_site_of
@@ -38,7 +39,7 @@ from ncclguard.protocol.member import Member
 from ncclguard.watch.judge import MESSAGE, STARTED, analyse, expired, has_issued, is_consequence, verdict_of
 from ncclguard.watch.recorder import Observation, Pending, Recorder
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.language import told
+from ncclguard_explain.language import received, told
 from ncclguard_explain.ranks import SHOWN_GROUPS, ranks_text
 
 KEY: Final = "watch"
@@ -172,7 +173,7 @@ class WatchState(GroupState):
             details[STARTED] = [p.channel for p in observation.pending if p.started]
             report = replace(report, age=self.age(oldest))
         elif latest is not None:
-            details["last"] = latest.text
+            details |= {"last": latest.text, CALLER: latest.thread}
         if observation.message:
             details[MESSAGE] = observation.message
         if self.broken and latest is not None:
@@ -418,7 +419,10 @@ class WatchCoordination:
 
     def _lost(self, rank: int, evidence: str) -> None:
         text = told(
-            "rank {rank} is lost: {because} (seen by rank {peer})", rank=rank, because=evidence, peer=self._rank
+            "rank {rank} is lost: {because} (seen by rank {peer})",
+            rank=rank,
+            because=received(evidence),
+            peer=self._rank,
         )
         log.warning("ncclguard: %s", text)
 

@@ -652,7 +652,7 @@ class Watch:
             return
         self._launched = launched[1]
         lifecycle.before_end(self._never_began)
-        if runtime.has_ended():
+        if torch_compat.was_destroyed():
             log.warning(
                 "ncclguard: %s",
                 told(
@@ -691,13 +691,16 @@ class Watch:
         self._watcher.start()
         world = dist.group.WORLD
         own, given = None if world is None else torch_compat.time_limit(world), self._settings.timeout
+        setting = "timeout={:g}"
+        if given is None:
+            given, setting = current_config().timeout, "NCCLGUARD_TIMEOUT={:g}"
         if given is not None and own is not None and own < given and dist.get_rank() == 0:
             log.warning(
                 "%s",
                 told(
-                    "ncclguard: watch(timeout={given:g}) reports nothing before torch itself gives up, after {own:g} s: give a "
-                    "shorter one, or init_process_group a longer one",
-                    given=given,
+                    "ncclguard: with {setting} watch() reports nothing before torch itself gives up, after {own:g} s: give a "
+                    "shorter limit, or init_process_group a longer one",
+                    setting=setting.format(given),
                     own=own,
                 ),
             )

@@ -92,6 +92,7 @@ def test_stacks_of_a_rank_that_holds_the_gil_and_of_one_that_is_stopped() -> Non
         assert culprit.note
         if key == "stopped":
             assert "stopped by a signal (state T" in culprit.note, culprit
+            assert f"`kill -CONT {culprit.pid}`" in incident.advice, incident.advice
             assert any("in job" in frame for frame in culprit.stack) == ("read by py-spy" in culprit.note), culprit
             continue
         if key == "guarded":
@@ -102,6 +103,38 @@ def test_stacks_of_a_rank_that_holds_the_gil_and_of_one_that_is_stopped() -> Non
         assert any("other_work" in frame for _, frames in culprit.threads for frame in frames), culprit
         assert ("catastrophic" if key == "guarded" else "asleep_with_the_gil") in str(incident)
     assert result[CULPRIT].ok, str(result)
+
+
+def in_a_thread() -> None:
+    """The program runs in a thread, as under Ray, whose main thread does something of its own."""
+    thread = threading.Thread(target=threads_program, name="train")
+    thread.start()
+    thread.join()
+    dist.destroy_process_group()
+
+
+def threads_program() -> None:
+    dist.init_process_group("gloo")
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    if dist.get_rank() == 1:
+        asleep_in_the_thread(2 * TIMEOUT)
+    outcome = ng.safe_barrier(timeout=TIMEOUT)
+    outcome.acknowledge()
+    if dist.get_rank() == 0:
+        faults.report(incident=outcome.incident.to_json(), shown=str(outcome.incident))
+
+
+def asleep_in_the_thread(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_the_stack_of_a_late_rank_is_that_of_the_thread_which_made_its_calls() -> None:
+    result = faults.run_ranks(in_a_thread, 2, timeout=200)
+    found = result[0].reports
+    culprit = ng.Incident.from_json(found["incident"]).ranks[1]
+    assert culprit.thread == "train" and "in asleep_in_the_thread: time.sleep(seconds)" in culprit.stack[-1], culprit
+    assert culprit.threads[0][0] == "MainThread" and any("in in_a_thread" in frame for frame in culprit.threads[0][1])
+    assert "thread 'train', innermost last:" in found["shown"] and "in asleep_in_the_thread" in found["shown"]
 
 
 def from_dead_storage(file: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,10 @@ def test_a_failure_that_nobody_looked_at_is_raised_by_the_next_call_and_logged_a
     result = faults.run_ranks(ignored, 3, timeout=60)
     assert result.values("raised") == {rank: ["all_gather_object", True] for rank in range(3)}, str(result)
     assert all(rank.output.count("was never looked at") == 2 for rank in result), str(result)
+    what = re.compile(
+        r"all_gather_object\(.*\) failed after .*: rank 1 late\. The outcome \(0:cpu:\w+/2\) was never looked at"
+    )
+    assert all(what.search(rank.output) for rank in result), str(result)
 
 
 def half_ignored() -> None:

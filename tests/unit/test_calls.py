@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -34,6 +37,16 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "op as text": (lambda: ng.safe_all_reduce(T, "sum"), TypeError, r"not str: did you mean dist\.ReduceOp\.SUM\?"),
     "op as another word": (lambda: ng.safe_all_reduce(T, "mean"), TypeError, r"did you mean dist\.ReduceOp\.AVG\?"),
     "a limit as op": (lambda: ng.safe_all_reduce(T, 300), TypeError, "not int: a limit is given by its name, timeout=300"),
+    "a group as op": (
+        lambda: ng.safe_all_reduce(T, dist.ProcessGroup(0, 1)), TypeError, r"not ProcessGroup: a group is given by its name, group=",
+    ),
+    "a group as source": (
+        lambda: ng.safe_broadcast(T, dist.ProcessGroup(0, 1)), TypeError, r"not ProcessGroup: give a number, and the group by",  # type: ignore[arg-type]
+    ),
+    "no source": (lambda: ng.safe_broadcast(T), TypeError, "safe_broadcast needs src: give it in the call"),  # type: ignore[call-arg]
+    "a limit for a function": (
+        lambda: ng.resilient_evaluate(300), TypeError, "function that evaluates, not int: a limit is given by its name, timeout=300",  # type: ignore[call-overload]
+    ),
     "op as a list": (lambda: ng.safe_all_reduce(T, [1]), TypeError, "op must be a torch.distributed.ReduceOp"),
     "op for the dtype": (lambda: ng.safe_all_reduce(T, ReduceOp.BAND), ValueError, "BAND needs an integer"),
     "PREMUL_SUM": (
@@ -70,6 +83,20 @@ def test_wrong_calls_are_refused_alone(name: str) -> None:
     with pytest.raises(error, match=text):
         call()
     assert T.tolist() == [1.0] * 4
+
+
+@pytest.mark.processes
+def test_a_call_after_the_end_of_the_jobs_process_group_says_so() -> None:
+    program = (
+        "import torch.distributed as dist, ncclguard as ng; from ncclguard.engine import runtime; runtime.install();"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); dist.destroy_process_group();"
+        "ng.safe_barrier()"
+    )
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert "GuardConfigError: the process group of the job was destroyed in this process" in done.stderr, done.stderr
 
 
 #: Everything that takes a group or, by mistake, a limit in its place.

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 import ncclguard
 from ncclguard.config import OTHER_VARIABLES, PREFIX, GuardConfig, configure, current_config, reset_config, seconds
+from ncclguard.engine import runtime
 from ncclguard.errors import GuardConfigError
 from ncclguard.phases import KEPT, current_phase, phase, phases_of, resolve_timeout
 
@@ -115,6 +116,23 @@ class TestRefusals:
     def test_a_wrong_time(self, value: object) -> None:
         with pytest.raises(GuardConfigError, match=r"^timeout is .*; allowed: 1 ms to 1e9 s, or none \("):
             configure(timeout=value)
+
+    def test_nothing_of_it_is_in_another_language(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """pydantic and Python say in English what is wrong."""
+        monkeypatch.setenv("NCCLGUARD_LANGUAGE", "zh")
+        for name, value in (("timeout", "abc"), ("on_failure", "ignore"), ("max_attempts", 0), ("language", "cn")):
+            with pytest.raises(GuardConfigError) as caught:
+                GuardConfig(**{name: value})
+            words = re.sub(r"`[^`]*`|'[^']*'|[\w./]*docs/[\w./]*", "", str(caught.value))
+            assert not re.search(r"[a-z]{2,} [a-z]{2,} [a-z]{2,}", words), words
+
+    def test_one_that_is_met_when_the_process_group_begins_is_told_in_one_line(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("NCCLGUARD_TIMEOUT", "ten")
+        runtime._after_init()
+        (record,) = caplog.records
+        assert record.exc_info is None and "NCCLGUARD_TIMEOUT is 'ten'" in record.getMessage()
 
     @pytest.mark.parametrize("value", [True, 2.5, "many", None])
     def test_a_wrong_count(self, value: object) -> None:

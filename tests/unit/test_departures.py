@@ -158,3 +158,28 @@ def test_many_ranks_are_named_by_their_runs_in_a_summary_and_in_what_one_rank_sa
     causes = dict.fromkeys(members[1:], Cause.LOST)
     alone = incidents.alone(group, "barrier", "barrier()", 7, Cause.LOST, causes, "the store is gone")
     assert alone.summary == "barrier() failed: ranks 1-999 lost; the store is gone."
+
+
+@pytest.mark.parametrize(
+    ("seen", "advised"),
+    [
+        ({"stopped": True, "stack": ["train.py:3 in step: x"]}, "`kill -CONT 102` on its host has it go on"),
+        ({"stopped": False, "stack": ["train.py:3 in step: x"]}, "See in its stack, in this report"),
+        ({"stopped": False}, "`py-spy dump --pid`"),
+    ],
+)
+def test_what_was_seen_of_a_stuck_rank_decides_what_is_advised(seen: dict[str, object], advised: str) -> None:
+    group = GroupState("0:cpu", 0, (0, 1, 2))
+    group.saw({2: {"pid": 102, **seen}})
+    silent, reports = {2: Cause.STUCK}, {rank: waiting(rank) for rank in (0, 1)}
+    decided = decide(0, (0, 1, 2), reports, {}, silent)
+    assert advised in Incident.from_json(incidents.summarise(decided, reports, {}, silent, group)).advice
+
+
+def test_a_rank_that_is_lost_while_nobody_waits_holds_up_no_operation() -> None:
+    group = GroupState("job", 0, (0, 1, 2, 3))
+    group.guarded = False
+    gone = {2: Departure(2, Cause.LOST, "its pid is gone")}
+    decided = Verdict(0, 0, Action.FAIL, Cause.LOST, ((2, Cause.LOST),), (0, 1, 3))
+    found = Incident.from_json(incidents.summarise(decided, {}, gone, {}, group))
+    assert found.summary == "rank 2 lost; no rank was waiting in a collective of torch's own."

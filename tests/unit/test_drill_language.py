@@ -59,6 +59,11 @@ def test_no_sentence_of_the_findings_stays_english(findings: Findings, chinese: 
     assert all("\u4e00" > letter for what, text in findings.lines() for letter in f"{what}{text}"), "data is English"
 
 
+def test_who_knew_stands_apart_from_the_words_after_it(chinese: None) -> None:
+    line = drill._line("known", dict(found(known_by={0: 0.2}).lines())["known"])
+    assert line.endswith("rank 0 在 0.20 s 内知道，最早的在 0.20 s 后")
+
+
 def test_the_refusal_is_chinese(
     chinese: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

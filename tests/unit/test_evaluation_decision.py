@@ -21,6 +21,7 @@ from ncclguard.evaluation.decision import (
     Terms,
 )
 from ncclguard.outcome import Cause
+from ncclguard_explain import language
 from ncclguard_explain.cause import ADVICE
 
 ALL = (0, 1, 2, 3)
@@ -200,3 +201,16 @@ def test_ranks_that_left_because_of_the_first_are_not_blamed() -> None:
     assert (found.failure.cause, found.failure.culprits) == (Cause.LOST, (2,))
     assert decision.without_followers(later, RankResult(0)) is later
     assert decision.without_followers(later, OOM) is later
+
+
+def test_an_error_that_another_rank_has_sent_is_told_in_the_readers_language() -> None:
+    sent = "all_reduce(float32[]) failed after 0.0121 s: rank 1 diverged."
+    failure = Failure(1, Cause.DIVERGED, (1,), ((0, sent),))
+    language.choose("zh")
+    try:
+        assert (
+            str(failure)
+            == "第 1 次尝试：调用不一致，rank 1\n    rank 0：all_reduce(float32[]) 在 0.0121 s 后失败：rank 1 调用不一致。"
+        )
+    finally:
+        language.choose(None)

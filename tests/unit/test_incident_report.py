@@ -11,6 +11,7 @@ import resource
 import sys
 import threading
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -637,3 +638,28 @@ class TestAfterwards:
         job.lost(0, 2, writer=1)
         job.change("went on", (0, 3))
         assert job.said(found) == ["went on without ranks 0, 3 after 1.8 s"]
+
+
+def test_a_file_that_is_not_there_is_told_without_its_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "none.json")]) == 2
+    assert capsys.readouterr().err == f"ncclguard report: {tmp_path / 'none.json'}: no such file or folder\n"
+
+
+def test_the_stack_of_a_thread_is_shown_with_its_name() -> None:
+    found = incident()
+    late = found.ranks[2].model_copy(update={"thread": "train", "threads": (("MainThread", ("ray.py:3 in loop",)),)})
+    told = document(ranks=4).model_copy(
+        update={"incident": found.model_copy(update={"ranks": (*found.ranks[:2], late)})}
+    )
+    assert "thread 'train', innermost last:" in str(told.incident)
+    assert "thread train: stack, innermost: train.py:8 in save" in render_html(told)
+    assert "thread MainThread: ray.py:3 in loop" in render_html(told)
+
+
+def test_long_texts_of_a_table_may_be_cut_into_lines() -> None:
+    """At 1,280 pixels nothing of the ranks' table is out of sight; short ones are never cut."""
+    page = render_html(document())
+    cells = re.findall(r'<td class="t([^"]*)">([^<]*)<', page)
+    assert cells and all((len(unescape(text)) > 16) == (kind == " long") for kind, text in cells)

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
@@ -31,6 +31,7 @@ from ncclguard.incident.page import render_html
 from ncclguard.incident.report import folded, show
 from ncclguard.incident.timeline import Document
 from ncclguard.outcome import of_incident
+from ncclguard.watch.coordination import WatchCoordination
 from ncclguard_explain import explain, language
 from ncclguard_explain.cause import ADVICE, MEANING, WORD, Cause
 from ncclguard_explain.language import Message, entries_of, joined, read, said, tr
@@ -129,6 +130,8 @@ def test_a_message_is_english_text_that_can_be_said_in_chinese() -> None:
     assert said(joined("; ", (message, "x")), "zh") == "rank 0-1 拖住了集合通信；x"
     assert said(tr("a template that no catalogue has: {x}", x=1), "zh") == "a template that no catalogue has: 1"
     assert said(message.capitalised(), "en") == "Ranks 0-1 held up a collective"
+    several = joined("; ", (message, "x")).capitalised()
+    assert (several, said(several, "zh")) == ("Ranks 0-1 held up a collective; x", "rank 0-1 拖住了集合通信；x")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +156,10 @@ def test_a_message_is_english_text_that_can_be_said_in_chinese() -> None:
             "f() failed: rank 1 lost; rank 1 was found gone by the others, who go on without it: end this process.",
             "f() 失败：rank 1 丢失；其余 rank 认定 rank 1 已经不在，并且不带它继续：请结束本进程。",
         ),
+        ("it waits in g(x) of group 0:cpu (ranks 0-2)", "它正在等组 0:cpu（rank 0-2）的 g(x)"),
+        ("it waited in g(x) of group 0:cpu (ranks 0-2) until 0.5 s before", "它一直在等组 0:cpu（rank 0-2）的 g(x)，到 0.5 s 前为止"),
+        ("g(x) of group 0:cpu (ranks 0-2)", "组 0:cpu（rank 0-2）的 g(x)"),
+        ("g(number 3; it is connecting still) stood still for 3 s: rank 1 late.", "g(number 3; it is connecting still) 停滞了 3 s：rank 1 迟到。"),
         ("it waits in g(x, y); its thread 'z' had ended with ValueError: a; b", "它正在等 g(x, y)；它的线程 'z' 已因 ValueError: a; b 结束"),
     ],
 )  # fmt: skip
@@ -189,6 +196,14 @@ def test_no_reading_takes_long() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- incidents
+
+
+def test_the_evidence_of_a_lost_rank_is_said_in_the_line_that_tells_of_it(
+    chinese: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    evidence = "process 7 of rank 1 on a has ended: killed by SIGKILL"
+    WatchCoordination._lost(SimpleNamespace(_rank=0), 1, evidence)  # type: ignore[arg-type]
+    assert caplog.messages == ["ncclguard: rank 1 丢失：a 上 rank 1 的进程 7 已经结束：被 SIGKILL 杀死（rank 0 看到）"]
 
 
 @pytest.mark.parametrize("path", GALLERY, ids=lambda path: path.parent.name)

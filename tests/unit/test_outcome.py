@@ -22,6 +22,7 @@ from ncclguard.errors import (
 )
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause, Outcome
+from ncclguard_explain import language
 
 
 def fields(cause: Cause | None = None, *, expired: bool | None = None) -> dict[str, Any]:
@@ -201,6 +202,12 @@ def test_the_error_of_a_mismatch_says_on_every_rank_what_each_called() -> None:
     )
     text = str(error_for(Outcome(**found)))
     assert "What happened. Ranks 0, 2 called all_reduce(float32[2], SUM); rank 1 called barrier(). What to do." in text
+    language.choose("zh")
+    try:
+        text = str(error_for(Outcome(**found)))
+    finally:
+        language.choose(None)
+    assert "What happened. rank 0、2 调用了 all_reduce(float32[2], SUM)；rank 1 调用了 barrier()。" in text
 
 
 def test_who_takes_an_outcome_for_the_reduced_tensor_is_told_where_that_is() -> None:

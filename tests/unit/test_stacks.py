@@ -18,6 +18,7 @@ import torch
 
 from ncclguard.incident import stacks
 from ncclguard.incident.stacks import describe_exception, main_thread_stack
+from ncclguard_explain import language
 
 HERE = "test_stacks.py"
 
@@ -35,7 +36,7 @@ def test_stack_of_the_main_thread_is_outermost_first_and_ends_where_it_is() -> N
         return main_thread_stack()  # the marked line
 
     lines = inner()
-    assert HERE in lines[-2] and "in inner: return main_thread_stack()  # the marked line" in lines[-2]
+    assert HERE in lines[-2] and lines[-2].endswith("in inner: return main_thread_stack()"), "without the comment"
     assert "in test_stack_of_the_main_thread" in lines[-3]
     assert "in main_thread_stack" in lines[-1] and lines[-1].endswith("1 frame of ncclguard")
 
@@ -58,6 +59,10 @@ def test_stack_is_read_from_another_thread_while_the_main_thread_is_in_a_native_
         torch.mm(matrix, matrix)
     watcher.join()
     assert seen and f"{HERE}:" in seen[0][-1] and "in test_stack_is_read_from" in seen[0][-1]
+
+
+def test_the_evidence_package_is_the_librarys_too() -> None:
+    assert stacks.is_own_file(language.__file__)
 
 
 def test_frames_of_the_library_are_one_line() -> None:
@@ -86,7 +91,7 @@ def test_deep_recursion_keeps_the_innermost_frames() -> None:
 
 
 def test_long_source_lines_are_shortened() -> None:
-    code = "def go(f):\n    return f()" + "  # " + "x" * 1000
+    code = "def go(f):\n    return f() or '" + "x" * 1000 + "'"
     namespace: dict[str, object] = {}
     exec(compile(code, "long.py", "exec"), namespace)  # noqa: S102
     linecache.cache["long.py"] = (len(code), None, code.splitlines(True), "long.py")
