@@ -1,14 +1,14 @@
 """What `ncclguard.watch()` costs a step of DDP on gloo: blocks of steps in turns,
-without it, with it, and with it in a hurry.
+without it, with it, with it in a hurry, and with many samples of who is slow.
 
     python benchmarks/watch_overhead.py [--ranks 2] [--seconds 180] [--block 0.6]
                                         [--width 512] [--batch 64] [--json FILE]
 
 What the watcher does in a second is less than the noise of a step, so it is measured in two ways, in one run. Directly:
 the time of a block with `watch()` through that of the block without it of the same round. And enlarged: with a watcher
-that looks 20 times as often, whose cost a look, times the looks that `watch()` takes in a second, is its share. Of each
-round's three blocks the order rotates. Printed: medians over the rounds, with 95 % intervals from resampling, and the
-processor time of the watcher's thread.
+that looks 20 times as often, whose cost a look, times the looks that `watch()` takes in a second, is its share; and
+likewise with 20 times the samples by which it finds slow ranks. Of each round's four blocks the order rotates. Printed:
+medians over the rounds, with 95 % intervals from resampling, and the processor time of the watcher's thread.
 """
 
 from __future__ import annotations
@@ -31,29 +31,35 @@ from torch.nn.parallel import DistributedDataParallel
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.config import current_config, reset_config
+from ncclguard.watch import pace
 from ncclguard.watch.recorder import Recorder
 
 TARGET = 0.005  # of a step
 HURRY = 20
-PLAIN, WATCHED, HURRIED = VARIANTS = ("without", "watch()", "hurried")
+PERIOD = pace.PERIOD
+PLAIN, WATCHED, HURRIED, SAMPLED = VARIANTS = ("without", "watch()", "hurried", "sampled")
 
 
 class Looks:
-    """How often the watcher of this process has looked at the counters."""
+    """How often the watcher of this process has looked at the counters, and taken a sample for slow ranks."""
 
     def __init__(self) -> None:
-        self.number = 0
-        original = Recorder.status
+        self.number = self.samples = 0
+        original, flight = Recorder.status, Recorder.flight
 
         def counted(recorder: Recorder) -> dict[str, tuple[int, int]]:
             self.number += 1
             return original(recorder)
 
-        Recorder.status = counted  # type: ignore[method-assign]
+        def sampled(recorder: Recorder) -> tuple[int, bool] | None:
+            self.samples += 1
+            return flight(recorder)
+
+        Recorder.status, Recorder.flight = counted, sampled  # type: ignore[method-assign]
 
 
 def rounds(seconds: float, block: float, width: int, batch: int) -> None:
-    """One rank: rounds of three timings, reported by rank 0."""
+    """One rank: rounds of four timings, reported by rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     layers = [torch.nn.Linear(width, width) for _ in range(4)]
@@ -71,12 +77,12 @@ def rounds(seconds: float, block: float, width: int, batch: int) -> None:
 
     timed(20)
     step = timed(20) / 20
-    plan = torch.tensor([block / step, seconds / (3 * block)])
+    plan = torch.tensor([block / step, seconds / (len(VARIANTS) * block)])
     dist.broadcast(plan, 0)  # rank 0's, so that all make the same number of steps
     steps, number = (max(3, round(value)) for value in plan.tolist())
     found = []
     for index in range(number):
-        shift = index % 3
+        shift = index % len(VARIANTS)
         turn = VARIANTS[shift:] + VARIANTS[:shift]
         found.append({variant: _block(variant, period, looks, lambda: timed(steps)) for variant in turn})
     if dist.get_rank() == 0:
@@ -87,14 +93,20 @@ def rounds(seconds: float, block: float, width: int, batch: int) -> None:
 def _block(variant: str, period: float, looks: Looks, timed: Callable[[], float]) -> dict[str, float]:
     """One block: its seconds, the looks taken in it, and the processor seconds of the watcher's thread."""
     if variant == PLAIN:
-        return {"seconds": timed(), "looks": 0.0, "used": 0.0}
+        return {"seconds": timed(), "looks": 0.0, "samples": 0.0, "used": 0.0}
     if variant == HURRIED:
         ng.configure(poll_idle=period / HURRY, poll_active=min(period / HURRY, current_config().poll_active))
+    pace.PERIOD = PERIOD / (HURRY if variant == SAMPLED else 1)  # type: ignore[misc]
     with ng.watch(timeout=600):
         reset_config()
         dist.barrier()
-        number, used = looks.number, _thread_time()
-        return {"seconds": timed(), "looks": looks.number - number, "used": max(_thread_time() - used, 0.0)}
+        number, samples, used = looks.number, looks.samples, _thread_time()
+        return {
+            "seconds": timed(),
+            "looks": looks.number - number,
+            "samples": looks.samples - samples,
+            "used": max(_thread_time() - used, 0.0),
+        }
 
 
 def _thread_time() -> float:
@@ -122,20 +134,22 @@ def median(values: list[float]) -> dict[str, Any]:
 def figures(found: list[dict[str, dict[str, float]]], period: float) -> dict[str, Any]:
     """What the rounds add up to."""
     ratios = {
-        variant: [each[variant]["seconds"] / each[PLAIN]["seconds"] for each in found] for variant in (WATCHED, HURRIED)
+        variant: [each[variant]["seconds"] / each[PLAIN]["seconds"] for each in found] for variant in VARIANTS[1:]
     }
     totals = {
-        variant: {key: sum(each[variant][key] for each in found) for key in ("seconds", "looks", "used")}
-        for variant in (WATCHED, HURRIED)
+        variant: {key: sum(each[variant][key] for each in found) for key in ("seconds", "looks", "samples", "used")}
+        for variant in VARIANTS[1:]
     }
     rates = {variant: total["looks"] / total["seconds"] for variant, total in totals.items()}
+    samples = {variant: total["samples"] / total["seconds"] for variant, total in totals.items()}
     scale = 1 / (period * rates[HURRIED])  # of the looks of the hurried one, this share is watch()'s
     return {
         "direct": median([value - 1 for value in ratios[WATCHED]]),
         "enlarged": median([(value - 1) * scale for value in ratios[HURRIED]]),
+        "sampling": median([(value - 1) * samples[WATCHED] / samples[SAMPLED] for value in ratios[SAMPLED]]),
         "looks_per_second": rates,
+        "samples_per_second": samples,
         "thread_share": {variant: total["used"] / total["seconds"] for variant, total in totals.items()},
-        "microseconds_of_thread_per_look": totals[HURRIED]["used"] / max(totals[HURRIED]["looks"], 1) * 1e6,
     }
 
 
@@ -156,7 +170,7 @@ def main() -> None:
     rows: list[dict[str, dict[str, float]]] = said["found"]
     plain = statistics.median(row[PLAIN]["seconds"] for row in rows)
     found: dict[str, Any] = {
-        "schema_version": 2,
+        "schema_version": 3,
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "load_before": load,
@@ -172,8 +186,12 @@ def main() -> None:
         f"torch {found['torch']}, {given.ranks} ranks on one host with {found['cores']} cores (load {load:.1f} before), gloo, "
         f"DDP of {found['parameters']:,} parameters"
     )
-    print(f"a step: {found['step_ms']:.2f} ms; {len(rows)} rounds of three blocks of {said['steps']} steps, in turns")
-    for name, words in (("direct", "watch() / without"), ("enlarged", f"from {HURRY} times the looks")):
+    print(f"a step: {found['step_ms']:.2f} ms; {len(rows)} rounds of four blocks of {said['steps']} steps, in turns")
+    for name, words in (
+        ("direct", "watch() / without"),
+        ("enlarged", f"from {HURRY} times the looks"),
+        ("sampling", f"from {HURRY} times the samples"),
+    ):
         low, high = found[name]["interval"]
         print(
             f"{words:>24}: {100 * found[name]['median']:+.3f} % of a step, 95 % interval {100 * low:+.3f} to {100 * high:+.3f} % "
@@ -181,7 +199,8 @@ def main() -> None:
         )
     print(
         f"the watcher's thread: {100 * found['thread_share'][WATCHED]:.3f} % of a core, "
-        f"{found['microseconds_of_thread_per_look']:.0f} us a look, {found['looks_per_second'][WATCHED]:.1f} looks a second"
+        f"{found['looks_per_second'][WATCHED]:.1f} looks and {found['samples_per_second'][WATCHED]:.0f} samples a second; "
+        f"with {found['samples_per_second'][SAMPLED]:.0f} samples a second {100 * found['thread_share'][SAMPLED]:.2f} % of a core"
     )
     if given.json:
         given.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -32,6 +32,7 @@ __all__ = [
     "PeerLost",
     "ReplicaReport",
     "ReplicasDiffer",
+    "SlowRanks",
     "__version__",
     "check",
     "check_replicas",

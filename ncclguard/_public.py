@@ -30,6 +30,7 @@ from ncclguard.errors import (
 from ncclguard.evaluation import resilient_evaluate
 from ncclguard.incident.model import Incident
 from ncclguard.metrics.monitoring import setup_nccl_monitoring
+from ncclguard.metrics.records import SlowRanks
 from ncclguard.numerics import watch_numerics
 from ncclguard.outcome import Outcome
 from ncclguard.phases import phase
@@ -60,6 +61,7 @@ __all__ = [
     "PeerLost",
     "ReplicaReport",
     "ReplicasDiffer",
+    "SlowRanks",
     "check",
     "check_replicas",
     "configure",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ncclguard.coordination.group_state import OpenCall
     from ncclguard.incident.model import Incident, MembershipChange
     from ncclguard.metrics.exchange import SettingChange
+    from ncclguard.metrics.records import SlowRanks
     from ncclguard.outcome import Outcome
 
 
@@ -42,6 +43,9 @@ class Listener:
 
     def incident_found(self, incident: Incident) -> None:
         """`watch` has the agreed incident of a collective that the guard does not carry; in the watcher's thread."""
+
+    def slow_found(self, slow: SlowRanks | None) -> None:
+        """`watch` has found who makes the job slow; None: nobody does any more. In the watcher's thread."""
 
     def membership_changed(self, change: MembershipChange) -> None:
         """The job goes on without lost ranks, or ranks are back; once on each rank, in the caller's thread."""

@@ -47,6 +47,7 @@ EXPECTED: Final[dict[str, tuple[str, ...]]] = {
     "extra": ("diverged", "late"),
     "reset": ("network",),
     "partition": ("stuck", "unknown", "late"),
+    "slow": ("slow",),
 }
 #: The cause where the others went on without the struck rank in the same call, and so got no failed outcome.
 GONE: Final = "gone"
@@ -215,7 +216,11 @@ HEADS: Final = {
     "drill": tr("drill", "drill"),
 }
 #: Causes that a drill has beside those of an incident.
-_OWN_CAUSES: Final = {GONE: tr("gone", "drill"), "different verdicts": tr("different verdicts")}
+_OWN_CAUSES: Final = {
+    GONE: tr("gone", "drill"),
+    "different verdicts": tr("different verdicts"),
+    "slow": tr("slow", "drill"),
+}
 
 
 def _word(cause: str) -> str:
@@ -311,6 +316,8 @@ _GRACE: Final = 10.0
 _RANKS, _NUMEL, _LONGER = 4, 100_000, 4.0
 #: Its steps after the one that is struck; while a partition lasts and TCP finds back, several of them fail.
 _STEPS, _STEPS_OF_PARTITION = 4, 9
+#: As many as take about 70 s: who is slow is told after 43 s or more.
+_STEPS_OF_SLOW: Final = 450
 #: The default operation at which the fault strikes; a watched job has set its model up by then.
 _OPERATIONS: Final = range(2, 9)
 _COLLECTIVES: Final = range(10, 17)
@@ -345,7 +352,8 @@ def build_parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--raw", action="store_true", help="--op counts those collectives, also where the job makes guarded calls"
     )
-    made.add_argument("--seconds", type=float, help="how long late, stop, gil and partition last")
+    made.add_argument("--seconds", type=float, help="how long late, stop, gil, partition and slow last")
+    made.add_argument("--factor", type=float, help="how many times as long a slow rank takes for a step (default 1.5)")
     made.add_argument("--of", choices=("shape", "dtype"), help="what differs in a mismatch")
     made.add_argument("--seed", type=int, default=0, help="chooses what is not given; 0 by default")
     made.add_argument("--limit", type=float, default=5.0, help="time limit of the built-in job's collectives, in s")
@@ -410,7 +418,7 @@ def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
     """Return the fault that the arguments and the seed make. Raises GuardConfigError for an invalid one."""
     draw = random.Random(arguments.seed)
     rank = draw.randrange(1, max(arguments.ranks, 2))
-    op = draw.choice(_COLLECTIVES if arguments.raw else _OPERATIONS)
+    op = draw.choice(_COLLECTIVES if arguments.raw or arguments.fault == "slow" else _OPERATIONS)
     watched_op = None
     if has_command and not arguments.raw and arguments.fault not in ALTERS:
         watched_op = draw.choice(_COLLECTIVES) if arguments.op is None else arguments.op
@@ -429,7 +437,8 @@ def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
         op=op if arguments.op is None else arguments.op,
         seconds=seconds,
         of=arguments.of or "shape",
-        raw=arguments.raw,
+        factor=1.5 if arguments.factor is None else arguments.factor,
+        raw=arguments.raw or (arguments.fault == "slow" and not has_command),
         watched_op=watched_op,
     )
     if not has_command and fault.rank >= arguments.ranks:
@@ -474,7 +483,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _built_in(arguments: argparse.Namespace, fault: Fault, env: Mapping[str, str]) -> Ended:
     """Run the built-in job."""
-    after = _STEPS_OF_PARTITION if fault.fault == "partition" else _STEPS
+    after = {"partition": _STEPS_OF_PARTITION, "slow": _STEPS_OF_SLOW}.get(fault.fault, _STEPS)
     values = [fault.op + after, arguments.limit, _NUMEL, arguments.seed]
     program = "ncclguard.faults.drill_job:train_watched" if fault.raw else "ncclguard.faults.drill_job:train"
     events = Path(env[EVENTS_VARIABLE])

@@ -30,6 +30,7 @@ from ncclguard_explain.ranks import ranks_text
 if TYPE_CHECKING:
     from ncclguard.coordination.group_state import OpenCall
     from ncclguard.incident.model import Incident, MembershipChange
+    from ncclguard.metrics.records import SlowRanks
     from ncclguard.outcome import Outcome
 
 
@@ -79,6 +80,12 @@ class _Recorder(events.Listener):
         event("failed", **_fields(incident), op_id=incident.op_id, seconds=None, torn=False, summary=incident.summary)
         values = {"op": "the job", "op_id": incident.op_id, "participants": list(incident.participants)}
         after_next_collective(lambda: event("went on", **values))
+
+    def slow_found(self, slow: SlowRanks | None) -> None:
+        if slow is not None:
+            summary = str(slow)
+            event("failed", cause="slow", culprits=list(slow.ranks), agreed=True, torn=False, summary=summary)
+            event("went on", op="the job", participants=list(range(dist.get_world_size())))
 
     def membership_changed(self, change: MembershipChange) -> None:
         event("membership", change=change.kind, ranks=list(change.ranks), seconds=change.seconds, text=str(change))

@@ -32,6 +32,7 @@ PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "extra": (),
     "reset": ("times", *_TRIGGER),
     "partition": ("seconds!", *_TRIGGER),
+    "slow": ("factor", "seconds"),
 }
 # Faults that the caller of a guarded operation carries out itself.
 ALTERS: Final = ("mismatch", "skip", "extra")
@@ -55,9 +56,9 @@ class Fault:
     bytes since, in both directions, so in mid-operation. ``raw``: ``op`` counts the collectives of the default process
     group, whoever issues them, and the fault strikes from outside when so many have been issued. ``children``: forked
     children that outlive the kill with all sockets open. ``times``: how often connections are reset, so that a rebuild
-    is hit too. ``watched_op``: the number of the collective at which it strikes as a raw one in a job that has called
-    ``watch()`` and makes no guarded call; None for a fault of guarded calls only. Raises GuardConfigError for a
-    combination that cannot be.
+    is hit too. ``factor``: how many times as long a slow rank takes from one collective to the next. ``watched_op``:
+    the number of the collective at which it strikes as a raw one in a job that has called ``watch()`` and makes no
+    guarded call; None for a fault of guarded calls only. Raises GuardConfigError for a combination that cannot be.
     """
 
     fault: str
@@ -69,6 +70,7 @@ class Fault:
     children: int = 0
     code: int = 0
     of: str = "shape"
+    factor: float = 1.5
     times: int = 1
     raw: bool = False
     watched_op: int | None = None
@@ -96,6 +98,7 @@ class Fault:
         _check(self.fault, "times", self.times, int, 1)
         _check(self.fault, "code", self.code, int, 0)
         _check(self.fault, "after", self.after, float, 0)
+        _check(self.fault, "factor", self.factor, float, 1)
         if self.seconds is not None:
             _check(self.fault, "seconds", self.seconds, float, 0)
         if self.times > 1 and not self.after_bytes:
@@ -136,6 +139,7 @@ def _parse_one(part: str) -> Fault:
         "children": int,
         "code": int,
         "of": str,
+        "factor": float,
         "times": int,
         "raw": lambda text: bool(int(text)),
         "watched_op": int,

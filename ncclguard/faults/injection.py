@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import signal
 import socket
@@ -230,6 +231,8 @@ def at(*, rank: int, op: int, fault: str, **how: Any) -> Fault:
     - ``reset`` (times, after, after_bytes): resets the process's connections, but those to the store
     - ``partition`` (seconds, after, after_bytes): drops all that its connections send and receive, the store's too, in
       silence
+    - ``slow`` (factor, seconds): from then on sleeps after each collective of the default process group, so that it
+      takes ``factor`` times as long from one to the next as before; to the end, or for ``seconds``
 
     ``raw=True``: ``op`` counts the collectives of the default process group instead, whoever issues them (DDP, FSDP,
     DeepSpeed). The fault then strikes from outside, so not in the call: all but ``mismatch``, ``skip`` and ``extra``
@@ -328,6 +331,8 @@ def _strike(fault: Fault) -> Alteration | None:
         sys.exit(fault.code)
     elif fault.fault == "oom":
         run_out_of_memory()
+    elif fault.fault == "slow":  # no daemon, as in `_arm`
+        threading.Thread(target=_slow_down, args=(fault,), name=f"ncclguard drill {fault}").start()
     elif fault.fault == "mismatch":
         return Alteration.OTHER_SHAPE if fault.of == "shape" else Alteration.OTHER_DTYPE
     elif fault.fault in ("skip", "extra"):
@@ -364,7 +369,10 @@ def _strike_process(fault: Fault) -> None:
 # number of the group and strikes from outside. Where only the main thread can act, it is made to between two of its
 # bytecodes.
 
+_CALLBACK: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _callbacks: list[object] = []  # kept alive, because C code holds them
+#: Collectives whose distance in time tells a slow rank how long it takes from one to the next without the fault.
+_MEASURED: Final = 20
 
 
 def _in_main_thread(action: Callable[[], object]) -> None:
@@ -374,9 +382,32 @@ def _in_main_thread(action: Callable[[], object]) -> None:
         action()
         return 0
 
-    callback = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(call)
+    callback = _CALLBACK(call)
     _callbacks.append(callback)
     ctypes.pythonapi.Py_AddPendingCall(callback, None)
+
+
+def _slow_down(fault: Fault) -> None:
+    """Make the main thread sleep after each collective; strikes once it is known how far apart they are."""
+    first, began = drill_job.issued(), time.monotonic()
+    if not drill_job.wait_for_collectives(first + _MEASURED):
+        return
+    done = drill_job.issued()
+    pause = (fault.factor - 1.0) * (time.monotonic() - began) / (done - first)
+    if fault.raw:
+        _say(fault)
+    end = time.monotonic() + (math.inf if fault.seconds is None else fault.seconds)
+
+    def call(_: object) -> int:
+        time.sleep(pause)
+        return 0
+
+    sleep = _CALLBACK(call)
+    _callbacks.append(sleep)
+    while time.monotonic() < end and drill_job.wait_for_collectives(done + 1):
+        for _ in range(drill_job.issued() - done):
+            ctypes.pythonapi.Py_AddPendingCall(sleep, None)
+            done += 1
 
 
 def _raise_in_main_thread(error: BaseException) -> None:
@@ -406,6 +437,9 @@ def _follow(fault: Fault) -> None:
     fault = replace(fault, op=number, raw=True, watched_op=None)
     if fault.fault == "late":
         _in_main_thread(lambda: _be_late(fault))
+        return
+    if fault.fault == "slow":
+        _slow_down(fault)
         return
     _say(fault)
     if fault.fault == "exception":

@@ -17,7 +17,7 @@ from ncclguard.errors import GuardConfigError
 from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlSocket, open_control
 from ncclguard.metrics.exchange import exchanges, proposals
-from ncclguard.metrics.records import Record, Snapshot
+from ncclguard.metrics.records import Record, SlowRanks, Snapshot
 from ncclguard.metrics.registry import RecordingListener, Watched, add_watched, remove_watched
 from ncclguard.metrics.settings import SETTINGS
 from ncclguard.metrics.sinks import Sink, SinkLike, SinkThread, make_sinks
@@ -184,14 +184,14 @@ def setup_nccl_monitoring(
     return monitoring
 
 
-def show_watched(watched: Watched) -> Callable[[], None]:
-    """Show the watched collectives in `ncclguard top`; return a function that ends that.
+def show_watched(watched: Watched, slow: Callable[[], SlowRanks | None]) -> Callable[[], None]:
+    """Show the watched collectives and who is slow in `ncclguard top` and to sinks; return a function that ends that.
 
     Where the program has not set monitoring up, this process answers all the same, and no sink hears of it.
     """
     global _current
     own: Monitoring | None = None
-    add_watched(watched)
+    add_watched(watched, slow)
     with _lock:
         if _current is None or _current.closed:
             own = _current = Monitoring((), INTERVAL, records.job_name(), serve=True)

@@ -15,6 +15,9 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from ncclguard_explain.language import Message, joined, tr
+from ncclguard_explain.ranks import ranks_text
+
 #: Variables that name a job, the first that is set counts; a launcher's or scheduler's.
 JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PBS_JOBID", "LSB_JOBID")
 
@@ -217,6 +220,56 @@ class StragglerTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRanks:
+    """Ranks that do not hang and that the others wait for again and again, as `watch` has found; see docs/slow.md.
+
+    `hosts`: theirs. `kind`: "computing", "data loading", "saving", "garbage collection", "one phase: NAME", "one host"
+    or "periodic". `place`: the line of the program where they spend that time, `awaited_at` the one where the others
+    wait; empty where it is not one. `factor`: how many times as long as the others they are busy in each step. `lost`:
+    the share of the job's time that this costs, 0 to 1. `sure`: the distance is at least twice what a name takes.
+    """
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    kind: str
+    place: str
+    awaited_at: str
+    factor: float
+    lost: float
+    sure: bool
+
+    def __str__(self) -> str:
+        return str(slow_text(self))
+
+
+def slow_text(slow: SlowRanks) -> Message:
+    """Return one sentence for people, which can be translated where it is shown."""
+    said = tr(
+        "slow: {ranks} on {hosts}, {factor:.2f} times the others' time in each step, which costs the job {lost:.0%} of its "
+        "time",
+        ranks=ranks_text(slow.ranks),
+        hosts=", ".join(slow.hosts),
+        factor=slow.factor,
+        lost=slow.lost,
+    )
+    kinds = {
+        "computing": tr("in computing"),
+        "data loading": tr("in loading data"),
+        "saving": tr("in saving"),
+        "garbage collection": tr("in garbage collection: call gc.freeze() after the first steps"),
+        "one host": tr("all ranks of that host"),
+        "periodic": tr("in pauses that come again and again: if it is garbage collection, gc.freeze() helps"),
+    }
+    kind, _, phase = slow.kind.partition(": ")
+    parts = [said, tr("only in phase {phase}", phase=phase) if phase else kinds[kind]]
+    if slow.place:
+        parts.append(tr("most of it at {place}", place=slow.place))
+    if slow.awaited_at:
+        parts.append(tr("the others wait at {place}", place=slow.awaited_at))
+    return joined("; ", parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """The fields of all records: the time (seconds since 1970, this host's clock), and the process and its job."""
 
@@ -241,7 +294,8 @@ class Snapshot(Record):
 
     `hang`: a call has been open for longer than `warn_after`. `dropped`: records that a sink was too slow for, by its
     name. `losses` and `rejoins`: ranks that this rank has gone on without, and that came back; `lost_seconds`: what
-    that cost the job. They are the same on all ranks that have been there all the time: take one, not the sum.
+    that cost the job. They are the same on all ranks that have been there all the time: take one, not the sum. `slow`:
+    who holds the job up now, as far as `watch` knows.
     """
 
     kind: ClassVar[str] = "snapshot"
@@ -257,6 +311,7 @@ class Snapshot(Record):
     losses: int = 0
     rejoins: int = 0
     lost_seconds: float = 0.0
+    slow: SlowRanks | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

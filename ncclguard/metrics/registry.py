@@ -23,6 +23,7 @@ from ncclguard.metrics.records import (
     OpenOperation,
     Record,
     SeriesSnapshot,
+    SlowRanks,
     Snapshot,
     empty_sizes,
     empty_times,
@@ -157,18 +158,17 @@ class Registry:
 
 #: Functions that return the collectives which are watched, not guarded, and waiting now.
 Watched = Callable[[], Sequence[OpenOperation]]
-_watched: list[Watched] = []
+_watched: dict[Watched, Callable[[], SlowRanks | None]] = {}
 
 
-def add_watched(watched: Watched) -> None:
-    """Show the operations that `watched` returns as open in every snapshot from now on."""
-    _watched.append(watched)
+def add_watched(watched: Watched, slow: Callable[[], SlowRanks | None]) -> None:
+    """Show what the two return in every snapshot from now on: operations as open, and who is slow."""
+    _watched[watched] = slow
 
 
 def remove_watched(watched: Watched) -> None:
-    """Stop showing the operations that `watched` returns; a second call does nothing."""
-    if watched in _watched:
-        _watched.remove(watched)
+    """Stop showing what was added with `watched`; a second call does nothing."""
+    _watched.pop(watched, None)
 
 
 class RecordingListener(events.Listener):
@@ -250,6 +250,7 @@ class RecordingListener(events.Listener):
             losses=self._ranks["went on"],
             rejoins=self._ranks["rejoined"],
             lost_seconds=self._lost_seconds,
+            slow=next((found for found in (slow() for slow in tuple(_watched.values())) if found is not None), None),
         )
 
     def open_operations(self) -> tuple[OpenOperation, ...]:
@@ -265,7 +266,7 @@ class RecordingListener(events.Listener):
                     limit=call.deadline - call.entered, late=age > limit,
                 )
             )  # fmt: skip
-        return (*found, *(operation for watched in _watched for operation in watched()))
+        return (*found, *(operation for watched in tuple(_watched) for operation in watched()))
 
     def origin(self) -> dict[str, Any]:
         """Return the fields that all records share."""

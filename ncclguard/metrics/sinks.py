@@ -132,6 +132,15 @@ class PrometheusSink:
             for row in table.rows[:MAX_GAUGES]:
                 behind.add_metric((rank, table.group, str(row.rank)), row.behind)
         yield behind
+        lost = GaugeMetricFamily(
+            "ncclguard_slow_lost_ratio",
+            "share of the job's time that a slow rank costs",
+            labels=("rank", "slow", "kind"),
+        )
+        if snapshot.slow is not None:
+            for slow in snapshot.slow.ranks[:MAX_GAUGES]:
+                lost.add_metric((rank, str(slow), snapshot.slow.kind), snapshot.slow.lost)
+        yield lost
 
 
 def _one(kind: Any, name: str, what: str, rank: str, value: float) -> Any:
@@ -356,6 +365,8 @@ def snapshot_line(snapshot: Snapshot) -> str:
                 f"slowest to arrive in group {table.group}: rank {slowest.rank}, {slowest.behind * 1e3:.3g} ms after the "
                 f"first on average, last in {slowest.last} of {table.operations}"
             )
+    if snapshot.slow is not None:
+        parts.append(str(snapshot.slow))
     return "; ".join(parts)
 
 

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlError, ask, choose
+from ncclguard.metrics.records import SlowRanks, slow_text
 from ncclguard.metrics.settings import shown
 from ncclguard_explain.command_line import described
 from ncclguard_explain.ranks import Hosts
@@ -119,6 +120,7 @@ def view(job: str, statuses: Mapping[int, dict[str, Any] | str]) -> Group:
     parts: list[RenderableType] = [_title(job, statuses, answers), _ranks(statuses)]
     if answers:
         first = answers[min(answers)]
+        parts += _slow(first)
         parts += _stragglers(first)
         parts.append(_operations(first))
         parts += _settings(first)
@@ -171,6 +173,12 @@ def _urgency(item: tuple[int, dict[str, Any] | str]) -> tuple[float, int]:
     if isinstance(status, str):
         return float("-inf"), rank
     return -max((call["age"] for call in status["snapshot"]["open"]), default=0.0), rank
+
+
+def _slow(status: dict[str, Any]) -> list[RenderableType]:
+    """Return who is slow without hanging, as `watch` has told all ranks."""
+    found = status["snapshot"]["slow"]
+    return [] if found is None else [Text(str(slow_text(SlowRanks(**found))), style="yellow")]
 
 
 def _stragglers(status: dict[str, Any]) -> list[RenderableType]:

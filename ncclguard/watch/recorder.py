@@ -130,6 +130,22 @@ class Recorder:
         found |= {transfer.pair.channel: (transfer.number, -1) for _, transfer in transfers.awaited()}
         return found
 
+    def flight(self) -> tuple[int, bool] | None:
+        """Return how many collectives this process has issued, and whether it may be waiting for any; takes 50 µs.
+
+        None where it has groups of another backend than gloo: a device has not come to what its host has issued.
+        """
+        self._learn_groups()
+        issued, waits = 0, False
+        for recorder in self._recorders:
+            trace = torch_compat.recorder_dump(recorder, entries=False) if recorder == "gloo" else None
+            if trace is None:
+                return None
+            for counters in trace.get("pg_status", {}).values():
+                begun, ended = (int(counters[f"last_{what}_collective"]) for what in ("enqueued", "completed"))
+                issued, waits = issued + max(begun, 0), waits or begun > ended
+        return issued, waits or any(True for _ in transfers.awaited())
+
     def errors(self) -> dict[str, str]:
         """Channels whose backend has found an error by itself, with its kind: see `torch_compat.backend_error`."""
         kinds = {c: torch_compat.backend_error(own.group, own.backend) for c, own in self._channels.items()}

@@ -13,6 +13,7 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,6 +27,7 @@ from ncclguard.config import current_config, seconds
 from ncclguard.coordination import incidents
 from ncclguard.coordination.liveness import Identity, Sight, look_here
 from ncclguard.coordination.monitor import Monitor
+from ncclguard.coordination.store import AgreementStore
 from ncclguard.deadlines.stopping import Stop
 from ncclguard.engine import runtime
 from ncclguard.environment.network import launched_ranks
@@ -34,16 +36,17 @@ from ncclguard.groups import check_group
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import process_state
 from ncclguard.metrics.monitoring import show_watched
-from ncclguard.metrics.records import OpenOperation
+from ncclguard.metrics.records import OpenOperation, SlowRanks, slow_text
 from ncclguard.outcome import of_incident
 from ncclguard.phases import phases_of, resolve_timeout
 from ncclguard.protocol.decision import TroubleKind, Verdict
 from ncclguard.spelling import hinted
 from ncclguard.watch.coordination import KEY, WatchCoordination, WatchState, open_call
 from ncclguard.watch.judge import BROKEN, is_consequence
-from ncclguard.watch.recorder import Pending
+from ncclguard.watch.pace import Sampler, SlowSearch
+from ncclguard.watch.recorder import Pending, Recorder
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.language import read, told, tr
+from ncclguard_explain.language import read, say, told, tr
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -213,8 +216,10 @@ class Settings:
     timeout: float | None
     abort: bool
     on_incident: Callable[[Incident], None] | None
+    on_slow: Callable[[SlowRanks | None], None] | None
     group: dist.ProcessGroup | None
     incidents: list[Incident] = field(default_factory=list)
+    slow: SlowRanks | None = None
 
 
 class Watcher:
@@ -241,6 +246,9 @@ class Watcher:
         self._closing = False
         self._warned_blind = False
         self._standing: tuple[Pending, ...] = ()  # collectives that stand still now
+        self._sampler = Sampler(Recorder(), rank, self._in_guarded_call)
+        self._search = SlowSearch(monitor, self._sampler, self._slow_found)
+        self._slow: deque[tuple[SlowRanks | None, int]] = deque()  # findings not told of here yet, and who judged
         self._hide: Callable[[], None] = lambda: None  # from `ncclguard top`
         self._thread = threading.Thread(target=self._run, name="ncclguard-watch", daemon=True)
 
@@ -252,7 +260,8 @@ class Watcher:
     def start(self) -> None:
         """Begin."""
         self._state.observe(self._limit, self._wakes)
-        self._monitor.on_step = self._coordination.step
+        self._monitor.on_step = self._step
+        self._monitor.on_slow = self._search.hear
         if torch_compat.under_detail():
             log.warning(
                 "ncclguard: under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's flight recorder does not say which group a collective "
@@ -261,7 +270,7 @@ class Watcher:
         self._state.recorder.status()
         self._warn_of_blindness()
         self._thread.start()
-        self._hide = show_watched(self._open_operations)
+        self._hide = show_watched(self._open_operations, lambda: self._settings.slow)
 
     def close(self) -> None:
         """Stop, after a verdict that is on its way; once."""
@@ -272,7 +281,8 @@ class Watcher:
             self._state.settled.wait(LAST_WORDS)
         self._closing = True
         self._hide()
-        self._monitor.on_step = None
+        self._monitor.on_step = self._monitor.on_slow = None
+        self._sampler.close()
         self._wakes()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(1.0)
@@ -324,12 +334,13 @@ class Watcher:
                 period = min(period, HURRIED_LOOK)
             try:
                 self._processes.learn(self._monitor.peers_here())
-                for rank, evidence in self._processes.wait(period):
+                for rank, evidence in self._wait(period):
                     self._coordination.process_ended(rank, evidence)
                 self._coordination.overdue(time.monotonic())
                 if self._closing:
                     break
                 self._deliver()
+                self._tell_of_slow()
                 self._look(time.monotonic())
                 self._go_alone(time.monotonic())
             except Exception:
@@ -337,6 +348,46 @@ class Watcher:
                 time.sleep(period)
         self._deliver()
         self._processes.close()
+
+    def _wait(self, seconds: float) -> list[tuple[int, str]]:
+        """Wait until something is to be done, for `seconds` at most, and take samples meanwhile."""
+        end = time.monotonic() + seconds
+        while True:
+            began = time.monotonic()
+            pause = min(self._sampler.pause(), max(end - began, 0.0))
+            found = self._processes.wait(pause)
+            self._sampler.sample()
+            now = time.monotonic()
+            if found or now >= end or now - began < pause:  # earlier: woken
+                return found
+
+    def _in_guarded_call(self) -> bool:
+        return any(state.guarded and state.call is not None for state in self._monitor.states())
+
+    def _step(self, now: float, store: AgreementStore) -> None:
+        """In the monitor's thread."""
+        self._coordination.step(now, store)
+        self._search.step(now, store, self._state.member.participants)
+
+    def _slow_found(self, slow: SlowRanks | None, by: int) -> None:
+        """In the monitor's thread."""
+        self._slow.append((slow, by))
+        self._wakes()
+
+    def _tell_of_slow(self) -> None:
+        while self._slow:
+            slow, by = self._slow.popleft()
+            self._settings.slow = slow
+            if by == self._rank:
+                text = told("no rank is slow any more") if slow is None else say(slow_text(slow))
+                log.warning("ncclguard: %s", text)
+            for listener in events.listeners:
+                listener.slow_found(slow)
+            if self._settings.on_slow is not None:
+                try:
+                    self._settings.on_slow(slow)
+                except Exception:
+                    log.exception("ncclguard: on_slow failed")
 
     def _wakes(self) -> None:
         self._processes.wake()
@@ -631,6 +682,11 @@ class Watch:
         return tuple(self._settings.incidents)
 
     @property
+    def slow(self) -> SlowRanks | None:
+        """The ranks that the others wait for again and again; None where nobody is known to be slow."""
+        return self._settings.slow
+
+    @property
     def active(self) -> bool:
         """Return whether collectives are observed now: between ``init_process_group`` and ``destroy_process_group``."""
         return self._watcher is not None and self._watcher.running
@@ -727,6 +783,7 @@ def watch(
     timeout: float | timedelta | None = None,
     on_hang: Literal["report", "abort"] = "report",
     on_incident: Callable[[Incident], None] | None = None,
+    on_slow: Callable[[SlowRanks | None], None] | None = None,
 ) -> Watch:
     """Observe every collective of this process until one does not progress.
 
@@ -737,6 +794,9 @@ def watch(
     agree on who is to blame and the incident is reported as for a guarded call, and given to `on_incident` on every
     rank, in a thread of the library. ``on_hang="abort"`` then also ends the job's collectives with an error, for good,
     so that a launcher can restart it. `group`: escalate only what is pending on this group; None: on all of them.
+
+    Ranks that do not hang but are slow are named in the log of the first rank, in `Watch.slow`, and given to `on_slow`
+    on every rank, likewise; None once nobody is slow any more.
 
     Call it on every rank, before or after ``init_process_group``; a second call replaces the first. With one rank it
     does nothing. A rank that did not call it, but imported ncclguard, still answers. Raises ValueError for a time or
@@ -758,7 +818,14 @@ def watch(
                 kind=type(on_incident).__name__,
             )
         )
-    settings = Settings(seconds(timeout, "timeout"), on_hang == "abort", on_incident, check_group(group))
+    if on_slow is not None and not callable(on_slow):
+        raise TypeError(
+            told(
+                "on_slow must be a function that takes SlowRanks or None, not {kind}: give one, or none",
+                kind=type(on_slow).__name__,
+            )
+        )
+    settings = Settings(seconds(timeout, "timeout"), on_hang == "abort", on_incident, on_slow, check_group(group))
     current_config()  # a wrong variable is told of here, and not when the process group is there
     with _lock:
         if _current is not None:

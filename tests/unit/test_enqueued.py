@@ -171,7 +171,7 @@ def test_no_verdict_of_a_former_session_is_delivered_in_the_next_one(monkeypatch
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(watcher, "Watcher", Next)
     monkeypatch.setattr(watcher.runtime, "current", lambda: types.SimpleNamespace(watcher=None, monitor=None))
-    watch = watcher.Watch(watcher.Settings(None, False, None, None))
+    watch = watcher.Watch(watcher.Settings(None, False, None, None, None))
     watch._watcher = cast("Any", Former())
     monkeypatch.setattr(watcher, "_current", watch)
     watcher.observe_anew()

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ncclguard.metrics.monitoring import answer
 from ncclguard.metrics.registry import RecordingListener
 from ncclguard.metrics.top_command import job_view, view
 from tests.unit import observed
+from tests.unit.test_metrics_sinks import SLOW
 
 Serve = Callable[..., control.ControlSocket]
 
@@ -206,6 +208,7 @@ def status(rank: int, **changes: Any) -> dict[str, Any]:
         "late": True,
     }
     snapshot |= {"rank": rank, "world_size": 4, "hang": True, "open": [call], "stragglers": [table]}
+    snapshot |= {"slow": {**asdict(SLOW), "ranks": [2], "hosts": ["node2"]}}
     snapshot |= {"settings": {"0:cpu": {"timeout": 900.0, "chunk_numel": None}}}
     answer = {"snapshot": snapshot, "statistics_every": 10, "proposal": 5, "proposed": {"timeout": 800.0}}
     return {**answer, "adopted": {"0:cpu": [4, "0:cpu:ab12/10"]}, **changes}
@@ -230,6 +233,7 @@ def test_the_view_names_who_waits_in_what_and_who_comes_last() -> None:
         "arrivals in group 0:cpu, 10 operations through 0:cpu:ab12/10, 12 s ago",
         "250.00",
         "1 late",
+        "slow: rank 2 on node2, 1.20 times the others' time in each step, which costs the job 15% of its time; in loading data",
         "changed in group 0:cpu: timeout=900, chunk_numel=not set",
         "proposed, not yet in force in group 0:cpu: timeout=800",
     ):

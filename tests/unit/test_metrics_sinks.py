@@ -21,6 +21,7 @@ from ncclguard.metrics.records import (
     Membership,
     OpenOperation,
     Record,
+    SlowRanks,
     Snapshot,
     StragglerRow,
     StragglerTable,
@@ -38,6 +39,10 @@ from ncclguard.metrics.sinks import (
 )
 
 ORIGIN: dict[str, Any] = {"time": 1700000000.0, "job": "job1", "rank": 1, "host": "node1", "pid": 42}
+SLOW = SlowRanks(
+    ranks=(2,), hosts=("node2",), kind="data loading", place="train.py:9 in batch", awaited_at="", factor=1.2, lost=0.15,
+    sure=True,
+)  # fmt: skip
 
 
 def snapshot(*, hang: bool = False, uptime: float = 60.0) -> Snapshot:
@@ -50,7 +55,7 @@ def snapshot(*, hang: bool = False, uptime: float = 60.0) -> Snapshot:
     return Snapshot(
         **ORIGIN, world_size=4, uptime=uptime, hang=hang, open=(call,) if hang else (), series=registry.snapshot(),
         stragglers=(StragglerTable(group="0:cpu", through="0:cpu:ab12/10", age=2.0, operations=10, rows=(row,)),),
-        settings={"0:cpu": {"timeout": 900.0, "chunk_numel": None}}, losses=2, rejoins=1, lost_seconds=5.5,
+        settings={"0:cpu": {"timeout": 900.0, "chunk_numel": None}}, losses=2, rejoins=1, lost_seconds=5.5, slow=SLOW,
     )  # fmt: skip
 
 
@@ -247,6 +252,7 @@ def test_prometheus_scrapes_what_its_own_parser_reads() -> None:
     assert samples["ncclguard_failures_total", (("cause", "late"), *labels)] == 1
     assert samples["ncclguard_culprits_total", (("culprit", "2"), *labels)] == 1
     assert samples["ncclguard_behind_seconds", (("group", "0:cpu"), ("rank", "1"), ("straggler", "2"))] == 0.25
+    assert samples["ncclguard_slow_lost_ratio", (("kind", "data loading"), ("rank", "1"), ("slow", "2"))] == 0.15
     buckets = {
         float(dict(found)["le"]): value
         for (name, found), value in samples.items()

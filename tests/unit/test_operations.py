@@ -28,7 +28,7 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.environment.doctor import command as doctor
-from ncclguard.metrics.records import OpenOperation, Snapshot, StragglerRow, StragglerTable
+from ncclguard.metrics.records import OpenOperation, SlowRanks, Snapshot, StragglerRow, StragglerTable
 from ncclguard.metrics.registry import Registry
 from ncclguard.metrics.sinks import PrometheusSink
 from ncclguard_explain import command as explain
@@ -56,6 +56,10 @@ def snapshot(*, rank: int = 0, count: int = 100, failed: int = 1, hang: bool = F
         time=1700000000.0, job="job1", rank=rank, host="node1", pid=42, world_size=2, uptime=60.0, hang=hang,
         open=(call,) if hang else (), series=registry.snapshot(),
         stragglers=(StragglerTable(group="0:cpu", through="0:cpu/10", age=2.0, operations=10, rows=(row,)),),
+        slow=SlowRanks(
+            ranks=(1,), hosts=("node2",), kind="data loading", place="train.py:9 in batch", awaited_at="", factor=1.2,
+            lost=0.15, sure=True,
+        ),
     )  # fmt: skip
 
 

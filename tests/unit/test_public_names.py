@@ -34,6 +34,7 @@ NAMES = {
     "PeerLost",
     "ReplicaReport",
     "ReplicasDiffer",
+    "SlowRanks",
     "__version__",
     "check",
     "check_replicas",
