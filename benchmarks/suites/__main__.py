@@ -1,6 +1,6 @@
 """Runs other people's tests with the backend "ncclguard" in gloo's place, and with gloo beside it.
 
-    python -m benchmarks.suites NAME [--ranks N] [--backend ncclguard] [--select TEXT] [--out FILE]
+    python -m benchmarks.suites NAME [--ranks N] [--backend ncclguard] [--select TEXT] [--source FOLDER] [--out FILE]
     python -m benchmarks.suites --table
 
 A suite is not changed: it asks for gloo, and `place/sitecustomize.py` has torch make another backend's groups. What has
@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,28 +26,33 @@ from benchmarks.suites import job, recorder, table
 from benchmarks.suites.catalogue import SUITES, Part, Suite
 
 ROOT = Path(__file__).parents[2]
+NO_TESTS = 5  # pytest's code where all are deselected
 
 
 def run(part: Part, backend: str, folder: Path, select: str = "", only: str = "") -> dict[str, dict[str, Any]]:
     """Run one part on one backend, or `only` one test of it, and return how each of its tests ended."""
     record, log = folder / "record.jsonl", folder / f"{part.name}-{backend}.log"
     record.unlink(missing_ok=True)
+    (folder / "made").unlink(missing_ok=True)
     path = [str(Path(__file__).parent / "place"), str(ROOT), str(ROOT / "explain")]
     path += filter(None, [os.environ.get("PYTHONPATH")])
     env = {
-        **part.env, "SUITES_BACKEND": backend, "SUITES_RECORD": str(record), "PYTHONPATH": os.pathsep.join(path),
+        **part.env, "SUITES_BACKEND": backend, "SUITES_RECORD": str(record), "SUITES_MADE": str(folder / "made"), "PYTHONPATH": os.pathsep.join(path),
         "NCCLGUARD_REPORT_DIR": str(folder), "NCCLGUARD_REPORT_PANEL": "false", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     command = part.command
     if part.pytest:
         options = ("-q", "-c", os.devnull, "--rootdir", str(folder), "-p", "no:cacheprovider")
         command = (sys.executable, "-m", "pytest", *options, "-p", recorder.__name__, "-k", select)
-        command += tuple(f"{path}::{only}" for path in part.command if only) or part.command
+        file, *more = part.command
+        command += (f"{file}::{only.removeprefix(part.prefix)}" if only else file, *more)
     ended = job.run(command, env, folder, part.limit, log)
     if part.pytest:
         lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
-        found = {line.pop("test"): line for line in map(json.loads, lines)}
-        return found or {part.name: {"end": "failed", "seconds": round(ended.seconds, 1), "said": last_words(ended)}}
+        found = {part.prefix + line.pop("test"): line for line in map(json.loads, lines)}
+        if found or ended.code == NO_TESTS:
+            return found
+        return {part.prefix + "(all)": {"end": "failed", "seconds": round(ended.seconds, 1), "said": last_words(ended)}}
     end: dict[str, Any] = {"end": "passed" if ended.code == 0 else "failed", "seconds": round(ended.seconds, 1)}
     printed = [line for line in ended.text.splitlines() if line.startswith("RESULT ")]
     if ended.code != 0:
@@ -67,29 +73,24 @@ def last_words(ended: job.Ended) -> str:
     return (raised[0] if raised else said[-1] if said else f"ended with {ended.code}")[:300]
 
 
-def run_suite(suite: Suite, ranks: int, backends: list[str], select: str) -> dict[str, Any]:
-    """Run a suite on each backend, and once more what failed on one; return how tests ended, by backend and test."""
+def run_parts(parts: list[Part], backends: list[str], folder: Path, select: str) -> dict[str, Any]:
+    """Run each part on each backend, and once more what did worse on one; return ends by backend and test."""
     ends: dict[str, dict[str, dict[str, Any]]] = {backend: {} for backend in backends}
-    with tempfile.TemporaryDirectory(prefix="suites-", ignore_cleanup_errors=True) as name:
-        parts = suite.parts(ranks, Path(name))
-        for part in parts:
-            if not part.pytest and select not in part.name:
-                continue
-            for backend in backends:
-                ends[backend] |= run(part, backend, Path(name), select)
-                say(f"{part.name} on {backend}: {counts(ends[backend])}")
-        for part in parts:
-            for backend in backends:
-                failed = [test for test, end in ends[backend].items() if end["end"] == "failed"]
-                failed = [
-                    test for test in failed if any(by[test]["end"] == "passed" for by in ends.values() if test in by)
-                ]
-                failed = [test for test in failed if part.pytest or test == part.name]
-                for test in failed:
-                    again = run(part, backend, Path(name), only=test if part.pytest else "").get(test)
-                    if again is not None:
-                        ends[backend][test] = again | {"tries": 2}
-                        say(f"{test} on {backend} once more: {again['end']}")
+    for part in parts:
+        here = {}
+        for backend in backends:
+            here[backend] = run(part, backend, folder, select)
+            say(f"{part.name} on {backend}: {counts(here[backend])}")
+        for backend in backends:
+            passed = {test for by in here.values() for test, end in by.items() if end["end"] == "passed"}
+            for test in sorted(passed):
+                if here[backend].get(test, {"end": "not run"})["end"] not in ("failed", "not run"):
+                    continue
+                again = run(part, backend, folder, only=test if part.pytest else "").get(test)
+                if again is not None:
+                    here[backend][test] = again | {"tries": 2}
+                    say(f"{test} on {backend} once more: {again['end']} {again.get('said', '')}")
+            ends[backend] |= here[backend]
     return ends
 
 
@@ -99,12 +100,20 @@ def counts(ends: dict[str, dict[str, Any]]) -> str:
     return ", ".join(f"{found.count(end)} {end}" for end in dict.fromkeys(found))
 
 
-def versions(suite: Suite) -> dict[str, str]:
-    """Return the versions of what takes part."""
-    names = dict.fromkeys(
-        ("torch", *(name for name in suite.packages if name not in ("pytest", "expecttest")), "ncclguard")
-    )
-    return {name: importlib.metadata.version(name) for name in names}
+def versions(suite: Suite, source: Path | None) -> dict[str, str]:
+    """Return the versions of what takes part, and the commit of the tests where a repository has them."""
+    names: dict[str, None] = dict.fromkeys(("torch", *suite.packages, "ncclguard"))
+    found = {name: importlib.metadata.version(name) for name in names if name not in ("pytest", "expecttest")}
+    if suite.repository is None or source is None:
+        return found
+    return found | {suite.repository.url.rpartition("/")[2]: commit_of(source)}
+
+
+def commit_of(source: Path) -> str:
+    """Return the commit of a checkout, or what `version.txt` says in a folder that is none."""
+    command = ("git", "-C", str(source), "log", "-1", "--format=%h")
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or (source / "version.txt").read_text(encoding="utf-8").strip()
 
 
 def say(text: str) -> None:
@@ -121,6 +130,12 @@ def main() -> int:
     )
     parser.add_argument("--backend", default="ncclguard", help="the backend in gloo's place")
     parser.add_argument("--select", default="", help="only tests whose names have this, as pytest's -k")
+    parser.add_argument(
+        "--files", nargs="+", default=[""], help="of a suite's files only those whose paths have one of these"
+    )
+    parser.add_argument(
+        "--source", type=Path, help="the checkout that has the suite's tests, where no package has them"
+    )
     parser.add_argument("--out", type=Path, help="write FILE, with .json, and the same with .md; never overwrites one")
     parser.add_argument("--table", action="store_true", help="print the table of all committed results")
     options = parser.parse_args()
@@ -132,16 +147,28 @@ def main() -> int:
     suite = SUITES[options.name]
     if suite.missing():
         parser.error(f"{', '.join(suite.missing())} is not installed: pip install {suite.install}")
+    repository = suite.repository
+    if repository is not None and options.source is None:
+        parser.error(f"--source FOLDER is missing; make it with: git clone {repository.url} FOLDER && "
+                     f"git -C FOLDER checkout {repository.commit}")  # fmt: skip
     if options.out is not None and options.out.exists():
         parser.error(f"{options.out} exists and is never overwritten; choose another name")
     job.adopt_orphans()
     ranks, began = options.ranks or suite.ranks[0], datetime.datetime.now(datetime.timezone.utc)
     backends = ["gloo", options.backend]
-    ends = run_suite(suite, ranks, backends, options.select)
+    source = options.source.resolve() if repository is not None else None
+    with tempfile.TemporaryDirectory(prefix="suites-", ignore_cleanup_errors=True) as name:
+        parts = suite.parts(ranks, source or Path(name))
+        parts = [
+            part
+            for part in parts
+            if any(name in part.prefix for name in options.files) and (part.pytest or options.select in part.name)
+        ]
+        ends = run_parts(parts, backends, Path(name), options.select)
     tests, skipped = table.merged(ends)
     results = {
         "schema_version": 1, "suite": options.name, "about": suite.about, "ranks": ranks, "backends": backends,
-        "command": " ".join(["python -m benchmarks.suites", *sys.argv[1:]]), "versions": versions(suite),
+        "command": " ".join(["python -m benchmarks.suites", *sys.argv[1:]]), "versions": versions(suite, source),
         "machine": {"day": began.date().isoformat(), "python": platform.python_version(), "kernel": platform.release(),
                     "cores": os.cpu_count(), "load": round(os.getloadavg()[2], 1)},
         "seconds": {backend: round(sum(end["seconds"] for end in by_name.values()), 1) for backend, by_name in ends.items()},

@@ -23,13 +23,41 @@ class Part:
     limit: float
     env: Mapping[str, str] = field(default_factory=dict)
     pytest: bool = False
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """Tests that no package has: files of pytest in a checkout of `commit` that the user makes.
+
+    `files` are patterns from the checkout's root. A test has `each` seconds, a file `limit`. `env` may have `{ranks}`.
+    """
+
+    url: str
+    commit: str
+    files: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    each: int = 120
+    limit: int = 1800
+
+    def parts(self, ranks: int, source: Path) -> list[Part]:
+        """Return a part for each file; its tests are named after it."""
+        env = OFFLINE | {"SUITES_LIMIT": str(self.each)}
+        env |= {name: value.format(ranks=ranks) for name, value in self.env.items()}
+        files = dict.fromkeys(path for pattern in self.files for path in sorted(source.glob(pattern)))
+        found = []
+        for path in files:
+            command, name = (str(path), *self.options), path.relative_to(source).as_posix()
+            found.append(Part(path.stem, command, self.limit, env, pytest=True, prefix=f"{name}::"))
+        return found
 
 
 @dataclass(frozen=True)
 class Suite:
     """What is run, which packages it needs, and how these are installed.
 
-    `parts` gets the number of ranks and a folder for files.
+    `parts` gets the number of ranks and a folder for files: that of the checkout where the suite has a repository.
     """
 
     about: str
@@ -37,6 +65,7 @@ class Suite:
     install: str
     parts: Callable[[int, Path], list[Part]]
     ranks: tuple[int, ...] = (2,)
+    repository: Repository | None = None
 
     def missing(self) -> list[str]:
         """Return the packages that are not installed."""
@@ -83,6 +112,36 @@ def ray_parts(ranks: int, _: Path) -> list[Part]:
     return [Part("ddp", (sys.executable, str(PROGRAMS / "ray_train.py"), str(ranks)), 300)]
 
 
+def transformers_parts(ranks: int, _: Path) -> list[Part]:
+    """A training with transformers' Trainer."""
+    return [Part("trainer", launched(ranks, str(PROGRAMS / "transformers_trainer.py")), 300)]
+
+
+def nanogpt_parts(ranks: int, source: Path) -> list[Part]:
+    """nanoGPT's training."""
+    return [Part("train.py", launched(ranks, str(PROGRAMS / "nanogpt.py"), str(source)), 300)]
+
+
+def of_repository(
+    about: str, packages: tuple[str, ...], repository: Repository, ranks: tuple[int, ...] = (2,)
+) -> Suite:
+    """Return the suite of a repository's tests."""
+    needed = (*packages, "pytest")
+    return Suite(about, needed, " ".join(needed), repository.parts, ranks, repository)
+
+
+def of_torch(about: str, *files: str) -> Suite:
+    """Return the suite of files in torch's test/distributed, which start four ranks."""
+    repository = Repository(
+        "https://github.com/pytorch/pytorch",
+        "cf30153c4c131c8164ee7798e5022d810682e2cb",  # 2.13.0; `torch.version.git_version` has another torch's
+        tuple(f"test/distributed/{file}" for file in files),
+        ("--noconftest",),  # which is for pytest 7
+        {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "1000"},  # the recorder's limit is below it
+    )
+    return of_repository(about, ("torch", "expecttest"), repository, (4,))
+
+
 SUITES: Final = {
     "torch": Suite(
         "torch.testing._internal.distributed.distributed_test, with forked ranks",
@@ -97,4 +156,34 @@ SUITES: Final = {
         ("lightning",), "lightning", lightning_parts,
     ),
     "ray": Suite("Ray Train with TorchConfig", ("ray", "pyarrow"), "'ray[train]'", ray_parts),
+    "transformers": Suite(
+        "the Trainer of transformers under torchrun: steps, an evaluation and checkpoints",
+        ("transformers", "accelerate"), "'transformers[torch]'", transformers_parts,
+    ),
+    "nanogpt": Suite(
+        "nanoGPT's train.py under torchrun, with a tiny model, on CPUs",
+        ("numpy",), "numpy", nanogpt_parts, (2, 4),
+        Repository("https://github.com/karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291", ()),
+    ),
+    "torch-c10d": of_torch(
+        "torch's tests of process groups and functional collectives",
+        "test_c10d_common.py", "test_c10d_gloo.py", "test_c10d_logger.py", "test_c10d_object_collectives.py",
+        "test_c10d_pypg.py", "test_c10d_spawn_gloo.py", "test_functional_api.py", "test_device_mesh.py",
+    ),
+    "torch-dtensor": of_torch("torch's tests of DTensor", "_tensor/**/test_*.py", "tensor/**/test_*.py"),
+    "torch-fsdp2": of_torch("torch's tests of FSDP2 and `replicate`", "_composable/**/test_*.py"),
+    "torch-checkpoint": of_torch("torch's tests of distributed checkpoints", "checkpoint/**/test_*.py"),
+    "torch-pipelining": of_torch("torch's tests of pipelines", "pipelining/test_*.py"),
+    "deepspeed": of_repository(
+        "DeepSpeed's unit tests of its collectives and of ZeRO, on CPUs",
+        ("deepspeed",),
+        Repository(
+            "https://github.com/deepspeedai/DeepSpeed", "edaa7221267243c7be7fb49c5d5f5c4fb97b4641",
+            ("tests/unit/comm/test_*.py", "tests/unit/runtime/comm/test_*.py",
+             "tests/unit/v1/zero/test_*.py", "tests/unit/runtime/zero/test_*.py"),
+            ("-p", "benchmarks.suites.programs.deepspeed_plugin", "-m", "not nightly and not sequential"),
+            # DeepSpeed ends the whole run where a test has not ended in its time.
+            {"LOCAL_SIZE": "{ranks}", "DS_UNITTEST_TIMEOUT": "1000", "DS_DISABLE_REUSE_DIST_ENV": "1"},
+        ), (2, 4),
+    ),
 }  # fmt: skip

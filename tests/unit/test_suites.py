@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+import benchmarks.suites.__main__ as suites
 from benchmarks.suites import recorder, table
-from benchmarks.suites.catalogue import SUITES
+from benchmarks.suites.catalogue import SUITES, Part
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((table.FOLDER / "results").glob("*.json"))
@@ -74,3 +75,51 @@ def test_another_result_is_ours_though_both_end_well() -> None:
 def test_a_failure_is_told_by_the_last_exception_of_its_report() -> None:
     report = "E   RuntimeError: Process 0 exited\nE   torch.distributed.DistStoreError: wait timeout\nE   \nmore"
     assert recorder.RAISED.findall(report)[-1] == "torch.distributed.DistStoreError: wait timeout"
+
+
+@pytest.mark.processes
+def test_a_test_that_hangs_is_ended_with_its_ranks_and_one_that_makes_no_group_is_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "test_theirs.py").write_text(THEIRS)
+    part = Part(
+        "theirs", (str(tmp_path / "test_theirs.py"),), 500, {"SUITES_LIMIT": "10"}, pytest=True, prefix="theirs::"
+    )
+    ends = suites.run(part, "ncclguard", tmp_path)
+    assert {name: end["end"] for name, end in ends.items()} == {
+        "theirs::test_makes_no_group": "skipped",
+        "theirs::test_makes_one": "passed",
+        "theirs::test_hangs": "failed",
+    }
+    assert ends["theirs::test_hangs"]["said"] == "had not ended after 10 s"
+
+
+THEIRS = """
+import multiprocessing, time
+import torch.distributed as dist
+
+def test_makes_no_group():
+    pass
+
+def test_makes_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_backend() == "ncclguard"
+    dist.destroy_process_group()
+
+def test_hangs():
+    rank = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    rank.start()
+    rank.join()
+"""
+
+
+def test_a_suite_of_a_repository_says_how_to_get_it(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["suites", "nanogpt"])
+    with pytest.raises(SystemExit):
+        suites.main()
+    repository = SUITES["nanogpt"].repository
+    assert repository is not None
+    assert f"git clone {repository.url} FOLDER && git -C FOLDER checkout {repository.commit}" in capsys.readouterr().err
+
+
+def test_the_page_has_the_newest_table_of_fault_kits() -> None:
+    newest = max((table.FOLDER / "results").glob("fault-kits-*.md"))
+    assert newest.read_text() in PAGE, "run it anew with: python -m benchmarks.suites.fault_kits --out FILE"

@@ -45,7 +45,10 @@ def in_its_place(original: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs)
         asked = given.arguments.get("backend")
         if (asked is None and begins) or str(asked).lower() in ("gloo", "cpu:gloo"):
-            given.arguments["backend"] = BACKEND
+            if BACKEND != "gloo":
+                given.arguments["backend"] = BACKEND
+            with open(os.environ.get("SUITES_MADE", os.devnull), "ab") as file:
+                file.write(b".")  # the recorder counts them
         return original(*given.args, **given.kwargs)
 
     return function
@@ -53,4 +56,5 @@ def in_its_place(original: Callable[..., Any]) -> Callable[..., Any]:
 
 if BACKEND != "gloo":
     importlib.import_module(BACKEND.partition("-")[0])  # waits for torch, and then registers the name
+if BACKEND != "gloo" or "SUITES_MADE" in os.environ:
     sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
