@@ -13,7 +13,16 @@ from ncclguard import lifecycle, torch_compat
 from ncclguard.coordination.group_state import GroupState, Subject
 from ncclguard.incident import model
 from ncclguard.incident.model import Incident, RankReport, State
-from ncclguard.protocol.decision import Action, Departure, Phase, Report, Sides, TroubleKind, Verdict
+from ncclguard.protocol.decision import (
+    Action,
+    Departure,
+    Phase,
+    Report,
+    Sides,
+    TroubleKind,
+    Verdict,
+    ended_from_outside,
+)
 from ncclguard_explain.cause import ADVICE, ADVICE_WATCHED, SEE_LOST, WORD, Cause
 from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ranks import FEW_RANKS, Hosts, ranks_text
@@ -56,6 +65,7 @@ def summarise(
     hosts = {**known, **{report.rank: report.host for report in said if report.host}}
     placed = Hosts(hosts, (report.rank for report in said))
     told = model.bounded(said, causes)
+    outside = not causes and not verdict.sides and ended_from_outside(reports, departed, silent)
     incident = Incident(
         id=_identifier(state, f"{op_id}.{verdict.generation}"),
         device=torch_compat.emulated_device(),
@@ -73,12 +83,21 @@ def summarise(
         ranks=told,
         hosts=model.unsaid_hosts(hosts, told),
         summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed),
-        advice=_advice(verdict.cause, state, text, resumed, told),
-        further=_further(text, verdict.cause, state, resumed, told),
+        advice=_ENDED if outside else _advice(verdict.cause, state, text, resumed, told),
+        further="" if outside else _further(text, verdict.cause, state, resumed, told),
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),
     )
-    first = next((one.id for one in reported if state.guarded and goes_on(one, incident)), None)
+    sent_away = bool(departed) and all(rank in departed and departed[rank].terminated for rank in causes)
+    first = next(
+        (
+            one.id
+            for one in reported
+            # Ranks that are ended while they stand in what an incident was about: the job has been ended for it.
+            if (goes_on(one, incident) if state.guarded else sent_away and one.op_id == op_id)
+        ),
+        None,
+    )
     incident = incident.model_copy(update={"repeats": first})
     fields = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
     return json.dumps({"schema_version": incident.schema_version, **fields}, separators=(",", ":"))
@@ -227,6 +246,13 @@ def _same_standstill(before: RankReport, now: RankReport, tried_again: bool) -> 
     if before.entered is None or now.entered is None:
         return same and before.state == now.state == "silent" and before.stack == now.stack
     return same and (before.entered == now.entered or (tried_again and before.stack == now.stack))
+
+
+#: What to do where all ranks were ended from outside.
+_ENDED = tr(
+    "See why the job was ended: its launcher's or scheduler's log tells who did (a time limit, a cancelled job, another "
+    "worker that failed). No rank of it is to blame."
+)
 
 
 #: What the calls of an evaluation are called: its label, and the try.
@@ -437,6 +463,8 @@ def _summary(
             "side is a majority.",
             failed=failed,
         )
+    if verdict.cause is Cause.UNKNOWN and ended_from_outside(reports, departed, silent):
+        return tr("{failed}: all ranks were ended from outside, with SIGTERM.", failed=failed)
     if verdict.cause is Cause.DIVERGED:
         return tr("{failed}: the ranks called different operations, and no side is a majority.", failed=failed)
     troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})

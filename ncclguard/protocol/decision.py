@@ -232,6 +232,13 @@ def elsewhere_long_enough(reports: Mapping[int, Report]) -> dict[int, Report]:
     }
 
 
+def ended_from_outside(
+    reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Mapping[int, Cause]
+) -> bool:
+    """Return whether no rank is left and some were sent SIGTERM: a scheduler, a launcher or a person ended the job."""
+    return not silent and reports.keys() <= departed.keys() and any(d.terminated for d in departed.values())
+
+
 def decide(
     generation: int,
     members: Sequence[int],
@@ -283,9 +290,10 @@ def decide(
         rest = tuple(rank for rank in members if rank not in departed)
         return _replace(base, Action.RESUME, culprits, sides, participants=rest, from_piece=0, attempt=attempt + 1)
     restorable = all(r.restorable_from <= from_piece for r in entered.values())
-    if not (culprits or expired or sides or unanswered) and attempt < operation.max_attempts and restorable:
+    # Who left and is not to blame was ended with all the others: no further try can have it back.
+    if not (culprits or expired or sides or unanswered or gone) and attempt < operation.max_attempts and restorable:
         return _replace(base, Action.RESUME, {}, sides, from_piece=from_piece, attempt=attempt + 1, cause=Cause.NETWORK)
-    cause = Cause.DIVERGED if sides else Cause.UNKNOWN if unanswered else Cause.NETWORK
+    cause = Cause.DIVERGED if sides else Cause.UNKNOWN if unanswered or gone else Cause.NETWORK
     return _replace(base, Action.FAIL, culprits, sides, cause=cause)
 
 
@@ -331,7 +339,8 @@ def _blame(
     }
     gone = {rank: d.cause for rank, d in departed.items() if rank in members and d.done < sequence}
     by_themselves = {rank: cause for rank, cause in gone.items() if not departed[rank].terminated}
-    if by_themselves or raised or silent:  # one that never answered did not even announce its end
+    # One that never answered did not even announce its end.
+    if by_themselves or raised or silent or ended_from_outside(reports, departed, silent):
         gone = by_themselves
     if raised or gone:
         return {**gone, **raised}, ()

@@ -25,6 +25,7 @@ from ncclguard.protocol.decision import (
     Waiting,
     Watched,
     divergence,
+    ended_from_outside,
     largest_first,
 )
 from ncclguard.torch_compat.groups import broken_collective
@@ -104,7 +105,8 @@ def analyse(
         return _finding(_channel_with(stalled, {*spent}), stalled, spent, (), reports, waits)
     channel = _oldest(stalled, waits)
     # A receive may wait for another tag, or for any rank; what broke before all had come is no fault of the network.
-    known = not silent and "->" not in channel and _all_entered(channel, stalled, reports, waits)
+    known = not (silent or "->" in channel or ended_from_outside(reports, departed, silent))
+    known = known and _all_entered(channel, stalled, reports, waits)
     return _finding(channel, stalled, {}, (), reports, waits, Cause.NETWORK if known else Cause.UNKNOWN)
 
 
@@ -183,8 +185,8 @@ def _gone(
     """Ranks that left or died while somebody waited for them.
 
     One that ended because its collective broke is a consequence, and so is one that left beside one that died, or that
-    the launcher ended while another rank gives no sign of life. One that left after it had issued all that is waited
-    for counts with `spent` only: rather somebody else is to blame.
+    the launcher ended while another rank gives no sign of life, or with all the others. One that left after it had
+    issued all that is waited for counts with `spent` only: rather somebody else is to blame.
     """
     broken = (TroubleKind.DEPARTED, TroubleKind.TRANSPORT)
     told = any(r.trouble is not None and r.trouble.kind in broken for r in reports.values())
@@ -196,7 +198,8 @@ def _gone(
         and not (d.cause is Cause.FAILED and is_consequence(d.text))
         and (spent or not has_issued(d, {c: sequence for c, (sequence, m) in stalled.items() if rank in m}))
     }
-    for sent_away in (False,) if silent else (False, True):  # launchers end all when one is gone
+    consequence = silent or ended_from_outside(reports, departed, silent)
+    for sent_away in (False,) if consequence else (False, True):  # launchers end all when one is gone
         for cause in (Cause.FAILED, Cause.LOST, Cause.EXITED):
             ranks: dict[int, Cause] = {
                 rank: cause for rank, d in found.items() if d.cause is cause and d.terminated is sent_away

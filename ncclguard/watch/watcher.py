@@ -492,6 +492,8 @@ class Watcher:
         observation = self._state.observation
         self._told |= {p.channel: p.sequence for p in observation.pending}
         self._last_told = _number(observation.latest)
+        if incident.repeats is not None:  # of which the monitor of one rank has told
+            return
         if any(says_nothing_new(incident, known) for known in self._settings.incidents):
             text = told("incident {name} has gone on: {text}", name=incident.id, text=read(incident.summary))
             log.warning("ncclguard: %s", text)

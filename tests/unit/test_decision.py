@@ -33,6 +33,16 @@ def verdict_on(
     return decide(0, members, {r.rank: r for r in reports}, gone, quiet, coordinator=members[0])
 
 
+ENDED = [Departure(rank, Cause.LOST, "was sent SIGTERM", terminated=True) for rank in range(3)]
+
+
+def test_where_all_ranks_were_sent_sigterm_nobody_is_named_and_nothing_is_tried_again() -> None:
+    found = verdict_on(*(entered(rank, trouble=TRANSPORT) for rank in range(3)), departed=dict(enumerate(ENDED)))
+    assert (found.action, found.cause, found.culprits) == (Action.FAIL, Cause.UNKNOWN, ())
+    alive = verdict_on(*(entered(rank, trouble=TRANSPORT) for rank in range(3)), departed={2: ENDED[2]})
+    assert alive.culprits == ((2, Cause.LOST),)
+
+
 # ---------------------------------------------------------------------- commit
 
 
