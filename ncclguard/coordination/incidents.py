@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.coordination.group_state import GroupState, Subject
+from ncclguard.errors import is_repeat
 from ncclguard.incident import model
 from ncclguard.incident.model import Incident, RankReport, State
 from ncclguard.protocol.decision import (
@@ -88,19 +89,24 @@ def summarise(
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),
     )
-    sent_away = bool(departed) and all(rank in departed and departed[rank].terminated for rank in causes)
-    first = next(
-        (
-            one.id
-            for one in reported
-            # Ranks that are ended while they stand in what an incident was about: the job has been ended for it.
-            if (goes_on(one, incident) if state.guarded else sent_away and one.op_id == op_id)
-        ),
-        None,
-    )
+    sent_away = outside or (bool(causes) and all(rank in departed and departed[rank].terminated for rank in causes))
+    first = next((one.id for one in reported if _is_sequel(one, incident, state.guarded, sent_away)), None)
     incident = incident.model_copy(update={"repeats": first})
     fields = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
     return json.dumps({"schema_version": incident.schema_version, **fields}, separators=(",", ":"))
+
+
+def _is_sequel(known: Incident, later: Incident, guarded: bool, sent_away: bool) -> bool:
+    """Return whether a later incident has no report of its own.
+
+    `sent_away`: whom it names were sent SIGTERM. Where they stood in what a known incident was about, the job has been
+    ended for that one.
+    """
+    if guarded:
+        return goes_on(known, later)
+    if sent_away and known.op_id == later.op_id:
+        return True
+    return says_nothing_new(later, known) or _only_raise_its_error(known, later)
 
 
 def alone(
@@ -219,7 +225,7 @@ def goes_on(known: Incident, later: Incident) -> bool:
     known incident, whose outcome its program had left unread, or it stands at the same place in a later try of the
     same evaluation. One that answered neither time is taken for the same while its process and its stack are.
     """
-    if _only_raise_its_error(known, later):
+    if _only_raise_its_error(known, later) or _shows_its_side(known, later):
         return True
     if (known.cause, known.culprits) != (later.cause, later.culprits) or not known.culprits:
         return False
@@ -231,6 +237,17 @@ def goes_on(known: Incident, later: Incident) -> bool:
     )
 
 
+def says_nothing_new(later: Incident, known: Incident) -> bool:
+    """Return whether a later incident is about a known one's collective, and says the same or nothing.
+
+    A collective breaks later than it was known to be stuck, and by then those who broke it may have ended unseen.
+    """
+    if later.op_id != known.op_id:
+        return False
+    nothing = later.cause is Cause.UNKNOWN and not later.culprits
+    return nothing or (later.cause, later.culprits) == (known.cause, known.culprits)
+
+
 def _only_raise_its_error(known: Incident, later: Incident) -> bool:
     """Return whether what ended the later call is nothing but the error of the known one, which carries its id."""
     raised = [report.exception for report in later.ranks if report.exception is not None]
@@ -239,6 +256,12 @@ def _only_raise_its_error(known: Incident, later: Incident) -> bool:
         and bool(raised)
         and all(f"({known.op_id})" in text for text in raised)
     )
+
+
+def _shows_its_side(known: Incident, later: Incident) -> bool:
+    """Return whether ranks diverged by what a known incident shows, and the later one has nobody to name for it."""
+    told = [{text for text, _ in one.sides if _NUMBERED.search(text)} for one in (known, later)]
+    return later.cause is Cause.DIVERGED and not later.culprits and not told[0].isdisjoint(told[1])
 
 
 def _same_standstill(before: RankReport, now: RankReport, tried_again: bool) -> bool:
@@ -255,6 +278,8 @@ _ENDED = tr(
 )
 
 
+#: The end of the text of a collective of torch's own, which no other one of its group has.
+_NUMBERED = re.compile(r", number \d+\)$")
 #: What the calls of an evaluation are called: its label, and the try.
 _TRY = re.compile(r"='(evaluation .*), (?:beginning of )?try (\d+)'")
 
@@ -436,7 +461,9 @@ def _summary(
     if guarded:
         failed = tr("{operation} failed after {seconds:.3g} s", operation=text, seconds=waited)
     because = (
-        _alone_to_blame(causes, reports, departed, placed) or _because(causes, placed) or _repeated(reports, placed)
+        _alone_to_blame(causes, reports, departed, placed)
+        or _because(causes, placed)
+        or _repeated(reports, departed, placed)
     )
     if because and verdict.action is Action.RESUME and guarded:
         return tr(
@@ -543,13 +570,20 @@ def _of_settings(sides: Sides) -> bool:
     return len(sides) > 1 and len({text for text, _ in sides}) == 1
 
 
-def _repeated(reports: Mapping[int, Report], placed: Hosts) -> str:
+def _repeated(reports: Mapping[int, Report], departed: Mapping[int, Departure], placed: Hosts) -> str:
     """Ranks that are not to blame, and only raised here what an earlier verdict had found."""
     errors = {
         rank: r.trouble.text
         for rank, r in sorted(reports.items())
         if r.trouble is not None and r.trouble.kind is TroubleKind.REPEATED
     }
+    ended = {rank: d.text for rank, d in sorted(departed.items()) if is_repeat(d.text)}
+    if ended:
+        return tr(
+            "{ranks} raised {exception}, the error of an earlier call",
+            ranks=placed.text(ended),
+            exception=next(iter(ended.values())),
+        )
     if not errors:
         return ""
     return tr(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 from ncclguard import events, lifecycle
-from ncclguard.coordination.group_state import GroupState, OpenCall
+from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.incident.stacks import call_site_of, main_thread_stack, other_threads
 from ncclguard.incident.timeline import KEPT, PastTuple, snapshot
@@ -63,8 +63,9 @@ class History(events.Listener):
 class Description:
     """The description of this process, for the monitor's thread."""
 
-    def __init__(self, monitor: Monitor, host: str, history: History) -> None:
+    def __init__(self, monitor: Monitor, host: str, history: History, job: tuple[int, ...] = ()) -> None:
         self._monitor = monitor
+        self._job = job  # its ranks, unless the group is outside the job
         self._host = host
         self._history = history
 
@@ -85,11 +86,16 @@ class Description:
         details |= report.details
         trouble = report.trouble
         elsewhere, free_for = self._monitor.waiting_elsewhere(state.key)
+        watched = report.watched
+        if state.guarded:
+            watches = [self._monitor.state(key, self._job) for key in KINDS] if self._job else []
+            watched = next((watch.torchs_own() for watch in watches), None)
         return replace(
             report,
             trouble=None if trouble is None else replace(trouble, text=trouble.text[:TEXT]),
             elsewhere=elsewhere[:TEXT],
             free_for=free_for,
+            watched=watched,
             details=shortened(details, len(state.member.members)),
         )
 

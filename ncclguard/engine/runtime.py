@@ -124,7 +124,8 @@ class Runtime:
         )
         self._history = History()
         events.listen(self._history)
-        self._description = Description(self.monitor, self._liveness.identity.host, self._history)
+        job = () if world.group else tuple(range(self.world_size))
+        self._description = Description(self.monitor, self._liveness.identity.host, self._history, job)
         self.watcher: Watcher | None = None  # of watch(), when the program called it
         self._groups: dict[tuple[str, str, str], tuple[dist.ProcessGroup, GuardedGroup]] = {}
         self._released: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

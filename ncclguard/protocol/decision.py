@@ -207,6 +207,10 @@ class Verdict:
         return tuple(sorted(rank for rank, _ in self.culprits))
 
 
+#: Seconds for which a rank waits in a collective of torch's own before that tells where it is.
+TELLING_AFTER = 1.0
+
+
 #: When several causes were found, the outcome's single `cause` is the first of these.
 PRECEDENCE = (
     Cause.LOST,
@@ -230,6 +234,30 @@ def elsewhere_long_enough(reports: Mapping[int, Report]) -> dict[int, Report]:
     return {
         rank: replace(r, elsewhere="", free_for=0.0) if r.free_for > waited / 2 else r for rank, r in reports.items()
     }
+
+
+def waits_outside(reports: Mapping[int, Report]) -> dict[int, Report]:
+    """The reports, with the collective of torch's own as `elsewhere` that a rank waits in for ranks that wait for it.
+
+    These are in the operation of the guard and have not issued that collective, such as a step more of DDP: neither
+    side can go on.
+    """
+    inside = {r.rank: r.watched.issued for r in reports.values() if r.operation is not None and r.watched is not None}
+
+    def waits_for_one_inside(wait: Waiting) -> bool:
+        return wait.age >= TELLING_AFTER and any(
+            issued.get(wait.channel, wait.sequence) < wait.sequence
+            for rank, issued in inside.items()
+            if rank in wait.members
+        )
+
+    found = dict(reports)
+    for rank, report in reports.items():
+        if report.operation is None and report.watched is not None and (not report.elsewhere or report.free_for):
+            texts = [wait.text for wait in report.watched.waits if waits_for_one_inside(wait)]
+            if texts:
+                found[rank] = replace(report, elsewhere=texts[0], free_for=0.0)
+    return found
 
 
 def ended_from_outside(

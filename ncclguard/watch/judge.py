@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ncclguard.errors import is_repeat
 from ncclguard.protocol.decision import (
     PRECEDENCE,
     Action,
@@ -106,6 +107,7 @@ def analyse(
     channel = _oldest(stalled, waits)
     # A receive may wait for another tag, or for any rank; what broke before all had come is no fault of the network.
     known = not (silent or "->" in channel or ended_from_outside(reports, departed, silent))
+    known = known and not any(is_repeat(d.text) for d in departed.values())
     known = known and _all_entered(channel, stalled, reports, waits)
     return _finding(channel, stalled, {}, (), reports, waits, Cause.NETWORK if known else Cause.UNKNOWN)
 
@@ -184,9 +186,10 @@ def _gone(
 ) -> dict[int, Cause]:
     """Ranks that left or died while somebody waited for them.
 
-    One that ended because its collective broke is a consequence, and so is one that left beside one that died, or that
-    the launcher ended while another rank gives no sign of life, or with all the others. One that left after it had
-    issued all that is waited for counts with `spent` only: rather somebody else is to blame.
+    One that ended because its collective broke, or with the error of a guarded call, is a consequence, and so is one
+    that left beside one that died, or that the launcher ended while another rank gives no sign of life, or with all the
+    others. One that left after it had issued all that is waited for counts with `spent` only: rather somebody else is
+    to blame.
     """
     broken = (TroubleKind.DEPARTED, TroubleKind.TRANSPORT)
     told = any(r.trouble is not None and r.trouble.kind in broken for r in reports.values())
@@ -195,7 +198,7 @@ def _gone(
         rank: d
         for rank, d in departed.items()
         if (rank in awaited or (told and d.cause is not Cause.EXITED and not d.terminated))
-        and not (d.cause is Cause.FAILED and is_consequence(d.text))
+        and not (d.cause is Cause.FAILED and (is_consequence(d.text) or is_repeat(d.text)))
         and (spent or not has_issued(d, {c: sequence for c, (sequence, m) in stalled.items() if rank in m}))
     }
     consequence = silent or ended_from_outside(reports, departed, silent)

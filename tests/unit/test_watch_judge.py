@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ncclguard.coordination.incidents import says_nothing_new
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
 from ncclguard.protocol import codec
@@ -23,7 +24,6 @@ from ncclguard.watch.judge import (
     is_consequence,
     verdict_of,
 )
-from ncclguard.watch.watcher import says_nothing_new
 
 WORLD = (0, 1, 2, 3)
 
@@ -322,3 +322,10 @@ def test_where_all_ranks_were_sent_sigterm_nobody_is_named_for_it() -> None:
     assert set(judged(*broke, departed=ended, overdue=False).causes) == {1, 2, 3}
     late = [*broke[:3], said(3, done={"0:gloo": 6})]
     assert judged(*late, departed=ended | {0: ended[1]}, overdue=True).causes == {3: Cause.LATE}
+
+
+def test_the_error_of_a_guarded_call_is_no_cause_of_its_own() -> None:
+    """Rank 1 ended with the verdict on its barrier, and gloo broke in the collective that the others wait in."""
+    departed = {1: Departure(1, Cause.FAILED, "CollectiveTimeout (0:cpu:865c6391/1)")}
+    found = judged(*(said(rank, world(7)) for rank in (0, 2, 3)), departed=departed, overdue=False)
+    assert (found.causes, found.cause) == ({}, Cause.UNKNOWN)
