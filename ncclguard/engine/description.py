@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from ncclguard import events, lifecycle
+from ncclguard import events, lifecycle, torch_compat
 from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.incident.stacks import call_site_of, main_thread_stack, other_threads
@@ -86,6 +86,9 @@ class Description:
         details |= report.details
         trouble = report.trouble
         elsewhere, free_for = self._monitor.waiting_elsewhere(state.key)
+        if not elsewhere or free_for:
+            making = torch_compat.group_in_the_making()
+            elsewhere, free_for = (making, 0.0) if making else (elsewhere, free_for)
         watched = report.watched
         if state.guarded:
             watches = [self._monitor.state(key, self._job) for key in KINDS] if self._job else []

@@ -207,6 +207,8 @@ class Verdict:
         return tuple(sorted(rank for rank, _ in self.culprits))
 
 
+#: How the text begins of what a rank waits in while it makes a group with others: who of them has strayed is not known.
+MAKES_GROUP = "new_group("
 #: Seconds for which a rank waits in a collective of torch's own before that tells where it is.
 TELLING_AFTER = 1.0
 
@@ -456,7 +458,8 @@ def _without_majority(
         if text:
             sides.setdefault(text, []).append(rank)
     shown = largest_first(sides.items())
-    if 2 * len(entered) > len(entered) + len(elsewhere):
+    makes_group = any(reports[rank].elsewhere.startswith(MAKES_GROUP) for rank in elsewhere)
+    if 2 * len(entered) > len(entered) + len(elsewhere) and not makes_group:
         return missing, shown
     return {rank: cause for rank, cause in missing.items() if rank not in elsewhere}, shown
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ncclguard.errors import is_repeat
 from ncclguard.protocol.decision import (
+    MAKES_GROUP,
     PRECEDENCE,
     Action,
     Departure,
@@ -315,7 +316,8 @@ def _cycle(
     total = sum(len(ranks) for _, ranks in shown)
     one_to_one = any("->" in wait.channel for items in waits.values() for wait in items)  # either end may be wrong
     one_to_one = one_to_one or any(_message(report) for report in reports.values())
-    majority = not one_to_one and bool(shown) and 2 * len(shown[0][1]) > total
+    makes_group = any(text.startswith(MAKES_GROUP) for text in passing_on.values())
+    majority = not (one_to_one or makes_group) and bool(shown) and 2 * len(shown[0][1]) > total
     odd = [r for _, ranks in shown[1:] for r in ranks] if majority else []
     return _oldest(stalled, waits), dict.fromkeys(sorted(odd), Cause.DIVERGED), shown
 

@@ -422,3 +422,21 @@ def test_the_end_of_a_job_that_hangs_is_no_second_incident(tmp_path: Path) -> No
     assert log.count("ended from outside, with SIGTERM") <= 1, log
     (tmp_path / "job.log").write_text(log)
     assert explain([os.fspath(tmp_path / "job.log")]).culprits == (1,)
+
+
+def leaves_out_a_group() -> None:
+    """Rank 3 does not call the `new_group` that rank 2 waits in."""
+    ng.watch(timeout=3, on_incident=told("incident"))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    if dist.get_rank() != 3:
+        dist.new_group([2, 3])
+    dist.barrier()
+
+
+@recorded
+def test_a_rank_that_waits_for_the_members_of_a_new_group_is_not_late() -> None:
+    result = faults.run_ranks(leaves_out_a_group, 4, timeout=60)
+    incident = ng.Incident.from_json(result[0].reports["incident"]["json"])
+    assert (str(incident.cause), incident.culprits) == ("diverged", ()), incident
+    assert [ranks for _, ranks in incident.sides] == [(0, 1, 3), (2,)]
+    assert incident.sides[1][0] == "new_group(ranks 2-3)"

@@ -58,6 +58,13 @@ def test_ranks_that_wait_in_torchs_own_collective_for_one_in_the_operation_are_n
     assert found(11, age=0.1).culprits == late, "a step in passing"
 
 
+def test_a_rank_that_makes_a_group_waits_for_others_and_is_not_named() -> None:
+    waits = outside(2, elsewhere="new_group(ranks 2-3)")
+    found = verdict_on(*(entered(rank, trouble=DEADLINE) for rank in (0, 1, 3)), waits)
+    assert (found.cause, found.culprits) == (Cause.DIVERGED, ())
+    assert found.sides == (("op7", (0, 1, 3)), ("new_group(ranks 2-3)", (2,)))
+
+
 ENDED = [Departure(rank, Cause.LOST, "was sent SIGTERM", terminated=True) for rank in range(3)]
 
 

@@ -329,3 +329,10 @@ def test_the_error_of_a_guarded_call_is_no_cause_of_its_own() -> None:
     departed = {1: Departure(1, Cause.FAILED, "CollectiveTimeout (0:cpu:865c6391/1)")}
     found = judged(*(said(rank, world(7)) for rank in (0, 2, 3)), departed=departed, overdue=False)
     assert (found.causes, found.cause) == ({}, Cause.UNKNOWN)
+
+
+def test_a_rank_that_makes_a_group_waits_for_others_and_is_not_named() -> None:
+    making = said(2, done={"0:gloo": 6}, elsewhere="new_group(ranks 2-3)")
+    found = judged(*(said(rank, world(7)) for rank in (0, 1, 3)), making)
+    assert (found.causes, found.cause) == ({}, Cause.DIVERGED)
+    assert found.sides[1] == ("new_group(ranks 2-3)", (2,))
