@@ -492,6 +492,8 @@ def _summary(
         )
     if verdict.cause is Cause.UNKNOWN and ended_from_outside(reports, departed, silent):
         return tr("{failed}: all ranks were ended from outside, with SIGTERM.", failed=failed)
+    if verdict.cause is Cause.DIVERGED and _has_majority(verdict.sides):
+        return tr("{failed}: the ranks were in different operations, and nothing tells who is wrong.", failed=failed)
     if verdict.cause is Cause.DIVERGED:
         return tr("{failed}: the ranks called different operations, and no side is a majority.", failed=failed)
     troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})
@@ -557,6 +559,10 @@ def _alone_to_blame(
     trouble = report.trouble if report is not None else None
     text = left.text if left is not None and left.cause is Cause.FAILED else trouble.text if trouble is not None else ""
     return tr("{ranks} raised {exception}", ranks=placed.text([rank]), exception=text.rstrip(".。")) if text else ""
+
+
+def _has_majority(sides: Sides) -> bool:
+    return bool(sides) and 2 * len(sides[0][1]) > sum(len(ranks) for _, ranks in sides)
 
 
 def _of_groups(sides: Sides) -> bool:

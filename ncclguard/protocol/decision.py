@@ -389,7 +389,7 @@ def _blame(
     missing.update({rank: cause for rank, cause in silent.items() if rank in members})
     if missing:
         return _without_majority(missing, entered, reports)
-    return _came_last(entered), ()
+    return _came_last(entered)
 
 
 def largest_first(sides: Iterable[tuple[str, Sequence[int]]]) -> Sides:
@@ -464,16 +464,24 @@ def _without_majority(
     return {rank: cause for rank, cause in missing.items() if rank not in elsewhere}, shown
 
 
-def _came_last(entered: Mapping[int, Report]) -> dict[int, Cause]:
+def _came_last(entered: Mapping[int, Report]) -> tuple[dict[int, Cause], Sides]:
     """Name, where all have entered, those that came far behind the rest, else nobody.
 
-    Far behind is under half the median age.
+    Far behind is under half the median age. One that was held up in another operation waited for somebody there: that
+    is shown, and it is not named.
     """
     if len(entered) < 2:
-        return {}
+        return {}, ()
     middle = median(r.age for r in entered.values())
-    tardy = {rank: Cause.LATE for rank, r in entered.items() if r.age < middle / 2}
-    return tardy if 2 * len(tardy) < len(entered) else {}
+    tardy = [rank for rank, r in entered.items() if r.age < middle / 2]
+    if 2 * len(tardy) >= len(entered):
+        return {}, ()
+    sides: dict[str, list[int]] = {}
+    for rank, r in sorted(entered.items()):
+        text = r.elsewhere if rank in tardy and r.elsewhere else "" if r.operation is None else r.operation.text
+        sides.setdefault(text, []).append(rank)
+    late = {rank: Cause.LATE for rank in tardy if not entered[rank].elsewhere}
+    return late, largest_first(sides.items()) if len(late) < len(tardy) else ()
 
 
 def _replace(

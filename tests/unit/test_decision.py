@@ -65,6 +65,16 @@ def test_a_rank_that_makes_a_group_waits_for_others_and_is_not_named() -> None:
     assert found.sides == (("op7", (0, 1, 3)), ("new_group(ranks 2-3)", (2,)))
 
 
+def test_a_rank_that_was_held_up_in_another_group_for_the_one_at_fault_is_not_late() -> None:
+    """Rank 3 left a call of ranks 2 and 3 out and went on to the barrier, which rank 2 reached when that had failed."""
+    held = replace(entered(2, age=0.03, trouble=DEADLINE), elsewhere="all_reduce() of group 2", free_for=0.04)
+    found = verdict_on(*(entered(rank, age=5.0, trouble=DEADLINE) for rank in (0, 1, 3)), held)
+    assert (found.cause, found.culprits) == (Cause.DIVERGED, ())
+    assert found.sides == (("op7", (0, 1, 3)), ("all_reduce() of group 2", (2,)))
+    tardy = entered(2, age=0.03, trouble=DEADLINE)
+    assert verdict_on(*(entered(rank, age=5.0) for rank in (0, 1, 3)), tardy).culprits == ((2, Cause.LATE),)
+
+
 ENDED = [Departure(rank, Cause.LOST, "was sent SIGTERM", terminated=True) for rank in range(3)]
 
 
