@@ -63,6 +63,8 @@ log = logging.getLogger("ncclguard")
 _PYTHON = ".".join(platform.python_version_tuple()[:2])
 #: Seconds in which the store has to take a connection, at most.
 CONNECT_WITHIN = 30.0
+#: Seconds that `init_process_group` waits, at most, until the others can find out what becomes of this process.
+KNOWN_WITHIN = 0.25
 #: Seconds that the end of the monitor may take.
 STOP_WITHIN = 1.0
 #: Seconds that a report in the making may hold the exit up.
@@ -536,7 +538,8 @@ def builder(device: torch.device, towards: str = "") -> Builder:
 
 def _after_init() -> None:
     if current_config().autostart and dist.get_world_size() > 1:
-        current()
+        # Of a process that ends before it is known, nobody could say that it is gone.
+        current().monitor.session_ready.wait(KNOWN_WITHIN)
 
 
 def _before_destroy() -> None:
