@@ -102,7 +102,7 @@ def repeats(error: BaseException) -> str:
 
 def is_repeat(text: str) -> bool:
     """Return whether a text is what `repeats` says of an error."""
-    kinds = (CollectiveFailed, *CollectiveFailed.__subclasses__())
+    kinds: list[type[CollectiveFailed]] = [CollectiveFailed, *CollectiveFailed.__subclasses__()]
     return text.partition(" (")[0] in {kind.__name__ for kind in kinds} and text.endswith(")")
 
 
