@@ -100,6 +100,12 @@ def repeats(error: BaseException) -> str:
     return f"{type(error).__name__} ({error.outcome.op_id})" if isinstance(error, CollectiveFailed) else ""
 
 
+def is_repeat(text: str) -> bool:
+    """Return whether a text is what `repeats` says of an error."""
+    kinds: list[type[CollectiveFailed]] = [CollectiveFailed, *CollectiveFailed.__subclasses__()]
+    return text.partition(" (")[0] in {kind.__name__ for kind in kinds} and text.endswith(")")
+
+
 class CollectiveTimeout(CollectiveFailed, TimeoutError):
     """A rank was late or stuck, or the deadline passed (`network`, `unknown`); see `_text` for words in it."""
 

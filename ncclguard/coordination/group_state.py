@@ -325,6 +325,10 @@ class GroupState:
         """Return what the others may have to know of torch's collectives once this rank has left."""
         return None
 
+    def torchs_own(self) -> Watched | None:
+        """Return what this rank waits in and has issued of the collectives that the guard does not carry, if known."""
+        return None
+
     def answer(self) -> Report:
         """Freeze the generation and return the promise, with what only the clock of this rank knows."""
         with self.condition:

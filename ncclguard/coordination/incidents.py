@@ -11,9 +11,19 @@ from pydantic import ValidationError
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.coordination.group_state import GroupState, Subject
+from ncclguard.errors import is_repeat
 from ncclguard.incident import model
 from ncclguard.incident.model import Incident, RankReport, State
-from ncclguard.protocol.decision import Action, Departure, Phase, Report, Sides, TroubleKind, Verdict
+from ncclguard.protocol.decision import (
+    Action,
+    Departure,
+    Phase,
+    Report,
+    Sides,
+    TroubleKind,
+    Verdict,
+    ended_from_outside,
+)
 from ncclguard_explain.cause import ADVICE, ADVICE_WATCHED, SEE_LOST, WORD, Cause
 from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ranks import FEW_RANKS, Hosts, ranks_text
@@ -56,6 +66,7 @@ def summarise(
     hosts = {**known, **{report.rank: report.host for report in said if report.host}}
     placed = Hosts(hosts, (report.rank for report in said))
     told = model.bounded(said, causes)
+    outside = not causes and not verdict.sides and ended_from_outside(reports, departed, silent)
     incident = Incident(
         id=_identifier(state, f"{op_id}.{verdict.generation}"),
         device=torch_compat.emulated_device(),
@@ -73,15 +84,29 @@ def summarise(
         ranks=told,
         hosts=model.unsaid_hosts(hosts, told),
         summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed),
-        advice=_advice(verdict.cause, state, text, resumed, told),
-        further=_further(text, verdict.cause, state, resumed, told),
+        advice=_ENDED if outside else _advice(verdict.cause, state, text, resumed, told),
+        further="" if outside else _further(text, verdict.cause, state, resumed, told),
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),
     )
-    first = next((one.id for one in reported if state.guarded and goes_on(one, incident)), None)
+    sent_away = outside or (bool(causes) and all(rank in departed and departed[rank].terminated for rank in causes))
+    first = next((one.id for one in reported if _is_sequel(one, incident, state.guarded, sent_away)), None)
     incident = incident.model_copy(update={"repeats": first})
     fields = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
     return json.dumps({"schema_version": incident.schema_version, **fields}, separators=(",", ":"))
+
+
+def _is_sequel(known: Incident, later: Incident, guarded: bool, sent_away: bool) -> bool:
+    """Return whether a later incident has no report of its own.
+
+    `sent_away`: whom it names were sent SIGTERM. Where they stood in what a known incident was about, the job has been
+    ended for that one.
+    """
+    if guarded:
+        return goes_on(known, later)
+    if sent_away and known.op_id == later.op_id:
+        return True
+    return says_nothing_new(later, known) or _only_raise_its_error(known, later)
 
 
 def alone(
@@ -223,7 +248,7 @@ def goes_on(known: Incident, later: Incident) -> bool:
     known incident, whose outcome its program had left unread, or it stands at the same place in a later try of the
     same evaluation. One that answered neither time is taken for the same while its process and its stack are.
     """
-    if _only_raise_its_error(known, later):
+    if _only_raise_its_error(known, later) or _shows_its_side(known, later):
         return True
     if (known.cause, known.culprits) != (later.cause, later.culprits) or not known.culprits:
         return False
@@ -233,6 +258,17 @@ def goes_on(known: Incident, later: Incident) -> bool:
         rank in before and rank in now and _same_standstill(before[rank], now[rank], tried_again)
         for rank in known.culprits
     )
+
+
+def says_nothing_new(later: Incident, known: Incident) -> bool:
+    """Return whether a later incident is about a known one's collective, and says the same or nothing.
+
+    A collective breaks later than it was known to be stuck, and by then those who broke it may have ended unseen.
+    """
+    if later.op_id != known.op_id:
+        return False
+    nothing = later.cause is Cause.UNKNOWN and not later.culprits
+    return nothing or (later.cause, later.culprits) == (known.cause, known.culprits)
 
 
 def _only_raise_its_error(known: Incident, later: Incident) -> bool:
@@ -245,6 +281,12 @@ def _only_raise_its_error(known: Incident, later: Incident) -> bool:
     )
 
 
+def _shows_its_side(known: Incident, later: Incident) -> bool:
+    """Return whether ranks diverged by what a known incident shows, and the later one has nobody to name for it."""
+    told = [{text for text, _ in one.sides if _NUMBERED.search(text)} for one in (known, later)]
+    return later.cause is Cause.DIVERGED and not later.culprits and not told[0].isdisjoint(told[1])
+
+
 def _same_standstill(before: RankReport, now: RankReport, tried_again: bool) -> bool:
     same = before.pid == now.pid != 0 and before.exception == now.exception
     if before.entered is None or now.entered is None:
@@ -252,6 +294,15 @@ def _same_standstill(before: RankReport, now: RankReport, tried_again: bool) -> 
     return same and (before.entered == now.entered or (tried_again and before.stack == now.stack))
 
 
+#: What to do where all ranks were ended from outside.
+_ENDED = tr(
+    "See why the job was ended: its launcher's or scheduler's log tells who did (a time limit, a cancelled job, another "
+    "worker that failed). No rank of it is to blame."
+)
+
+
+#: The end of the text of a collective of torch's own, which no other one of its group has.
+_NUMBERED = re.compile(r", number \d+\)$")
 #: What the calls of an evaluation are called: its label, and the try.
 _TRY = re.compile(r"='(evaluation .*), (?:beginning of )?try (\d+)'")
 
@@ -437,7 +488,9 @@ def _summary(
     if guarded:
         failed = tr("{operation} failed after {seconds:.3g} s", operation=operation, seconds=waited)
     because = (
-        _alone_to_blame(causes, reports, departed, placed) or _because(causes, placed) or _repeated(reports, placed)
+        _alone_to_blame(causes, reports, departed, placed)
+        or _because(causes, placed)
+        or _repeated(reports, departed, placed)
     )
     if because and verdict.action is Action.RESUME and guarded:
         return tr(
@@ -466,6 +519,10 @@ def _summary(
             "side is a majority.",
             failed=failed,
         )
+    if verdict.cause is Cause.UNKNOWN and ended_from_outside(reports, departed, silent):
+        return tr("{failed}: all ranks were ended from outside, with SIGTERM.", failed=failed)
+    if verdict.cause is Cause.DIVERGED and _has_majority(verdict.sides):
+        return tr("{failed}: the ranks were in different operations, and nothing tells who is wrong.", failed=failed)
     if verdict.cause is Cause.DIVERGED:
         return tr("{failed}: the ranks called different operations, and no side is a majority.", failed=failed)
     troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})
@@ -533,6 +590,10 @@ def _alone_to_blame(
     return tr("{ranks} raised {exception}", ranks=placed.text([rank]), exception=text.rstrip(".。")) if text else ""
 
 
+def _has_majority(sides: Sides) -> bool:
+    return bool(sides) and 2 * len(sides[0][1]) > sum(len(ranks) for _, ranks in sides)
+
+
 def _of_groups(sides: Sides) -> bool:
     """Return whether what the ranks called differs by nothing but the group, with which a call on another is named."""
     texts = {text for text, _ in sides}
@@ -544,13 +605,20 @@ def _of_settings(sides: Sides) -> bool:
     return len(sides) > 1 and len({text for text, _ in sides}) == 1
 
 
-def _repeated(reports: Mapping[int, Report], placed: Hosts) -> str:
+def _repeated(reports: Mapping[int, Report], departed: Mapping[int, Departure], placed: Hosts) -> str:
     """Ranks that are not to blame, and only raised here what an earlier verdict had found."""
     errors = {
         rank: r.trouble.text
         for rank, r in sorted(reports.items())
         if r.trouble is not None and r.trouble.kind is TroubleKind.REPEATED
     }
+    ended = {rank: d.text for rank, d in sorted(departed.items()) if is_repeat(d.text)}
+    if ended:
+        return tr(
+            "{ranks} raised {exception}, the error of an earlier call",
+            ranks=placed.text(ended),
+            exception=next(iter(ended.values())),
+        )
     if not errors:
         return ""
     return tr(

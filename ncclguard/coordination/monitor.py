@@ -314,6 +314,7 @@ class Monitor:
         if not self.session_ready.is_set():
             return
         if self._leaving is not None and not self._left.is_set():
+            self._neighbours.look_at_once()  # a launcher ends this process because another one is gone
             self._announce_departure(self._leaving)
         if self._leaving is not None:
             self._goodbyes = self._departures.count(self._store, self._settings.timing.period)

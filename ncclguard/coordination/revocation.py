@@ -16,7 +16,15 @@ from ncclguard.coordination.group_state import GroupState, Summarise
 from ncclguard.coordination.incidents import histories
 from ncclguard.coordination.store import BATCH, AgreementStore, Entries
 from ncclguard.protocol import codec
-from ncclguard.protocol.decision import Action, Departure, Report, TroubleKind, Verdict, elsewhere_long_enough
+from ncclguard.protocol.decision import (
+    Action,
+    Departure,
+    Report,
+    TroubleKind,
+    Verdict,
+    elsewhere_long_enough,
+    waits_outside,
+)
 from ncclguard.protocol.timing import WAIT_FOR_STACKS, Pace, Timing
 from ncclguard_explain.cause import Cause
 
@@ -194,7 +202,7 @@ class Revocation:
         among = frozenset(self._members)
         gone = {rank: d for rank, d in departed.items() if rank in among}
         self.state.decides(now - self._since)
-        reports = elsewhere_long_enough(self._reports)
+        reports = waits_outside(elsewhere_long_enough(self._reports))
         verdict = self.state.judge(self.generation, self._members, reports, gone, silent, self._rank, summarise)
         if verdict.incident:
             self._store.put(

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from ncclguard import events, lifecycle
-from ncclguard.coordination.group_state import GroupState, OpenCall
+from ncclguard import events, lifecycle, torch_compat
+from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.incident.stacks import call_site_of, main_thread_stack, other_threads, programs_thread, thread_stack
 from ncclguard.incident.timeline import KEPT, PastTuple, snapshot
@@ -73,8 +73,9 @@ class History(events.Listener):
 class Description:
     """The description of this process, for the monitor's thread."""
 
-    def __init__(self, monitor: Monitor, host: str, history: History) -> None:
+    def __init__(self, monitor: Monitor, host: str, history: History, job: tuple[int, ...] = ()) -> None:
         self._monitor = monitor
+        self._job = job  # its ranks, unless the group is outside the job
         self._host = host
         self._history = history
 
@@ -99,11 +100,19 @@ class Description:
         details |= report.details
         trouble = report.trouble
         elsewhere, free_for = self._monitor.waiting_elsewhere(state.key)
+        if not elsewhere or free_for:
+            making = torch_compat.group_in_the_making()
+            elsewhere, free_for = (making, 0.0) if making else (elsewhere, free_for)
+        watched = report.watched
+        if state.guarded:
+            watches = [self._monitor.state(key, self._job) for key in KINDS] if self._job else []
+            watched = next((watch.torchs_own() for watch in watches), None)
         return replace(
             report,
             trouble=None if trouble is None else replace(trouble, text=trouble.text[:TEXT]),
             elsewhere=elsewhere[:TEXT],
             free_for=free_for,
+            watched=watched,
             details=shortened(details, len(state.member.members)),
         )
 

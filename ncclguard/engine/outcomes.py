@@ -160,11 +160,19 @@ def _fenced(
 
 
 def _lost(state: GroupState, call: Call, sequence: int, started: float, causes: dict[int, Cause]) -> Outcome:
-    """Agreed before: members are gone, and this call does not go on without them."""
-    cause = min(causes.values(), key=PRECEDENCE.index)
+    """Agreed before: members are gone, and this call does not go on without them.
+
+    A launcher ends all ranks when one is gone, this one too: they are not named beside it.
+    """
+    named = causes.keys() & state.member.named
+    followed = causes.keys() if state.terminated or named else {state.member.rank}
+    causes = {rank: cause for rank, cause in causes.items() if rank in named or rank not in followed}
+    cause = min(causes.values(), key=PRECEDENCE.index, default=Cause.UNKNOWN)
     note = tr("gone since an earlier operation: restart what is gone")
     if call.operation.needs == NOBODY:
         note = tr('gone since an earlier operation: restart what is gone, or go on without with on_lost="shrink"')
+    if not causes:
+        note = tr("all ranks were ended from outside, with SIGTERM")
     return _failure(
         state, call, sequence, started, cause, tuple(sorted(causes)), participants=state.member.participants,
         incident=alone(state, call.op, call.text, sequence, cause, causes, note, agreed=True),

@@ -63,6 +63,8 @@ log = logging.getLogger("ncclguard")
 _PYTHON = ".".join(platform.python_version_tuple()[:2])
 #: Seconds in which the store has to take a connection, at most.
 CONNECT_WITHIN = 30.0
+#: Seconds that `init_process_group` waits, at most, until the others can find out what becomes of this process.
+KNOWN_WITHIN = 0.25
 #: Seconds that the end of the monitor may take.
 STOP_WITHIN = 1.0
 #: Seconds that a report in the making may hold the exit up.
@@ -124,7 +126,8 @@ class Runtime:
         )
         self._history = History()
         events.listen(self._history)
-        self._description = Description(self.monitor, self._liveness.identity.host, self._history)
+        job = () if world.group else tuple(range(self.world_size))
+        self._description = Description(self.monitor, self._liveness.identity.host, self._history, job)
         self.watcher: Watcher | None = None  # of watch(), when the program called it
         self._groups: dict[tuple[str, str, str], tuple[dist.ProcessGroup, GuardedGroup]] = {}
         self._released: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -545,7 +548,8 @@ def _after_init() -> None:
         log.error("ncclguard: %s", text)
         return
     if wanted:
-        current()
+        # Of a process that ends before it is known, nobody could say that it is gone.
+        current().monitor.session_ready.wait(KNOWN_WITHIN)
 
 
 def _before_destroy() -> None:

@@ -207,6 +207,12 @@ class Verdict:
         return tuple(sorted(rank for rank, _ in self.culprits))
 
 
+#: How the text begins of what a rank waits in while it makes a group with others: who of them has strayed is not known.
+MAKES_GROUP = "new_group("
+#: Seconds for which a rank waits in a collective of torch's own before that tells where it is.
+TELLING_AFTER = 1.0
+
+
 #: When several causes were found, the outcome's single `cause` is the first of these.
 PRECEDENCE = (
     Cause.LOST,
@@ -230,6 +236,37 @@ def elsewhere_long_enough(reports: Mapping[int, Report]) -> dict[int, Report]:
     return {
         rank: replace(r, elsewhere="", free_for=0.0) if r.free_for > waited / 2 else r for rank, r in reports.items()
     }
+
+
+def waits_outside(reports: Mapping[int, Report]) -> dict[int, Report]:
+    """The reports, with the collective of torch's own as `elsewhere` that a rank waits in for ranks that wait for it.
+
+    These are in the operation of the guard and have not issued that collective, such as a step more of DDP: neither
+    side can go on.
+    """
+    inside = {r.rank: r.watched.issued for r in reports.values() if r.operation is not None and r.watched is not None}
+
+    def waits_for_one_inside(wait: Waiting) -> bool:
+        return wait.age >= TELLING_AFTER and any(
+            issued.get(wait.channel, wait.sequence) < wait.sequence
+            for rank, issued in inside.items()
+            if rank in wait.members
+        )
+
+    found = dict(reports)
+    for rank, report in reports.items():
+        if report.operation is None and report.watched is not None and (not report.elsewhere or report.free_for):
+            texts = [wait.text for wait in report.watched.waits if waits_for_one_inside(wait)]
+            if texts:
+                found[rank] = replace(report, elsewhere=texts[0], free_for=0.0)
+    return found
+
+
+def ended_from_outside(
+    reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Mapping[int, Cause]
+) -> bool:
+    """Return whether no rank is left and some were sent SIGTERM: a scheduler, a launcher or a person ended the job."""
+    return not silent and reports.keys() <= departed.keys() and any(d.terminated for d in departed.values())
 
 
 def decide(
@@ -283,9 +320,10 @@ def decide(
         rest = tuple(rank for rank in members if rank not in departed)
         return _replace(base, Action.RESUME, culprits, sides, participants=rest, from_piece=0, attempt=attempt + 1)
     restorable = all(r.restorable_from <= from_piece for r in entered.values())
-    if not (culprits or expired or sides or unanswered) and attempt < operation.max_attempts and restorable:
+    # Who left and is not to blame was ended with all the others: no further try can have it back.
+    if not (culprits or expired or sides or unanswered or gone) and attempt < operation.max_attempts and restorable:
         return _replace(base, Action.RESUME, {}, sides, from_piece=from_piece, attempt=attempt + 1, cause=Cause.NETWORK)
-    cause = Cause.DIVERGED if sides else Cause.UNKNOWN if unanswered else Cause.NETWORK
+    cause = Cause.DIVERGED if sides else Cause.UNKNOWN if unanswered or gone else Cause.NETWORK
     return _replace(base, Action.FAIL, culprits, sides, cause=cause)
 
 
@@ -331,7 +369,8 @@ def _blame(
     }
     gone = {rank: d.cause for rank, d in departed.items() if rank in members and d.done < sequence}
     by_themselves = {rank: cause for rank, cause in gone.items() if not departed[rank].terminated}
-    if by_themselves or raised or silent:  # one that never answered did not even announce its end
+    # One that never answered did not even announce its end.
+    if by_themselves or raised or silent or ended_from_outside(reports, departed, silent):
         gone = by_themselves
     if raised or gone:
         return {**gone, **raised}, ()
@@ -350,7 +389,7 @@ def _blame(
     missing.update({rank: cause for rank, cause in silent.items() if rank in members})
     if missing:
         return _without_majority(missing, entered, reports)
-    return _came_last(entered), ()
+    return _came_last(entered)
 
 
 def largest_first(sides: Iterable[tuple[str, Sequence[int]]]) -> Sides:
@@ -419,21 +458,30 @@ def _without_majority(
         if text:
             sides.setdefault(text, []).append(rank)
     shown = largest_first(sides.items())
-    if 2 * len(entered) > len(entered) + len(elsewhere):
+    makes_group = any(reports[rank].elsewhere.startswith(MAKES_GROUP) for rank in elsewhere)
+    if 2 * len(entered) > len(entered) + len(elsewhere) and not makes_group:
         return missing, shown
     return {rank: cause for rank, cause in missing.items() if rank not in elsewhere}, shown
 
 
-def _came_last(entered: Mapping[int, Report]) -> dict[int, Cause]:
+def _came_last(entered: Mapping[int, Report]) -> tuple[dict[int, Cause], Sides]:
     """Name, where all have entered, those that came far behind the rest, else nobody.
 
-    Far behind is under half the median age.
+    Far behind is under half the median age. One that was held up in another operation waited for somebody there: that
+    is shown, and it is not named.
     """
     if len(entered) < 2:
-        return {}
+        return {}, ()
     middle = median(r.age for r in entered.values())
-    tardy = {rank: Cause.LATE for rank, r in entered.items() if r.age < middle / 2}
-    return tardy if 2 * len(tardy) < len(entered) else {}
+    tardy = [rank for rank, r in entered.items() if r.age < middle / 2]
+    if 2 * len(tardy) >= len(entered):
+        return {}, ()
+    sides: dict[str, list[int]] = {}
+    for rank, r in sorted(entered.items()):
+        text = r.elsewhere if rank in tardy and r.elsewhere else "" if r.operation is None else r.operation.text
+        sides.setdefault(text, []).append(rank)
+    late = {rank: Cause.LATE for rank in tardy if not entered[rank].elsewhere}
+    return late, largest_first(sides.items()) if len(late) < len(tardy) else ()
 
 
 def _replace(

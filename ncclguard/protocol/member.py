@@ -66,6 +66,7 @@ class Member:
     overruled: tuple[Verdict, ...] = ()  # verdicts that failed what had been returned as a success here
     abandoned: tuple[Operation, ...] = ()  # calls that returned without a verdict; the first of them is `operation`
     lost: tuple[tuple[int, Cause], ...] = ()  # participants that an agreed verdict found gone
+    named: tuple[int, ...] = ()  # those of the lost and the left whom a verdict has named
     left: tuple[tuple[int, Cause], ...] = ()  # members that do not take part any more, and why
     fenced: bool = False
     fenced_for: tuple[tuple[int, Cause], ...] = ()  # whom the verdict named that left this rank out
@@ -241,6 +242,9 @@ class Member:
         remaining = frozenset(verdict.participants) if verdict.departed else frozenset()  # thousands of each
         self.lost = tuple(gone for gone in verdict.departed if gone[0] in remaining)
         self._leave_out(gone for gone in verdict.departed if gone[0] not in remaining)
+        if verdict.culprits:
+            named = {*self.named, *verdict.culprit_ranks}
+            self.named = tuple(rank for rank, _ in (*self.left, *self.lost) if rank in named)
         if self.numbered:
             known = self.settled[-1].sequence if self.settled else self.next_sequence - 1
             if verdict.action is not Action.RESUME and verdict.sequence > known:

@@ -16,9 +16,11 @@ import logging
 import numbers
 import operator
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -28,6 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
 from ncclguard_explain.language import Message, joined, say, tr
+from ncclguard_explain.ranks import ranks_text
 
 _log = logging.getLogger("ncclguard")
 
@@ -50,6 +53,21 @@ buffers hung there (2.6.0) when the collective had ended before C++ waited for i
 def known_groups() -> tuple[dist.ProcessGroup, ...]:
     """Return every process group that this process is in, in order of creation; empty before ``init_process_group``."""
     return tuple(c10d._world.pg_map)
+
+
+def group_in_the_making() -> str:
+    """Return the `new_group` that a thread of this process stands in, "new_group(ranks 2-3)"; "" for none.
+
+    There it waits for the other members.
+    """
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code.co_name == "new_group" and frame.f_globals is vars(c10d):
+                ranks = frame.f_locals.get("ranks")
+                return f"new_group({ranks_text(list(ranks)) if ranks is not None else 'all ranks'})"
+            frame = frame.f_back
+    return ""
 
 
 def ddp_stays(wrapper: Any) -> str:

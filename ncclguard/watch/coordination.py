@@ -122,6 +122,14 @@ class WatchState(GroupState):
         observation = self.read()
         return Watched(issued=observation.issued, recent=_recent(observation))
 
+    def torchs_own(self) -> Watched:
+        """Return also what this rank waits in, each since it was issued."""
+        observation, now = self.read(), time.time_ns()
+        waits = [
+            _waiting(p, max(self.age(p), (now - p.issued) / 1e9 if p.issued else 0.0)) for p in observation.pending
+        ]
+        return Watched(waits=tuple(waits), issued=observation.issued)
+
     # ------------------------------------------------------------------ the agreement
 
     def answer(self) -> Report:

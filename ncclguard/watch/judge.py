@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ncclguard.errors import is_repeat
 from ncclguard.protocol.decision import (
+    MAKES_GROUP,
     PRECEDENCE,
     Action,
     Departure,
@@ -25,6 +27,7 @@ from ncclguard.protocol.decision import (
     Waiting,
     Watched,
     divergence,
+    ended_from_outside,
     largest_first,
 )
 from ncclguard.torch_compat.groups import broken_collective
@@ -104,7 +107,9 @@ def analyse(
         return _finding(_channel_with(stalled, {*spent}), stalled, spent, (), reports, waits)
     channel = _oldest(stalled, waits)
     # A receive may wait for another tag, or for any rank; what broke before all had come is no fault of the network.
-    known = not silent and "->" not in channel and _all_entered(channel, stalled, reports, waits)
+    known = not (silent or "->" in channel or ended_from_outside(reports, departed, silent))
+    known = known and not any(is_repeat(d.text) for d in departed.values())
+    known = known and _all_entered(channel, stalled, reports, waits)
     return _finding(channel, stalled, {}, (), reports, waits, Cause.NETWORK if known else Cause.UNKNOWN)
 
 
@@ -182,9 +187,10 @@ def _gone(
 ) -> dict[int, Cause]:
     """Ranks that left or died while somebody waited for them.
 
-    One that ended because its collective broke is a consequence, and so is one that left beside one that died, or that
-    the launcher ended while another rank gives no sign of life. One that left after it had issued all that is waited
-    for counts with `spent` only: rather somebody else is to blame.
+    One that ended because its collective broke, or with the error of a guarded call, is a consequence, and so is one
+    that left beside one that died, or that the launcher ended while another rank gives no sign of life, or with all the
+    others. One that left after it had issued all that is waited for counts with `spent` only: rather somebody else is
+    to blame.
     """
     broken = (TroubleKind.DEPARTED, TroubleKind.TRANSPORT)
     told = any(r.trouble is not None and r.trouble.kind in broken for r in reports.values())
@@ -193,10 +199,11 @@ def _gone(
         rank: d
         for rank, d in departed.items()
         if (rank in awaited or (told and d.cause is not Cause.EXITED and not d.terminated))
-        and not (d.cause is Cause.FAILED and is_consequence(d.text))
+        and not (d.cause is Cause.FAILED and (is_consequence(d.text) or is_repeat(d.text)))
         and (spent or not has_issued(d, {c: sequence for c, (sequence, m) in stalled.items() if rank in m}))
     }
-    for sent_away in (False,) if silent else (False, True):  # launchers end all when one is gone
+    consequence = silent or ended_from_outside(reports, departed, silent)
+    for sent_away in (False,) if consequence else (False, True):  # launchers end all when one is gone
         for cause in (Cause.FAILED, Cause.LOST, Cause.EXITED):
             ranks: dict[int, Cause] = {
                 rank: cause for rank, d in found.items() if d.cause is cause and d.terminated is sent_away
@@ -309,7 +316,8 @@ def _cycle(
     total = sum(len(ranks) for _, ranks in shown)
     one_to_one = any("->" in wait.channel for items in waits.values() for wait in items)  # either end may be wrong
     one_to_one = one_to_one or any(_message(report) for report in reports.values())
-    majority = not one_to_one and bool(shown) and 2 * len(shown[0][1]) > total
+    makes_group = any(text.startswith(MAKES_GROUP) for text in passing_on.values())
+    majority = not (one_to_one or makes_group) and bool(shown) and 2 * len(shown[0][1]) > total
     odd = [r for _, ranks in shown[1:] for r in ranks] if majority else []
     return _oldest(stalled, waits), dict.fromkeys(sorted(odd), Cause.DIVERGED), shown
 

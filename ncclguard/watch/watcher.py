@@ -543,7 +543,10 @@ class Watcher:
         observation = self._state.observation
         self._told |= {p.channel: p.sequence for p in observation.pending}
         self._last_told = _number(observation.latest)
-        if any(says_nothing_new(incident, known) for known in self._settings.incidents):
+        if incident.repeats is not None:  # of which the monitor of one rank has told
+            self._over = self._over or bool(verdict is not None and verdict.departed)
+            return
+        if any(incidents.says_nothing_new(incident, known) for known in self._settings.incidents):
             text = told("incident {name} has gone on: {text}", name=incident.id, text=read(incident.summary))
             log.warning("ncclguard: %s", text)
             return
@@ -633,17 +636,6 @@ def _backend_of(pending: Pending) -> str:
 
 def _number(pending: Pending | None) -> tuple[str, int] | None:
     return None if pending is None else (pending.channel, pending.sequence)
-
-
-def says_nothing_new(later: Incident, known: Incident) -> bool:
-    """Return whether a later incident is about a known one's collective, and says the same or nothing.
-
-    A collective breaks later than it was known to be stuck, and by then those who broke it may have ended unseen.
-    """
-    if later.op_id != known.op_id:
-        return False
-    nothing = later.cause is Cause.UNKNOWN and not later.culprits
-    return nothing or (later.cause, later.culprits) == (known.cause, known.culprits)
 
 
 def _whose_report(incident: Incident, rank: int) -> str:

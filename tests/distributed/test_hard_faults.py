@@ -205,3 +205,17 @@ def test_a_failure_that_nobody_looked_at_is_raised_by_the_next_call() -> None:
     assert all("timeout" in text for text in result.values("raised").values()), result
     assert len(result.values("raised")) == 3
     assert result.values("after") == {0: True, 1: True, 2: True}, result
+
+
+def killed_after_init() -> None:
+    """Rank 2 is killed as soon as it has a process group, before any call of the guard."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    faults.report(verdict=verdict(ng.safe_all_reduce(torch.ones(4), timeout=15)))
+
+
+def test_a_rank_that_is_killed_before_its_first_call_is_known_to_be_gone() -> None:
+    """Its process was seen on this host: the verdict is `lost`, and not `unknown` at the deadline."""
+    result = faults.run_ranks(killed_after_init, 4, timeout=60)
+    assert [result[rank].reports["verdict"][2:4] for rank in (0, 1, 3)] == [["lost", [2]]] * 3, result

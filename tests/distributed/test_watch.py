@@ -8,8 +8,10 @@ import logging.handlers
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.engine import runtime
 from ncclguard.metrics import control, records, top_command
+from ncclguard_explain import explain
 from tests import gloo_aborts
 
 CULPRIT = 2
@@ -388,3 +391,52 @@ def test_a_rank_in_a_collective_of_another_group_is_named_by_all(stalled: faults
 def test_an_abort_ends_the_collectives_so_that_the_ranks_end_by_themselves(stalled: faults.JobResult) -> None:
     assert not stalled.still_running, str(stalled)
     assert [rank.exit_code for rank in stalled] == [1] * 4, str(stalled)
+
+
+def hangs_and_is_ended() -> None:
+    """Rank 1 does not come; once that is known, all ranks are sent SIGTERM, as by `scancel` or the end of `torchrun`."""
+    rank = int(os.environ["RANK"])
+    pids: list[int] = [0] * 3
+
+    def end(incident: ng.Incident) -> None:
+        faults.report(**{f"incident {incident.id}": list(incident.culprits)})
+        if rank == 0:
+            threading.Timer(2.0, lambda: [os.kill(pid, signal.SIGTERM) for pid in pids]).start()
+
+    ng.watch(timeout=2, on_incident=end)
+    dist.init_process_group("gloo")
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(10))
+
+
+@recorded
+def test_the_end_of_a_job_that_hangs_is_no_second_incident(tmp_path: Path) -> None:
+    """One incident, one panel, and the log's answer is the rank that was late, not those that were ended after it."""
+    result = faults.run_ranks(hangs_and_is_ended, 3, timeout=60)
+    known = [{key: named for key, named in rank.reports.items() if key.startswith("incident")} for rank in result]
+    assert [list(named.values()) for named in known] == [[[1]]] * 3, str(result)
+    log = "".join(rank.output for rank in result)
+    assert log.count("╭─ ncclguard incident") == 1, log
+    assert log.count("ended from outside, with SIGTERM") <= 1, log
+    (tmp_path / "job.log").write_text(log)
+    assert explain([os.fspath(tmp_path / "job.log")]).culprits == (1,)
+
+
+def leaves_out_a_group() -> None:
+    """Rank 3 does not call the `new_group` that rank 2 waits in."""
+    ng.watch(timeout=3, on_incident=told("incident"))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    if dist.get_rank() != 3:
+        dist.new_group([2, 3])
+    dist.barrier()
+
+
+@recorded
+def test_a_rank_that_waits_for_the_members_of_a_new_group_is_not_late() -> None:
+    result = faults.run_ranks(leaves_out_a_group, 4, timeout=60)
+    incident = ng.Incident.from_json(result[0].reports["incident"]["json"])
+    assert (str(incident.cause), incident.culprits) == ("diverged", ()), incident
+    assert [ranks for _, ranks in incident.sides] == [(0, 1, 3), (2,)]
+    assert incident.sides[1][0] == "new_group(ranks 2-3)"

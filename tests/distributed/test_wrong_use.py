@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
@@ -142,6 +143,29 @@ def test_a_failure_that_nobody_looked_at_is_reported_once_and_raised_by_the_next
     assert [report["incident"]["culprits"] for report in reports] == [[1]]
 
 
+def fewer_batches(watched: float) -> None:
+    """The README's pattern; rank 1 has fewer batches, so that it waits in the barrier and the others in DDP's C++."""
+    dist.init_process_group("gloo")
+    ng.watch(timeout=watched)
+    model = DistributedDataParallel(torch.nn.Linear(16, 4))
+    for _ in range(6 if dist.get_rank() == 1 else 20):
+        model(torch.ones(8, 16)).sum().backward()
+    ng.safe_barrier(timeout=4).raise_if_failed()
+
+
+@pytest.mark.parametrize(("watched", "named"), [(30, []), (2, [[1]])])
+def test_ranks_that_wait_in_ddp_for_one_with_fewer_batches_are_not_late(
+    watched: float, named: list[list[int]], tmp_path: Path
+) -> None:
+    """Both sides are shown; only `watch`, which has the majority on its side, names rank 1, and once."""
+    result = faults.run_ranks(fewer_batches, 3, args=[watched], timeout=90, env={"NCCLGUARD_REPORT_DIR": str(tmp_path)})
+    assert "CollectiveMismatch" in result[1].output and "nothing tells who is wrong" in result[1].output, result
+    assert "Ranks 0, 2 called all_reduce(" in result[1].output and "rank 1 called barrier()" in result[1].output, result
+    (incident,) = [json.loads(file.read_text())["incident"] for file in tmp_path.glob("*.json")]
+    assert (incident["cause"], incident["culprits"]) == ("diverged", *(named or [[]])), result
+    assert {tuple(ranks) for _, ranks in incident["sides"]} == {(0, 2), (1,)}, result
+
+
 def torchs_own() -> None:
     dist.init_process_group("gloo")
     tensor = torch.ones(2)
@@ -154,7 +178,8 @@ def torchs_own() -> None:
 def test_a_collective_of_torchs_own_beside_a_guarded_one_is_told_apart_from_work_that_takes_long() -> None:
     result = faults.run_ranks(torchs_own, 2, timeout=60)
     text = result[0].reports["text"]
-    assert "rank 1 late" in text and "It waits in a collective of torch's own" in text, result
+    assert "rank 1 called all_reduce(Float [2], group 0 default_pg, number 1)" in text, result
+    assert "no side is a majority" in text and "Compare what the ranks called" in text, result
     assert "saving, metrics" not in text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,10 @@ from ncclguard.protocol.decision import (
     Trouble,
     TroubleKind,
     Verdict,
+    Waiting,
+    Watched,
     decide,
+    waits_outside,
 )
 from tests.unit.reports import entered, outside
 
@@ -31,6 +35,54 @@ def verdict_on(
     gone, quiet = departed or {}, silent or {}
     members = sorted({r.rank for r in reports} | set(gone) | set(quiet))
     return decide(0, members, {r.rank: r for r in reports}, gone, quiet, coordinator=members[0])
+
+
+def test_ranks_that_wait_in_torchs_own_collective_for_one_in_the_operation_are_not_late() -> None:
+    """The README's pattern: rank 1 has fewer batches and is in the barrier, the others are in DDP's all-reduce."""
+    step = Waiting("0:gloo", (0, 1, 2), 12, 5, "all_reduce(number 12)", 4.9)
+
+    def found(issued: int, inside: tuple[int, ...] = (1,), age: float = 4.9) -> Verdict:
+        reports = {
+            rank: replace(entered(rank, trouble=DEADLINE, age=5.0), watched=Watched(issued={"0:gloo": issued}))
+            if rank in inside
+            else replace(outside(rank), watched=Watched((replace(step, age=age),), issued={"0:gloo": 12}))
+            for rank in range(3)
+        }
+        return verdict_on(*waits_outside(reports).values())
+
+    assert (found(11).cause, found(11).culprits) == (Cause.DIVERGED, ())
+    assert found(11).sides == (("all_reduce(number 12)", (0, 2)), ("op7", (1,)))
+    assert found(11, inside=(0, 2)).culprits == ((1, Cause.DIVERGED),)
+    late = ((0, Cause.LATE), (2, Cause.LATE))
+    assert found(12).culprits == late, "rank 1 has issued it: what the others wait for is their own device"
+    assert found(11, age=0.1).culprits == late, "a step in passing"
+
+
+def test_a_rank_that_makes_a_group_waits_for_others_and_is_not_named() -> None:
+    waits = outside(2, elsewhere="new_group(ranks 2-3)")
+    found = verdict_on(*(entered(rank, trouble=DEADLINE) for rank in (0, 1, 3)), waits)
+    assert (found.cause, found.culprits) == (Cause.DIVERGED, ())
+    assert found.sides == (("op7", (0, 1, 3)), ("new_group(ranks 2-3)", (2,)))
+
+
+def test_a_rank_that_was_held_up_in_another_group_for_the_one_at_fault_is_not_late() -> None:
+    """Rank 3 left a call of ranks 2 and 3 out and went on to the barrier, which rank 2 reached when that had failed."""
+    held = replace(entered(2, age=0.03, trouble=DEADLINE), elsewhere="all_reduce() of group 2", free_for=0.04)
+    found = verdict_on(*(entered(rank, age=5.0, trouble=DEADLINE) for rank in (0, 1, 3)), held)
+    assert (found.cause, found.culprits) == (Cause.DIVERGED, ())
+    assert found.sides == (("op7", (0, 1, 3)), ("all_reduce() of group 2", (2,)))
+    tardy = entered(2, age=0.03, trouble=DEADLINE)
+    assert verdict_on(*(entered(rank, age=5.0) for rank in (0, 1, 3)), tardy).culprits == ((2, Cause.LATE),)
+
+
+ENDED = [Departure(rank, Cause.LOST, "was sent SIGTERM", terminated=True) for rank in range(3)]
+
+
+def test_where_all_ranks_were_sent_sigterm_nobody_is_named_and_nothing_is_tried_again() -> None:
+    found = verdict_on(*(entered(rank, trouble=TRANSPORT) for rank in range(3)), departed=dict(enumerate(ENDED)))
+    assert (found.action, found.cause, found.culprits) == (Action.FAIL, Cause.UNKNOWN, ())
+    alive = verdict_on(*(entered(rank, trouble=TRANSPORT) for rank in range(3)), departed={2: ENDED[2]})
+    assert alive.culprits == ((2, Cause.LOST),)
 
 
 # ---------------------------------------------------------------------- commit

@@ -11,7 +11,8 @@ from ncclguard.coordination import incidents
 from ncclguard.coordination.group_state import GroupState
 from ncclguard.coordination.incidents import goes_on, summarise
 from ncclguard.incident.model import Incident, RankReport
-from ncclguard.protocol.decision import Action, Verdict
+from ncclguard.protocol.decision import Action, Departure, Verdict
+from ncclguard.watch.coordination import WatchState
 from ncclguard_explain.cause import Cause
 from tests.unit.reports import entered, outside
 
@@ -88,6 +89,31 @@ def test_the_coordinator_says_which_incident_is_repeated() -> None:
     assert first.repeats is None
     again = Incident.from_json(summarise(verdict, reports, {}, {}, state, [first]))
     assert again.repeats == first.id
+
+
+@pytest.mark.parametrize(("culprits", "sequel"), [((), True), ((0, 1), True), ((2,), False)])
+def test_the_end_of_ranks_that_were_sent_sigterm_in_a_known_standstill_is_no_incident_of_its_own(
+    culprits: tuple[int, ...], sequel: bool
+) -> None:
+    """Who has read the incident of a job that hangs ends it; rank 2 was killed by itself."""
+    state = WatchState("watch", 0, (0, 1, 2))
+    reports = {rank: entered(rank) for rank in range(3)}
+    ended = {r: Departure(r, Cause.LOST, "was sent SIGTERM", terminated=r < 2 or not culprits) for r in range(3)}
+    verdict = Verdict(0, 1, Action.FAIL, Cause.LATE, ((1, Cause.LATE),), (0, 1, 2))
+    first = Incident.from_json(summarise(verdict, reports, {}, {}, state))
+    then = Verdict(
+        1,
+        1,
+        Action.FAIL,
+        Cause.LOST if culprits else Cause.UNKNOWN,
+        tuple((r, Cause.LOST) for r in culprits),
+        (0, 1, 2),
+    )
+    again = Incident.from_json(summarise(then, reports, ended, {}, state, [first]))
+    assert again.repeats == (first.id if sequel else None)
+    assert ("ended from outside, with SIGTERM" in again.summary) == (not culprits)
+    elsewhere = first.model_copy(update={"op_id": "watch/0"})
+    assert Incident.from_json(summarise(then, reports, ended, {}, state, [elsewhere])).repeats is None
 
 
 @pytest.mark.parametrize(

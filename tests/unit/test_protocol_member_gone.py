@@ -103,6 +103,29 @@ def test_a_rank_that_a_launcher_ended_is_not_named_for_the_one_that_was_lost(
     assert terminated in str(outcome.incident)
 
 
+@pytest.mark.parametrize(
+    ("named", "terminated", "departed", "culprits"),
+    [
+        ((OTHER,), "was sent SIGTERM", (OWN, (1, Cause.LOST), OTHER), (2,)),
+        ((OTHER,), "", (OTHER,), (2,)),
+        ((), "was sent SIGTERM", (OWN, (1, Cause.LOST), OTHER), ()),  # all were ended from outside
+        ((), "", ((2, Cause.EXITED),), (2,)),  # it left after it had completed what was committed
+    ],
+)
+def test_a_call_after_a_loss_names_neither_itself_nor_those_that_the_launcher_ended_for_it(
+    named: Gone, terminated: str, departed: Gone, culprits: tuple[int, ...]
+) -> None:
+    state = GroupState("0:cpu", 0, ALL)
+    state.terminated = terminated
+    state.member = in_operation()
+    state.member.adopt(replace(verdict(Action.FAIL, departed=departed), culprits=named))
+    entry, _ = state.member.enter(LARGE)
+    assert entry is Entry.LOST
+    call, missing = Call("all_reduce", 3, 12, True, LARGE), dict(state.member.missing(LARGE))
+    outcome = outcomes.not_started(entry, state, call, 2, 0.0, None, missing)
+    assert outcome.culprits == culprits
+
+
 # ---------------------------------------------------------------------- calls that returned without a verdict
 
 

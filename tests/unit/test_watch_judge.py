@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ncclguard.coordination.incidents import says_nothing_new
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
 from ncclguard.protocol import codec
@@ -23,7 +24,6 @@ from ncclguard.watch.judge import (
     is_consequence,
     verdict_of,
 )
-from ncclguard.watch.watcher import says_nothing_new
 
 WORLD = (0, 1, 2, 3)
 
@@ -202,7 +202,7 @@ def test_a_rank_that_its_launcher_ended_is_not_named_while_another_one_gives_no_
     found = judged(said(0, world(7)), departed=ended, silent=silent, overdue=overdue)
     assert found.causes == ({1: Cause.UNKNOWN} if overdue else {})
     assert found.cause is Cause.UNKNOWN or overdue
-    assert judged(said(0, world(7)), departed=ended, overdue=overdue).causes == {0: Cause.LOST}
+    assert judged(said(0, world(7)), said(1, world(7)), departed=ended, overdue=overdue).causes == {0: Cause.LOST}
 
 
 def test_an_exception_of_its_own_comes_before_those_who_left() -> None:
@@ -310,3 +310,29 @@ def test_what_breaks_after_its_incident_and_is_not_understood_is_no_second_one()
     assert not says_nothing_new(broke.model_copy(update={"op_id": "0:gloo/3"}), first)
     assert not says_nothing_new(broke.model_copy(update={"cause": Cause.LOST, "culprits": (1,)}), first)
     assert not says_nothing_new(broke.model_copy(update={"culprits": (1,)}), first)
+
+
+def test_where_all_ranks_were_sent_sigterm_nobody_is_named_for_it() -> None:
+    """A scheduler ends the job: what broke thereby is no fault of the network either."""
+    ended = {rank: Departure(rank, Cause.LOST, "was sent SIGTERM", terminated=True) for rank in WORLD}
+    broke = [said(rank, world(7), trouble=Trouble(TroubleKind.TRANSPORT, BROKEN)) for rank in WORLD]
+    found = judged(*broke, departed=ended, overdue=False)
+    assert (found.causes, found.cause) == ({}, Cause.UNKNOWN)
+    del ended[0]
+    assert set(judged(*broke, departed=ended, overdue=False).causes) == {1, 2, 3}
+    late = [*broke[:3], said(3, done={"0:gloo": 6})]
+    assert judged(*late, departed=ended | {0: ended[1]}, overdue=True).causes == {3: Cause.LATE}
+
+
+def test_the_error_of_a_guarded_call_is_no_cause_of_its_own() -> None:
+    """Rank 1 ended with the verdict on its barrier, and gloo broke in the collective that the others wait in."""
+    departed = {1: Departure(1, Cause.FAILED, "CollectiveTimeout (0:cpu:865c6391/1)")}
+    found = judged(*(said(rank, world(7)) for rank in (0, 2, 3)), departed=departed, overdue=False)
+    assert (found.causes, found.cause) == ({}, Cause.UNKNOWN)
+
+
+def test_a_rank_that_makes_a_group_waits_for_others_and_is_not_named() -> None:
+    making = said(2, done={"0:gloo": 6}, elsewhere="new_group(ranks 2-3)")
+    found = judged(*(said(rank, world(7)) for rank in (0, 1, 3)), making)
+    assert (found.causes, found.cause) == ({}, Cause.DIVERGED)
+    assert found.sides[1] == ("new_group(ranks 2-3)", (2,))
