@@ -964,6 +964,14 @@ def _by_group(evidence: Evidence) -> list[list[Row]]:
     return sorted(groups.values(), key=lambda rows: -len([row for row in rows if row.waiting]))
 
 
+def _last_snapshot(evidence: Evidence, at: int) -> list[Fact]:
+    """Return what a driver says of all ranks in the last step, if most of those that it lists have come to `at`."""
+    told = evidence.of(Kind.NOTE, name="snapshot")
+    last = max((fact.number or 0 for fact in told), default=0)
+    found = [fact for fact in told if fact.number == last]
+    return found if 2 * len([fact for fact in found if fact.enqueued == at]) > len(found) > 2 else []
+
+
 def by_counters(evidence: Evidence, world: World) -> Verdict | None:
     """A rank whose last enqueued work is before the one that others wait in never called it, or is stuck inside."""
     for rows in _by_group(evidence):
@@ -978,7 +986,7 @@ def by_counters(evidence: Evidence, world: World) -> Verdict | None:
         settled = {row.rank for row in waiting if row.seq == at} | {row.rank for row in short}
         short += [
             Row(fact.rank, fact.group, enqueued=fact.enqueued, facts=[fact])
-            for fact in evidence.of(Kind.DUMP_RECEIVED)
+            for fact in evidence.of(Kind.DUMP_RECEIVED) + _last_snapshot(evidence, at)
             if fact.rank is not None and fact.rank not in settled
             and fact.enqueued is not None and 0 <= fact.enqueued < at and rows[0].in_group(fact.group)
         ]  # fmt: skip

@@ -792,6 +792,8 @@ _SERVES = re.compile(
     r"Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s|Decode batch.*gen throughput \(token/s\): (?!0\.0+,)"
 )
 _STEP = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|batch)\b\W{0,3}\d", re.IGNORECASE)
+#: What a program prints that works through something: "consolidated 17/288 shards".
+_COUNT = re.compile(r"(?<![\d/.\-])(?P<at>\d{1,9}) ?(?:/|of) ?(?P<of>\d{1,9}) (?P<unit>[a-z]{3,})")
 _NODES = re.compile(
     r"(?<![A-Za-z_])(?:--?nnodes|nnodes|num_nodes|num_machines|NNODES|SLURM_NNODES|SLURM_JOB_NUM_NODES|N_NODES)"
     r"['\"]?[\s=:]+['\"]?(\d{1,5})\b(?!:)",
@@ -885,5 +887,14 @@ def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
     elif last and (_SERVES.search(text) or _STEP.search(text)) and _RAISED_AT.match(text) is None:
         name = "serve" if _SERVES.search(text) else phase or "train"
         yield make.clone(kind=Kind.ALIVE, name=name, detail=text[-200:], after_symptom=True)
+    count = _COUNT.search(text) if found is None and _STEP.search(text) is None else None
+    if count is not None and int(count["at"]) < int(count["of"]):
+        told = {
+            "number": int(count["at"]),
+            "completed": int(count["of"]),
+            "detail": count["unit"],
+            "after_symptom": last,
+        }
+        yield make.clone(kind=Kind.NOTE, name="count", **told)
     if found is None and phase is not None:
         yield make.clone(kind=Kind.PHASE, name=phase, detail=text[-200:], after_symptom=last)

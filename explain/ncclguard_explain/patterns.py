@@ -854,6 +854,12 @@ ROWS: tuple[Row, ...] = (
          ("increase RAY_CGRAPH_get_timeout which is currently 300 seconds.", {"seconds": 300.0}), ("Consider setting a longer initialization timeout if such delays are expected, the timeout is currently set to: 5m.", {"seconds": 300.0})),
         ("is greater than the connect timeout interval (120s by default)",),
         fields={"name": "limit"}, more=lambda found, text, fact: fact.clone(seconds=float(found["ray"])) if found["ray"] else fact),
+    Row(Kind.NOTE, "drivers that gather the state of their executors, as JSON or logfmt (MegaScale, arXiv:2402.15627, and others)",
+        r"^(?=.*\bstep\"?[=:] ?(?P<number>\d+)\b)(?:.*[\s{,\"])?rank\"?[=:] ?(?P<rank>\d+)\b.*?[\s,\"](?:coll(?:ective)?_)?seq(?:_id|_num)?\"?[=:] ?(?P<enqueued>\d+)\b", "seq",
+        (('{"ev": "heartbeat", "node": "mc-088", "rank": 707, "world": 1024, "step": 44122, "stage": "dataloader.wait", "coll_seq": 881280}', {"rank": 707, "enqueued": 881280, "number": 44122, "name": "snapshot"}),
+         ("ts=07:08:20 rank=7 step=44122 stage=dp_allgather seq=881281", {"rank": 7, "enqueued": 881281})), fields={"name": "snapshot"}),
+    Row(Kind.NOTE, "programs that say how many batches each of their ranks has", r"(?i:\b(?:\w*batches|steps[ _]per[ _]epoch|len\(\w*(?:loader|sampler)\)))(?: per rank)?[\"']? ?[:=]+ ?(?P<number>\d+)\b", "",
+        (("[rank3]: number of batches: 1249", {"rank": 3, "number": 1249, "name": "batches"}), ("[rank 6] Anzahl Trainingsbatches: 1250 (Sampler: eigener)", {"number": 1250}), ("[rank0]: len(train_loader) = 88", {"number": 88})), fields={"name": "batches"}),
     # Thrown by none: the interpreter ends threads that ask for its lock while it is gone, below C++ frames.
     Row(Kind.NOTE, "libstdc++, as a Python process ends beside torch's threads (seen with torch 2.13, gloo)", r"^(?:\[.{0,40}\]:?)?terminate called without an active exception", "terminate called",
         (("terminate called without an active exception", {"name": "ended"}),), ("terminate called after throwing an instance of 'c10::Error'",), fields={"name": "ended"}),

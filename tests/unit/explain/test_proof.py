@@ -211,3 +211,56 @@ def test_the_one_rank_that_is_in_another_section_than_all_the_others_is_named(
     assert explain_lines([*others, last]).culprits == (5,)
     assert explain_lines([*others[:3], last], world_size=6).culprits == ()
     assert explain_lines([*others, SECTION.format(5, "step")]).culprits == ()
+
+
+# --- what a driver or the program itself tells of all ranks ---
+
+JSON_ROW = '{{"ev": "heartbeat", "rank": {0}, "step": {1}, "stage": "x", "coll_seq": {2}}}'
+
+
+@pytest.mark.parametrize("row", [JSON_ROW, "ts=07:08:20 rank={0} step={1} stage=x seq={2}"])
+@pytest.mark.parametrize("numbers, named", [([100, 100, 99, 100], (2,)), ([100, 99, 99, 99], ()), ([100] * 4, ())])
+def test_the_rank_that_is_behind_in_the_last_snapshot_of_all_is_named(
+    explain_lines: Explain, row: str, numbers: list[int], named: tuple[int, ...]
+) -> None:
+    """A rank that only an earlier snapshot lists has not been looked at since."""
+    before = [row.format(rank, 11, 90) for rank in range(8)]
+    last = [row.format(rank, 12, number) for rank, number in enumerate(numbers)]
+    assert explain_lines([*before, *last, *timeout(0), *timeout(1)], world_size=8).culprits == named
+
+
+def counted(*numbers: int, of: int = 288, prefix: str = "[rank0]: ") -> list[str]:
+    return [f"{prefix}consolidated {number}/{of} shards" for number in numbers]
+
+
+@pytest.mark.parametrize(
+    "numbers, decision", [((17, 34, 51), "raise-limit"), ((17, 17, 17), "unknown"), ((34, 17, 51), "unknown")]
+)
+def test_a_rank_that_comes_nearer_to_its_end_needs_a_longer_limit(
+    explain_lines: Explain, numbers: tuple[int, ...], decision: str
+) -> None:
+    waits = [line for rank in range(1, 8) for line in timeout(rank)]
+    report = explain_lines({"rank0.log": counted(*numbers), "others.log": waits}, world_size=8)
+    assert (report.culprits, report.decision) == ((0,), decision)
+
+
+@pytest.mark.parametrize("numbers, decision", [((17, 34, 51), "raise-limit"), ((17, 34, 288), "unknown")])
+def test_a_server_that_was_still_at_work_needs_a_longer_limit(
+    explain_lines: Explain, numbers: tuple[int, ...], decision: str
+) -> None:
+    client = ["Traceback (most recent call last):", '  File "c.py", line 2, in post', "httpx.ReadTimeout"]
+    logs = {"server.log": counted(*numbers, prefix="update_weights: "), "client.log": client}
+    report = explain_lines(logs)
+    assert (report.culprits, report.decision) == ((), decision)
+
+
+@pytest.mark.parametrize("own, cause", [(1249, "unequal_batches"), (1250, "unknown")])
+@pytest.mark.parametrize("said", ["Anzahl Trainingsbatches: {}", "steps_per_epoch={}", "len(train_loader) = {}"])
+def test_the_awaited_rank_that_has_another_number_of_batches(
+    explain_lines: Explain, said: str, own: int, cause: str
+) -> None:
+    lines = [f"[rank {rank}] " + said.format(own if rank == 6 else 1250) for rank in range(8)]
+    waits = [line for rank in range(8) if rank != 6 for line in timeout(rank)]
+    report = explain_lines([*lines, *waits])
+    assert (report.culprits, report.cause_class) == ((6,), cause)
+    assert report.decision == ("fix-code" if own == 1249 else "unknown")
