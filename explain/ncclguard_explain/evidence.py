@@ -567,7 +567,7 @@ def _mark_ended_well(evidence: Evidence) -> None:
     ends = {
         fact.source: fact.line
         for fact in evidence.of(Kind.PHASE, Kind.PROGRESS, name="succeeded")
-        if fact.after_symptom and fact.rank is None
+        if fact.after_symptom
     }
     accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB]
     if ends and all(fact.line < ends.get(fact.source, 0) for fact in accusing):
