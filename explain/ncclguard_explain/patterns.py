@@ -858,7 +858,7 @@ ROWS: tuple[Row, ...] = (
         r"^(?=.*\bstep\"?[=:] ?(?P<number>\d+)\b)(?:.*[\s{,\"])?rank\"?[=:] ?(?P<rank>\d+)\b.*?[\s,\"](?:coll(?:ective)?_)?seq(?:_id|_num)?\"?[=:] ?(?P<enqueued>\d+)\b", "seq",
         (('{"ev": "heartbeat", "node": "mc-088", "rank": 707, "world": 1024, "step": 44122, "stage": "dataloader.wait", "coll_seq": 881280}', {"rank": 707, "enqueued": 881280, "number": 44122, "name": "snapshot"}),
          ("ts=07:08:20 rank=7 step=44122 stage=dp_allgather seq=881281", {"rank": 7, "enqueued": 881281})), fields={"name": "snapshot"}),
-    Row(Kind.NOTE, "programs that say how many batches each of their ranks has", r"(?i:\b(?:\w*batches|steps[ _]per[ _]epoch|len\(\w*(?:loader|sampler)\)))(?: per rank)?[\"']? ?[:=]+ ?(?P<number>\d+)\b", "",
+    Row(Kind.NOTE, "programs that say how many batches each of their ranks has", r"(?i:(?<!skipped\s)(?<!dropped\s)(?<!bad\s)\b(?:\w*batches|steps[ _]per[ _]epoch|len\(\w*(?:loader|sampler)\)))(?: per rank)?[\"']? ?[:=]+ ?(?P<number>\d+)\b", "",
         (("[rank3]: number of batches: 1249", {"rank": 3, "number": 1249, "name": "batches"}), ("[rank 6] Anzahl Trainingsbatches: 1250 (Sampler: eigener)", {"number": 1250}), ("[rank0]: len(train_loader) = 88", {"number": 88})), fields={"name": "batches"}),
     # Thrown by none: the interpreter ends threads that ask for its lock while it is gone, below C++ frames.
     Row(Kind.NOTE, "libstdc++, as a Python process ends beside torch's threads (seen with torch 2.13, gloo)", r"^(?:\[.{0,40}\]:?)?terminate called without an active exception", "terminate called",

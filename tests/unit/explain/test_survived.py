@@ -340,7 +340,10 @@ def test_quoted_text_and_what_nobody_sees_are_no_incident(explain_lines: Explain
         ["Exception ignored in: <function Pool.__del__ at 0x7f>", "OSError: [Errno 9] Bad file descriptor", *CAUGHT],
         ["ValueError: `model_type` of `config.json` is not known"],
         ["[rank1]: ValueError: bad sample", "[rank0]: saved everything (exit 0)"],
-        ["srun: job 5512 completed, exit code 1:0", *CAUGHT],
+        ["[rank1]: ValueError: bad sample", "srun: job 5512 completed, exit code 1:0"],
+        ["[rank1]: ValueError: bad sample", "all other ranks finished with exit code 0"],
+        ["[rank1]: ValueError: bad sample", "worker 3 is done (exit 0)"],
+        ["[rank1]: ValueError: bad sample", "process 3 completed with exit code 0"],
     ],
 )
 def test_what_stands_beside_a_quotation_counts(explain_lines: Explain, lines: list[str]) -> None:
