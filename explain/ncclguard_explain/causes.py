@@ -364,6 +364,30 @@ SHORT_LIMIT_MS = 120_000
 DEFAULT_LIMIT_S = 1500.0  # a little under torch's 30 minutes, where no limit is printed
 
 
+def _counting(evidence: Evidence) -> list[Fact]:
+    """Return the last lines of programs that count on towards a number that they have not reached."""
+    series: dict[tuple[object, ...], list[Fact]] = {}
+    for fact in sorted(evidence.of(Kind.NOTE, name="count"), key=lambda fact: (fact.source, fact.line)):
+        series.setdefault((fact.source, fact.rank, fact.detail, fact.completed), []).append(fact)
+    told = {key: [fact.number or 0 for fact in facts] for key, facts in series.items()}
+    return [series[key][-1] for key, numbers in told.items() if len(set(numbers)) > 2 and numbers == sorted(numbers)]
+
+
+def still_at_work(case: Case) -> Finding | None:
+    """The awaited process worked on when the limit ran out: by its log it comes nearer to the end, step by step."""
+    found = [fact for fact in _counting(case.evidence) if fact.rank is not None and fact.rank in case.verdict.culprits]
+    if not case.verdict.culprits and not case.waiting:  # a server, for the answer of which another program waited
+        gave_up = case.evidence.of(Kind.ENGINE_WAIT) + [
+            fact for fact in case.evidence.of(Kind.EXCEPTION) if "imeout" in fact.name or "imed out" in fact.detail
+        ]
+        clients = {fact.source for fact in gave_up}
+        found = [f for f in _counting(case.evidence) if clients and f.source not in clients and f.after_symptom]
+    elif not case.absent:
+        return None
+    reason = tr("the awaited process was still at work when the limit ran out")
+    return _first((found, "timeout_too_short", "medium", reason))
+
+
 def side_work(case: Case) -> Finding | None:
     """One rank busy with something the others do not do: saving, preprocessing, evaluating, uploading."""
     if not case.waiting and case.verdict.rule not in ("stacks", "watchdog") or case.zero_waits_alone:
@@ -401,6 +425,13 @@ def unequal(case: Case) -> Finding | None:
     """The absent rank goes on training: the ranks have different numbers of batches."""
     if not case.absent:
         return None
+    told: dict[int, int] = {}
+    for fact in case.evidence.of(Kind.NOTE, name="batches"):
+        if fact.rank is not None:
+            told.setdefault(fact.rank, fact.number or 0)
+    others = {number for rank, number in told.items() if rank not in case.verdict.culprits}
+    apart = [f for f in case.evidence.of(Kind.NOTE, name="batches") if f.rank in case.verdict.culprits]
+    apart = [fact for fact in apart if len(others) == 1 and told[fact.rank or 0] not in others]
     bars = case.phases("train")
     first = min((fact.line for fact in case.waiting), default=0)
     files = {fact.file for fact in case.waiting[:1]}
@@ -408,6 +439,7 @@ def unequal(case: Case) -> Finding | None:
     end = [fact for fact in bars if (fact.number or 0) >= 90]
     tiny = any((work.numel_in or 99) <= TINY or work.shape in ((1,), ()) for work in case.works)
     return _first(
+        (apart, "unequal_batches", "medium", tr("the awaited rank has another number of batches than the others")),
         (later if end or tiny else [], "unequal_batches", "medium",
          tr("the absent rank's progress bar goes on after the timeout: it has more batches")),
         (end if tiny else [], "unequal_batches", "low",
@@ -489,7 +521,7 @@ def waits(case: Case) -> Finding | None:
 RULES: tuple[Callable[[Case], Finding | None], ...] = (
     hardware, environment, shared_memory, machine_taken, named_by_tool, ddp_unused, iommu, transport_mismatch, crash,
     quoted, differing, recorder, network,
-    store, guard, long_wait, side_work, main_only, unequal, divergence, too_short, zero_alone_missing, teardown,
+    store, guard, long_wait, side_work, main_only, unequal, divergence, still_at_work, too_short, zero_alone_missing, teardown,
     first_use, peer_gone, waits, first_exit,
 )  # fmt: skip
 

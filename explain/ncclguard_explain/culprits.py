@@ -36,6 +36,8 @@ _FOLLOWS = re.compile(
     r"|(?<!DataLoader )(?<!Loader )[Tt]imed ?out (?:waiting|building|after)|can't be reached|[Ff]ailed to connect|[Cc]onnection refused"
     r"|coordination service|Barrier timed out|heartbeat|Broken promise|NPU function error|HCCL|hccl api failed|CheckpointException"
     r"|expects same model across all ranks|connectFullMesh failed|Horovod has been shut down|no live replica|no response from peer|Hang detected on rank|ranks arrived|(?:[Mm]issing|[Aa]bsent) ranks|memory capacity is unbalanced|Insufficient space in /dev/shm|placement group|Server failed to become healthy|is not ready after|DeadLock detected"
+    r"|RemoteDisconnected|[Ss]erver ?[Dd]isconnected|Remote end closed|[Cc]onnection attempts failed|StatusCode\.UNAVAILABLE"
+    r"|remote peer (?:has )?(?:closed|disconnected|exited)"
 )
 _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
@@ -46,13 +48,15 @@ _FOLLOWING_TYPES = frozenset(
      "EngineGenerateError", "KVTransferError", "ActorDiedError", "RayActorError", "ActorUnavailableError",
      "WorkerCrashedError", "NodeDiedError", "RendezvousTimeoutError", "RendezvousClosedError", "CheckpointException",
      "DeadlockDetectedException", "EPException", "CancelledError", "BrokenBarrierError", "ConnectionAbortedError",
-     "Again", "ReadTimeout", "ConnectTimeout", "MaxRetryError", "NewConnectionError", "WorkerHealthCheckTimeoutError", "WorkerGroupStartupTimeoutError", "AsyncEngineDeadError"]
+     "Again", "ReadTimeout", "ConnectTimeout", "MaxRetryError", "NewConnectionError", "WorkerHealthCheckTimeoutError", "WorkerGroupStartupTimeoutError", "AsyncEngineDeadError",
+     "ConnectError", "RemoteProtocolError", "ClientConnectorError", "ServerDisconnectedError", "RemoteDisconnected"]
 )  # fmt: skip
 _BARRIER_KEY = re.compile(r"store_based_barrier_key:\d+")
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _DEADLY = {-9: "SIGKILL", -11: "SIGSEGV", -7: "SIGBUS", -4: "SIGILL", -8: "SIGFPE"}
 _STICKY = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch", "out of memory",
            "Memory access fault", "aicore exception", "aivector error")  # fmt: skip
+_OF_DEVICE = re.compile(r"(?:CUDA|HIP) error: |AcceleratorError|hipError|cudaError")
 _OF_A_CALL = ("invalid resource handle", "invalid device ordinal")
 #: Frames of a rank that waits for its device, and so perhaps for a collective that it has issued.
 _WAITS_FOR_DEVICE = re.compile(
@@ -158,7 +162,7 @@ def deadly_exits(evidence: Evidence) -> list[Fact]:
         if (
             fact.number in _DEADLY
             and fact.pid not in forced
-            and not (fact.number == -9 and monitored & {None, fact.rank})
+            and not (fact.number == -9 and monitored and (fact.rank is None or monitored & {None, fact.rank}))
         )
         or (fact.name == "first" and fact.number is None and fact.rank not in waited)
     ]
@@ -241,11 +245,20 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
     exits = {fact.rank: fact for fact in first_to_exit(evidence) if fact.rank is not None}
     if not exits and not evidence.of(*EXPIRED):
         exits = {fact.rank: fact for fact in evidence.of(Kind.LAUNCHER, name="aborted") if fact.rank is not None}
+        # MPI_ABORT is called by who has raised, and by an engine's watch over a hang.
+        aborts = [] if exits or evidence.of(Kind.ENGINE_WAIT) else evidence.of(Kind.ENGINE_END, name="abort")
+        exits |= {fact.rank: fact for fact in aborts if fact.rank is not None}
     broken, sticky = hardware_errors(evidence), sticky_cuda(evidence)
     ends = evidence.of(Kind.LAUNCHER, name="first") + evidence.of(Kind.LAUNCHER, name="aborted")
     ends += evidence.of(Kind.ENGINE_END, name="abort")
-    ends = [fact for fact in ends if fact.number in (-6, None) and fact.rank is not None]
-    if len({fact.rank for fact in ends}) == 1 and not evidence.of(*EXPIRED) and not _named(broken + sticky):
+    expired = {key for fact in evidence.of(*EXPIRED) for key in (("source", fact.source), ("rank", fact.rank))}
+    ends = [  # their own watchdogs abort the ranks that waited
+        fact
+        for fact in ends
+        if fact.number in (-6, None) and fact.rank is not None
+        and not expired & {("source", fact.source), ("rank", fact.rank)}
+    ]  # fmt: skip
+    if len({fact.rank for fact in ends}) == 1 and not _named(broken + sticky):
         there = {fact.source for fact in ends}  # the runtime aborts the process whose kernel or GPU fails
         broken, sticky = (
             [
@@ -280,6 +293,8 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         if not ranks or (found is not None and set(ranks) <= set(found.culprits)):
             continue
         together = what in (_RAISED, _SIGNAL) and (_alike(facts) or all(fact.name == "oom" for fact in facts))
+        # Of a fault that a device reports when it is asked next, nothing tells whose kernel was the first.
+        together = together and not any(_OF_DEVICE.search(fact.detail) for fact in facts)
         if len(ranks) > 1 and world.size is not None and 2 * len(ranks) > world.size and not together:
             if found is not None:
                 continue
@@ -640,13 +655,7 @@ def by_lost_host(evidence: Evidence, world: World) -> Verdict | None:
     for fact in evidence.of(Kind.SCHEDULER):
         host = fact.host.removeprefix("pod/").removeprefix("node/")
         if not host and fact.name in ("OOMKilled", "Evicted"):  # `kubectl describe` of a pod, in a file named after it
-            file = fact.file.rsplit("/", 1)[-1]
-            fits = [
-                name
-                for name in evidence.ranks.hosts
-                if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])|-{re.escape(name)}\.", file)
-            ]
-            host = max(fits, key=len, default="")
+            host = evidence.ranks.host_of(fact.file)
         if not host or fact.name in ("TIME LIMIT", "JOB REQUEUE", "PREEMPTION"):
             continue
         ranks = {rank for name, there in evidence.ranks.hosts.items() if name.split("/")[0] == host for rank in there}
@@ -723,15 +732,28 @@ def by_stacks(evidence: Evidence, world: World) -> Verdict | None:
 
 
 def by_section(evidence: Evidence, world: World) -> Verdict | None:
-    """nvidia-resiliency-ext's monitors: one rank alone has not left a section of its program in time."""
+    """nvidia-resiliency-ext's monitors: one rank alone has not left a section of its program in time.
+
+    Where the others did not leave theirs either, they all stand in one, and the one rank is in another or in none.
+    """
     facts = [fact for fact in evidence.of(Kind.ENGINE_WAIT, name="monitor") if fact.detail and fact.rank is not None]
-    ranks = tuple(sorted({fact.rank for fact in facts if fact.rank is not None}))
-    if len(ranks) != 1 or max(world.size or 0, ranks[0] + 1) < 3 or own_exceptions(evidence):
+    sections: dict[str, set[int]] = defaultdict(set)
+    for fact in facts:
+        sections[fact.detail].add(fact.rank or 0)
+    if not sections or own_exceptions(evidence):
         return None
-    reason = tr(
-        "{ranks} alone did not leave section {name} within its limit", ranks=ranks_text(ranks), name=facts[0].detail
-    )
-    return Verdict(ranks, Cause.LATE, "medium", "section", reason, facts)
+    *others, (name, odd) = sorted(sections.items(), key=lambda item: -len(item[1]))
+    size = max(world.size or 0, 1 + max(max(ranks) for ranks in sections.values()))
+    if len(odd) != 1 or size < 3 or len(others) > 1 or (others and len(others[0][1] - odd) < size - 1):
+        return None
+    own = [fact for fact in facts if fact.rank in odd and fact.detail == name]
+    reason = tr("{ranks} alone did not leave section {name} within its limit", ranks=ranks_text(odd), name=name)
+    if others:
+        reason = tr(
+            "all ranks but {ranks} stand in section {name}: {text}",
+            ranks=ranks_text(odd), name=others[0][0], text=own[0].text[:200],
+        )  # fmt: skip
+    return Verdict(tuple(odd), Cause.LATE, "medium", "section", reason, own)
 
 
 def by_heartbeats(evidence: Evidence, world: World) -> Verdict | None:
@@ -942,6 +964,14 @@ def _by_group(evidence: Evidence) -> list[list[Row]]:
     return sorted(groups.values(), key=lambda rows: -len([row for row in rows if row.waiting]))
 
 
+def _last_snapshot(evidence: Evidence, at: int) -> list[Fact]:
+    """Return what a driver says of all ranks in the last step, if most of those that it lists have come to `at`."""
+    told = evidence.of(Kind.NOTE, name="snapshot")
+    last = max((fact.number or 0 for fact in told), default=0)
+    found = [fact for fact in told if fact.number == last]
+    return found if 2 * len([fact for fact in found if fact.enqueued == at]) > len(found) > 2 else []
+
+
 def by_counters(evidence: Evidence, world: World) -> Verdict | None:
     """A rank whose last enqueued work is before the one that others wait in never called it, or is stuck inside."""
     for rows in _by_group(evidence):
@@ -956,7 +986,7 @@ def by_counters(evidence: Evidence, world: World) -> Verdict | None:
         settled = {row.rank for row in waiting if row.seq == at} | {row.rank for row in short}
         short += [
             Row(fact.rank, fact.group, enqueued=fact.enqueued, facts=[fact])
-            for fact in evidence.of(Kind.DUMP_RECEIVED)
+            for fact in evidence.of(Kind.DUMP_RECEIVED) + _last_snapshot(evidence, at)
             if fact.rank is not None and fact.rank not in settled
             and fact.enqueued is not None and 0 <= fact.enqueued < at and rows[0].in_group(fact.group)
         ]  # fmt: skip
@@ -1217,7 +1247,20 @@ LAST_RULES: tuple[Rule, ...] = (by_alone, by_divergence, by_silence, by_silence_
 
 
 def find_culprits(evidence: Evidence, world: World) -> Verdict:
-    """Return the first verdict that names somebody, else the most telling one that does not."""
+    """Return the first verdict that names somebody, else the most telling one that does not.
+
+    torchrun counts the ranks of each of torchft's replica groups from 0 on: such a number names nobody in the job.
+    """
+    verdict = _first_verdict(evidence, world)
+    own = [fact for fact in verdict.facts if fact.rank in verdict.culprits]
+    if evidence.replicated and own and not any(fact.rank_basis in ("launcher", "name", "pid") for fact in own):
+        where = {tr("rank {rank} of the replica group in {file}", rank=fact.rank, file=fact.file.rpartition("/")[2]): 0
+                 for fact in own}  # fmt: skip
+        verdict.culprits, verdict.places = (), tuple(where)[:4]
+    return verdict
+
+
+def _first_verdict(evidence: Evidence, world: World) -> Verdict:
     unnamed: list[Verdict] = []
     for rule in RULES:
         verdict = rule(evidence, world)

@@ -20,7 +20,7 @@ from ncclguard_explain.cause import Cause
 from ncclguard_explain.causes import OUT_OF_MEMORY, Finding
 from ncclguard_explain.culprits import own_exceptions
 from ncclguard_explain.evidence import Evidence
-from ncclguard_explain.facts import Fact, Kind, Verdict
+from ncclguard_explain.facts import EXPIRED, Fact, Kind, Verdict
 from ncclguard_explain.language import joined, received, tr
 from ncclguard_explain.ranks import ranks_text
 
@@ -71,6 +71,8 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         return Decision("unknown", tr("a connection broke, and nothing says whether a process or the network ended it"))
     if verdict.rule == "ncclguard incident" and cause is Cause.LATE:
         return Decision("fix-code", tr("the awaited rank was at work of its own; its stack says which"))
+    if name in _AT_WORK and sure and verdict.rule == "stacks" and not evidence.of(*EXPIRED, Kind.ENGINE_WAIT):
+        return Decision("unknown", tr("a rank is at work of its own or stuck in it, and no limit has run out"))
     if name in _AT_WORK and sure:
         return Decision("raise-limit", tr("the awaited rank was at work for longer than its peers' limit"))
     if name == "dataloader_stall":

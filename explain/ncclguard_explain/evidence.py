@@ -26,12 +26,15 @@ _ALWAYS = WAITING | {Kind.FINGERPRINT, Kind.DUMP_RECEIVED, Kind.DESYNC, Kind.LAU
 _OF_A_HEALTHY_JOB = frozenset(
     {Kind.RETRIED, Kind.PROGRESS, Kind.PHASE, Kind.NOTE, Kind.NCCL_INFO, Kind.JOINED, Kind.ALIVE, Kind.PEER_CLOSED}
 )
-# What may stand beside an exception that the program caught.
-_SURVIVED_WITH = _OF_A_HEALTHY_JOB | {Kind.EXCEPTION, Kind.NCCL_WARN}
+# What may stand beside an exception that the program caught; the store's clients try again.
+_SURVIVED_WITH = _OF_A_HEALTHY_JOB | {Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT}
 #: NVIDIA's Xid numbers of faults that were corrected: a row of memory to be remapped, single-bit errors.
 _CORRECTED = frozenset([63, 92, 94])
-_OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC])
+_OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC, Kind.KERNEL_OOM])
 _DAY, _YEAR = 86_400.0, 365 * 86_400.0  # in seconds; lines of the kernel do not tell the year
+#: A shell (`set -x`, a session) prints a document, up to its next command.
+_PRINTS_DOCUMENT = re.compile(r"[+$] *(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b")
+_NEXT_COMMAND = re.compile(r"[+$]+ \S")
 #: Stalls and planned ends that a job may go on after, by the names of their rows, if that is all that its log has.
 _PASSING = {Kind.ACCUSED: ("horovod", "horovod_ready"), Kind.ENGINE_WAIT: ("health",),
             Kind.SCHEDULER: ("PREEMPTION", "JOB REQUEUE", "Evicted", "Preempted")}  # fmt: skip
@@ -86,6 +89,7 @@ class Evidence:
     local_size: int | None = None
     nodes: int | None = None
     replicated: bool = False  # torchft's replica groups, each with ranks from 0 on
+    several_nodes: bool = False  # somebody says that these lines are of several nodes
     ranks: RankMap = field(default_factory=RankMap)
     seen_ranks: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -104,7 +108,7 @@ class Evidence:
     @property
     def one_node(self) -> bool:
         """Return whether nothing says that the job has more than one node."""
-        if self.replicated:
+        if self.replicated or self.several_nodes:
             return False
         if self.nodes is not None:
             return self.nodes == 1
@@ -171,7 +175,8 @@ def read_record(record: Record) -> Iterator[Fact]:
     facts, whole = passages.read(prefix.text, prefix, record.following, make)
     yield from facts
     if not whole:
-        yield from parse_text(prefix.text, make)
+        for fact in parse_text(prefix.text, make):
+            yield passages.with_rest(fact, prefix, record.following(6)) if fact.kind is Kind.EXCEPTION else fact
 
 
 class Collector:
@@ -184,6 +189,7 @@ class Collector:
         self._task_wrong: set[int] = set()
         self._tasks: dict[int, set[int]] = {}
         self._scanners: dict[int, Scanner] = {}
+        self._quoted: dict[int, int] = {}  # source -> the line before which a document is printed
 
     def read(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
         """Read one source; a damaged or foreign one leaves a note, never an exception."""
@@ -290,6 +296,12 @@ class Collector:
 
     def _take(self, record: Record) -> None:
         evidence, prefix, index = self.evidence, record.prefix, record.source.index
+        if record.number < self._quoted.get(index, 0):
+            return
+        if (".md" in record.text or ".rst" in record.text) and _PRINTS_DOCUMENT.match(record.text):
+            rows = record.following(400)
+            ends = (number for number, row in enumerate(rows, record.number + 1) if _NEXT_COMMAND.match(row))
+            self._quoted[index] = next(ends, 0)
         if prefix.basis == "prefix" and prefix.rank is not None and prefix.rank < MAX_RANK:
             self._prefixed.setdefault(index, set()).add(prefix.rank)
             evidence.seen_ranks.add(prefix.rank)
@@ -301,6 +313,7 @@ class Collector:
             evidence.hosts.add(prefix.host)
         text = record.text
         evidence.replicated |= "torchft" in text
+        evidence.several_nodes |= passages.of_several_nodes(text)
         evidence.ranks.read(text, prefix, record.source, record.following)
         if "=" in text or ":" in text or " " in text:
             world, nodes, local = passages.sizes_of(text)
@@ -324,6 +337,8 @@ class Collector:
             evidence.nodes = max(fact.node or 0, evidence.nodes or 0) or None
             if fact.completed and fact.completed > (evidence.stated_world or 1) and fact.completed < MAX_RANK:
                 evidence.stated_world = fact.completed
+        if fact.kind in _OF_THE_KERNEL and not fact.where:
+            fact.where = evidence.ranks.kernels.get(fact.source, "")
         if fact.kind is Kind.SCHEDULER and not fact.host and fact.name in ("OOMKilled", "OOMKilling", "Evicted"):
             fact.host = evidence.ranks.pod_of(fact)
         if fact.kind is Kind.GUARD and 1 < (fact.number or 0) < MAX_RANK:
@@ -429,6 +444,8 @@ class Collector:
                 fact.rank, fact.rank_basis = names[fact.source], "file"
         inside = WAITING | {Kind.DUMP_RECEIVED, Kind.HEARTBEAT}
         one_node = evidence.one_node
+        for fact in evidence.of(*_OF_THE_KERNEL):
+            fact.where = fact.where or evidence.ranks.host_of(fact.file)
         for fact in evidence.of(Kind.EXIT):  # a launcher's table has the local rank and the process
             if fact.pid is not None and fact.local_rank is not None:
                 known = evidence.ranks.rank_of(fact, one_node, evidence.local_size)
@@ -565,9 +582,11 @@ def _mark_survived(evidence: Evidence) -> None:
     again and the training goes on behind that. Only in inputs that know of no end of a process and of nobody who waits:
     a rank whose lines have no prefix may have raised while another one went on.
     """
+    ignored = {(note.source, note.line + 1) for note in evidence.of(Kind.NOTE, name="ignored")}
     for fact in evidence.of(Kind.EXCEPTION):
-        if fact.frames and all(frame.startswith("<") for frame in fact.frames):
-            fact.kind = Kind.RETRIED  # of code that a program was given as text, and judges
+        of_text = bool(fact.frames) and all(frame.startswith("<") for frame in fact.frames)
+        if of_text or (fact.source, fact.line) in ignored:  # of code that a program was given as text, and judges
+            fact.kind = Kind.RETRIED
     passing = _passing(evidence)
     known = {id(fact) for fact in passing}
     if any(fact.kind not in _SURVIVED_WITH and id(fact) not in known for fact in evidence.facts):
@@ -579,7 +598,7 @@ def _mark_survived(evidence: Evidence) -> None:
         if _has_passed(fact, alive, resumed) or _is_mended(evidence, fact, alive):
             fact.kind = Kind.RETRIED
     retries = evidence.of(Kind.RETRIED)
-    for fact in evidence.of(Kind.EXCEPTION, Kind.NCCL_WARN):
+    for fact in evidence.of(Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT):
         end = max(fact.line, fact.until) + 2 * len(fact.frames)  # a frame and its source line
         after = [one for one in alive if one.source == fact.source and one.line > end]
         again = [

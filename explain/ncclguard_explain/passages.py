@@ -20,7 +20,7 @@ from ncclguard_explain.cause import ADVICE, ADVICE_WATCHED, WORD, Cause
 from ncclguard_explain.facts import MAX_RANK, Fact, Kind, Work
 from ncclguard_explain.language import LANGUAGES, beside, said, tr
 from ncclguard_explain.patterns import numbers, parse_text, warning_class
-from ncclguard_explain.records import Prefix, message_of, split_prefix
+from ncclguard_explain.records import Prefix, headless, message_of, split_prefix
 
 Following = Callable[[int], Sequence[str]]
 
@@ -236,6 +236,22 @@ def _raised(make: Fact, name: str, detail: str, text: str, frames: list[str]) ->
     return make.clone(kind=Kind.EXCEPTION, name=name, **told)
 
 
+#: Words by which the further lines of an exception's text tell of another process.
+_OF_OTHERS = re.compile(r"peer|remote|[Cc]losed|[Tt]imed? ?out")
+
+
+def with_rest(fact: Fact, prefix: Prefix, rows: Sequence[str]) -> Fact:
+    """Return an exception of a rank with what the lines of its text after the first say of other processes."""
+    rest = [split_prefix(row) for row in rows[:6]] if fact.kind is Kind.EXCEPTION and prefix.basis == "prefix" else []
+    for own in rest:
+        body = message_of(own.text)
+        if own.rank == prefix.rank and (not headless(body) or _EXCEPTION.match(body)):
+            break
+        if own.rank == prefix.rank and _OF_OTHERS.search(body):
+            fact = fact.clone(detail=f"{fact.detail} {body.strip()}"[:600])
+    return fact
+
+
 def _flat_traceback(text: str, make: Fact) -> Fact | None:
     """Read a traceback whose newlines are lost."""
     frames, last = _frames(text), None
@@ -253,12 +269,13 @@ def _traceback(text: str, prefix: Prefix, following: Following, make: Fact) -> F
     own = clock.sub("", prefix.tag)
     frames: list[str] = []
     rows = following(400)
-    if rows and prefix.place and own.startswith(first := clock.sub("", split_prefix(rows[0]).tag)):
-        own = first  # SGLang heads only the first line of a message
+    first = clock.sub("", split_prefix(rows[0]).tag) if rows else own
+    if first != own and own.startswith(first) and (prefix.place or rows[0].startswith("  File ")):
+        own = first  # SGLang and TensorRT-LLM head only the first line of a message
     of_rank = _OF_RANK.search(text)
     if of_rank is not None:
         make = make.clone(rank=int(of_rank[1]), rank_basis="text", place="")
-    for raw in rows:
+    for index, raw in enumerate(rows, 1):
         row = split_prefix(raw)
         if own and clock.sub("", row.tag) != own:
             continue
@@ -276,7 +293,7 @@ def _traceback(text: str, prefix: Prefix, following: Following, make: Fact) -> F
             continue
         found = _EXCEPTION.match(body)
         if found is not None:
-            return _raised(make, found["type"], found["text"] or "", body, frames)
+            return with_rest(_raised(make, found["type"], found["text"] or "", body, frames), prefix, rows[index:])
         unindented = _frames(body)[:1]  # the indentation is lost
         frames += unindented
         if not unindented and (own or not frames):
@@ -760,12 +777,19 @@ _WORLD = re.compile(
     re.IGNORECASE,
 )
 
+_SEVERAL = re.compile(
+    r"\b(?:both|two|three|four|all) (?:nodes|hosts|pods|machines)\b|\b(?:[2-9]|[1-9]\d+) nodes\b(?! (?:are )?available)|"
+    r"\b(?:[2-9]|[1-9]\d+) ?[x×*] ?\d+ (?!G[Bi])(?:\w+ )?GPUs?\b|\bkubectl (?:-\S+ \S+ )*logs\b.* (?:-l|--selector|--all-pods)\b"
+)
+_PEERS = re.compile(r"Expected number of connected peer ranks is ?: (\d{1,6})")  # gloo/rendezvous/context.cc
 _RAISED_AT = re.compile(r"[\w.]*(?:Error|Exception)\b: ")  # the message of an exception may tell the step
 #: What an engine prints every few seconds while it makes tokens (vLLM, SGLang).
 _SERVES = re.compile(
     r"Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s|Decode batch.*gen throughput \(token/s\): (?!0\.0+,)"
 )
 _STEP = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|batch)\b\W{0,3}\d", re.IGNORECASE)
+#: What a program prints that works through something: "consolidated 17/288 shards".
+_COUNT = re.compile(r"(?<![\d/.\-])(?P<at>\d{1,9}) ?(?:/|of) ?(?P<of>\d{1,9}) (?P<unit>[a-z]{3,})")
 _NODES = re.compile(
     r"(?<![A-Za-z_])(?:--?nnodes|nnodes|num_nodes|num_machines|NNODES|SLURM_NNODES|SLURM_JOB_NUM_NODES|N_NODES)"
     r"['\"]?[\s=:]+['\"]?(\d{1,5})\b(?!:)",
@@ -792,7 +816,8 @@ _PHASES: tuple[tuple[str, str], ...] = (
     ("load", r"[Ll]oading (?:checkpoint shards|model|weights)|from_pretrained"),
     ("succeeded", (r"\bexit_code=0\b|^exit=0$|^Job '[^']+' succeeded|worker group successfully finished|Job completed successfully|# Out of bounds values : 0 OK|"
      r"^=+ (?!.*\b(?:failed|errors?)\b)\d+ passed\b.* in [\d.]+s|^(?:\+ )?(?:exit code: 0|exit 0)$|, exit 0$|"
-     r"\bTraining Progress: 100%|^State: COMPLETED \(exit code 0\)")),
+     r"\bTraining Progress: 100%|^State: COMPLETED \(exit code 0\)|\b(?i:job)\b.{0,30}\b(?i:completed)\b.{0,40}\b[Ee]xit ?[Cc]ode[ :=]+0(?::0)?\b|^(?!.*\b(?i:state|failed|error|worker|process|task|pid|rank ?\d+)\b).*\(exit(?: code| status)?[ :=]+0\)$|"
+     r"\b[Aa]ll (?!(?:the )?other|but )(?:\w+ ){0,2}(?:replicas|ranks|workers|processes|tasks|nodes) (?:\w+ )?(?:finished|exited|completed|ended) (?:\w+ )*(?:code|status) 0\b")),
     ("finished", (r"[Ff]inished training|[Tt]raining (?:loop )?(?:is )?(?:done|finished|complete)|train_runtime|End of training|"
      r"^`Trainer\.fit` stopped: |\[after training is done\]|\bdone, (?:wrote|saved) |exiting (?:program|train)|[Ff]inished ok\b|[Rr]eached max_steps|\b[Aa]ll (?:tasks|steps|epochs|evaluations) \w+(?:ed|ne)\b|"
      r"\bexit(?:ed|ing)?(?: with)?(?: code| status)? 0\b")),
@@ -822,7 +847,17 @@ def _stated(pattern: re.Pattern[str], text: str) -> int | None:
 
 def sizes_of(text: str) -> tuple[int | None, int | None, int | None]:
     """Return the numbers of ranks, of nodes and of ranks on a node that a line states, None for what it does not."""
-    return _stated(_WORLD, text), _stated(_NODES, text), _stated(_LOCAL_SIZE, text)
+    world = _stated(_WORLD, text)
+    if world is None and "peer ranks" in text and (peers := _stated(_PEERS, text)) is not None:
+        world = peers + 1
+    return world, _stated(_NODES, text), _stated(_LOCAL_SIZE, text)
+
+
+def of_several_nodes(text: str) -> bool:
+    """Return whether a line says that the job runs on several nodes, or that the log is of several pods."""
+    return ("nodes" in text or "GPU" in text or "kubectl" in text or "both" in text) and _SEVERAL.search(
+        text
+    ) is not None
 
 
 def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
@@ -848,5 +883,14 @@ def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
     elif last and (_SERVES.search(text) or _STEP.search(text)) and _RAISED_AT.match(text) is None:
         name = "serve" if _SERVES.search(text) else phase or "train"
         yield make.clone(kind=Kind.ALIVE, name=name, detail=text[-200:], after_symptom=True)
+    count = _COUNT.search(text) if found is None and _STEP.search(text) is None else None
+    if count is not None and int(count["at"]) < int(count["of"]):
+        told = {
+            "number": int(count["at"]),
+            "completed": int(count["of"]),
+            "detail": count["unit"],
+            "after_symptom": last,
+        }
+        yield make.clone(kind=Kind.NOTE, name="count", **told)
     if found is None and phase is not None:
         yield make.clone(kind=Kind.PHASE, name=phase, detail=text[-200:], after_symptom=last)

@@ -269,6 +269,13 @@ def _spawned(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
 _SIGNALS = {"KILL": -9, "SEGV": -11, "ABRT": -6, "BUS": -7, "ILL": -4, "FPE": -8, "TERM": -15, "INT": -2, "HUP": -1}
 
 
+_SHELL_ENDS = {"killed": -9, "segmentation fault": -11, "bus error": -7, "aborted": -6, "illegal instruction": -4, "floating point exception": -8}  # fmt: skip
+
+
+def _of_shell(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    return fact.clone(number=_SHELL_ENDS[found["signal"].lower()])
+
+
 def _negative(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
     fact.number = -(fact.number or 0)
     return fact
@@ -679,10 +686,11 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.TIMEOUT, "Huawei CANN (HCCL), sockets, 6.x to 8.x", r"wait socket establish timeout, role\[\d\] rank\[(?P<own>\d+)\] timeout\[(?P<seconds>\d+) ?s?\]|device\[\d+\] rank\[(?P<group_rank>\d+)\] get socket timeout", "socket",
         (("wait socket establish timeout, role[1] rank[12] timeout[120 s]", {"rank": 12, "seconds": 120.0}),), fields={"name": "hccl"}),
     # --- watchers, trainers -----------------------------------------------------------------------------------------
-    Row(Kind.ENGINE_WAIT, "nvidia-resiliency-ext rank_monitor_server.py, 0.3 to 0.6", r"(?:RankMonitorServer:(?P<own>\d+)(?:@\S+)?\] )?(?:Did not get (?:subsequent|initial) heartbeat(?:\. Waited (?P<seconds>[\d.]+) seconds)?|Section '(?P<detail>[^']*)' has been open for [\d.]+ seconds\. (?:Timeout is|Setting it as timed out \(limit) (?P<limit_s>[\d.]+))", "",
+    Row(Kind.ENGINE_WAIT, "nvidia-resiliency-ext rank_monitor_server.py, 0.3 to 0.6", r"(?:RankMonitorServer:(?P<own>\d+)(?:@\S+)?\] )?(?:Did not get (?:subsequent|initial) heartbeat(?:\. Waited (?P<seconds>[\d.]+) seconds)?|(?:Section '(?P<detail>[^']*)' has been open|(?P<outside>Was out of section)) for [\d.]+ seconds\. (?:Timeout is|Setting it as timed out \(limit) (?P<limit_s>[\d.]+))", "",
         (("[Cycle 2] Did not get subsequent heartbeat. Waited 300.00 seconds.", {"name": "monitor", "seconds": 300.0}),
-         ("[RankMonitorServer:34@n4] Section 'checkpointing' has been open for 900.14 seconds. Setting it as timed out (limit 900.00 s).", {"rank": 34, "detail": "checkpointing", "seconds": 900.0})), fields={"name": "monitor"},
-        more=lambda found, text, fact: fact if found["limit_s"] is None else fact.clone(seconds=float(found["limit_s"]))),
+         ("[RankMonitorServer:34@n4] Section 'checkpointing' has been open for 900.14 seconds. Setting it as timed out (limit 900.00 s).", {"rank": 34, "detail": "checkpointing", "seconds": 900.0}),
+         ("[RankMonitorServer:19@n3] Was out of section for 302.40 seconds. Timeout is 300.00 seconds.", {"rank": 19, "detail": "out of section", "seconds": 300.0})), fields={"name": "monitor"},
+        more=lambda found, text, fact: fact if found["limit_s"] is None else fact.clone(seconds=float(found["limit_s"]), detail=found["detail"] or "out of section")),
     Row(Kind.ENGINE_END, "nvidia-resiliency-ext ft_launcher, 0.3 to 0.6", r"Progress tracker detected no progress|Attribution recommended stopping|reported a no-restart decision", "",
         (("Progress tracker detected no progress across restarts. No more restarts will be attempted.", {"name": "stopped"}),), fields={"name": "stopped"}),
     Row(Kind.ACCUSED, "Megatron-LM megatron/core/rerun_state_machine.py, 0.9 to 0.16", r"(?:Rank (?P<peers>\d+)(?:, node \S+, device \d+, iteration \d+)?: (?:found NaN in local|Unexpected result (?:nan|inf))|Unexpected result (?:tensor\()?(?:nan|inf)(?:, [^)]*\))?\S* on rank (?P<second>\d+))(?P<detail>.{0,160})", "",
@@ -711,8 +719,9 @@ ROWS: tuple[Row, ...] = (
         (('INFO:     10.1.7.7:50230 - "GET /health_generate HTTP/1.1" 200 OK', {"name": "generate"}),), ('"GET /health HTTP/1.1" 503 Service Unavailable',), fields={"name": "generate", "after_symptom": True, "rank": None, "rank_basis": ""}),
     Row(Kind.NOTE, "trainers that begin again where they were", r"[Rr]esum(?:e|ed|es|ing) (?:training )?(?:from|at) (?:\w+ ){0,2}(?:step|iteration|epoch|checkpoint)|Restored all states from the checkpoint|\bloaded checkpoint .{0,120}\biter(?:ation)? \d+", "",
         (("[rank0] resumed from step 7140", {"name": "resumed"}), ("Restored all states from the checkpoint at /ck/hpc_ckpt_3.ckpt", {})), fields={"name": "resumed", "rank": None, "rank_basis": ""}),
-    Row(Kind.NOTE, "torchft torchft/manager.py, 2025 to 2026: a replica group has made a step with the others", r"torchft\S*manager:\[(?P<detail>[\w.\-]+?)(?::[\w\-]+)?/\d+ - step \d+\] should_commit=True", "should_commit=True",
-        (("INFO:torchft.manager:[ddp_1:aa1f-1/0 - step 59] should_commit=True enough_replicas=True, errored=None", {"name": "committed", "detail": "ddp_1"}),),
+    Row(Kind.NOTE, "torchft torchft/manager.py, 2025 to 2026: a replica group has made a step with the others", r"torchft\S*manager(?::| - \w+ - )\[(?P<detail>[\w.\-]+?)(?::[\w\-]+)?/\d+ - step \d+\] should_commit=True", "should_commit=True",
+        (("INFO:torchft.manager:[ddp_1:aa1f-1/0 - step 59] should_commit=True enough_replicas=True, errored=None", {"name": "committed", "detail": "ddp_1"}),
+         ("2026-02-14 14:00:01,000 - torchft.manager - INFO - [ddp_0:1c2d/0 - step 9] should_commit=True enough_replicas=True", {"detail": "ddp_0"})),
         ("INFO:torchft.manager:[ddp_0:aa1f-0/0 - step 20] should_commit=False enough_replicas=True, errored=RuntimeError",), fields={"name": "committed", "rank": None, "rank_basis": ""}),
     Row(Kind.ACCUSED, "Mooncake mooncake-ep (mooncake_worker.cu), 0.3", r"Rank (?P<number>\d+): no response from peer rank (?P<peers>\d+) within (?P<us>\d+) us", "no response from peer",
         (("W20260502 10:14:16.122346 3202 mooncake_worker.cu:311] Rank 2: no response from peer rank 5 within 10000000 us, marking it broken; active_ranks=[1,1,1,1,1,0,1,1]", {"number": 2, "peers": (5,), "seconds": 10.0}),),
@@ -803,6 +812,9 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.SCHEDULER, "Volcano's events as YAML, 1.8 to 1.12", r"^\s*reason: Evict$", "reason: Evict", (("reason: Evict", {"name": "Evicted"}),), fields={"name": "Evicted"}),
     Row(Kind.EXIT, "accelerate, subprocess (CPython), 3.8 to 3.13", r"died with <Signals\.(?P<signal>SIG\w+): \d+>", "died with", (("subprocess.CalledProcessError: Command '[...]' died with <Signals.SIGKILL: 9>.", {"number": -9}),),
         fields={"name": "command", "rank": None, "rank_basis": ""}, more=_spawned),
+    Row(Kind.EXIT, "bash jobs.c, 3.2 to 5.2, and zsh: a script's process that a signal ended", r"^(?:\S+: line \d+: |\[\d+\] [+\-]? )(?P<pid>\d+) (?i:(?P<signal>killed|segmentation fault|bus error|aborted|illegal instruction|floating point exception))\b", "",
+        (("run.sh: line 12:  4188 Killed                  python train.py --rank 2", {"pid": 4188, "number": -9}), ("[1]  + 4188 segmentation fault (core dumped)  python train.py --rank 2", {"pid": 4188, "number": -11})),
+        ("run.sh: line 12: 4188 Terminated              python train.py",), fields={"name": "command", "rank": None, "rank_basis": ""}, more=_of_shell),
     Row(Kind.WORKER_DIED, "Ray, 2.0 to 2.50",
         r"(?P<detail>(?:worker died|SYSTEM_ERROR|The actor (?:is dead|died)|ActorDiedError|RayActorError|WorkerCrashedError|NodeDiedError|ActorUnavailableError).*)", "",
         (("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", {}),), fields={"rank": None, "rank_basis": ""}),
@@ -842,6 +854,12 @@ ROWS: tuple[Row, ...] = (
          ("increase RAY_CGRAPH_get_timeout which is currently 300 seconds.", {"seconds": 300.0}), ("Consider setting a longer initialization timeout if such delays are expected, the timeout is currently set to: 5m.", {"seconds": 300.0})),
         ("is greater than the connect timeout interval (120s by default)",),
         fields={"name": "limit"}, more=lambda found, text, fact: fact.clone(seconds=float(found["ray"])) if found["ray"] else fact),
+    Row(Kind.NOTE, "drivers that gather the state of their executors, as JSON or logfmt (MegaScale, arXiv:2402.15627, and others)",
+        r"^(?=.*\bstep\"?[=:] ?(?P<number>\d+)\b)(?:.*[\s{,\"])?rank\"?[=:] ?(?P<rank>\d+)\b.*?[\s,\"](?:coll(?:ective)?_)?seq(?:_id|_num)?\"?[=:] ?(?P<enqueued>\d+)\b", "seq",
+        (('{"ev": "heartbeat", "node": "mc-088", "rank": 707, "world": 1024, "step": 44122, "stage": "dataloader.wait", "coll_seq": 881280}', {"rank": 707, "enqueued": 881280, "number": 44122, "name": "snapshot"}),
+         ("ts=07:08:20 rank=7 step=44122 stage=dp_allgather seq=881281", {"rank": 7, "enqueued": 881281})), fields={"name": "snapshot"}),
+    Row(Kind.NOTE, "programs that say how many batches each of their ranks has", r"(?i:(?<!skipped\s)(?<!dropped\s)(?<!bad\s)\b(?:\w*batches|steps[ _]per[ _]epoch|len\(\w*(?:loader|sampler)\)))(?: per rank)?[\"']? ?[:=]+ ?(?P<number>\d+)\b", "",
+        (("[rank3]: number of batches: 1249", {"rank": 3, "number": 1249, "name": "batches"}), ("[rank 6] Anzahl Trainingsbatches: 1250 (Sampler: eigener)", {"number": 1250}), ("[rank0]: len(train_loader) = 88", {"number": 88})), fields={"name": "batches"}),
     # Thrown by none: the interpreter ends threads that ask for its lock while it is gone, below C++ frames.
     Row(Kind.NOTE, "libstdc++, as a Python process ends beside torch's threads (seen with torch 2.13, gloo)", r"^(?:\[.{0,40}\]:?)?terminate called without an active exception", "terminate called",
         (("terminate called without an active exception", {"name": "ended"}),), ("terminate called after throwing an instance of 'c10::Error'",), fields={"name": "ended"}),
@@ -868,6 +886,8 @@ ROWS: tuple[Row, ...] = (
          ("WARNING - shards - s3://b/shard-17.tar: ReadTimeoutError on endpoint URL, attempt 3/10", {})), ("exceeded error retry count after 35 attempts",)),
     Row(Kind.NOTE, "CPython Modules/faulthandler.c (dump_traceback_later), 3.8 to 3.14", r"(?:^|\]:)Timeout \((?P<delta>\d+:\d\d:\d\d)\S*\)!", "imeout",
         (("Timeout (0:15:00)!", {"name": "dumped", "seconds": 900.0}),), fields={"name": "dumped"}),
+    Row(Kind.NOTE, "CPython Lib/sys.unraisablehook and Lib/atexit.py, 3.8 to 3.14: nobody sees the exception that follows", r"^Exception ignored (?:in|on|while)\b|^Error in atexit\._run_exitfuncs:|^Error in sys\.excepthook:", "",
+        (("Exception ignored in: <function Writer.__del__ at 0x7f11>", {"name": "ignored"}), ("Error in atexit._run_exitfuncs:", {"name": "ignored"})), fields={"name": "ignored"}),
     # --- exceptions of Python, of whatever kind; last, so that what is known of them stands above  ---
     Row(Kind.EXCEPTION, "CPython", r"(?<![\w./])(?!LustreError|LNetError)(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|OutOfMemory)|SystemExit))(?:: (?P<detail>.+)|:?$)", "r",
         (("[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", {"rank": 2, "name": "OutOfMemoryError"}), ("ValueError: bad sample 17", {"name": "ValueError"})),
@@ -877,8 +897,15 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 
+_CODE = re.compile(r"`[^`]{12,}`")
+
+
 def parse_text(text: str, make: Fact) -> Iterator[Fact]:
-    """Yield the facts of one record, in the order of the rows; `make` carries its place, rank and clock."""
+    """Yield the facts of one record, in the order of the rows; `make` carries its place, rank and clock.
+
+    What stands in backticks is quoted: by documentation, by a message that advises.
+    """
+    quoted = [found.span() for found in _CODE.finditer(text)] if "`" in text else []
     group, inner = group_of(text)
     make = make.clone(group=group, group_rank=inner)
     taken: list[tuple[int, int]] = []
@@ -889,7 +916,7 @@ def parse_text(text: str, make: Fact) -> Iterator[Fact]:
         shift = len(text) - len(target)
         for found in row.pattern.finditer(target):
             start, end = found.start() + shift, found.end() + shift
-            if start == end or any(start < b and a < end for a, b in taken):
+            if start == end or any(start < b and a < end for a, b in taken) or any(a < start < b for a, b in quoted):
                 continue
             fact = build(row, found, target, make)
             if fact is not None:

@@ -57,7 +57,20 @@ _OF_GROUP = re.compile(r"\[rank (\d{1,6})/(\d{1,6})\]")  # vLLM: in a group of t
 _PROCESS = re.compile(
     r"(?<!local )(?<!from )(?<!for )(?<!to )(?<!remote )\b[Rr]ank[ =:]+(?P<rank>\d{1,6})\b[^|;]{0,40}?\bpid[ =:]+(?P<pid>\d{1,9})\b"
 )
-_LISTED_RANK = re.compile(r"\bpid[ =:]+(\d{1,9})\b[^|;]{0,40}?(?<![A-Z_])RANK[=:](\d{1,6})\b")
+_LISTED_RANK = re.compile(
+    r"\bpid[ =:]+(\d{1,9})\b[^|;]{0,120}?(?:(?<![A-Z_])RANK[=:]|(?<![\w\-])--(?:global[_-])?rank[ =])(\d{1,6})\b"
+)
+# A command line behind its process, as shells report an end ("a.sh: line 3: 4188 Killed  python ...") and ps lists it.
+# With `--multiprocessing-distributed` of torch's ImageNet example it is the node that has this rank.
+_COMMAND = re.compile(
+    r"^(?!.*multiprocessing[_-]distributed)(?:\S*: line \d+: +|\[\d+\] *[+\-]? +|[a-z_][\w.\-]*\+? +)?(\d{2,9})(?= ).*?"
+    r"(?<![\w\-])--(?:global[_-])?rank[ =](\d{1,6})\b"
+)
+#: The host whose kernel's log a command prints: of the prompt, or of ssh.
+_KERNEL_OF = re.compile(
+    r"(?:^\[?(?:[\w.\-]+@)?([A-Za-z][\w.\-]*\d)\b[^$#>]{0,60}[$#>] ?|\bssh (?:-\S+ )*(?:\w+@)?([A-Za-z][\w.\-]*\d) .*)"
+    r".*\b(?:dmesg|journalctl)\b"
+)
 _SPIED = re.compile(r"py-spy dump\b.*?(?:--pid|-p)[ =](\d{1,9})\b.*?\b(?:RANK|[Rr]ank)[ =:]*(\d{1,6})\b")
 _ON_POD = re.compile(r"\b(?:RANK|rank)[ =:]+(\d{1,6})\b.{0,30}?\bpod[ =:]+([a-z0-9][a-z0-9.\-]*[a-z0-9])")
 _OWN_PID = re.compile(r"(?:\[rank \d{1,6}\] ?)?pid[ =:]+(\d{1,9})\b")
@@ -112,6 +125,7 @@ class RankMap:
     worlds: set[int] = field(default_factory=set)  # WORLD_SIZE beside these
     with_local: set[int] = field(default_factory=set)  # those of these ranks that say their LOCAL_RANK too
     described: dict[int, str] = field(default_factory=dict)  # input -> the pod that its last lines are about
+    kernels: dict[int, str] = field(default_factory=dict)  # input -> the host whose kernel its last lines are of
     first: dict[str, int] = field(default_factory=dict)  # scope -> the rank that is its local rank 0
     by_device: dict[str, int] = field(default_factory=dict)  # host -> the same, if NCCL's devices are local ranks
     places: dict[str, int] = field(default_factory=dict)  # name of an engine's process -> its rank
@@ -120,6 +134,7 @@ class RankMap:
     _engines: dict[int, int] = field(default_factory=dict)  # pid of an engine -> its place among vLLM's replicas
     _buses: dict[tuple[str, str], int] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
+    _actors: dict[str, set[tuple[str, int]]] = field(default_factory=dict)  # name of a class of actors -> (host, pid)
     _local: dict[tuple[str, int], int] = field(default_factory=dict)  # (scope, pid) -> local rank
     _local_of: dict[int, int] = field(default_factory=dict)  # pid -> local rank, NOBODY where two nodes have it
     _nodes: dict[str, int] = field(default_factory=dict)  # scope -> node, of DeepSpeed's launcher
@@ -137,6 +152,8 @@ class RankMap:
         """Note what a line proves."""
         where = prefix.host or prefix.container
         scope = where or f"#{source.index}"
+        if ("dmesg" in text or "journalctl" in text) and (kernel := _KERNEL_OF.search(text)):
+            self.kernels[source.index] = kernel[1] or kernel[2]
         if ("Name: " in text or "kubectl " in text) and (described := _DESCRIBED.search(text)):
             self.described[source.index] = described[1] or described[2]
         rank = prefix.rank if prefix.basis == "prefix" and (prefix.rank or 0) < MAX_RANK else None
@@ -149,6 +166,8 @@ class RankMap:
             self.process(prefix.pid, told, prefix.host)
         if prefix.place and len(self._names) < MOST:
             self._names.add(prefix.place)
+            if prefix.pid is not None and len(self._actors) < MOST:
+                self._actors.setdefault(prefix.place, set()).add((prefix.host, prefix.pid))
         if rank is None and ("ank" in text or "RANK" in text or "PROCID" in text or "process: " in text):
             rank = self._told(text, prefix, scope)
         if rank is not None and where:
@@ -194,6 +213,9 @@ class RankMap:
         if placed := _PLACED.search(text):
             self.process(int(placed[2]), int(placed[3]), placed[1])
             self.hosts.setdefault(placed[1], set()).add(int(placed[3]))
+            return None
+        if "-rank" in text and (command := _COMMAND.match(text)):
+            self.process(int(command[1]), int(command[2]), prefix.host)
             return None
         if _TROUBLE.search(text):
             return None
@@ -254,6 +276,13 @@ class RankMap:
 
     # --- putting it together ---
 
+    def host_of(self, file: str) -> str:
+        """Return the known host or pod that an input is named after, an empty string where there is none."""
+        name = file.rsplit("/", 1)[-1]
+        known = {*self.hosts, *(host for host, _ in self.processes)} - {""}
+        fits = [one for one in known if re.search(rf"(?<![^\W_]){re.escape(one)}(?![^\W_]|-)", name)]
+        return max(fits, key=len, default="")
+
     def pod_of(self, fact: Fact) -> str:
         """Return the pod that a message of Kubernetes without a name is about, as far as the lines around it tell."""
         listed = _LISTED.search(fact.text)
@@ -299,7 +328,13 @@ class RankMap:
         if self.shared and self.parallel.get("tp") == 1 and self.parallel.get("pp", 1) == 1:
             for pid, place in self._engines.items():  # a worker of its own is no process of its own
                 found.process(pid, place)
-        found._communicators(facts)
+        for members in self._actors.values():
+            unknown = [one for one in members if one not in found.processes]
+            known = {found.processes[one] for one in members if one in found.processes} - {NOBODY}
+            absent = set(range(len(members))) - known
+            if len(members) == stated_world and len(unknown) == len(absent) == 1:  # all its ranks, of which one is left
+                found.process(unknown[0][1], absent.pop(), unknown[0][0])
+        found._communicators(facts, stated_world)
         for fact in facts:
             if fact.kind is Kind.LAUNCHER and fact.rank is not None and fact.pid is not None and not fact.place:
                 found.processes.setdefault(("", fact.pid), fact.rank)
@@ -317,20 +352,29 @@ class RankMap:
                 _prove(found.first, name, of_input)
         return found
 
-    def _communicators(self, facts: Iterable[Fact]) -> None:
+    def _communicators(self, facts: Iterable[Fact], stated_world: int | None) -> None:
         """Note the processes, devices and GPUs of NCCL's largest communicator, if there is one of its size."""
-        inits = [fact for fact in facts if fact.kind is Kind.JOINED and fact.name == "init" and fact.pid is not None]
+        joined = [fact for fact in facts if fact.kind is Kind.JOINED and fact.pid is not None]
+        inits = [fact for fact in joined if fact.name == "init"]
         largest = max((fact.completed or 0 for fact in inits), default=0)
+        alone = {fact.completed for fact in inits} == {largest}  # no other communicator whose channels these may be
         inits = [fact for fact in inits if fact.completed == largest and fact.number is not None]
         members: dict[int, set[tuple[str, int]]] = {}
         for fact in inits:
             members.setdefault(fact.number or 0, set()).add((fact.host, fact.pid or 0))
         if any(len(processes) > 1 for processes in members.values()):
             return  # parts of the job, each with a rank 0
-        if {fact.completed for fact in facts if fact.kind is Kind.JOINED and fact.name == "init"} == {largest}:
-            for fact in facts:  # there is no other communicator whose channels these may be
-                if fact.kind is Kind.JOINED and fact.pid is not None and (link := _SENDS.search(fact.text)):
-                    self.process(fact.pid, int(link[1 if link[3] == "send" else 2]), fact.host)
+        ends = [(fact, link) for fact in joined if (link := _SENDS.search(fact.text))]
+        links = {(fact.host, fact.pid or 0, int(link[1 if link[3] == "send" else 2])) for fact, link in ends}
+        numbers = {number for *_, number in links}
+        # Without a line that tells the size: each process has one number, no two the same, and the last is the job's.
+        apart = (
+            len(links) == len(numbers) == len({link[:2] for link in links})
+            and max(numbers, default=-1) + 1 == stated_world
+        )
+        if alone or (not inits and apart):
+            for host, pid, number in links:
+                self.process(pid, number, host)
         for fact in inits:
             rank = fact.number or 0
             self.processes[fact.host, fact.pid or 0] = self.processes["", fact.pid or 0] = rank

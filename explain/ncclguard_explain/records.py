@@ -393,7 +393,7 @@ _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\
 #: A line that begins like this goes on nothing.
 _STARTS = re.compile(
     r"\s*(?:\[rank\d+\]|\[[EWIF](?:\d{3,4})? |[EWIF]\d{4} \d\d:|Traceback \(|terminate called|what\(\): |File \"|"
-    r"Exception raised from|frame #\d|Root Cause|Thread 0x|Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |"
+    r"Exception raised from|frame #\d|Root Cause|Thread 0x|Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |\S+: line \d+: |"
     r"(?:INFO|WARNING|ERROR|DEBUG|WARN|CRITICAL)[: ]|(?:\w+\.)*[A-Z]\w*(?:Error|Exception): |\{\"|<<<<|={4}|-{4})"
 )
 #: A record of Python's logging below the level of a warning that holds a line of torch in quotation marks: a test, say.
@@ -597,7 +597,7 @@ def unfinished(text: str) -> int:
     return count
 
 
-def _headless(text: str) -> bool:
+def headless(text: str) -> bool:
     """Return whether a line may be the rest of another: it has no head of its own."""
     return bool(text.strip()) and _STARTS.match(text) is None
 
@@ -691,7 +691,7 @@ def join(lines: Sequence[str], at: int) -> tuple[int, int, str]:
         return at, at, lines[at].rstrip()
     width = _width(lines)
     first = at
-    while first > 0 and at - first < 8 and _headless(split_prefix(lines[first]).text):
+    while first > 0 and at - first < 8 and headless(split_prefix(lines[first]).text):
         above, full = split_prefix(lines[first - 1]), bool(width) and len(lines[first - 1].rstrip()) >= width - 1
         own = split_prefix(lines[first])
         if above.local_rank != own.local_rank or (own.place and own.place != above.place) or _other(own, above):
@@ -722,7 +722,7 @@ def join(lines: Sequence[str], at: int) -> tuple[int, int, str]:
             prefix.local_rank != start.local_rank
             or (prefix.place and prefix.place != start.place)
             or _other(prefix, start)
-            or not _headless(body)
+            or not headless(body)
             or (best[0] == 0 and not partial and _alike(opening, body))
         ):
             break
@@ -795,13 +795,13 @@ NEEDLES: tuple[bytes, ...] = (
     b"[ready ranks", b"Process name: ", b"died from signal", b"ranks arrived", b"Missing ranks", b"missing ranks", b"Stalled ranks", b"submitted to be", b"Executor failed", b"core initialization", b"core proc", b"Waiting for path", b"] failed.", b"workers failed", b"WorkerProc", b"actor died", b"actor is dead",
     b"lost communication", b"aicore", b"aivector", b"exit=0", b"Command execution", b"Container rank", b"exit_code=0", b"blocked for more than", b"TERM_", b"no response from peer", b"torchft", b"for process ", b"localUserrank", b"nfs: server", b"Lustre: ", b"ossible transient", b"ossible persistent", b"MainThread stack", b"succeeded", b"terminate called", b"first noticed rank", b"doom: ", b"STRAGGLER DETECT", b"etected stragglers", b"to store for rank", b"stalled for longer", b"/health", b"esum", b"oaded checkpoint", b"estored all", b"Worker exit type", b"pressure (OOM)", b"marked dead", b"parallel_size=", b"couldn't get a response",
     # kernel, driver, cluster
-    b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core", b"ink is Up", b"[<0>] ", b"FailedScheduling", b"(Pdb)", b"ipdb>", b"maintenance-event", b"PREEMPTED",
+    b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core", b"ink is Up", b"[<0>] ", b"FailedScheduling", b"(Pdb)", b" Killed  ", b'seq": ', b" seq=", b"egmentation fault", b"ipdb>", b"maintenance-event", b"PREEMPTED",
     b"NETDEV WATCHDOG", b"ink is Down", b"definitely down", b"NodeNotReady", b"Evict", b"Preempt",
 )  # fmt: skip
 # What a job prints while it starts; looked for in the first blocks only.
 STARTING: tuple[bytes, ...] = (
     b"orld_size", b"orld size", b"ORLD_SIZE", b"um_processes", b"nodes", b"NODES", b"num_machines", b"proc_per_node",
-    b"proc-per-node", b"SLURM_PROCID", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"Name: ", b"py-spy dump", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link",
+    b"proc-per-node", b"SLURM_PROCID", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"Name: ", b"py-spy dump", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"atches", b"per epoch", b"per_epoch", b"loader) ", b"dmesg", b"journalctl", b" GPUs", b"-rank ", b".md", b".rst", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link",
 )  # fmt: skip
 STARTING_BYTES = 16 << 20
 

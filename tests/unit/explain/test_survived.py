@@ -310,3 +310,60 @@ def test_a_sample_that_the_loader_left_out(explain_lines: Explain) -> None:
     left_out = [f'WARNING:root:Handling webdataset error ({CAUGHT[-1].split(":")[0]}("x")). Ignoring.', *CAUGHT]
     assert not explain_lines([*left_out, *STEPS[:1], *left_out, *STEPS]).incident
     assert explain_lines([*CAUGHT, *STEPS[:1], *CAUGHT, *STEPS]).incident
+
+
+WATCHDOG_LINE = "    [rank7]:[E ProcessGroupNCCL.cpp:563] [Rank 7] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE)"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["+ cat docs/TROUBLESHOOTING.md", WATCHDOG_LINE, "then a rank did not join.", "+ torchrun train.py", *STEPS],
+        ["$ less README.md", "If you see", WATCHDOG_LINE, "$ torchrun train.py", *STEPS],
+        ["typical: `CUDA error: out of memory` or a `NCCL WARN NET/IB : Got completion with error 12` (`NVRM: Xid (PCI:0000:3b:00): 79, pid=1`)", *STEPS],
+        ["Exception ignored in: <function Pool.__del__ at 0x7f>", "Traceback (most recent call last):", '  File "p.py", line 2, in __del__', "OSError: [Errno 9] Bad file descriptor"],
+        ["Error in atexit._run_exitfuncs:", "Traceback (most recent call last):", '  File "p.py", line 2, in f', "ValueError: I/O operation on closed file"],
+        [*CAUGHT, "All 8 workers exited with code 0"],
+        [*CAUGHT, "srun: job 5512 completed, exit code 0:0"],
+        [*CAUGHT, "done, wrote ./out/model.safetensors (exit 0)"],
+    ],
+)  # fmt: skip
+def test_quoted_text_and_what_nobody_sees_are_no_incident(explain_lines: Explain, lines: list[str]) -> None:
+    assert not explain_lines(lines).incident
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["+ cat docs/run.log", WATCHDOG_LINE.strip(), "+ exit 1"],
+        ["+ cat docs/TROUBLESHOOTING.md", "Good luck.", "+ torchrun train.py", WATCHDOG_LINE.strip()],
+        ["Exception ignored in: <function Pool.__del__ at 0x7f>", "OSError: [Errno 9] Bad file descriptor", *CAUGHT],
+        ["ValueError: `model_type` of `config.json` is not known"],
+        ["[rank1]: ValueError: bad sample", "[rank0]: saved everything (exit 0)"],
+        ["[rank1]: ValueError: bad sample", "srun: job 5512 completed, exit code 1:0"],
+        ["[rank1]: ValueError: bad sample", "all other ranks finished with exit code 0"],
+        ["[rank1]: ValueError: bad sample", "worker 3 is done (exit 0)"],
+        ["[rank1]: ValueError: bad sample", "process 3 completed with exit code 0"],
+    ],
+)
+def test_what_stands_beside_a_quotation_counts(explain_lines: Explain, lines: list[str]) -> None:
+    assert explain_lines(lines).incident
+
+
+POLL = "[rank60]:[W1111 11:01:02.110300331 socket.cpp:489] [c10d] waitForInput: poll for socket SocketImpl(fd=60) returned 0, likely a timeout"
+
+
+@pytest.mark.parametrize("end, calm", [([*STEPS, "[after training is done] datetime: 2025-11-11"], True), ([], False)])
+def test_a_poll_of_the_store_that_was_late_is_survived_with_the_job(
+    explain_lines: Explain, end: list[str], calm: bool
+) -> None:
+    assert explain_lines([*STEPS[:1], POLL, *end]).incident is not calm
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_killed_replica_that_commits_again_is_survived(explain_lines: Explain, last: int) -> None:
+    commit = "[{0}] 2026-02-14 14:00:0{1},000 - torchft.manager - INFO - [ddp_{0}:1c2d/0 - step {1}] should_commit=True enough_replicas=True, errored=None"
+    killed = "./launch.sh: line 9: 7711 Killed                  torchrun --nproc-per-node 1 train_ddp.py"
+    again = [commit.format(number, 5) for number in range(1, 1 + last)]
+    report = explain_lines([commit.format(0, 1), commit.format(1, 2), killed, commit.format(0, 4), *again])
+    assert report.incident is not bool(last)

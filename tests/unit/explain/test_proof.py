@@ -1,0 +1,266 @@
+"""Who is proved is named, and nobody else: whose failure follows, whose number counts elsewhere, who reports for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from explain_logs import timeout
+
+from ncclguard_explain import Report
+
+Explain = Callable[..., Report]
+
+SERVER_GONE = [
+    "requests.exceptions.ConnectionError: ('Connection aborted.', RemoteDisconnected('Remote end closed connection'))",
+    "http.client.RemoteDisconnected: Remote end closed connection without response",
+    "aiohttp.client_exceptions.ServerDisconnectedError: Server disconnected",
+    "httpx.ConnectError: All connection attempts failed",
+    "requests.exceptions.ConnectionError: HTTPConnectionPool(host='10.0.0.5', port=8000): [Errno 111] Connection refused",
+]
+
+
+def raised(rank: int, *text: str, prefix: str = "[rank{}]: ") -> list[str]:
+    lines = ["Traceback (most recent call last):", '  File "/job/train.py", line 12, in <module>', "    train()", *text]
+    return [prefix.format(rank) + line for line in lines]
+
+
+@pytest.mark.parametrize("error", SERVER_GONE)
+def test_who_reports_that_a_server_is_gone_is_not_the_one_that_failed(explain_lines: Explain, error: str) -> None:
+    report = explain_lines(raised(0, error))
+    assert report.incident and report.culprits == () and report.places == ()
+
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize(
+    "error", [f"torch.AcceleratorError: {ILLEGAL}", f"RuntimeError: {ILLEGAL.replace('CUDA', 'HIP')}"]
+)
+@pytest.mark.parametrize("ranks, named", [((0, 1, 3, 4, 5, 7), ()), ((2,), (2,))])
+def test_of_most_ranks_that_report_one_fault_of_their_devices_nobody_is_named(
+    explain_lines: Explain, error: str, ranks: tuple[int, ...], named: tuple[int, ...]
+) -> None:
+    lines = [line for rank in ranks for line in raised(rank, error)]
+    assert explain_lines(lines, world_size=8).culprits == named
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+def test_a_rank_of_a_replica_group_is_none_of_the_job(explain_lines: Explain, replicated: bool) -> None:
+    steps = ["[rank0]: torchft.manager - INFO - [llama_1:f318/0 - step 9] should_commit=True"] if replicated else []
+    report = explain_lines({"replica_0.log": steps, "replica_1.log": raised(3, "ValueError: bad sample 17")})
+    assert report.culprits == (() if replicated else (3,))
+    assert ("rank 3 of the replica group in replica_1.log" in report.places) is replicated
+
+
+@pytest.mark.parametrize(
+    "said, named",
+    [
+        ("(pasted from both nodes, 2 x 8 GPUs)", ()),
+        ("$ kubectl logs -n ml -l job=sft --prefix=false", ()),
+        ("launching on 4 nodes", ()),
+        ("1 x 8 GPUs", (3,)),
+        ("0/16 nodes available", (3,)),
+    ],
+)
+def test_a_local_rank_of_one_of_several_nodes_names_nobody(
+    explain_lines: Explain, said: str, named: tuple[int, ...]
+) -> None:
+    assert explain_lines([said, *raised(3, "ValueError: bad sample", prefix="[default{}]:")]).culprits == named
+
+
+# --- which rank a process, a GPU or a port is ---
+
+KILLED = "[Tue Feb 20 08:44:10 2024] Out of memory: Killed process 4188 (python) total-vm:281337740kB"
+
+
+@pytest.mark.parametrize(
+    "told, named",
+    [
+        ("run.sh: line 12:  4188 Killed                  python train.py --rank 2", (2,)),
+        ("[1]  + 4188 killed     python train.py --rank=2", (2,)),
+        ("ml  4188  99.1  3.2 python train.py --global-rank 2 --world 4", (2,)),
+        ("started pid=4188: python train.py --rank 2", (2,)),
+        ("run.sh: line 12:  4188 Killed                  python train.py --node_rank 2", ()),
+        ("run.sh: line 12:  4188 Killed                  python main.py --multiprocessing-distributed --rank 2", ()),
+    ],
+)
+def test_a_command_line_tells_which_rank_the_kernel_killed(
+    explain_lines: Explain, told: str, named: tuple[int, ...]
+) -> None:
+    assert explain_lines({"a.log": [told], "dmesg.txt": [KILLED]}, world_size=4).culprits == named
+
+
+XID = "[Tue Feb  3 18:45:53 2026] NVRM: Xid (PCI:0000:5d:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+INIT = "{}:{}:{} [3] NCCL INFO ncclCommInitRank comm 0x2e rank {} nranks 16 cudaDev 3 nvmlDev 3 busId 5d000 commId 0x7c - Init COMPLETE"
+
+
+@pytest.mark.parametrize(
+    "file, before, named",
+    [
+        ("dmesg.txt", "root@gpu-b8:~# dmesg -T | tail -24", (11,)),
+        ("dmesg.txt", "[ops@gpu-b8 ~]$ sudo dmesg -T", (11,)),
+        ("dmesg.txt", "$ ssh -q gpu-b8 sudo dmesg -T", (11,)),
+        ("dmesg-gpu-b8.txt", "", (11,)),
+        ("gpu-b8_dmesg.txt", "", (11,)),
+        ("dmesg.txt", "", ()),  # two hosts have a GPU in this place
+    ],
+)
+def test_the_host_of_a_kernels_log_tells_which_rank_has_lost_its_gpu(
+    explain_lines: Explain, file: str, before: str, named: tuple[int, ...]
+) -> None:
+    inits = [INIT.format("gpu-b7", 71, 71, 3), INIT.format("gpu-b8", 81, 81, 11)]
+    report = explain_lines({"train.log": inits, file: [before, XID]})
+    assert report.culprits == named and report.decision in ("restart-without", "fix-environment")
+
+
+def of_actor(pid: int, rank: int, *lines: str) -> list[str]:
+    return [f"(PolicyActor pid={pid}) {line}" for line in lines or timeout(rank)]
+
+
+@pytest.mark.parametrize("silent, size, named", [(2, 4, (2,)), (3, 4, (3,)), (2, 8, ())])
+def test_the_actor_whose_rank_no_other_has_is_that_rank(
+    explain_lines: Explain, silent: int, size: int, named: tuple[int, ...]
+) -> None:
+    waits = [line for rank in range(4) if rank != silent for line in of_actor(100 + rank, rank)]
+    met = (
+        f"[Gloo] Rank 0 is connected to {size - 1} peer ranks. Expected number of connected peer ranks is : {size - 1}"
+    )
+    failed = of_actor(
+        999, 0, *raised(0, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", prefix="{}"[:0])
+    )
+    assert explain_lines([*of_actor(100, 0, met), *failed, *waits]).culprits == named
+
+
+CHANNEL = "hgx-{}:{}:{} [{}] NCCL INFO Channel 00/0 : {}[{}] -> {}[{}] [{}] via NET/IB/{}/GDRDMA"
+
+
+@pytest.mark.parametrize("size, named", [(4, (3,)), (8, ())])
+def test_the_channels_of_the_only_communicator_tell_whose_port_is_down(
+    explain_lines: Explain, size: int, named: tuple[int, ...]
+) -> None:
+    sends = [CHANNEL.format(2, 70 + gpu, 170 + gpu, gpu, 2 + gpu, gpu, gpu, gpu, "send", gpu) for gpu in (0, 1)]
+    receives = [CHANNEL.format(1, 80 + gpu, 180 + gpu, gpu, 2 + gpu, gpu, gpu, gpu, "receive", gpu) for gpu in (0, 1)]
+    lines = [
+        f"world size: {size}", *sends, *receives,
+        "hgx-2:71:171 [1] transport/net_ib.cc:1802 NCCL WARN NET/IB : mlx5_1:1 Got async event : port error",
+        "hgx-1:81:181 [1] transport/net_ib.cc:2086 NCCL WARN NET/IB: Got completion from peer 10.0.0.2<5> with status=12 opcode=1 len=0",
+    ]  # fmt: skip
+    assert explain_lines(lines).culprits == named
+
+
+# --- whose exception it is ---
+
+
+def test_only_the_first_line_of_a_traceback_names_its_rank(explain_lines: Explain) -> None:
+    """TensorRT-LLM heads a record, not each of its lines; the ranks that tell of a hang waited for this one."""
+    lines = [
+        "[04/14/2026-03:31:13] [TRT-LLM] [RANK 6] [E] Traceback (most recent call last):",
+        *raised(6, "AttributeError: 'NoneType' object has no attribute 'py_draft_tokens'", prefix="{}"[:0])[1:],
+        *(
+            f"[04/14/2026-03:36:13] [TRT-LLM] [RANK {rank}] [E] Hang detected on rank {rank} in PyExecutor."
+            for rank in range(6)
+        ),
+        "MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD",
+    ]
+    assert explain_lines(lines, world_size=8).culprits == (6,)
+
+
+@pytest.mark.parametrize("error", ["__main__.NetzFehler: falsche Dimension", "ValueError: bad mesh"])
+def test_an_exception_without_a_rank_is_of_the_only_one_that_aborts_the_job(explain_lines: Explain, error: str) -> None:
+    abort = "MPI_ABORT was invoked on rank {} in communicator MPI_COMM_WORLD"
+    own = raised(4, error, prefix="{}"[:0])
+    assert explain_lines([*own, abort.format(4)], world_size=8).culprits == (4,)
+    assert explain_lines([*own, abort.format(4), abort.format(5)], world_size=8).culprits == ()
+    assert explain_lines([*own, "Hang detected after 300 seconds.", abort.format(0)], world_size=8).culprits == ()
+
+
+def test_an_error_of_which_a_further_line_blames_a_peer_follows_from_that(explain_lines: Explain) -> None:
+    """Intel Gaudi's bridge raises one error for everything, and says the rest in the lines below it."""
+    own = raised(4, "RuntimeError: [Rank:4] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::4831838208")
+    others = [
+        f"[rank{rank}]: {line}"
+        for rank in (0, 1, 2, 3, 5, 6, 7)
+        for line in (
+            f"RuntimeError: [Rank:{rank}] FATAL ERROR :: MODULE:PT_BRIDGE Exception in Lowering thread...",
+            f"[Rank:{rank}] FATAL ERROR :: MODULE:PT_HCCL hcclAllReduce: remote peer closed scaleout connection",
+        )
+    ]
+    assert explain_lines([*own, *others]).culprits == (4,)
+
+
+def test_a_rank_that_aborts_on_a_node_where_nobody_waited_is_named_by_its_fault(explain_lines: Explain) -> None:
+    first = ["Root Cause (first observed failure):", "[0]:", "  time      : 2026-03-01_09:09:37", "  host      : n2",
+             "  rank      : 13 (local_rank: 5)", "  exitcode  : -6 (pid: 5206)", "  traceback : Signal 6 (SIGABRT)"]  # fmt: skip
+    fault = "Memory access fault by GPU node-7 (Agent handle: 0x55d) on address 0x7ee4b2a00000. Reason: Unknown."
+    logs = {"node2.out": [fault, *first], "node1.out": [line for rank in range(8) for line in timeout(rank)]}
+    assert explain_lines(logs, world_size=16).culprits == (13,)
+    logs["node2.out"] += timeout(13)
+    assert explain_lines(logs, world_size=16).culprits == ()
+
+
+SECTION = "[WARNING] [RankMonitorServer:{}@n1] Section '{}' has been open for 300.0 seconds. Timeout is 300.00 seconds."
+OUTSIDE = "[WARNING] [RankMonitorServer:{}@n1] Was out of section for 302.40 seconds. Timeout is 300.00 seconds."
+
+
+@pytest.mark.parametrize("last", [OUTSIDE.format(5), SECTION.format(5, "checkpointing")])
+def test_the_one_rank_that_is_in_another_section_than_all_the_others_is_named(
+    explain_lines: Explain, last: str
+) -> None:
+    others = [SECTION.format(rank, "step") for rank in range(5)]
+    assert explain_lines([*others, last]).culprits == (5,)
+    assert explain_lines([*others[:3], last], world_size=6).culprits == ()
+    assert explain_lines([*others, SECTION.format(5, "step")]).culprits == ()
+
+
+# --- what a driver or the program itself tells of all ranks ---
+
+JSON_ROW = '{{"ev": "heartbeat", "rank": {0}, "step": {1}, "stage": "x", "coll_seq": {2}}}'
+
+
+@pytest.mark.parametrize("row", [JSON_ROW, "ts=07:08:20 rank={0} step={1} stage=x seq={2}"])
+@pytest.mark.parametrize("numbers, named", [([100, 100, 99, 100], (2,)), ([100, 99, 99, 99], ()), ([100] * 4, ())])
+def test_the_rank_that_is_behind_in_the_last_snapshot_of_all_is_named(
+    explain_lines: Explain, row: str, numbers: list[int], named: tuple[int, ...]
+) -> None:
+    """A rank that only an earlier snapshot lists has not been looked at since."""
+    before = [row.format(rank, 11, 90) for rank in range(8)]
+    last = [row.format(rank, 12, number) for rank, number in enumerate(numbers)]
+    assert explain_lines([*before, *last, *timeout(0), *timeout(1)], world_size=8).culprits == named
+
+
+def counted(*numbers: int, of: int = 288, prefix: str = "[rank0]: ") -> list[str]:
+    return [f"{prefix}consolidated {number}/{of} shards" for number in numbers]
+
+
+@pytest.mark.parametrize(
+    "numbers, decision", [((17, 34, 51), "raise-limit"), ((17, 17, 17), "unknown"), ((34, 17, 51), "unknown")]
+)
+def test_a_rank_that_comes_nearer_to_its_end_needs_a_longer_limit(
+    explain_lines: Explain, numbers: tuple[int, ...], decision: str
+) -> None:
+    waits = [line for rank in range(1, 8) for line in timeout(rank)]
+    report = explain_lines({"rank0.log": counted(*numbers), "others.log": waits}, world_size=8)
+    assert (report.culprits, report.decision) == ((0,), decision)
+
+
+@pytest.mark.parametrize("numbers, decision", [((17, 34, 51), "raise-limit"), ((17, 34, 288), "unknown")])
+def test_a_server_that_was_still_at_work_needs_a_longer_limit(
+    explain_lines: Explain, numbers: tuple[int, ...], decision: str
+) -> None:
+    client = ["Traceback (most recent call last):", '  File "c.py", line 2, in post', "httpx.ReadTimeout"]
+    logs = {"server.log": counted(*numbers, prefix="update_weights: "), "client.log": client}
+    report = explain_lines(logs)
+    assert (report.culprits, report.decision) == ((), decision)
+
+
+@pytest.mark.parametrize("own, cause", [(1249, "unequal_batches"), (1250, "unknown")])
+@pytest.mark.parametrize("said", ["Anzahl Trainingsbatches: {}", "steps_per_epoch={}", "len(train_loader) = {}"])
+def test_the_awaited_rank_that_has_another_number_of_batches(
+    explain_lines: Explain, said: str, own: int, cause: str
+) -> None:
+    lines = [f"[rank {rank}] " + said.format(own if rank == 6 else 1250) for rank in range(8)]
+    waits = [line for rank in range(8) if rank != 6 for line in timeout(rank)]
+    report = explain_lines([*lines, *waits])
+    assert (report.culprits, report.cause_class) == ((6,), cause)
+    assert report.decision == ("fix-code" if own == 1249 else "unknown")
