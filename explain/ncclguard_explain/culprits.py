@@ -723,8 +723,11 @@ def by_stacks(evidence: Evidence, world: World) -> Verdict | None:
     there = {fact.source for fact in last.values()}
     # Somebody gave the job up; its own log tells of nothing else.
     ended = evidence.of(Kind.ENDED_BY_LAUNCHER) + evidence.of(Kind.NOTE, name="interrupted")
+    keyboard = evidence.of(Kind.EXCEPTION, name="KeyboardInterrupt")
+    ended += keyboard
     given_up = ended and not moved and all(
-        fact.kind in still or (fact.source not in there and fact.kind in (Kind.PROGRESS, Kind.ALIVE, ended[0].kind))
+        fact.kind in still or fact in keyboard
+        or (fact.source not in there and fact.kind in (Kind.PROGRESS, Kind.ALIVE, Kind.ENDED_BY_LAUNCHER))
         for fact in evidence.facts
     )  # fmt: skip
     limits = evidence.of(*EXPIRED, Kind.ENGINE_WAIT) or dumped or given_up

@@ -30,7 +30,7 @@ _OF_A_HEALTHY_JOB = frozenset(
 _SURVIVED_WITH = _OF_A_HEALTHY_JOB | {Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT}
 #: NVIDIA's Xid numbers of faults that were corrected: a row of memory to be remapped, single-bit errors.
 _CORRECTED = frozenset([63, 92, 94])
-_JOB_OF_TABLE = re.compile(r"(\d+)\s.*COMPLETED")
+_JOB_OF_TABLE = re.compile(r"(\d+)[\s|].*COMPLETED")
 _OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC, Kind.KERNEL_OOM])
 _DAY, _YEAR = 86_400.0, 365 * 86_400.0  # in seconds; lines of the kernel do not tell the year
 #: A shell (`set -x`, a session) prints a document, up to its next command.

@@ -741,7 +741,13 @@ def stack(rank: int, *frames: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "end, named", [("^CReceived SIGINT, exiting", (3,)), ("caught SIGINT", (3,)), ("step 7 loss 2", ())]
+    "end, named",
+    [
+        ("^CReceived SIGINT, exiting", (3,)),
+        ("caught SIGINT", (3,)),
+        ('Traceback (most recent call last):\n  File "t.py", line 6, in f\n    g()\nKeyboardInterrupt', (3,)),
+        ("step 7 loss 2", ()),
+    ],
 )
 def test_stacks_of_a_job_that_somebody_gave_up(explain_lines: Explain, end: str, named: tuple[int, ...]) -> None:
     reads = ("readinto (socket.py:705)", "urlopen (urllib3/connectionpool.py:787)", "load_shard (data/stream.py:143)")

@@ -378,6 +378,7 @@ TABLE = ["$ sacct -j 90211 -o JobID,State,ExitCode -D", "JobID             State
     [
         (["90211         COMPLETED      0:0", "90211.0       COMPLETED      0:0"], True),
         (["90211   ft    COMPLETED      0:0"], True),
+        (["90211|COMPLETED|0:0"], True),  # with -P
         (["90211         FAILED         1:0"], False),
         (["90212         COMPLETED      0:0"], False),  # another job
         ([], False),
