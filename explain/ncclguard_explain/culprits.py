@@ -52,6 +52,7 @@ _FOLLOWING_TYPES = frozenset(
      "ConnectError", "RemoteProtocolError", "ClientConnectorError", "ServerDisconnectedError", "RemoteDisconnected"]
 )  # fmt: skip
 _BARRIER_KEY = re.compile(r"store_based_barrier_key:\d+")
+_PEER_GONE = re.compile(r"remote process exited|ncclRemoteError|[Cc]onnection refused|Connection reset by peer")
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _DEADLY = {-9: "SIGKILL", -11: "SIGSEGV", -7: "SIGBUS", -4: "SIGILL", -8: "SIGFPE"}
 _STICKY = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch", "out of memory",
@@ -67,6 +68,7 @@ _IN_COLLECTIVE = re.compile(
     r"distributed_c10d\.py|device_communicators/|custom_all_reduce|pynccl|all_?reduce|all_?gather|broadcast_pyobj"
 )
 # NVIDIA's Xid catalogue: those that point at the GPU, its memory or its link.
+_ECC = re.compile(r"ECC error|(?i:multi[- ]bit ecc|ecc uncorrect)")
 HARDWARE_XIDS = frozenset({48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143})
 
 
@@ -115,11 +117,15 @@ def own_exceptions(evidence: Evidence) -> list[Fact]:
         and fact.rank not in waited
         and fact.line <= expired.get(fact.source, fact.line)  # after the limit it cannot be why the peers waited
         and (fact.name != "RuntimeError" or fact.detail)  # without a text it proves nothing
-        and not (
-            fact.name == "RuntimeError" and (fact.source, fact.line) in evidence.open_lines
-        )  # the rest may explain it
+        and not (fact.name == "RuntimeError" and _is_cut(evidence, fact))  # the rest may explain it
         and not went_on(evidence, fact)
     ]
+
+
+def _is_cut(evidence: Evidence, fact: Fact) -> bool:
+    """Return whether an exception's last line is its log's last one and has no end."""
+    end = fact.line + 3 * len(fact.frames) + 1  # each frame with its source and the marks below that
+    return any(source == fact.source and fact.line <= line <= end for source, line in evidence.open_lines)
 
 
 def sticky_cuda(evidence: Evidence) -> list[Fact]:
@@ -144,10 +150,16 @@ def hardware_errors(evidence: Evidence) -> list[Fact]:
     return found + [
         fact
         for fact in evidence.of(Kind.CUDA, Kind.EXCEPTION, Kind.NCCL_WARN, Kind.WATCHDOG_EXCEPTION)
-        if "ECC error" in fact.text + fact.detail
+        if _ECC.search(f"{fact.text} {fact.detail}")
         or "fallen off the bus" in fact.text
         or fact.name in ("hardware", "gpu", "gpu_hang")
     ]
+
+
+def lost_a_peer(evidence: Evidence) -> set[int]:
+    """Return the ranks whose watchdogs ended them because a peer's process or connection was gone."""
+    facts = evidence.of(Kind.WATCHDOG_EXCEPTION, Kind.ASYNC_ERROR)
+    return {fact.rank for fact in facts if fact.rank is not None and _PEER_GONE.search(fact.detail + fact.text)}
 
 
 def deadly_exits(evidence: Evidence) -> list[Fact]:
@@ -252,7 +264,8 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
     ends = evidence.of(Kind.LAUNCHER, name="first") + evidence.of(Kind.LAUNCHER, name="aborted")
     ends += evidence.of(Kind.ENGINE_END, name="abort")
     expired = {key for fact in evidence.of(*EXPIRED) for key in (("source", fact.source), ("rank", fact.rank))}
-    ends = [  # their own watchdogs abort the ranks that waited
+    expired |= {("rank", rank) for rank in lost_a_peer(evidence)}
+    ends = [  # their own watchdogs abort the ranks that waited, or whose peer is gone
         fact
         for fact in ends
         if fact.number in (-6, None) and fact.rank is not None
@@ -337,7 +350,8 @@ def _failure_text(fact: Fact) -> str:
 def by_first_exit(evidence: Evidence, world: World) -> Verdict | None:
     """A launcher says who ended first and not why: worth a look, no proof."""
     aborted = [f for f in evidence.of(Kind.EXIT, Kind.LAUNCHER) if f.number == -6 and f.name in ("local", "first")]
-    facts = first_to_exit(evidence) or aborted
+    after = lost_a_peer(evidence)
+    facts = [fact for fact in first_to_exit(evidence) or aborted if fact.rank is None or fact.rank not in after]
     if not facts or evidence.of(*EXPIRED):
         return None
     first = facts[0]
@@ -707,9 +721,13 @@ def by_stacks(evidence: Evidence, world: World) -> Verdict | None:
     done = {fact.order for fact in evidence.of(Kind.PROGRESS) if fact.number == 100}
     dumped = not moved and all(fact.kind in still or fact.order in done for fact in evidence.facts)
     there = {fact.source for fact in last.values()}
-    ended = evidence.of(Kind.ENDED_BY_LAUNCHER)  # somebody gave the job up; its own log tells of nothing else
+    # Somebody gave the job up; its own log tells of nothing else.
+    ended = evidence.of(Kind.ENDED_BY_LAUNCHER) + evidence.of(Kind.NOTE, name="interrupted")
+    keyboard = evidence.of(Kind.EXCEPTION, name="KeyboardInterrupt")
+    ended += keyboard
     given_up = ended and not moved and all(
-        fact.kind in still or (fact.source not in there and fact.kind in (Kind.PROGRESS, Kind.ALIVE, ended[0].kind))
+        fact.kind in still or fact in keyboard
+        or (fact.source not in there and fact.kind in (Kind.PROGRESS, Kind.ALIVE, Kind.ENDED_BY_LAUNCHER))
         for fact in evidence.facts
     )  # fmt: skip
     limits = evidence.of(*EXPIRED, Kind.ENGINE_WAIT) or dumped or given_up
@@ -740,8 +758,9 @@ def by_section(evidence: Evidence, world: World) -> Verdict | None:
     sections: dict[str, set[int]] = defaultdict(set)
     for fact in facts:
         sections[fact.detail].add(fact.rank or 0)
-    if not sections or own_exceptions(evidence):
-        return None
+    hosts = {(fact.rank, fact.host) for fact in facts}
+    if not sections or own_exceptions(evidence) or len(hosts) > len({rank for rank, _ in hosts}):
+        return None  # of several hosts with the same numbers, which are local ranks
     *others, (name, odd) = sorted(sections.items(), key=lambda item: -len(item[1]))
     size = max(world.size or 0, 1 + max(max(ranks) for ranks in sections.values()))
     if len(odd) != 1 or size < 3 or len(others) > 1 or (others and len(others[0][1] - odd) < size - 1):

@@ -12,13 +12,14 @@ Never `restart` for what restarts into the same failure, and never `fix-code` fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ncclguard_explain import engines
+from ncclguard_explain import engines, places
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.causes import OUT_OF_MEMORY, Finding
-from ncclguard_explain.culprits import own_exceptions
+from ncclguard_explain.culprits import follows_from_peers, own_exceptions
 from ncclguard_explain.evidence import Evidence
 from ncclguard_explain.facts import EXPIRED, Fact, Kind, Verdict
 from ncclguard_explain.language import joined, received, tr
@@ -40,7 +41,10 @@ class Decision:
 _MEMORY = ("OutOfMemory", "out of memory", "MemoryError", "Cannot allocate memory", "DefaultCPUAllocator")
 _ENVIRONMENT = ("ModuleNotFoundError", "ImportError", "PermissionError", "FileNotFoundError", "ConnectionError", "HTTPError",
                 "No space left", "Read-only file system", "Stale file handle", "OSError", "CalledProcessError",
-                "killed by signal: Killed", "killed by signal: Bus error")  # fmt: skip
+                "killed by signal: Killed", "killed by signal: Bus error",
+                "PytorchStreamWriter failed", "unexpected pos", "Disk quota exceeded", "Input/output error")  # fmt: skip
+#: torch/c10/cuda/CUDACachingAllocator.cpp names the other processes on the GPU, and leaves the own one out.
+_OTHER_PROCESS = re.compile(r"\bProcess \d+ has [\d.]+ GiB memory in use\b.*\bthis process has\b")
 _BROKEN_NODE = ("NodeNotReady", "NodeLost", "NODE FAILURE", "NodeShutdown", "DeviceUnhealthy", "TaintManagerEviction")
 _DIFFER = ("mismatch_shape_or_op", "rank_divergence", "unequal_batches", "unused_params")
 _SET_UP = ("shared_memory", "p2p_acs_iommu", "network_interface", "store_rendezvous")
@@ -99,6 +103,8 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         return Decision("unknown", tr("a rank may have been at work; its stack would tell"))
     if len([fact for fact in evidence.of(Kind.RETRIED) if fact.rank in verdict.culprits]) > 1:
         return Decision("fix-environment", tr("the awaited rank tried the same thing again and again, without success"))
+    if verdict.rule == "stacks" and cause is Cause.LATE and evidence.of(*EXPIRED, Kind.ENGINE_WAIT):
+        return Decision("fix-code", tr("the awaited rank was at work of its own; its stack says which"))
     if evidence.of(Kind.ENDED_BY_LAUNCHER, name="SIGHUP") and not verdict.culprits:
         return Decision(
             "restart", tr("the terminal that had started the job was closed; nothing is wrong with the job")
@@ -124,7 +130,13 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
     if evidence.of(Kind.NOTE, name="corruption"):
         return _without(verdict, [], tr("a result was not reproducible: this GPU or its memory corrupts data"))
     raised = own_exceptions(evidence) + evidence.of(Kind.ENGINE_END, name="echo") + engines.accused_of_raising(evidence)
-    text = " ".join(f"{fact.name} {fact.detail}" for fact in raised)
+    parents = [f for f in evidence.of(Kind.EXCEPTION) if f.place and places.is_parent(f.place)]  # a server's engine
+    parents = [fact for fact in parents if not raised and not follows_from_peers(fact.name, fact.detail)]
+    text = " ".join(f"{fact.name} {fact.detail}" for fact in raised + parents)
+    if any(word in text for word in _MEMORY) and _OTHER_PROCESS.search(text):
+        return Decision(
+            "fix-environment", tr("another process holds memory of the GPU; the job does not fit beside it")
+        )
     if any(word in text for word in _MEMORY):
         return Decision("fix-code", tr("a rank needs more memory than its GPU has; a restart comes to the same place"))
     if any(word in text for word in _ENVIRONMENT):
@@ -136,6 +148,10 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
     if any(fact.kind is Kind.DATALOADER for fact in facts):
         return Decision("fix-environment", tr("a data-loader worker was killed: memory, or shared memory, of the host"))
     numbers = {fact.number for fact in facts + verdict.facts if fact.kind in (Kind.LAUNCHER, Kind.EXIT)}
+    crashed = [fact for fact in evidence.of(Kind.NOTE, name="segfault") if fact.rank in verdict.culprits]
+    if crashed:
+        reason = tr("the kernel says that it crashed in {library}: another version of that", library=crashed[0].detail)
+        return Decision("fix-environment", reason)
     if numbers & {-11, -4, -8, -7}:
         return Decision("unknown", tr("a process crashed in native code, and nothing says where"))
     if cause is Cause.LOST and (-9 in numbers or verdict.rule == "ras"):

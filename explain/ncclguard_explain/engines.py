@@ -113,6 +113,7 @@ def by_tool(evidence: Evidence, world: World) -> Verdict | None:
     """Return who a tool names outright; the first statement of a kind that names somebody counts."""
     weaker = None
     for rule in (
+        _lost_instance,
         _listed,
         _absent_from_mesh,
         _awaited_experts,
@@ -182,6 +183,14 @@ def _listed(evidence: Evidence, world: World) -> Verdict | None:
         several = name == "restarted" and len(named) > 1  # two jobs share the coordinator's port
         return _verdict(name, named, facts, "medium" if several or (name == "unhealthy" and not died) else "high")
     return None
+
+
+def _lost_instance(evidence: Evidence, world: World) -> Verdict | None:
+    """Another instance of a server, of which only the others' logs tell: what ended it is not among the inputs."""
+    facts = evidence.of(Kind.ACCUSED, name="instance")
+    hosts = dict.fromkeys(fact.host for fact in facts)
+    reason = tr("others have lost the instance at {hosts}, whose own log is needed", hosts=", ".join(hosts))
+    return Verdict(rule="tool: instance", cause=Cause.LOST, reason=reason, facts=facts) if facts else None
 
 
 def _absent_from_mesh(evidence: Evidence, world: World) -> Verdict | None:

@@ -30,13 +30,14 @@ _OF_A_HEALTHY_JOB = frozenset(
 _SURVIVED_WITH = _OF_A_HEALTHY_JOB | {Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT}
 #: NVIDIA's Xid numbers of faults that were corrected: a row of memory to be remapped, single-bit errors.
 _CORRECTED = frozenset([63, 92, 94])
+_JOB_OF_TABLE = re.compile(r"(\d+)[\s|].*COMPLETED")
 _OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC, Kind.KERNEL_OOM])
 _DAY, _YEAR = 86_400.0, 365 * 86_400.0  # in seconds; lines of the kernel do not tell the year
 #: A shell (`set -x`, a session) prints a document, up to its next command.
 _PRINTS_DOCUMENT = re.compile(r"[+$] *(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b")
 _NEXT_COMMAND = re.compile(r"[+$]+ \S")
 #: Stalls and planned ends that a job may go on after, by the names of their rows, if that is all that its log has.
-_PASSING = {Kind.ACCUSED: ("horovod", "horovod_ready"), Kind.ENGINE_WAIT: ("health",),
+_PASSING = {Kind.ACCUSED: ("horovod", "horovod_ready", "instance"), Kind.ENGINE_WAIT: ("health",),
             Kind.SCHEDULER: ("PREEMPTION", "JOB REQUEUE", "Evicted", "Preempted")}  # fmt: skip
 
 
@@ -564,12 +565,15 @@ def _mark_ended_well(evidence: Evidence) -> None:
     It is the launcher, the shell or the scheduler that says so, for all ranks; a rank that has finished proves nothing
     about the others.
     """
+    accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB]
     ends = {
         fact.source: fact.line
         for fact in evidence.of(Kind.PHASE, Kind.PROGRESS, name="succeeded")
-        if fact.after_symptom
-    }
-    accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB]
+        if fact.after_symptom and (
+            (job := _JOB_OF_TABLE.match(fact.detail)) is None  # a table may have other jobs too
+            or any(re.search(rf"\b{job[1]}\b", one.text) for one in accusing if one.kind is Kind.SCHEDULER)
+        )
+    }  # fmt: skip
     if ends and all(fact.line < ends.get(fact.source, 0) for fact in accusing):
         for fact in accusing:
             fact.kind = Kind.RETRIED

@@ -796,6 +796,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"lost communication", b"aicore", b"aivector", b"exit=0", b"Command execution", b"Container rank", b"exit_code=0", b"blocked for more than", b"TERM_", b"no response from peer", b"torchft", b"for process ", b"localUserrank", b"nfs: server", b"Lustre: ", b"ossible transient", b"ossible persistent", b"MainThread stack", b"succeeded", b"terminate called", b"first noticed rank", b"doom: ", b"STRAGGLER DETECT", b"etected stragglers", b"to store for rank", b"stalled for longer", b"/health", b"esum", b"oaded checkpoint", b"estored all", b"Worker exit type", b"pressure (OOM)", b"marked dead", b"parallel_size=", b"couldn't get a response",
     # kernel, driver, cluster
     b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core", b"ink is Up", b"[<0>] ", b"FailedScheduling", b"(Pdb)", b" Killed  ", b'seq": ', b" seq=", b"egmentation fault", b"ipdb>", b"maintenance-event", b"PREEMPTED",
+    b"Losing connection", b"ircuit breaker", b"node-failure", b"lost contact", b"segfault at", b"SIGINT", b"^C",
     b"NETDEV WATCHDOG", b"ink is Down", b"definitely down", b"NodeNotReady", b"Evict", b"Preempt",
 )  # fmt: skip
 # What a job prints while it starts; looked for in the first blocks only.

@@ -674,3 +674,130 @@ def test_a_rank_whose_traceback_is_in_another_collective_than_the_others_is_name
     assert report.cause_class == "rank_divergence"
     assert explain_lines([*waited_in(1, "broadcast"), *waited_in(0, "all_reduce")]).culprits == (0, 1)
     assert explain_lines([line for rank in range(3) for line in waited_in(rank, "all_reduce")]).culprits == ()
+
+
+def ended_first(rank: int, local: int, host: str) -> list[str]:
+    """What torchrun prints at its end about the process that it saw abort first."""
+    return ["Root Cause (first observed failure):", "[0]:", "  time      : 2025-11-20_06:11:26", f"  host      : {host}",
+            f"  rank      : {rank} (local_rank: {local})", f"  exitcode  : -6 (pid: {8800 + rank})",
+            "  error_file: <N/A>", f"  traceback : Signal 6 (SIGABRT) received by PID {8800 + rank}"]  # fmt: skip
+
+
+GONE = (
+    "[rank{0}]:[E1120 06:11:19.326228595 ProcessGroupNCCL.cpp:2068] [PG ID 0 PG GUID 0(default_pg) Rank {0}] Process group "
+    "watchdog thread terminated with exception: NCCL error: remote process exited or there was a network error, NCCL version 2.26.6"
+)
+
+
+@pytest.mark.parametrize("fault", ["Memory access fault by GPU node-5 on address 0x7f18c4e00000. Reason: Unknown.",
+                                   "HIP error: an illegal memory access was encountered"])  # fmt: skip
+def test_who_aborts_because_a_peer_is_gone_is_not_named_beside_the_fault(explain_lines: Explain, fault: str) -> None:
+    """Each node's torchrun calls one of its own ranks the first to fail."""
+    victims = [GONE.format(0), GONE.format(4), *ended_first(0, 0, "n6")]
+    assert explain_lines({"n6.log": victims}, world_size=16).culprits == ()
+    report = explain_lines({"n6.log": victims, "n7.log": [fault, *ended_first(11, 3, "n7")]}, world_size=16)
+    assert report.culprits == (11,)
+
+
+def test_an_exception_at_which_the_log_is_cut_is_no_fault_of_its_rank(explain_lines: Explain, tmp_path: Path) -> None:
+    """The others' text is the same, and goes on to say that they waited."""
+    head = [
+        "Traceback (most recent call last):",
+        '  File "/e/buffer.py", line 581, in dispatch',
+        "    x = self.runtime.dispatch(",
+    ]
+    raised = [
+        f"[rank{rank}]: {line}" for rank in (0, 1, 2) for line in (*head, "RuntimeError: DeepEP error: timeout (CPU)")
+    ]
+    file = tmp_path / "job.log"
+    file.write_text("\n".join(raised).removesuffix("EP error: timeout (CPU)"))
+    report = explain([str(file)], world_size=4)
+    assert report.incident and report.culprits == ()
+    file.write_text("\n".join(raised[:8] + [*raised[8:-1], "[rank2]: RuntimeError: bad expert 7"]) + "\n")
+    assert explain([str(file)], world_size=4).culprits == (2,)
+
+
+def monitor(rank: int, section: str, host: str) -> str:
+    return (
+        f"[2026-07-07 01:07:15,455] [WARNING] [RankMonServer70{rank}@{host}:{rank}] Section '{section}' has been open for "
+        "301.10 seconds. Timeout is 300.00 seconds."
+    )
+
+
+def test_a_section_of_nvrx_is_told_by_the_number_behind_the_host(explain_lines: Explain) -> None:
+    lines = [monitor(rank, "dataload" if rank == 2 else "step", f"n{rank // 2}") for rank in range(4)]
+    report = explain_lines(lines)
+    assert (report.culprits, report.cause) == ((2,), Cause.LATE)
+    local = [
+        monitor(rank, "dataload" if (rank, host) == (1, "b") else "step", host) for host in "ab" for rank in range(4)
+    ]
+    assert explain_lines(local).culprits == ()  # rank 1 of host b is another than rank 1 of host a
+
+
+def stack(rank: int, *frames: str) -> list[str]:
+    return [f"### rank {rank}: py-spy dump --pid {9000 + rank}", f"Process {9000 + rank}: python train.py",
+            "Python v3.11.9 (/opt/venv/bin/python3.11)", "", f'Thread {9000 + rank} (active): "MainThread"',
+            *(f"    {frame}" for frame in frames), "    main (train.py:61)", "    <module> (train.py:77)", ""]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "end, named",
+    [
+        ("^CReceived SIGINT, exiting", (3,)),
+        ("caught SIGINT", (3,)),
+        ('Traceback (most recent call last):\n  File "t.py", line 6, in f\n    g()\nKeyboardInterrupt', (3,)),
+        ("step 7 loss 2", ()),
+    ],
+)
+def test_stacks_of_a_job_that_somebody_gave_up(explain_lines: Explain, end: str, named: tuple[int, ...]) -> None:
+    reads = ("readinto (socket.py:705)", "urlopen (urllib3/connectionpool.py:787)", "load_shard (data/stream.py:143)")
+    dumps = [line for rank in range(4) for line in (stack(rank, *reads) if rank == 3 else
+             stack(rank, "all_reduce (torch/distributed/distributed_c10d.py:2501)", "step (loop.py:204)"))]  # fmt: skip
+    steps = [f"step {number} loss 2" for number in range(5)]
+    assert explain_lines({"stacks.txt": dumps, "job.log": [*steps, end]}, world_size=4).culprits == named
+
+
+@pytest.mark.parametrize("line", ["960.2s: job.exception type=node-failure severity=0 node failure on tuo1187 (shell rank 5)",
+                                  "960.3s: flux-shell[0]: ERROR: output: shell rank 5 (on tuo1187): lost contact"])  # fmt: skip
+def test_a_host_that_flux_has_lost_is_no_rank(explain_lines: Explain, line: str) -> None:
+    report = explain_lines(["0: iter 10 loss=2.9", "0: iter 20 loss=2.8", line])
+    assert report.incident and report.culprits == ()
+    assert report.decision == "restart-without" and "tuo1187" in report.without
+
+
+@pytest.mark.parametrize("text", ["ACL stream synchronize failed, error code is 507053 HBM MULTI BIT ECC ERROR.",
+                                  "aclrtSynchronizeStream: [HBM multi-bit ECC uncorrectable]"])  # fmt: skip
+def test_memory_of_a_device_that_is_broken_is_left_out(explain_lines: Explain, text: str) -> None:
+    report = explain_lines([f"[rank5]: RuntimeError: {text}"], world_size=8)
+    assert (report.culprits, report.decision) == ((5,), "restart-without")
+
+
+@pytest.mark.parametrize(
+    "text, decision",
+    [
+        ("RuntimeError: PytorchStreamWriter failed writing file data/118: file write failed", "fix-environment"),
+        ("RuntimeError: [enforce fail at inline_container.cc:603] . unexpected pos 412029 vs 412028", "fix-environment"),
+        ("RuntimeError: the size of tensor a must match", "fix-code"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Process 902 has 11.40 GiB memory in use. Including non-PyTorch memory, this process has 66.87 GiB memory in use.",
+         "fix-environment"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Process 902 has 72.68 GiB memory in use. Of the allocated memory 66.9 GiB is", "fix-code"),
+    ],
+)  # fmt: skip
+def test_what_a_rank_lacks_and_what_its_code_does(explain_lines: Explain, text: str, decision: str) -> None:
+    """In a container a process is not known by its own number: then torch shows it as another one."""
+    report = explain_lines([f"[rank1]: {text}"], world_size=4)
+    assert (report.culprits, report.decision) == ((1,), decision)
+
+
+@pytest.mark.parametrize("library, decision", [("libnvjpeg.so.12.4", "fix-environment"), ("libc.so.6", "unknown")])
+def test_the_library_in_which_a_rank_crashed(explain_lines: Explain, library: str, decision: str) -> None:
+    worker = "(Worker_TP{0} pid={1}) INFO 03-11 02:14:05 [parallel_state.py:1208] rank {0} in world size 4 is assigned as DP rank 0, PP rank 0, TP rank {0}, EP rank {0}"
+    log = [worker.format(rank, 1400 + rank) for rank in range(4)]
+    log += [
+        "ERROR 03-11 02:21:46 [multiproc_executor.py:246] Worker proc VllmWorker-3 died unexpectedly, shutting down executor."
+    ]
+    kernel = [
+        f"[812900.4] python3[1403]: segfault at 7f3a00000018 ip 00007f52c1d0a33b sp 00007ffe6c1b7d10 error 4 in {library}[7f52c1c00000+3a1000]"
+    ]
+    report = explain_lines({"job.log": log, "dmesg.txt": kernel})
+    assert (report.culprits, report.decision) == ((3,), decision)

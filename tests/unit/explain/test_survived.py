@@ -367,3 +367,50 @@ def test_a_killed_replica_that_commits_again_is_survived(explain_lines: Explain,
     again = [commit.format(number, 5) for number in range(1, 1 + last)]
     report = explain_lines([commit.format(0, 1), commit.format(1, 2), killed, commit.format(0, 4), *again])
     assert report.incident is not bool(last)
+
+
+TABLE = ["$ sacct -j 90211 -o JobID,State,ExitCode -D", "JobID             State ExitCode", "------------ ---------- --------",
+         "90211         PREEMPTED      0:0"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "end, calm",
+    [
+        (["90211         COMPLETED      0:0", "90211.0       COMPLETED      0:0"], True),
+        (["90211   ft    COMPLETED      0:0"], True),
+        (["90211|COMPLETED|0:0"], True),  # with -P
+        (["90211         FAILED         1:0"], False),
+        (["90212         COMPLETED      0:0"], False),  # another job
+        ([], False),
+    ],
+)
+def test_a_preempted_job_that_slurm_has_run_again_to_its_end(
+    explain_lines: Explain, end: list[str], calm: bool
+) -> None:
+    taken = ["slurmstepd: error: *** JOB 90211 ON nid01 CANCELLED AT 2025-07-01T20:07:30 DUE TO PREEMPTION ***",
+             "srun: error: nid01: tasks 0-3: Terminated"]  # fmt: skip
+    report = explain_lines(["0: step 1300 loss 2.4", *taken, "0: step 1400 loss 1.7", "0: done", *TABLE, *end])
+    assert report.incident is not calm
+
+
+LOST = "[2026-04-20 13:03:07 TP{}] Losing connection with prefill instance (bootstrap_addr: 10.1.1.23:8998), 4 requests affected"
+BREAKER = "WARN sglang_router_rs::core::circuit_breaker: Circuit breaker state transition: worker=http://10.1.1.23:8000 from={} to={}"
+SERVES = "[2026-04-20 13:03:{} TP0] Decode batch, #running-req: 22, #token: 49262, token usage: 0.14, gen throughput (token/s): 818.84, #queue-req: 0"
+
+
+@pytest.mark.parametrize(
+    "lines, calm",
+    [
+        ([SERVES.format("05"), LOST.format(0), LOST.format(2)], False),
+        ([BREAKER.format("Closed", "Open")], False),
+        ([LOST.format(0), LOST.format(2), SERVES.format("09")], True),
+        ([BREAKER.format("Closed", "Open"), BREAKER.format("Open", "HalfOpen"), BREAKER.format("HalfOpen", "Closed")], True),
+        ([BREAKER.format("Closed", "Open"), BREAKER.format("Open", "HalfOpen"), BREAKER.format("HalfOpen", "Open")], False),
+    ],
+)  # fmt: skip
+def test_an_instance_that_only_the_others_tell_of_is_an_incident_until_they_go_on(
+    explain_lines: Explain, lines: list[str], calm: bool
+) -> None:
+    report = explain_lines(lines)
+    assert report.incident is not calm and report.culprits == ()
+    assert calm or "10.1.1.23" in report.reason
