@@ -157,20 +157,21 @@ def _advice(
     advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
     if cause is Cause.STUCK:
         return _advice_on_stuck([one for one in ranks if one.cause is cause], state) or advice
+    astray = state.guarded and any(map(_in_torchs_own, ranks))
     if begins_evaluation(text):
-        if cause is Cause.LATE:
+        if cause is Cause.LATE or astray:
             advice = tr(
                 "If it does not call this evaluation at all, call it there too: an evaluation is called on all ranks or on "
                 "none. If it only comes later, see in its stack why, and raise `barrier_timeout` if that is meant to take "
                 "so long."
             )
-        if cause in (Cause.LATE, Cause.EXITED) and _BY_NUMBER.search(text):
+        if (cause in (Cause.LATE, Cause.EXITED) or astray) and _BY_NUMBER.search(text):
             advice = tr(
                 "{advice} If it has left out an earlier one instead, the values since then mix different evaluations, "
                 "since nothing but their number tells these apart: give each a `step=` of its own.",
                 advice=advice,
             )
-    elif cause is Cause.LATE and state.guarded and any(map(_in_torchs_own, ranks)):
+    elif astray:
         return tr(
             "It waits in a collective of torch's own, which a guarded call does not meet: use the guarded one on all ranks "
             "or on none, and call both in the same order on each."
@@ -200,9 +201,9 @@ def _advice_on_stuck(culprits: Sequence[RankReport], state: Subject) -> Message 
 
 
 def _in_torchs_own(rank: RankReport) -> bool:
-    """Return whether this rank is late because it is inside a collective that the guard does not see."""
+    """Return whether this rank is missing because it is inside a collective that the guard does not see."""
     called = (_TORCHS_OWN.search(frame) for frame in rank.stack)
-    return rank.cause is Cause.LATE and not rank.note and any(each and "group" not in each[1] for each in called)
+    return rank.cause in (Cause.LATE, Cause.DIVERGED) and not rank.note and any(each and "group" not in each[1] for each in called)
 
 
 def _further(text: str, cause: Cause, state: Subject, resumed: bool = False, ranks: Collection[RankReport] = ()) -> str:

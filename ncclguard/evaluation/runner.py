@@ -775,9 +775,14 @@ def meet(once: Callable[[], tuple[Outcome, tuple[Any, ...]]], repeat: bool) -> M
 
 
 def _all_begin(incident: Incident | None) -> bool:
-    """Return whether those that had come were at the beginning of an evaluation each; the others may still come."""
-    inside = [rank for rank in incident.ranks if rank.inside] if incident is not None else []
-    return bool(inside) and all(begins_evaluation(rank.operation or "") for rank in inside)
+    """Return whether those that had come were at the beginning of an evaluation each; the others may still come.
+
+    They do not where they wait in the training's own collectives.
+    """
+    if incident is None:
+        return False
+    inside = [rank.operation or "" for rank in incident.ranks if rank.inside]
+    return bool(inside) and all(begins_evaluation(text) for text in (*inside, *(text for text, _ in incident.sides)))
 
 
 def reported_as(incident: Incident | None) -> str:

@@ -36,7 +36,7 @@ CASES = {
     "batches": ("not evaluated", "give up", "diverged", [CULPRIT], 3, 4),
     "reset": (WHOLE, "accept", "None", [], 1, 1),
     "late": (WHOLE, "accept", "late", [CULPRIT], 2, 3),
-    "skip": ("not evaluated", "give up", "late", [CULPRIT], 0, 1),
+    "skip": ("not evaluated", "give up", "diverged", [CULPRIT], 0, 1),
 }
 
 

@@ -31,7 +31,7 @@ CASES = {
     "batches": ("give up", "diverged", 2),
     "reset": ("accept", "None", 1),
     "late": ("accept", "late", 2),
-    "skip": ("give up", "late", 0),
+    "skip": ("give up", "diverged", 0),
 }
 
 

@@ -21,7 +21,8 @@ GALLERY = Path(__file__).resolve().parents[2] / "docs" / "gallery"
 
 
 def test_there_is_a_picture_of_every_fault() -> None:
-    assert {words[words.index("--fault") + 1] for words, _ in FAULTS.values()} == set(PARAMETERS)
+    shown = {words[words.index("--fault") + 1] for words, _ in FAULTS.values()}
+    assert shown == set(PARAMETERS) - {"slow"}  # of which there is no incident: it hangs nothing
     table = (GALLERY / "README.md").read_text()
     assert all(f"| `{name}` |" in table and (GALLERY / name / "terminal.txt").exists() for name in FAULTS)
 
