@@ -91,6 +91,8 @@ def summarise(
     )
     sent_away = outside or (bool(causes) and all(rank in departed and departed[rank].terminated for rank in causes))
     first = next((one.id for one in reported if _is_sequel(one, incident, state.guarded, sent_away)), None)
+    if first is None and not state.guarded:
+        first = _operation_of_errors(incident)  # of whose verdict this rank may not have heard yet
     incident = incident.model_copy(update={"repeats": first})
     fields = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
     return json.dumps({"schema_version": incident.schema_version, **fields}, separators=(",", ":"))
@@ -280,6 +282,14 @@ def _only_raise_its_error(known: Incident, later: Incident) -> bool:
         and bool(raised)
         and all(f"({known.op_id})" in text for text in raised)
     )
+
+
+def _operation_of_errors(later: Incident) -> str | None:
+    """Return the operation whose verdict's error is all that ranks raised, where nobody is named; else None."""
+    raised = [report.exception for report in later.ranks if report.exception is not None]
+    if later.cause is not Cause.UNKNOWN or later.culprits or not raised or not all(map(is_repeat, raised)):
+        return None
+    return raised[0].partition("(")[2].rstrip(")")
 
 
 def _shows_its_side(known: Incident, later: Incident) -> bool:
