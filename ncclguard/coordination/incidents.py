@@ -205,7 +205,11 @@ def _advice_on_stuck(culprits: Sequence[RankReport], state: Subject) -> Message 
 def _in_torchs_own(rank: RankReport) -> bool:
     """Return whether this rank is missing because it is inside a collective that the guard does not see."""
     called = (_TORCHS_OWN.search(frame) for frame in rank.stack)
-    return rank.cause in (Cause.LATE, Cause.DIVERGED) and not rank.note and any(each and "group" not in each[1] for each in called)
+    return (
+        rank.cause in (Cause.LATE, Cause.DIVERGED)
+        and not rank.note
+        and any(each and "group" not in each[1] for each in called)
+    )
 
 
 def _further(text: str, cause: Cause, state: Subject, resumed: bool = False, ranks: Collection[RankReport] = ()) -> str:
