@@ -92,7 +92,7 @@ def _inodes(pid: int) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The members of a group of gloo; groups of the same members have different numbers, 0 where that is not known."""
+    """The members of a group of gloo, and its number among the job's; 0 where there is another one of these members."""
 
     members: frozenset[int]
     number: int
@@ -124,7 +124,7 @@ def groups_of_calls(
             stores.add(port)
     for port in stores:
         del met[port]
-    groups = _groups({port: met[port] for port in sorted(met, key=lambda port: ports.get(port, 0))})
+    groups = _groups(met)
     unclear = _unclear(groups, met)
     found = {}
     for rank, told in known.items():
@@ -133,7 +133,10 @@ def groups_of_calls(
         called = {groups[port] for port in ports_of - unclear}
         fit = {group for group in called if _fits(rank, told, group)}
         if len({group.members for group in fit}) == 1:
-            (found[rank],) = fit if len(fit) == 1 else {Group(next(iter(fit)).members, 0)}
+            (members,) = {group.members for group in fit}
+            # Nothing tells which ports of several groups of the same members belong together.
+            alone = sum(group.members == members for group in set(groups.values())) == 1
+            found[rank] = next(iter(fit)) if alone else Group(members, 0)
     return found, set(groups.values())
 
 
@@ -144,11 +147,10 @@ def _fits(rank: int, told: tuple[int, int] | None, group: Group) -> bool:
 
 
 def _groups(met: Mapping[_Port, set[int]]) -> dict[_Port, Group]:
-    """Return the group of each port, by who is connected to which; `met` has the ports that were opened first first.
+    """Return the group of each port, by who is connected to which.
 
     Of two members the one with the higher address waits for the other to connect: all but itself have connected to the
-    last one, to the one before it all of these but the last, and so on. All members have made groups of the same
-    members in one order.
+    last one, to the one before it all of these but the last, and so on.
     """
     groups: dict[_Port, Group] = {}
     left = dict(met)

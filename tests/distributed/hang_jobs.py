@@ -198,16 +198,6 @@ def crossed(_: str, ready: Callable[[], None]) -> None:
             dist.broadcast(torch.ones(4), src=0, group=group)
 
 
-def regrouped(_: str, ready: Callable[[], None]) -> None:
-    """Let one rank begin with another group of the same ranks than the others, by the same line."""
-    groups = [dist.new_group(range(4)), dist.new_group(range(4))]
-    dist.barrier()
-    ready()
-    time.sleep(0.1)  # what has been written to connect them is older then
-    for group in reversed(groups) if dist.get_rank() == STRUCK else groups:
-        dist.all_reduce(torch.ones(4), group=group)
-
-
 def beside(_: str, ready: Callable[[], None]) -> None:
     """Train two models on two ranks each; rank 2 sleeps, and only rank 3 waits for it."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -455,7 +445,6 @@ JOBS: dict[str, Callable[[str, Callable[[], None]], None]] = {
     "ddp": ddp,
     "skipped": skipped,
     "crossed": crossed,
-    "regrouped": regrouped,
     "beside": beside,
     "beside-one": beside_one,
     "pipeline": pipeline,

@@ -118,7 +118,6 @@ FAULTS = [
     ("ddp:raise", Cause.EXITED, "fork"),
     ("ddp:other", Cause.DIVERGED, "broadcast"),
     ("skipped", Cause.DIVERGED, "barrier"),
-    ("regrouped", Cause.DIVERGED, "all_reduce"),
     ("beside", Cause.LATE, "<lambda>"),
     ("beside-one", Cause.LATE, "held_lock"),
     ("pipeline", Cause.LATE, "layer"),
