@@ -77,6 +77,7 @@ class Sampler:
         self.pace: Pace | None = None
         self.windows = 0
         self._recorder = recorder
+        self._random = random.Random()  # the program's own numbers stay as they are
         self._rank = rank
         self._in_guarded_call = in_guarded_call
         self._shares: deque[float] = deque(maxlen=KEPT)
@@ -99,7 +100,7 @@ class Sampler:
         """Return the seconds until the next sample; irregular, so that no step keeps pace with it."""
         now = time.monotonic()
         if self._planned <= now:
-            self._planned = now + PERIOD * random.uniform(0.5, 1.5)
+            self._planned = now + PERIOD * self._random.uniform(0.5, 1.5)
         return max(self._planned - now, 0.001)
 
     def sample(self) -> None:

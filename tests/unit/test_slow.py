@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from ncclguard.metrics.records import SlowRanks
 from ncclguard.phases import phase
-from ncclguard.watch.pace import _doing
+from ncclguard.watch.pace import Sampler, _doing
+from ncclguard.watch.recorder import Recorder
 from ncclguard.watch.slow import (
     AGAIN,
     COLLECTING,
@@ -216,3 +217,15 @@ def test_a_thread_waits_only_where_one_waits() -> None:
     assert _doing(waiting, in_flight=False).kind == COMPUTING
     with phase("eval"):
         assert _doing(frame, in_flight=False).phase == "eval"
+
+
+def test_samples_leave_the_random_numbers_of_the_program_alone() -> None:
+    before = random.getstate()
+    sampler = Sampler(Recorder(), 0, lambda: False)
+    try:
+        for _ in range(3):
+            sampler.pause()
+            sampler._planned = 0.0
+    finally:
+        sampler.close()
+    assert random.getstate() == before
