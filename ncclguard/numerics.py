@@ -79,10 +79,12 @@ class NumericsWatch:
         self._hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
         self._last: weakref.ref[torch.Tensor] | None = None
         self._handles: list[Any] = []
+        self._forgets: list[Callable[[], None]] = []
         self._parameters = dict(model.named_parameters())
         self._shards = {name: one for name, one in self._parameters.items() if isinstance(one, DTensor)}
         self._half = any(one.dtype is torch.float16 for one in self._parameters.values())
-        self._forget = None if on_found is None else self._findings.listen(self._scope, on_found)
+        if on_found is not None:
+            self._forgets.append(self._findings.listen(self._scope, on_found))
         self._hook_all()
         # Functions, not methods: whoever copies the model copies its hooks, and is not to copy what is behind them.
         for name, module in _not_compiled(model):
@@ -101,7 +103,7 @@ class NumericsWatch:
             self._handles.append(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
             self._handles.append(model.register_forward_hook(end))
         watch = weakref.ref(self)
-        self._findings.before_end(lambda: None if (one := watch()) is None else one._end())
+        self._forgets.append(self._findings.before_end(lambda: None if (one := watch()) is None else one._end()))
 
     def __enter__(self) -> Self:
         return self
@@ -129,19 +131,21 @@ class NumericsWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._forget is not None:
-            self._forget()
+        for forget in self._forgets:
+            forget()
+        self._forgets.clear()
 
     # ------------------------------------------------------------------ hooks
 
     def _carefully(self, look: Callable[..., None], *arguments: Any) -> None:
-        """Look, and never let that end the program: tensors may be of kinds that nobody has thought of."""
+        """Look while nothing is found, and end nothing: tensors may be of kinds that nobody has thought of."""
+        if self._found:
+            return
         try:
             look(*arguments)
         except Exception:
-            if not self._found:
-                self._found = True
-                log.warning("ncclguard: watch_numerics cannot look at this model's numbers", exc_info=True)
+            self._found = True
+            log.warning("ncclguard: watch_numerics cannot look at this model's numbers", exc_info=True)
 
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward pass begins: the first one after a backward pass begins a pass."""
@@ -209,7 +213,7 @@ class NumericsWatch:
             value = value._values()
         self._pass.place += 1
         plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
-        if self._found or not plain or value.dtype not in _LOOKED_AT or not value.numel():
+        if not plain or value.dtype not in _LOOKED_AT or not value.numel():
             return
         if value.device.type == "cpu":
             found = non_finite(value)
@@ -263,17 +267,16 @@ class NumericsWatch:
             self._decide(self._held)
         if last.sign is not None and not last.seen:
             tensor, place = last.sign
-            self._tell(
-                NonFinite(
-                    rank=self._rank,
-                    scope=self._scope,
-                    number=last.number,
-                    place=place,
-                    tensor=tensor,
-                    nan=_SOME,
-                    infinite=0,
-                )
+            sign = NonFinite(
+                rank=self._rank,
+                scope=self._scope,
+                number=last.number,
+                place=place,
+                tensor=tensor,
+                nan=_SOME,
+                infinite=0,
             )
+            self._tell(sign)
 
     # ------------------------------------------------------------------ what a GPU has found
 

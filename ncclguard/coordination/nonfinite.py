@@ -155,14 +155,15 @@ class NonFinites:
         """
         return tuple(one for one in self._earliest(scope) if one.place == self._earliest(scope)[0].place)
 
-    def before_end(self, end: Callable[[], None]) -> None:
-        """Call `end` before the program ends, which may have more to tell."""
+    def before_end(self, end: Callable[[], None]) -> Callable[[], None]:
+        """Call `end` before the program ends, which may have more to tell; the function that is returned ends that."""
         with self._lock:
             self._ends.append(end)
+        return lambda: self._ends.remove(end) if end in self._ends else None
 
     def settle(self) -> None:
         """Wait until what was found is spoken of, or for so long as that takes; the program is about to end."""
-        for end in self._ends:
+        for end in tuple(self._ends):
             try:
                 end()
             except Exception:

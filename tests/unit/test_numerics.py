@@ -200,6 +200,14 @@ def test_a_copy_of_the_model_is_not_watched_and_a_closed_watch_has_no_hooks() ->
     assert not any(parameter._backward_hooks for parameter in net.parameters())
 
 
+def test_a_closed_watch_tells_nothing_at_the_end_of_the_program() -> None:
+    net = model()
+    with ng.watch_numerics(net) as numerics:
+        net(torch.full((5, 3), NAN))
+    numerics._findings.settle()
+    assert numerics.first == ()
+
+
 def test_parameters_that_are_trained_later_are_looked_at_then() -> None:
     net = model()
     net[2].requires_grad_(requires_grad=False)
