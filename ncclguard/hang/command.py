@@ -290,14 +290,12 @@ def _with_members(rows: Sequence[RankRow], job: Job) -> list[RankRow]:
     if not inside or job.counted or len(rows) < size:
         return list(rows)
     found, groups = groups_of_calls({row.rank: row.pid for row in rows}, known, tcp_sockets())
-    if {len(group.members) for group in groups} == {size}:  # then DDP is of all ranks too
+    if {len(members) for members in groups} == {size}:  # then DDP is of all ranks too
         found |= {
             row.rank: next(iter(groups)) for row in inside if row.of_ddp and row.gloo and row.kind is Kind.COLLECTIVE
         }
     return [
-        row.model_copy(update={"members": tuple(sorted(group.members)), "group_number": group.number})
-        if (group := found.get(row.rank))
-        else row
+        row.model_copy(update={"members": tuple(sorted(members))}) if (members := found.get(row.rank)) else row
         for row in rows
     ]
 

@@ -46,8 +46,8 @@ class RankRow(_Model):
     """One rank with a process: `state` is the letter of /proc/PID/stat, `trouble` why its stack could not be read.
 
     `kind`, `op`, `world`, `peer`, `holds_gil`, `stack`, `serves` and `group` say where it stands, null without a stack;
-    `members` are the ranks of that group, empty where they are not known, and `group_number` tells apart groups of the
-    same ranks, 0 where it is not known. `gloo` says whether it communicates by gloo alone.
+    `members` are the ranks of that group, empty where they are not known. `gloo` says whether it communicates by gloo
+    alone.
     """
 
     rank: int
@@ -64,7 +64,6 @@ class RankRow(_Model):
     serves: bool = False
     group: tuple[int, int] | None = None
     members: tuple[int, ...] = ()
-    group_number: int = 0
     gloo: bool = False
     trouble: Prose = ""
 
@@ -165,8 +164,7 @@ def _seen(row: RankRow, counted: bool) -> Seen:
         peer = None if counted else row.peer
         place = Place(row.kind, row.op, row.world, peer, row.holds_gil, row.stack, row.serves, row.group)
     rank = Pid(row.rank) if counted else row.rank
-    return Seen(rank, row.state, row.motion, place, row.host, row.pid, row.trouble, frozenset(row.members), row.gloo,
-                row.group_number)  # fmt: skip
+    return Seen(rank, row.state, row.motion, place, row.host, row.pid, row.trouble, frozenset(row.members), row.gloo)
 
 
 #: Rows of ranks without a stack, and notes, that the text has.

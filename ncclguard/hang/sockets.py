@@ -90,12 +90,8 @@ def _inodes(pid: int) -> set[int]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The members of a group of gloo, and its number among the job's; 0 where there is another one of these members."""
-
-    members: frozenset[int]
-    number: int
+#: The members of a group of gloo; nothing tells which ports of several groups of the same members belong together.
+Group = frozenset[int]
 
 
 def groups_of_calls(
@@ -108,7 +104,7 @@ def groups_of_calls(
     """
     owner = {inode: rank for rank, pid in pids.items() for inode in _inodes(pid)}
     own = [one for one in sockets if one.inode in owner]
-    ports = {(owner[one.inode], one.port): one.inode for one in own if one.listens}
+    ports = {(owner[one.inode], one.port) for one in own if one.listens}
     ends = {(one.here, one.there): owner[one.inode] for one in own if not one.listens}
     met: dict[_Port, set[int]] = defaultdict(set)
     wrote: dict[int, list[tuple[int, _Port]]] = defaultdict(list)
@@ -132,18 +128,15 @@ def groups_of_calls(
         ports_of = {port for written, port in wrote[rank] if written == last and port in met}
         called = {groups[port] for port in ports_of - unclear}
         fit = {group for group in called if _fits(rank, told, group)}
-        if len({group.members for group in fit}) == 1:
-            (members,) = {group.members for group in fit}
-            # Nothing tells which ports of several groups of the same members belong together.
-            alone = sum(group.members == members for group in set(groups.values())) == 1
-            found[rank] = next(iter(fit)) if alone else Group(members, 0)
+        if len(fit) == 1:
+            (found[rank],) = fit
     return found, set(groups.values())
 
 
 def _fits(rank: int, told: tuple[int, int] | None, group: Group) -> bool:
-    if told is None or rank not in group.members:
-        return rank in group.members
-    return (sorted(group.members).index(rank), len(group.members)) == told
+    if told is None or rank not in group:
+        return rank in group
+    return (sorted(group).index(rank), len(group)) == told
 
 
 def _groups(met: Mapping[_Port, set[int]]) -> dict[_Port, Group]:
@@ -156,7 +149,7 @@ def _groups(met: Mapping[_Port, set[int]]) -> dict[_Port, Group]:
     left = dict(met)
     while left:
         port, some = max(left.items(), key=lambda item: len(item[1]))
-        group = Group(frozenset(some), len(groups) + 1)
+        group = frozenset(some)
         theirs: AbstractSet[int] = some
         while port in left:
             groups[port] = group
@@ -171,4 +164,4 @@ def _unclear(groups: Mapping[_Port, Group], met: Mapping[_Port, set[int]]) -> se
     alike: dict[tuple[int, frozenset[int]], set[_Port]] = defaultdict(set)
     for port in groups:
         alike[port[0], frozenset(met[port])].add(port)
-    return {port for same in alike.values() for port in same if len({groups[one].members for one in same}) > 1}
+    return {port for same in alike.values() for port in same if len({groups[one] for one in same}) > 1}

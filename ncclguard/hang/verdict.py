@@ -54,8 +54,6 @@ _ASK_NCCL: Final = tr(
 )
 #: Calls that wait for one rank, or for whoever sets a key.
 _OF_ONE: Final = frozenset([Kind.P2P, Kind.STORE, Kind.RPC])
-#: Collectives in which each rank sends before it receives, on gloo.
-_WRITES_FIRST: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 #: Waits of which a reason tells one by one.
 _SHOWN: Final = 4
 #: Places that stacks cannot prove anything by: a device may compute, and a server may have nothing to do.
@@ -72,8 +70,7 @@ _MAY_END: Final = frozenset([Kind.FILE, Kind.NETWORK, Kind.LOADER, Kind.CHILD, K
 class Seen:
     """One rank with a process: where it stands, and what it has done between the looks.
 
-    `members` are the ranks of the group that its call is for, empty where they are not known, and `group_number` tells
-    apart groups of the same ranks, 0 where it is not known.
+    `members` are the ranks of the group that its call is for, empty where they are not known.
     """
 
     rank: int
@@ -85,7 +82,6 @@ class Seen:
     trouble: Message | str = ""
     members: frozenset[int] = frozenset()
     gloo: bool = False
-    group_number: int = 0
 
     @property
     def stopped(self) -> bool:
@@ -513,33 +509,21 @@ def _diverged(evidence: Evidence) -> Verdict | None:
     waiting = _waiting(evidence)
     if len(waiting) != len(evidence.seen) or not waiting:
         return None
-    call_of = _calls(waiting)
-    calls = Counter(call_of.values())
+    calls = Counter(one.place.op for one in waiting if one.place)
     if len(calls) < 2:
         return None
     pairs = {one.place.kind for one in waiting if one.place} & _OF_ONE
     common, count = calls.most_common(1)[0]
-    odd = [one for one in waiting if call_of[one.rank] != common]
+    odd = [one for one in waiting if one.place and one.place.op != common]
     members = _members(evidence, waiting)
     for_all = all(members.get(one.rank) == evidence.everyone for one in waiting)
     where = _where(waiting)
-    if len({op for op, _ in calls}) == 1:
-        where = tr("{where}, in different groups of the same ranks", where=where)
     if len(odd) == 1 and count > 1 and for_all and not pairs and not evidence.unseen and not evidence.ended:
         return _named(evidence, [odd[0].rank], Cause.DIVERGED, "medium", where)
     summary = tr("The ranks wait in different calls; which side is wrong cannot be told.")
     if pairs or evidence.unseen:
         return Verdict((), Cause.UNKNOWN, "low", True, summary, where, _missing(evidence) or ADVICE[Cause.DIVERGED])
     return Verdict((), Cause.DIVERGED, "medium" if for_all else "low", True, summary, where, ADVICE[Cause.DIVERGED])
-
-
-def _calls(waiting: Sequence[Seen]) -> dict[int, tuple[str, int]]:
-    """Return by rank the call that it waits in, and the number of its group where all wait in calls that tell it.
-
-    What a rank has written last tells it, and in these calls each rank writes before it waits.
-    """
-    told = all(one.group_number and one.place and one.place.op.startswith(_WRITES_FIRST) for one in waiting)
-    return {one.rank: (one.place.op if one.place else "", one.group_number if told else 0) for one in waiting}
 
 
 def _missing(evidence: Evidence) -> Message | str:

@@ -87,16 +87,6 @@ def test_who_waits_for_a_message_within_a_step_of_training_is_named(others: Plac
         assert judge(job(struck, others)).culprits == ()
 
 
-def test_one_rank_in_another_group_of_the_same_ranks_has_diverged() -> None:
-    seen = [replace(rank(n), **of(0, 1, 2, 3), group_number=2 if n == 2 else 1) for n in range(4)]
-    verdict = judge(Evidence(4, seen))
-    assert (verdict.culprits, verdict.cause) == ((2,), Cause.DIVERGED), verdict
-    assert "in different groups of the same ranks" in verdict.reason
-    for changed in ([*seen[:3], replace(seen[3], group_number=0)],
-                    [replace(one, place=replace(REDUCE, op="broadcast")) for one in seen]):  # fmt: skip
-        assert judge(Evidence(4, changed)).culprits == ()
-
-
 def of(*members: int, place: Place = OF_A_GROUP) -> dict[str, object]:
     """The place in a call of a group, with its members."""
     return {"place": replace(place, group=(0, len(members))), "members": frozenset(members)}
