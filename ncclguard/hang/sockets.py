@@ -121,22 +121,20 @@ def groups_of_calls(
     for port in stores:
         del met[port]
     groups = _groups(met)
-    unclear = _unclear(groups, met)
+    whole, unclear = set(groups.values()), _unclear(groups, met)
     found = {}
     for rank, told in known.items():
         last = min((written for written, port in wrote[rank] if port in met), default=0)
-        ports_of = {port for written, port in wrote[rank] if written == last and port in met}
-        called = {groups[port] for port in ports_of - unclear}
-        fit = {group for group in called if _fits(rank, told, group)}
+        ports_of = [port for written, port in wrote[rank] if written == last and port in met]
+        if told is None:
+            fit = {groups[port] for port in ports_of if port not in unclear and rank in groups[port]}
+        else:
+            like = {some for some in whole if rank in some and (sorted(some).index(rank), len(some)) == told}
+            called = [{some for some in like if met[port] <= some} for port in ports_of]
+            fit = like.intersection(*filter(None, called)) if any(called) else set()
         if len(fit) == 1:
             (found[rank],) = fit
-    return found, set(groups.values())
-
-
-def _fits(rank: int, told: tuple[int, int] | None, group: Group) -> bool:
-    if told is None or rank not in group:
-        return rank in group
-    return (sorted(group).index(rank), len(group)) == told
+    return found, whole
 
 
 def _groups(met: Mapping[_Port, set[int]]) -> dict[_Port, Group]:
