@@ -187,11 +187,12 @@ def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, b
         )
     host, port = parts.hostname, parts.port
     until = time.monotonic() + limit
+    refused: Exception | None = None
     if rank == 0 and is_here(host) and not _answers(host, port, min(_PATIENCE, limit / 2)):
         try:
             store = TCPStore(host, port, None, True, timedelta(seconds=limit), wait_for_workers=False)
         except (RuntimeError, OSError) as error:  # another process has taken the port in this moment
-            log.debug("ncclguard: rank 0 cannot have the store at %s: %s", address, error)
+            refused = error
         else:
             log.warning(
                 "%s",
@@ -203,7 +204,18 @@ def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, b
                 ),
             )
             return store, True
-    if not _answers(host, port, limit):  # torch would print its C++ stack for it
+    if not _answers(
+        host, port, limit if refused is None else min(_PATIENCE, limit / 2)
+    ):  # torch would print C++ for it
+        if refused is not None:
+            raise GuardError(
+                told(
+                    "this process cannot listen at {address}, and nobody answers there ({error}): give a port that no other program "
+                    "uses, and that the system does not give to connections (on Linux one below 32768)",
+                    address=address,
+                    error=str(refused).partition("\n")[0],
+                )
+            ) from refused
         raise GuardError(
             told(
                 "no store has answered at {address} in {seconds:g} s: start `ncclguard store --listen HOST:PORT` there, or rank 0 "
@@ -230,9 +242,11 @@ def _answers(host: str, port: int, within: float) -> bool:
     until = time.monotonic() + within
     while True:
         try:
-            with socket.create_connection((host, port), timeout=_PROBE):
-                return True
+            with socket.create_connection((host, port), timeout=_PROBE) as probe:
+                if probe.getsockname() != probe.getpeername():  # a probe that is given this very port finds itself
+                    return True
         except OSError:
-            if time.monotonic() >= until:
-                return False
+            pass
+        if time.monotonic() >= until:
+            return False
         time.sleep(_PAUSE)

@@ -185,6 +185,31 @@ def test_where_nobody_listens_rank_0_has_the_store_and_the_others_are_told_when_
     assert "no store has answered at tcp://127.0.0.1:" in result[1].reports["text"], result
 
 
+def test_a_port_that_the_system_has_given_to_a_connection_is_said_at_once() -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.connect(listener.getsockname())
+        began = time.monotonic()
+        with pytest.raises(ng.GuardError, match=rf"cannot listen at tcp://127.0.0.1:{port}.*give a port that no other"):
+            ng.join(f"tcp://127.0.0.1:{port}", name="taken", rank=0, world_size=2, timeout=300)
+        assert time.monotonic() - began < 30
+
+
+def test_a_probe_that_connects_to_itself_has_not_found_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may give a connection the very port it is to reach: TCP then connects it to itself."""
+    port, connect = free_port(), socket.create_connection
+
+    def given_this_port(address: tuple[str, int], timeout: float) -> socket.socket:
+        return connect(address, timeout=timeout, source_address=("127.0.0.1", port))
+
+    with given_this_port(("127.0.0.1", port), 1.0) as itself:
+        assert itself.getsockname() == itself.getpeername()
+    monkeypatch.setattr(socket, "create_connection", given_this_port)
+    with pytest.raises(ng.GuardError, match="no store has answered"):
+        ng.join(f"tcp://127.0.0.1:{port}", name="itself", rank=1, world_size=2, timeout=1)
+
+
 def again(address: str) -> None:
     rank = int(os.environ["RANK"])
     found = []

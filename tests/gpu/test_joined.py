@@ -84,7 +84,7 @@ def channel(port: int) -> None:
 
 
 def test_versions_of_weights_on_the_gpu_go_on_without_an_engine_that_is_killed() -> None:
-    result = faults.run_ranks(channel, 3, args=[35_000 + os.getpid() % 5000], env=dict(SHARED_GPU), timeout=100)
+    result = faults.run_ranks(channel, 3, args=[10_000 + os.getpid() % 9000], env=dict(SHARED_GPU), timeout=100)
     both, one = ["engine 1", "engine 2"], ["engine 1"]
     assert result[0].reports == {"version 0": both, "version 1": one, "version 2": one}, result
     assert result[1].reports == {"version 0": True, "version 1": True, "version 2": True}, result
