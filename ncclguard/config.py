@@ -214,6 +214,12 @@ class GuardConfig(BaseSettings):
         tr("off or watch"),
         "watch: look for a NaN or an infinity in what this rank brings to a guarded reduction, and tell whose was the first",
     )
+    slow_ranks: Literal["watch", "off"] = _setting(
+        "watch",
+        "",
+        tr("watch or off"),
+        "watch: watch() takes samples on gloo, 25 a second, to name ranks that are slow without hanging; off: none",
+    )
     closing_nbytes: Count = _setting(
         65536,
         "bytes",

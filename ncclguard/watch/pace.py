@@ -45,8 +45,9 @@ from ncclguard.watch.slow import (
 
 log = logging.getLogger("ncclguard")
 
-#: Seconds between two samples on average, and of a window at least.
+#: Seconds between two samples on average, between two while nothing can be seen, and of a window at least.
 PERIOD: Final = 0.04
+BLIND_PERIOD: Final = 1.0
 WINDOW: Final = 2.5
 #: A window has the time of so many of the longest pauses between two collectives in it, so of a step or more.
 PAUSES: Final = 3.0
@@ -71,9 +72,12 @@ _OWN: Final = os.path.dirname(os.path.dirname(__file__))
 
 
 class Sampler:
-    """`sample` is called by the watcher's thread after every `pause`; `pace` may be read by any thread."""
+    """`sample` is called by the watcher's thread after every `pause`; `pace` may be read by any thread.
 
-    def __init__(self, recorder: Recorder, rank: int, in_guarded_call: Callable[[], bool]) -> None:
+    One that is not `wanted` never looks.
+    """
+
+    def __init__(self, recorder: Recorder, rank: int, in_guarded_call: Callable[[], bool], wanted: bool = True) -> None:
         self.pace: Pace | None = None
         self.windows = 0
         self._recorder = recorder
@@ -87,9 +91,12 @@ class Sampler:
         self._issued: int | None = None
         self._moved = 0.0  # when that last grew
         self._tally = _Tally(time.monotonic(), 0.0)
-        self._last = self._planned = time.monotonic()
+        self._blind = False
+        self._last = time.monotonic()
+        self._planned = self._last if wanted else float("inf")
         self._used = time.process_time()
-        gc.callbacks.append(self._note_collection)
+        if wanted:
+            gc.callbacks.append(self._note_collection)
 
     def close(self) -> None:
         """Look no more."""
@@ -100,7 +107,7 @@ class Sampler:
         """Return the seconds until the next sample; irregular, so that no step keeps pace with it."""
         now = time.monotonic()
         if self._planned <= now:
-            self._planned = now + PERIOD * self._random.uniform(0.5, 1.5)
+            self._planned = now + (BLIND_PERIOD if self._blind else PERIOD) * self._random.uniform(0.5, 1.5)
         return max(self._planned - now, 0.001)
 
     def sample(self) -> None:
@@ -111,6 +118,7 @@ class Sampler:
         late, worked = now - self._planned, used - self._used
         whole, self._last, self._used = now - self._last, now, used
         flight = self._recorder.flight()
+        self._blind = flight is None
         if flight is None:  # what runs on a device is not seen from here
             self._issued = None
             return

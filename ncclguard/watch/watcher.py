@@ -246,7 +246,7 @@ class Watcher:
         self._closing = False
         self._warned_blind = False
         self._standing: tuple[Pending, ...] = ()  # collectives that stand still now
-        self._sampler = Sampler(Recorder(), rank, self._in_guarded_call)
+        self._sampler = Sampler(Recorder(), rank, self._in_guarded_call, self._config.slow_ranks == "watch")
         self._search = SlowSearch(monitor, self._sampler, self._slow_found)
         self._slow: deque[tuple[SlowRanks | None, int]] = deque()  # findings not told of here yet, and who judged
         self._hide: Callable[[], None] = lambda: None  # from `ncclguard top`

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
+import time
 import types
 from collections.abc import Sequence
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from ncclguard.metrics.records import SlowRanks
 from ncclguard.phases import phase
-from ncclguard.watch.pace import Sampler, _doing
+from ncclguard.watch.pace import PERIOD, Sampler, _doing
 from ncclguard.watch.recorder import Recorder
 from ncclguard.watch.slow import (
     AGAIN,
@@ -229,3 +231,33 @@ def test_samples_leave_the_random_numbers_of_the_program_alone() -> None:
     finally:
         sampler.close()
     assert random.getstate() == before
+
+
+class Flights(Recorder):
+    """Answers with `flight`, and counts how often it was asked."""
+
+    def __init__(self, flight: tuple[int, bool] | None) -> None:
+        self.answer, self.asked = flight, 0
+
+    def flight(self) -> tuple[int, bool] | None:
+        self.asked += 1
+        return self.answer
+
+
+def test_nothing_is_looked_at_where_that_is_switched_off() -> None:
+    callbacks, recorder = list(gc.callbacks), Flights((1, True))
+    sampler = Sampler(recorder, 0, lambda: False, wanted=False)
+    sampler.sample()
+    assert sampler.pause() == float("inf")
+    assert (recorder.asked, gc.callbacks) == (0, callbacks)
+    sampler.close()
+
+
+def test_samples_are_rare_where_a_device_hides_what_is_waited_for() -> None:
+    sampler = Sampler(Flights(None), 0, lambda: False)
+    try:
+        time.sleep(0.001)
+        sampler.sample()
+        assert sampler.pause() > 5 * PERIOD
+    finally:
+        sampler.close()
