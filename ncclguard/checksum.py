@@ -134,14 +134,18 @@ def _odd(what: str, count: int) -> torch.Tensor:
 def with_checksums(state: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's state with a checksum of each tensor in it, for `verified`; the tensors are not copied.
 
-    `state`: a dict with tensors in it, in dicts, lists and tuples. Raises GuardConfigError for a tensor whose bytes
-    cannot be read, such as a shard: give a full state dict.
+    `state`: a dict with tensors in it, in dicts, lists and tuples. Raises TypeError for anything else, GuardConfigError
+    for a tensor whose bytes cannot be read, such as a shard: give a full state dict.
 
     >>> import torch, ncclguard as ng
     >>> saved = ng.with_checksums({"model": torch.nn.Linear(2, 1).state_dict(), "step": 7})
     >>> ng.verified(saved)["step"]
     7
     """
+    if not isinstance(state, dict):
+        raise TypeError(
+            told("state must be a dict with tensors in it, not {kind}: give what you save", kind=type(state).__name__)
+        )
     return {**state, KEY: dict(_checksums(state))}
 
 

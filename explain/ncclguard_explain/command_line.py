@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import errno
 import io
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TextIO, TypeVar
 
+from ncclguard_explain.language import told
+
 #: The exit code of a command whose output nobody reads any more, as other programs have it.
 READER_GONE = 128 + signal.SIGPIPE
+#: That of one whose output cannot be written.
+UNWRITTEN = 2
 ParserT = TypeVar("ParserT", bound=argparse.ArgumentParser)
 
 
@@ -51,8 +56,9 @@ def described(parser: ParserT, examples: Mapping[str, str], exit_codes: Mapping[
 def run_command(run: Callable[[], int]) -> int:
     """Run a command of this process and return its exit code.
 
-    Where the reader of its output has gone, as `head` does, it ends in silence, with the code of other programs. A
-    character that the output's encoding lacks is written as its number.
+    Where the reader of its output has gone, as `head` does, it ends in silence, with the code of other programs; where
+    its output cannot be written, as on a full disk, with a line and `UNWRITTEN`. A character that the output's encoding
+    lacks is written as its number.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
@@ -67,13 +73,24 @@ def run_command(run: Callable[[], int]) -> int:
         gone = [output for output, pipe in outputs.items() if _has_no_reader(pipe)]
         if not gone:  # another pipe broke, or a socket; or the command's own end
             raise
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for output in gone:
-            os.dup2(nowhere, output)
+        _drop(gone)
         return READER_GONE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        print(f"ncclguard: {told('what was printed cannot be written: {error}', error=error)}", file=sys.stderr)
+        _drop([sys.stdout.fileno()])
+        return UNWRITTEN
     finally:
         for pipe in outputs.values():
             os.close(pipe)
+
+
+def _drop(outputs: Iterable[int]) -> None:
+    """Have what is still to be written there go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in outputs:
+        os.dup2(nowhere, output)
 
 
 def _is_file(stream: TextIO | None) -> bool:

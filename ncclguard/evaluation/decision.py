@@ -25,6 +25,7 @@ class Kind(str, Enum):
     OUT_OF_MEMORY = "out of memory"
     RAISED = "raised"  # the rank's own exception, whose reason may be gone in the next try, such as an unreadable file
     WRONG = "wrong"  # the rank's own exception, which each try would raise: the program or its data is wrong
+    INTERRUPTED = "interrupted"  # the program ends or is interrupted there, such as by Ctrl-C: no further try
     COLLECTIVE = "collective"  # a guarded collective failed: the reason is with the culprits of its verdict
 
 
@@ -180,6 +181,8 @@ def at_end(meeting: Meeting, attempt: int, max_attempts: int) -> Decision:
     if all(result.fine for result in results):
         return Decision(Action.ACCEPT, done=done, total=total)
     failure = failure_of(results, attempt)
+    if any(result.kind is Kind.INTERRUPTED for result in results):
+        again = Action.GIVE_UP
     if again is Action.RETRY and would_fail_again(results):
         again, failure = Action.GIVE_UP, replace(failure, final=True)
     return Decision(again, failure, done=done, total=total)
@@ -207,7 +210,9 @@ def would_fail_again(results: Sequence[RankResult]) -> bool:
 
 def failure_of(results: Sequence[RankResult], attempt: int) -> Failure:
     """Return why a try failed, blaming ranks that raised exceptions of their own, else those that the verdicts name."""
-    own = [result for result in results if result.kind in (Kind.OUT_OF_MEMORY, Kind.RAISED, Kind.WRONG)]
+    own = [
+        result for result in results if result.kind in (Kind.OUT_OF_MEMORY, Kind.RAISED, Kind.WRONG, Kind.INTERRUPTED)
+    ]
     if own:
         return Failure(
             attempt,

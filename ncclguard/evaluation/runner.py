@@ -440,9 +440,16 @@ class Evaluation:
         self._part: Part | None = None
         self._logging_rank = self._members[0]
         self._restore = state.keep(job.keepers)
+        self._interruption: BaseException | None = None  # to be raised once the other ranks know of it
 
     def run(self) -> Ended:
         """Try until all ranks are content, or all give up; raises only what interrupts the program itself."""
+        ended = self._run()
+        if self._interruption is not None:
+            raise self._interruption
+        return ended
+
+    def _run(self) -> Ended:
         for attempt in range(1, self._options.max_attempts + 1):
             opening = self._open(attempt)
             decided = decision.at_opening(opening, attempt, self._members)
@@ -534,8 +541,8 @@ class Evaluation:
             try:
                 with recorded(), smaller, alone_in_the_world(job.models):
                     sent = self._packed(job.run(divisor), "the result"), RankResult(chosen)
-            except Exception as error:  # noqa: BLE001 - whatever the evaluation raises is what this is for
-                sent = None, self._result_of(error)
+            except BaseException as error:  # noqa: BLE001 - whatever the evaluation raises is what this is for
+                sent = None, self._ended_by(error)
             restore()  # the other ranks have not evaluated, and state that is equal on all ranks must stay equal
         what = f"the {self._label} on rank {chosen}"
         with nullcontext() if sent is not None else countdown(what, self._options.timeout):
@@ -563,8 +570,8 @@ class Evaluation:
         try:
             with one_try(name, self._members, self._options.timeout) as redirection:
                 return work(), RankResult(self._rank)
-        except Exception as error:  # noqa: BLE001 - whatever the evaluation raises is what this is for
-            return None, self._result_of(error, redirection.failures if redirection is not None else ())
+        except BaseException as error:  # noqa: BLE001 - whatever the evaluation raises is what this is for
+            return None, self._ended_by(error, redirection.failures if redirection is not None else ())
 
     def _meet(self, mine: RankResult, name: str, attempt: int, max_attempts: int) -> tuple[Decision, Meeting]:
         """Exchange with the other ranks how the try ended, and decide what all do next."""
@@ -574,6 +581,13 @@ class Evaluation:
         if isinstance(meeting, NotMet):
             decided = decision.without_followers(decided, mine)
         return decided, meeting
+
+    def _ended_by(self, error: BaseException, failures: Sequence[Outcome] = ()) -> RankResult:
+        """Describe this rank's exception; one that ends the program waits until the others, which hear of it, come."""
+        if isinstance(error, Exception):
+            return self._result_of(error, failures)
+        self._interruption = error
+        return RankResult(self._rank, Kind.INTERRUPTED, describe_exception(error))
 
     def _result_of(self, error: Exception, failures: Sequence[Outcome] = ()) -> RankResult:
         """Describe this rank's exception for the other ranks.

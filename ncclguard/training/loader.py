@@ -32,10 +32,15 @@ class ElasticLoader:
     ) -> None:
         if isinstance(dataset, DataLoader):
             raise TypeError("ElasticLoader takes the data set itself, not a DataLoader: give loader.dataset")
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"ElasticLoader takes a data set with a length and samples by number, not {type(dataset).__name__}: put its "
+                "samples into a list"
+            )
         self.dataset = dataset
         self.batch_size = batch_size
         self.position = 0
-        self._length = len(dataset)  # type: ignore[arg-type] # torch's Dataset declares no length
+        self._length = len(dataset)
         if self._length < 1 or batch_size < 1:
             raise ValueError(f"{self._length} samples in batches of {batch_size}: there must be at least 1 of both")
         self._seed, self._shuffle = seed, shuffle

@@ -14,7 +14,8 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -384,10 +385,8 @@ class Watcher:
             for listener in events.listeners:
                 listener.slow_found(slow)
             if self._settings.on_slow is not None:
-                try:
+                with _kept_alive("on_slow"):
                     self._settings.on_slow(slow)
-                except Exception:
-                    log.exception("ncclguard: on_slow failed")
 
     def _wakes(self) -> None:
         self._processes.wake()
@@ -558,10 +557,8 @@ class Watcher:
         for listener in events.listeners:
             listener.incident_found(incident)
         if self._settings.on_incident is not None:
-            try:
+            with _kept_alive("on_incident"):
                 self._settings.on_incident(incident)
-            except Exception:
-                log.exception("ncclguard: on_incident failed")
         if self._settings.abort:
             self._abort(incident)
 
@@ -636,6 +633,22 @@ def _backend_of(pending: Pending) -> str:
 
 def _number(pending: Pending | None) -> tuple[str, int] | None:
     return None if pending is None else (pending.channel, pending.sequence)
+
+
+@contextmanager
+def _kept_alive(name: str) -> Iterator[None]:
+    """Log whatever a function of the program raises, also SystemExit: this thread goes on."""
+    try:
+        yield
+    except SystemExit:
+        text = told(
+            "{name} called sys.exit(), which ends no program from the thread it is called in: raise in the program's own "
+            'thread, or give on_hang="abort"',
+            name=name,
+        )
+        log.exception("ncclguard: %s", text)
+    except BaseException:
+        log.exception("ncclguard: %s failed", name)
 
 
 def _whose_report(incident: Incident, rank: int) -> str:

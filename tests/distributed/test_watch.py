@@ -424,6 +424,32 @@ def test_the_end_of_a_job_that_hangs_is_no_second_incident(tmp_path: Path) -> No
     assert explain([os.fspath(tmp_path / "job.log")]).culprits == (1,)
 
 
+def calls_exit_in_its_callback() -> None:
+    """Rank 1 is late twice, longer than the limit; the program wants to end at the first time, in the wrong thread."""
+    found = []
+
+    def end(incident: ng.Incident) -> None:
+        found.append(list(incident.culprits))
+        sys.exit(3)
+
+    handle = ng.watch(timeout=1.5, on_incident=end)
+    dist.init_process_group("gloo")
+    for _ in range(2):
+        if dist.get_rank() == 1:
+            time.sleep(5)
+        dist.all_reduce(torch.ones(10))
+    ng.safe_barrier(timeout=30)
+    faults.report(found=found, active=handle.active)
+
+
+@recorded
+def test_sys_exit_in_a_callback_ends_neither_the_watch_nor_the_program_and_is_said() -> None:
+    result = faults.run_ranks(calls_exit_in_its_callback, 2, timeout=60).check()
+    for rank in result:
+        assert rank.reports == {"found": [[1], [1]], "active": True}, str(result)
+        assert "on_incident called sys.exit(), which ends no program from the thread it is called in" in rank.output
+
+
 def leaves_out_a_group() -> None:
     """Rank 3 does not call the `new_group` that rank 2 waits in."""
     ng.watch(timeout=3, on_incident=told("incident"))

@@ -179,6 +179,11 @@ def test_a_tensor_that_is_missing_added_or_of_another_shape_is_named() -> None:
     assert set(raised.value.names) == {"a", "b", "d"}
 
 
+def test_what_is_no_state_is_refused() -> None:
+    with pytest.raises(TypeError, match="state must be a dict with tensors in it, not int"):
+        ng.with_checksums(5)  # type: ignore[arg-type]
+
+
 def test_a_state_without_checksums_is_refused() -> None:
     with pytest.raises(ng.GuardConfigError, match="carries no checksums"):
         ng.verified({"a": torch.zeros(3)})

@@ -113,6 +113,18 @@ def test_the_bench_as_a_module_ends_in_silence_where_its_reader_has_gone(line: s
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr, done.stderr
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("line", ["env", f"explain {TREE}/tests/unguarded_logs/legacy-exception/logs"])
+def test_a_command_whose_output_cannot_be_written_says_so_and_fails(line: str, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ncclguard", *line.split()]
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False, cwd=tmp_path
+        )
+    assert done.returncode == 2, done
+    assert "Traceback" not in done.stderr and "No space left on device" in done.stderr, done.stderr
+
+
 def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(argv: list[str]) -> int:
         raise BrokenPipeError("of a socket")

@@ -743,3 +743,8 @@ def test_another_host_meets_at_torchruns_port_where_none_is_given() -> None:
     assert elastic.store_address(arguments) == ("127.0.0.1", 29500)
     arguments.rdzv_endpoint = "localhost"
     assert not elastic.was_here(arguments)
+
+
+def test_a_data_set_without_a_length_is_refused() -> None:
+    with pytest.raises(TypeError, match="a data set with a length and samples by number, not list_iterator"):
+        ng.ElasticLoader(iter([1]), batch_size=2)  # type: ignore[arg-type]
