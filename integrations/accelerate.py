@@ -18,8 +18,7 @@ from torch import nn
 from ncclguard.collectives import safe_barrier
 from ncclguard.config import seconds
 from ncclguard.environment.network import launched_ranks
-from ncclguard.evaluation import GuardedEvaluation
-from ncclguard.evaluation import resilient_evaluate as _resilient_evaluate
+from ncclguard.evaluation import GuardedEvaluation, resilient_evaluate as _resilient_evaluate
 from ncclguard.evaluation.runner import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
 from ncclguard.process_group import redirected

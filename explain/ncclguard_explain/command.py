@@ -17,8 +17,7 @@ from ncclguard_explain.decision import EXIT_CODES as DECISIONS
 from ncclguard_explain.evidence import Collector
 from ncclguard_explain.language import joined, say, speaking_to, told, tr
 from ncclguard_explain.page import PageError
-from ncclguard_explain.ras import NoWitness, address_of
-from ncclguard_explain.ras import ask as ask_ras
+from ncclguard_explain.ras import NoWitness, address_of, ask as ask_ras
 from ncclguard_explain.records import Source, Tail, UnusableInput, find_sources
 from ncclguard_explain.render import print_report, render_html
 from ncclguard_explain.report import Report, diagnose

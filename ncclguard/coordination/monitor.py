@@ -20,8 +20,7 @@ from ncclguard.coordination.group_state import GroupState, Summarise, make_state
 from ncclguard.coordination.host_page import HostPage
 from ncclguard.coordination.inquiry import Inquiries, Patience
 from ncclguard.coordination.liveness import Identity, Liveness, Neighbours, Sight
-from ncclguard.coordination.nonfinite import KIND as NON_FINITE
-from ncclguard.coordination.nonfinite import NonFinites
+from ncclguard.coordination.nonfinite import KIND as NON_FINITE, NonFinites
 from ncclguard.coordination.revocation import Revocation, leave_result, read_revoke, revoke
 from ncclguard.coordination.sections import Sections
 from ncclguard.coordination.store import AgreementStore, Departures, Entries, Handshake, StoreUnavailable

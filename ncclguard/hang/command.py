@@ -12,8 +12,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Sequence, Set as AbstractSet
 from pathlib import Path
 
 from ncclguard.hang.hosts import ask, ask_ray, call_here, kubectl_hosts, slurm_hosts, ssh_hosts

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from ncclguard.coordination import group_state as state_module
-from ncclguard.coordination import host_page
-from ncclguard.coordination import monitor as monitor_module
-from ncclguard.coordination import revocation as revocation_module
-from ncclguard.coordination import store as store_module
+from ncclguard.coordination import (
+    group_state as state_module,
+    host_page,
+    monitor as monitor_module,
+    revocation as revocation_module,
+    store as store_module,
+)
 from ncclguard.coordination.group_state import OpenCall
 from ncclguard.coordination.host_page import HostPage, LocalMemory, SharedFile, open_page
 from ncclguard.coordination.inquiry import Patience
