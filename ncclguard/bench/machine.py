@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 import ncclguard
 from ncclguard.bench.measure import Shape
@@ -21,10 +21,8 @@ from ncclguard.bench.ranks import World
 _PREFIXES = ("NCCL_", "NCCLGUARD_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TORCH_FR_", "GLOO_", "OMP_NUM_")
 
 
-class Environment(BaseModel):
+class Environment(BaseModel, frozen=True):
     """One run's machine and software. `hosts` are the names of all ranks' hosts, in the order of their first rank."""
-
-    model_config = ConfigDict(frozen=True)
 
     ncclguard: str
     torch: str

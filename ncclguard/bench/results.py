@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -97,11 +97,7 @@ def slowest(waits: Array) -> Lag:
     return Lag(rank, float(lateness[rank]))
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class RatioResult(_Record):
+class RatioResult(BaseModel, frozen=True):
     """This variant's time over plain's, cycle by cycle: median and quartiles."""
 
     median: float
@@ -109,7 +105,7 @@ class RatioResult(_Record):
     high: float
 
 
-class VariantResult(_Record):
+class VariantResult(BaseModel, frozen=True):
     """One row: seconds and bytes per second. A call's time is that of the rank that took longest."""
 
     variant: str
@@ -130,7 +126,7 @@ class VariantResult(_Record):
     cycle_seconds: tuple[float, ...]
 
 
-class SizeResult(_Record):
+class SizeResult(BaseModel, frozen=True):
     """All variants at one size; `complete` is False when Ctrl-C cut it short."""
 
     numel: int
@@ -139,7 +135,7 @@ class SizeResult(_Record):
     variants: tuple[VariantResult, ...]
 
 
-class BenchResult(_Record):
+class BenchResult(BaseModel, frozen=True):
     """A whole run. `verdict` is its last line."""
 
     schema_version: Literal[1] = 1

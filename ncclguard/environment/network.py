@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import psutil
-from pydantic import BaseModel, ConfigDict, WrapValidator
+from pydantic import BaseModel, WrapValidator
 
 from ncclguard_explain.host import lookup, resolve, wait_for
 from ncclguard_explain.language import Message, joined, told, tr
@@ -525,10 +525,8 @@ def _can_listen(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
 _DEFAULT_PORT = 29500  # torch/distributed/run.py, DeepSpeed's TORCH_DISTRIBUTED_DEFAULT_PORT
 
 
-class Job(BaseModel):
+class Job(BaseModel, frozen=True):
     """The job as its launcher describes it; None where it says nothing."""
-
-    model_config = ConfigDict(frozen=True)
 
     launcher: str | None = None
     rank: int | None = None
@@ -625,14 +623,12 @@ def launched_ranks(environ: Mapping[str, str]) -> tuple[str, int] | None:
 _OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")
 
 
-class InterfaceChoice(BaseModel):
+class InterfaceChoice(BaseModel, frozen=True):
     """The interface for the job's traffic, or None with the reason.
 
     ``address`` is the one that peers are given. ``evidence`` says what decided; ``notes`` hold what a person should
     know about it. ``trouble`` is set when the master cannot be reached the way the environment says, with ``advice``.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: str | None
     address: str | None = None

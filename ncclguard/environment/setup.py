@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ncclguard.config import current_config, seconds
 from ncclguard.environment.catalogue import (
@@ -54,10 +54,8 @@ from ncclguard_explain.language import Message, joined, tr
 Severity = Literal["error", "warning"]
 
 
-class Finding(BaseModel):
+class Finding(BaseModel, frozen=True):
     """Something wrong: what it is, and what to do next. ``name`` is the variable it is about."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     severity: Severity
@@ -317,29 +315,25 @@ _lock = threading.Lock()
 # ----------------------------------------------------------------------------------------------------- the report
 
 
-class Setting(BaseModel):
+class Setting(BaseModel, frozen=True):
     """A variable with the value it was given, and why."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     value: str
     why: str
 
 
-class Late(Setting):
+class Late(Setting, frozen=True):
     """A variable that was not set, and what has happened already that reads it."""
 
     after: str
 
 
-class Kept(BaseModel):
+class Kept(BaseModel, frozen=True):
     """A variable that was set before.
 
     ``origin`` is "environment" or the file that sets it; ``proposed`` is the value that ncclguard would have given it.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     value: str
@@ -347,15 +341,13 @@ class Kept(BaseModel):
     proposed: str | None = None
 
 
-class EnvironmentReport(BaseModel):
+class EnvironmentReport(BaseModel, frozen=True):
     """The outcome of :func:`ncclguard.setup_env`.
 
     ``set`` holds what ncclguard set, ``kept`` what was there before, ``translated`` the settings that carry the value
     of a deprecated name over to the new one (they are in ``set`` as well), ``wrong`` the findings and ``too_late`` what
     would have been set before ``init_process_group``.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     versions: Versions
     profile: Profile
@@ -757,10 +749,8 @@ PROCESS_GROUP_MARGIN = 120.0
 HEARTBEAT_MARGIN = 60.0
 
 
-class Rung(BaseModel):
+class Rung(BaseModel, frozen=True):
     """One limit in seconds. None: it does not exist, or nobody knows it; ``origin`` says which, or where it is from."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: Prose
     seconds: float | None
@@ -771,10 +761,8 @@ class Rung(BaseModel):
         return f"{self.name:<22} {figure:>9}  {self.origin}"
 
 
-class Ladder(BaseModel):
+class Ladder(BaseModel, frozen=True):
     """The four limits in the order in which they have to grow, and what is wrong with them."""
-
-    model_config = ConfigDict(frozen=True)
 
     guard: Rung
     process_group: Rung
@@ -986,10 +974,8 @@ ProfileName = Literal["auto", "infiniband", "roce", "ethernet"]
 PROFILE_NAMES: tuple[str, ...] = get_args(ProfileName)
 
 
-class Profile(BaseModel):
+class Profile(BaseModel, frozen=True):
     """A network profile: its name, why it was taken, and the (variable, value, reason) it asks for."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     reason: str

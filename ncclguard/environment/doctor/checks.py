@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ncclguard.environment import network, ras
 from ncclguard.environment.network import (
@@ -92,10 +92,8 @@ def read_context() -> Context:
     return Context(read_job(environ), socket.gethostname(), environ, report, read_links(), read_ports())
 
 
-class Check(BaseModel):
+class Check(BaseModel, frozen=True):
     """A check: its name, how it came out, the figures, and what to do next (empty when there is nothing to do)."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: Prose
     status: Status
@@ -107,10 +105,8 @@ class Check(BaseModel):
 SCHEMA_VERSION = 1
 
 
-class DoctorReport(BaseModel):
+class DoctorReport(BaseModel, frozen=True):
     """The object that `--json` writes: the checks of all hosts, in the table's order, and the fields' version."""
-
-    model_config = ConfigDict(frozen=True)
 
     schema_version: int = SCHEMA_VERSION
     checks: tuple[Check, ...]
@@ -692,10 +688,8 @@ BANDWIDTH_OUTLIER, ROUND_TRIP_OUTLIER = 0.5, 5.0
 ROUND_TRIP_FLOOR = 0.001
 
 
-class Facts(BaseModel):
+class Facts(BaseModel, frozen=True):
     """The facts that a rank publishes of itself; its servers listen on ``port`` and ``echo_port`` of ``address``."""
-
-    model_config = ConfigDict(frozen=True)
 
     rank: int
     host: str
@@ -708,13 +702,11 @@ class Facts(BaseModel):
     versions: dict[str, str]
 
 
-class Measured(BaseModel):
+class Measured(BaseModel, frozen=True):
     """The measurements of one rank's way to another; None where it was not measured or did not work.
 
     Times in seconds, ``bandwidth`` in bytes/s, sizes in bytes.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     source: int
     target: int
