@@ -42,11 +42,8 @@ def check_carried(collective: Collective, tensor: torch.Tensor, terms: Terms, op
 
 def alone(collective: Collective, terms: Terms, tensor: torch.Tensor | None = None) -> Outcome:
     """The outcome of a call with nobody to communicate with: a success that moved nothing."""
-    return Outcome(
-        agreed=True, op=collective.name, op_id="", cause=None, culprits=(), attempts=1, chunks=0,
-        numel=0 if tensor is None else tensor.numel(), nbytes=0 if tensor is None else nbytes_of(tensor), seconds=0.0,
-        algbw=0.0, busbw=0.0, participants=terms.ranks, torn=False, incident=None,
-    )  # fmt: skip
+    numel, nbytes = (0, 0) if tensor is None else (tensor.numel(), nbytes_of(tensor))
+    return Outcome(op=collective.name, op_id="", numel=numel, nbytes=nbytes, participants=terms.ranks)
 
 
 class Queue(NamedTuple):
