@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import psutil
 from pydantic import BaseModel, WrapValidator
@@ -74,7 +74,6 @@ class Link:
 
     @property
     def loopback(self) -> bool:
-        """Return whether it is the loopback interface."""
         return self.kind == "loopback"
 
     @property
@@ -109,7 +108,6 @@ class Link:
 
 
 def family_of(address: str) -> int:
-    """Return ``socket.AF_INET`` or ``socket.AF_INET6`` for the text of an address."""
     return socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
 
 
@@ -254,22 +252,6 @@ class Route:
     prefix_length: int = 0
 
 
-class Routes(Protocol):
-    """The kernel's routes, as far as the choice of the interface needs them."""
-
-    def to(self, address: str) -> Route | None:
-        """Return the route that packets to an address take; None when there is none."""
-        ...
-
-    def matching(self, address: str) -> tuple[Route, ...]:
-        """All routes to an address, also those that another one takes precedence over; the most specific first."""
-        ...
-
-    def defaults(self) -> tuple[Route, ...]:
-        """Return the default routes, IPv4 before IPv6, the lowest metric first."""
-        ...
-
-
 def routes_from_json(entry: dict[str, Any]) -> list[Route]:
     """Return the routes in one object of ``ip -json route``; several for one with several next hops."""
     destination = str(entry.get("dst", "default"))
@@ -296,7 +278,6 @@ class IpRoutes:
         self._program = program
 
     def to(self, address: str) -> Route | None:
-        """Return the answer of ``ip -json route get``."""
         return next(iter(self._ask("route", "get", address)), None)
 
     def matching(self, address: str) -> tuple[Route, ...]:
@@ -305,7 +286,6 @@ class IpRoutes:
         return _by_precedence(self._ask(version, "route", "show", "match", address))
 
     def defaults(self) -> tuple[Route, ...]:
-        """Return the answer of ``ip -json route show default`` for both families."""
         return tuple(
             route
             for version in ("-4", "-6")
@@ -345,7 +325,6 @@ class ProcRoutes:
         )
 
     def defaults(self) -> tuple[Route, ...]:
-        """Return the routes of the table to everywhere."""
         found = [(network.version, route) for network, route in self._table if network.prefixlen == 0]
         return tuple(route for _, route in sorted(found, key=lambda entry: (entry[0], entry[1].metric)))
 
@@ -388,6 +367,9 @@ def _ipv4(text: str) -> str:
 
 def _by_precedence(routes: Iterable[Route]) -> tuple[Route, ...]:
     return tuple(sorted(routes, key=lambda route: (-route.prefix_length, route.metric)))
+
+
+Routes = IpRoutes | ProcRoutes
 
 
 def read_routes(links: Sequence[Link]) -> Routes:
@@ -509,7 +491,6 @@ def _sources_towards(name: str) -> Iterator[str]:
 
 
 def is_here(name: str) -> bool:
-    """Return whether a name or an address is one of this host."""
     return any(_can_listen(family, address) for family, address in lookup(name))
 
 
@@ -640,7 +621,6 @@ class InterfaceChoice(BaseModel, frozen=True):
 
     @property
     def ipv6(self) -> bool:
-        """Return whether the address that peers are given is an IPv6 one."""
         return self.address is not None and family_of(self.address) == socket.AF_INET6
 
 
