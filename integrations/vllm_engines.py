@@ -47,15 +47,12 @@ class Engines:
         self._init(failed, min(_ANSWERS_WITHIN, self.timeout))
 
     def start_weight_update(self) -> None:
-        """Begin an update."""
         self.each("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Have them receive, in threads."""
         self._updating = {name: self._call(name, "update_weights", update_info) for name in self.live}
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End the update."""
         self.each("finish_weight_update", *([] if weight_version is None else [weight_version]))
 
     def each(self, method: str, *args: Any) -> None:

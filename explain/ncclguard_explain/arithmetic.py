@@ -85,7 +85,6 @@ _TABLE: dict[str, tuple[int, int, int, int, int, int, int, bool, bool]] = {
 
 
 def known_models() -> list[ModelSizes]:
-    """Return the built-in table."""
     return [ModelSizes(name, *figures) for name, figures in _TABLE.items()]
 
 

@@ -274,10 +274,7 @@ def _is_uneven(op: str) -> bool:
 
 
 def _different(waiting: Mapping[int, Entry]) -> tuple[set[int], list[tuple[str, tuple[int, ...]]]]:
-    """Return the minority among ranks that wait at the same sequence number, and the sides.
-
-    They wait with another operation or other sizes.
-    """
+    """Return the minority that waits at the same number in another operation or other sizes, and the sides."""
     seqs = Counter(entry.seq for entry in waiting.values())
     seq, _ = seqs.most_common(1)[0]
     sides: dict[str, list[int]] = defaultdict(list)

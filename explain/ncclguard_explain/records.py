@@ -290,7 +290,6 @@ class Tail:
         self._stream: BinaryIO = cast(BinaryIO, sys.stdin.buffer) if source.path is None else open_source(source.path)
 
     def close(self) -> None:
-        """Let go of the file."""
         if self.source.path is not None:
             self._stream.close()
 
@@ -459,7 +458,6 @@ class Prefix:
 
 
 def strip_ansi(text: str) -> str:
-    """Return the text without terminal colours."""
     return _ANSI.sub("", text) if "\x1b" in text or "m" in text and "[" in text else text
 
 

@@ -84,7 +84,6 @@ def _gpus() -> tuple[str, ...]:
 
 
 def hostname() -> str:
-    """Return the name this host calls itself."""
     return socket.gethostname()
 
 

@@ -177,10 +177,7 @@ class Liveness:
             return self._look_there(peer)
 
     def befriend(self, peer: Identity) -> None:
-        """Reach a peer's liveness port once, so that its being refused later is evidence.
-
-        It returns at once, and ``look`` goes on with it.
-        """
+        """Reach a peer's port once, so that its being refused later is evidence; `look` goes on with it."""
         self.look(peer)
 
     def seek(self, peers: Iterable[Identity], since: float) -> None:
@@ -203,10 +200,7 @@ class Liveness:
                     self._begin(probe, peer, peer.port)
 
     def drain(self) -> None:
-        """Accept and close what has queued at the own liveness port; never blocks.
-
-        Probes that nobody asks about any more are ended too.
-        """
+        """Accept and close what has queued at the own port, and end probes that nobody asks about; never blocks."""
         if self._under_way:
             with self._lock:
                 self._tidy(PROBE_LIMIT)
@@ -569,10 +563,7 @@ class Neighbours:
         return self._liveness.look(peer)
 
     def seek(self, ranks: Sequence[int], since: float) -> None:
-        """Begin to look at ranks that may have to be looked at soon, each once after `since`.
-
-        They are many at once, and none is waited for.
-        """
+        """Begin to look at ranks that may have to be looked at soon, each once after `since`; waits for none."""
         new = [rank for rank in ranks if rank not in self._known and rank not in self._met and rank not in self._sought]
         if new and self._store is not None:
             self._sought.update(new)

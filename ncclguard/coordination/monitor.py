@@ -143,7 +143,6 @@ class Monitor:
 
     @property
     def unavailable(self) -> str:
-        """Why no agreement is possible any more, or empty."""
         return self._unavailable
 
     def take_over(self, nonfinite: NonFinites) -> None:
@@ -223,7 +222,6 @@ class Monitor:
         return self._goodbyes
 
     def peers_here(self) -> list[Identity]:
-        """The other ranks of this host, as far as they are known yet."""
         return self._neighbours.here()
 
     def first_here(self) -> bool:

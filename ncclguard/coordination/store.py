@@ -87,10 +87,7 @@ class AgreementStore:
         return self.replace(key, "", value)
 
     def replace(self, key: str, expected: str, value: str) -> str:
-        """Write `value` if `expected` is there, or nothing where that is empty; return what is there now.
-
-        The write is acknowledged.
-        """
+        """Write `value` if `expected` is there (empty: nothing); return what is there now. Acknowledged."""
         full, expected, value = self._key(key), expected and _short(expected), _short(value)
         return _plain(self.connection.ask(f"compare_set {key}", lambda: self._store.compare_set(full, expected, value)))
 
@@ -338,10 +335,7 @@ class HighWaterMarks:
         self._seen: dict[str, str] = {}  # key -> what was there last
 
     def enter(self, store: AgreementStore, key: str, place: Place, entry: list[int | str]) -> list[int | str] | None:
-        """Write `entry` for a place that nobody has come to.
-
-        Return the entry of its first, None when others are further.
-        """
+        """Write `entry` for a place that nobody has come to; return its first entry, None when others are further."""
         told = store.told_here(key)
         if told is not None:
             at, *said = json.loads(told)
@@ -406,7 +400,6 @@ class Departures:
         self._portion = 2 * self._portion if self.more else PORTION
 
     def count(self, store: AgreementStore, within: float = 0.0) -> int:
-        """Count how many have been entered."""
         return self._entries.count(store, within)
 
     def _learn(self, text: str) -> None:
@@ -425,7 +418,6 @@ class Departures:
         }
 
     def all(self) -> dict[int, Departure]:
-        """Every one that is known."""
         return {rank: departure for rank, (departure, _) in self._known.items()}
 
 

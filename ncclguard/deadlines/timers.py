@@ -270,7 +270,6 @@ class Watchdog:
             self._watched.pop(id(watched), None)
 
     def guards(self, watched: Watched) -> bool:
-        """Return whether ``watched`` is still entered."""
         return id(watched) in self._watched
 
     @property
@@ -279,7 +278,6 @@ class Watchdog:
         return self._changed
 
     def watched(self) -> tuple[Watched, ...]:
-        """Everything entered at present."""
         return tuple(self._watched.values())
 
     def close(self) -> None:

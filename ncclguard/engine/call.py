@@ -209,7 +209,6 @@ def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -254,10 +253,7 @@ def check_tensor(tensor: object, what: str, written: bool = False) -> None:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether two elements have the same address.
-
-    It sees every overlap within two dimensions, which is what expand and unfold make.
-    """
+    """Return whether two elements have the same address; sees every overlap within two dimensions."""
     if tensor.is_contiguous():
         return False
     dimensions = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

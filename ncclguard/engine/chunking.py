@@ -27,7 +27,6 @@ class ChunkPlan:
 
     @property
     def longest(self) -> int:
-        """Elements of the longest piece."""
         return self.pieces[0][1] if self.pieces else 0
 
 

@@ -60,10 +60,7 @@ class Execution(ABC):
         """Get the memory that will be needed, none by default. Raises MemoryError."""
 
     def obtain(self, atomic: bool | str, in_flight: int, text: str) -> None:
-        """Get the memory for an `atomic` call, as asked for.
-
-        Without it the call goes on not atomic, unless that was required.
-        """
+        """Get the memory for an `atomic` call, which goes on not atomic without it, unless that was required."""
         try:
             self.reserve(bool(atomic), in_flight)
         except MemoryError:
@@ -82,10 +79,7 @@ class Execution(ABC):
         return None
 
     def _fits(self, tensor: torch.Tensor, limit: int) -> bool:
-        """Return whether up to `limit` bytes of `tensor` are all that the operation moves.
-
-        It follows from values that all ranks compare.
-        """
+        """Return whether up to `limit` bytes of `tensor`, alike on all ranks, are all that the operation moves."""
         return self.pieces == 1 and tensor.numel() * tensor.element_size() <= limit
 
     def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
@@ -164,10 +158,7 @@ class Execution(ABC):
         return []
 
     def accept(self, donated: str) -> None:
-        """Take the result from a rank that completed, as if the opening round had brought it.
-
-        No memory is needed but its own.
-        """
+        """Take the result from a rank that completed, as if the opening round had brought it."""
         self.collected = [base64.b64decode(text) for text in donated.split(",")]
 
     def release(self) -> None:
@@ -611,10 +602,7 @@ class Scatter(Staged):
 
 
 class AllToAll(Staged):
-    """An exchange: `inputs[i]` goes to the i-th rank of the group, `outputs[i]` comes from it.
-
-    What is sent and what is expected must be known to agree.
-    """
+    """An exchange: `inputs[i]` goes to the i-th rank, `outputs[i]` comes from it, in sizes known to agree."""
 
     def __init__(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], nothing: bool) -> None:
         self._sizes = [tensor.numel() * tensor.element_size() for tensor in outputs]

@@ -95,10 +95,7 @@ def not_started(
     verdict: Verdict | None,
     missing: dict[int, Cause],
 ) -> Outcome:
-    """Return the outcome of a call that ended before it began.
-
-    It was decided already, a member is known to be gone, it was fenced, or there is no verdict on what was before.
-    """
+    """Return the outcome of a call that ended before it began."""
     if entry is Entry.SETTLED and verdict is not None:
         return _failure(
             state, call, sequence, started, verdict.cause, verdict.culprit_ranks, attempts=verdict.attempt,

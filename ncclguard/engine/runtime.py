@@ -218,10 +218,7 @@ class Runtime:
         return self.rank == 0 and (hello or "").partition(" ")[0] != self.monitor.nonce
 
     def release(self, group: dist.ProcessGroup) -> None:
-        """The group is about to be destroyed: give its connections and threads back.
-
-        Its states stay: the others may still ask how its last operation ended here.
-        """
+        """Give connections and threads of a group back that is about to be destroyed; its states stay for questions."""
         with self._lock:
             self._released.add(group)
             keys = [key for key, (owner, _) in self._groups.items() if owner is group]
@@ -284,10 +281,7 @@ class Runtime:
         self.monitor.depart(cause, text, self.monitor.timing.leave, details, terminated=terminated)
 
     def terminate(self) -> None:
-        """Go on SIGTERM, once the verdict in progress has ended.
-
-        That verdict may be about the rank that this is a consequence of.
-        """
+        """Go on SIGTERM, once the verdict in progress, which may be on what has led to it, has ended."""
         self.monitor.settle(self.monitor.timing.leave)
         self.announce(Cause.LOST, lifecycle.SENT_SIGTERM, main_thread_stack(), terminated=True)
         if self.rank == 0 and self.world.has_store:  # which the others need for their verdict

@@ -772,7 +772,6 @@ class Ladder(BaseModel, frozen=True):
 
     @property
     def rungs(self) -> tuple[Rung, ...]:
-        """The limits, lowest first."""
         return (self.guard, self.process_group, self.heartbeat, self.launcher)
 
     @property
@@ -926,7 +925,6 @@ class Port:
 
     @property
     def roce(self) -> bool:
-        """Return whether it speaks Ethernet."""
         return self.layer == "Ethernet"
 
     @property

@@ -105,10 +105,7 @@ def _nccl_of_loaded_torch() -> str | None:
 
 
 def detect_versions() -> Versions:
-    """Return the versions of the installed torch and NCCL.
-
-    Raises importlib.metadata.PackageNotFoundError when torch is not installed.
-    """
+    """Return the versions of torch and NCCL. Raises importlib.metadata.PackageNotFoundError without torch."""
     torch = _torch_version()
     nccl2 = within(torch, _NCCL2_SINCE, None) and os.environ.get("TORCH_DIST_USE_NCCL2", "1") != "0"
     loaded = _nccl_of_loaded_torch()

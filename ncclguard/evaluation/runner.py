@@ -576,10 +576,7 @@ class Evaluation:
         return decided, meeting
 
     def _result_of(self, error: Exception, failures: Sequence[Outcome] = ()) -> RankResult:
-        """Describe this rank's exception for the other ranks.
-
-        The exception itself is not kept, because its frames hold memory.
-        """
+        """Describe this rank's exception, whose own frames hold memory, for the other ranks."""
         outcome = failed_collective(error, failures)
         if outcome is not None:
             text = outcome.incident.summary if outcome.incident is not None else str(outcome.error)

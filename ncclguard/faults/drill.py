@@ -93,7 +93,6 @@ class Findings:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The ranks that were not struck."""
         return tuple(rank for rank in self.ranks if rank != self.rank)
 
     @property

@@ -168,7 +168,6 @@ def _together(group: Sequence[RankReport], placed: Hosts) -> tuple[Any, ...]:
 
 
 def _cells(report: RankReport) -> tuple[Any, ...]:
-    """A row of one rank."""
     return (
         report.rank,
         "" if report.cause is None else WORD[report.cause],

@@ -122,10 +122,7 @@ class Timeline(BaseModel, frozen=True, extra="forbid"):
 
 
 def build(incident: Incident, histories: Mapping[int, Any]) -> Timeline | None:
-    """Lay the ranks' histories (see `snapshot`) over each other; None when there is nothing to show.
-
-    A history that is no such data is left out: it came from another process.
-    """
+    """Lay the ranks' histories (see `snapshot`), but data of another form, over each other; None for nothing."""
     group, _, number = incident.op_id.rpartition("/")
     sequence = int(number) if number.isdigit() else 0
     own = {rank: rows for rank, data in sorted(histories.items()) if (rows := _own_clock(data)) is not None}

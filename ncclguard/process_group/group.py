@@ -589,10 +589,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._observers.append(observer)
 
     def finish(self, raised: str = "") -> None:
-        """Return when nothing is pending.
-
-        What `raised` tells drops what has not started and fails what runs, for all ranks.
-        """
+        """Return when nothing is pending; `raised` drops what has not started and fails what runs, for all ranks."""
         for queue in self.queues():
             if raised:
                 queue.drop(raised)

@@ -159,10 +159,7 @@ WITHOUT_TRAMPOLINE = (
 
 
 def serve_cpp_callers() -> None:
-    """Have C++ callers reach guarded groups also with the collectives that torch's trampolines lack.
-
-    It lasts until the job is left.
-    """
+    """Have C++ callers reach guarded groups with collectives that torch's trampolines lack, while the job lasts."""
     _for_guarded.install(*WITHOUT_TRAMPOLINE)
 
 

@@ -62,12 +62,10 @@ class Note:
     place: int = 0
 
     def to_json(self) -> str:
-        """Return it as a JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Note:
-        """The note that `to_json` wrote."""
         said = json.loads(text)
         return cls(
             int(said["rank"]), str(said["session"]), str(said["step"]), str(said["identity"]), int(said["place"])
@@ -91,12 +89,10 @@ class Invitation:
     calls: int
 
     def to_json(self) -> str:
-        """Return it as a JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Invitation:
-        """The invitation that `to_json` wrote."""
         said = json.loads(text)
         return cls(tuple(said["members"]), int(said["meetings"]), int(said["calls"]))
 

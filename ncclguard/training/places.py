@@ -77,12 +77,10 @@ class Place:
         return self.env.get(_GENERATION, "0")
 
     def to_json(self) -> str:
-        """Return it as a JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Place:
-        """The place that `to_json` wrote."""
         said = json.loads(text)
         return cls(int(said["number"]), int(said["rank"]), {str(key): str(value) for key, value in said["env"].items()})
 

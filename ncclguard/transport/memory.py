@@ -126,10 +126,7 @@ class Support:
             )
 
     def wire_op(self, op: ReduceOp.RedOpType, dtype: torch.dtype) -> ReduceOp.RedOpType:
-        """Return the reduce op that the backend carries out for ``op``, one of ``wire_ops``, on this dtype.
-
-        Raises ValueError for any other op.
-        """
+        """Return the reduce op carried out for ``op`` on this dtype, one of ``wire_ops``; ValueError for any other."""
         if op not in self.wire_ops:
             name = torch_compat.reduce_op_name(op)
             raise ValueError(f"{name} is not sent by {self.backend} as it is: use the wire of reduction()")
@@ -157,19 +154,13 @@ NCCL = Support("NCCL", "cuda", (*_ARITHMETIC, ReduceOp.AVG), _NATIVE)
 
 
 def reducible_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Return the same memory in the form that is reduced: complex numbers as pairs of real ones.
-
-    Raises ValueError if not possible.
-    """
+    """Return the memory as it is reduced: complex numbers as pairs of real ones. Raises ValueError where it cannot."""
     _check_memory(tensor, device_type)
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def movable_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Return the same memory in a form that can be copied: as bytes, where the transport lacks the dtype.
-
-    Raises ValueError if not possible.
-    """
+    """Return the memory as it is copied: bytes, where the transport lacks the dtype. ValueError where it cannot."""
     _check_memory(tensor, device_type)
     return tensor if tensor.dtype in _NATIVE else tensor.reshape(-1).view(torch.uint8)
 

@@ -391,10 +391,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def aborted(self) -> bool:
-        """Return whether an abort has come back.
-
-        NCCL frees the communicator's memory in it, so that no kernel can still run.
-        """
+        """Return whether an abort has come back: NCCL frees the memory in it, so that no kernel can still run."""
         return self._aborted.is_set()
 
     # --- ending ---------------------------------------------------------------------------------------------------
@@ -527,10 +524,7 @@ _ABORT_LIMIT = timedelta(seconds=60)
 
 
 class NcclBuilder:
-    """Builds `NcclCommunicator`, as `Builder` says, on the ``device`` of the tensors.
-
-    That need not be the current device.
-    """
+    """Builds `NcclCommunicator` on the ``device`` of the tensors, which need not be the current device."""
 
     # Enough to keep the GPU busy; a collective of lists needs memory of the size of all its parts for each of them.
     max_in_flight = 8

@@ -322,10 +322,7 @@ class WatchCoordination:
         return self._monitor.left(rank) and not any(rank in pending.ranks for pending in self.waiting)
 
     def overdue(self, now: float) -> None:
-        """Speak of an ended process by oneself, when the monitor does not come to it.
-
-        The store does not answer then.
-        """
+        """Speak of an ended process by oneself, where the monitor does not: the store does not answer then."""
         with self._lock:
             left = {
                 r: e for r, (e, seen) in self._ended.items() if self._monitor.unavailable or now - seen > SPEAK_AFTER

@@ -365,10 +365,7 @@ def _project(
     channel: str,
     sequence: int,
 ) -> dict[int, Report]:
-    """Return the reports with the collective of this channel as their operation.
-
-    Code that reads reports of one group takes them.
-    """
+    """Return the reports with the collective of this channel as their operation, for what reads those of one group."""
     found = {}
     for rank, report in reports.items():
         wait = next((wait for wait in waits[rank] if wait.channel == channel), None)

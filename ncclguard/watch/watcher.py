@@ -84,10 +84,7 @@ class Processes:
             self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> list[tuple[int, str]]:
-        """Return ranks whose process has ended, with the evidence.
-
-        It comes earlier than `seconds` when one does, or after `wake`.
-        """
+        """Return ranks whose process has ended, with the evidence: as soon as one has, or after `wake` or `seconds`."""
         events = self._poll.poll(max(seconds, 0.0) * 1000)
         found = []
         for descriptor, _ in events:
@@ -254,7 +251,6 @@ class Watcher:
 
     @property
     def running(self) -> bool:
-        """Return whether the thread is alive."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -484,10 +480,7 @@ class Watcher:
             )
 
     def _due(self, key: str, value: tuple[int, int], all_still: bool, now: float) -> bool:
-        """Return whether the recorder is to be read because of a counter that stands still.
-
-        Reading takes long, so it is not done for nothing.
-        """
+        """Return whether the recorder is to be read because a counter stands still; reading takes long."""
         seen = self._examined.get(key)
         if seen is None or seen[0] != value:
             # A group where everything issued has ended is idle; gloo may end them out of order,

@@ -76,7 +76,6 @@ def _known(kind: type[Ask | News], text: str) -> dict[str, Any]:
 
 
 def dumps(said: Ask | News) -> str:
-    """Return it as JSON."""
     return json.dumps(asdict(said))
 
 

@@ -64,12 +64,10 @@ class Context:
 
     @property
     def rank(self) -> int:
-        """This process's rank, 0 without a launcher."""
         return self.job.rank or 0
 
     @property
     def world_size(self) -> int:
-        """The number of ranks, 1 without a launcher."""
         return self.job.world_size or 1
 
     @property
