@@ -451,7 +451,7 @@ class Neighbours:
         self._known: dict[int, Identity] = {}  # this host's and the two beside: followed in every step
         self._met: dict[int, Identity] = {}  # others that were asked about once
         self._beside = [r % world_size for r in (rank - 1, rank + 1) if r % world_size != rank]
-        self._here: list[Identity] = []
+        self.here: list[Identity] = []  # the other ranks of this host that are known yet
         self._beside_elsewhere: list[Identity] = []
         self._next_look = 0.0
         self._attentive_every = max(attentive_every, LOOK_EVERY / 10)
@@ -502,7 +502,7 @@ class Neighbours:
     def _learn(self, peer: Identity) -> None:
         self._known[peer.rank] = peer
         key = self._liveness.identity.host_key
-        self._here = [one for rank, one in self._known.items() if one.host_key == key and rank != self._rank]
+        self.here = [one for rank, one in self._known.items() if one.host_key == key and rank != self._rank]
 
     def departures(self, within: float = 0.0) -> list[Departure]:
         """Ranks seen here whose process is gone: positive evidence, never silence.
@@ -524,11 +524,7 @@ class Neighbours:
 
     def first_here(self) -> bool:
         """Return whether this is the lowest rank of its host that is not known to be gone."""
-        return not any(peer.rank < self._rank and not self.gone(peer.rank) for peer in self.here())
-
-    def here(self) -> list[Identity]:
-        """The other ranks of this host that are known yet."""
-        return self._here
+        return not any(peer.rank < self._rank and not self.gone(peer.rank) for peer in self.here)
 
     def fetch_stacks(self, rank: int) -> dict[str, object] | None:
         """The stacks of a rank of this host whose interpreter may not run, as details of a report; takes seconds."""

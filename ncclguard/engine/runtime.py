@@ -292,7 +292,7 @@ class Runtime:
         """Rank 0 usually hosts the store: give the others a moment to finish with it."""
         until = time.monotonic() + self._config.exit_linger
         while time.monotonic() < until and not self.monitor.unavailable:
-            if self.monitor.goodbyes() >= self.world_size:
+            if self.monitor.goodbyes >= self.world_size:
                 return
             time.sleep(0.02)
 
@@ -305,7 +305,7 @@ class Runtime:
 
     def _known(self, incident: Incident) -> tuple[dict[str, tuple[int, ...]], dict[int, int]]:
         """The ranks of this process's groups, and the processes of ranks."""
-        pids = {peer.rank: peer.pid for peer in self.monitor.peers_here()} | {self.rank: os.getpid()}
+        pids = {peer.rank: peer.pid for peer in self.monitor.neighbours.here} | {self.rank: os.getpid()}
         pids |= {report.rank: report.pid for report in incident.ranks if report.pid}
         groups = {}
         for group in torch_compat.known_groups():
@@ -353,7 +353,7 @@ class Runtime:
 
     def _publish_alone(self, incident: Incident) -> None:
         """No agreement: one rank of each host reports what it sees."""
-        if self.monitor.first_here():
+        if self.monitor.neighbours.first_here():
             self._writer.submit(incident, self.monitor.nonce, {self.rank: self._description.history()})
 
 

@@ -397,7 +397,7 @@ class WatchCoordination:
         return known >= ISSUED_GRACE or not has_issued(departure, awaited)
 
     def _departure(self, rank: int, evidence: str) -> Departure:
-        details = {p.rank: {"host": p.host, "pid": p.pid} for p in self._monitor.peers_here()}
+        details = {p.rank: {"host": p.host, "pid": p.pid} for p in self._monitor.neighbours.here}
         terminated = self._follows(rank, evidence)
         return Departure(rank, Cause.LOST, evidence, details=details.get(rank, {}), terminated=terminated)
 
@@ -485,14 +485,14 @@ class WatchCoordination:
             return
         if silent and not question.sought:
             question.sought = True
-            self._monitor.seek(silent, now)
+            self._monitor.neighbours.seek(silent, now)
             return
         self._question = None
         if any((p.channel, p.sequence) == (question.pending.channel, question.pending.sequence) for p in self.waiting):
             self._warn(question, silent)
 
     def _warn(self, question: _Question, silent: list[int]) -> None:
-        sights = {rank: self._monitor.sight(rank) for rank in silent}
+        sights = {rank: self._monitor.neighbours.look(rank) for rank in silent}
         causes = {rank: silent_cause(sight) for rank, (sight, _) in sights.items()}
         finding = analyse(elsewhere_long_enough(question.answers), {}, causes, overdue=True)
         lines = not_come({rank: question.answers[rank] for rank in finding.causes if rank not in sights})

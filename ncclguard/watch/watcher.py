@@ -329,7 +329,7 @@ class Watcher:
             if self._coordination.hurried:
                 period = min(period, HURRIED_LOOK)
             try:
-                self._processes.learn(self._monitor.peers_here())
+                self._processes.learn(self._monitor.neighbours.here)
                 for rank, evidence in self._wait(period):
                     self._coordination.process_ended(rank, evidence)
                 self._coordination.overdue(time.monotonic())
@@ -579,7 +579,7 @@ class Watcher:
         trouble = self._state.member.trouble
         if asked is None or trouble is None:
             return
-        gone = {rank: self._monitor.gone(rank) for rank in self._state.member.participants}
+        gone = {rank: self._monitor.neighbours.gone(rank) for rank in self._state.member.participants}
         gone = {
             rank: evidence for rank, evidence in gone.items() if evidence and not self._coordination.left_well(rank)
         }

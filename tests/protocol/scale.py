@@ -831,8 +831,8 @@ def _wrongly(world: World) -> list[int]:
     found = set()
     for rank in world.alone:
         monitor = world.monitors[rank]
-        near = {peer.rank for peer in monitor.peers_here()} | {(rank - 1) % world.size, (rank + 1) % world.size}
-        found.update(other for other in near - world.killed if monitor.gone(other))
+        near = {peer.rank for peer in monitor.neighbours.here} | {(rank - 1) % world.size, (rank + 1) % world.size}
+        found.update(other for other in near - world.killed if monitor.neighbours.gone(other))
     return sorted(found)
 
 
