@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-import json
 import os
 import select
 import socket
@@ -24,11 +23,11 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from enum import Enum
 
 from ncclguard import lifecycle
-from ncclguard.coordination.store import BATCH, AgreementStore, Entries
+from ncclguard.coordination.store import BATCH, AgreementStore, Entries, Stored
 from ncclguard.environment.network import address_towards
 from ncclguard.incident.stacks import Offer, fetch, process_state
 from ncclguard.protocol.decision import Departure
@@ -69,7 +68,7 @@ class Sight(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(Stored):
     """The process of a rank, as it publishes it.
 
     ``host_key`` is equal only where pids mean the same processes and addresses the same hosts. ``start_ticks`` is the
@@ -84,30 +83,6 @@ class Identity:
     start_ticks: int
     port: Port | None  # where it listens, so that others see that it exists
     stacks: tuple[int, int, int, int] | None = None  # how to have it write its stacks, see incident/stacks.py
-
-    def to_json(self) -> str:
-        """Return it as a JSON object."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Identity:
-        """The identity that ``to_json`` wrote; ValueError for anything else."""
-        try:
-            fields = json.loads(text)
-            port = None if fields["port"] is None else (str(fields["port"][0]), int(fields["port"][1]))
-            return cls(
-                rank=int(fields["rank"]),
-                host=str(fields["host"]),
-                host_key=str(fields["host_key"]),
-                pid=int(fields["pid"]),
-                start_ticks=int(fields["start_ticks"]),
-                port=port,
-                stacks=None if fields.get("stacks") is None else tuple(int(n) for n in fields["stacks"][:4]),  # type: ignore[arg-type]
-            )
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise ValueError(
-                f"{text!r} is no identity of a rank ({error!r}); all ranks must run the same version of ncclguard"
-            ) from error
 
 
 @dataclass(slots=True)

@@ -8,22 +8,26 @@ in front of one on the same connection, whose requests the server handles in ord
 from __future__ import annotations
 
 import base64
+import functools
 import json
+import secrets
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:  # ncclguard.coordination.liveness needs this module, but no torch
-    from ncclguard.torch_compat.groups import Store
-import secrets
-from collections.abc import Iterable
-from dataclasses import replace
+from pydantic import TypeAdapter
 
 from ncclguard.coordination.host_page import NEVER, HostPage, Known
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Departure
 from ncclguard.protocol.timing import SHARE, Pace
+
+if TYPE_CHECKING:  # ncclguard.coordination.liveness needs this module, but no torch
+    from typing_extensions import Self
+
+    from ncclguard.torch_compat.groups import Store
 
 T = TypeVar("T")
 
@@ -36,6 +40,30 @@ FEW = 192
 #: Characters from which on a value is written compressed, and how such a value begins.
 LONG = 2048
 _COMPRESSED = "zlib:"
+
+
+class Stored:
+    """The base of dataclasses that lie in the store, as JSON."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote, without fields that this version has not. Raises ValueError for anything else."""
+        try:
+            return _adapter(cls).validate_json(text)  # type: ignore[no-any-return, arg-type]
+        except ValueError as error:
+            raise ValueError(
+                f"{text!r} is no {cls.__name__.lower()} of a rank ({error!r}); all ranks must run the same version of ncclguard"
+            ) from error
+
+
+@functools.cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 class StoreUnavailable(Exception):
