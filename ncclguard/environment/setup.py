@@ -518,9 +518,7 @@ class _Situation:
 def guard_deadline() -> float:
     """Return the longest time in seconds that a guarded collective may take by the current configuration."""
     config = current_config()
-    if config.timeout is not None:
-        return max(config.timeout, config.timeout_eval, config.timeout_train, config.timeout_small)
-    return max(config.timeout_eval, config.timeout_train, config.timeout_small)
+    return max(config.timeout or 0.0, config.timeout_eval, config.timeout_train, config.timeout_small)
 
 
 def _read_situation(
@@ -567,37 +565,21 @@ def _findings(situation: _Situation, theirs: Mapping[str, str]) -> list[Finding]
     found = []
     choice = situation.choice
     if choice.trouble is not None:
-        found.append(
-            Finding(name="MASTER_ADDR", severity="error", detail=choice.trouble, advice=choice.advice or tr("check it"))
-        )
+        found.append(_finding("MASTER_ADDR", "error", choice.trouble, choice.advice or tr("check it")))
     if situation.profile.trouble is not None:
-        found.append(
-            Finding(
-                name="NCCL_IB_HCA",
-                severity="warning",
-                detail=situation.profile.trouble,
-                advice=tr("see `ibstat` and `rdma link`, or choose another profile"),
-            )
-        )
+        advice = tr("see `ibstat` and `rdma link`, or choose another profile")
+        found.append(_finding("NCCL_IB_HCA", "warning", situation.profile.trouble, advice))
     found += _family_finding(choice, situation.links)
     found += check_names(theirs, situation.versions)
     found += check_values(theirs, situation.versions)
     found += check_interfaces(theirs, choice, situation.links)
     found += check_harm(theirs, situation.ports)
-    found += [
-        Finding(
-            name="limits",
-            severity="error",
-            detail=problem,
-            advice=tr(
-                "proposed: process group {seconds:g} s, TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={number}",
-                seconds=situation.ladder.process_group.seconds or 0.0,
-                number=situation.ladder.proposed_heartbeat,
-            ),
-        )
-        for problem in situation.ladder.problems
-    ]
-    return found
+    advice = tr(
+        "proposed: process group {seconds:g} s, TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={number}",
+        seconds=situation.ladder.process_group.seconds or 0.0,
+        number=situation.ladder.proposed_heartbeat,
+    )
+    return found + [_finding("limits", "error", problem, advice) for problem in situation.ladder.problems]
 
 
 def _family_finding(choice: InterfaceChoice, links: tuple[Link, ...]) -> list[Finding]:
@@ -608,19 +590,14 @@ def _family_finding(choice: InterfaceChoice, links: tuple[Link, ...]) -> list[Fi
     first = next(iter(link.addresses), choice.address)
     if first == choice.address:
         return []
-    return [
-        Finding(
-            name="GLOO_SOCKET_IFNAME",
-            severity="warning",
-            detail=tr(
-                "the master is reached from {address}, but gloo gives its peers the first address of {name}, {first}",
-                address=choice.address,
-                name=link.name,
-                first=first,
-            ),
-            advice=tr("make sure that the other hosts reach {address}, or remove that address", address=first),
-        )
-    ]
+    detail = tr(
+        "the master is reached from {address}, but gloo gives its peers the first address of {name}, {first}",
+        address=choice.address,
+        name=link.name,
+        first=first,
+    )
+    advice = tr("make sure that the other hosts reach {address}, or remove that address", address=first)
+    return [_finding("GLOO_SOCKET_IFNAME", "warning", detail, advice)]
 
 
 def _apply(
@@ -1031,13 +1008,8 @@ def _roce(ports: Sequence[Port], reason: str, versions: Versions) -> Profile:
             trouble = tr("no RoCE v2 address with an IPv4 in it is at the same index of all ports")
         else:
             settings.append(("NCCL_IB_GID_INDEX", str(gid.index), f"the {gid.kind} address; NCCL {nccl} takes index 0"))
-    return Profile(
-        name="roce",
-        reason=reason,
-        ports=tuple(port.name for port in used),
-        settings=tuple(settings),
-        trouble=trouble,
-    )
+    names = tuple(port.name for port in used)
+    return Profile(name="roce", reason=reason, ports=names, settings=tuple(settings), trouble=trouble)
 
 
 def _ethernet(ports: Sequence[Port], reason: str, *, named: bool) -> Profile:

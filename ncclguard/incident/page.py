@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+
+import numpy as np
 
 from ncclguard.incident.model import Incident, RankReport, alike
 from ncclguard.incident.timeline import Bar, Document, Key, Lane, Timeline
@@ -285,15 +286,7 @@ class Scale:
 
     def place(self, moment: float) -> float:
         """The place, 0 to 1, of a moment in seconds from the divergence; what lies outside is put on the edge."""
-        moments, places = self._moments, self._places
-        if moment <= moments[0]:
-            return places[0]
-        if moment >= moments[-1]:
-            return places[-1]
-        right = bisect_right(moments, moment)
-        left = right - 1
-        share = (moment - moments[left]) / (moments[right] - moments[left])
-        return places[left] + share * (places[right] - places[left])
+        return float(np.interp(moment, self._moments, self._places))
 
 
 def _knots(timeline: Timeline) -> list[float]:
