@@ -62,10 +62,7 @@ class Engines:
     def send(
         self, sender: Sender, tensors: Tensors, version: int, join_within: float, weight_version: str | None = None
     ) -> Published:
-        """Update all that have not failed; returns which may serve the version, and why others may not.
-
-        Raises RuntimeError where none may.
-        """
+        """Update all that have not failed; returns which may serve it, and why others not. RuntimeError for none."""
         self.start_weight_update()
         self.update_weights({"version": version})
         expected = self.live

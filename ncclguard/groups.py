@@ -76,10 +76,7 @@ _outside: weakref.WeakKeyDictionary[ProcessGroup, bool] = weakref.WeakKeyDiction
 
 
 def is_outside(group: ProcessGroup) -> bool:
-    """Return whether a group's processes met in a store of their own, and not in the default group's.
-
-    Such a group has ranks of its own: a trainer and its inference engines, say, each in a job of its own.
-    """
+    """Return whether a group met in a store of its own, with ranks of its own, as a trainer and its engines do."""
     found = _outside.get(group)
     if found is None:
         found = _outside[group] = not dist.is_initialized() or not torch_compat.is_same_store(

@@ -532,10 +532,7 @@ def _drop_earlier_attempts(evidence: Evidence) -> None:
 
 
 def _drop_other_days(evidence: Evidence) -> None:
-    """Count as survived what a kernel's own log tells of another day than that on which the job's limits ran out.
-
-    A day, since clocks may show the hours of different places.
-    """
+    """Count as survived what a kernel's log tells of another day than that on which the job's limits ran out."""
     limits = evidence.of(*EXPIRED)
     expired = [fact.when for fact in limits if fact.when is not None]
     logs = {fact.source for fact in limits}

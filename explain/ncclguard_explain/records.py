@@ -102,10 +102,7 @@ _MAGIC = 6
 
 
 def open_source(path: Path) -> BinaryIO:
-    """Open a file for reading bytes, decompressed when its first bytes say so.
-
-    Raises UnusableInput where this Python cannot decompress it.
-    """
+    """Open a file for reading bytes, decompressed if its first bytes say so. Raises UnusableInput where it cannot."""
     with path.open("rb") as probe:
         head = probe.read(_MAGIC)
     return _decompressed(head, path, str(path)) or path.open("rb")

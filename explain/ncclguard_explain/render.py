@@ -62,10 +62,7 @@ BASES = {
 
 
 def render_html(report: Report) -> str:
-    """The report as one self-contained page; everything that comes from a log is escaped.
-
-    Raises `PageError` where Jinja2 is not installed.
-    """
+    """The report as one self-contained page, all of a log escaped. Raises `PageError` without Jinja2."""
     tags = [
         tr("cause: {cause}", cause=WORD[report.cause]),
         tr("class: {name} ({confidence})", name=report.cause_class, confidence=CONFIDENCE[report.confidence]),

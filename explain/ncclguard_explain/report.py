@@ -201,10 +201,7 @@ def diagnose(
     model: ModelSizes | None = None,
     zero: Mapping[str, object] | None = None,
 ) -> Report:
-    """Return the report on what was read.
-
-    `world_size` helps where the logs do not tell; `zero` is a DeepSpeed section.
-    """
+    """Return the report on what was read; `world_size` where the logs do not tell, `zero`: a DeepSpeed section."""
     world = find_world(evidence, world_size)
     verdict = find_culprits(evidence, world)
     finding = classify(evidence, world, verdict)

@@ -168,10 +168,7 @@ class GroupState:
         self.stop_transport, self._result = stop, result
 
     def enter(self, operation: Operation, call: OpenCall, wait: float) -> tuple[Entry, Verdict | None]:
-        """Take the next place in the group's sequence, waiting for the verdict of a revoked generation first.
-
-        `wait`: seconds of one wait, between which signals are heeded.
-        """
+        """Take the next place in the sequence, after the verdict of a revoked generation; `wait`: one wait in s."""
         with self.lock:
             while True:
                 entry, verdict = self.member.enter(operation)

@@ -40,10 +40,7 @@ def summarise(
     state: Subject,
     reported: Iterable[Incident] = (),
 ) -> str:
-    """The coordinator's incident as JSON; empty for a verdict under which nothing failed.
-
-    `reported`: earlier incidents that have a report, which this one may only repeat.
-    """
+    """The coordinator's incident as JSON, empty where nothing failed; `reported`: earlier ones that it may repeat."""
     if verdict.cause is None:
         return ""
     causes = dict(verdict.culprits)

@@ -132,10 +132,7 @@ class AgreementStore:
         return None if written is None else _plain(written)
 
     def read_many(self, keys: Sequence[str]) -> dict[str, str]:
-        """Return the values of those keys that somebody has written.
-
-        Where all have been, many keys take two round trips.
-        """
+        """Return the values of those keys that somebody has written; where all have been, in two round trips."""
         found: dict[str, str] = {}
         for start in range(0, len(keys), BATCH):
             self._read_batch(keys[start : start + BATCH], found)
@@ -149,10 +146,7 @@ class AgreementStore:
     # ------------------------------------------------------------------ by way of the page that this host's ranks share
 
     def recent(self, key: str, within: float) -> int:
-        """Return a counter that only grows, as it was in the last `within` seconds.
-
-        While another rank of this host asks, it may be twice as old.
-        """
+        """Return a counter that only grows, `within` seconds old at most, or twice as old while another rank asks."""
         page = self.connection.page
         if page is None:
             return self.count(key)
@@ -167,10 +161,7 @@ class AgreementStore:
         return value
 
     def find(self, key: str, within: float = 0.0) -> str | None:
-        """Return a value that is written once and stays.
-
-        Where it was missing in the last `within` seconds, the store is not asked.
-        """
+        """Return a value that is written once and stays; not asked for where it was missing `within` seconds ago."""
         page = self.connection.page
         if page is None:
             return self.read(key)
@@ -310,10 +301,7 @@ class Entries:
         return number
 
     def count(self, store: AgreementStore, within: float = 0.0) -> int:
-        """Count how many there are, or were in the last `within` seconds.
-
-        Those whose writer has not come to write them count too.
-        """
+        """Count how many there are, or were in the last `within` seconds, those that are not written yet too."""
         return store.recent(self._counter, within) if within else store.count(self._counter)
 
     def new(

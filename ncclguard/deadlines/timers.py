@@ -290,10 +290,7 @@ class Watchdog:
             thread.join(EXIT_BOUND)
 
     def abandon(self) -> None:
-        """Leave nothing to do at exit in a forked child.
-
-        The thread does not exist there, and the lock may be held for good.
-        """
+        """Leave nothing to do at exit in a forked child: it has no such thread, and the lock may be held for good."""
         lifecycle.forget(self.close)
 
     def _start(self) -> None:

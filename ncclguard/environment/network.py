@@ -530,10 +530,7 @@ class Job(BaseModel, frozen=True):
 
 
 def is_loopback_name(address: str) -> bool:
-    """Return whether a master address means "this host" by itself.
-
-    127.0.1.1 does not: Debian gives that address to the host's own name.
-    """
+    """Return whether an address means "this host" by itself; 127.0.1.1 does not: Debian gives it to the host's name."""
     return address.lower() in ("localhost", "127.0.0.1", "::1", "[::1]", "localhost.localdomain", "ip6-localhost")
 
 

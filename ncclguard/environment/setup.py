@@ -1027,10 +1027,7 @@ def _ethernet(ports: Sequence[Port], reason: str, *, named: bool) -> Profile:
 
 
 def choose_profile(name: str, ports: Sequence[Port], versions: Versions) -> Profile:
-    """Return the profile of a name, or for "auto" the one that the active ports ask for.
-
-    Raises ValueError for a name that is not one of ``PROFILE_NAMES``.
-    """
+    """Return the profile of a name, or for "auto" by the active ports. Raises ValueError for an unknown name."""
     if name not in PROFILE_NAMES:
         raise ValueError(f"profile {name!r} does not exist; it is one of {', '.join(PROFILE_NAMES)}")
     if name == "infiniband":

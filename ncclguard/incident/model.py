@@ -85,10 +85,7 @@ def _short(report: RankReport) -> RankReport:
 
 
 def _place_only(report: RankReport, places: set[tuple[str | None, str | None]]) -> RankReport:
-    """A rank that is not to blame, for which there is no room: how far it got, and where it waits.
-
-    The place is left out where ranks wait in too many different ones.
-    """
+    """A rank not to blame, without room: how far it got, and where it waits, unless that is one of too many places."""
     place = report.operation and report.operation[:TEXT], report.call_site and report.call_site[:TEXT]
     if len(places) < PLACES:
         places.add(place)

@@ -339,10 +339,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """All rows, culprits first, with their axis, what happened at its zero, and how the ranks' clocks were aligned.
-
-    `then`: what became of the job after the end of the axis.
-    """
+    """All rows, culprits first, their axis, what its zero is, how clocks were aligned, and what became of the job."""
 
     rows: Sequence[Row]
     scale: Scale

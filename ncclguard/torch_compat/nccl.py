@@ -288,10 +288,7 @@ def recorded_end(entry: dict[str, Any]) -> bool:
 
 
 def sequence_number(group: dist.ProcessGroup, backend: str | None = None) -> int | None:
-    """Return how many collectives this process has issued on the group, or on one of its backends, also in C++.
-
-    None where it is not counted.
-    """
+    """Return how many collectives this process has issued on a group or backend, also in C++; None if not counted."""
     handle: Any = group if backend is None else _backend_object(group, backend) or group
     try:
         return int(handle._get_sequence_number_for_group())

@@ -366,10 +366,7 @@ class NcclCommunicator(Communicator):
             raise TransportError(f"the communicator (generation {self.generation}) was stopped: build the next one")
 
     def ask(self, work: dist.Work) -> None:
-        """Raise TransportError for an error that NCCL has seen.
-
-        NCCL is never asked while the communicator is aborted, because the question may hang then.
-        """
+        """Raise TransportError for an error that NCCL has seen; during an abort it is not asked, which may hang."""
         while not self._asking.acquire(timeout=_ASK_SLICE):
             self.check()
         try:
@@ -442,10 +439,7 @@ class NcclCommunicator(Communicator):
         )
 
     def quiet(self, seconds: float) -> bool:
-        """Wait as `Communicator.quiet` says, until no launch is outstanding and every kernel has ended.
-
-        Returns False for good if an abort hangs.
-        """
+        """Wait as `Communicator.quiet` says, for all launches and kernels; False for good if an abort hangs."""
         end = time.monotonic() + seconds
         if not self._votes.quiet(seconds):
             return False
@@ -606,10 +600,7 @@ class _Attempt:
         return communicator
 
     def _try_out(self, communicator: NcclCommunicator) -> None:
-        """Run one operation, to find out now what cannot be connected at all.
-
-        Later ones connect more, for the algorithms they use.
-        """
+        """Run one operation, to find out now what cannot be connected at all; later ones connect more."""
         first = communicator.all_reduce(torch.zeros(1, device=self._device), ReduceOp.SUM)
         while not first.wait(0.1):
             if time.monotonic() >= self._end:

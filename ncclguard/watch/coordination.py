@@ -48,10 +48,7 @@ FRESH: Final = 0.05
 
 
 class WatchState(GroupState):
-    """The state that reports what torch's flight recorder says; it never settles anything.
-
-    It works also on ranks that did not call `watch`.
-    """
+    """The state that reports what torch's flight recorder says, also where `watch` was not called; settles nothing."""
 
     guarded = False
 

@@ -303,10 +303,7 @@ def _cycle(
     waits: Mapping[int, tuple[Waiting, ...]],
     reports: Mapping[int, Report],
 ) -> tuple[str, dict[int, Cause], Sides]:
-    """Judge ranks that wait for each other in different collectives.
-
-    All sides are shown, and a strict majority accuses the rest.
-    """
+    """Judge ranks that wait for each other in different collectives: a strict majority accuses the rest."""
     sides: dict[str, list[int]] = {}
     for rank, items in sorted(waits.items()):
         text = passing_on.get(rank) or next((wait.text for wait in items), "")

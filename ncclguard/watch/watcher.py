@@ -294,10 +294,7 @@ class Watcher:
         ]  # fmt: skip
 
     def uncaught(self, error: BaseException, text: str) -> str:
-        """An exception ends the program: when it is that of a broken collective, find out first who broke it.
-
-        Returns `text`, the exception in words, with that said.
-        """
+        """Find out first who broke a collective whose exception ends the program; return `text` with that said."""
         if not _from_collective(error):
             return text
         text = text if is_consequence(text) else f"{text} {BROKEN}"
