@@ -131,13 +131,12 @@ def error_for(outcome: Outcome) -> CollectiveFailed:
     deadline.
     """
     if not outcome.failed:
-        raise ValueError(
-            told(
-                "{op} {op_id} succeeded and has no error; test the outcome's truth value first",
-                op=outcome.op,
-                op_id=outcome.op_id,
-            )
+        text = told(
+            "{op} {op_id} succeeded and has no error; test the outcome's truth value first",
+            op=outcome.op,
+            op_id=outcome.op_id,
         )
+        raise ValueError(text)
     expired = outcome.incident is not None and outcome.incident.deadline_expired
     if outcome.cause is Cause.DIVERGED:
         return CollectiveMismatch(outcome)

@@ -29,22 +29,20 @@ def group_of(given: object) -> ProcessGroup | None:
     launched = launched_ranks(os.environ)
     if launched is not None and launched[1] > 1:
         if torch_compat.was_destroyed():
-            raise GuardConfigError(
-                told(
-                    "the process group of the job was destroyed in this process, so nothing would be communicated: make this "
-                    "call before destroy_process_group(), or call init_process_group() again"
-                )
+            text = told(
+                "the process group of the job was destroyed in this process, so nothing would be communicated: make this "
+                "call before destroy_process_group(), or call init_process_group() again"
             )
+            raise GuardConfigError(text)
         variable, ranks = launched
-        raise GuardConfigError(
-            told(
-                "a launcher started {count} ranks ({variable}={count}), but torch.distributed is not initialised in this one, "
-                "so nothing would be communicated: call torch.distributed.init_process_group() first (and "
-                "destroy_process_group() last), or unset {variable} for a process that works alone",
-                count=ranks,
-                variable=variable,
-            )
+        text = told(
+            "a launcher started {count} ranks ({variable}={count}), but torch.distributed is not initialised in this one, "
+            "so nothing would be communicated: call torch.distributed.init_process_group() first (and "
+            "destroy_process_group() last), or unset {variable} for a process that works alone",
+            count=ranks,
+            variable=variable,
         )
+        raise GuardConfigError(text)
     return None
 
 

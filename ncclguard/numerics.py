@@ -320,11 +320,10 @@ def watch_numerics(
     'the gradient of bias'
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            told(
-                "model must be a torch.nn.Module, not {kind}: give the model that is trained", kind=type(model).__name__
-            )
+        text = told(
+            "model must be a torch.nn.Module, not {kind}: give the model that is trained", kind=type(model).__name__
         )
+        raise TypeError(text)
     return NumericsWatch(model, on_found)
 
 

@@ -111,12 +111,11 @@ def sizes_from_config(name: str, config: Mapping[str, Any]) -> ModelSizes:
             tied=bool(figures.get("tie_word_embeddings", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            tr(
-                "the model config lacks a usable {error}; hidden_size, intermediate_size and the like are needed",
-                error=error,
-            )
-        ) from error
+        refusal = tr(
+            "the model config lacks a usable {error}; hidden_size, intermediate_size and the like are needed",
+            error=error,
+        )
+        raise ValueError(refusal) from error
 
 
 def find_model(argument: str) -> ModelSizes:
@@ -148,13 +147,12 @@ def find_model(argument: str) -> ModelSizes:
     for model in known_models():
         if name == model.name or name.startswith(model.name + "-"):
             return model
-    raise ValueError(
-        tr(
-            "{argument}: no such file, and not in the built-in table: {models}",
-            argument=argument,
-            models=", ".join(_TABLE),
-        )
+    text = tr(
+        "{argument}: no such file, and not in the built-in table: {models}",
+        argument=argument,
+        models=", ".join(_TABLE),
     )
+    raise ValueError(text)
 
 
 def read_deepspeed(path: str) -> Mapping[str, object]:

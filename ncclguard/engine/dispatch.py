@@ -93,14 +93,13 @@ def run(
     current = runtime.of(terms.group, terms.deadline - time.monotonic())
     group = current.group(terms.group, device, queue.name, queue.ranks)
     if group.device != device:
-        raise ValueError(
-            told(
-                "the tensor is on {device}, the first operation of this group was on {other}, and a group's communicator "
-                "serves one device of a process: move the tensor there, or use another group (new_group) for {device}",
-                device=device,
-                other=group.device,
-            )
+        text = told(
+            "the tensor is on {device}, the first operation of this group was on {other}, and a group's communicator "
+            "serves one device of a process: move the tensor there, or use another group (new_group) for {device}",
+            device=device,
+            other=group.device,
         )
+        raise ValueError(text)
     if terms.config.numerics == "watch" and arguments.op:
         brought = arguments.others or (arguments.tensor,)
         look_at(brought, arguments.op, call.text, group, current.monitor.nonfinite)

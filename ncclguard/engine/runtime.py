@@ -430,14 +430,13 @@ def begin_outside(group: dist.ProcessGroup, world: World, within: float = CONNEC
             try:
                 made = Runtime(current_config(), max(0.001, min(within, CONNECT_WITHIN)), world)
             except (TransportError, RuntimeError, ValueError, OSError) as error:
-                raise GuardError(
-                    told(
-                        "the store of group {name} cannot be reached: {error}. Check that the process that has it is alive and "
-                        "that this host can connect to it.",
-                        name=repr(world.group),
-                        error=error,
-                    )
-                ) from error
+                text = told(
+                    "the store of group {name} cannot be reached: {error}. Check that the process that has it is alive and "
+                    "that this host can connect to it.",
+                    name=repr(world.group),
+                    error=error,
+                )
+                raise GuardError(text) from error
             _outside[group] = made
             made.take_sigterm()
             lifecycle.watch_multiprocessing(_announce)

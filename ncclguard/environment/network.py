@@ -450,13 +450,12 @@ def job_address(master: str = "") -> str:
             hosts = [entry.address for entry in known.get(name, ()) if entry.family == family]
             if hosts:
                 return min(hosts, key=lambda host: host.startswith("fe80:"))
-    raise ValueError(
-        told(
-            "GLOO_SOCKET_IFNAME={value} names no interface of this host that is up and has an address: set it to one that "
-            "`ip address` shows, or unset it",
-            value=",".join(names),
-        )
+    text = told(
+        "GLOO_SOCKET_IFNAME={value} names no interface of this host that is up and has an address: set it to one that "
+        "`ip address` shows, or unset it",
+        value=",".join(names),
     )
+    raise ValueError(text)
 
 
 def address_towards(host: str = "") -> str:

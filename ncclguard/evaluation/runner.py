@@ -927,13 +927,12 @@ def check_runs(function: Callable[..., Any]) -> None:
         kind = tr("a generator function")
     else:
         return
-    raise TypeError(
-        told(
-            "{name} is {kind}, and its call evaluates nothing yet: decorate a function that returns the result",
-            name=getattr(function, "__qualname__", "evaluate"),
-            kind=kind,
-        )
+    text = told(
+        "{name} is {kind}, and its call evaluates nothing yet: decorate a function that returns the result",
+        name=getattr(function, "__qualname__", "evaluate"),
+        kind=kind,
     )
+    raise TypeError(text)
 
 
 @overload

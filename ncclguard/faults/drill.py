@@ -441,13 +441,12 @@ def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
         watched_op=watched_op,
     )
     if not has_command and fault.rank >= arguments.ranks:
-        raise GuardConfigError(
-            told(
-                "--rank {rank} is not one of the {count} ranks; they count from 0",
-                rank=fault.rank,
-                count=arguments.ranks,
-            )
+        text = told(
+            "--rank {rank} is not one of the {count} ranks; they count from 0",
+            rank=fault.rank,
+            count=arguments.ranks,
         )
+        raise GuardConfigError(text)
     parse(str(fault))
     return fault
 

@@ -351,12 +351,11 @@ def merged(paths: Sequence[Path]) -> HangReport:
     """
     files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     if not files:
-        raise NothingToReport(
-            tr(
-                "{place}: nothing has been collected there: `ncclguard hang --collect DIR` on each host",
-                place=str(paths[0]),
-            )
+        text = tr(
+            "{place}: nothing has been collected there: `ncclguard hang --collect DIR` on each host",
+            place=str(paths[0]),
         )
+        raise NothingToReport(text)
     reports = []
     for file in files:
         try:
@@ -417,10 +416,13 @@ def look_there(arguments: argparse.Namespace, seconds: float, tell: Tell) -> Han
 def _of_hosts(reports: Sequence[HangReport], silent: Sequence[HostTrouble]) -> HangReport:
     if not reports:
         first = silent[0] if silent else None
-        raise NothingToReport(
-            tr("none of {count} hosts has seen a rank; {host}: {trouble}", count=len(silent),
-               host=first.host if first else "", trouble=first.trouble if first else "")
-        )  # fmt: skip
+        text = tr(
+            "none of {count} hosts has seen a rank; {host}: {trouble}",
+            count=len(silent),
+            host=first.host if first else "",
+            trouble=first.trouble if first else "",
+        )
+        raise NothingToReport(text)
     return together(reports).model_copy(update={"silent": tuple(silent)})
 
 

@@ -83,47 +83,42 @@ class Support:
         """
         if kind in ("broadcast", "all_gather"):
             if dtype in _QUANTIZED:
-                raise TypeError(
-                    told(
-                        "{name} does not take quantized tensors ({dtype}): send int_repr() and the scale",
-                        name=kind,
-                        dtype=dtype,
-                    )
+                text = told(
+                    "{name} does not take quantized tensors ({dtype}): send int_repr() and the scale",
+                    name=kind,
+                    dtype=dtype,
                 )
+                raise TypeError(text)
             return
         name = torch_compat.reduce_op_name(op)
         wire = reduction(name, self.device_type).wire
         if wire not in self.wire_ops:
-            raise ValueError(
-                told(
-                    "{backend} does not have {name}: move the tensor to the CPU for it", backend=self.backend, name=name
-                )
+            text = told(
+                "{backend} does not have {name}: move the tensor to the CPU for it", backend=self.backend, name=name
             )
+            raise ValueError(text)
         if dtype not in self.dtypes and dtype not in _COMPLEX:
-            raise TypeError(
-                told(
-                    "{backend} cannot reduce {dtype}: convert it, for example to torch.int32 or torch.float32",
-                    backend=self.backend,
-                    dtype=dtype,
-                )
+            text = told(
+                "{backend} cannot reduce {dtype}: convert it, for example to torch.int32 or torch.float32",
+                backend=self.backend,
+                dtype=dtype,
             )
+            raise TypeError(text)
         if dtype in _COMPLEX and name not in ("SUM", "AVG"):
-            raise ValueError(
-                told(
-                    "{name} has no meaning for complex numbers ({dtype}): use SUM or AVG, or view_as_real(tensor)",
-                    name=name,
-                    dtype=dtype,
-                )
+            text = told(
+                "{name} has no meaning for complex numbers ({dtype}): use SUM or AVG, or view_as_real(tensor)",
+                name=name,
+                dtype=dtype,
             )
+            raise ValueError(text)
         if name in _BITWISE and dtype not in _CPU_INTEGERS:
             raise ValueError(told("{name} needs an integer or bool tensor, not {dtype}", name=name, dtype=dtype))
         if name == "AVG" and dtype in _CPU_INTEGERS:
-            raise ValueError(
-                told(
-                    "AVG of {dtype} is not a whole number: use SUM and divide, or convert to torch.float32 first",
-                    dtype=dtype,
-                )
+            text = told(
+                "AVG of {dtype} is not a whole number: use SUM and divide, or convert to torch.float32 first",
+                dtype=dtype,
             )
+            raise ValueError(text)
 
     def wire_op(self, op: ReduceOp.RedOpType, dtype: torch.dtype) -> ReduceOp.RedOpType:
         """Return the reduce op carried out for ``op`` on this dtype, one of ``wire_ops``; ValueError for any other."""

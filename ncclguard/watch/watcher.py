@@ -791,19 +791,17 @@ def watch(
             told('on_hang must be "report" or "abort", not {value}: give one of them', value=repr(on_hang))
         )
     if on_incident is not None and not callable(on_incident):
-        raise TypeError(
-            told(
-                "on_incident must be a function that takes an Incident, not {kind}: give one, or none",
-                kind=type(on_incident).__name__,
-            )
+        text = told(
+            "on_incident must be a function that takes an Incident, not {kind}: give one, or none",
+            kind=type(on_incident).__name__,
         )
+        raise TypeError(text)
     if on_slow is not None and not callable(on_slow):
-        raise TypeError(
-            told(
-                "on_slow must be a function that takes SlowRanks or None, not {kind}: give one, or none",
-                kind=type(on_slow).__name__,
-            )
+        text = told(
+            "on_slow must be a function that takes SlowRanks or None, not {kind}: give one, or none",
+            kind=type(on_slow).__name__,
         )
+        raise TypeError(text)
     settings = Settings(seconds(timeout, "timeout"), on_hang == "abort", on_incident, on_slow, check_group(group))
     current_config()  # a wrong variable is told of here, and not when the process group is there
     with _lock:

@@ -162,16 +162,15 @@ class Receiver(ChannelEnd):
         timeout: Time = 300.0,
     ) -> None:
         if not engine or not 0 <= worker < workers:
-            raise GuardConfigError(
-                told(
-                    "engine is {engine}, worker {worker} of {workers}: give the engine a name, and its workers the numbers 0 to "
-                    "{last}",
-                    engine=repr(engine),
-                    worker=worker,
-                    workers=workers,
-                    last=workers - 1,
-                )
+            text = told(
+                "engine is {engine}, worker {worker} of {workers}: give the engine a name, and its workers the numbers 0 to "
+                "{last}",
+                engine=repr(engine),
+                worker=worker,
+                workers=workers,
+                last=workers - 1,
             )
+            raise GuardConfigError(text)
         self.version: str | int | None = None
         super().__init__(connected(address, name, seconds(timeout, "timeout") or 300.0, sends=False), name)
         self._ask = Ask(engine, worker, workers, "")
