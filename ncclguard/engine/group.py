@@ -303,14 +303,12 @@ class GuardedGroup:
         unread, self._unread = self._unread, None
         if unread is None or unread.acknowledged:
             return None
-        log.error(
-            "ncclguard: %s",
-            told(
-                "{summary} The outcome ({op_id}) was never looked at: test it (`if not outcome:`), or call its raise_if_failed()",
-                summary=str(unread),
-                op_id=unread.op_id,
-            ),
+        text = told(
+            "{summary} The outcome ({op_id}) was never looked at: test it (`if not outcome:`), or call its raise_if_failed()",
+            summary=str(unread),
+            op_id=unread.op_id,
         )
+        log.error("ncclguard: %s", text)
         return unread
 
     def close(self, why: str) -> None:

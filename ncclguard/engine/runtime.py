@@ -324,14 +324,12 @@ class Runtime:
         writer = incidents.writer(incident)
         if incident.repeats is not None:
             if writer == self.rank:
-                log.warning(
-                    "%s",
-                    told(
-                        "ncclguard: the fault of incident {first} goes on: {summary}",
-                        first=incident.repeats,
-                        summary=read(incident.summary),
-                    ),
+                text = told(
+                    "ncclguard: the fault of incident {first} goes on: {summary}",
+                    first=incident.repeats,
+                    summary=read(incident.summary),
                 )
+                log.warning("%s", text)
             return
         self._faults.append(incident)
         if writer == self.rank:

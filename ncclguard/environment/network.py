@@ -739,27 +739,25 @@ class _Chooser:
             evidence = tr("MASTER_ADDR={host} is an address of this interface", host=master)
             if self._avoided(link) and address != master.strip("[]"):
                 # The name of a host may lead to docker0 on that host; the other hosts resolve it to something else.
-                self._notes.append(
-                    tr(
-                        "MASTER_ADDR={host} resolves to {address} here, which is on {name}",
-                        host=master,
-                        address=address,
-                        name=link.name,
-                    )
+                text = tr(
+                    "MASTER_ADDR={host} resolves to {address} here, which is on {name}",
+                    host=master,
+                    address=address,
+                    name=link.name,
                 )
+                self._notes.append(text)
                 self._found.append(_Candidate(link, address, evidence))
                 return None
             self._warn_about(link)
             return self._chosen(link, address, evidence)
         if not self._job.single_host:
-            self._notes.append(
-                tr(
-                    "MASTER_ADDR={host} resolves to {address} here, which other hosts cannot reach; where they resolve it "
-                    "to another address the job works, else give the host's real address",
-                    host=master,
-                    address=address,
-                )
+            text = tr(
+                "MASTER_ADDR={host} resolves to {address} here, which other hosts cannot reach; where they resolve it "
+                "to another address the job works, else give the host's real address",
+                host=master,
+                address=address,
             )
+            self._notes.append(text)
         return None
 
     def _remote_master(self, master: str, address: str, route: Route) -> InterfaceChoice | None:
@@ -776,15 +774,14 @@ class _Chooser:
             if candidate is None or self._grade(candidate) >= grade:
                 continue
             if self._answers(address, self._job.master_port, candidate.name):
-                self._notes.append(
-                    tr(
-                        "the kernel's route to {address} goes over {name} ({state}); the master also answers over {other}",
-                        address=address,
-                        name=link.name,
-                        state=link.describe(),
-                        other=candidate.name,
-                    )
+                text = tr(
+                    "the kernel's route to {address} goes over {name} ({state}); the master also answers over {other}",
+                    address=address,
+                    name=link.name,
+                    state=link.describe(),
+                    other=candidate.name,
                 )
+                self._notes.append(text)
                 return self._chosen(
                     candidate,
                     candidate.address_of(family_of(address)),
@@ -862,14 +859,13 @@ class _Chooser:
             self._notes.append(tr("{name} has no carrier", name=link.name))
         better = [other.name for other in self._links.values() if self._grade(other) < self._grade(link)]
         if self._avoided(link) and better:
-            self._notes.append(
-                tr(
-                    "{name} is a {kind}; {some} did not lead to the master",
-                    name=link.name,
-                    kind=link.kind,
-                    some=", ".join(better),
-                )
+            text = tr(
+                "{name} is a {kind}; {some} did not lead to the master",
+                name=link.name,
+                kind=link.kind,
+                some=", ".join(better),
             )
+            self._notes.append(text)
 
 
 def choose_interface(

@@ -167,12 +167,11 @@ class ReplicaReport:
         elif self.first is not None and not self.differing:
             parts.append(tr("make model and optimizer alike on all ranks"))
         elif self.first is not None and self.ranks:
-            parts.append(
-                tr(
-                    'test the GPU and the memory of {ranks}; on_difference="repair" writes the majority\'s values there',
-                    ranks=ranks_text(self.ranks),
-                )
+            text = tr(
+                'test the GPU and the memory of {ranks}; on_difference="repair" writes the majority\'s values there',
+                ranks=ranks_text(self.ranks),
             )
+            parts.append(text)
         elif self.first is not None:
             parts.append(tr("nobody knows whose values are right: go on from a checkpoint"))
         return say(joined("; ", parts))

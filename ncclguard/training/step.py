@@ -265,13 +265,11 @@ class ResilientStep:
                 and not os.environ.get(declaration.FOLDER)
                 and dist.get_rank() == 0
             ):
-                log.warning(
-                    "%s",
-                    told(
-                        "ncclguard: torchrun ends all ranks when one is lost, so that resilient_step cannot go on: start this "
-                        "program with `ncclguard run`, which takes torchrun's arguments"
-                    ),
+                text = told(
+                    "ncclguard: torchrun ends all ranks when one is lost, so that resilient_step cannot go on: start this "
+                    "program with `ncclguard run`, which takes torchrun's arguments"
                 )
+                log.warning("%s", text)
             if joins and self._on_change is not None:
                 self._on_change(len(going.ranks) - 1, len(going.ranks))
         going.adopt(self._models)

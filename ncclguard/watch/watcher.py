@@ -690,12 +690,10 @@ class Watch:
         self._launched = launched[1]
         lifecycle.before_end(self._never_began)
         if torch_compat.was_destroyed():
-            log.warning(
-                "ncclguard: %s",
-                told(
-                    "watch() was called after destroy_process_group: nothing is observed until the next init_process_group"
-                ),
+            text = told(
+                "watch() was called after destroy_process_group: nothing is observed until the next init_process_group"
             )
+            log.warning("ncclguard: %s", text)
         else:
             waits = told("watch() observes from init_process_group on, which has not been called yet")
             log.info("ncclguard: %s", waits)
@@ -732,15 +730,13 @@ class Watch:
         if given is None:
             given, setting = current_config().timeout, "NCCLGUARD_TIMEOUT={:g}"
         if given is not None and own is not None and own < given and dist.get_rank() == 0:
-            log.warning(
-                "%s",
-                told(
-                    "ncclguard: with {setting} watch() reports nothing before torch itself gives up, after {own:g} s: give a "
-                    "shorter limit, or init_process_group a longer one",
-                    setting=setting.format(given),
-                    own=own,
-                ),
+            text = told(
+                "ncclguard: with {setting} watch() reports nothing before torch itself gives up, after {own:g} s: give a "
+                "shorter limit, or init_process_group a longer one",
+                setting=setting.format(given),
+                own=own,
             )
+            log.warning("%s", text)
         for listener in events.listeners:
             listener.watch_started(current.monitor.session_ready)
 
