@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import psutil
 from pydantic import BaseModel, WrapValidator
 
-from ncclguard_explain.host import lookup, resolve, wait_for
+from ncclguard_explain.host import lookup, read_file, resolve, wait_for
 from ncclguard_explain.language import Message, joined, told, tr
 
 #: A text of a pydantic model that stays a message, where pydantic would make plain text of it.
@@ -186,14 +186,6 @@ def _kind_from_sysfs(name: str, folder: Path) -> str:
     if hardware == "32":
         return "infiniband"
     return kind_by_name(name)
-
-
-def read_file(path: Path) -> str:
-    """Read a file of the kernel's; "" when the kernel lacks the file or does not let this process read it."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def links_from_psutil(sysfs: Path = Path("/sys/class/net")) -> tuple[Link, ...]:

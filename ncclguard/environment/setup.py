@@ -43,12 +43,11 @@ from ncclguard.environment.network import (
     Link,
     Prose,
     choose_interface,
-    read_file,
     read_job,
     read_links,
 )
 from ncclguard.environment.versions import Versions, detect_versions, within
-from ncclguard_explain.host import read_conf
+from ncclguard_explain.host import read_conf, read_file
 from ncclguard_explain.language import Message, joined, tr
 
 Severity = Literal["error", "warning"]

@@ -12,6 +12,7 @@ from typing import Final
 
 from ncclguard.hang.environment import environ_now
 from ncclguard.hang.names import Pid
+from ncclguard_explain.host import read_file
 from ncclguard_explain.language import tr
 from ncclguard_explain.places import coordinates
 
@@ -454,7 +455,4 @@ def ancestors(process: Process, processes: Mapping[int, Process]) -> Iterator[in
 
 
 def _has_torch(pid: int) -> bool:
-    try:
-        return "libtorch" in (PROC / str(pid) / "maps").read_text(errors="replace")
-    except OSError:
-        return False
+    return "libtorch" in read_file(PROC / str(pid) / "maps")

@@ -45,6 +45,7 @@ from ncclguard.watch.judge import BROKEN, is_consequence
 from ncclguard.watch.pace import Sampler, SlowSearch
 from ncclguard.watch.recorder import Pending, Recorder
 from ncclguard_explain.cause import Cause
+from ncclguard_explain.host import read_file
 from ncclguard_explain.language import read, say, told, tr
 
 if TYPE_CHECKING:
@@ -131,13 +132,8 @@ class Processes:
 
 def exit_status(pid: int) -> str:
     """Return how a process ended, while its parent has not collected it yet; empty when that cannot be seen."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        return ""
-    fields = text[text.rindex(b")") + 2 :].split()
-    if fields[0] not in (b"Z", b"X") or len(fields) < 50:
+    fields = read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    if len(fields) < 50 or fields[0] not in ("Z", "X"):
         return ""
     status = int(fields[49])  # field 52 of proc(5), 0 to those who may not see it
     if os.WIFSIGNALED(status):
