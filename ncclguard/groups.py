@@ -55,17 +55,15 @@ def check_group(given: object) -> ProcessGroup | None:
         return None
     if given is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to those it leaves out: a number
         who = f"rank {dist.get_rank()}" if dist.is_initialized() else tr("this rank")
-        raise ValueError(
-            told("{who} is not a member of the group that was given: call this on the group's members only", who=who)
-        )
+        text = told("{who} is not a member of the group that was given: call this on the group's members only", who=who)
+        raise ValueError(text)
     if not isinstance(given, ProcessGroup):
         kind = type(given).__name__
         needed = tr("group must be a torch.distributed.ProcessGroup or None, not {kind}", kind=kind)
         raise TypeError(say(joined(": ", (needed, _meant(given)))))
     if not torch_compat.is_member(given):
-        raise ValueError(
-            told("the process group was destroyed: create it again with new_group() or init_process_group()")
-        )
+        text = told("the process group was destroyed: create it again with new_group() or init_process_group()")
+        raise ValueError(text)
     return given
 
 

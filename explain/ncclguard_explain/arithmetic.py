@@ -137,9 +137,8 @@ def find_model(argument: str) -> ModelSizes:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(
-                tr("{argument}: not a readable JSON file ({error})", argument=argument, error=error)
-            ) from error
+            refusal = tr("{argument}: not a readable JSON file ({error})", argument=argument, error=error)
+            raise ValueError(refusal) from error
         if not isinstance(data, Mapping):
             raise ValueError(tr("{argument}: the model config is no JSON object", argument=argument))
         return sizes_from_config(path.parent.name or argument, data)

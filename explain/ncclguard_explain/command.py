@@ -219,9 +219,8 @@ def main(argv: Sequence[str] | None = None, program: str = "ncclguard explain") 
     errors = Console(stderr=True, highlight=False, markup=False)
     try:
         if not arguments.paths and arguments.ras is None:
-            raise UnusableInput(
-                tr("no input: give a log, a folder or a dump, - for a pipe, or --ras for a running job")
-            )
+            text = tr("no input: give a log, a folder or a dump, - for a pipe, or --ras for a running job")
+            raise UnusableInput(text)
         if arguments.follow:
             try:
                 report = follow(arguments.paths, partial(_show, arguments), world_size=arguments.world_size)

@@ -85,9 +85,8 @@ def load_plain(data: bytes) -> Any:
     try:
         return _Plain(io.BytesIO(data)).load()
     except Exception as error:
-        raise UnusableInput(
-            tr("not a readable flight-recorder pickle ({name}: {error})", name=type(error).__name__, error=error)
-        ) from error
+        text = tr("not a readable flight-recorder pickle ({name}: {error})", name=type(error).__name__, error=error)
+        raise UnusableInput(text) from error
 
 
 def _int(value: object, default: int = -1) -> int:

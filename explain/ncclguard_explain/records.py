@@ -180,9 +180,8 @@ def read_all(source: Source, limit: int) -> bytes:
     if data is None:
         raise UnusableInput(tr("{name}: truncated", name=source.name))
     if len(data) > limit:
-        raise UnusableInput(
-            tr("{name}: larger than {size} MiB, too large to be read whole", name=source.name, size=limit >> 20)
-        )
+        text = tr("{name}: larger than {size} MiB, too large to be read whole", name=source.name, size=limit >> 20)
+        raise UnusableInput(text)
     return data
 
 

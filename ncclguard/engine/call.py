@@ -223,9 +223,10 @@ def check_tensor(tensor: object, what: str, written: bool = False) -> None:
         )
         raise TypeError(text)
     if tensor.is_nested:
-        raise ValueError(
-            told("{name} is a nested tensor: guarded collectives take dense tensors only; pad it first", name=what)
+        refusal = told(
+            "{name} is a nested tensor: guarded collectives take dense tensors only; pad it first", name=what
         )
+        raise ValueError(refusal)
     if tensor.layout is not torch.strided:
         text = told(
             "{name} is {kind}: guarded collectives take dense tensors only; call to_dense() first",
@@ -292,9 +293,8 @@ def check_list(tensors: object, like: torch.Tensor, what: str, written: bool = F
 
 def check_objects(values: object) -> None:
     if not isinstance(values, list):
-        raise TypeError(
-            told("object_list must be a list, which is written into, not {kind}", kind=type(values).__name__)
-        )
+        text = told("object_list must be a list, which is written into, not {kind}", kind=type(values).__name__)
+        raise TypeError(text)
 
 
 def _checked_chunk(value: object) -> int:
@@ -305,9 +305,8 @@ def _checked_chunk(value: object) -> int:
         )
         raise TypeError(text)
     if not isinstance(value, numbers.Integral) and not float(value).is_integer():
-        raise ValueError(
-            told("chunk_numel must be a whole number of elements, got {value}: give for example 5e7", value=value)
-        )
+        refusal = told("chunk_numel must be a whole number of elements, got {value}: give for example 5e7", value=value)
+        raise ValueError(refusal)
     return int(cast("int", value))
 
 

@@ -30,9 +30,8 @@ _CPU = torch.device("cpu")
 def check_carried(collective: Collective, tensor: torch.Tensor, terms: Terms, op: str | None = None) -> None:
     """Raise for a dtype or reduce op that the backend cannot carry, and while a CUDA graph is captured."""
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            told("a guarded collective blocks the host and cannot be captured in a CUDA graph: call it outside")
-        )
+        text = told("a guarded collective blocks the host and cannot be captured in a CUDA graph: call it outside")
+        raise ValueError(text)
     device = tensor.device
     if terms.solo and device.type != "cuda":  # nothing is carried, so any device will do
         device = _CPU

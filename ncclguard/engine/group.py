@@ -291,9 +291,8 @@ class GuardedGroup:
         error = None if unread is None else unread.error
         if error is not None:
             if sys.version_info >= (3, 11):
-                error.add_note(
-                    told("It is the failure of an earlier call, whose outcome the program had not looked at.")
-                )
+                text = told("It is the failure of an earlier call, whose outcome the program had not looked at.")
+                error.add_note(text)
             raise error
         overruled = self._state.take_overruled()
         if overruled:

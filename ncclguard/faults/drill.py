@@ -426,9 +426,10 @@ def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
     seconds = arguments.seconds
     if seconds is None and arguments.fault in ("late", "stop", "gil", "partition"):
         if has_command:
-            raise GuardConfigError(
-                told("how long is {kind} to last? give --seconds, longer than the job's limit", kind=arguments.fault)
+            refusal = told(
+                "how long is {kind} to last? give --seconds, longer than the job's limit", kind=arguments.fault
             )
+            raise GuardConfigError(refusal)
         seconds = arguments.limit + _LONGER
     fault = Fault(
         fault=arguments.fault,

@@ -132,9 +132,10 @@ def look_here(
         jobs = [job for job in jobs if pids_of & _around(job, processes)]
         if not jobs:
             numbers = ", ".join(map(str, sorted(pids_of)))
-            raise NothingToReport(
-                tr("no rank of a job: {numbers}. `ncclguard hang` alone shows all jobs of this host", numbers=numbers)
+            refusal = tr(
+                "no rank of a job: {numbers}. `ncclguard hang` alone shows all jobs of this host", numbers=numbers
             )
+            raise NothingToReport(refusal)
     if variable:
         jobs = [job for job in jobs if _has(job, variable, processes)]
     if not jobs:
@@ -361,9 +362,8 @@ def merged(paths: Sequence[Path]) -> HangReport:
         try:
             reports.append(HangReport.model_validate(json.loads(file.read_text(encoding="utf-8"))))
         except OSError as error:
-            raise NothingToReport(
-                tr("{place}: cannot be read: {error}", place=str(file), error=error.strerror)
-            ) from error
+            refusal = tr("{place}: cannot be read: {error}", place=str(file), error=error.strerror)
+            raise NothingToReport(refusal) from error
         except ValueError as error:
             raise NothingToReport(tr("{place}: not what `ncclguard hang --collect` writes", place=str(file))) from error
     return together(reports)

@@ -112,9 +112,10 @@ def _check(name: str, rank: int, world_size: int) -> None:
     if world_size < 1:
         raise GuardConfigError(told("world_size is {count}: give the number of processes", count=world_size))
     if not 0 <= rank < world_size:
-        raise GuardConfigError(
-            told("rank is {rank} of {count}: give one of 0 to {last}", rank=rank, count=world_size, last=world_size - 1)
+        refusal = told(
+            "rank is {rank} of {count}: give one of 0 to {last}", rank=rank, count=world_size, last=world_size - 1
         )
+        raise GuardConfigError(refusal)
     if not isinstance(name, str) or not name:
         raise GuardConfigError(told("name is {name}: give a text that is the same on all ranks", name=repr(name)))
     if name in torch_compat.group_names():
@@ -142,9 +143,8 @@ def _meet(group: dist.ProcessGroup, name: str, until: float, wanted: Callable[[]
     try:
         wrong = joined.misplaced(max(_PROBE, until - time.monotonic()))
     except (TransportError, StoreUnavailable) as error:
-        raise GuardError(
-            told("the store of group {name} does not answer: {error}", name=repr(name), error=error)
-        ) from error
+        refusal = told("the store of group {name} does not answer: {error}", name=repr(name), error=error)
+        raise GuardError(refusal) from error
     if wrong:
         runtime.end_outside(group, Cause.FAILED, wrong)
         raise GuardConfigError(wrong)

@@ -486,9 +486,10 @@ class Options:
         if not self.models:
             raise GuardConfigError(told("there is no model whose replicas could be compared: give one"))
         if self.on_difference not in get_args(OnDifference):
-            raise GuardConfigError(
-                told('on_difference must be "report", "repair" or "stop", got {value}', value=repr(self.on_difference))
+            text = told(
+                'on_difference must be "report", "repair" or "stop", got {value}', value=repr(self.on_difference)
             )
+            raise GuardConfigError(text)
         if isinstance(self.ignore, str) or not all(isinstance(one, str) for one in self.ignore):
             raise GuardConfigError(told('ignore must be a list of names or patterns, such as ["*.running_mean"]'))
         refuse_partitioned(self.models, self.optimizers)

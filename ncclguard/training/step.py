@@ -134,9 +134,10 @@ class ResilientStep:
         self._timeout = seconds(timeout, "timeout")
         self._copies, self._load = copies, load
         if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
-            raise GuardConfigError(
-                told("check_every must be a number of steps, or 0 for no checks, got {value}", value=repr(check_every))
+            text = told(
+                "check_every must be a number of steps, or 0 for no checks, got {value}", value=repr(check_every)
             )
+            raise GuardConfigError(text)
         self._check = (
             PeriodicCheck(Options(self._models, self._optimizers, ignore, on_difference), check_every)
             if check_every

@@ -779,9 +779,8 @@ def watch(
     """
     global _current
     if on_hang not in ("report", "abort"):
-        raise ValueError(
-            told('on_hang must be "report" or "abort", not {value}: give one of them', value=repr(on_hang))
-        )
+        refusal = told('on_hang must be "report" or "abort", not {value}: give one of them', value=repr(on_hang))
+        raise ValueError(refusal)
     if on_incident is not None and not callable(on_incident):
         text = told(
             "on_incident must be a function that takes an Incident, not {kind}: give one, or none",
