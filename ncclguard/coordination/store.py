@@ -342,10 +342,7 @@ Place = tuple[int, ...]
 
 
 class HighWaterMarks:
-    """The view that this process has of such keys.
-
-    Places are compared like tuples and only grow: generation, then number, then level.
-    """
+    """The view that this process has of such keys, whose places only grow: generation, number, level."""
 
     def __init__(self) -> None:
         self._seen: dict[str, str] = {}  # key -> what was there last

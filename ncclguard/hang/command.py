@@ -277,10 +277,7 @@ def _report(jobs: Sequence[Job], looks: dict[int, list[Look]], spy: str | None, 
 
 
 def _with_members(rows: Sequence[RankRow], job: Job) -> list[RankRow]:
-    """Return the rows with the members of the groups whose calls ranks wait in, as far as they are proved.
-
-    What was read of a group counts for nothing where it does not agree with the ranks of the job.
-    """
+    """Return the rows with the members of their groups, where what was read agrees with the ranks of the job."""
     size = job.world_size
     wrong = any(row.group[1] > size or (row.world and row.group != (row.rank, size)) for row in rows if row.group)
     if wrong and not job.counted:

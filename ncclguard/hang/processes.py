@@ -369,10 +369,7 @@ def _titled(processes: Mapping[int, Process], taken: set[int]) -> list[Job]:
 
 
 def _engines(name: str, some: Sequence[Process]) -> Iterator[Job]:
-    """Yield the jobs of workers that one process has started: one job, or one for each replica where places repeat.
-
-    Nothing where the titles do not tell the workers of one replica apart.
-    """
+    """Yield the jobs of workers that one process has started, one a replica where their titles tell these apart."""
     at = {one.pid: coordinates(one.command.split("\0")[0]) for one in some}
     inner = ("PP", "PCP", "TP")
     replicas: dict[int | None, list[Process]] = defaultdict(list)

@@ -290,10 +290,7 @@ class Scale:
 
 
 def _knots(timeline: Timeline) -> list[float]:
-    """Begin and end of each operation over all ranks, up to the divergence, which is the last knot.
-
-    Without moments that lie within a microsecond of the one before.
-    """
+    """Begin and end of each operation over all ranks, a microsecond apart, up to the divergence, the last knot."""
     envelopes: dict[Key, list[float]] = {}
     for lane in timeline.lanes:
         for bar in lane.bars:

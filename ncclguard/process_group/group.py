@@ -43,10 +43,7 @@ from ncclguard_explain.ranks import ranks_text
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The options of one call: `root` counts within the group; `timeout` in seconds, None for the group's.
-
-    `blocking`: ended when the method returns.
-    """
+    """The options of one call: `root` within the group, `timeout` in s or None for its own, `blocking`: to its end."""
 
     op: Any = ReduceOp.SUM
     root: int = 0

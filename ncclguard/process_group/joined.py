@@ -170,10 +170,7 @@ def _meet(group: dist.ProcessGroup, name: str, until: float, wanted: Callable[[]
 
 
 def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, bool]:
-    """Open the store at "tcp://HOST:PORT"; rank 0 makes it where nobody listens at an address of its host.
-
-    Also return whether this process has it.
-    """
+    """Open the store at "tcp://HOST:PORT", which rank 0 makes on its host if none is there; and whether it did."""
     parts = urlsplit(address)
     if parts.scheme != "tcp" or not parts.hostname or parts.port is None or parts.path:
         text = told(

@@ -56,10 +56,7 @@ def known_groups() -> tuple[dist.ProcessGroup, ...]:
 
 
 def group_in_the_making() -> str:
-    """Return the `new_group` that a thread of this process stands in, "new_group(ranks 2-3)"; "" for none.
-
-    There it waits for the other members.
-    """
+    """Return the `new_group` in which a thread waits for members, "new_group(ranks 2-3)"; "" for none."""
     for innermost in sys._current_frames().values():
         frame: FrameType | None = innermost
         while frame is not None:

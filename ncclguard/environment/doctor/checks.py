@@ -32,7 +32,7 @@ from ncclguard.environment.network import (
 )
 from ncclguard.environment.setup import EnvironmentReport, Port, plan_environment, read_ports, watched
 from ncclguard.environment.versions import within
-from ncclguard_explain.host import read_conf, resolve
+from ncclguard_explain.host import read_conf, read_file, resolve
 from ncclguard_explain.language import joined, tr
 from ncclguard_explain.ras import NobodyListens, NoWitness, address_of
 
@@ -76,11 +76,8 @@ class Context:
         return self.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def read(self, path: str) -> str | None:
-        """The text of a file, stripped; None when it is not there or may not be read."""
-        try:
-            return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
-        except OSError:  # the kernel lacks it, or it is root's: the check says "unknown"
-            return None
+        """The text of a file, stripped; None when it is empty, not there or may not be read."""
+        return read_file(self.root / path.lstrip("/")).strip() or None
 
 
 def read_context() -> Context:
