@@ -18,8 +18,7 @@ from torch import nn
 from ncclguard.collectives import safe_barrier
 from ncclguard.config import seconds
 from ncclguard.environment.network import launched_ranks
-from ncclguard.evaluation import GuardedEvaluation
-from ncclguard.evaluation import resilient_evaluate as _resilient_evaluate
+from ncclguard.evaluation import GuardedEvaluation, resilient_evaluate as _resilient_evaluate
 from ncclguard.evaluation.runner import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
 from ncclguard.process_group import redirected
@@ -89,15 +88,13 @@ def _check_ranks(accelerator: Any) -> None:
     """Warn where a launcher started several ranks and Accelerate takes each of them for a program of its own."""
     started = launched_ranks(os.environ)
     if getattr(accelerator, "num_processes", None) == 1 and started is not None and started[1] > 1:
-        log.warning(
-            "%s",
-            told(
-                "ncclguard: a launcher started {count} ranks, and this Accelerator knows of one, so that each rank "
-                "evaluates and trains by itself: set ACCELERATE_USE_CPU=true on a host without GPUs, or see "
-                "`accelerate env`",
-                count=started[1],
-            ),
+        text = told(
+            "ncclguard: a launcher started {count} ranks, and this Accelerator knows of one, so that each rank "
+            "evaluates and trains by itself: set ACCELERATE_USE_CPU=true on a host without GPUs, or see "
+            "`accelerate env`",
+            count=started[1],
         )
+        log.warning("%s", text)
 
 
 def _gathering(original: Callable[..., Any], timeout: float | None) -> Callable[..., Any]:

@@ -52,11 +52,9 @@ class Qwen2_5_VLForSequenceClassification(Qwen2_5_VLPreTrainedModel):  # type: i
         self.post_init()
 
     def get_input_embeddings(self) -> Any:
-        """Return the embedding of the tokens."""
         return self.model.get_input_embeddings()
 
     def set_input_embeddings(self, value: Any) -> None:
-        """Replace the embedding of the tokens."""
         self.model.set_input_embeddings(value)
 
     def forward(

@@ -266,12 +266,10 @@ class SequenceShape:
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Return the number of dimensions."""
         return len(self.shape)
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
         return len(self.shape)
 
     def __getattr__(self, name: str) -> Any:

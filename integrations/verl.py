@@ -108,6 +108,7 @@ class NcclguardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 while (named := await loop.run_in_executor(thread, next, iter(update), None)) is not None:
                     yield named
                 if not await loop.run_in_executor(thread, update.commit):
-                    raise RuntimeError(
-                        told("the weights were not committed: {why}", why=update.error or told("a member refused it"))
+                    text = told(
+                        "the weights were not committed: {why}", why=update.error or told("a member refused it")
                     )
+                    raise RuntimeError(text)

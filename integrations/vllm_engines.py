@@ -47,15 +47,12 @@ class Engines:
         self._init(failed, min(_ANSWERS_WITHIN, self.timeout))
 
     def start_weight_update(self) -> None:
-        """Begin an update."""
         self.each("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Have them receive, in threads."""
         self._updating = {name: self._call(name, "update_weights", update_info) for name in self.live}
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End the update."""
         self.each("finish_weight_update", *([] if weight_version is None else [weight_version]))
 
     def each(self, method: str, *args: Any) -> None:
@@ -65,10 +62,7 @@ class Engines:
     def send(
         self, sender: Sender, tensors: Tensors, version: int, join_within: float, weight_version: str | None = None
     ) -> Published:
-        """Update all that have not failed; returns which may serve the version, and why others may not.
-
-        Raises RuntimeError where none may.
-        """
+        """Update all that have not failed; returns which may serve it, and why others not. RuntimeError for none."""
         self.start_weight_update()
         self.update_weights({"version": version})
         expected = self.live

@@ -164,9 +164,8 @@ def verified(state: dict[str, Any]) -> dict[str, Any]:
     """
     said = state.get(KEY)
     if not isinstance(said, dict):
-        raise GuardConfigError(
-            told("the state carries no checksums, so nothing is known of it: save ncclguard.with_checksums(state)")
-        )
+        text = told("the state carries no checksums, so nothing is known of it: save ncclguard.with_checksums(state)")
+        raise GuardConfigError(text)
     rest = {key: value for key, value in state.items() if key != KEY}
     found = dict(_checksums(rest))
     names = tuple(name for name in {**said, **found} if said.get(name) != found.get(name))
@@ -179,9 +178,8 @@ def _checksums(state: Any) -> Iterator[tuple[str, str]]:
     for name, tensor in _tensors("", state):
         why = obstacle(tensor)
         if why:
-            raise GuardConfigError(
-                told("{name} has no checksum: {why}. Give a state of whole tensors", name=name, why=why)
-            )
+            text = told("{name} has no checksum: {why}. Give a state of whole tensors", name=name, why=why)
+            raise GuardConfigError(text)
         # Type and shape belong to what is saved, and the sum says nothing of zeros at the end.
         yield name, f"{tensor.dtype} {list(tensor.shape)} {hexadecimal(checksum(tensor))}"
 

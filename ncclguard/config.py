@@ -59,39 +59,35 @@ def seconds(value: float | timedelta | None, what: str) -> float | None:
     if isinstance(value, timedelta):
         value = value.total_seconds()
     elif isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
-        raise TypeError(
-            told(
-                "{what} must be seconds or a timedelta, not {kind}: give for example 600",
-                what=what,
-                kind=type(value).__name__,
-            )
+        text = told(
+            "{what} must be seconds or a timedelta, not {kind}: give for example 600",
+            what=what,
+            kind=type(value).__name__,
         )
+        raise TypeError(text)
     value = float(value)
     if not math.isfinite(value) or value <= 0:
-        raise ValueError(
-            told(
-                "{what} must be a positive, finite time, got {value:g} s: give None for the default limit",
-                what=what,
-                value=value,
-            )
+        text = told(
+            "{what} must be a positive, finite time, got {value:g} s: give None for the default limit",
+            what=what,
+            value=value,
         )
+        raise ValueError(text)
     if value < SHORTEST:
-        raise ValueError(
-            told(
-                "{what} must be at least 1 ms, got {value:g} s: torch takes less for no time limit at all",
-                what=what,
-                value=value,
-            )
+        text = told(
+            "{what} must be at least 1 ms, got {value:g} s: torch takes less for no time limit at all",
+            what=what,
+            value=value,
         )
+        raise ValueError(text)
     if value > LONGEST:
-        raise ValueError(
-            told(
-                "{what} must be at most {most:g} s, got {value:g} s: give a limit that can be reached",
-                what=what,
-                most=LONGEST,
-                value=value,
-            )
+        text = told(
+            "{what} must be at most {most:g} s, got {value:g} s: give a limit that can be reached",
+            what=what,
+            most=LONGEST,
+            value=value,
         )
+        raise ValueError(text)
     return value
 
 
@@ -329,60 +325,54 @@ class GuardConfig(BaseSettings):
         limits = {name: getattr(self, name) for name in ("timeout", "timeout_eval", "timeout_train", "timeout_small")}
         limit, name = min((value, name) for name, value in limits.items() if value is not None)
         if self.stuck_timeout is not None and self.stuck_timeout >= limit:
-            raise ValueError(
-                told(
-                    "every timeout must exceed stuck_timeout, which could never end a call earlier otherwise: {name} is "
-                    "{limit:g} s, stuck_timeout {value:g} s; raise {name} or lower stuck_timeout",
-                    name=name,
-                    limit=limit,
-                    value=self.stuck_timeout,
-                )
+            text = told(
+                "every timeout must exceed stuck_timeout, which could never end a call earlier otherwise: {name} is "
+                "{limit:g} s, stuck_timeout {value:g} s; raise {name} or lower stuck_timeout",
+                name=name,
+                limit=limit,
+                value=self.stuck_timeout,
             )
+            raise ValueError(text)
         if self.poll_active > self.poll_idle:
-            raise ValueError(
-                told(
-                    "poll_idle must be at least poll_active: it is {idle:g} s, poll_active {active:g} s; raise poll_idle or "
-                    "lower poll_active",
-                    idle=self.poll_idle,
-                    active=self.poll_active,
-                )
+            text = told(
+                "poll_idle must be at least poll_active: it is {idle:g} s, poll_active {active:g} s; raise poll_idle or "
+                "lower poll_active",
+                idle=self.poll_idle,
+                active=self.poll_active,
             )
+            raise ValueError(text)
         if self.statistics_every and not self.rounds:
-            raise ValueError(
-                told(
-                    "statistics_every={count} needs rounds=True: without rounds the ranks cannot know that all have the "
-                    "statistics; set statistics_every=0 or rounds=True",
-                    count=self.statistics_every,
-                )
+            text = told(
+                "statistics_every={count} needs rounds=True: without rounds the ranks cannot know that all have the "
+                "statistics; set statistics_every=0 or rounds=True",
+                count=self.statistics_every,
             )
+            raise ValueError(text)
         if self.adjust and not self.exchange_every:
             switched_off = "statistics_every=0" if self.statistics_every == 0 else "rounds=False"
-            raise ValueError(
-                told(
-                    "adjust=True needs the exchange of statistics, which {setting} switches off: without it the ranks would "
-                    "decide differently; set adjust=False, or leave {name} at its default",
-                    setting=switched_off,
-                    name=switched_off.partition("=")[0],
-                )
+            text = told(
+                "adjust=True needs the exchange of statistics, which {setting} switches off: without it the ranks would "
+                "decide differently; set adjust=False, or leave {name} at its default",
+                setting=switched_off,
+                name=switched_off.partition("=")[0],
             )
+            raise ValueError(text)
         for low, high in (("adjust_timeout_min", "adjust_timeout_max"), ("adjust_chunk_min", "adjust_chunk_max")):
             if getattr(self, low) > getattr(self, high):
-                raise ValueError(
-                    told(
-                        "{high} must be at least {low}: it is {most:g}, {low} {least:g}; raise {high} or lower {low}",
-                        high=high,
-                        low=low,
-                        most=getattr(self, high),
-                        least=getattr(self, low),
-                    )
+                text = told(
+                    "{high} must be at least {low}: it is {most:g}, {low} {least:g}; raise {high} or lower {low}",
+                    high=high,
+                    low=low,
+                    most=getattr(self, high),
+                    least=getattr(self, low),
                 )
+                raise ValueError(text)
         if self.on_lost == "shrink" and self.atomic is False:
-            raise ValueError(
-                told(
-                    'on_lost="shrink" needs atomic=True: the survivors start again from their inputs, which atomic=False '
-                    "does not keep; set one of the two"
-                )
+            text = told(
+                'on_lost="shrink" needs atomic=True: the survivors start again from their inputs, which atomic=False '
+                "does not keep; set one of the two"
             )
+            raise ValueError(text)
         return self
 
     @property

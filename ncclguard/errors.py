@@ -63,15 +63,14 @@ class CorruptState(GuardError):
 
     def __init__(self, names: tuple[str, ...], count: int) -> None:
         some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        super().__init__(
-            told(
-                "{number} of {count} tensors are not as they were when their checksums were taken: {some}. Load an older "
-                "checkpoint, and look for what wrote or kept this one",
-                number=len(names),
-                count=count,
-                some=some,
-            )
+        text = told(
+            "{number} of {count} tensors are not as they were when their checksums were taken: {some}. Load an older "
+            "checkpoint, and look for what wrote or kept this one",
+            number=len(names),
+            count=count,
+            some=some,
         )
+        super().__init__(text)
         self.names, self.count = names, count
 
     def __reduce__(self) -> tuple[type[CorruptState], tuple[tuple[str, ...], int]]:
@@ -131,13 +130,12 @@ def error_for(outcome: Outcome) -> CollectiveFailed:
     deadline.
     """
     if not outcome.failed:
-        raise ValueError(
-            told(
-                "{op} {op_id} succeeded and has no error; test the outcome's truth value first",
-                op=outcome.op,
-                op_id=outcome.op_id,
-            )
+        text = told(
+            "{op} {op_id} succeeded and has no error; test the outcome's truth value first",
+            op=outcome.op,
+            op_id=outcome.op_id,
         )
+        raise ValueError(text)
     expired = outcome.incident is not None and outcome.incident.deadline_expired
     if outcome.cause is Cause.DIVERGED:
         return CollectiveMismatch(outcome)

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """The base class of listeners, whose methods do nothing.
-
-    Override the events of interest. Every method is quick and raises nothing.
-    """
+    """The base class of listeners, whose methods do nothing; every method is quick and raises nothing."""
 
     def call_started(self, group: str, call: OpenCall) -> None:
         """A call has its place in the group's sequence; `group` is the text of a `GroupKey`. In the caller's thread."""
@@ -36,10 +33,7 @@ class Listener:
         """All ranks of a group have changed settings, with effect after this operation; in the caller's thread."""
 
     def watch_started(self, known: threading.Event) -> None:
-        """`watch` observes the collectives of this process from now on; in the caller's thread.
-
-        `known` is set once the other ranks can know of this process.
-        """
+        """`watch` observes from now on; in the caller's thread. `known` is set once others can know of this process."""
 
     def incident_found(self, incident: Incident) -> None:
         """`watch` has the agreed incident of a collective that the guard does not carry; in the watcher's thread."""

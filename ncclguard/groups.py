@@ -29,22 +29,20 @@ def group_of(given: object) -> ProcessGroup | None:
     launched = launched_ranks(os.environ)
     if launched is not None and launched[1] > 1:
         if torch_compat.was_destroyed():
-            raise GuardConfigError(
-                told(
-                    "the process group of the job was destroyed in this process, so nothing would be communicated: make this "
-                    "call before destroy_process_group(), or call init_process_group() again"
-                )
+            text = told(
+                "the process group of the job was destroyed in this process, so nothing would be communicated: make this "
+                "call before destroy_process_group(), or call init_process_group() again"
             )
+            raise GuardConfigError(text)
         variable, ranks = launched
-        raise GuardConfigError(
-            told(
-                "a launcher started {count} ranks ({variable}={count}), but torch.distributed is not initialised in this one, "
-                "so nothing would be communicated: call torch.distributed.init_process_group() first (and "
-                "destroy_process_group() last), or unset {variable} for a process that works alone",
-                count=ranks,
-                variable=variable,
-            )
+        text = told(
+            "a launcher started {count} ranks ({variable}={count}), but torch.distributed is not initialised in this one, "
+            "so nothing would be communicated: call torch.distributed.init_process_group() first (and "
+            "destroy_process_group() last), or unset {variable} for a process that works alone",
+            count=ranks,
+            variable=variable,
         )
+        raise GuardConfigError(text)
     return None
 
 
@@ -57,17 +55,15 @@ def check_group(given: object) -> ProcessGroup | None:
         return None
     if given is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to those it leaves out: a number
         who = f"rank {dist.get_rank()}" if dist.is_initialized() else tr("this rank")
-        raise ValueError(
-            told("{who} is not a member of the group that was given: call this on the group's members only", who=who)
-        )
+        text = told("{who} is not a member of the group that was given: call this on the group's members only", who=who)
+        raise ValueError(text)
     if not isinstance(given, ProcessGroup):
         kind = type(given).__name__
         needed = tr("group must be a torch.distributed.ProcessGroup or None, not {kind}", kind=kind)
         raise TypeError(say(joined(": ", (needed, _meant(given)))))
     if not torch_compat.is_member(given):
-        raise ValueError(
-            told("the process group was destroyed: create it again with new_group() or init_process_group()")
-        )
+        text = told("the process group was destroyed: create it again with new_group() or init_process_group()")
+        raise ValueError(text)
     return given
 
 
@@ -76,10 +72,7 @@ _outside: weakref.WeakKeyDictionary[ProcessGroup, bool] = weakref.WeakKeyDiction
 
 
 def is_outside(group: ProcessGroup) -> bool:
-    """Return whether a group's processes met in a store of their own, and not in the default group's.
-
-    Such a group has ranks of its own: a trainer and its inference engines, say, each in a job of its own.
-    """
+    """Return whether a group met in a store of its own, with ranks of its own, as a trainer and its engines do."""
     found = _outside.get(group)
     if found is None:
         found = _outside[group] = not dist.is_initialized() or not torch_compat.is_same_store(

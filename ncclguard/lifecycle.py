@@ -272,10 +272,7 @@ _dead_threads: list[str] = []
 
 
 def dead_threads() -> str:
-    """Describe threads of this process that ended with an exception; "" for none.
-
-    Only the first three are kept.
-    """
+    """Describe the first three threads of this process that ended with an exception; "" for none."""
     return "; ".join(_dead_threads)
 
 

@@ -12,7 +12,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -108,9 +107,7 @@ class NumericsWatch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     @property
@@ -323,11 +320,10 @@ def watch_numerics(
     'the gradient of bias'
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            told(
-                "model must be a torch.nn.Module, not {kind}: give the model that is trained", kind=type(model).__name__
-            )
+        text = told(
+            "model must be a torch.nn.Module, not {kind}: give the model that is trained", kind=type(model).__name__
         )
+        raise TypeError(text)
     return NumericsWatch(model, on_found)
 
 

@@ -34,21 +34,21 @@ class Outcome:
     True
     """
 
-    agreed: bool
+    agreed: bool = True
     op: str
     op_id: str
-    cause: Cause | None
-    culprits: tuple[int, ...]
-    attempts: int
-    chunks: int
-    numel: int
-    nbytes: int
-    seconds: float
-    algbw: float
-    busbw: float
-    participants: tuple[int, ...]
-    torn: bool
-    incident: Incident | None
+    cause: Cause | None = None
+    culprits: tuple[int, ...] = ()
+    attempts: int = 1
+    chunks: int = 0
+    numel: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    algbw: float = 0.0
+    busbw: float = 0.0
+    participants: tuple[int, ...] = ()
+    torn: bool = False
+    incident: Incident | None = None
     _acknowledged: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __bool__(self) -> bool:
@@ -109,14 +109,7 @@ def of_incident(incident: Incident, seconds: float, torn: bool) -> Outcome:
         op_id=incident.op_id,
         cause=incident.cause,
         culprits=incident.culprits,
-        attempts=1,
-        chunks=0,
-        numel=0,
-        nbytes=0,
         seconds=seconds,
-        algbw=0.0,
-        busbw=0.0,
-        participants=(),
         torn=torn,
         incident=incident,
     )

@@ -86,12 +86,11 @@ class phase:
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise TypeError(
-                told(
-                    "{name} is a generator and runs in its caller's phase: use `with phase(...)`",
-                    name=function.__qualname__,
-                )
+            text = told(
+                "{name} is a generator and runs in its caller's phase: use `with phase(...)`",
+                name=function.__qualname__,
             )
+            raise TypeError(text)
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)

@@ -85,7 +85,6 @@ _TABLE: dict[str, tuple[int, int, int, int, int, int, int, bool, bool]] = {
 
 
 def known_models() -> list[ModelSizes]:
-    """Return the built-in table."""
     return [ModelSizes(name, *figures) for name, figures in _TABLE.items()]
 
 
@@ -112,12 +111,11 @@ def sizes_from_config(name: str, config: Mapping[str, Any]) -> ModelSizes:
             tied=bool(figures.get("tie_word_embeddings", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            tr(
-                "the model config lacks a usable {error}; hidden_size, intermediate_size and the like are needed",
-                error=error,
-            )
-        ) from error
+        refusal = tr(
+            "the model config lacks a usable {error}; hidden_size, intermediate_size and the like are needed",
+            error=error,
+        )
+        raise ValueError(refusal) from error
 
 
 def find_model(argument: str) -> ModelSizes:
@@ -139,9 +137,8 @@ def find_model(argument: str) -> ModelSizes:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(
-                tr("{argument}: not a readable JSON file ({error})", argument=argument, error=error)
-            ) from error
+            refusal = tr("{argument}: not a readable JSON file ({error})", argument=argument, error=error)
+            raise ValueError(refusal) from error
         if not isinstance(data, Mapping):
             raise ValueError(tr("{argument}: the model config is no JSON object", argument=argument))
         return sizes_from_config(path.parent.name or argument, data)
@@ -149,13 +146,12 @@ def find_model(argument: str) -> ModelSizes:
     for model in known_models():
         if name == model.name or name.startswith(model.name + "-"):
             return model
-    raise ValueError(
-        tr(
-            "{argument}: no such file, and not in the built-in table: {models}",
-            argument=argument,
-            models=", ".join(_TABLE),
-        )
+    text = tr(
+        "{argument}: no such file, and not in the built-in table: {models}",
+        argument=argument,
+        models=", ".join(_TABLE),
     )
+    raise ValueError(text)
 
 
 def read_deepspeed(path: str) -> Mapping[str, object]:

@@ -50,12 +50,10 @@ class Case:
 
     @property
     def waiting(self) -> list[Fact]:
-        """The lines of ranks that waited for their peers."""
         return self.evidence.of(*WAITING)
 
     @property
     def works(self) -> list[Work]:
-        """The collectives that ranks wait in."""
         return [row.work for row in self.evidence.rows if row.work is not None]
 
     @property

@@ -17,8 +17,7 @@ from ncclguard_explain.decision import EXIT_CODES as DECISIONS
 from ncclguard_explain.evidence import Collector
 from ncclguard_explain.language import joined, say, speaking_to, told, tr
 from ncclguard_explain.page import PageError
-from ncclguard_explain.ras import NoWitness, address_of
-from ncclguard_explain.ras import ask as ask_ras
+from ncclguard_explain.ras import NoWitness, address_of, ask as ask_ras
 from ncclguard_explain.records import Source, Tail, UnusableInput, find_sources
 from ncclguard_explain.render import print_report, render_html
 from ncclguard_explain.report import Report, diagnose
@@ -220,9 +219,8 @@ def main(argv: Sequence[str] | None = None, program: str = "ncclguard explain") 
     errors = Console(stderr=True, highlight=False, markup=False)
     try:
         if not arguments.paths and arguments.ras is None:
-            raise UnusableInput(
-                tr("no input: give a log, a folder or a dump, - for a pipe, or --ras for a running job")
-            )
+            text = tr("no input: give a log, a folder or a dump, - for a pipe, or --ras for a running job")
+            raise UnusableInput(text)
         if arguments.follow:
             try:
                 report = follow(arguments.paths, partial(_show, arguments), world_size=arguments.world_size)

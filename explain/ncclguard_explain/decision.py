@@ -279,29 +279,26 @@ def advise(
     lines: list[str] = []
     if verdict.culprits:
         who = ranks_text(verdict.culprits)
-        lines.append(
-            tr(
-                "Look at the log and the stack of {ranks} first; the ranks that printed the timeout are the victims.",
-                ranks=who,
-            )
+        text = tr(
+            "Look at the log and the stack of {ranks} first; the ranks that printed the timeout are the victims.",
+            ranks=who,
         )
+        lines.append(text)
     elif verdict.suspects:
         suspects = ranks_text(verdict.suspects)
-        lines.append(
-            tr(
-                "Nobody can be named from these inputs. Look at {ranks} first, and add the logs that are missing here.",
-                ranks=suspects,
-            )
+        text = tr(
+            "Nobody can be named from these inputs. Look at {ranks} first, and add the logs that are missing here.",
+            ranks=suspects,
         )
+        lines.append(text)
     lines += [_ADVICE[cause_class]] if cause_class in _ADVICE else []
     if timeout_ms is not None:
-        lines.append(
-            tr(
-                "The limit in force was {seconds:g} s, as printed. If you set another one, it did not reach this process "
-                "group.",
-                seconds=timeout_ms / 1000,
-            )
+        text = tr(
+            "The limit in force was {seconds:g} s, as printed. If you set another one, it did not reach this process "
+            "group.",
+            seconds=timeout_ms / 1000,
         )
+        lines.append(text)
     lines += [] if stacks else [_STACKS]
     lines += [_MORE] if cause_class == "unknown" else []
     return [*lines, _GUARDED]

@@ -291,9 +291,8 @@ class Collector:
         for fact in found:
             self._add(fact)
         if not found:
-            evidence.notes.append(
-                tr("{name}: not a flight-recorder dump, and no document that is known here", name=source.name)
-            )
+            text = tr("{name}: not a flight-recorder dump, and no document that is known here", name=source.name)
+            evidence.notes.append(text)
 
     def _take(self, record: Record) -> None:
         evidence, prefix, index = self.evidence, record.prefix, record.source.index
@@ -516,9 +515,10 @@ def _last_attempt(evidence: Evidence) -> list[Fact]:
     if len(with_wait) < 2:
         return evidence.facts
     last = max(number for number in with_wait if number is not None)
-    evidence.notes.append(
-        tr("the job was restarted; attempt {last} of the launcher is explained, earlier ones are left out", last=last)
+    text = tr(
+        "the job was restarted; attempt {last} of the launcher is explained, earlier ones are left out", last=last
     )
+    evidence.notes.append(text)
     return [fact for fact in evidence.facts if attempts.get(fact.source, last) == last]
 
 
@@ -532,10 +532,7 @@ def _drop_earlier_attempts(evidence: Evidence) -> None:
 
 
 def _drop_other_days(evidence: Evidence) -> None:
-    """Count as survived what a kernel's own log tells of another day than that on which the job's limits ran out.
-
-    A day, since clocks may show the hours of different places.
-    """
+    """Count as survived what a kernel's log tells of another day than that on which the job's limits ran out."""
     limits = evidence.of(*EXPIRED)
     expired = [fact.when for fact in limits if fact.when is not None]
     logs = {fact.source for fact in limits}

@@ -107,10 +107,7 @@ class Work:
     ran_ms: int | None = None
 
     def signature(self) -> tuple[object, ...]:
-        """Return what all ranks of a group must agree on.
-
-        It is the sequence and the operation, and sizes where the operation demands equal ones.
-        """
+        """Return what all ranks of a group must agree on: sequence, operation, and sizes where those are equal."""
         if self.op is None or self.op.startswith("ALLTOALL"):
             return (self.seq, self.op)
         if self.op in ("GATHER", "SCATTER", "REDUCE"):  # the root has other sizes than the rest
@@ -202,7 +199,6 @@ class Fact:
     advice: tuple[str, ...] = ()  # of an incident of ncclguard's own: what to do, and what would have made more of it
 
     def clone(self, **changes: object) -> Fact:
-        """Return a copy with some fields replaced."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 

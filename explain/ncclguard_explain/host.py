@@ -42,6 +42,14 @@ def read_conf(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     return found
 
 
+def read_file(path: str | Path) -> str:
+    """Read a file of the kernel's; "" when the kernel lacks the file or does not let this process read it."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def resolve(name: str, seconds: float = 5.0) -> tuple[str, ...]:
     """The addresses of a host name, in the resolver's order; none when it has none or does not answer in time.
 

@@ -44,11 +44,10 @@ def _environment(folder: Path) -> Environment:
     try:
         import jinja2
     except ImportError as error:
-        raise PageError(
-            told(
-                "an HTML page needs Jinja2, which is not installed here: pip install jinja2; text and JSON need nothing more"
-            )
-        ) from error
+        refusal = told(
+            "an HTML page needs Jinja2, which is not installed here: pip install jinja2; text and JSON need nothing more"
+        )
+        raise PageError(refusal) from error
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,

@@ -187,10 +187,7 @@ _FAMILIES = tuple((name, re.compile(pattern.replace(" ", r"\s?"))) for name, pat
 
 
 def warning_class(text: str) -> str:
-    """Return the family of an NCCL warning's text.
-
-    It is ib, connect, closed, shm, p2p, cuda, size_mismatch, ... or "other".
-    """
+    """Return the family of an NCCL warning's text: ib, connect, closed, shm, p2p, cuda, ... or "other"."""
     for name, pattern in _FAMILIES:
         if pattern.search(text):
             return name
@@ -246,10 +243,7 @@ def _counters(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
 
 
 def _fingerprint(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
-    """Name a fingerprint: "own" for the printing rank's, "peer" for the one it compared itself with.
-
-    It is "absent" for zeros.
-    """
+    """Name a fingerprint: "own" of the printing rank, "peer" of the one it compared with, "absent" for zeros."""
     bare = found["shape"] is None and found["dtype"] is None and (found["seq"] or "0") == "0"
     first = re.search(r"CollectiveFingerPrint\(", text)
     own = first is not None and found.start() <= first.start() < found.end("head") + 30

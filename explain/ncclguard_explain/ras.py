@@ -124,12 +124,11 @@ def _connect(address: str, hosts: Sequence[str], port: int, end: float) -> socke
     try:
         return socket.create_connection((hosts[-1], port), _left(end))
     except ConnectionRefusedError:
-        raise NobodyListens(
-            tr(
-                "nobody listens at {address}: RAS does while a job with NCCL 2.24 or newer runs on that host",
-                address=address,
-            )
-        ) from None
+        text = tr(
+            "nobody listens at {address}: RAS does while a job with NCCL 2.24 or newer runs on that host",
+            address=address,
+        )
+        raise NobodyListens(text) from None
 
 
 def _converse(

@@ -85,9 +85,8 @@ def load_plain(data: bytes) -> Any:
     try:
         return _Plain(io.BytesIO(data)).load()
     except Exception as error:
-        raise UnusableInput(
-            tr("not a readable flight-recorder pickle ({name}: {error})", name=type(error).__name__, error=error)
-        ) from error
+        text = tr("not a readable flight-recorder pickle ({name}: {error})", name=type(error).__name__, error=error)
+        raise UnusableInput(text) from error
 
 
 def _int(value: object, default: int = -1) -> int:
@@ -274,10 +273,7 @@ def _is_uneven(op: str) -> bool:
 
 
 def _different(waiting: Mapping[int, Entry]) -> tuple[set[int], list[tuple[str, tuple[int, ...]]]]:
-    """Return the minority among ranks that wait at the same sequence number, and the sides.
-
-    They wait with another operation or other sizes.
-    """
+    """Return the minority that waits at the same number in another operation or other sizes, and the sides."""
     seqs = Counter(entry.seq for entry in waiting.values())
     seq, _ = seqs.most_common(1)[0]
     sides: dict[str, list[int]] = defaultdict(list)
@@ -333,36 +329,33 @@ def name_culprits(dumps: Mapping[int, Dump]) -> Verdict:
         ):
             if ranks:
                 total |= ranks
-                reasons.append(
-                    tr(
-                        "group {group}: {ranks} {why} while peers wait",
-                        group=group_of(dumps, name),
-                        ranks=ranks_text(ranks),
-                        why=why,
-                    )
+                text = tr(
+                    "group {group}: {ranks} {why} while peers wait",
+                    group=group_of(dumps, name),
+                    ranks=ranks_text(ranks),
+                    why=why,
                 )
+                reasons.append(text)
     for name, waiting in sorted(pending.items()):
         lacking = members.get(name, set()) - set(dumps)
         if len(lacking) == 1 and len(waiting) >= 2 and not explained[name] and not _queued(dumps, waiting):
             absent |= lacking
-            reasons.append(
-                tr(
-                    "group {group}: every member that left a dump waits; {ranks} left none",
-                    group=group_of(dumps, name),
-                    ranks=ranks_text(lacking),
-                )
+            text = tr(
+                "group {group}: every member that left a dump waits; {ranks} left none",
+                group=group_of(dumps, name),
+                ranks=ranks_text(lacking),
             )
+            reasons.append(text)
     if not (behind | idle | odd | absent):
         for name, waiting in sorted(pending.items()):
             if members.get(name, set()) <= set(waiting):
                 late |= set(_came_last(dumps, waiting))
         if late:
-            reasons.append(
-                tr(
-                    "{ranks} entered the collective when its peers had waited for most of their limit",
-                    ranks=ranks_text(late),
-                )
+            text = tr(
+                "{ranks} entered the collective when its peers had waited for most of their limit",
+                ranks=ranks_text(late),
             )
+            reasons.append(text)
     culprits = tuple(sorted(behind | idle | odd | absent | late))
     verdict = Verdict(
         culprits=culprits, rule="flight recorder", reason=joined("; ", dict.fromkeys(reasons)), sides=sides
@@ -386,12 +379,11 @@ def name_culprits(dumps: Mapping[int, Dump]) -> Verdict:
         left = tr("{ranks} left no dump: a second fault may be hidden there", ranks=ranks_text(missing))
         verdict.reason = joined("; ", (verdict.reason, left))
     if missing and culprits:
-        verdict.overturned.append(
-            tr(
-                "the dump of {ranks}: a second fault may be hidden there, none of them left one to read",
-                ranks=ranks_text(missing),
-            )
+        text = tr(
+            "the dump of {ranks}: a second fault may be hidden there, none of them left one to read",
+            ranks=ranks_text(missing),
         )
+        verdict.overturned.append(text)
     return verdict
 
 

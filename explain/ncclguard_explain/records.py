@@ -102,10 +102,7 @@ _MAGIC = 6
 
 
 def open_source(path: Path) -> BinaryIO:
-    """Open a file for reading bytes, decompressed when its first bytes say so.
-
-    Raises UnusableInput where this Python cannot decompress it.
-    """
+    """Open a file for reading bytes, decompressed if its first bytes say so. Raises UnusableInput where it cannot."""
     with path.open("rb") as probe:
         head = probe.read(_MAGIC)
     return _decompressed(head, path, str(path)) or path.open("rb")
@@ -183,9 +180,8 @@ def read_all(source: Source, limit: int) -> bytes:
     if data is None:
         raise UnusableInput(tr("{name}: truncated", name=source.name))
     if len(data) > limit:
-        raise UnusableInput(
-            tr("{name}: larger than {size} MiB, too large to be read whole", name=source.name, size=limit >> 20)
-        )
+        text = tr("{name}: larger than {size} MiB, too large to be read whole", name=source.name, size=limit >> 20)
+        raise UnusableInput(text)
     return data
 
 
@@ -290,7 +286,6 @@ class Tail:
         self._stream: BinaryIO = cast(BinaryIO, sys.stdin.buffer) if source.path is None else open_source(source.path)
 
     def close(self) -> None:
-        """Let go of the file."""
         if self.source.path is not None:
             self._stream.close()
 
@@ -459,7 +454,6 @@ class Prefix:
 
 
 def strip_ansi(text: str) -> str:
-    """Return the text without terminal colours."""
     return _ANSI.sub("", text) if "\x1b" in text or "m" in text and "[" in text else text
 
 

@@ -62,10 +62,7 @@ BASES = {
 
 
 def render_html(report: Report) -> str:
-    """The report as one self-contained page; everything that comes from a log is escaped.
-
-    Raises `PageError` where Jinja2 is not installed.
-    """
+    """The report as one self-contained page, all of a log escaped. Raises `PageError` without Jinja2."""
     tags = [
         tr("cause: {cause}", cause=WORD[report.cause]),
         tr("class: {name} ({confidence})", name=report.cause_class, confidence=CONFIDENCE[report.confidence]),
@@ -171,13 +168,12 @@ def print_report(report: Report, console: Console) -> None:
         else:
             line(tr("Why: {reason}.", reason=report.reason))
     if report.confidence == "low" and report.cause_class != "unknown":
-        line(
-            tr(
-                "A common reading of so little evidence: {name}: {reason}.",
-                name=report.cause_class,
-                reason=report.class_reason,
-            )
+        text = tr(
+            "A common reading of so little evidence: {name}: {reason}.",
+            name=report.cause_class,
+            reason=report.class_reason,
         )
+        line(text)
     for sentence in report.overturned_by:
         line(tr("Would be overturned by: {sentence}.", sentence=sentence))
     if report.collective is not None:

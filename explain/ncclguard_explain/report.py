@@ -201,10 +201,7 @@ def diagnose(
     model: ModelSizes | None = None,
     zero: Mapping[str, object] | None = None,
 ) -> Report:
-    """Return the report on what was read.
-
-    `world_size` helps where the logs do not tell; `zero` is a DeepSpeed section.
-    """
+    """Return the report on what was read; `world_size` where the logs do not tell, `zero`: a DeepSpeed section."""
     world = find_world(evidence, world_size)
     verdict = find_culprits(evidence, world)
     finding = classify(evidence, world, verdict)
@@ -506,29 +503,25 @@ def _notes(evidence: Evidence, world: World, consequences: list[Fact]) -> list[s
     earlier = guard_incidents(evidence)[:-1]
     if earlier:
         texts = [f"{fact.file}: {fact.detail}" for fact in earlier]
-        notes.insert(
-            0,
-            tr(
-                "{count} incidents of ncclguard are in these inputs, and the answer is about the latest. Before it: {texts}",
-                count=len(texts) + 1,
-                texts=joined("; ", texts[:EARLIER]),
-            ),
+        text = tr(
+            "{count} incidents of ncclguard are in these inputs, and the answer is about the latest. Before it: {texts}",
+            count=len(texts) + 1,
+            texts=joined("; ", texts[:EARLIER]),
         )
+        notes.insert(0, text)
     if world.basis == "highest rank seen" and size is not None:
-        notes.append(
-            tr(
-                "the world's size is not stated; {size} is the highest rank seen plus one (--world-size N settles it)",
-                size=size,
-            )
+        text = tr(
+            "the world's size is not stated; {size} is the highest rank seen plus one (--world-size N settles it)",
+            size=size,
         )
+        notes.append(text)
         if {row.rank for row in evidence.rows if row.waiting} == set(range(size)) and (size + 1) % 4 == 0:
-            notes.append(
-                tr(
-                    "every rank seen waits; if the job has {size} ranks, rank {rank} is the one missing",
-                    size=size + 1,
-                    rank=size,
-                )
+            text = tr(
+                "every rank seen waits; if the job has {size} ranks, rank {rank} is the one missing",
+                size=size + 1,
+                rank=size,
             )
+            notes.append(text)
     if any(row.basis == "group" for row in evidence.rows):
         notes.append(tr("some lines carry only the rank inside the group; it is taken for the global rank"))
     if any(fact.hidden for fact in evidence.facts):

@@ -12,19 +12,18 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 import ncclguard
 from ncclguard.bench.measure import Shape
 from ncclguard.bench.ranks import World
+from ncclguard_explain.host import read_file
 
 _PREFIXES = ("NCCL_", "NCCLGUARD_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TORCH_FR_", "GLOO_", "OMP_NUM_")
 
 
-class Environment(BaseModel):
+class Environment(BaseModel, frozen=True):
     """One run's machine and software. `hosts` are the names of all ranks' hosts, in the order of their first rank."""
-
-    model_config = ConfigDict(frozen=True)
 
     ncclguard: str
     torch: str
@@ -86,7 +85,6 @@ def _gpus() -> tuple[str, ...]:
 
 
 def hostname() -> str:
-    """Return the name this host calls itself."""
     return socket.gethostname()
 
 
@@ -103,10 +101,7 @@ def _nccl_version() -> str | None:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.machine()
+    lines = read_file("/proc/cpuinfo").splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
@@ -176,24 +171,14 @@ def shortage(required: Need, ranks: int, free: int, what: str) -> str | None:
 
 def peak_resident_bytes() -> int | None:
     """Return the largest resident size this process had so far, or None where /proc does not tell."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
+    lines = read_file("/proc/self/status").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def _cgroup_folders(root: Path, own: Path) -> list[Path]:
     """Return the folders whose limits bind this process: its own groups (versions 1 and 2) and all above them."""
-    try:
-        lines = own.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
     folders = []
-    for line in lines:
+    for line in read_file(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue

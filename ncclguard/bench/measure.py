@@ -54,7 +54,6 @@ class Pattern:
 
     @property
     def rank_sum(self) -> int:
-        """Sum over the ranks of `rank % spread`."""
         return _rank_sum(self.world_size, self.spread)
 
 
@@ -72,11 +71,9 @@ class Blocks:
         self._phase = (positions % pattern.modulus + 1).to(pattern.dtype)
 
     def contribution(self, rank: int, salt: int) -> torch.Tensor:
-        """The input of `rank`."""
         return self._shifted(salt) + rank % self._pattern.spread
 
     def total(self, salt: int) -> torch.Tensor:
-        """The exact sum over all ranks."""
         return self._shifted(salt) * self._pattern.world_size + self._pattern.rank_sum
 
     def _shifted(self, salt: int) -> torch.Tensor:
@@ -146,7 +143,6 @@ class Shape:
 
     @property
     def bus_factor(self) -> float:
-        """busbw / algbw."""
         return bus_factor(self.op, self.world_size)
 
     @property

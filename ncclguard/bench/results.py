@@ -10,11 +10,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -97,11 +96,7 @@ def slowest(waits: Array) -> Lag:
     return Lag(rank, float(lateness[rank]))
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class RatioResult(_Record):
+class RatioResult(BaseModel, frozen=True):
     """This variant's time over plain's, cycle by cycle: median and quartiles."""
 
     median: float
@@ -109,7 +104,7 @@ class RatioResult(_Record):
     high: float
 
 
-class VariantResult(_Record):
+class VariantResult(BaseModel, frozen=True):
     """One row: seconds and bytes per second. A call's time is that of the rank that took longest."""
 
     variant: str
@@ -130,7 +125,7 @@ class VariantResult(_Record):
     cycle_seconds: tuple[float, ...]
 
 
-class SizeResult(_Record):
+class SizeResult(BaseModel, frozen=True):
     """All variants at one size; `complete` is False when Ctrl-C cut it short."""
 
     numel: int
@@ -139,7 +134,7 @@ class SizeResult(_Record):
     variants: tuple[VariantResult, ...]
 
 
-class BenchResult(_Record):
+class BenchResult(BaseModel, frozen=True):
     """A whole run. `verdict` is its last line."""
 
     schema_version: Literal[1] = 1
@@ -295,9 +290,7 @@ class Screen:
             self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 

@@ -65,10 +65,7 @@ class Box(NamedTuple):
 
 
 class Envelopes:
-    """The envelopes that this process tells and reads; thread-safe.
-
-    The monitor calls `hear` and `step`, the program's threads the rest.
-    """
+    """The envelopes that this process tells and reads; the monitor calls `hear` and `step`, the program the rest."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake

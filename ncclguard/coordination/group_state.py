@@ -52,7 +52,7 @@ class Subject(Protocol):
     @property
     def guarded(self) -> bool: ...
 
-    def hosts(self, ranks: Sequence[int]) -> Mapping[int, str]:
+    def hosts(self, ranks: Sequence[int], /) -> Mapping[int, str]:
         """The hosts of ranks that cannot say theirs any more, as far as they are known."""
         ...
 
@@ -97,50 +97,25 @@ class GroupState:
         self.member = Member(rank, members)
         self.lock = threading.RLock()
         self.condition = threading.Condition(self.lock)  # entering the lock itself costs a third: what each call does
-        self._call: OpenCall | None = None
+        self.call: OpenCall | None = None  # in progress on this rank
         self._failed = ("", -math.inf)  # the last call that failed here, and when by time.monotonic()
-        self._decided: Decided | None = None
-        self._unavailable = ""
-        self._session = ""
-        self._sightings: Sightings = {}
-        self._decided_after: float | None = None
+        self.decided: Decided | None = None  # the verdict that the caller has not taken yet
+        self.unavailable = ""  # why no verdict can come, such as a store that is gone
+        self.session = ""  # the name of the job's session, known some time after this is made
+        self.sightings: Sightings = {}  # of ranks that did not answer the last revoke
+        self.decided_after: float | None = None  # seconds from it to the verdict, where this rank has decided that
         #: Seconds after its deadline in which a caller has its verdict, as a rule; `_waits()`: for how many it waits.
         self.grace = GRACE
         self._waits: Callable[[], float] = lambda: GRACE
         #: What ends this process from outside, as the monitor has announced it, such as "was sent SIGTERM".
         self.terminated = ""
-        self._stop: Callable[[int], None] = _no_transport
+        self.stop_transport: Callable[[int], None] = _no_transport
         self._result: Callable[[], str | None] = _nothing_kept
-        self._publish_alone: Callable[[Incident], None] = _nobody_reads
+        self.publish_alone: Callable[[Incident], None] = _nobody_reads
         self._standing: Callable[[], Trouble | None] = _no_trouble
-        self._hosts: Callable[[Sequence[int]], Mapping[int, str]] = _no_hosts
+        self.hosts: Callable[[Sequence[int]], Mapping[int, str]] = _no_hosts
 
     # ------------------------------------------------------------------ any thread
-
-    @property
-    def call(self) -> OpenCall | None:
-        """The call in progress on this rank."""
-        return self._call
-
-    @property
-    def unavailable(self) -> str:
-        """Why no verdict can come, such as a store that is gone; empty while one can."""
-        return self._unavailable
-
-    @property
-    def session(self) -> str:
-        """The name of the job's session, known some time after the state is made."""
-        return self._session
-
-    @property
-    def sightings(self) -> Sightings:
-        """Return what was seen of ranks that did not answer the last revoke."""
-        return self._sightings
-
-    @property
-    def decided_after(self) -> float | None:
-        """Seconds from the last revoke to its verdict, where this rank has decided it."""
-        return self._decided_after
 
     def trouble(self, generation: int, kind: TroubleKind, text: str, peer: int = -1, host: str = "") -> bool:
         """Stop moving in this generation and have it revoked; False when it has had its verdict already."""
@@ -150,16 +125,16 @@ class GroupState:
     def open_calls(self) -> list[tuple[str, int, str, float]]:
         """Return what this rank is in, for the timeline: group, sequence, text, and when (`time.monotonic()`)."""
         with self.condition:
-            call = self._call
+            call = self.call
         return [] if call is None else [(self.key, call.sequence, call.text, call.entered)]
 
     def waited_for(self) -> tuple[OpenCall, int] | None:
         """The open call and its sequence, or None."""
         with self.condition:
             operation = self.member.operation
-            if self._call is None or operation is None:
+            if self.call is None or operation is None:
                 return None
-            return self._call, operation.sequence
+            return self.call, operation.sequence
 
     def waiting(self) -> tuple[str, float]:
         """Return what this rank is waiting in, for the reports of other groups, and 0; empty when it is not.
@@ -169,47 +144,31 @@ class GroupState:
         with self.condition:
             text, ended = self._failed
             since = time.monotonic() - ended
-            if self._call is None:
+            if self.call is None:
                 return (text, since) if since < TOLD_FOR else ("", 0.0)
             if self.member.operation is None or self.member.phase is Phase.NONE:
                 return "", 0.0
-            return self._call.text, 0.0
-
-    def hosts(self, ranks: Sequence[int]) -> Mapping[int, str]:
-        """The hosts of ranks that cannot say theirs any more, as far as the monitor knows them."""
-        return self._hosts(ranks)
-
-    def publish_alone(self, incident: Incident) -> None:
-        """Have a report written of what this rank could not agree on with the others."""
-        self._publish_alone(incident)
-
-    @property
-    def decided(self) -> Decided | None:
-        """The verdict that the caller has not taken yet."""
-        return self._decided
+            return self.call.text, 0.0
 
     def wait_in(self, call: OpenCall | None) -> None:
         """The monitor sees this rank in `call` from now on, in none with None."""
         with self.condition:
-            self._call = call
+            self.call = call
 
     def make_unavailable(self, why: str) -> None:
         """No verdict can come any more: whoever waits for one goes by what this rank knows."""
         with self.condition:
-            self._unavailable = why
+            self.unavailable = why
             self.condition.notify_all()
 
     # ------------------------------------------------------------------ the caller's thread
 
     def attach(self, stop: Callable[[int], None], result: Callable[[], str | None]) -> None:
         """From now on a revoke stops the communicator of its generation, and `result()` is what late ranks get."""
-        self._stop, self._result = stop, result
+        self.stop_transport, self._result = stop, result
 
     def enter(self, operation: Operation, call: OpenCall, wait: float) -> tuple[Entry, Verdict | None]:
-        """Take the next place in the group's sequence, waiting for the verdict of a revoked generation first.
-
-        `wait`: seconds of one wait, between which signals are heeded.
-        """
+        """Take the next place in the sequence, after the verdict of a revoked generation; `wait`: one wait in s."""
         with self.lock:
             while True:
                 entry, verdict = self.member.enter(operation)
@@ -218,8 +177,8 @@ class GroupState:
                     if entry is Entry.START:
                         call.generation, call.participants = self.member.generation, self.member.participants
                         call.exchange = self.member.exchanges(call.sequence)
-                        self._decided = None
-                        self._call = call
+                        self.decided = None
+                        self.call = call
                     return entry, verdict
                 if self._gives_up(call):
                     call.sequence = self.skip([operation])
@@ -236,31 +195,31 @@ class GroupState:
     def end(self, call: OpenCall, failed: bool) -> None:
         """The call returns to its caller."""
         with self.lock:
-            if self._call is call:
-                self._call = None
+            if self.call is call:
+                self.call = None
                 if failed:
                     self._failed = (call.text, time.monotonic())
 
     def _gives_up(self, call: OpenCall) -> bool:
         """Return whether the call ends without the verdict that it waits for: none can come, or it takes too long."""
-        return bool(self._unavailable) or time.monotonic() >= call.deadline + self._waits()
+        return bool(self.unavailable) or time.monotonic() >= call.deadline + self._waits()
 
     def await_verdict(self, wait: float, call: OpenCall) -> Decided | None:
         """Wait for the verdict on the call, on local state and by this rank's own clock; None when none came."""
         with self.condition:
-            while self._decided is None:
+            while self.decided is None:
                 if self._gives_up(call):
                     self.member.give_up()
                     return None
                 self.condition.wait(wait)
-            decided, self._decided = self._decided, None
+            decided, self.decided = self.decided, None
             return decided
 
     def verdict_within(self, seconds: float) -> Decided | None:
         """The verdict if there is one within so many seconds; the call stays as it is where there is none."""
         with self.condition:
-            self.condition.wait_for(lambda: self._decided is not None, timeout=max(0.0, seconds))
-            decided, self._decided = self._decided, None
+            self.condition.wait_for(lambda: self.decided is not None, timeout=max(0.0, seconds))
+            decided, self.decided = self.decided, None
             return decided
 
     def take_overruled(self) -> tuple[Verdict, ...]:
@@ -292,27 +251,23 @@ class GroupState:
         `waits()`: for how many seconds after its deadline a caller waits for the verdict; `grace`: the same while
         nothing is slow, see `timing`. `hosts` is what `self.hosts` asks.
         """
-        self.grace, self._waits, self._hosts = grace, waits, hosts
-        self._session, self._unavailable = session, unavailable
-        self._publish_alone, self._standing = publish_alone, standing
+        self.grace, self._waits, self.hosts = grace, waits, hosts
+        self.session, self.unavailable = session, unavailable
+        self.publish_alone, self._standing = publish_alone, standing
 
     def begin_session(self, session: str) -> None:
         """The ranks have agreed on their session: communicators can be built."""
         with self.condition:
-            self._session = session
+            self.session = session
             self.condition.notify_all()
 
     def saw(self, sightings: Sightings) -> None:
         """Keep what was seen of ranks that do not answer, for the incident."""
-        self._sightings = sightings
+        self.sightings = sightings
 
     def decides(self, after: float) -> None:
         """This rank writes a verdict so many seconds after the revoke: for the incident."""
-        self._decided_after = after
-
-    def stop_transport(self, generation: int) -> None:
-        """End everything in flight on this generation."""
-        self._stop(generation)
+        self.decided_after = after
 
     def kept_result(self) -> tuple[int, str] | None:
         """The number of the operation whose result this rank keeps for others, and that result."""
@@ -344,7 +299,7 @@ class GroupState:
             return self._timed(replace(self.member.report(), trouble=None))
 
     def _timed(self, report: Report) -> Report:
-        now, call = time.monotonic(), self._call
+        now, call = time.monotonic(), self.call
         if call is None or report.operation is None:
             return report
         return replace(report, age=now - call.entered, budget=call.deadline - now)
@@ -371,7 +326,7 @@ class GroupState:
             if resolution is Resolution.DONATED and donated is None:
                 resolution = Resolution.MISSED
             if resolution is not None:
-                self._decided = (resolution, verdict, donated)
+                self.decided = (resolution, verdict, donated)
             self.condition.notify_all()
 
 

@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from ncclguard import lifecycle
 
@@ -60,15 +60,6 @@ _CLAIM: Final = struct.Struct("<d")
 _CLAIM_AT: Final = _RECORD.size + _CHECK.size
 
 
-class Memory(Protocol):
-    """Bytes that all ranks of a host see; what was never written is zero. Raises OSError when it cannot be used."""
-
-    def read(self, at: int, size: int) -> bytes: ...
-    def write(self, at: int, data: bytes) -> None: ...
-    def hide(self) -> None: ...
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Known:
     """An entry of the page for one key: what the store said to a question of `asked`, by time.monotonic().
@@ -98,15 +89,17 @@ class HostPage:
     `ranks`: how many of this host there are, where that is known: the file loses its name when all have opened it, so
     that nothing is left behind when all of them are killed.
 
-    >>> page, other_rank = (lambda memory: (HostPage(memory), HostPage(memory)))(LocalMemory())
+    >>> page, other_rank = open_page("a session", "this host"), open_page("a session", "this host")
     >>> page.publish("events", 100.0, 7)
     >>> known = other_rank.look("events")
     >>> known.value, known.fresh(100.04, within=0.05), known.fresh(100.06, within=0.05)
     (7, True, False)
+    >>> page.close(), other_rank.close()
+    (None, None)
     """
 
-    def __init__(self, memory: Memory, ranks: int = 0) -> None:
-        self._memory: Memory | None = memory
+    def __init__(self, memory: SharedFile, ranks: int = 0) -> None:
+        self._memory: SharedFile | None = memory
         self._awaited = ranks
 
     def look(self, key: str) -> Known | None:
@@ -116,7 +109,7 @@ class HostPage:
     def claim(self, key: str, now: float) -> None:
         """This rank goes to ask the store; others need not for a while."""
 
-        def write(memory: Memory) -> None:
+        def write(memory: SharedFile) -> None:
             number = _hash(key)
             at, known = _find(memory, number)
             if known is None:
@@ -129,7 +122,7 @@ class HostPage:
     def publish(self, key: str, asked: float, value: int, text: bytes | None = None) -> None:
         """Enter what the store said to a question of `asked`, unless the page knows something newer."""
 
-        def write(memory: Memory) -> None:
+        def write(memory: SharedFile) -> None:
             number = _hash(key)
             at, known = _find(memory, number)
             if known is not None and known.asked > asked:
@@ -162,7 +155,7 @@ class HostPage:
         if memory is not None:
             memory.close()
 
-    def _try(self, use: Callable[[Memory], _T]) -> _T | None:
+    def _try(self, use: Callable[[SharedFile], _T]) -> _T | None:
         if self._memory is None:
             return None
         try:
@@ -172,7 +165,7 @@ class HostPage:
             return None
 
 
-def _find(memory: Memory, number: int) -> tuple[int, Known | None]:
+def _find(memory: SharedFile, number: int) -> tuple[int, Known | None]:
     """Find the record of a key and what it says; else None, and where it may be put: over the oldest there."""
     start = number % (SLOTS // WAYS) * WAYS * SLOT
     block = memory.read(start, WAYS * SLOT)
@@ -192,7 +185,7 @@ def _find(memory: Memory, number: int) -> tuple[int, Known | None]:
     return oldest[1], None
 
 
-def _add_text(memory: Memory, text: bytes) -> int:
+def _add_text(memory: SharedFile, text: bytes) -> int:
     """Put a text after the last one, over the oldest; returns where."""
     (place,) = _CHECK.unpack(memory.read(SLOTS * SLOT, _CHECK.size))
     if place + len(text) > TEXTS:
@@ -209,23 +202,6 @@ def _hash(key: str) -> int:
 
 def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-class LocalMemory:
-    """Memory for several pages of one process: for models of a host."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray(SIZE)
-
-    def read(self, at: int, size: int) -> bytes:
-        return bytes(self._bytes[at : at + size])
-
-    def write(self, at: int, data: bytes) -> None:
-        self._bytes[at : at + len(data)] = data
-
-    def hide(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class SharedFile:

@@ -40,10 +40,7 @@ def summarise(
     state: Subject,
     reported: Iterable[Incident] = (),
 ) -> str:
-    """The coordinator's incident as JSON; empty for a verdict under which nothing failed.
-
-    `reported`: earlier incidents that have a report, which this one may only repeat.
-    """
+    """The coordinator's incident as JSON, empty where nothing failed; `reported`: earlier ones that it may repeat."""
     if verdict.cause is None:
         return ""
     causes = dict(verdict.culprits)
@@ -344,10 +341,7 @@ def _is_a_later_try(known: Incident, later: Incident) -> bool:
 
 
 def writer(incident: Incident) -> int:
-    """Return the one rank that writes the report; -1 for none.
-
-    It is the lowest that answered, and rather one that is not to blame.
-    """
+    """Return who writes the report: the lowest that answered, rather one that is not to blame; -1 for none."""
     live = [report.rank for report in incident.ranks if report.state not in ("silent", "departed")]
     return min(sorted(set(live) - set(incident.culprits)) or live, default=-1)
 
@@ -553,10 +547,7 @@ def _summary(
 
 
 def _broken(reports: Mapping[int, Report]) -> Message:
-    """Return which connections broke, as each side saw it.
-
-    Those that both sides lost come first, for the others may be a consequence.
-    """
+    """Return which connections broke, as each side saw it; those that both sides lost come first."""
     ends = {
         rank: r.trouble
         for rank, r in sorted(reports.items())

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ncclguard.coordination.group_state import GroupState, OpenCall
-from ncclguard.coordination.liveness import Sight, silent_cause
+from ncclguard.coordination.liveness import Neighbours, Sight, silent_cause
 from ncclguard.coordination.store import AgreementStore, HighWaterMarks
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Operation, Phase, Report, TroubleKind
@@ -42,13 +42,13 @@ class Patience:
 class Surroundings(Protocol):
     """The parts of the monitor that an inquiry needs."""
 
+    neighbours: Neighbours
+
     def wake(self) -> None: ...
     def states(self) -> Sequence[GroupState]: ...
     def state(self, key: str, members: tuple[int, ...]) -> GroupState: ...
     def describe(self, state: GroupState, report: Report) -> Report: ...
     def post(self, entry: dict[str, object]) -> None: ...
-    def seek(self, ranks: Sequence[int], since: float) -> None: ...
-    def sight(self, rank: int) -> tuple[Sight, str]: ...
     def patience(self, state: GroupState) -> Patience: ...
 
 
@@ -233,7 +233,7 @@ class Inquiries:
             return
         if silent and not question.sought:
             question.sought = True
-            self._around.seek(silent, now)
+            self._around.neighbours.seek(silent, now)
             return
         self._question = None
         self._conclude(question, silent, now, store)
@@ -243,7 +243,7 @@ class Inquiries:
         age, stuck_timeout = now - question.call.entered, self._around.patience(question.state).stuck_timeout
         sequence = question.operation.sequence
         absent = {rank: r for rank, r in question.answers.items() if r.phase_at(sequence) is Phase.NONE}
-        sights = {rank: self._around.sight(rank) for rank in silent}
+        sights = {rank: self._around.neighbours.look(rank) for rank in silent}
         stuck = [rank for rank, (sight, _) in sights.items() if silent_cause(sight) is Cause.STUCK]
         hosts = Hosts({rank: str(r.details.get("host", "")) for rank, r in question.answers.items()}, participants)
         lines = [*not_come(absent, hosts), *not_answering(sights, hosts)]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-import json
 import os
 import select
 import socket
@@ -24,11 +23,11 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from enum import Enum
 
 from ncclguard import lifecycle
-from ncclguard.coordination.store import BATCH, AgreementStore, Entries
+from ncclguard.coordination.store import BATCH, AgreementStore, Entries, Stored
 from ncclguard.environment.network import address_towards
 from ncclguard.incident.stacks import Offer, fetch, process_state
 from ncclguard.protocol.decision import Departure
@@ -69,7 +68,7 @@ class Sight(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(Stored):
     """The process of a rank, as it publishes it.
 
     ``host_key`` is equal only where pids mean the same processes and addresses the same hosts. ``start_ticks`` is the
@@ -84,30 +83,6 @@ class Identity:
     start_ticks: int
     port: Port | None  # where it listens, so that others see that it exists
     stacks: tuple[int, int, int, int] | None = None  # how to have it write its stacks, see incident/stacks.py
-
-    def to_json(self) -> str:
-        """Return it as a JSON object."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Identity:
-        """The identity that ``to_json`` wrote; ValueError for anything else."""
-        try:
-            fields = json.loads(text)
-            port = None if fields["port"] is None else (str(fields["port"][0]), int(fields["port"][1]))
-            return cls(
-                rank=int(fields["rank"]),
-                host=str(fields["host"]),
-                host_key=str(fields["host_key"]),
-                pid=int(fields["pid"]),
-                start_ticks=int(fields["start_ticks"]),
-                port=port,
-                stacks=None if fields.get("stacks") is None else tuple(int(n) for n in fields["stacks"][:4]),  # type: ignore[arg-type]
-            )
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise ValueError(
-                f"{text!r} is no identity of a rank ({error!r}); all ranks must run the same version of ncclguard"
-            ) from error
 
 
 @dataclass(slots=True)
@@ -177,10 +152,7 @@ class Liveness:
             return self._look_there(peer)
 
     def befriend(self, peer: Identity) -> None:
-        """Reach a peer's liveness port once, so that its being refused later is evidence.
-
-        It returns at once, and ``look`` goes on with it.
-        """
+        """Reach a peer's port once, so that its being refused later is evidence; `look` goes on with it."""
         self.look(peer)
 
     def seek(self, peers: Iterable[Identity], since: float) -> None:
@@ -203,10 +175,7 @@ class Liveness:
                     self._begin(probe, peer, peer.port)
 
     def drain(self) -> None:
-        """Accept and close what has queued at the own liveness port; never blocks.
-
-        Probes that nobody asks about any more are ended too.
-        """
+        """Accept and close what has queued at the own port, and end probes that nobody asks about; never blocks."""
         if self._under_way:
             with self._lock:
                 self._tidy(PROBE_LIMIT)
@@ -457,7 +426,7 @@ class Neighbours:
         self._known: dict[int, Identity] = {}  # this host's and the two beside: followed in every step
         self._met: dict[int, Identity] = {}  # others that were asked about once
         self._beside = [r % world_size for r in (rank - 1, rank + 1) if r % world_size != rank]
-        self._here: list[Identity] = []
+        self.here: list[Identity] = []  # the other ranks of this host that are known yet
         self._beside_elsewhere: list[Identity] = []
         self._next_look = 0.0
         self._attentive_every = max(attentive_every, LOOK_EVERY / 10)
@@ -508,7 +477,7 @@ class Neighbours:
     def _learn(self, peer: Identity) -> None:
         self._known[peer.rank] = peer
         key = self._liveness.identity.host_key
-        self._here = [one for rank, one in self._known.items() if one.host_key == key and rank != self._rank]
+        self.here = [one for rank, one in self._known.items() if one.host_key == key and rank != self._rank]
 
     def departures(self, within: float = 0.0) -> list[Departure]:
         """Ranks seen here whose process is gone: positive evidence, never silence.
@@ -530,11 +499,7 @@ class Neighbours:
 
     def first_here(self) -> bool:
         """Return whether this is the lowest rank of its host that is not known to be gone."""
-        return not any(peer.rank < self._rank and not self.gone(peer.rank) for peer in self.here())
-
-    def here(self) -> list[Identity]:
-        """The other ranks of this host that are known yet."""
-        return self._here
+        return not any(peer.rank < self._rank and not self.gone(peer.rank) for peer in self.here)
 
     def fetch_stacks(self, rank: int) -> dict[str, object] | None:
         """The stacks of a rank of this host whose interpreter may not run, as details of a report; takes seconds."""
@@ -569,10 +534,7 @@ class Neighbours:
         return self._liveness.look(peer)
 
     def seek(self, ranks: Sequence[int], since: float) -> None:
-        """Begin to look at ranks that may have to be looked at soon, each once after `since`.
-
-        They are many at once, and none is waited for.
-        """
+        """Begin to look at ranks that may have to be looked at soon, each once after `since`; waits for none."""
         new = [rank for rank in ranks if rank not in self._known and rank not in self._met and rank not in self._sought]
         if new and self._store is not None:
             self._sought.update(new)

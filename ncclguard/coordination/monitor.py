@@ -19,9 +19,8 @@ from ncclguard.coordination.envelopes import Envelopes
 from ncclguard.coordination.group_state import GroupState, Summarise, make_state
 from ncclguard.coordination.host_page import HostPage
 from ncclguard.coordination.inquiry import Inquiries, Patience
-from ncclguard.coordination.liveness import Identity, Liveness, Neighbours, Sight
-from ncclguard.coordination.nonfinite import KIND as NON_FINITE
-from ncclguard.coordination.nonfinite import NonFinites
+from ncclguard.coordination.liveness import Liveness, Neighbours
+from ncclguard.coordination.nonfinite import KIND as NON_FINITE, NonFinites
 from ncclguard.coordination.revocation import Revocation, leave_result, read_revoke, revoke
 from ncclguard.coordination.sections import Sections
 from ncclguard.coordination.store import AgreementStore, Departures, Entries, Handshake, StoreUnavailable
@@ -100,11 +99,12 @@ class Monitor:
         self._connection = store.connection
         self._store = store
         self._settings = settings
+        self.timing = settings.timing
         self._given = session
         self._handshake: Handshake | None = (
             Handshake(store, rank, world_size, settings.about) if session is None else None
         )
-        self._neighbours = Neighbours(rank, world_size, liveness, settings.timing.aside)
+        self.neighbours = Neighbours(rank, world_size, liveness, settings.timing.aside)
         self._inquiries = Inquiries(rank, self, settings.timing.period)
         self.sections = Sections(rank, self.wake)
         self.envelopes = Envelopes(self.wake)
@@ -123,10 +123,10 @@ class Monitor:
         self.departures_begun = False  # as far as the job's log says
         self._leaving: Departure | None = None
         self._left = threading.Event()
-        self._goodbyes = 0
+        self.goodbyes = 0  # ranks of the job that are known to have left; counted while this one leaves
         self._wake = threading.Event()
         self._stop = threading.Event()
-        self._unavailable = ""
+        self.unavailable = ""  # why no agreement is possible any more
         self._eager_until = time.monotonic() + EAGER
         self._thread = threading.Thread(target=self._run, name="ncclguard-monitor", daemon=True)
 
@@ -137,15 +137,6 @@ class Monitor:
 
     def wake(self) -> None:
         self._wake.set()
-
-    @property
-    def timing(self) -> Timing:
-        return self._settings.timing
-
-    @property
-    def unavailable(self) -> str:
-        """Why no agreement is possible any more, or empty."""
-        return self._unavailable
 
     def take_over(self, nonfinite: NonFinites) -> None:
         """Go on with what a monitor before this one, of another session of the same job, knows of numbers."""
@@ -161,12 +152,12 @@ class Monitor:
                 settings, standing = self._settings, self.sections.standing
                 state.serve(
                     self.nonce,
-                    self._unavailable,
+                    self.unavailable,
                     settings.publish_alone,
                     standing,
-                    settings.timing.grace,
+                    self.timing.grace,
                     self.caller_waits,
-                    self._neighbours.hosts,
+                    self.neighbours.hosts,
                 )
                 self._unchecked.add(key)
                 self._all = tuple(self._states.values())
@@ -197,7 +188,7 @@ class Monitor:
     def settle(self, seconds: float, begins_within: float = 0.0) -> None:
         """Wait until no verdict is in progress; `begins_within` seconds one may still begin."""
         now = time.monotonic()
-        while self._thread.is_alive() and not self._unavailable and time.monotonic() < now + seconds:
+        while self._thread.is_alive() and not self.unavailable and time.monotonic() < now + seconds:
             if not self._revocations and time.monotonic() >= now + begins_within:
                 return
             time.sleep(0.01)
@@ -217,23 +208,7 @@ class Monitor:
 
     def caller_waits(self) -> float:
         """For how many seconds after its deadline a caller of this process waits for a verdict, as things are now."""
-        return self._settings.timing.caller_waits(time.monotonic() - self._connection.answered)
-
-    def goodbyes(self) -> int:
-        """Return how many ranks of the job are known to have left; counted while this one leaves."""
-        return self._goodbyes
-
-    def peers_here(self) -> list[Identity]:
-        """The other ranks of this host, as far as they are known yet."""
-        return self._neighbours.here()
-
-    def first_here(self) -> bool:
-        """Return whether no live rank of this host is lower, as far as is known: it speaks where none agree."""
-        return self._neighbours.first_here()
-
-    def gone(self, rank: int) -> str:
-        """Local evidence that a peer's process is gone, for verdicts that could not be agreed; empty for none."""
-        return self._neighbours.gone(rank)
+        return self.timing.caller_waits(time.monotonic() - self._connection.answered)
 
     def left(self, rank: int) -> bool:
         """Return whether a rank of this host has told it that it ends as it should; known without the store."""
@@ -241,7 +216,7 @@ class Monitor:
 
     def awaited(self, seconds: float) -> list[dict[str, Any]] | None:
         """Return who is awaited in open operations, see `Inquiries.awaited`; None: no answer in time."""
-        if self._unavailable or not self._thread.is_alive():
+        if self.unavailable or not self._thread.is_alive():
             return None
         return self._inquiries.awaited(seconds)
 
@@ -250,7 +225,7 @@ class Monitor:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                if not self._unavailable:
+                if not self.unavailable:
                     self._step(time.monotonic())
             except StoreUnavailable as error:
                 self._lose_store(str(error))
@@ -263,8 +238,8 @@ class Monitor:
             self._wake.clear()
 
     def _interval(self) -> float:
-        timing = self._settings.timing
-        if self._unavailable:
+        timing = self.timing
+        if self.unavailable:
             return timing.idle
         if self._handshake is not None and time.monotonic() < self._eager_until:
             return timing.handshake * (0.5 + self.rank * 0.618034 % 1)  # so that the ranks do not come all at once
@@ -272,7 +247,7 @@ class Monitor:
 
     def _within(self, attentive: bool) -> float:
         """Seconds between two looks at whether there is anything new, and how old what the host knows of it may be."""
-        timing = self._settings.timing
+        timing = self.timing
         if attentive:
             return timing.period
         # What another rank of this host has read may be that old, so that both together are as late as one alone.
@@ -314,18 +289,18 @@ class Monitor:
         if not self.session_ready.is_set():
             return
         if self._leaving is not None and not self._left.is_set():
-            self._neighbours.look_at_once()  # a launcher ends this process because another one is gone
+            self.neighbours.look_at_once()  # a launcher ends this process because another one is gone
             self._announce_departure(self._leaving)
         if self._leaving is not None:
-            self._goodbyes = self._departures.count(self._store, self._settings.timing.period)
-        self._aside = self._settings.timing.aside <= self._settings.timing.period or now >= self._next_aside
+            self.goodbyes = self._departures.count(self._store, self.timing.period)
+        self._aside = self.timing.aside <= self.timing.period or now >= self._next_aside
         if self._aside:
-            self._next_aside = now + self._settings.timing.aside
+            self._next_aside = now + self.timing.aside
         pending = self._pending(now)
         attentive = pending or self._leaving is not None
-        self._neighbours.step(now, attentive)
+        self.neighbours.step(now, attentive)
         if self._connection.page is not None:
-            self._connection.page.opened_by(1 + len(self._neighbours.here()))
+            self._connection.page.opened_by(1 + len(self.neighbours.here))
         self._revoke_for_callers(now)
         if self._aside or not self._revocations:  # who has answered a revoke waits for its verdict
             self._hear_events(now, self._within(attentive))
@@ -351,11 +326,11 @@ class Monitor:
                 now,
                 departed,
                 self._settings.describe,
-                self._neighbours.silent_cause,
+                self.neighbours.silent_cause,
                 self._settings.summarise,
-                [peer.rank for peer in self._neighbours.here()],
-                self._neighbours.fetch_stacks,
-                self._neighbours.seek,
+                [peer.rank for peer in self.neighbours.here],
+                self.neighbours.fetch_stacks,
+                self.neighbours.seek,
             ):
                 del self._revocations[key]
                 self._settings.publish(revocation)
@@ -381,7 +356,7 @@ class Monitor:
         self.nonce = nonce
         self._store = self._root.below(nonce)
         self._connection.page = self._settings.open_page(nonce)
-        self._neighbours.register(self._store, self._settings.offer_stacks(threading.get_native_id()))
+        self.neighbours.register(self._store, self._settings.offer_stacks(threading.get_native_id()))
         for rank in absent:
             self.witness(Departure(rank, Cause.LOST, "was lost before this session began"))
         self.session_ready.set()
@@ -389,11 +364,11 @@ class Monitor:
             state.begin_session(nonce)
 
     def _lose_store(self, why: str) -> None:
-        self._unavailable = tr("the store cannot be used any more ({why})", why=why)
-        log.warning("ncclguard: rank %d: %s; verdicts are local from now on", self.rank, self._unavailable)
+        self.unavailable = tr("the store cannot be used any more ({why})", why=why)
+        log.warning("ncclguard: rank %d: %s; verdicts are local from now on", self.rank, self.unavailable)
         self._left.set()
         for state in self.states():
-            state.make_unavailable(self._unavailable)
+            state.make_unavailable(self.unavailable)
 
     # ------------------------------------------------------------------ revokes
 
@@ -404,14 +379,14 @@ class Monitor:
             if trouble is None:
                 continue
             if state.key not in self._revocations:
-                winner = revoke(self._store, state.key, generation, self.rank, self._settings.timing.hold)
+                winner = revoke(self._store, state.key, generation, self.rank, self.timing.hold)
                 if winner is None:
                     continue
                 self._begin_revocation(state, generation, winner, now)
                 if winner == self.rank:
                     self._announce_revoke(state, generation, winner)
                 else:
-                    again = max(ANNOUNCE_AGAIN, 2 * self._settings.timing.aside)
+                    again = max(ANNOUNCE_AGAIN, 2 * self.timing.aside)
                     due = now + again * (1 + state.member.participants.index(self.rank))
                     self._announce_by[state.key, generation] = due, winner
         for (key, generation), (due, winner) in list(self._announce_by.items()):
@@ -425,7 +400,7 @@ class Monitor:
         if self.rank in state.member.participants:
             self._settings.revoked(state)
             self._revocations[state.key] = Revocation(
-                self._store, state, generation, revoker, now, self._settings.timing, self._connection.pace
+                self._store, state, generation, revoker, now, self.timing, self._connection.pace
             )
 
     def _announce_revoke(self, state: GroupState, generation: int, by: int) -> None:
@@ -495,7 +470,7 @@ class Monitor:
         self._left.set()
 
     def _witness_departures(self) -> None:
-        for departure in self._neighbours.departures(self._settings.timing.period):
+        for departure in self.neighbours.departures(self.timing.period):
             if departure.rank not in self._departures:
                 self.witness(departure)
 
@@ -536,7 +511,7 @@ class Monitor:
         """Every departure that is known to the store, or was a moment ago; from the monitor's own thread only."""
         decides = self._decides
         if self._aside or decides or self._departures.more:
-            timing = self._settings.timing
+            timing = self.timing
             within = timing.period if decides else timing.departures(self.departures_begun)
             self._departures.read(self._store, within, self._departed, in_portions=not decides)
         return self._departures.all()
@@ -549,12 +524,6 @@ class Monitor:
 
     def describe(self, state: GroupState, report: Report) -> Report:
         return self._settings.describe(state, report)
-
-    def seek(self, ranks: Sequence[int], since: float) -> None:
-        self._neighbours.seek(ranks, since)
-
-    def sight(self, rank: int) -> tuple[Sight, str]:
-        return self._neighbours.look(rank)
 
     def patience(self, state: GroupState) -> Patience:
         return self._settings.patience(state)

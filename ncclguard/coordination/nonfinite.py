@@ -71,14 +71,13 @@ class NonFinite:
             template = tr("rank {rank}: {tensor} had an infinity", rank=self.rank, tensor=str(self.tensor))
         parts = [template]
         if self.index is not None:
-            parts.append(
-                tr(
-                    "NaN: {nan}, infinite: {infinite}, the first at {index}",
-                    nan=self.nan,
-                    infinite=self.infinite,
-                    index=list(self.index),
-                )
+            text = tr(
+                "NaN: {nan}, infinite: {infinite}, the first at {index}",
+                nan=self.nan,
+                infinite=self.infinite,
+                index=list(self.index),
             )
+            parts.append(text)
         if ":" not in self.scope:
             parts.append(tr("in backward pass {number}", number=self.number))
         else:

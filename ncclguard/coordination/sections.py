@@ -34,10 +34,7 @@ class News:
 
 
 class Sections:
-    """The place of this process in sections; thread-safe.
-
-    The monitor calls `hear` and `step`, its rank's program the rest.
-    """
+    """The place of this process in sections; the monitor calls `hear` and `step`, the program the rest."""
 
     def __init__(self, rank: int, wake: Callable[[], None]) -> None:
         self._rank = rank

@@ -8,22 +8,26 @@ in front of one on the same connection, whose requests the server handles in ord
 from __future__ import annotations
 
 import base64
+import functools
 import json
+import secrets
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:  # ncclguard.coordination.liveness needs this module, but no torch
-    from ncclguard.torch_compat.groups import Store
-import secrets
-from collections.abc import Iterable
-from dataclasses import replace
+from pydantic import TypeAdapter
 
 from ncclguard.coordination.host_page import NEVER, HostPage, Known
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Departure
 from ncclguard.protocol.timing import SHARE, Pace
+
+if TYPE_CHECKING:  # ncclguard.coordination.liveness needs this module, but no torch
+    from typing_extensions import Self
+
+    from ncclguard.torch_compat.groups import Store
 
 T = TypeVar("T")
 
@@ -36,6 +40,30 @@ FEW = 192
 #: Characters from which on a value is written compressed, and how such a value begins.
 LONG = 2048
 _COMPRESSED = "zlib:"
+
+
+class Stored:
+    """The base of dataclasses that lie in the store, as JSON."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote, without fields that this version has not. Raises ValueError for anything else."""
+        try:
+            return _adapter(cls).validate_json(text)  # type: ignore[no-any-return, arg-type]
+        except ValueError as error:
+            raise ValueError(
+                f"{text!r} is no {cls.__name__.lower()} of a rank ({error!r}); all ranks must run the same version of ncclguard"
+            ) from error
+
+
+@functools.cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 class StoreUnavailable(Exception):
@@ -87,10 +115,7 @@ class AgreementStore:
         return self.replace(key, "", value)
 
     def replace(self, key: str, expected: str, value: str) -> str:
-        """Write `value` if `expected` is there, or nothing where that is empty; return what is there now.
-
-        The write is acknowledged.
-        """
+        """Write `value` if `expected` is there (empty: nothing); return what is there now. Acknowledged."""
         full, expected, value = self._key(key), expected and _short(expected), _short(value)
         return _plain(self.connection.ask(f"compare_set {key}", lambda: self._store.compare_set(full, expected, value)))
 
@@ -107,10 +132,7 @@ class AgreementStore:
         return None if written is None else _plain(written)
 
     def read_many(self, keys: Sequence[str]) -> dict[str, str]:
-        """Return the values of those keys that somebody has written.
-
-        Where all have been, many keys take two round trips.
-        """
+        """Return the values of those keys that somebody has written; where all have been, in two round trips."""
         found: dict[str, str] = {}
         for start in range(0, len(keys), BATCH):
             self._read_batch(keys[start : start + BATCH], found)
@@ -124,10 +146,7 @@ class AgreementStore:
     # ------------------------------------------------------------------ by way of the page that this host's ranks share
 
     def recent(self, key: str, within: float) -> int:
-        """Return a counter that only grows, as it was in the last `within` seconds.
-
-        While another rank of this host asks, it may be twice as old.
-        """
+        """Return a counter that only grows, `within` seconds old at most, or twice as old while another rank asks."""
         page = self.connection.page
         if page is None:
             return self.count(key)
@@ -142,10 +161,7 @@ class AgreementStore:
         return value
 
     def find(self, key: str, within: float = 0.0) -> str | None:
-        """Return a value that is written once and stays.
-
-        Where it was missing in the last `within` seconds, the store is not asked.
-        """
+        """Return a value that is written once and stays; not asked for where it was missing `within` seconds ago."""
         page = self.connection.page
         if page is None:
             return self.read(key)
@@ -285,10 +301,7 @@ class Entries:
         return number
 
     def count(self, store: AgreementStore, within: float = 0.0) -> int:
-        """Count how many there are, or were in the last `within` seconds.
-
-        Those whose writer has not come to write them count too.
-        """
+        """Count how many there are, or were in the last `within` seconds, those that are not written yet too."""
         return store.recent(self._counter, within) if within else store.count(self._counter)
 
     def new(
@@ -329,19 +342,13 @@ Place = tuple[int, ...]
 
 
 class HighWaterMarks:
-    """The view that this process has of such keys.
-
-    Places are compared like tuples and only grow: generation, then number, then level.
-    """
+    """The view that this process has of such keys, whose places only grow: generation, number, level."""
 
     def __init__(self) -> None:
         self._seen: dict[str, str] = {}  # key -> what was there last
 
     def enter(self, store: AgreementStore, key: str, place: Place, entry: list[int | str]) -> list[int | str] | None:
-        """Write `entry` for a place that nobody has come to.
-
-        Return the entry of its first, None when others are further.
-        """
+        """Write `entry` for a place that nobody has come to; return its first entry, None when others are further."""
         told = store.told_here(key)
         if told is not None:
             at, *said = json.loads(told)
@@ -406,7 +413,6 @@ class Departures:
         self._portion = 2 * self._portion if self.more else PORTION
 
     def count(self, store: AgreementStore, within: float = 0.0) -> int:
-        """Count how many have been entered."""
         return self._entries.count(store, within)
 
     def _learn(self, text: str) -> None:
@@ -425,7 +431,6 @@ class Departures:
         }
 
     def all(self) -> dict[int, Departure]:
-        """Every one that is known."""
         return {rank: departure for rank, (departure, _) in self._known.items()}
 
 

@@ -6,23 +6,12 @@
 
 from __future__ import annotations
 
-from ncclguard.deadlines.deadline import Deadline, get_adaptive_timeout
+from ncclguard.deadlines.deadline import Deadline as Deadline, get_adaptive_timeout as get_adaptive_timeout
 from ncclguard.deadlines.limit import (
-    TimeLimit,
-    engine_section,
-    enter_engine,
-    leave_engine,
-    nccl_timeout_handler,
-    remaining_limit,
+    TimeLimit as TimeLimit,
+    engine_section as engine_section,
+    enter_engine as enter_engine,
+    leave_engine as leave_engine,
+    nccl_timeout_handler as nccl_timeout_handler,
+    remaining_limit as remaining_limit,
 )
-
-__all__ = [
-    "Deadline",
-    "TimeLimit",
-    "engine_section",
-    "enter_engine",
-    "get_adaptive_timeout",
-    "leave_engine",
-    "nccl_timeout_handler",
-    "remaining_limit",
-]

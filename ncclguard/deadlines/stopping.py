@@ -125,10 +125,7 @@ def in_c10d_call(thread: int) -> bool:
 
 
 class Stop:
-    """Ends what is in flight on some process groups.
-
-    Each group is ended from a thread of its own, because an abort of NCCL may hang.
-    """
+    """Ends what is in flight on some groups, each from a thread of its own, because an abort of NCCL may hang."""
 
     def __init__(
         self, groups: Sequence[dist.ProcessGroup], announce: Callable[[dist.ProcessGroup], object] | None = None

@@ -270,7 +270,6 @@ class Watchdog:
             self._watched.pop(id(watched), None)
 
     def guards(self, watched: Watched) -> bool:
-        """Return whether ``watched`` is still entered."""
         return id(watched) in self._watched
 
     @property
@@ -279,7 +278,6 @@ class Watchdog:
         return self._changed
 
     def watched(self) -> tuple[Watched, ...]:
-        """Everything entered at present."""
         return tuple(self._watched.values())
 
     def close(self) -> None:
@@ -292,10 +290,7 @@ class Watchdog:
             thread.join(EXIT_BOUND)
 
     def abandon(self) -> None:
-        """Leave nothing to do at exit in a forked child.
-
-        The thread does not exist there, and the lock may be held for good.
-        """
+        """Leave nothing to do at exit in a forked child: it has no such thread, and the lock may be held for good."""
         lifecycle.forget(self.close)
 
     def _start(self) -> None:

@@ -72,24 +72,22 @@ class Terms(NamedTuple):
             raise TypeError(say(joined(": ", (needed, meant))))
         if rank not in self.ranks:
             some = list(self.ranks)[:16]
-            raise ValueError(
-                told(
-                    "{name} {rank} is not a global rank of the group, which has {some}", name=what, rank=rank, some=some
-                )
+            text = told(
+                "{name} {rank} is not a global rank of the group, which has {some}", name=what, rank=rank, some=some
             )
+            raise ValueError(text)
         return rank
 
     def check_length(self, values: Sequence[Any], what: str) -> None:
         """Raise when a list has not one entry for each rank of the group."""
         if len(values) != len(self.ranks):
-            raise ValueError(
-                told(
-                    "{name} has {count} entries, the group has {number} ranks: give one for each",
-                    name=what,
-                    count=len(values),
-                    number=len(self.ranks),
-                )
+            text = told(
+                "{name} has {count} entries, the group has {number} ranks: give one for each",
+                name=what,
+                count=len(values),
+                number=len(self.ranks),
             )
+            raise ValueError(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +132,11 @@ def terms_of(
     attempts, shrink = _checked_attempts(max_attempts, config), _checked_on_lost(on_lost, config) == "shrink"
     kept = _checked_atomic(atomic, config)
     if shrink and not kept:
-        raise ValueError(
-            told(
-                'atomic=False and on_lost="shrink" contradict each other: the survivors start again from their inputs, '
-                "which atomic=False does not keep; change one of the two, argument or setting"
-            )
+        text = told(
+            'atomic=False and on_lost="shrink" contradict each other: the survivors start again from their inputs, '
+            "which atomic=False does not keep; change one of the two, argument or setting"
         )
+        raise ValueError(text)
     ranks: tuple[int, ...] = (0,)
     rank = 0
     if chosen is not None:
@@ -209,7 +206,6 @@ def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -219,45 +215,40 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 def check_tensor(tensor: object, what: str, written: bool = False) -> None:
     """Raise for what is no dense tensor; if it is to be `written`, also for one whose elements share memory."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            told(
-                "{name} must be a torch.Tensor, not {kind}: give torch.tensor(...) of numbers, and one call to each of several "
-                "tensors",
-                name=what,
-                kind=type(tensor).__name__,
-            )
+        text = told(
+            "{name} must be a torch.Tensor, not {kind}: give torch.tensor(...) of numbers, and one call to each of several "
+            "tensors",
+            name=what,
+            kind=type(tensor).__name__,
         )
+        raise TypeError(text)
     if tensor.is_nested:
-        raise ValueError(
-            told("{name} is a nested tensor: guarded collectives take dense tensors only; pad it first", name=what)
+        refusal = told(
+            "{name} is a nested tensor: guarded collectives take dense tensors only; pad it first", name=what
         )
+        raise ValueError(refusal)
     if tensor.layout is not torch.strided:
-        raise ValueError(
-            told(
-                "{name} is {kind}: guarded collectives take dense tensors only; call to_dense() first",
-                name=what,
-                kind=tensor.layout,
-            )
+        text = told(
+            "{name} is {kind}: guarded collectives take dense tensors only; call to_dense() first",
+            name=what,
+            kind=tensor.layout,
         )
+        raise ValueError(text)
     if tensor.is_meta:
         raise ValueError(told("{name} is a meta tensor without memory: materialise it first", name=what))
     if written and _overlaps(tensor):
-        raise ValueError(
-            told(
-                "{name} of shape {shape} has strides {strides}, so several of its elements share memory (expand, unfold) and "
-                "cannot hold a result each: pass a clone()",
-                name=what,
-                shape=tuple(tensor.shape),
-                strides=tensor.stride(),
-            )
+        text = told(
+            "{name} of shape {shape} has strides {strides}, so several of its elements share memory (expand, unfold) and "
+            "cannot hold a result each: pass a clone()",
+            name=what,
+            shape=tuple(tensor.shape),
+            strides=tensor.stride(),
         )
+        raise ValueError(text)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether two elements have the same address.
-
-    It sees every overlap within two dimensions, which is what expand and unfold make.
-    """
+    """Return whether two elements have the same address; sees every overlap within two dimensions."""
     if tensor.is_contiguous():
         return False
     dimensions = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
@@ -272,56 +263,50 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 def check_list(tensors: object, like: torch.Tensor, what: str, written: bool = False) -> None:
     if not isinstance(tensors, Sequence) or isinstance(tensors, torch.Tensor):
-        raise TypeError(
-            told(
-                "{name} must be a list of tensors, not {kind}: give one for each rank of the group",
-                name=what,
-                kind=type(tensors).__name__,
-            )
+        text = told(
+            "{name} must be a list of tensors, not {kind}: give one for each rank of the group",
+            name=what,
+            kind=type(tensors).__name__,
         )
+        raise TypeError(text)
     for index, tensor in enumerate(tensors):
         check_tensor(tensor, f"{what}[{index}]", written)
         if tensor.shape != like.shape or tensor.dtype != like.dtype or tensor.device != like.device:
-            raise ValueError(
-                told(
-                    "{name} is {this} on {here}, but {that} on {there} is needed",
-                    name=f"{what}[{index}]",
-                    this=describe(tensor),
-                    here=tensor.device,
-                    that=describe(like),
-                    there=like.device,
-                )
+            text = told(
+                "{name} is {this} on {here}, but {that} on {there} is needed",
+                name=f"{what}[{index}]",
+                this=describe(tensor),
+                here=tensor.device,
+                that=describe(like),
+                there=like.device,
             )
+            raise ValueError(text)
     if written and like.numel() and len({tensor.data_ptr() for tensor in tensors}) < len(tensors):
-        raise ValueError(
-            told(
-                "{name} has the same memory more than once, as in [tensor] * {count}, and cannot hold a result for each "
-                "rank: make a tensor for each, [torch.empty_like(tensor) for _ in range(world_size)]",
-                name=what,
-                count=len(tensors),
-            )
+        text = told(
+            "{name} has the same memory more than once, as in [tensor] * {count}, and cannot hold a result for each "
+            "rank: make a tensor for each, [torch.empty_like(tensor) for _ in range(world_size)]",
+            name=what,
+            count=len(tensors),
         )
+        raise ValueError(text)
 
 
 def check_objects(values: object) -> None:
     if not isinstance(values, list):
-        raise TypeError(
-            told("object_list must be a list, which is written into, not {kind}", kind=type(values).__name__)
-        )
+        text = told("object_list must be a list, which is written into, not {kind}", kind=type(values).__name__)
+        raise TypeError(text)
 
 
 def _checked_chunk(value: object) -> int:
     """People write 5e7 and 50_000_000."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            told(
-                "chunk_numel must be a number of elements, not {kind}: give for example 5e7", kind=type(value).__name__
-            )
+        text = told(
+            "chunk_numel must be a number of elements, not {kind}: give for example 5e7", kind=type(value).__name__
         )
+        raise TypeError(text)
     if not isinstance(value, numbers.Integral) and not float(value).is_integer():
-        raise ValueError(
-            told("chunk_numel must be a whole number of elements, got {value}: give for example 5e7", value=value)
-        )
+        refusal = told("chunk_numel must be a whole number of elements, got {value}: give for example 5e7", value=value)
+        raise ValueError(refusal)
     return int(cast("int", value))
 
 

@@ -27,7 +27,6 @@ class ChunkPlan:
 
     @property
     def longest(self) -> int:
-        """Elements of the longest piece."""
         return self.pieces[0][1] if self.pieces else 0
 
 
@@ -46,29 +45,27 @@ def plan(numel: int, chunk_numel: int | None = None, element_size: int = 4) -> C
     if numel < 0:
         raise ValueError(f"numel must not be negative, got {numel}: pass tensor.numel()")
     if chunk_numel is not None and chunk_numel < 1:
-        raise ValueError(
-            told(
-                "chunk_numel must be at least 1, got {value}: give the elements of one piece, or None",
-                value=chunk_numel,
-            )
+        text = told(
+            "chunk_numel must be at least 1, got {value}: give the elements of one piece, or None",
+            value=chunk_numel,
         )
+        raise ValueError(text)
     if numel == 0:
         return ChunkPlan(0, ())
     if chunk_numel is None:
         chunk_numel = _aligned(-(-numel // default_count(numel)), element_size)
     count = -(-numel // chunk_numel)
     if count > MAX_PIECES:
-        raise ValueError(
-            told(
-                "chunk_numel={value} would cut {numel:,} elements into {count:,} pieces, more than {most:,}: give at least "
-                "{least}",
-                value=chunk_numel,
-                numel=numel,
-                count=count,
-                most=MAX_PIECES,
-                least=-(-numel // MAX_PIECES),
-            )
+        text = told(
+            "chunk_numel={value} would cut {numel:,} elements into {count:,} pieces, more than {most:,}: give at least "
+            "{least}",
+            value=chunk_numel,
+            numel=numel,
+            count=count,
+            most=MAX_PIECES,
+            least=-(-numel // MAX_PIECES),
         )
+        raise ValueError(text)
     return ChunkPlan(numel, tuple((start, min(start + chunk_numel, numel)) for start in range(0, numel, chunk_numel)))
 
 

@@ -127,7 +127,7 @@ class Communicators:
 
     def gone(self, rank: int) -> str:
         """Local evidence that a rank's process is gone."""
-        return self._monitor.gone(rank)
+        return self._monitor.neighbours.gone(rank)
 
     def close(self) -> None:
         """Release the communicator and wait, bounded, for a build in progress."""

@@ -30,9 +30,8 @@ _CPU = torch.device("cpu")
 def check_carried(collective: Collective, tensor: torch.Tensor, terms: Terms, op: str | None = None) -> None:
     """Raise for a dtype or reduce op that the backend cannot carry, and while a CUDA graph is captured."""
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            told("a guarded collective blocks the host and cannot be captured in a CUDA graph: call it outside")
-        )
+        text = told("a guarded collective blocks the host and cannot be captured in a CUDA graph: call it outside")
+        raise ValueError(text)
     device = tensor.device
     if terms.solo and device.type != "cuda":  # nothing is carried, so any device will do
         device = _CPU
@@ -42,11 +41,8 @@ def check_carried(collective: Collective, tensor: torch.Tensor, terms: Terms, op
 
 def alone(collective: Collective, terms: Terms, tensor: torch.Tensor | None = None) -> Outcome:
     """The outcome of a call with nobody to communicate with: a success that moved nothing."""
-    return Outcome(
-        agreed=True, op=collective.name, op_id="", cause=None, culprits=(), attempts=1, chunks=0,
-        numel=0 if tensor is None else tensor.numel(), nbytes=0 if tensor is None else nbytes_of(tensor), seconds=0.0,
-        algbw=0.0, busbw=0.0, participants=terms.ranks, torn=False, incident=None,
-    )  # fmt: skip
+    numel, nbytes = (0, 0) if tensor is None else (tensor.numel(), nbytes_of(tensor))
+    return Outcome(op=collective.name, op_id="", numel=numel, nbytes=nbytes, participants=terms.ranks)
 
 
 class Queue(NamedTuple):
@@ -96,14 +92,13 @@ def run(
     current = runtime.of(terms.group, terms.deadline - time.monotonic())
     group = current.group(terms.group, device, queue.name, queue.ranks)
     if group.device != device:
-        raise ValueError(
-            told(
-                "the tensor is on {device}, the first operation of this group was on {other}, and a group's communicator "
-                "serves one device of a process: move the tensor there, or use another group (new_group) for {device}",
-                device=device,
-                other=group.device,
-            )
+        text = told(
+            "the tensor is on {device}, the first operation of this group was on {other}, and a group's communicator "
+            "serves one device of a process: move the tensor there, or use another group (new_group) for {device}",
+            device=device,
+            other=group.device,
         )
+        raise ValueError(text)
     if terms.config.numerics == "watch" and arguments.op:
         brought = arguments.others or (arguments.tensor,)
         look_at(brought, arguments.op, call.text, group, current.monitor.nonfinite)

@@ -54,16 +54,13 @@ class Execution(ABC):
         self.collected: list[bytes] | None = None  # the result, where the opening round or another rank brought it
         self.torn = False
         self.busy = False  # the transport did not become quiet: its memory must never be used for anything else
+        self._arena: Arena | None = None
 
-    @abstractmethod
     def reserve(self, atomic: bool, in_flight: int) -> None:
-        """Get the memory that will be needed. Raises MemoryError."""
+        """Get the memory that will be needed, none by default. Raises MemoryError."""
 
     def obtain(self, atomic: bool | str, in_flight: int, text: str) -> None:
-        """Get the memory for an `atomic` call, as asked for.
-
-        Without it the call goes on not atomic, unless that was required.
-        """
+        """Get the memory for an `atomic` call, which goes on not atomic without it, unless that was required."""
         try:
             self.reserve(bool(atomic), in_flight)
         except MemoryError:
@@ -82,10 +79,7 @@ class Execution(ABC):
         return None
 
     def _fits(self, tensor: torch.Tensor, limit: int) -> bool:
-        """Return whether up to `limit` bytes of `tensor` are all that the operation moves.
-
-        It follows from values that all ranks compare.
-        """
+        """Return whether up to `limit` bytes of `tensor`, alike on all ranks, are all that the operation moves."""
         return self.pieces == 1 and tensor.numel() * tensor.element_size() <= limit
 
     def collect(self, opening: Agreement, ranks: Sequence[int]) -> None:
@@ -101,13 +95,14 @@ class Execution(ABC):
         """The first piece whose input `restore` can bring back."""
         return self.restorable_after(self.submitted - 1)
 
-    @abstractmethod
     def restorable_after(self, piece: int) -> int:
-        """Return what `restorable_from` will be once `piece` has been submitted."""
+        """Return what `restorable_from` will be once `piece` has been submitted: all where the input stays as it is."""
+        return 0
 
-    @abstractmethod
     def restore(self, from_piece: int) -> None:
         """Bring the inputs of the pieces from `from_piece` on back; the transport is quiet when this is called."""
+        self.collected = None
+        self.submitted = min(self.submitted, from_piece)
 
     @property
     def exposed(self) -> bool:
@@ -134,6 +129,10 @@ class Execution(ABC):
 
     def _replace(self, from_piece: int) -> None:
         """Take other staging memory, as `renew` says."""
+        old = self._arena
+        self.reserve(True, 0)
+        if old is not None:
+            old.release(reusable=False)
 
     def _length_before(self, piece: int) -> int:
         """Elements of the pieces before `piece`."""
@@ -154,29 +153,25 @@ class Execution(ABC):
         """Copies of a small operation's result, for ranks that miss it."""
         return [copied(part) for part in self.result()] if self.collected is None else self.collected
 
-    @abstractmethod
     def result(self) -> list[torch.Tensor]:
-        """The tensors that hold the result before `finish`, the same on every rank."""
+        """The tensors that hold the result before `finish`, where it is the same on every rank."""
+        return []
 
     def accept(self, donated: str) -> None:
-        """Take the result from a rank that completed, as if the opening round had brought it.
-
-        No memory is needed but its own.
-        """
+        """Take the result from a rank that completed, as if the opening round had brought it."""
         self.collected = [base64.b64decode(text) for text in donated.split(",")]
 
-    @abstractmethod
     def release(self) -> None:
         """Give reserved memory back."""
+        if self._arena is not None:
+            self._arena.release(reusable=not self.busy)
+            self._arena = None
 
 
 class Barrier(Execution):
     """No data: the opening round is the barrier."""
 
     closing = False
-
-    def reserve(self, atomic: bool, in_flight: int) -> None:
-        """A barrier needs no memory."""
 
     def payload(self, limit: int) -> torch.Tensor | None:
         return NOTHING
@@ -187,20 +182,8 @@ class Barrier(Execution):
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         raise AssertionError("a barrier has no pieces")
 
-    def restorable_after(self, piece: int) -> int:
-        return 0
-
-    def restore(self, from_piece: int) -> None:
-        """There is nothing to restore."""
-
     def finish(self, participants: Sequence[int]) -> None:
         """There is nothing to hand over."""
-
-    def result(self) -> list[torch.Tensor]:
-        return []
-
-    def release(self) -> None:
-        """Do nothing: nothing was reserved."""
 
 
 class Refused(Execution):
@@ -217,20 +200,8 @@ class Refused(Execution):
     def submit(self, communicator: Communicator, piece: int) -> Pending:
         raise AssertionError("an operation without memory does not start")
 
-    def restorable_after(self, piece: int) -> int:
-        return 0
-
-    def restore(self, from_piece: int) -> None:
-        """Do nothing: nothing was written."""
-
     def finish(self, participants: Sequence[int]) -> None:
         raise AssertionError("an operation without memory does not succeed")
-
-    def result(self) -> list[torch.Tensor]:
-        return []
-
-    def release(self) -> None:
-        """Do nothing: nothing was reserved."""
 
 
 def encode(parts: Sequence[bytes]) -> str:
@@ -250,7 +221,6 @@ class _InPlace(Execution):
         self._tensor = tensor
         self._staged = staged or not plain(tensor)
         self._flat = _NO_ELEMENTS if self._staged else flattened(tensor)
-        self._arena: Arena | None = None
         self._backup: torch.Tensor | None = None
         self._saved = b""  # instead of a backup in the arena, for small tensors
         self._window = 0
@@ -376,9 +346,7 @@ class _InPlace(Execution):
     def release(self) -> None:
         self._flat = _NO_ELEMENTS
         self._backup = None
-        if self._arena is not None:
-            self._arena.release(reusable=not self.busy)
-            self._arena = None
+        super().release()
 
 
 class AllReduce(_InPlace):
@@ -435,7 +403,6 @@ class _Collected(Execution):
         self.closing = closing
         self._outputs = list(outputs)
         self._parts: list[torch.Tensor] = []
-        self._arena: Arena | None = None
 
     def reserve(self, atomic: bool, in_flight: int) -> None:
         first = self._outputs[0]
@@ -447,13 +414,6 @@ class _Collected(Execution):
         self._arena = Arena(sum(aligned(size * first.dtype.itemsize) for size in sizes), first.device)
         self._parts = [self._arena.take(size, first.dtype) for size in sizes]
 
-    def restorable_after(self, piece: int) -> int:
-        return 0
-
-    def restore(self, from_piece: int) -> None:
-        self.collected = None
-        self.submitted = min(self.submitted, from_piece)
-
     def abandon(self) -> None:
         self.torn = self._arena is None and self.submitted > 0
         self.submitted = 0
@@ -463,13 +423,11 @@ class _Collected(Execution):
         return self._arena is None
 
     def _replace(self, from_piece: int) -> None:
-        old, complete = self._arena, [part[: self._length_before(from_piece)] for part in self._parts]
-        self.reserve(True, 0)
+        complete = [part[: self._length_before(from_piece)] for part in self._parts]
+        super()._replace(from_piece)
         for part, done in zip(self._parts, complete, strict=True):
             with writable(self._outputs[0]):
                 part[: done.numel()].copy_(done)
-        if old is not None:
-            old.release(reusable=False)
 
     def result(self) -> list[torch.Tensor]:
         return self._parts
@@ -491,9 +449,7 @@ class _Collected(Execution):
 
     def release(self) -> None:
         self._parts = []
-        if self._arena is not None:
-            self._arena.release(reusable=not self.busy)
-            self._arena = None
+        super().release()
 
 
 class AllGather(_Collected):
@@ -593,7 +549,6 @@ class Staged(Execution):
         super().__init__(EMPTY if nothing else ONE)
         self._device = device
         self._received = list(received)
-        self._arena: Arena | None = None
         self.parts: list[torch.Tensor] = []
 
     def reserve(self, atomic: bool, in_flight: int) -> None:
@@ -608,26 +563,9 @@ class Staged(Execution):
     def start(self, communicator: Communicator) -> Pending:
         """Start it with the backend; may be called again after a failure."""
 
-    def restorable_after(self, piece: int) -> int:
-        return 0
-
-    def restore(self, from_piece: int) -> None:
-        self.submitted = 0
-
-    def _replace(self, from_piece: int) -> None:
-        old = self._arena
-        self.reserve(True, 0)
-        if old is not None:
-            old.release(reusable=False)
-
-    def result(self) -> list[torch.Tensor]:
-        return []
-
     def release(self) -> None:
         self.parts = []
-        if self._arena is not None:
-            self._arena.release(reusable=not self.busy)
-            self._arena = None
+        super().release()
 
 
 class Gather(Staged):
@@ -664,10 +602,7 @@ class Scatter(Staged):
 
 
 class AllToAll(Staged):
-    """An exchange: `inputs[i]` goes to the i-th rank of the group, `outputs[i]` comes from it.
-
-    What is sent and what is expected must be known to agree.
-    """
+    """An exchange: `inputs[i]` goes to the i-th rank, `outputs[i]` comes from it, in sizes known to agree."""
 
     def __init__(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], nothing: bool) -> None:
         self._sizes = [tensor.numel() * tensor.element_size() for tensor in outputs]

@@ -291,9 +291,8 @@ class GuardedGroup:
         error = None if unread is None else unread.error
         if error is not None:
             if sys.version_info >= (3, 11):
-                error.add_note(
-                    told("It is the failure of an earlier call, whose outcome the program had not looked at.")
-                )
+                text = told("It is the failure of an earlier call, whose outcome the program had not looked at.")
+                error.add_note(text)
             raise error
         overruled = self._state.take_overruled()
         if overruled:
@@ -303,14 +302,12 @@ class GuardedGroup:
         unread, self._unread = self._unread, None
         if unread is None or unread.acknowledged:
             return None
-        log.error(
-            "ncclguard: %s",
-            told(
-                "{summary} The outcome ({op_id}) was never looked at: test it (`if not outcome:`), or call its raise_if_failed()",
-                summary=str(unread),
-                op_id=unread.op_id,
-            ),
+        text = told(
+            "{summary} The outcome ({op_id}) was never looked at: test it (`if not outcome:`), or call its raise_if_failed()",
+            summary=str(unread),
+            op_id=unread.op_id,
         )
+        log.error("ncclguard: %s", text)
         return unread
 
     def close(self, why: str) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ncclguard import lifecycle
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.incidents import alone, from_json
 from ncclguard.engine.call import Call
 from ncclguard.engine.table import bus_factor
-from ncclguard.incident.model import Incident
 from ncclguard.outcome import Outcome
 from ncclguard.protocol.decision import NOBODY, PRECEDENCE, Verdict
 from ncclguard.protocol.member import Entry, Resolution
@@ -23,11 +23,8 @@ def success(key: str, call: Call, opened: OpenCall, attempts: int, chunks: int) 
     seconds = time.monotonic() - opened.entered
     algbw = call.nbytes / seconds if seconds > 0 else 0.0
     return Outcome(
-        agreed=True,
         op=call.op,
         op_id=f"{key}/{opened.sequence}",
-        cause=None,
-        culprits=(),
         attempts=attempts,
         chunks=chunks,
         numel=call.numel,
@@ -36,8 +33,6 @@ def success(key: str, call: Call, opened: OpenCall, attempts: int, chunks: int) 
         algbw=algbw,
         busbw=algbw * bus_factor(call.op, len(opened.participants)),
         participants=opened.participants,
-        torn=False,
-        incident=None,
     )
 
 
@@ -73,10 +68,9 @@ def from_verdict(
         operation=call.text,
         rank=rank,
     )
-    return _failure(
-        state, call, opened.sequence, opened.entered, Cause.STUCK, (rank,), agreed=False, attempts=verdict.attempt,
+    return _alone(
+        state, call, opened.sequence, opened.entered, {rank: Cause.STUCK}, note, attempts=verdict.attempt,
         participants=verdict.participants, torn=torn,
-        incident=alone(state, call.op, call.text, opened.sequence, Cause.STUCK, {rank: Cause.STUCK}, note),
     )  # fmt: skip
 
 
@@ -88,10 +82,8 @@ def missed(state: GroupState, call: Call, sequence: int, started: float) -> Outc
         operation=call.text,
         rank=rank,
     )
-    return _failure(
-        state, call, sequence, started, Cause.LATE, (rank,), agreed=False, participants=state.member.participants,
-        incident=alone(state, call.op, call.text, sequence, Cause.LATE, {rank: Cause.LATE}, note),
-    )  # fmt: skip
+    participants = state.member.participants
+    return _alone(state, call, sequence, started, {rank: Cause.LATE}, note, participants=participants)
 
 
 def not_started(
@@ -103,10 +95,7 @@ def not_started(
     verdict: Verdict | None,
     missing: dict[int, Cause],
 ) -> Outcome:
-    """Return the outcome of a call that ended before it began.
-
-    It was decided already, a member is known to be gone, it was fenced, or there is no verdict on what was before.
-    """
+    """Return the outcome of a call that ended before it began."""
     if entry is Entry.SETTLED and verdict is not None:
         return _failure(
             state, call, sequence, started, verdict.cause, verdict.culprit_ranks, attempts=verdict.attempt,
@@ -119,10 +108,7 @@ def not_started(
     if entry is Entry.FENCED:
         return _fenced(state, call, sequence, started)
     why = state.unavailable or tr("no verdict on the operation before it came in time")
-    return _failure(
-        state, call, sequence, started, Cause.UNKNOWN, (), agreed=False,
-        incident=alone(state, call.op, call.text, sequence, Cause.UNKNOWN, {}, why),
-    )  # fmt: skip
+    return _alone(state, call, sequence, started, {}, why)
 
 
 def _fenced(
@@ -151,12 +137,7 @@ def _fenced(
     else:
         causes = {rank: causes.get(rank, Cause.LOST)}
         note = tr("rank {rank} was found gone by the others, who go on without it: end this process", rank=rank)
-    cause = min(causes.values(), key=PRECEDENCE.index, default=Cause.UNKNOWN)
-    return _failure(
-        state, call, sequence, started, cause, tuple(sorted(causes)), agreed=False, attempts=attempts,
-        participants=participants, torn=torn,
-        incident=alone(state, call.op, call.text, sequence, cause, causes, note),
-    )  # fmt: skip
+    return _alone(state, call, sequence, started, causes, note, attempts=attempts, participants=participants, torn=torn)
 
 
 def _lost(state: GroupState, call: Call, sequence: int, started: float, causes: dict[int, Cause]) -> Outcome:
@@ -167,16 +148,12 @@ def _lost(state: GroupState, call: Call, sequence: int, started: float, causes: 
     named = causes.keys() & state.member.named
     followed = causes.keys() if state.terminated or named else {state.member.rank}
     causes = {rank: cause for rank, cause in causes.items() if rank in named or rank not in followed}
-    cause = min(causes.values(), key=PRECEDENCE.index, default=Cause.UNKNOWN)
     note = tr("gone since an earlier operation: restart what is gone")
     if call.operation.needs == NOBODY:
         note = tr('gone since an earlier operation: restart what is gone, or go on without with on_lost="shrink"')
     if not causes:
         note = tr("all ranks were ended from outside, with SIGTERM")
-    return _failure(
-        state, call, sequence, started, cause, tuple(sorted(causes)), participants=state.member.participants,
-        incident=alone(state, call.op, call.text, sequence, cause, causes, note, agreed=True),
-    )  # fmt: skip
+    return _alone(state, call, sequence, started, causes, note, agreed=True, participants=state.member.participants)
 
 
 def local(
@@ -185,17 +162,17 @@ def local(
     """No verdict could be had: this rank's own, which never is a success."""
     evidence = {rank: gone(rank) for rank in state.member.participants if rank != state.member.rank}
     causes = {rank: Cause.LOST for rank, text in evidence.items() if text}
-    cause = Cause.LOST if causes else Cause.UNKNOWN
     why = state.unavailable or tr(
         "the agreement did not answer in time: this rank may be cut off, or the store's host stopped"
     )
     expired = time.monotonic() >= opened.deadline
-    incident = alone(state, call.op, call.text, opened.sequence, cause, causes, why, expired=expired, evidence=evidence)
-    state.publish_alone(incident)
-    return _failure(
-        state, call, opened.sequence, opened.entered, cause, tuple(sorted(causes)), agreed=False, attempts=attempts,
-        participants=state.member.participants, torn=torn, incident=incident,
+    outcome = _alone(
+        state, call, opened.sequence, opened.entered, causes, why, expired=expired, evidence=evidence,
+        attempts=attempts, participants=state.member.participants, torn=torn,
     )  # fmt: skip
+    assert outcome.incident is not None
+    state.publish_alone(outcome.incident)
+    return outcome
 
 
 def busy(state: GroupState, call: Call, started: float, budget: float) -> Outcome:
@@ -207,21 +184,42 @@ def busy(state: GroupState, call: Call, started: float, budget: float) -> Outcom
         operation=other,
         budget=budget,
     )
-    return _failure(
-        state, call, 0, started, Cause.UNKNOWN, (), agreed=False,
-        incident=alone(state, call.op, call.text, 0, Cause.UNKNOWN, {}, note, expired=True),
-    )  # fmt: skip
+    return _alone(state, call, 0, started, {}, note, expired=True)
 
 
 def overruled(key: str, verdict: Verdict) -> Outcome:
     """A small operation that had returned a success here while this rank was silent, and failed for the others."""
     incident = from_json(verdict.incident)
     return Outcome(
-        agreed=True, op=incident.op if incident else "operation", op_id=f"{key}/{verdict.sequence}",
-        cause=verdict.cause or Cause.UNKNOWN, culprits=verdict.culprit_ranks, attempts=verdict.attempt, chunks=0,
-        numel=0, nbytes=0, seconds=0.0, algbw=0.0, busbw=0.0, participants=verdict.participants, torn=False,
+        op=incident.op if incident else "operation",
+        op_id=f"{key}/{verdict.sequence}",
+        cause=verdict.cause or Cause.UNKNOWN,
+        culprits=verdict.culprit_ranks,
+        attempts=verdict.attempt,
+        participants=verdict.participants,
         incident=incident,
-    )  # fmt: skip
+    )
+
+
+def _alone(
+    state: GroupState,
+    call: Call,
+    sequence: int,
+    started: float,
+    causes: dict[int, Cause],
+    why: str,
+    *,
+    agreed: bool = False,
+    expired: bool = False,
+    evidence: dict[int, str] | None = None,
+    **said: Any,
+) -> Outcome:
+    """Return the failure that this rank tells of by itself; `said`: further fields of the outcome."""
+    cause = min(causes.values(), key=PRECEDENCE.index, default=Cause.UNKNOWN)
+    incident = alone(
+        state, call.op, call.text, sequence, cause, causes, why, agreed=agreed, expired=expired, evidence=evidence
+    )
+    return _failure(state, call, sequence, started, cause, incident.culprits, agreed=agreed, incident=incident, **said)
 
 
 def _failure(
@@ -231,27 +229,15 @@ def _failure(
     started: float,
     cause: Cause | None,
     culprits: tuple[int, ...],
-    *,
-    agreed: bool = True,
-    attempts: int = 1,
-    participants: tuple[int, ...] = (),
-    torn: bool = False,
-    incident: Incident | None = None,
+    **said: Any,
 ) -> Outcome:
     return Outcome(
-        agreed=agreed,
         op=call.op,
         op_id=f"{state.key}/{sequence}",
         cause=cause or Cause.UNKNOWN,
         culprits=culprits,
-        attempts=attempts,
-        chunks=0,
         numel=call.numel,
         nbytes=call.nbytes,
         seconds=time.monotonic() - started,
-        algbw=0.0,
-        busbw=0.0,
-        participants=participants,
-        torn=torn,
-        incident=incident,
+        **said,
     )

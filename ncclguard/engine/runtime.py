@@ -218,10 +218,7 @@ class Runtime:
         return self.rank == 0 and (hello or "").partition(" ")[0] != self.monitor.nonce
 
     def release(self, group: dist.ProcessGroup) -> None:
-        """The group is about to be destroyed: give its connections and threads back.
-
-        Its states stay: the others may still ask how its last operation ended here.
-        """
+        """Give connections and threads of a group back that is about to be destroyed; its states stay for questions."""
         with self._lock:
             self._released.add(group)
             keys = [key for key, (owner, _) in self._groups.items() if owner is group]
@@ -284,10 +281,7 @@ class Runtime:
         self.monitor.depart(cause, text, self.monitor.timing.leave, details, terminated=terminated)
 
     def terminate(self) -> None:
-        """Go on SIGTERM, once the verdict in progress has ended.
-
-        That verdict may be about the rank that this is a consequence of.
-        """
+        """Go on SIGTERM, once the verdict in progress, which may be on what has led to it, has ended."""
         self.monitor.settle(self.monitor.timing.leave)
         self.announce(Cause.LOST, lifecycle.SENT_SIGTERM, main_thread_stack(), terminated=True)
         if self.rank == 0 and self.world.has_store:  # which the others need for their verdict
@@ -298,7 +292,7 @@ class Runtime:
         """Rank 0 usually hosts the store: give the others a moment to finish with it."""
         until = time.monotonic() + self._config.exit_linger
         while time.monotonic() < until and not self.monitor.unavailable:
-            if self.monitor.goodbyes() >= self.world_size:
+            if self.monitor.goodbyes >= self.world_size:
                 return
             time.sleep(0.02)
 
@@ -311,7 +305,7 @@ class Runtime:
 
     def _known(self, incident: Incident) -> tuple[dict[str, tuple[int, ...]], dict[int, int]]:
         """The ranks of this process's groups, and the processes of ranks."""
-        pids = {peer.rank: peer.pid for peer in self.monitor.peers_here()} | {self.rank: os.getpid()}
+        pids = {peer.rank: peer.pid for peer in self.monitor.neighbours.here} | {self.rank: os.getpid()}
         pids |= {report.rank: report.pid for report in incident.ranks if report.pid}
         groups = {}
         for group in torch_compat.known_groups():
@@ -330,14 +324,12 @@ class Runtime:
         writer = incidents.writer(incident)
         if incident.repeats is not None:
             if writer == self.rank:
-                log.warning(
-                    "%s",
-                    told(
-                        "ncclguard: the fault of incident {first} goes on: {summary}",
-                        first=incident.repeats,
-                        summary=read(incident.summary),
-                    ),
+                text = told(
+                    "ncclguard: the fault of incident {first} goes on: {summary}",
+                    first=incident.repeats,
+                    summary=read(incident.summary),
                 )
+                log.warning("%s", text)
             return
         self._faults.append(incident)
         if writer == self.rank:
@@ -359,7 +351,7 @@ class Runtime:
 
     def _publish_alone(self, incident: Incident) -> None:
         """No agreement: one rank of each host reports what it sees."""
-        if self.monitor.first_here():
+        if self.monitor.neighbours.first_here():
             self._writer.submit(incident, self.monitor.nonce, {self.rank: self._description.history()})
 
 
@@ -436,14 +428,13 @@ def begin_outside(group: dist.ProcessGroup, world: World, within: float = CONNEC
             try:
                 made = Runtime(current_config(), max(0.001, min(within, CONNECT_WITHIN)), world)
             except (TransportError, RuntimeError, ValueError, OSError) as error:
-                raise GuardError(
-                    told(
-                        "the store of group {name} cannot be reached: {error}. Check that the process that has it is alive and "
-                        "that this host can connect to it.",
-                        name=repr(world.group),
-                        error=error,
-                    )
-                ) from error
+                text = told(
+                    "the store of group {name} cannot be reached: {error}. Check that the process that has it is alive and "
+                    "that this host can connect to it.",
+                    name=repr(world.group),
+                    error=error,
+                )
+                raise GuardError(text) from error
             _outside[group] = made
             made.take_sigterm()
             lifecycle.watch_multiprocessing(_announce)

@@ -794,10 +794,7 @@ def _table(title: str, variables: Sequence[Variable]) -> list[str]:
 
 
 def with_tables(page: str) -> str:
-    """Return the page with its tables made anew; the text above `MARK` is kept.
-
-    Raises ValueError for a text without the mark.
-    """
+    """Return the page with its tables made anew below `MARK`. Raises ValueError for a text without the mark."""
     bundled = ", ".join(f"{torch}: NCCL {nccl}" for torch, nccl in BUNDLED_NCCL.items())
     head = page[: page.index(MARK)] + MARK
     lines = [f"{head}\n{_HINT}{bundled}."]

@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import psutil
-from pydantic import BaseModel, ConfigDict, WrapValidator
+from pydantic import BaseModel, WrapValidator
 
-from ncclguard_explain.host import lookup, resolve, wait_for
+from ncclguard_explain.host import lookup, read_file, resolve, wait_for
 from ncclguard_explain.language import Message, joined, told, tr
 
 #: A text of a pydantic model that stays a message, where pydantic would make plain text of it.
@@ -74,7 +74,6 @@ class Link:
 
     @property
     def loopback(self) -> bool:
-        """Return whether it is the loopback interface."""
         return self.kind == "loopback"
 
     @property
@@ -109,7 +108,6 @@ class Link:
 
 
 def family_of(address: str) -> int:
-    """Return ``socket.AF_INET`` or ``socket.AF_INET6`` for the text of an address."""
     return socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
 
 
@@ -190,14 +188,6 @@ def _kind_from_sysfs(name: str, folder: Path) -> str:
     return kind_by_name(name)
 
 
-def read_file(path: Path) -> str:
-    """Read a file of the kernel's; "" when the kernel lacks the file or does not let this process read it."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def links_from_psutil(sysfs: Path = Path("/sys/class/net")) -> tuple[Link, ...]:
     """Return the interfaces without the ``ip`` command, from psutil and sysfs."""
     addresses = psutil.net_if_addrs()
@@ -254,22 +244,6 @@ class Route:
     prefix_length: int = 0
 
 
-class Routes(Protocol):
-    """The kernel's routes, as far as the choice of the interface needs them."""
-
-    def to(self, address: str) -> Route | None:
-        """Return the route that packets to an address take; None when there is none."""
-        ...
-
-    def matching(self, address: str) -> tuple[Route, ...]:
-        """All routes to an address, also those that another one takes precedence over; the most specific first."""
-        ...
-
-    def defaults(self) -> tuple[Route, ...]:
-        """Return the default routes, IPv4 before IPv6, the lowest metric first."""
-        ...
-
-
 def routes_from_json(entry: dict[str, Any]) -> list[Route]:
     """Return the routes in one object of ``ip -json route``; several for one with several next hops."""
     destination = str(entry.get("dst", "default"))
@@ -296,7 +270,6 @@ class IpRoutes:
         self._program = program
 
     def to(self, address: str) -> Route | None:
-        """Return the answer of ``ip -json route get``."""
         return next(iter(self._ask("route", "get", address)), None)
 
     def matching(self, address: str) -> tuple[Route, ...]:
@@ -305,7 +278,6 @@ class IpRoutes:
         return _by_precedence(self._ask(version, "route", "show", "match", address))
 
     def defaults(self) -> tuple[Route, ...]:
-        """Return the answer of ``ip -json route show default`` for both families."""
         return tuple(
             route
             for version in ("-4", "-6")
@@ -345,7 +317,6 @@ class ProcRoutes:
         )
 
     def defaults(self) -> tuple[Route, ...]:
-        """Return the routes of the table to everywhere."""
         found = [(network.version, route) for network, route in self._table if network.prefixlen == 0]
         return tuple(route for _, route in sorted(found, key=lambda entry: (entry[0], entry[1].metric)))
 
@@ -388,6 +359,9 @@ def _ipv4(text: str) -> str:
 
 def _by_precedence(routes: Iterable[Route]) -> tuple[Route, ...]:
     return tuple(sorted(routes, key=lambda route: (-route.prefix_length, route.metric)))
+
+
+Routes = IpRoutes | ProcRoutes
 
 
 def read_routes(links: Sequence[Link]) -> Routes:
@@ -468,13 +442,12 @@ def job_address(master: str = "") -> str:
             hosts = [entry.address for entry in known.get(name, ()) if entry.family == family]
             if hosts:
                 return min(hosts, key=lambda host: host.startswith("fe80:"))
-    raise ValueError(
-        told(
-            "GLOO_SOCKET_IFNAME={value} names no interface of this host that is up and has an address: set it to one that "
-            "`ip address` shows, or unset it",
-            value=",".join(names),
-        )
+    text = told(
+        "GLOO_SOCKET_IFNAME={value} names no interface of this host that is up and has an address: set it to one that "
+        "`ip address` shows, or unset it",
+        value=",".join(names),
     )
+    raise ValueError(text)
 
 
 def address_towards(host: str = "") -> str:
@@ -509,7 +482,6 @@ def _sources_towards(name: str) -> Iterator[str]:
 
 
 def is_here(name: str) -> bool:
-    """Return whether a name or an address is one of this host."""
     return any(_can_listen(family, address) for family, address in lookup(name))
 
 
@@ -525,10 +497,8 @@ def _can_listen(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
 _DEFAULT_PORT = 29500  # torch/distributed/run.py, DeepSpeed's TORCH_DISTRIBUTED_DEFAULT_PORT
 
 
-class Job(BaseModel):
+class Job(BaseModel, frozen=True):
     """The job as its launcher describes it; None where it says nothing."""
-
-    model_config = ConfigDict(frozen=True)
 
     launcher: str | None = None
     rank: int | None = None
@@ -551,10 +521,7 @@ class Job(BaseModel):
 
 
 def is_loopback_name(address: str) -> bool:
-    """Return whether a master address means "this host" by itself.
-
-    127.0.1.1 does not: Debian gives that address to the host's own name.
-    """
+    """Return whether an address means "this host" by itself; 127.0.1.1 does not: Debian gives it to the host's name."""
     return address.lower() in ("localhost", "127.0.0.1", "::1", "[::1]", "localhost.localdomain", "ip6-localhost")
 
 
@@ -625,14 +592,12 @@ def launched_ranks(environ: Mapping[str, str]) -> tuple[str, int] | None:
 _OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")
 
 
-class InterfaceChoice(BaseModel):
+class InterfaceChoice(BaseModel, frozen=True):
     """The interface for the job's traffic, or None with the reason.
 
     ``address`` is the one that peers are given. ``evidence`` says what decided; ``notes`` hold what a person should
     know about it. ``trouble`` is set when the master cannot be reached the way the environment says, with ``advice``.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: str | None
     address: str | None = None
@@ -644,7 +609,6 @@ class InterfaceChoice(BaseModel):
 
     @property
     def ipv6(self) -> bool:
-        """Return whether the address that peers are given is an IPv6 one."""
         return self.address is not None and family_of(self.address) == socket.AF_INET6
 
 
@@ -767,27 +731,25 @@ class _Chooser:
             evidence = tr("MASTER_ADDR={host} is an address of this interface", host=master)
             if self._avoided(link) and address != master.strip("[]"):
                 # The name of a host may lead to docker0 on that host; the other hosts resolve it to something else.
-                self._notes.append(
-                    tr(
-                        "MASTER_ADDR={host} resolves to {address} here, which is on {name}",
-                        host=master,
-                        address=address,
-                        name=link.name,
-                    )
+                text = tr(
+                    "MASTER_ADDR={host} resolves to {address} here, which is on {name}",
+                    host=master,
+                    address=address,
+                    name=link.name,
                 )
+                self._notes.append(text)
                 self._found.append(_Candidate(link, address, evidence))
                 return None
             self._warn_about(link)
             return self._chosen(link, address, evidence)
         if not self._job.single_host:
-            self._notes.append(
-                tr(
-                    "MASTER_ADDR={host} resolves to {address} here, which other hosts cannot reach; where they resolve it "
-                    "to another address the job works, else give the host's real address",
-                    host=master,
-                    address=address,
-                )
+            text = tr(
+                "MASTER_ADDR={host} resolves to {address} here, which other hosts cannot reach; where they resolve it "
+                "to another address the job works, else give the host's real address",
+                host=master,
+                address=address,
             )
+            self._notes.append(text)
         return None
 
     def _remote_master(self, master: str, address: str, route: Route) -> InterfaceChoice | None:
@@ -804,15 +766,14 @@ class _Chooser:
             if candidate is None or self._grade(candidate) >= grade:
                 continue
             if self._answers(address, self._job.master_port, candidate.name):
-                self._notes.append(
-                    tr(
-                        "the kernel's route to {address} goes over {name} ({state}); the master also answers over {other}",
-                        address=address,
-                        name=link.name,
-                        state=link.describe(),
-                        other=candidate.name,
-                    )
+                text = tr(
+                    "the kernel's route to {address} goes over {name} ({state}); the master also answers over {other}",
+                    address=address,
+                    name=link.name,
+                    state=link.describe(),
+                    other=candidate.name,
                 )
+                self._notes.append(text)
                 return self._chosen(
                     candidate,
                     candidate.address_of(family_of(address)),
@@ -890,14 +851,13 @@ class _Chooser:
             self._notes.append(tr("{name} has no carrier", name=link.name))
         better = [other.name for other in self._links.values() if self._grade(other) < self._grade(link)]
         if self._avoided(link) and better:
-            self._notes.append(
-                tr(
-                    "{name} is a {kind}; {some} did not lead to the master",
-                    name=link.name,
-                    kind=link.kind,
-                    some=", ".join(better),
-                )
+            text = tr(
+                "{name} is a {kind}; {some} did not lead to the master",
+                name=link.name,
+                kind=link.kind,
+                some=", ".join(better),
             )
+            self._notes.append(text)
 
 
 def choose_interface(

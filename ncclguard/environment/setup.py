@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ncclguard.config import current_config, seconds
 from ncclguard.environment.catalogue import (
@@ -43,21 +43,18 @@ from ncclguard.environment.network import (
     Link,
     Prose,
     choose_interface,
-    read_file,
     read_job,
     read_links,
 )
 from ncclguard.environment.versions import Versions, detect_versions, within
-from ncclguard_explain.host import read_conf
+from ncclguard_explain.host import read_conf, read_file
 from ncclguard_explain.language import Message, joined, tr
 
 Severity = Literal["error", "warning"]
 
 
-class Finding(BaseModel):
+class Finding(BaseModel, frozen=True):
     """Something wrong: what it is, and what to do next. ``name`` is the variable it is about."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     severity: Severity
@@ -317,29 +314,25 @@ _lock = threading.Lock()
 # ----------------------------------------------------------------------------------------------------- the report
 
 
-class Setting(BaseModel):
+class Setting(BaseModel, frozen=True):
     """A variable with the value it was given, and why."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     value: str
     why: str
 
 
-class Late(Setting):
+class Late(Setting, frozen=True):
     """A variable that was not set, and what has happened already that reads it."""
 
     after: str
 
 
-class Kept(BaseModel):
+class Kept(BaseModel, frozen=True):
     """A variable that was set before.
 
     ``origin`` is "environment" or the file that sets it; ``proposed`` is the value that ncclguard would have given it.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     value: str
@@ -347,15 +340,13 @@ class Kept(BaseModel):
     proposed: str | None = None
 
 
-class EnvironmentReport(BaseModel):
+class EnvironmentReport(BaseModel, frozen=True):
     """The outcome of :func:`ncclguard.setup_env`.
 
     ``set`` holds what ncclguard set, ``kept`` what was there before, ``translated`` the settings that carry the value
     of a deprecated name over to the new one (they are in ``set`` as well), ``wrong`` the findings and ``too_late`` what
     would have been set before ``init_process_group``.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     versions: Versions
     profile: Profile
@@ -526,9 +517,7 @@ class _Situation:
 def guard_deadline() -> float:
     """Return the longest time in seconds that a guarded collective may take by the current configuration."""
     config = current_config()
-    if config.timeout is not None:
-        return max(config.timeout, config.timeout_eval, config.timeout_train, config.timeout_small)
-    return max(config.timeout_eval, config.timeout_train, config.timeout_small)
+    return max(config.timeout or 0.0, config.timeout_eval, config.timeout_train, config.timeout_small)
 
 
 def _read_situation(
@@ -575,37 +564,21 @@ def _findings(situation: _Situation, theirs: Mapping[str, str]) -> list[Finding]
     found = []
     choice = situation.choice
     if choice.trouble is not None:
-        found.append(
-            Finding(name="MASTER_ADDR", severity="error", detail=choice.trouble, advice=choice.advice or tr("check it"))
-        )
+        found.append(_finding("MASTER_ADDR", "error", choice.trouble, choice.advice or tr("check it")))
     if situation.profile.trouble is not None:
-        found.append(
-            Finding(
-                name="NCCL_IB_HCA",
-                severity="warning",
-                detail=situation.profile.trouble,
-                advice=tr("see `ibstat` and `rdma link`, or choose another profile"),
-            )
-        )
+        advice = tr("see `ibstat` and `rdma link`, or choose another profile")
+        found.append(_finding("NCCL_IB_HCA", "warning", situation.profile.trouble, advice))
     found += _family_finding(choice, situation.links)
     found += check_names(theirs, situation.versions)
     found += check_values(theirs, situation.versions)
     found += check_interfaces(theirs, choice, situation.links)
     found += check_harm(theirs, situation.ports)
-    found += [
-        Finding(
-            name="limits",
-            severity="error",
-            detail=problem,
-            advice=tr(
-                "proposed: process group {seconds:g} s, TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={number}",
-                seconds=situation.ladder.process_group.seconds or 0.0,
-                number=situation.ladder.proposed_heartbeat,
-            ),
-        )
-        for problem in situation.ladder.problems
-    ]
-    return found
+    advice = tr(
+        "proposed: process group {seconds:g} s, TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={number}",
+        seconds=situation.ladder.process_group.seconds or 0.0,
+        number=situation.ladder.proposed_heartbeat,
+    )
+    return found + [_finding("limits", "error", problem, advice) for problem in situation.ladder.problems]
 
 
 def _family_finding(choice: InterfaceChoice, links: tuple[Link, ...]) -> list[Finding]:
@@ -616,19 +589,14 @@ def _family_finding(choice: InterfaceChoice, links: tuple[Link, ...]) -> list[Fi
     first = next(iter(link.addresses), choice.address)
     if first == choice.address:
         return []
-    return [
-        Finding(
-            name="GLOO_SOCKET_IFNAME",
-            severity="warning",
-            detail=tr(
-                "the master is reached from {address}, but gloo gives its peers the first address of {name}, {first}",
-                address=choice.address,
-                name=link.name,
-                first=first,
-            ),
-            advice=tr("make sure that the other hosts reach {address}, or remove that address", address=first),
-        )
-    ]
+    detail = tr(
+        "the master is reached from {address}, but gloo gives its peers the first address of {name}, {first}",
+        address=choice.address,
+        name=link.name,
+        first=first,
+    )
+    advice = tr("make sure that the other hosts reach {address}, or remove that address", address=first)
+    return [_finding("GLOO_SOCKET_IFNAME", "warning", detail, advice)]
 
 
 def _apply(
@@ -757,10 +725,8 @@ PROCESS_GROUP_MARGIN = 120.0
 HEARTBEAT_MARGIN = 60.0
 
 
-class Rung(BaseModel):
+class Rung(BaseModel, frozen=True):
     """One limit in seconds. None: it does not exist, or nobody knows it; ``origin`` says which, or where it is from."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: Prose
     seconds: float | None
@@ -771,10 +737,8 @@ class Rung(BaseModel):
         return f"{self.name:<22} {figure:>9}  {self.origin}"
 
 
-class Ladder(BaseModel):
+class Ladder(BaseModel, frozen=True):
     """The four limits in the order in which they have to grow, and what is wrong with them."""
-
-    model_config = ConfigDict(frozen=True)
 
     guard: Rung
     process_group: Rung
@@ -784,7 +748,6 @@ class Ladder(BaseModel):
 
     @property
     def rungs(self) -> tuple[Rung, ...]:
-        """The limits, lowest first."""
         return (self.guard, self.process_group, self.heartbeat, self.launcher)
 
     @property
@@ -938,7 +901,6 @@ class Port:
 
     @property
     def roce(self) -> bool:
-        """Return whether it speaks Ethernet."""
         return self.layer == "Ethernet"
 
     @property
@@ -986,10 +948,8 @@ ProfileName = Literal["auto", "infiniband", "roce", "ethernet"]
 PROFILE_NAMES: tuple[str, ...] = get_args(ProfileName)
 
 
-class Profile(BaseModel):
+class Profile(BaseModel, frozen=True):
     """A network profile: its name, why it was taken, and the (variable, value, reason) it asks for."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     reason: str
@@ -1047,13 +1007,8 @@ def _roce(ports: Sequence[Port], reason: str, versions: Versions) -> Profile:
             trouble = tr("no RoCE v2 address with an IPv4 in it is at the same index of all ports")
         else:
             settings.append(("NCCL_IB_GID_INDEX", str(gid.index), f"the {gid.kind} address; NCCL {nccl} takes index 0"))
-    return Profile(
-        name="roce",
-        reason=reason,
-        ports=tuple(port.name for port in used),
-        settings=tuple(settings),
-        trouble=trouble,
-    )
+    names = tuple(port.name for port in used)
+    return Profile(name="roce", reason=reason, ports=names, settings=tuple(settings), trouble=trouble)
 
 
 def _ethernet(ports: Sequence[Port], reason: str, *, named: bool) -> Profile:
@@ -1071,10 +1026,7 @@ def _ethernet(ports: Sequence[Port], reason: str, *, named: bool) -> Profile:
 
 
 def choose_profile(name: str, ports: Sequence[Port], versions: Versions) -> Profile:
-    """Return the profile of a name, or for "auto" the one that the active ports ask for.
-
-    Raises ValueError for a name that is not one of ``PROFILE_NAMES``.
-    """
+    """Return the profile of a name, or for "auto" by the active ports. Raises ValueError for an unknown name."""
     if name not in PROFILE_NAMES:
         raise ValueError(f"profile {name!r} does not exist; it is one of {', '.join(PROFILE_NAMES)}")
     if name == "infiniband":

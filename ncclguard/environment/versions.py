@@ -7,7 +7,7 @@ import re
 import sys
 from importlib import metadata
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 #: The NCCL that the CUDA wheels of each torch bundle (metadata of the wheels).
 BUNDLED_NCCL: dict[str, str] = {
@@ -59,15 +59,13 @@ def within(version: str, since: str | None, until: str | None) -> bool:
     return numbers[: len(bound)] <= bound
 
 
-class Versions(BaseModel):
+class Versions(BaseModel, frozen=True):
     """The versions that decide which environment variables are read.
 
     ``nccl`` is None when torch has none in it and no NCCL package is installed; ``nccl_source`` says where the number
     comes from. ``nccl_assumed`` is the version the variables are written for in that case: the one which the CUDA
     wheels of the same torch bundle. ``nccl2``: "nccl" is the backend nccl2, which reads fewer of the variables.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     torch: str
     nccl: str | None
@@ -107,10 +105,7 @@ def _nccl_of_loaded_torch() -> str | None:
 
 
 def detect_versions() -> Versions:
-    """Return the versions of the installed torch and NCCL.
-
-    Raises importlib.metadata.PackageNotFoundError when torch is not installed.
-    """
+    """Return the versions of torch and NCCL. Raises importlib.metadata.PackageNotFoundError without torch."""
     torch = _torch_version()
     nccl2 = within(torch, _NCCL2_SINCE, None) and os.environ.get("TORCH_DIST_USE_NCCL2", "1") != "0"
     loaded = _nccl_of_loaded_torch()

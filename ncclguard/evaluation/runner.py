@@ -369,28 +369,25 @@ class Options:
         for name in ("timeout", "barrier_timeout"):
             value = seconds(getattr(self, name), name)
             if value is None:
-                raise TypeError(
-                    told("{name} must be seconds or a timedelta, not None: give for example 300", name=name)
-                )
+                text = told("{name} must be seconds or a timedelta, not None: give for example 300", name=name)
+                raise TypeError(text)
             object.__setattr__(self, name, value)
         if isinstance(self.max_attempts, bool) or not isinstance(self.max_attempts, int):
-            raise TypeError(
-                told("max_attempts must be a whole number, not {kind}", kind=type(self.max_attempts).__name__)
-            )
+            text = told("max_attempts must be a whole number, not {kind}", kind=type(self.max_attempts).__name__)
+            raise TypeError(text)
         if self.max_attempts < 1:
             raise GuardConfigError(told("max_attempts must be at least 1, got {value}", value=self.max_attempts))
         if (group := check_group(self.group)) is not None and is_outside(group):
-            raise GuardConfigError(
-                told("group= is one outside the job, which cannot evaluate together: give a group of the job, or none")
+            text = told(
+                "group= is one outside the job, which cannot evaluate together: give a group of the job, or none"
             )
+            raise GuardConfigError(text)
         if self.on_lost not in ("fail", "checkpoint"):
-            raise GuardConfigError(
-                told('on_lost must be "fail" or "checkpoint", got {value}', value=repr(self.on_lost))
-            )
+            text = told('on_lost must be "fail" or "checkpoint", got {value}', value=repr(self.on_lost))
+            raise GuardConfigError(text)
         if (self.on_lost == "checkpoint") != (self.save is not None):
-            raise GuardConfigError(
-                told('on_lost="checkpoint" and save=, a function without arguments, need each other')
-            )
+            text = told('on_lost="checkpoint" and save=, a function without arguments, need each other')
+            raise GuardConfigError(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -590,10 +587,7 @@ class Evaluation:
         return RankResult(self._rank, Kind.INTERRUPTED, describe_exception(error))
 
     def _result_of(self, error: Exception, failures: Sequence[Outcome] = ()) -> RankResult:
-        """Describe this rank's exception for the other ranks.
-
-        The exception itself is not kept, because its frames hold memory.
-        """
+        """Describe this rank's exception, whose own frames hold memory, for the other ranks."""
         outcome = failed_collective(error, failures)
         if outcome is not None:
             text = outcome.incident.summary if outcome.incident is not None else str(outcome.error)
@@ -944,13 +938,12 @@ def check_runs(function: Callable[..., Any]) -> None:
         kind = tr("a generator function")
     else:
         return
-    raise TypeError(
-        told(
-            "{name} is {kind}, and its call evaluates nothing yet: decorate a function that returns the result",
-            name=getattr(function, "__qualname__", "evaluate"),
-            kind=kind,
-        )
+    text = told(
+        "{name} is {kind}, and its call evaluates nothing yet: decorate a function that returns the result",
+        name=getattr(function, "__qualname__", "evaluate"),
+        kind=kind,
     )
+    raise TypeError(text)
 
 
 @overload

@@ -396,7 +396,6 @@ class _Copies:
         self._alike = [(same, [tensor.detach().clone() for tensor in same]) for same in kinds.values()]
 
     def bring_back(self) -> None:
-        """Give the tensors the values that they had."""
         with torch.no_grad():
             for originals, copies in self._alike:
                 torch_compat.copy_all(originals, copies)

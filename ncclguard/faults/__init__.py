@@ -9,20 +9,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ncclguard.faults.fault import Alteration, Fault
-    from ncclguard.faults.hosts import Hosts, namespaces_available, reset_connections
-    from ncclguard.faults.injection import (
-        InjectedFault,
-        armed,
-        at,
-        before_operation,
-        disarm,
-        from_environment,
-        reset_own_connections,
+    from ncclguard.faults.fault import Alteration as Alteration, Fault as Fault
+    from ncclguard.faults.hosts import (
+        Hosts as Hosts,
+        namespaces_available as namespaces_available,
+        reset_connections as reset_connections,
     )
-    from ncclguard.faults.job import Job, JobResult, RankResult, RanksFailed
-    from ncclguard.faults.launcher import run_ranks, start_ranks
-    from ncclguard.faults.rank import report, wait_until_told
+    from ncclguard.faults.injection import (
+        InjectedFault as InjectedFault,
+        armed as armed,
+        at as at,
+        before_operation as before_operation,
+        disarm as disarm,
+        from_environment as from_environment,
+        reset_own_connections as reset_own_connections,
+    )
+    from ncclguard.faults.job import (
+        Job as Job,
+        JobResult as JobResult,
+        RankResult as RankResult,
+        RanksFailed as RanksFailed,
+    )
+    from ncclguard.faults.launcher import run_ranks as run_ranks, start_ranks as start_ranks
+    from ncclguard.faults.rank import report as report, wait_until_told as wait_until_told
 
 _HOMES = {
     "fault": ("Alteration", "Fault"),
@@ -40,29 +49,7 @@ _HOMES = {
     "launcher": ("run_ranks", "start_ranks"),
     "rank": ("report", "wait_until_told"),
 }
-
-__all__ = [
-    "Alteration",
-    "Fault",
-    "Hosts",
-    "InjectedFault",
-    "Job",
-    "JobResult",
-    "RankResult",
-    "RanksFailed",
-    "armed",
-    "at",
-    "before_operation",
-    "disarm",
-    "from_environment",
-    "namespaces_available",
-    "report",
-    "reset_connections",
-    "reset_own_connections",
-    "run_ranks",
-    "start_ranks",
-    "wait_until_told",
-]
+__all__ = [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:

@@ -93,7 +93,6 @@ class Findings:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The ranks that were not struck."""
         return tuple(rank for rank in self.ranks if rank != self.rank)
 
     @property
@@ -427,9 +426,10 @@ def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
     seconds = arguments.seconds
     if seconds is None and arguments.fault in ("late", "stop", "gil", "partition"):
         if has_command:
-            raise GuardConfigError(
-                told("how long is {kind} to last? give --seconds, longer than the job's limit", kind=arguments.fault)
+            refusal = told(
+                "how long is {kind} to last? give --seconds, longer than the job's limit", kind=arguments.fault
             )
+            raise GuardConfigError(refusal)
         seconds = arguments.limit + _LONGER
     fault = Fault(
         fault=arguments.fault,
@@ -442,13 +442,12 @@ def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
         watched_op=watched_op,
     )
     if not has_command and fault.rank >= arguments.ranks:
-        raise GuardConfigError(
-            told(
-                "--rank {rank} is not one of the {count} ranks; they count from 0",
-                rank=fault.rank,
-                count=arguments.ranks,
-            )
+        text = told(
+            "--rank {rank} is not one of the {count} ranks; they count from 0",
+            rank=fault.rank,
+            count=arguments.ranks,
         )
+        raise GuardConfigError(text)
     parse(str(fault))
     return fault
 

@@ -112,12 +112,10 @@ class ForkedRank:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send the rank a signal, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send the rank SIGKILL, if it still runs."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -177,10 +175,7 @@ def _mark(job: str) -> None:
 
 
 def _enter_host(namespace: str, hosts_file: str, hostname: str) -> None:
-    """Move this process into a host, as `Hosts.command` does for a program: network, /sys, /etc/hosts and hostname.
-
-    Raises OSError where the kernel refuses.
-    """
+    """Move this process into a host as `Hosts.command` does a program. Raises OSError where the kernel refuses."""
     with open(f"/run/netns/{namespace}", "rb") as file:
         _call("setns", file.fileno(), _NEW_NETWORK)
     _call("unshare", _NEW_UTS)

@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from ncclguard.faults.cleanup import SEARCH, Cleaner, remove_namespace
@@ -286,9 +285,7 @@ class Hosts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _index(self, host: str) -> int:

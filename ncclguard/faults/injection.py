@@ -411,10 +411,7 @@ def _slow_down(fault: Fault) -> None:
 
 
 def _raise_in_main_thread(error: BaseException) -> None:
-    """Raise an error in the main thread.
-
-    Asynchronous exceptions are classes, so the class is made to need no arguments.
-    """
+    """Raise an error in the main thread, as a class without arguments: asynchronous exceptions are classes."""
     kind = type(error)
     members = {
         "__init__": lambda self: kind.__init__(self, *error.args),

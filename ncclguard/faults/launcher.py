@@ -241,7 +241,6 @@ def command_of(program: Program, args: Sequence[Any]) -> list[str]:
 
 
 def function_command(module: str, name: str, args: Sequence[Any]) -> list[str]:
-    """Return the command line that runs one function in one rank."""
     return [sys.executable, "-m", __package__, module, name, json.dumps(list(args))]
 
 

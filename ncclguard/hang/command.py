@@ -12,8 +12,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Sequence, Set as AbstractSet
 from pathlib import Path
 
 from ncclguard.hang.hosts import ask, ask_ray, call_here, kubectl_hosts, slurm_hosts, ssh_hosts
@@ -133,9 +132,10 @@ def look_here(
         jobs = [job for job in jobs if pids_of & _around(job, processes)]
         if not jobs:
             numbers = ", ".join(map(str, sorted(pids_of)))
-            raise NothingToReport(
-                tr("no rank of a job: {numbers}. `ncclguard hang` alone shows all jobs of this host", numbers=numbers)
+            refusal = tr(
+                "no rank of a job: {numbers}. `ncclguard hang` alone shows all jobs of this host", numbers=numbers
             )
+            raise NothingToReport(refusal)
     if variable:
         jobs = [job for job in jobs if _has(job, variable, processes)]
     if not jobs:
@@ -277,10 +277,7 @@ def _report(jobs: Sequence[Job], looks: dict[int, list[Look]], spy: str | None, 
 
 
 def _with_members(rows: Sequence[RankRow], job: Job) -> list[RankRow]:
-    """Return the rows with the members of the groups whose calls ranks wait in, as far as they are proved.
-
-    What was read of a group counts for nothing where it does not agree with the ranks of the job.
-    """
+    """Return the rows with the members of their groups, where what was read agrees with the ranks of the job."""
     size = job.world_size
     wrong = any(row.group[1] > size or (row.world and row.group != (row.rank, size)) for row in rows if row.group)
     if wrong and not job.counted:
@@ -352,20 +349,18 @@ def merged(paths: Sequence[Path]) -> HangReport:
     """
     files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     if not files:
-        raise NothingToReport(
-            tr(
-                "{place}: nothing has been collected there: `ncclguard hang --collect DIR` on each host",
-                place=str(paths[0]),
-            )
+        text = tr(
+            "{place}: nothing has been collected there: `ncclguard hang --collect DIR` on each host",
+            place=str(paths[0]),
         )
+        raise NothingToReport(text)
     reports = []
     for file in files:
         try:
             reports.append(HangReport.model_validate(json.loads(file.read_text(encoding="utf-8"))))
         except OSError as error:
-            raise NothingToReport(
-                tr("{place}: cannot be read: {error}", place=str(file), error=error.strerror)
-            ) from error
+            refusal = tr("{place}: cannot be read: {error}", place=str(file), error=error.strerror)
+            raise NothingToReport(refusal) from error
         except ValueError as error:
             raise NothingToReport(tr("{place}: not what `ncclguard hang --collect` writes", place=str(file))) from error
     return together(reports)
@@ -418,10 +413,13 @@ def look_there(arguments: argparse.Namespace, seconds: float, tell: Tell) -> Han
 def _of_hosts(reports: Sequence[HangReport], silent: Sequence[HostTrouble]) -> HangReport:
     if not reports:
         first = silent[0] if silent else None
-        raise NothingToReport(
-            tr("none of {count} hosts has seen a rank; {host}: {trouble}", count=len(silent),
-               host=first.host if first else "", trouble=first.trouble if first else "")
-        )  # fmt: skip
+        text = tr(
+            "none of {count} hosts has seen a rank; {host}: {trouble}",
+            count=len(silent),
+            host=first.host if first else "",
+            trouble=first.trouble if first else "",
+        )
+        raise NothingToReport(text)
     return together(reports).model_copy(update={"silent": tuple(silent)})
 
 

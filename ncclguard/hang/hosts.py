@@ -79,13 +79,11 @@ def _listed(command: Sequence[str], within: float = LIST_WITHIN, program: str = 
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=within, check=False)
     except subprocess.TimeoutExpired as error:
-        raise NothingToReport(
-            tr("{program} did not answer within {seconds:.0f} s", program=program, seconds=within)
-        ) from error
+        text = tr("{program} did not answer within {seconds:.0f} s", program=program, seconds=within)
+        raise NothingToReport(text) from error
     except OSError as error:
-        raise NothingToReport(
-            tr("{program} cannot be started: {error}", program=program, error=error.strerror)
-        ) from error
+        text = tr("{program} cannot be started: {error}", program=program, error=error.strerror)
+        raise NothingToReport(text) from error
     if done.returncode:
         raise NothingToReport(tr("{program}: {said}", program=program, said=_last(done.stderr)))
     return [line for line in done.stdout.splitlines() if line.strip()]

@@ -23,6 +23,7 @@ from typing import Final
 
 from ncclguard.hang.processes import PROC
 from ncclguard.hang.stacks import INSIDE, PAST_THE_END, Kind, Motion, Place, Thread, parse, place_of
+from ncclguard_explain.host import read_file
 from ncclguard_explain.language import Message, tr
 
 #: Seconds for one call of py-spy, and how often it may read a process that changes while it is read.
@@ -183,10 +184,7 @@ def _membership(pid: int, address: int) -> tuple[tuple[int, int] | None, bool]:
 
 def _waits_in(pid: int, thread: int) -> str:
     """Return the kernel's function in which a thread sleeps, nothing where it may not be seen."""
-    try:
-        return (PROC / str(pid) / "task" / str(thread) / "wchan").read_text()
-    except OSError:
-        return ""
+    return read_file(PROC / str(pid) / "task" / str(thread) / "wchan")
 
 
 def _stacks(pid: int, spy: str) -> tuple[list[Thread], Message | str]:
@@ -266,20 +264,13 @@ def _ticks_below(pid: int, started: Mapping[int, Sequence[tuple[int, int]]]) -> 
 
 def _stat(folder: str) -> tuple[str, list[str]] | None:
     """Return the name of a process or thread, and the fields after it."""
-    try:
-        with open(f"{folder}/stat", errors="replace") as file:
-            head, _, rest = file.read().rpartition(")")
-            return head.partition("(")[2], rest.split()
-    except OSError:
-        return None
+    head, _, rest = read_file(f"{folder}/stat").rpartition(")")
+    return (head.partition("(")[2], rest.split()) if rest else None
 
 
 def _switches(folder: str) -> int:
-    try:
-        with open(f"{folder}/status", errors="replace") as file:
-            return next((int(row.split()[1]) for row in file if row.startswith("voluntary_ctxt_switches")), 0)
-    except OSError:
-        return 0
+    rows = read_file(f"{folder}/status").splitlines()
+    return next((int(row.split()[1]) for row in rows if row.startswith("voluntary_ctxt_switches")), 0)
 
 
 def _transferred(folder: str) -> int | None:
@@ -287,12 +278,9 @@ def _transferred(folder: str) -> int | None:
 
     `rchar` and `wchar` move at the end of a system call, `read_bytes` and `write_bytes` within a long one.
     """
-    try:
-        with open(f"{folder}/io") as file:
-            moved = ("rchar", "wchar", "read_bytes", "write_bytes")
-            return sum(int(row.split()[1]) for row in file if row.startswith(moved))
-    except OSError:
-        return None
+    moved = ("rchar", "wchar", "read_bytes", "write_bytes")
+    rows = read_file(f"{folder}/io").splitlines()
+    return sum(int(row.split()[1]) for row in rows if row.startswith(moved)) if rows else None
 
 
 def observe(looks: Sequence[Look]) -> Observed:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from ncclguard.hang.environment import environ_now
 from ncclguard.hang.names import Pid
+from ncclguard_explain.host import read_file
 from ncclguard_explain.language import tr
 from ncclguard_explain.places import coordinates
 
@@ -369,10 +369,7 @@ def _titled(processes: Mapping[int, Process], taken: set[int]) -> list[Job]:
 
 
 def _engines(name: str, some: Sequence[Process]) -> Iterator[Job]:
-    """Yield the jobs of workers that one process has started: one job, or one for each replica where places repeat.
-
-    Nothing where the titles do not tell the workers of one replica apart.
-    """
+    """Yield the jobs of workers that one process has started, one a replica where their titles tell these apart."""
     at = {one.pid: coordinates(one.command.split("\0")[0]) for one in some}
     inner = ("PP", "PCP", "TP")
     replicas: dict[int | None, list[Process]] = defaultdict(list)
@@ -455,7 +452,4 @@ def ancestors(process: Process, processes: Mapping[int, Process]) -> Iterator[in
 
 
 def _has_torch(pid: int) -> bool:
-    try:
-        return "libtorch" in (PROC / str(pid) / "maps").read_text(errors="replace")
-    except OSError:
-        return False
+    return "libtorch" in read_file(PROC / str(pid) / "maps")

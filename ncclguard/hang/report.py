@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, WrapValidator
+from pydantic import BaseModel, WrapValidator
 
 from ncclguard.environment.ras import Communicator
 from ncclguard.hang.launches import of_job
@@ -31,18 +31,14 @@ class NothingToReport(Exception):
     """No job is here, or what was collected cannot be used; the text says what to do."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Group(_Model):
+class Group(BaseModel, frozen=True):
     """Ranks that have the same stack, outermost call first; torch's function, where they stand in one, is the last."""
 
     ranks: tuple[int, ...]
     stack: tuple[str, ...]
 
 
-class RankRow(_Model):
+class RankRow(BaseModel, frozen=True):
     """One rank with a process: `state` is the letter of /proc/PID/stat, `trouble` why its stack could not be read.
 
     `kind`, `op`, `world`, `peer`, `holds_gil`, `stack`, `serves` and `group` say where it stands, null without a stack;
@@ -73,7 +69,7 @@ class RankRow(_Model):
         return any(frame.startswith("torch/nn/parallel/distributed.py") for frame in self.stack)
 
 
-class EndedRow(_Model):
+class EndedRow(BaseModel, frozen=True):
     """A rank without a process; `exit_code` is negative for a signal, null where it is not known."""
 
     rank: int
@@ -81,7 +77,7 @@ class EndedRow(_Model):
     exit_code: int | None = None
 
 
-class JobReport(_Model):
+class JobReport(BaseModel, frozen=True):
     """The report on one job: who holds it up, why, and what to do.
 
     `culprits` is empty where nobody can be named; `awaited` are ranks that the others wait for and that are at work, or
@@ -110,14 +106,14 @@ class JobReport(_Model):
     counted: bool = False
 
 
-class HostTrouble(_Model):
+class HostTrouble(BaseModel, frozen=True):
     """A host or pod that was asked and has not reported a rank, and why."""
 
     host: str
     trouble: Prose
 
 
-class HangReport(_Model):
+class HangReport(BaseModel, frozen=True):
     """The report on all jobs that were found, on the hosts that were looked at; `silent` are those without a report."""
 
     schema_version: int = SCHEMA_VERSION

@@ -10,8 +10,7 @@ import os
 import socket
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping, Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
 

@@ -207,10 +207,7 @@ def short(file: str) -> str:
 
 
 def parse(text: str) -> list[Thread]:
-    """Return the threads in the output of `py-spy dump --json`.
-
-    Raises ValueError for what is none.
-    """
+    """Return the threads in the output of `py-spy dump --json`. Raises ValueError for what is none."""
     threads = []
     try:
         for one in json.loads(text):

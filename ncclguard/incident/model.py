@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
+from pydantic import BaseModel, BeforeValidator, field_validator
 
 from ncclguard_explain.cause import MEANING, SEE_LOST, WORD, Cause
 from ncclguard_explain.language import Message, joined, read, said, say, told, tr
@@ -85,10 +85,7 @@ def _short(report: RankReport) -> RankReport:
 
 
 def _place_only(report: RankReport, places: set[tuple[str | None, str | None]]) -> RankReport:
-    """A rank that is not to blame, for which there is no room: how far it got, and where it waits.
-
-    The place is left out where ranks wait in too many different ones.
-    """
+    """A rank not to blame, without room: how far it got, and where it waits, unless that is one of too many places."""
     place = report.operation and report.operation[:TEXT], report.call_site and report.call_site[:TEXT]
     if len(places) < PLACES:
         places.add(place)
@@ -129,7 +126,7 @@ def encodable(text: str) -> str:
 Text = Annotated[str, BeforeValidator(lambda value: encodable(value) if isinstance(value, str) else value)]
 
 
-class RankReport(BaseModel):
+class RankReport(BaseModel, frozen=True, extra="forbid"):
     """One rank at the moment the operation was given up.
 
     `operation`: what the rank is in, or last was in; `age`: seconds in it; `call_site`: where the program called it;
@@ -140,8 +137,6 @@ class RankReport(BaseModel):
     `state` is how far the rank got in the operation: none (not entered), running, ready (own data complete), done; or
     silent (no answer), departed (gone, or left).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int
     host: Text = ""
@@ -172,7 +167,7 @@ class RankReport(BaseModel):
         return self.state in ("running", "ready")
 
 
-class MembershipChange(BaseModel):
+class MembershipChange(BaseModel, frozen=True, extra="forbid"):
     """The change of the job after a loss: it went on without ranks, or ranks came back.
 
     `ranks`: global ranks that were lost, or are back; `participants`: how many take part from then on; `seconds`: what
@@ -184,8 +179,6 @@ class MembershipChange(BaseModel):
     >>> print(MembershipChange(kind="rejoined", ranks=(3,), participants=8, seconds=4.06, step=1204))
     rank 3 rejoined at step 1,204, 4.1 s
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["went on", "rejoined"]
     ranks: tuple[int, ...]
@@ -207,7 +200,7 @@ class MembershipChange(BaseModel):
         return str(self.text)
 
 
-class Incident(BaseModel):
+class Incident(BaseModel, frozen=True, extra="forbid"):
     """The record of a failure; `timeout` in seconds, `ranks` in order of rank, `culprits` sorted global ranks.
 
     `sides` is filled when ranks diverged: what was called, and by which ranks, the largest side first. `device` is the
@@ -227,8 +220,6 @@ class Incident(BaseModel):
     >>> Incident.from_json(incident.to_json()) == incident
     True
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: int = SCHEMA_VERSION
     id: str

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+
+import numpy as np
 
 from ncclguard.incident.model import Incident, RankReport, alike
 from ncclguard.incident.timeline import Bar, Document, Key, Lane, Timeline
@@ -168,7 +169,6 @@ def _together(group: Sequence[RankReport], placed: Hosts) -> tuple[Any, ...]:
 
 
 def _cells(report: RankReport) -> tuple[Any, ...]:
-    """A row of one rank."""
     return (
         report.rank,
         "" if report.cause is None else WORD[report.cause],
@@ -286,22 +286,11 @@ class Scale:
 
     def place(self, moment: float) -> float:
         """The place, 0 to 1, of a moment in seconds from the divergence; what lies outside is put on the edge."""
-        moments, places = self._moments, self._places
-        if moment <= moments[0]:
-            return places[0]
-        if moment >= moments[-1]:
-            return places[-1]
-        right = bisect_right(moments, moment)
-        left = right - 1
-        share = (moment - moments[left]) / (moments[right] - moments[left])
-        return places[left] + share * (places[right] - places[left])
+        return float(np.interp(moment, self._moments, self._places))
 
 
 def _knots(timeline: Timeline) -> list[float]:
-    """Begin and end of each operation over all ranks, up to the divergence, which is the last knot.
-
-    Without moments that lie within a microsecond of the one before.
-    """
+    """Begin and end of each operation over all ranks, a microsecond apart, up to the divergence, the last knot."""
     envelopes: dict[Key, list[float]] = {}
     for lane in timeline.lanes:
         for bar in lane.bars:
@@ -347,10 +336,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """All rows, culprits first, with their axis, what happened at its zero, and how the ranks' clocks were aligned.
-
-    `then`: what became of the job after the end of the axis.
-    """
+    """All rows, culprits first, their axis, what its zero is, how clocks were aligned, and what became of the job."""
 
     rows: Sequence[Row]
     scale: Scale

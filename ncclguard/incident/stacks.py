@@ -34,6 +34,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any, Final, NamedTuple
 
 import ncclguard_explain
+from ncclguard_explain.host import read_file
 from ncclguard_explain.language import tr
 
 SOURCE_LENGTH: Final = 160
@@ -437,13 +438,11 @@ def parse_spied(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str,
 
 def process_state(pid: int) -> tuple[str, int] | None:
     """The state letter and the start ticks of a process, /proc/<pid>/stat fields 3 and 22; None if /proc has none."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+    text = read_file(f"/proc/{pid}/stat")
+    if not text:
         return None
-    fields = text[text.rindex(b")") + 2 :].split()  # the name in field 2 may contain spaces and parentheses
-    return fields[0].decode(), int(fields[19])
+    fields = text[text.rindex(")") + 2 :].split()  # the name in field 2 may contain spaces and parentheses
+    return fields[0], int(fields[19])
 
 
 def _choose(setting: str) -> int:
@@ -516,19 +515,11 @@ def _frame(file: str, line: int, function: str) -> str:
 
 
 def _status(pid: int) -> dict[str, str]:
-    try:
-        with open(f"/proc/{pid}/status", errors="replace") as file:
-            pairs = (row.split(":", 1) for row in file if ":" in row)
-            return {name: value.strip() for name, value in pairs}
-    except OSError:
-        return {}
+    pairs = (row.split(":", 1) for row in read_file(f"/proc/{pid}/status").splitlines() if ":" in row)
+    return {name: value.strip() for name, value in pairs}
 
 
 def _wchan(pid: int) -> str:
     """Return where in the kernel its main thread sleeps, where that may be seen."""
-    try:
-        with open(f"/proc/{pid}/wchan") as file:
-            text = file.read().strip()
-    except OSError:
-        return ""
+    text = read_file(f"/proc/{pid}/wchan").strip()
     return f", in {text}" if text not in ("", "0") else ""

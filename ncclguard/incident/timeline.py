@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any, Final, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, field_validator
 
 from ncclguard.incident.model import Incident, Text, encodable
 from ncclguard_explain.language import Message, read, received, say, tr
@@ -80,10 +80,8 @@ ALIGN_BY: Final = 16
 Key = tuple[str, int]
 
 
-class Bar(BaseModel):
+class Bar(BaseModel, frozen=True, extra="forbid"):
     """One operation of one rank; seconds from the moment of divergence. `end` is None while it was still in it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     group: Text
     sequence: int
@@ -93,13 +91,11 @@ class Bar(BaseModel):
     ok: bool
 
 
-class Lane(BaseModel):
+class Lane(BaseModel, frozen=True, extra="forbid"):
     """The operations of one rank. `clock` says how it was laid over the others'; `spread` how well, in seconds.
 
     `asked`: when it answered the revoke or announced that it leaves; its open operation is known up to there.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int
     clock: Literal["reference", "operations", "answer"]
@@ -109,13 +105,11 @@ class Lane(BaseModel):
     bars: tuple[Bar, ...]
 
 
-class Timeline(BaseModel):
+class Timeline(BaseModel, frozen=True, extra="forbid"):
     """The lanes in order of rank. Zero is the moment of divergence: when the first rank entered the failed operation.
 
     `given_up`: when the first rank answered the revoke, in seconds. Ranks that said nothing have no lane.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     group: Text
     sequence: int
@@ -128,10 +122,7 @@ class Timeline(BaseModel):
 
 
 def build(incident: Incident, histories: Mapping[int, Any]) -> Timeline | None:
-    """Lay the ranks' histories (see `snapshot`) over each other; None when there is nothing to show.
-
-    A history that is no such data is left out: it came from another process.
-    """
+    """Lay the ranks' histories (see `snapshot`), but data of another form, over each other; None for nothing."""
     group, _, number = incident.op_id.rpartition("/")
     sequence = int(number) if number.isdigit() else 0
     own = {rank: rows for rank, data in sorted(histories.items()) if (rows := _own_clock(data)) is not None}
@@ -226,10 +217,8 @@ def _lane(rank: int, rows: Iterable[_Row], fit: _Fit, zero: float) -> dict[str, 
 SCHEMA_VERSION: Final = 1
 
 
-class Quoted(BaseModel):
+class Quoted(BaseModel, frozen=True, extra="forbid"):
     """A communicator that is not in order; `groups` are torch's process groups of the same ranks, as far as known."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     hash: Text
     size: int
@@ -238,14 +227,12 @@ class Quoted(BaseModel):
     troubles: tuple[Text, ...]
 
 
-class RasQuote(BaseModel):
+class RasQuote(BaseModel, frozen=True, extra="forbid"):
     """The answer of RAS as far as a report quotes it; `reason` says why there is none, and is None where there is one.
 
     `count`: the communicators that RAS reports, None for NCCL before 2.28.7, which has no JSON: its own lines about
     what is not in order are the `lines` then. `more`: how many of what is not in order are not quoted.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     address: Text = ""
     nccl: Text = ""
@@ -284,7 +271,7 @@ class RasQuote(BaseModel):
         return (*told, *self.lines, *rest)
 
 
-class Document(BaseModel):
+class Document(BaseModel, frozen=True, extra="forbid"):
     """An incident with its timeline.
 
     `written_at` is the writer's wall clock, for finding the incident in other logs; `ras` is what NCCL's RAS said when
@@ -292,8 +279,6 @@ class Document(BaseModel):
 
     Raises pydantic.ValidationError, a ValueError, for anything else.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: int = SCHEMA_VERSION
     written_at: str

@@ -168,10 +168,7 @@ def _line(connection: socket.socket, limit: int) -> bytes:
 
 
 def jobs() -> dict[str, dict[int, Path]]:
-    """Return the jobs of this user on this host: the name of each, its ranks, and the socket of each rank.
-
-    Those of which only the sockets of killed processes are left are not among them.
-    """
+    """Return the jobs of this user on this host that still have a process: by name, the socket of each rank."""
     found: dict[str, dict[int, Path]] = {}
     for name, rank, path in _sockets():
         found.setdefault(name, {})[rank] = path

@@ -70,7 +70,6 @@ class Monitoring:
 
     @property
     def closed(self) -> bool:
-        """Return whether `close` was called."""
         return self._closed
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PBS_JOBID", "LSB_JOBID"
 
 
 def host() -> str:
-    """Return this machine's name."""
     return socket.gethostname()
 
 
@@ -158,15 +157,12 @@ class SeriesSnapshot:
 
     @property
     def failed(self) -> int:
-        """The number of failures among `count`."""
         return sum(self.failures.values())
 
     def duration(self, q: float) -> float:
-        """Return a quantile of the durations, such as 0.5 or 0.99."""
         return quantile(self.durations, TIME_BOUNDS, q)
 
     def wait(self, q: float) -> float:
-        """Return a quantile of the waits."""
         return quantile(self.waits, TIME_BOUNDS, q)
 
 

@@ -43,7 +43,6 @@ class Settings:
         return dict(self.values).get(name)
 
     def changed(self) -> Mapping[str, float | None]:
-        """Return the settings that differ from the configuration, by name."""
         return dict(self.values)
 
 
@@ -61,10 +60,7 @@ class AdjustedConfig:
         self._made: tuple[GuardConfig, GuardConfig] | None = None
 
     def over(self, config: GuardConfig) -> GuardConfig:
-        """Return `config` with the changes, made once for the same `config`.
-
-        It is not validated again: all ranks must take it.
-        """
+        """Return `config` with the changes, made once for it; not validated again: all ranks must take it."""
         made = self._made
         if made is None or made[0] is not config:
             made = self._made = (config, config.model_copy(update=self._changes))

@@ -370,18 +370,6 @@ def snapshot_line(snapshot: Snapshot) -> str:
     return "; ".join(parts)
 
 
-__all__ = [
-    "JsonlSink",
-    "LogSink",
-    "PrometheusSink",
-    "Sink",
-    "SinkLike",
-    "SinkThread",
-    "TensorBoardSink",
-    "WandbSink",
-    "make_sinks",
-]
-
 log = logging.getLogger("ncclguard")
 
 #: The number of records that wait for a slow sink at most; the oldest is dropped for a new one.

@@ -256,10 +256,7 @@ TOGETHER = 1e-4
 
 
 def job_view(job: str, answers: Mapping[int, dict[str, Any] | str]) -> Group:
-    """Build the picture of the whole job: who waits for whom, and arrivals by the last exchanges.
-
-    `answers` are of ranks on this host.
-    """
+    """Build the picture of the job from `answers` here: who waits for whom, and arrivals by the last exchanges."""
     answered = {rank: answer for rank, answer in answers.items() if not isinstance(answer, str)}
     tables: dict[str, dict[str, Any]] = {}
     for answer in answered.values():

@@ -35,7 +35,7 @@ from ncclguard.incident.model import Incident
 from ncclguard.outcome import Outcome, of_incident
 from ncclguard.phases import resolve_timeout
 from ncclguard.process_group.group import GuardedProcessGroup, is_made_outside
-from ncclguard.process_group.operators import serve_cpp_callers
+from ncclguard.process_group.operators import first_tensor, serve_cpp_callers
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.bounded import bounded, in_background
 from ncclguard.watch import watcher
@@ -580,18 +580,6 @@ def _is_enqueued(channel: str) -> bool:
     return channel.endswith(f":{NAME}")
 
 
-def _first(values: Any) -> torch.Tensor | None:
-    """The first tensor among the arguments of a collective, of which lists may be empty."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            return value
-        if isinstance(value, (list, tuple)):
-            found = _first(value)
-            if found is not None:
-                return found
-    return None
-
-
 #: Which argument is a rank of the group.
 _TAKES_RANK: Final = {"broadcast": 1, "reduce": 1, "gather": 2, "scatter": 2, "send": 1, "recv": 1}
 
@@ -608,7 +596,7 @@ def _enqueue(name: str) -> Callable[..., Any]:
 
     @functools.wraps(guarded)
     def method(self: EnqueuedProcessGroup, *args: Any, **named: Any) -> Any:
-        tensor = _first(args) if args else _first(named.values())
+        tensor = first_tensor(args or named.values())
         if tensor is None or self._is_carried(tensor.device):
             return guarded(self, *args, **named)
         backend = self.nccl(tensor.device)

@@ -43,10 +43,7 @@ from ncclguard_explain.ranks import ranks_text
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The options of one call: `root` counts within the group; `timeout` in seconds, None for the group's.
-
-    `blocking`: ended when the method returns.
-    """
+    """The options of one call: `root` within the group, `timeout` in s or None for its own, `blocking`: to its end."""
 
     op: Any = ReduceOp.SUM
     root: int = 0
@@ -589,10 +586,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._observers.append(observer)
 
     def finish(self, raised: str = "") -> None:
-        """Return when nothing is pending.
-
-        What `raised` tells drops what has not started and fails what runs, for all ranks.
-        """
+        """Return when nothing is pending; `raised` drops what has not started and fails what runs, for all ranks."""
         for queue in self.queues():
             if raised:
                 queue.drop(raised)

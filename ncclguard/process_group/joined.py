@@ -64,12 +64,11 @@ def join(
     until = time.monotonic() + limit
     store, hosts = store_at(address, name, rank, limit) if isinstance(address, str) else (address, True)
     if not isinstance(store, torch_compat.Store):
-        raise TypeError(
-            told(
-                'address must be "tcp://HOST:PORT" or a store of torch.distributed, not {kind}: give where the processes meet',
-                kind=type(address).__name__,
-            )
+        text = told(
+            'address must be "tcp://HOST:PORT" or a store of torch.distributed, not {kind}: give where the processes meet',
+            kind=type(address).__name__,
         )
+        raise TypeError(text)
     return open_group(store, name, name, rank, world_size, label, until, has_store=hosts)
 
 
@@ -113,18 +112,18 @@ def _check(name: str, rank: int, world_size: int) -> None:
     if world_size < 1:
         raise GuardConfigError(told("world_size is {count}: give the number of processes", count=world_size))
     if not 0 <= rank < world_size:
-        raise GuardConfigError(
-            told("rank is {rank} of {count}: give one of 0 to {last}", rank=rank, count=world_size, last=world_size - 1)
+        refusal = told(
+            "rank is {rank} of {count}: give one of 0 to {last}", rank=rank, count=world_size, last=world_size - 1
         )
+        raise GuardConfigError(refusal)
     if not isinstance(name, str) or not name:
         raise GuardConfigError(told("name is {name}: give a text that is the same on all ranks", name=repr(name)))
     if name in torch_compat.group_names():
-        raise GuardConfigError(
-            told(
-                "this process has a group {name} already: end that one with destroy_process_group(group), or give another name",
-                name=repr(name),
-            )
+        text = told(
+            "this process has a group {name} already: end that one with destroy_process_group(group), or give another name",
+            name=repr(name),
         )
+        raise GuardConfigError(text)
 
 
 def _meet(group: dist.ProcessGroup, name: str, until: float, wanted: Callable[[], bool]) -> None:
@@ -134,20 +133,18 @@ def _meet(group: dist.ProcessGroup, name: str, until: float, wanted: Callable[[]
     while not ready.wait(_PAUSE) and time.monotonic() < until and wanted():
         pass
     if not ready.is_set():
-        raise GuardError(
-            told(
-                "rank 0 has not come to group {name}, or another process is its rank {rank}: start rank 0 with the same name at "
-                "the same address, or give join() a longer timeout",
-                name=repr(name),
-                rank=group.rank(),
-            )
+        refusal = told(
+            "rank 0 has not come to group {name}, or another process is its rank {rank}: start rank 0 with the same name at "
+            "the same address, or give join() a longer timeout",
+            name=repr(name),
+            rank=group.rank(),
         )
+        raise GuardError(refusal)
     try:
         wrong = joined.misplaced(max(_PROBE, until - time.monotonic()))
     except (TransportError, StoreUnavailable) as error:
-        raise GuardError(
-            told("the store of group {name} does not answer: {error}", name=repr(name), error=error)
-        ) from error
+        refusal = told("the store of group {name} does not answer: {error}", name=repr(name), error=error)
+        raise GuardError(refusal) from error
     if wrong:
         runtime.end_outside(group, Cause.FAILED, wrong)
         raise GuardConfigError(wrong)
@@ -173,18 +170,14 @@ def _meet(group: dist.ProcessGroup, name: str, until: float, wanted: Callable[[]
 
 
 def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, bool]:
-    """Open the store at "tcp://HOST:PORT"; rank 0 makes it where nobody listens at an address of its host.
-
-    Also return whether this process has it.
-    """
+    """Open the store at "tcp://HOST:PORT", which rank 0 makes on its host if none is there; and whether it did."""
     parts = urlsplit(address)
     if parts.scheme != "tcp" or not parts.hostname or parts.port is None or parts.path:
-        raise GuardConfigError(
-            told(
-                'the address is {value}: give it as "tcp://HOST:PORT", such as "tcp://10.0.0.1:29700"',
-                value=repr(address),
-            )
+        text = told(
+            'the address is {value}: give it as "tcp://HOST:PORT", such as "tcp://10.0.0.1:29700"',
+            value=repr(address),
         )
+        raise GuardConfigError(text)
     host, port = parts.hostname, parts.port
     until = time.monotonic() + limit
     refused: Exception | None = None
@@ -208,33 +201,30 @@ def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, b
         host, port, limit if refused is None else min(_PATIENCE, limit / 2)
     ):  # torch would print C++ for it
         if refused is not None:
-            raise GuardError(
-                told(
-                    "this process cannot listen at {address}, and nobody answers there ({error}): give a port that no other program "
-                    "uses, and that the system does not give to connections (on Linux one below 32768)",
-                    address=address,
-                    error=str(refused).partition("\n")[0],
-                )
-            ) from refused
-        raise GuardError(
-            told(
-                "no store has answered at {address} in {seconds:g} s: start `ncclguard store --listen HOST:PORT` there, or rank 0 "
-                "on that host",
+            text = told(
+                "this process cannot listen at {address}, and nobody answers there ({error}): give a port that no other program "
+                "uses, and that the system does not give to connections (on Linux one below 32768)",
                 address=address,
-                seconds=limit,
+                error=str(refused).partition("\n")[0],
             )
+            raise GuardError(text) from refused
+        text = told(
+            "no store has answered at {address} in {seconds:g} s: start `ncclguard store --listen HOST:PORT` there, or rank 0 "
+            "on that host",
+            address=address,
+            seconds=limit,
         )
+        raise GuardError(text)
     left = timedelta(seconds=max(_PROBE, until - time.monotonic()))
     try:
         return TCPStore(host, port, None, False, left, wait_for_workers=False), False
     except (RuntimeError, OSError) as error:
-        raise GuardError(
-            told(
-                "what listens at {address} is no store of torch.distributed ({error}): give the address of `ncclguard store`",
-                address=address,
-                error=str(error).partition("\n")[0],
-            )
-        ) from error
+        text = told(
+            "what listens at {address} is no store of torch.distributed ({error}): give the address of `ncclguard store`",
+            address=address,
+            error=str(error).partition("\n")[0],
+        )
+        raise GuardError(text) from error
 
 
 def _answers(host: str, port: int, within: float) -> bool:

@@ -48,10 +48,7 @@ class Run(Protocol):
 
 
 class Operation:
-    """A collective on one group: the checked call, and the way to the engine.
-
-    `index`: this rank's place in the group.
-    """
+    """A checked collective on one group, and the way to the engine; `index`: this rank's place in the group."""
 
     def __init__(self, terms: Terms, index: int, run: Run) -> None:
         self.terms = terms
@@ -293,10 +290,7 @@ class Operation:
         return perform
 
     def _sizes(self, sent: list[int], expected: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Return what every rank sends and expects.
-
-        All ranks find the same, so where it does not agree all of them raise ValueError.
-        """
+        """Return what every rank sends and expects. Raises ValueError on all ranks where it does not agree."""
         own = torch.tensor([sent, expected], dtype=torch.int64)
         tables = [torch.empty_like(own) for _ in range(self.size)]
         self.run(_SIZES, Arguments(own, tables), plan(own.numel()), detail="sizes", key=("sizes",))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,21 @@ from ncclguard.torch_compat.groups import (
 Route = Callable[[dist.ProcessGroup], Any]
 
 
+class Operator(NamedTuple):
+    """An operator of torch's: the backend's method for it, and the arguments around its process group.
+
+    `tensors`: how many come before the group, outputs first, which `returns_tensors` says to return beside the work;
+    `options`: the type of the method's options object; `fields`: the fields of it that come behind the group, before
+    whether the call is asynchronous, and its timeout.
+    """
+
+    method: str
+    options: str = ""
+    fields: tuple[str, ...] = ()
+    tensors: int = 1
+    returns_tensors: bool = False
+
+
 class Kernels:
     """Kernels for torch's operators, one for each.
 
@@ -43,10 +59,15 @@ class Kernels:
     def install(self, *names: str) -> None:
         """Take the place of torch's kernels: of all, or of those with these names."""
         if self._hook is None:
-            found = {name: getattr(self, name) for name, method in OPERATORS.items() if backend_has(method)}
-            if not tells_reduce_op():  # then these stay torch's, for plain groups too, which would fail otherwise
-                found = {name: kernel for name, kernel in found.items() if name not in REDUCING}
-            self._hook = Hook({name: kernel for name, kernel in found.items() if not names or name in names})
+            found = {
+                name: partial(self._collective, operator) if operator.options else getattr(self, name)
+                for name, operator in OPERATORS.items()
+                if (not names or name in names)
+                and backend_has(operator.method)
+                # Else it stays torch's, for plain groups too, which would fail otherwise.
+                and ("reduceOp" not in operator.fields or tells_reduce_op())
+            }
+            self._hook = Hook(found)
 
     def remove(self) -> None:
         """Torch's kernels are in force again."""
@@ -54,74 +75,23 @@ class Kernels:
         if hook is not None:
             hook.remove()
 
-    def _target(self, group: Any, tensor: torch.Tensor) -> Any:
+    def _target(self, group: Any, tensors: Any) -> Any:
         unboxed = group_of(group)
         guarded = self._route(unboxed)
-        return backend_of(unboxed, tensor.device) if guarded is None else guarded
+        if guarded is not None:
+            return guarded
+        tensor = first_tensor([tensors])
+        assert tensor is not None  # torch has found the kernel by its device
+        return backend_of(unboxed, tensor.device)
+
+    def _collective(self, operator: Operator, *given: Any) -> Any:
+        """Have a collective carried out by the backend's method that takes its tensors and an options object."""
+        tensors, group, rest = given[: operator.tensors], given[operator.tensors], given[operator.tensors + 1 :]
+        asked = _asked(operator.options, **dict(zip((*operator.fields, "asyncOp", "timeout"), rest)))
+        work = boxed_work(getattr(self._target(group, tensors), operator.method)(*tensors, asked))
+        return (tensors[0], work) if operator.returns_tensors else work
 
     # Named like the operators, with their arguments; torch leaves trailing defaults out.
-
-    def allreduce_(
-        self, tensors: Any, group: Any, op: Any, sparse: Any = None, asynchronous: bool = True, ms: int = -1
-    ) -> Any:
-        asked = _asked("Allreduce", asynchronous, ms, reduceOp=reduce_op_of(op))
-        if sparse is not None:
-            asked.sparseIndices = sparse
-        return tensors, boxed_work(self._target(group, tensors[0]).allreduce(tensors, asked))
-
-    def allreduce_coalesced_(self, tensors: Any, group: Any, op: Any, asynchronous: bool = True, ms: int = -1) -> Any:
-        asked = _asked("AllreduceCoalesced", asynchronous, ms, reduceOp=reduce_op_of(op))
-        return boxed_work(self._target(group, tensors[0]).allreduce_coalesced(tensors, asked))
-
-    def reduce_(
-        self, tensors: Any, group: Any, op: Any, root: int, root_tensor: int, asynchronous: bool = True, ms: int = -1
-    ) -> Any:
-        asked = _asked("Reduce", asynchronous, ms, reduceOp=reduce_op_of(op), rootRank=root, rootTensor=root_tensor)
-        return boxed_work(self._target(group, tensors[0]).reduce(tensors, asked))
-
-    def broadcast_(
-        self, tensors: Any, group: Any, root: int, root_tensor: int, asynchronous: bool = True, ms: int = -1
-    ) -> Any:
-        asked = _asked("Broadcast", asynchronous, ms, rootRank=root, rootTensor=root_tensor)
-        return tensors, boxed_work(self._target(group, tensors[0]).broadcast(tensors, asked))
-
-    def allgather_(self, outputs: Any, inputs: Any, group: Any, asynchronous: bool = True, ms: int = -1) -> Any:
-        asked = _asked("Allgather", asynchronous, ms)
-        return outputs, boxed_work(self._target(group, inputs[0]).allgather(outputs, inputs, asked))
-
-    def _allgather_base_(self, output: Any, tensor: Any, group: Any, asynchronous: bool = True, ms: int = -1) -> Any:
-        asked = _asked("Allgather", asynchronous, ms)
-        return output, boxed_work(self._target(group, tensor)._allgather_base(output, tensor, asked))
-
-    def allgather_coalesced_(self, outputs: Any, inputs: Any, group: Any, asynchronous: bool = True) -> Any:
-        asked = _asked("Allgather", asynchronous, -1)
-        return boxed_work(self._target(group, inputs[0]).allgather_coalesced(outputs, inputs, asked))
-
-    def reduce_scatter_(
-        self, outputs: Any, inputs: Any, group: Any, op: Any, asynchronous: bool = True, ms: int = -1
-    ) -> Any:
-        asked = _asked("ReduceScatter", asynchronous, ms, reduceOp=reduce_op_of(op))
-        return outputs, boxed_work(self._target(group, outputs[0]).reduce_scatter(outputs, inputs, asked))
-
-    def _reduce_scatter_base_(
-        self, output: Any, tensor: Any, group: Any, op: Any, asynchronous: bool = True, ms: int = -1
-    ) -> Any:
-        asked = _asked("ReduceScatter", asynchronous, ms, reduceOp=reduce_op_of(op))
-        return output, boxed_work(self._target(group, tensor)._reduce_scatter_base(output, tensor, asked))
-
-    def gather_(self, outputs: Any, inputs: Any, group: Any, root: int, asynchronous: bool = True, ms: int = -1) -> Any:
-        asked = _asked("Gather", asynchronous, ms, rootRank=root)
-        return boxed_work(self._target(group, inputs[0]).gather(outputs, inputs, asked))
-
-    def scatter_(
-        self, outputs: Any, inputs: Any, group: Any, root: int, asynchronous: bool = True, ms: int = -1
-    ) -> Any:
-        asked = _asked("Scatter", asynchronous, ms, rootRank=root)
-        return outputs, boxed_work(self._target(group, outputs[0]).scatter(outputs, inputs, asked))
-
-    def alltoall_(self, outputs: Any, inputs: Any, group: Any, asynchronous: bool = True, ms: int = -1) -> Any:
-        asked = _asked("AllToAll", asynchronous, ms)
-        return outputs, boxed_work(self._target(group, inputs[0]).alltoall(outputs, inputs, asked))
 
     def alltoall_base_(
         self,
@@ -133,51 +103,48 @@ class Kernels:
         asynchronous: bool = True,
         ms: int = -1,
     ) -> Any:
-        asked = _asked("AllToAll", asynchronous, ms)
+        asked = _asked("AllToAll", asyncOp=asynchronous, timeout=ms)
         target = self._target(group, tensor)
         return boxed_work(target.alltoall_base(output, tensor, list(output_splits), list(input_splits), asked))
 
     def barrier(self, tensor: Any, group: Any, devices: Sequence[int], asynchronous: bool = True, ms: int = -1) -> Any:
-        asked = _asked("Barrier", asynchronous, ms, device_ids=list(devices))
+        asked = _asked("Barrier", asyncOp=asynchronous, timeout=ms, device_ids=list(devices))
         return boxed_work(self._target(group, tensor).barrier(asked))
 
     def monitored_barrier_(self, tensor: Any, group: Any, devices: Any, ms: int, wait_all_ranks: bool) -> None:
         self._target(group, tensor).monitored_barrier(timedelta(milliseconds=ms), wait_all_ranks)
 
     def send(self, tensors: Any, group: Any, peer: int, tag: int) -> Any:
-        return boxed_work(self._target(group, tensors[0]).send(tensors, peer, tag))
+        return boxed_work(self._target(group, tensors).send(tensors, peer, tag))
 
     def recv_(self, tensors: Any, group: Any, peer: int, tag: int) -> Any:
-        return boxed_work(self._target(group, tensors[0]).recv(tensors, peer, tag))
+        return boxed_work(self._target(group, tensors).recv(tensors, peer, tag))
 
     def recv_any_source_(self, tensors: Any, group: Any, tag: int) -> Any:
-        return boxed_work(self._target(group, tensors[0]).recv_anysource(tensors, tag))
+        return boxed_work(self._target(group, tensors).recv_anysource(tensors, tag))
 
 
-#: Operator -> the method of a backend that carries it out.
+#: The operators by name; those without options have a kernel of their own above.
 OPERATORS = {
-    "allreduce_": "allreduce",
-    "allreduce_coalesced_": "allreduce_coalesced",
-    "reduce_": "reduce",
-    "broadcast_": "broadcast",
-    "allgather_": "allgather",
-    "_allgather_base_": "_allgather_base",
-    "allgather_coalesced_": "allgather_coalesced",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "_reduce_scatter_base",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "alltoall",
-    "alltoall_base_": "alltoall_base",
-    "barrier": "barrier",
-    "monitored_barrier_": "monitored_barrier",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv_anysource",
+    "allreduce_": Operator("allreduce", "Allreduce", ("reduceOp", "sparseIndices"), returns_tensors=True),
+    "allreduce_coalesced_": Operator("allreduce_coalesced", "AllreduceCoalesced", ("reduceOp",)),
+    "reduce_": Operator("reduce", "Reduce", ("reduceOp", "rootRank", "rootTensor")),
+    "broadcast_": Operator("broadcast", "Broadcast", ("rootRank", "rootTensor"), returns_tensors=True),
+    "allgather_": Operator("allgather", "Allgather", tensors=2, returns_tensors=True),
+    "_allgather_base_": Operator("_allgather_base", "Allgather", tensors=2, returns_tensors=True),
+    "allgather_coalesced_": Operator("allgather_coalesced", "Allgather", tensors=2),
+    "reduce_scatter_": Operator("reduce_scatter", "ReduceScatter", ("reduceOp",), 2, returns_tensors=True),
+    "_reduce_scatter_base_": Operator("_reduce_scatter_base", "ReduceScatter", ("reduceOp",), 2, returns_tensors=True),
+    "gather_": Operator("gather", "Gather", ("rootRank",), 2),
+    "scatter_": Operator("scatter", "Scatter", ("rootRank",), 2, returns_tensors=True),
+    "alltoall_": Operator("alltoall", "AllToAll", tensors=2, returns_tensors=True),
+    "alltoall_base_": Operator("alltoall_base"),
+    "barrier": Operator("barrier"),
+    "monitored_barrier_": Operator("monitored_barrier"),
+    "send": Operator("send"),
+    "recv_": Operator("recv"),
+    "recv_any_source_": Operator("recv_anysource"),
 }
-
-#: Those of them that are given a reduce op.
-REDUCING = frozenset({"allreduce_", "allreduce_coalesced_", "reduce_", "reduce_scatter_", "_reduce_scatter_base_"})
 
 #: Operators that a process group in Python cannot meet by a method of its own, because torch's trampolines lack them.
 WITHOUT_TRAMPOLINE = (
@@ -192,10 +159,7 @@ WITHOUT_TRAMPOLINE = (
 
 
 def serve_cpp_callers() -> None:
-    """Have C++ callers reach guarded groups also with the collectives that torch's trampolines lack.
-
-    It lasts until the job is left.
-    """
+    """Have C++ callers reach guarded groups with collectives that torch's trampolines lack, while the job lasts."""
     _for_guarded.install(*WITHOUT_TRAMPOLINE)
 
 
@@ -203,11 +167,25 @@ _for_guarded = Kernels(lambda group: None)  # a guarded group says that it is it
 lifecycle.at_end(lifecycle.End.QUEUES, _for_guarded.remove)
 
 
-def _asked(kind: str, asynchronous: bool, ms: int, **fields: Any) -> Any:
+def _asked(kind: str, asyncOp: bool = True, timeout: int = -1, **fields: Any) -> Any:
+    """Make an options object; `timeout` in milliseconds."""
     asked = options(kind)
-    asked.timeout = timedelta(milliseconds=ms)
+    asked.timeout = timedelta(milliseconds=timeout)
     if hasattr(asked, "asyncOp"):
-        asked.asyncOp = asynchronous
+        asked.asyncOp = asyncOp
     for name, value in fields.items():
-        setattr(asked, name, value)
+        if value is not None:
+            setattr(asked, name, reduce_op_of(value) if name == "reduceOp" else value)
     return asked
+
+
+def first_tensor(values: Any) -> torch.Tensor | None:
+    """Return the first tensor among the arguments of a collective, of which lists may be empty."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, (list, tuple)):
+            found = first_tensor(value)
+            if found is not None:
+                return found
+    return None

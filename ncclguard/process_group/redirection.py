@@ -114,10 +114,7 @@ class redirected:
 
 
 class _Detour(NamedTuple):
-    """The detour of one group in one scope: where its collectives go.
-
-    It also knows where they went before, if that was not to the group itself.
-    """
+    """A group's detour in one scope: where its collectives go, and went before, if not to the group itself."""
 
     group: dist.ProcessGroup
     target: GuardedProcessGroup

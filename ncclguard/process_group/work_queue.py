@@ -75,11 +75,9 @@ class GuardedWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Wait as `wait` does: the host has seen the end of the collective."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Wait as `wait` does: the host has seen the end of the collective."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -218,10 +216,7 @@ class WorkQueue:
     # ------------------------------------------------------------------ issuing
 
     def issue(self, task: Task, blocking: bool) -> GuardedWork:
-        """Have `task` run after all that were issued before.
-
-        A blocking one has ended on return, or raises its error.
-        """
+        """Have `task` run after all that were issued before; a blocking one has ended on return, or raises."""
         if threading.current_thread() is self._thread:  # a callback of a future: nobody else would run it
             self._drain()
             self._perform(task)
@@ -425,10 +420,7 @@ class WorkQueue:
     # ------------------------------------------------------------------ ending
 
     def drain(self, why: str = "") -> None:
-        """Wait until nothing is pending in the thread.
-
-        What is pending ends by its own deadline, or is called off as `why` says.
-        """
+        """Wait until nothing is pending: it ends by its own deadline, or is called off as `why` says."""
         while True:
             with self._state:
                 if self._drained.wait_for(lambda: self._unfinished == 0, timeout=CALL_OFF_EVERY):
@@ -479,10 +471,7 @@ _queues: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """End all threads after leaving the job, when the engine has ended what was running.
-
-    No thread may come back into a dying interpreter.
-    """
+    """End all threads after leaving the job: none may come back into a dying interpreter."""
     end = time.monotonic() + JOIN_WITHIN
     queues = list(_queues)
     for queue in queues:

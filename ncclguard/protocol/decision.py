@@ -393,10 +393,7 @@ def _blame(
 
 
 def largest_first(sides: Iterable[tuple[str, Sequence[int]]]) -> Sides:
-    """Return what ranks called, with the ranks in order, as it is shown.
-
-    The side of most comes first, of equal ones that of the first rank.
-    """
+    """Return what ranks called, with the ranks in order: the largest side first, then that of the first rank."""
     return tuple(
         (text, tuple(ranks)) for text, ranks in sorted(sides, key=lambda side: (-len(side[1]), tuple(side[1])))
     )

@@ -228,10 +228,7 @@ class Member:
         )
 
     def adopt(self, verdict: Verdict) -> Resolution | None:
-        """Take the verdict on the current generation and move to the next.
-
-        Return what it means for the running call.
-        """
+        """Take the verdict on the current generation, and move on; return what it means for the running call."""
         if verdict.generation != self.generation:
             raise ValueError(f"verdict of generation {verdict.generation} at generation {self.generation}")
         resolution = self._resolve(verdict)

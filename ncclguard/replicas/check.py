@@ -167,12 +167,11 @@ class ReplicaReport:
         elif self.first is not None and not self.differing:
             parts.append(tr("make model and optimizer alike on all ranks"))
         elif self.first is not None and self.ranks:
-            parts.append(
-                tr(
-                    'test the GPU and the memory of {ranks}; on_difference="repair" writes the majority\'s values there',
-                    ranks=ranks_text(self.ranks),
-                )
+            text = tr(
+                'test the GPU and the memory of {ranks}; on_difference="repair" writes the majority\'s values there',
+                ranks=ranks_text(self.ranks),
             )
+            parts.append(text)
         elif self.first is not None:
             parts.append(tr("nobody knows whose values are right: go on from a checkpoint"))
         return say(joined("; ", parts))
@@ -487,9 +486,10 @@ class Options:
         if not self.models:
             raise GuardConfigError(told("there is no model whose replicas could be compared: give one"))
         if self.on_difference not in get_args(OnDifference):
-            raise GuardConfigError(
-                told('on_difference must be "report", "repair" or "stop", got {value}', value=repr(self.on_difference))
+            text = told(
+                'on_difference must be "report", "repair" or "stop", got {value}', value=repr(self.on_difference)
             )
+            raise GuardConfigError(text)
         if isinstance(self.ignore, str) or not all(isinstance(one, str) for one in self.ignore):
             raise GuardConfigError(told('ignore must be a list of names or patterns, such as ["*.running_mean"]'))
         refuse_partitioned(self.models, self.optimizers)

@@ -60,7 +60,6 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's part."""
         return sum(item.tensor.numel() * item.tensor.element_size() for item in self.items)
 
     def sum_up_to(self, count: int, skipped: Iterable[str] = ()) -> None:

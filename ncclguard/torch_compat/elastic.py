@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed import run as torchrun
+from torch.distributed import PrefixStore, TCPStore, run as torchrun  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -327,18 +326,3 @@ def was_here(arguments: Any) -> bool:
         return False
     store.set(_ENDED.format(arguments.node_rank), json.dumps(None))
     return True
-
-
-__all__: Sequence[str] = [
-    "Agent",
-    "Codes",
-    "Host",
-    "Judge",
-    "check",
-    "failed",
-    "launch",
-    "launched",
-    "parser",
-    "store_address",
-    "was_here",
-]

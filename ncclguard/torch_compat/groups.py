@@ -56,10 +56,7 @@ def known_groups() -> tuple[dist.ProcessGroup, ...]:
 
 
 def group_in_the_making() -> str:
-    """Return the `new_group` that a thread of this process stands in, "new_group(ranks 2-3)"; "" for none.
-
-    There it waits for the other members.
-    """
+    """Return the `new_group` in which a thread waits for members, "new_group(ranks 2-3)"; "" for none."""
     for innermost in sys._current_frames().values():
         frame: FrameType | None = innermost
         while frame is not None:
@@ -97,7 +94,6 @@ def move_ddp(wrapper: Any, group: dist.ProcessGroup) -> None:
 
 
 def group_names() -> frozenset[str]:
-    """Return the names of the process groups that this process is in."""
     return frozenset(map(str, c10d._world.pg_names.values()))
 
 
@@ -184,15 +180,11 @@ def time_limit(group: dist.ProcessGroup) -> float | None:
 
 
 def under_detail() -> bool:
-    """Return whether ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps the process groups."""
     return bool(_c.get_debug_level() == _c.DebugLevel.DETAIL)
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
-    """Abort the operations that the group's backends have in flight; the group is unusable then.
-
-    May hang: call it from a helper thread.
-    """
+    """Abort what the group's backends have in flight: it is unusable then. May hang: call it in a helper thread."""
     if hasattr(group, "abort"):
         group.abort()
     else:  # torch 2.6
@@ -544,17 +536,14 @@ _hold_of = dist.ProcessGroup.barrier
 
 
 def options(name: str) -> Any:
-    """Make a new options object of torch's: for "Allgather" one of type AllgatherOptions."""
     return getattr(_c, f"{name}Options")()
 
 
 def group_of(boxed: Any) -> dist.ProcessGroup:
-    """Return the process group that an operator was given."""
     return _c.ProcessGroup.unbox(boxed)
 
 
 def reduce_op_of(boxed: Any) -> dist.ReduceOp:
-    """Return the reduce op that an operator was given."""
     return dist.ReduceOp(dist.ReduceOp.RedOpType(boxed.op()))
 
 
@@ -564,10 +553,7 @@ def tells_reduce_op() -> bool:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend to which an operator of torch's own passes its arguments.
-
-    Raises RuntimeError for a device that the group does not serve.
-    """
+    """Return the backend that an operator passes its arguments to. Raises RuntimeError for a device without one."""
     return group._get_backend(device)
 
 

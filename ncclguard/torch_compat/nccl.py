@@ -69,16 +69,8 @@ def new_nccl_group(store: groups.Store, name: str, ranks: tuple[int, ...], index
     working ones (2.10 and 2.26; hangs before: pytorch #153960, #154055, #169484), because only with those does NCCL
     promise that an abort is safe. Raises RuntimeError where torch was built without NCCL.
     """
-    group_type: Any = getattr(_c, "ProcessGroupNCCL", None)
-    if group_type is None:
-        raise RuntimeError(
-            "this torch was built without NCCL: install a CUDA build of torch, or move the tensor to the CPU"
-        )
     needs_watchdog = graphs_count_operations()
-    options = group_type.Options()
-    options._timeout = backstop if needs_watchdog else _ABORT_LIMIT
-    options.group_name = name
-    options.global_ranks_in_group = list(ranks)
+    group_type, options = _type_and_options(name, ranks, backstop if needs_watchdog else _ABORT_LIMIT)
     non_blocking = groups.VERSION >= (2, 10) and torch.cuda.nccl.version() >= (2, 26)  # type: ignore[no-untyped-call]
     if non_blocking:
         options.config.blocking = False
@@ -104,19 +96,24 @@ def new_enqueued_group(store: groups.Store, name: str, ranks: tuple[int, ...], i
     ProcessGroupNCCL, also on 2.15, whose nccl2 ends the process or the collective by itself. Raises RuntimeError where
     torch was built without NCCL.
     """
+    group_type, options = _type_and_options(name, ranks, _NEVER)
+    with _environment, _variables(_HARMLESS_WATCHDOG | _WITH_STARTS), _no_debugging():
+        made = group_type(store, index, len(ranks), options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+def _type_and_options(name: str, ranks: tuple[int, ...], limit: timedelta) -> tuple[Any, Any]:
     group_type: Any = getattr(_c, "ProcessGroupNCCL", None)
     if group_type is None:
         raise RuntimeError(
             "this torch was built without NCCL: install a CUDA build of torch, or move the tensor to the CPU"
         )
     options = group_type.Options()
-    options._timeout = _NEVER
+    options._timeout = limit
     options.group_name = name
     options.global_ranks_in_group = list(ranks)
-    with _environment, _variables(_HARMLESS_WATCHDOG | _WITH_STARTS), _no_debugging():
-        made = group_type(store, index, len(ranks), options)
-    made._set_sequence_number_for_group()
-    return made
+    return group_type, options
 
 
 def plain_group(backend: Any, store: groups.Store) -> Any:
@@ -288,10 +285,7 @@ def recorded_end(entry: dict[str, Any]) -> bool:
 
 
 def sequence_number(group: dist.ProcessGroup, backend: str | None = None) -> int | None:
-    """Return how many collectives this process has issued on the group, or on one of its backends, also in C++.
-
-    None where it is not counted.
-    """
+    """Return how many collectives this process has issued on a group or backend, also in C++; None if not counted."""
     handle: Any = group if backend is None else _backend_object(group, backend) or group
     try:
         return int(handle._get_sequence_number_for_group())

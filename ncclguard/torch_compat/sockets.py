@@ -68,10 +68,7 @@ def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def shut(found: Iterable[Connection]) -> int:
-    """Shut the connections down in both directions, for all who share them, and return how many still existed.
-
-    Never blocks; data already sent is still delivered.
-    """
+    """Shut connections in both directions, for all who share them, and return how many still were. Never blocks."""
     return shut_held(hold(found))
 
 

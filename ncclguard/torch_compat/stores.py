@@ -100,10 +100,7 @@ def _new_connections(port: int) -> tuple[sockets.Connection, ...]:
 
 
 def cut_clone(store: Store) -> bool:
-    """End a `clone_store` of this store that is blocked in another thread; return False if there is none.
-
-    The blocked call raises DistNetworkError.
-    """
+    """End a blocked `clone_store` of this store by DistNetworkError there; return False if there is none."""
     base = base_store(store)
     return isinstance(base, TCPStore) and sockets.shut(_new_connections(base.port)) > 0
 

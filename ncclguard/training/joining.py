@@ -17,7 +17,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch import nn
 
 from ncclguard.checksum import checksum
 from ncclguard.coordination.liveness import Identity, Sight, host_key, look_here
-from ncclguard.coordination.store import AgreementStore, Entries
+from ncclguard.coordination.store import AgreementStore, Entries, Stored
 from ncclguard.errors import GuardError
 
 #: Bytes of the state that one broadcast carries.
@@ -49,7 +49,7 @@ _TAKEN = "taken"
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Note(Stored):
     """A newcomer's note in the store: its rank, its session, the step that it wants to join at, its process.
 
     `place`: the number of the place that it has taken on a host that stands by; 0 on the rank's own.
@@ -61,18 +61,6 @@ class Note:
     identity: str
     place: int = 0
 
-    def to_json(self) -> str:
-        """Return it as a JSON object."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Note:
-        """The note that `to_json` wrote."""
-        said = json.loads(text)
-        return cls(
-            int(said["rank"]), str(said["session"]), str(said["step"]), str(said["identity"]), int(said["place"])
-        )
-
 
 class Newcomer(NamedTuple):
     """The first rank's word to all others on a note: whom they take in."""
@@ -83,22 +71,12 @@ class Newcomer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Invitation:
+class Invitation(Stored):
     """The survivors' word to the newcomer: who meets, how often they have, and before which call of a step."""
 
     members: tuple[int, ...]
     meetings: int
     calls: int
-
-    def to_json(self) -> str:
-        """Return it as a JSON object."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Invitation:
-        """The invitation that `to_json` wrote."""
-        said = json.loads(text)
-        return cls(tuple(said["members"]), int(said["meetings"]), int(said["calls"]))
 
 
 @dataclass(slots=True)

@@ -256,48 +256,27 @@ EXAMPLES = {
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of the command: its own, and then torchrun's."""
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument(
-        "--go-on-within",
-        "--go_on_within",
-        type=float,
-        default=WITHIN,
-        help="Seconds in which the survivors of a lost rank must have gone on; else all are ended, as by torchrun.",
-    )
-    own.add_argument(
-        "--spares",
-        type=int,
-        default=0,
-        help="Processes of this host that wait to take a lost rank's place; they have imported torch.",
-    )
-    own.add_argument(
-        "--stand-by",
-        "--stand_by",
+
+    def option(name: str, **said: Any) -> None:  # with either spelling, as torchrun's
+        own.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **said)
+
+    text = "Seconds in which the survivors of a lost rank must have gone on; else all are ended, as by torchrun."
+    option("go-on-within", type=float, default=WITHIN, help=text)
+    text = "Processes of this host that wait to take a lost rank's place; they have imported torch."
+    own.add_argument("--spares", type=int, default=0, help=text)
+    option(
+        "stand-by",
         action="store_true",
         help="This host has no ranks: its --nproc-per-node processes wait to take the places of ranks that are lost "
         "elsewhere and not started again there. --master-addr and --master-port as on the others. "
         "A launcher that is started again with a --node-rank that had ranks in the job stands by too.",
     )
-    own.add_argument(
-        "--restart-lost",
-        "--restart_lost",
-        type=int,
-        default=0,
-        help="How many lost ranks of this host are started again, once no spare is left.",
-    )
-    own.add_argument(
-        "--max-losses",
-        "--max_losses",
-        type=int,
-        default=0,
-        help="End all when more ranks of this host were lost within --losses-within seconds; 0: no limit.",
-    )
-    own.add_argument(
-        "--losses-within",
-        "--losses_within",
-        type=float,
-        default=PERIOD,
-        help="Seconds in which the losses of --max-losses are counted.",
-    )
+    text = "How many lost ranks of this host are started again, once no spare is left."
+    option("restart-lost", type=int, default=0, help=text)
+    text = "End all when more ranks of this host were lost within --losses-within seconds; 0: no limit."
+    option("max-losses", type=int, default=0, help=text)
+    text = "Seconds in which the losses of --max-losses are counted."
+    option("losses-within", type=float, default=PERIOD, help=text)
     parser = argparse.ArgumentParser(
         prog="ncclguard run",
         description="Start a training as torchrun does, with torchrun's options, and leave alone the ranks that go on without a "

@@ -17,11 +17,11 @@ import logging
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ncclguard import lifecycle, torch_compat
-from ncclguard.coordination.store import AgreementStore
+from ncclguard.coordination.store import AgreementStore, Stored
 from ncclguard.training import declaration
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ _ENVIRONMENT: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Place(Stored):
     """A rank's place: its number among all that were offered in this job, and the variables of its process."""
 
     number: int
@@ -75,16 +75,6 @@ class Place:
     def generation(self) -> str:
         """Return the generation in which it is to be had; see `generation`."""
         return self.env.get(_GENERATION, "0")
-
-    def to_json(self) -> str:
-        """Return it as a JSON object."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Place:
-        """The place that `to_json` wrote."""
-        said = json.loads(text)
-        return cls(int(said["number"]), int(said["rank"]), {str(key): str(value) for key, value in said["env"].items()})
 
 
 class _Vouched:

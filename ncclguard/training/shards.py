@@ -356,14 +356,13 @@ class Shards:
                 return copies
             self._say(members, "a copy of the shard of %s did not arrive at rank %d as it was sent: it is sent again",
                       [(ranks_text(ranks), rank) for rank, ranks in damaged.items()])  # fmt: skip
-        raise GuardError(
-            told(
-                "copies of shards did not arrive at {ranks} as they were sent, {count} times: look at the network and the "
-                "memory of these ranks",
-                ranks=ranks_text(damaged),
-                count=TRIES,
-            )
+        text = told(
+            "copies of shards did not arrive at {ranks} as they were sent, {count} times: look at the network and the "
+            "memory of these ranks",
+            ranks=ranks_text(damaged),
+            count=TRIES,
         )
+        raise GuardError(text)
 
     def _sent_once(self, layout: Layout, members: tuple[int, ...], read: Callable[[int, int], torch.Tensor]) -> Copies:
         by_rank = keepers(members, self._hosts, self._copies)
@@ -508,14 +507,13 @@ class Shards:
                 return dealt
             self._say(members, "what %s has sent of shards did not arrive at rank %d as it was sent: it is sent again",
                       [(ranks_text(ranks), rank) for rank, ranks in damaged.items()])  # fmt: skip
-        raise GuardError(
-            told(
-                "shards did not arrive at {ranks} as they were sent, {count} times: look at the network and the memory of "
-                "these ranks, and start again from a checkpoint",
-                ranks=ranks_text(damaged),
-                count=TRIES,
-            )
+        text = told(
+            "shards did not arrive at {ranks} as they were sent, {count} times: look at the network and the memory of "
+            "these ranks, and start again from a checkpoint",
+            ranks=ranks_text(damaged),
+            count=TRIES,
         )
+        raise GuardError(text)
 
     def _dealt_once(
         self, copies: Copies, holders: Mapping[int, int], members: tuple[int, ...]

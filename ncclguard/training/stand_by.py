@@ -143,10 +143,7 @@ class _Voucher:
 
 
 def run(address: Address, command: Sequence[str], count: int, folder: str, say: Say) -> int:
-    """Stand by until the job ends; returns the exit code.
-
-    1 where ranks failed here and none ended well, or the store did not answer.
-    """
+    """Stand by until the job ends; 1 where ranks failed here and none ended well, or the store did not answer."""
     for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(name, _stop)
     say(f"{count} processes stand by for the job at {address[0]}:{address[1]}")

@@ -134,9 +134,10 @@ class ResilientStep:
         self._timeout = seconds(timeout, "timeout")
         self._copies, self._load = copies, load
         if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
-            raise GuardConfigError(
-                told("check_every must be a number of steps, or 0 for no checks, got {value}", value=repr(check_every))
+            text = told(
+                "check_every must be a number of steps, or 0 for no checks, got {value}", value=repr(check_every)
             )
+            raise GuardConfigError(text)
         self._check = (
             PeriodicCheck(Options(self._models, self._optimizers, ignore, on_difference), check_every)
             if check_every
@@ -265,13 +266,11 @@ class ResilientStep:
                 and not os.environ.get(declaration.FOLDER)
                 and dist.get_rank() == 0
             ):
-                log.warning(
-                    "%s",
-                    told(
-                        "ncclguard: torchrun ends all ranks when one is lost, so that resilient_step cannot go on: start this "
-                        "program with `ncclguard run`, which takes torchrun's arguments"
-                    ),
+                text = told(
+                    "ncclguard: torchrun ends all ranks when one is lost, so that resilient_step cannot go on: start this "
+                    "program with `ncclguard run`, which takes torchrun's arguments"
                 )
+                log.warning("%s", text)
             if joins and self._on_change is not None:
                 self._on_change(len(going.ranks) - 1, len(going.ranks))
         going.adopt(self._models)

@@ -355,10 +355,7 @@ class _Greeting:
 
 
 def neighbours(size: int, index: int, star: bool = False) -> list[int]:
-    """Return the ranks that votes and rings need connections with.
-
-    These are the ranks at distance 1, 2, 4, ... to both sides; in a star, the ranks beside this one and the first.
-    """
+    """Return who votes and rings connect with: those 1, 2, 4, ... away on both sides; in a star, beside and first."""
     if star and index == 0:
         return list(range(1, size))
     reach = [1] if star else distances(size)

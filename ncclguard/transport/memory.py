@@ -83,53 +83,45 @@ class Support:
         """
         if kind in ("broadcast", "all_gather"):
             if dtype in _QUANTIZED:
-                raise TypeError(
-                    told(
-                        "{name} does not take quantized tensors ({dtype}): send int_repr() and the scale",
-                        name=kind,
-                        dtype=dtype,
-                    )
+                text = told(
+                    "{name} does not take quantized tensors ({dtype}): send int_repr() and the scale",
+                    name=kind,
+                    dtype=dtype,
                 )
+                raise TypeError(text)
             return
         name = torch_compat.reduce_op_name(op)
         wire = reduction(name, self.device_type).wire
         if wire not in self.wire_ops:
-            raise ValueError(
-                told(
-                    "{backend} does not have {name}: move the tensor to the CPU for it", backend=self.backend, name=name
-                )
+            text = told(
+                "{backend} does not have {name}: move the tensor to the CPU for it", backend=self.backend, name=name
             )
+            raise ValueError(text)
         if dtype not in self.dtypes and dtype not in _COMPLEX:
-            raise TypeError(
-                told(
-                    "{backend} cannot reduce {dtype}: convert it, for example to torch.int32 or torch.float32",
-                    backend=self.backend,
-                    dtype=dtype,
-                )
+            text = told(
+                "{backend} cannot reduce {dtype}: convert it, for example to torch.int32 or torch.float32",
+                backend=self.backend,
+                dtype=dtype,
             )
+            raise TypeError(text)
         if dtype in _COMPLEX and name not in ("SUM", "AVG"):
-            raise ValueError(
-                told(
-                    "{name} has no meaning for complex numbers ({dtype}): use SUM or AVG, or view_as_real(tensor)",
-                    name=name,
-                    dtype=dtype,
-                )
+            text = told(
+                "{name} has no meaning for complex numbers ({dtype}): use SUM or AVG, or view_as_real(tensor)",
+                name=name,
+                dtype=dtype,
             )
+            raise ValueError(text)
         if name in _BITWISE and dtype not in _CPU_INTEGERS:
             raise ValueError(told("{name} needs an integer or bool tensor, not {dtype}", name=name, dtype=dtype))
         if name == "AVG" and dtype in _CPU_INTEGERS:
-            raise ValueError(
-                told(
-                    "AVG of {dtype} is not a whole number: use SUM and divide, or convert to torch.float32 first",
-                    dtype=dtype,
-                )
+            text = told(
+                "AVG of {dtype} is not a whole number: use SUM and divide, or convert to torch.float32 first",
+                dtype=dtype,
             )
+            raise ValueError(text)
 
     def wire_op(self, op: ReduceOp.RedOpType, dtype: torch.dtype) -> ReduceOp.RedOpType:
-        """Return the reduce op that the backend carries out for ``op``, one of ``wire_ops``, on this dtype.
-
-        Raises ValueError for any other op.
-        """
+        """Return the reduce op carried out for ``op`` on this dtype, one of ``wire_ops``; ValueError for any other."""
         if op not in self.wire_ops:
             name = torch_compat.reduce_op_name(op)
             raise ValueError(f"{name} is not sent by {self.backend} as it is: use the wire of reduction()")
@@ -157,19 +149,13 @@ NCCL = Support("NCCL", "cuda", (*_ARITHMETIC, ReduceOp.AVG), _NATIVE)
 
 
 def reducible_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Return the same memory in the form that is reduced: complex numbers as pairs of real ones.
-
-    Raises ValueError if not possible.
-    """
+    """Return the memory as it is reduced: complex numbers as pairs of real ones. Raises ValueError where it cannot."""
     _check_memory(tensor, device_type)
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def movable_view(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Return the same memory in a form that can be copied: as bytes, where the transport lacks the dtype.
-
-    Raises ValueError if not possible.
-    """
+    """Return the memory as it is copied: bytes, where the transport lacks the dtype. ValueError where it cannot."""
     _check_memory(tensor, device_type)
     return tensor if tensor.dtype in _NATIVE else tensor.reshape(-1).view(torch.uint8)
 

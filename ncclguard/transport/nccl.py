@@ -366,10 +366,7 @@ class NcclCommunicator(Communicator):
             raise TransportError(f"the communicator (generation {self.generation}) was stopped: build the next one")
 
     def ask(self, work: dist.Work) -> None:
-        """Raise TransportError for an error that NCCL has seen.
-
-        NCCL is never asked while the communicator is aborted, because the question may hang then.
-        """
+        """Raise TransportError for an error that NCCL has seen; during an abort it is not asked, which may hang."""
         while not self._asking.acquire(timeout=_ASK_SLICE):
             self.check()
         try:
@@ -391,10 +388,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def aborted(self) -> bool:
-        """Return whether an abort has come back.
-
-        NCCL frees the communicator's memory in it, so that no kernel can still run.
-        """
+        """Return whether an abort has come back: NCCL frees the memory in it, so that no kernel can still run."""
         return self._aborted.is_set()
 
     # --- ending ---------------------------------------------------------------------------------------------------
@@ -445,10 +439,7 @@ class NcclCommunicator(Communicator):
         )
 
     def quiet(self, seconds: float) -> bool:
-        """Wait as `Communicator.quiet` says, until no launch is outstanding and every kernel has ended.
-
-        Returns False for good if an abort hangs.
-        """
+        """Wait as `Communicator.quiet` says, for all launches and kernels; False for good if an abort hangs."""
         end = time.monotonic() + seconds
         if not self._votes.quiet(seconds):
             return False
@@ -527,10 +518,7 @@ _ABORT_LIMIT = timedelta(seconds=60)
 
 
 class NcclBuilder:
-    """Builds `NcclCommunicator`, as `Builder` says, on the ``device`` of the tensors.
-
-    That need not be the current device.
-    """
+    """Builds `NcclCommunicator` on the ``device`` of the tensors, which need not be the current device."""
 
     # Enough to keep the GPU busy; a collective of lists needs memory of the size of all its parts for each of them.
     max_in_flight = 8
@@ -612,10 +600,7 @@ class _Attempt:
         return communicator
 
     def _try_out(self, communicator: NcclCommunicator) -> None:
-        """Run one operation, to find out now what cannot be connected at all.
-
-        Later ones connect more, for the algorithms they use.
-        """
+        """Run one operation, to find out now what cannot be connected at all; later ones connect more."""
         first = communicator.all_reduce(torch.zeros(1, device=self._device), ReduceOp.SUM)
         while not first.wait(0.1):
             if time.monotonic() >= self._end:

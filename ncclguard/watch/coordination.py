@@ -48,10 +48,7 @@ FRESH: Final = 0.05
 
 
 class WatchState(GroupState):
-    """The state that reports what torch's flight recorder says; it never settles anything.
-
-    It works also on ranks that did not call `watch`.
-    """
+    """The state that reports what torch's flight recorder says, also where `watch` was not called; settles nothing."""
 
     guarded = False
 
@@ -322,10 +319,7 @@ class WatchCoordination:
         return self._monitor.left(rank) and not any(rank in pending.ranks for pending in self.waiting)
 
     def overdue(self, now: float) -> None:
-        """Speak of an ended process by oneself, when the monitor does not come to it.
-
-        The store does not answer then.
-        """
+        """Speak of an ended process by oneself, where the monitor does not: the store does not answer then."""
         with self._lock:
             left = {
                 r: e for r, (e, seen) in self._ended.items() if self._monitor.unavailable or now - seen > SPEAK_AFTER
@@ -400,7 +394,7 @@ class WatchCoordination:
         return known >= ISSUED_GRACE or not has_issued(departure, awaited)
 
     def _departure(self, rank: int, evidence: str) -> Departure:
-        details = {p.rank: {"host": p.host, "pid": p.pid} for p in self._monitor.peers_here()}
+        details = {p.rank: {"host": p.host, "pid": p.pid} for p in self._monitor.neighbours.here}
         terminated = self._follows(rank, evidence)
         return Departure(rank, Cause.LOST, evidence, details=details.get(rank, {}), terminated=terminated)
 
@@ -488,14 +482,14 @@ class WatchCoordination:
             return
         if silent and not question.sought:
             question.sought = True
-            self._monitor.seek(silent, now)
+            self._monitor.neighbours.seek(silent, now)
             return
         self._question = None
         if any((p.channel, p.sequence) == (question.pending.channel, question.pending.sequence) for p in self.waiting):
             self._warn(question, silent)
 
     def _warn(self, question: _Question, silent: list[int]) -> None:
-        sights = {rank: self._monitor.sight(rank) for rank in silent}
+        sights = {rank: self._monitor.neighbours.look(rank) for rank in silent}
         causes = {rank: silent_cause(sight) for rank, (sight, _) in sights.items()}
         finding = analyse(elsewhere_long_enough(question.answers), {}, causes, overdue=True)
         lines = not_come({rank: question.answers[rank] for rank in finding.causes if rank not in sights})

@@ -303,10 +303,7 @@ def _cycle(
     waits: Mapping[int, tuple[Waiting, ...]],
     reports: Mapping[int, Report],
 ) -> tuple[str, dict[int, Cause], Sides]:
-    """Judge ranks that wait for each other in different collectives.
-
-    All sides are shown, and a strict majority accuses the rest.
-    """
+    """Judge ranks that wait for each other in different collectives: a strict majority accuses the rest."""
     sides: dict[str, list[int]] = {}
     for rank, items in sorted(waits.items()):
         text = passing_on.get(rank) or next((wait.text for wait in items), "")
@@ -365,10 +362,7 @@ def _project(
     channel: str,
     sequence: int,
 ) -> dict[int, Report]:
-    """Return the reports with the collective of this channel as their operation.
-
-    Code that reads reports of one group takes them.
-    """
+    """Return the reports with the collective of this channel as their operation, for what reads those of one group."""
     found = {}
     for rank, report in reports.items():
         wait = next((wait for wait in waits[rank] if wait.channel == channel), None)

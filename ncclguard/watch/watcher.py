@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
@@ -47,6 +46,7 @@ from ncclguard.watch.judge import BROKEN, is_consequence
 from ncclguard.watch.pace import Sampler, SlowSearch
 from ncclguard.watch.recorder import Pending, Recorder
 from ncclguard_explain.cause import Cause
+from ncclguard_explain.host import read_file
 from ncclguard_explain.language import read, say, told, tr
 
 if TYPE_CHECKING:
@@ -85,10 +85,7 @@ class Processes:
             self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> list[tuple[int, str]]:
-        """Return ranks whose process has ended, with the evidence.
-
-        It comes earlier than `seconds` when one does, or after `wake`.
-        """
+        """Return ranks whose process has ended, with the evidence: as soon as one has, or after `wake` or `seconds`."""
         events = self._poll.poll(max(seconds, 0.0) * 1000)
         found = []
         for descriptor, _ in events:
@@ -136,13 +133,8 @@ class Processes:
 
 def exit_status(pid: int) -> str:
     """Return how a process ended, while its parent has not collected it yet; empty when that cannot be seen."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        return ""
-    fields = text[text.rindex(b")") + 2 :].split()
-    if fields[0] not in (b"Z", b"X") or len(fields) < 50:
+    fields = read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    if len(fields) < 50 or fields[0] not in ("Z", "X"):
         return ""
     status = int(fields[49])  # field 52 of proc(5), 0 to those who may not see it
     if os.WIFSIGNALED(status):
@@ -255,7 +247,6 @@ class Watcher:
 
     @property
     def running(self) -> bool:
-        """Return whether the thread is alive."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -300,10 +291,7 @@ class Watcher:
         ]  # fmt: skip
 
     def uncaught(self, error: BaseException, text: str) -> str:
-        """An exception ends the program: when it is that of a broken collective, find out first who broke it.
-
-        Returns `text`, the exception in words, with that said.
-        """
+        """Find out first who broke a collective whose exception ends the program; return `text` with that said."""
         if not _from_collective(error):
             return text
         text = text if is_consequence(text) else f"{text} {BROKEN}"
@@ -334,7 +322,7 @@ class Watcher:
             if self._coordination.hurried:
                 period = min(period, HURRIED_LOOK)
             try:
-                self._processes.learn(self._monitor.peers_here())
+                self._processes.learn(self._monitor.neighbours.here)
                 for rank, evidence in self._wait(period):
                     self._coordination.process_ended(rank, evidence)
                 self._coordination.overdue(time.monotonic())
@@ -483,10 +471,7 @@ class Watcher:
             )
 
     def _due(self, key: str, value: tuple[int, int], all_still: bool, now: float) -> bool:
-        """Return whether the recorder is to be read because of a counter that stands still.
-
-        Reading takes long, so it is not done for nothing.
-        """
+        """Return whether the recorder is to be read because a counter stands still; reading takes long."""
         seen = self._examined.get(key)
         if seen is None or seen[0] != value:
             # A group where everything issued has ended is idle; gloo may end them out of order,
@@ -583,7 +568,7 @@ class Watcher:
         trouble = self._state.member.trouble
         if asked is None or trouble is None:
             return
-        gone = {rank: self._monitor.gone(rank) for rank in self._state.member.participants}
+        gone = {rank: self._monitor.neighbours.gone(rank) for rank in self._state.member.participants}
         gone = {
             rank: evidence for rank, evidence in gone.items() if evidence and not self._coordination.left_well(rank)
         }
@@ -714,12 +699,10 @@ class Watch:
         self._launched = launched[1]
         lifecycle.before_end(self._never_began)
         if torch_compat.was_destroyed():
-            log.warning(
-                "ncclguard: %s",
-                told(
-                    "watch() was called after destroy_process_group: nothing is observed until the next init_process_group"
-                ),
+            text = told(
+                "watch() was called after destroy_process_group: nothing is observed until the next init_process_group"
             )
+            log.warning("ncclguard: %s", text)
         else:
             waits = told("watch() observes from init_process_group on, which has not been called yet")
             log.info("ncclguard: %s", waits)
@@ -756,24 +739,20 @@ class Watch:
         if given is None:
             given, setting = current_config().timeout, "NCCLGUARD_TIMEOUT={:g}"
         if given is not None and own is not None and own < given and dist.get_rank() == 0:
-            log.warning(
-                "%s",
-                told(
-                    "ncclguard: with {setting} watch() reports nothing before torch itself gives up, after {own:g} s: give a "
-                    "shorter limit, or init_process_group a longer one",
-                    setting=setting.format(given),
-                    own=own,
-                ),
+            text = told(
+                "ncclguard: with {setting} watch() reports nothing before torch itself gives up, after {own:g} s: give a "
+                "shorter limit, or init_process_group a longer one",
+                setting=setting.format(given),
+                own=own,
             )
+            log.warning("%s", text)
         for listener in events.listeners:
             listener.watch_started(current.monitor.session_ready)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
 
@@ -813,23 +792,20 @@ def watch(
     """
     global _current
     if on_hang not in ("report", "abort"):
-        raise ValueError(
-            told('on_hang must be "report" or "abort", not {value}: give one of them', value=repr(on_hang))
-        )
+        refusal = told('on_hang must be "report" or "abort", not {value}: give one of them', value=repr(on_hang))
+        raise ValueError(refusal)
     if on_incident is not None and not callable(on_incident):
-        raise TypeError(
-            told(
-                "on_incident must be a function that takes an Incident, not {kind}: give one, or none",
-                kind=type(on_incident).__name__,
-            )
+        text = told(
+            "on_incident must be a function that takes an Incident, not {kind}: give one, or none",
+            kind=type(on_incident).__name__,
         )
+        raise TypeError(text)
     if on_slow is not None and not callable(on_slow):
-        raise TypeError(
-            told(
-                "on_slow must be a function that takes SlowRanks or None, not {kind}: give one, or none",
-                kind=type(on_slow).__name__,
-            )
+        text = told(
+            "on_slow must be a function that takes SlowRanks or None, not {kind}: give one, or none",
+            kind=type(on_slow).__name__,
         )
+        raise TypeError(text)
     settings = Settings(seconds(timeout, "timeout"), on_hang == "abort", on_incident, on_slow, check_group(group))
     current_config()  # a wrong variable is told of here, and not when the process group is there
     with _lock:

@@ -7,18 +7,17 @@ each other, and say who the members are now. A key is never written twice.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 from ncclguard import lifecycle, torch_compat
-from ncclguard.coordination.store import AgreementStore, Entries, StoreUnavailable
+from ncclguard.coordination.store import AgreementStore, Entries, Stored, StoreUnavailable
 from ncclguard.process_group.joined import store_at
 from ncclguard.torch_compat import Store
 
@@ -31,7 +30,7 @@ STOP_WITHIN: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Stored):
     """A worker asks to be a member, under a `nonce` that nobody had before; with 0 `workers`, to be none any more."""
 
     engine: str
@@ -39,14 +38,9 @@ class Ask:
     workers: int
     nonce: str
 
-    @classmethod
-    def from_json(cls, text: str) -> Ask:
-        """Return what `dumps` wrote."""
-        return cls(**_known(cls, text))
-
 
 @dataclass(frozen=True, slots=True)
-class News:
+class News(Stored):
     """The last word of the sender.
 
     `epoch`: 0 before the first group; `members` of it, in order of their ranks from 1. `number` counts the tries to
@@ -61,23 +55,6 @@ class News:
     limit: float = 0.0
     left_out: tuple[str, ...] = ()
     device: str = "cpu"
-
-    @classmethod
-    def from_json(cls, text: str) -> News:
-        """Return what `dumps` wrote."""
-        said = _known(cls, text)
-        return cls(**{**said, "members": tuple(said["members"]), "left_out": tuple(said["left_out"])})
-
-
-def _known(kind: type[Ask | News], text: str) -> dict[str, Any]:
-    """Return the fields that this version knows."""
-    names = {each.name for each in fields(kind)}
-    return {name: value for name, value in json.loads(text).items() if name in names}
-
-
-def dumps(said: Ask | News) -> str:
-    """Return it as JSON."""
-    return json.dumps(asdict(said))
 
 
 class Board:
@@ -166,7 +143,7 @@ def read_news(store: AgreementStore, known: int) -> tuple[int, News | None]:
 
 def write_news(store: AgreementStore, news: News) -> None:
     """Replace the news."""
-    store.first(f"news/{store.count('news', 1)}", dumps(news))
+    store.first(f"news/{store.count('news', 1)}", news.to_json())
 
 
 def asks_of(sender: str) -> Entries:

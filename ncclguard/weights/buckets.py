@@ -37,7 +37,6 @@ class Header:
 
 
 def device_of(kind: str) -> torch.device:
-    """Return this process's device of a kind."""
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
@@ -141,5 +140,4 @@ class Digest:
             self._hash.update(part[whole:].cpu().numpy().data)
 
     def text(self) -> str:
-        """Return the hash so far."""
         return self._hash.hexdigest()

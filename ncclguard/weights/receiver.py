@@ -22,7 +22,7 @@ from ncclguard.engine.call import Time
 from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.incident.stacks import describe_exception
 from ncclguard.torch_compat import Store
-from ncclguard.weights.board import Ask, Board, News, asks_of, connected, dumps, read_news
+from ncclguard.weights.board import Ask, Board, News, asks_of, connected, read_news
 from ncclguard.weights.buckets import Arriving, Digest, Header, arriving, device_of
 from ncclguard.weights.end import ChannelEnd
 from ncclguard_explain.language import told
@@ -162,16 +162,15 @@ class Receiver(ChannelEnd):
         timeout: Time = 300.0,
     ) -> None:
         if not engine or not 0 <= worker < workers:
-            raise GuardConfigError(
-                told(
-                    "engine is {engine}, worker {worker} of {workers}: give the engine a name, and its workers the numbers 0 to "
-                    "{last}",
-                    engine=repr(engine),
-                    worker=worker,
-                    workers=workers,
-                    last=workers - 1,
-                )
+            text = told(
+                "engine is {engine}, worker {worker} of {workers}: give the engine a name, and its workers the numbers 0 to "
+                "{last}",
+                engine=repr(engine),
+                worker=worker,
+                workers=workers,
+                last=workers - 1,
             )
+            raise GuardConfigError(text)
         self.version: str | int | None = None
         super().__init__(connected(address, name, seconds(timeout, "timeout") or 300.0, sends=False), name)
         self._ask = Ask(engine, worker, workers, "")
@@ -223,7 +222,7 @@ class Receiver(ChannelEnd):
         with self._board.changed:
             news, leaves = self._news, replace(self._ask, workers=0)
         if news is not None:
-            self._board.post(lambda store: asks_of(news.sender).add(store, dumps(leaves)))
+            self._board.post(lambda store: asks_of(news.sender).add(store, leaves.to_json()))
         super().close()
 
     def _is_called(self) -> bool:
@@ -261,6 +260,6 @@ class Receiver(ChannelEnd):
             if self._asked or not self._listens:
                 return
             ask = self._ask = Ask(self._ask.engine, self._ask.worker, self._ask.workers, secrets.token_hex(6))
-        asks_of(news.sender).add(store, dumps(ask))
+        asks_of(news.sender).add(store, ask.to_json())
         with self._board.changed:
             self._asked = True

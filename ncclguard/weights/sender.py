@@ -98,12 +98,11 @@ class Sender(ChannelEnd):
     ) -> None:
         limit = seconds(timeout, "timeout")
         if limit is None or min_engines < 1 or retries < 0 or bucket_mb <= 0 or device not in ("cpu", "cuda"):
-            raise GuardConfigError(
-                told(
-                    "Sender takes a timeout in seconds, min_engines of at least 1, retries of at least 0, bucket_mb above 0, and "
-                    'the device "cpu" or "cuda": correct these'
-                )
+            text = told(
+                "Sender takes a timeout in seconds, min_engines of at least 1, retries of at least 0, bucket_mb above 0, and "
+                'the device "cpu" or "cuda": correct these'
             )
+            raise GuardConfigError(text)
         super().__init__(connected(address, name, limit, sends=True), name)
         self._timeout, self._min_engines, self._retries = limit, min_engines, retries
         self._bucket, self._device = int(bucket_mb * (1 << 20)), device_of(device)
@@ -142,13 +141,12 @@ class Sender(ChannelEnd):
         ValueError for what cannot be sent, and whatever the function raises.
         """
         if not isinstance(tensors, Mapping) and not callable(tensors):
-            raise TypeError(
-                told(
-                    "tensors must be a mapping or a function that returns names and tensors, not {kind}: they may have to be sent "
-                    "again",
-                    kind=type(tensors).__name__,
-                )
+            text = told(
+                "tensors must be a mapping or a function that returns names and tensors, not {kind}: they may have to be sent "
+                "again",
+                kind=type(tensors).__name__,
             )
+            raise TypeError(text)
         began = time.monotonic()
         until = began + self._timeout
         left_out: dict[str, Incident | str] = {}

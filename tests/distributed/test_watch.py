@@ -75,7 +75,7 @@ def ends(fault: str, watched: bool, culprit: int = CULPRIT) -> None:
     dist.init_process_group("gloo")
     training = Training()
     training.steps()
-    while watched and len(runtime.current().monitor.peers_here()) < dist.get_world_size() - 1:
+    while watched and len(runtime.current().monitor.neighbours.here) < dist.get_world_size() - 1:
         time.sleep(0.05)  # before, nobody knows which process a rank is, and whether it is gone: it is `unknown`
     training.steps()
     if dist.get_rank() == culprit:

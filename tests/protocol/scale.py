@@ -40,11 +40,13 @@ from typing import Any, TypeVar
 import greenlet
 import pytest
 
-from ncclguard.coordination import group_state as state_module
-from ncclguard.coordination import liveness as liveness_module
-from ncclguard.coordination import monitor as monitor_module
-from ncclguard.coordination import revocation as revocation_module
-from ncclguard.coordination import store as store_module
+from ncclguard.coordination import (
+    group_state as state_module,
+    liveness as liveness_module,
+    monitor as monitor_module,
+    revocation as revocation_module,
+    store as store_module,
+)
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.host_page import SIZE, HostPage
 from ncclguard.coordination.incidents import summarise
@@ -829,8 +831,8 @@ def _wrongly(world: World) -> list[int]:
     found = set()
     for rank in world.alone:
         monitor = world.monitors[rank]
-        near = {peer.rank for peer in monitor.peers_here()} | {(rank - 1) % world.size, (rank + 1) % world.size}
-        found.update(other for other in near - world.killed if monitor.gone(other))
+        near = {peer.rank for peer in monitor.neighbours.here} | {(rank - 1) % world.size, (rank + 1) % world.size}
+        found.update(other for other in near - world.killed if monitor.neighbours.gone(other))
     return sorted(found)
 
 

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from ncclguard.coordination import group_state as state_module
-from ncclguard.coordination import monitor as monitor_module
-from ncclguard.coordination import store as entries_module
+from ncclguard.coordination import group_state as state_module, monitor as monitor_module, store as entries_module
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.inquiry import Patience
 from ncclguard.coordination.liveness import Identity, Sight

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ncclguard.outcome import Cause
 from ncclguard.protocol.decision import Action, Departure, Phase, Report, Trouble, TroubleKind, Verdict, decide

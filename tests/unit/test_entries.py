@@ -89,7 +89,7 @@ def test_a_rank_of_this_host_after_one_that_never_registered_is_known() -> None:
         second.register(store)
         for now in (100.0, 102.0):  # at the first step the others register just now, too
             first.step(now, True)
-        assert [peer.rank for peer in first.here()] == [1]
+        assert [peer.rank for peer in first.here] == [1]
     finally:
         for liveness in livenesses:
             liveness.close()

@@ -6,8 +6,7 @@ import pickle
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ncclguard.evaluation import decision
 from ncclguard.evaluation.decision import (

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from ncclguard.coordination import group_state as state_module
-from ncclguard.coordination import host_page
-from ncclguard.coordination import monitor as monitor_module
-from ncclguard.coordination import revocation as revocation_module
-from ncclguard.coordination import store as store_module
+from ncclguard.coordination import (
+    group_state as state_module,
+    host_page,
+    monitor as monitor_module,
+    revocation as revocation_module,
+    store as store_module,
+)
 from ncclguard.coordination.group_state import OpenCall
-from ncclguard.coordination.host_page import HostPage, LocalMemory, SharedFile, open_page
+from ncclguard.coordination.host_page import SIZE, HostPage, SharedFile, open_page
 from ncclguard.coordination.inquiry import Patience
 from ncclguard.coordination.liveness import Identity, Sight
 from ncclguard.coordination.monitor import Monitor, MonitorSettings
@@ -29,6 +31,23 @@ from ncclguard.protocol.timing import Timing
 from tests.protocol.test_scale import KnownLiveness
 
 GROUP = "group:cpu:0"
+
+
+class LocalMemory:
+    """Memory for several pages of one process: for models of a host."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray(SIZE)
+
+    def read(self, at: int, size: int) -> bytes:
+        return bytes(self._bytes[at : at + size])
+
+    def write(self, at: int, data: bytes) -> None:
+        self._bytes[at : at + len(data)] = data
+
+    def hide(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Counting:

@@ -36,8 +36,7 @@ from ncclguard_explain import explain, language
 from ncclguard_explain.cause import ADVICE, MEANING, WORD, Cause
 from ncclguard_explain.language import Message, entries_of, joined, read, said, tr
 from ncclguard_explain.ranks import FEW_RANKS, Hosts, ranks_text
-from ncclguard_explain.render import print_report
-from ncclguard_explain.render import render_html as explained_page
+from ncclguard_explain.render import print_report, render_html as explained_page
 
 ROOT = Path(__file__).resolve().parents[2]
 GALLERY = sorted((ROOT / "docs" / "gallery").glob("*/incident.json"))

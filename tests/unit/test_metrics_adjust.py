@@ -11,8 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ncclguard.config import GuardConfig, configure
 from ncclguard.coordination.group_state import GroupState, OpenCall

@@ -6,8 +6,7 @@ import sys
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ncclguard.incident.model import MembershipChange
 from ncclguard.metrics.records import SIZE_BOUNDS, TIME_BOUNDS, Record, empty_times, quantile, size_bucket, time_bucket

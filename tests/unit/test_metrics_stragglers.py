@@ -8,8 +8,7 @@ import types
 import hypothesis
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ncclguard.metrics import statistics as module
 from ncclguard.metrics.records import StragglerTable

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import hypothesis
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ncclguard.metrics.records import SlowRanks
 from ncclguard.phases import phase

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ncclguard.environment import network, ras
 from ncclguard.environment.network import (
@@ -32,7 +32,7 @@ from ncclguard.environment.network import (
 )
 from ncclguard.environment.setup import EnvironmentReport, Port, plan_environment, read_ports, watched
 from ncclguard.environment.versions import within
-from ncclguard_explain.host import read_conf, resolve
+from ncclguard_explain.host import read_conf, read_file, resolve
 from ncclguard_explain.language import joined, tr
 from ncclguard_explain.ras import NobodyListens, NoWitness, address_of
 
@@ -64,12 +64,10 @@ class Context:
 
     @property
     def rank(self) -> int:
-        """This process's rank, 0 without a launcher."""
         return self.job.rank or 0
 
     @property
     def world_size(self) -> int:
-        """The number of ranks, 1 without a launcher."""
         return self.job.world_size or 1
 
     @property
@@ -78,11 +76,8 @@ class Context:
         return self.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def read(self, path: str) -> str | None:
-        """The text of a file, stripped; None when it is not there or may not be read."""
-        try:
-            return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
-        except OSError:  # the kernel lacks it, or it is root's: the check says "unknown"
-            return None
+        """The text of a file, stripped; None when it is empty, not there or may not be read."""
+        return read_file(self.root / path.lstrip("/")).strip() or None
 
 
 def read_context() -> Context:
@@ -92,10 +87,8 @@ def read_context() -> Context:
     return Context(read_job(environ), socket.gethostname(), environ, report, read_links(), read_ports())
 
 
-class Check(BaseModel):
+class Check(BaseModel, frozen=True):
     """A check: its name, how it came out, the figures, and what to do next (empty when there is nothing to do)."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: Prose
     status: Status
@@ -107,10 +100,8 @@ class Check(BaseModel):
 SCHEMA_VERSION = 1
 
 
-class DoctorReport(BaseModel):
+class DoctorReport(BaseModel, frozen=True):
     """The object that `--json` writes: the checks of all hosts, in the table's order, and the fields' version."""
-
-    model_config = ConfigDict(frozen=True)
 
     schema_version: int = SCHEMA_VERSION
     checks: tuple[Check, ...]
@@ -692,10 +683,8 @@ BANDWIDTH_OUTLIER, ROUND_TRIP_OUTLIER = 0.5, 5.0
 ROUND_TRIP_FLOOR = 0.001
 
 
-class Facts(BaseModel):
+class Facts(BaseModel, frozen=True):
     """The facts that a rank publishes of itself; its servers listen on ``port`` and ``echo_port`` of ``address``."""
-
-    model_config = ConfigDict(frozen=True)
 
     rank: int
     host: str
@@ -708,13 +697,11 @@ class Facts(BaseModel):
     versions: dict[str, str]
 
 
-class Measured(BaseModel):
+class Measured(BaseModel, frozen=True):
     """The measurements of one rank's way to another; None where it was not measured or did not work.
 
     Times in seconds, ``bandwidth`` in bytes/s, sizes in bytes.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     source: int
     target: int

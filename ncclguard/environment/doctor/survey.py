@@ -509,9 +509,10 @@ def _measure(own: Facts, address: str, facts: dict[int, Facts], exchange: Exchan
     turns = _turns(own, facts)
     for number, rank in enumerate(turns, 1):
         host = facts[rank].host
-        tell(
-            told("bandwidth and path MTU: host {number} of {count}, {host}", number=number, count=len(turns), host=host)
+        text = told(
+            "bandwidth and path MTU: host {number} of {count}, {host}", number=number, count=len(turns), host=host
         )
+        tell(text)
         if rank in measured and measured[rank].fault is None:
             more: dict[str, Any] = {"bandwidth": bandwidth(*peers[rank], address)}
             echo_port = facts[rank].echo_port

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from explain_logs import timeout
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from ncclguard_explain import UnusableInput, explain, records
 from ncclguard_explain.command import main

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c
 
 from ncclguard import torch_compat
-from ncclguard.torch_compat import groups
-from ncclguard.torch_compat import nccl as torch_nccl
+from ncclguard.torch_compat import groups, nccl as torch_nccl
 from ncclguard.transport import nccl
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.nccl import NcclBuilder

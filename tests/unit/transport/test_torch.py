@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import ReduceOp, distributed_c10d as c10d
 
 import ncclguard
 from ncclguard import torch_compat
