@@ -91,6 +91,8 @@ class Evidence:
     nodes: int | None = None
     replicated: bool = False  # torchft's replica groups, each with ranks from 0 on
     several_nodes: bool = False  # somebody says that these lines are of several nodes
+    starts_ranks: bool = False  # a launcher on each node starts the ranks there
+    agents: set[tuple[int, str, int]] = field(default_factory=set)  # input, host and process of torchrun's agents
     ranks: RankMap = field(default_factory=RankMap)
     seen_ranks: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -109,7 +111,7 @@ class Evidence:
     @property
     def one_node(self) -> bool:
         """Return whether nothing says that the job has more than one node."""
-        if self.replicated or self.several_nodes:
+        if self.replicated or self.several_nodes or len(self.agents) > 1:
             return False
         if self.nodes is not None:
             return self.nodes == 1
@@ -188,6 +190,7 @@ class Collector:
         self._index: dict[tuple[object, ...], Fact] = {}
         self._prefixed: dict[int, set[int]] = {}
         self._task_wrong: set[int] = set()
+        self._task_right: set[int] = set()
         self._tasks: dict[int, set[int]] = {}
         self._scanners: dict[int, Scanner] = {}
         self._quoted: dict[int, int] = {}  # source -> the line before which a document is printed
@@ -306,7 +309,9 @@ class Collector:
         if prefix.basis == "prefix" and prefix.rank is not None and prefix.rank < MAX_RANK:
             self._prefixed.setdefault(index, set()).add(prefix.rank)
             evidence.seen_ranks.add(prefix.rank)
-            if prefix.node is not None and prefix.node != prefix.rank:
+            if prefix.node:
+                (self._task_wrong if prefix.node != prefix.rank else self._task_right).add(index)
+            elif prefix.node == 0 != prefix.rank:
                 self._task_wrong.add(index)
         if prefix.node is not None and prefix.local_rank:
             self._task_wrong.add(index)  # several ranks speak through one task
@@ -315,6 +320,9 @@ class Collector:
         text = record.text
         evidence.replicated |= "torchft" in text
         evidence.several_nodes |= passages.of_several_nodes(text)
+        evidence.starts_ranks = evidence.starts_ranks or passages.starts_ranks(text)
+        if (agent := passages.agent_of(text)) is not None and len(evidence.agents) < 100:
+            evidence.agents.add((index, prefix.host or prefix.container or str(prefix.node or ""), agent))
         evidence.ranks.read(text, prefix, record.source, record.following)
         if "=" in text or ":" in text or " " in text:
             world, nodes, local = passages.sizes_of(text)
@@ -426,7 +434,9 @@ class Collector:
         texts = {source.index for source in evidence.sources if source.kind == "text"}
         evidence.source_ranks = {index: rank for index, rank in names.items() if rank is not None and index in texts}
         wrong = self._task_wrong | self._tasks_are_nodes(evidence)
-        node_of_srun = bool(evidence.of(Kind.EXIT))  # srun started one launcher on each node
+        node_of_srun = bool(evidence.of(Kind.EXIT))
+        if self._launchers_are_tasks(evidence):
+            node_of_srun, wrong = True, wrong | self._tasks.keys()
         for fact in evidence.facts:
             a_node = fact.source in wrong or fact.local_rank is not None
             if (fact.rank_basis == "task" and a_node) or (
@@ -460,6 +470,13 @@ class Collector:
                 fact.rank, fact.rank_basis = known
             elif fact.group_rank is not None and fact.kind in inside:
                 fact.rank, fact.rank_basis = fact.group_rank, "group"
+
+    def _launchers_are_tasks(self, evidence: Evidence) -> bool:
+        """Return whether srun started one launcher on each node, which started the ranks there."""
+        tasks = {task for numbers in self._tasks.values() for task in numbers}
+        tasks |= {fact.node for fact in evidence.of(Kind.LAUNCHER, Kind.ENDED_BY_LAUNCHER) if fact.rank_basis == "srun"}
+        fits = evidence.nodes is None or max(tasks, default=0) < evidence.nodes
+        return evidence.starts_ranks and fits and not self._task_right
 
     def _tasks_are_nodes(self, evidence: Evidence) -> set[int]:
         """Return the sources whose `N: ` of srun is a node: one task only, or one that several ranks speak through."""
