@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ncclguard_explain import passages, places
+from ncclguard_explain.jobs import Signs
 from ncclguard_explain.facts import EXPIRED, MAX_RANK, WAITING, Fact, Group, Kind, Work, united
 from ncclguard_explain.language import joined, received, tr
 from ncclguard_explain.patterns import parse_text
@@ -193,6 +194,7 @@ class Collector:
         self._task_right: set[int] = set()
         self._tasks: dict[int, set[int]] = {}
         self._scanners: dict[int, Scanner] = {}
+        self._signs = Signs()
         self._quoted: dict[int, int] = {}  # source -> the line before which a document is printed
 
     def read(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
@@ -241,6 +243,8 @@ class Collector:
         if source.index not in self._scanners:
             self._scanners[source.index] = Scanner(source)
             self.evidence.sources.append(source)
+            self._signs.job |= source.rank is not None or source.one_node
+        self._signs.read(source.index, data)
         scanner = self._scanners[source.index]
         for record in scanner.feed(data, final, settle):
             self._take(record)
@@ -264,6 +268,7 @@ class Collector:
     def _read_document(self, source: Source) -> None:
         evidence = self.evidence
         evidence.sources.append(source)
+        self._signs.job = True
         evidence.bytes_read += source.size
         try:
             data = read_all(source, DUMP_LIMIT)
@@ -399,6 +404,7 @@ class Collector:
             notes=list(kept.notes),
             seen_ranks=set(kept.seen_ranks).union(*self._prefixed.values()) if self._prefixed else set(kept.seen_ranks),
         )
+        self._leave_out_what_is_of_no_job(evidence)
         evidence.facts = [one for fact in evidence.facts for one in _tasks(fact)]
         self._resolve_ranks(evidence)
         evidence.facts = _last_attempt(evidence)
@@ -425,6 +431,18 @@ class Collector:
         }
         evidence.rows = build_rows(evidence.facts)
         return evidence
+
+    def _leave_out_what_is_of_no_job(self, evidence: Evidence) -> None:
+        foreign = [fact for fact in evidence.facts if self._signs.foreign(fact)]
+        if foreign and all(fact in foreign or fact.kind in _OF_A_HEALTHY_JOB | {Kind.STACK} for fact in evidence.facts):
+            evidence.facts = [fact for fact in evidence.facts if fact not in foreign]
+            evidence.broken_off = {}
+            evidence.notes.append(
+                tr(
+                    "nothing here tells of a distributed job; what a plain program raised, or which of its processes the "
+                    "kernel ended, is not explained"
+                )
+            )
 
     def _resolve_ranks(self, evidence: Evidence) -> None:
         evidence.ranks = evidence.ranks.settled(
