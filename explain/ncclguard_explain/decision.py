@@ -71,7 +71,9 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         if hosts or (verdict.culprits and cause is Cause.LOST):
             return _without(verdict, finding.facts, tr("a link or card of this host fails"))
         if sure and _of_the_whole_fabric(finding.facts):
-            reason = tr("transfers of several hosts failed with several peers each: the fabric between them, not one host")
+            reason = tr(
+                "transfers of several hosts failed with several peers each: the fabric between them, not one host"
+            )
             return Decision("restart", reason)
         if sure:
             return Decision("fix-environment", tr("the fabric reports errors that torch cannot mend"))
@@ -124,11 +126,7 @@ def _of_the_whole_fabric(facts: Sequence[Fact]) -> bool:
     for fact in facts:
         if fact.host and (peer := _PEER.search(fact.detail)) is not None:
             told.setdefault(fact.host, set()).add(peer[1])
-    return (
-        len(told) > 2
-        and all(len(peers) > 1 for peers in told.values())
-        and not set.intersection(*told.values())
-    )
+    return len(told) > 2 and all(len(peers) > 1 for peers in told.values()) and not set.intersection(*told.values())
 
 
 def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause) -> Decision:

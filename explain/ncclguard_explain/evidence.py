@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ncclguard_explain import passages, places
-from ncclguard_explain.jobs import Signs
 from ncclguard_explain.facts import EXPIRED, MAX_RANK, WAITING, Fact, Group, Kind, Work, united
+from ncclguard_explain.jobs import Signs
 from ncclguard_explain.language import joined, received, tr
 from ncclguard_explain.patterns import parse_text
 from ncclguard_explain.rank_map import OF_A_HOST, RankMap, place_rank

@@ -28,11 +28,13 @@ _TRAINING = re.compile(
 )
 #: A command of a shell, a notebook or an interpreter that runs a program by itself.
 _PLAIN = re.compile(
-    rb"(?m)^(?:\([\w.\- ]+\) ?)?(?:\[?[\w.\-]+@[\w.\-]+[:\s~\]][^$#%\n]{0,80}[$#%] ?|\$ |% |>>> |In ?\[\d+\]:|PS [A-Z]:[^>\n]{0,120}> ?|[A-Z]:\\[^>\n]{0,120}> ?)"
+    rb"(?m)^(?:\([\w.\- ]+\) ?)?(?:\[?[\w.\-]+@[\w.\-]+[:\s~\]][^$#%\n]{0,80}[$#%] ?|\$ |% |>>> |In ?\[\d+\]: ?|PS [A-Z]:[^>\n]{0,120}> ?|[A-Z]:\\[^>\n]{0,120}> ?)"
     rb"(?:(?:export|time|nice|env|sudo) )*(?:[A-Z_]+=\S* )*(?:\S*/)?(?:python[\d.]*|ipython3?|uv run|poetry run|pytest|bash|sh|\./|%run|!python)"
 )
 #: Programs of jobs, as the kernel calls them; the names of threads too.
-_OF_JOBS = re.compile(r"python|pt_|ray|VLLM|sglang|triton|trt|mpi|orted|torch|accelerate|deepspeed|slurm|train|julia|java|jax|uv|conda|ba?sh\b|xla|tpu|megatron")
+_OF_JOBS = re.compile(
+    r"python|pt_|ray|VLLM|sglang|triton|trt|mpi|orted|torch|accelerate|deepspeed|slurm|train|julia|java|jax|uv|conda|ba?sh\b|xla|tpu|megatron"
+)
 _KILLED = re.compile(r"\bprocess \d+ \(([^)]+)\)|\btask=([^,]+)")
 _LONG = 4 << 20  # bytes: a longer log is a job's, whatever it says
 #: What other programs print too.

@@ -396,7 +396,7 @@ _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\
 #: A line that begins like this goes on nothing.
 _STARTS = re.compile(
     r"\s*(?:\[rank\d+\]|\[[EWIF](?:\d{3,4})? |[EWIF]\d{4} \d\d:|Traceback \(|terminate called|what\(\): |File \"|"
-    r"Exception raised from|frame #\d|Root Cause|Thread 0x|Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |\S+: line \d+: |"
+    r"Exception raised from|frame #\d|Root Cause|Thread 0x|(?:mpirun|prterun|mpiexec) |Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |\S+: line \d+: |"
     r"\[?(?:INFO|WARNING|ERROR|DEBUG|WARN|CRITICAL)[: \]]|(?:\w+\.)*[A-Z]\w*(?:Error|Exception): |\{\"|<<<<|={4}|-{4})"
 )
 #: A record of Python's logging below the level of a warning that holds a line of torch in quotation marks: a test, say.
@@ -437,7 +437,7 @@ _OPEN = tuple(
         (r"agging ranks|\[\d+(?:, \d+)*\] (?:joined but|finished coll)", r"#\d+|timeout"),
         (r"NCCL WARN", r"\w{3}"),
         (r"exited on", r"signal \d+"),
-        (r"terminated with (?:si|ex)", r"(?:signal|exit code|code) \S+"),
+        (r"terminated with (?:si|ex)", r"(?:gnal|code) \S+"),
     )
 )
 
