@@ -492,7 +492,8 @@ class Collector:
     def _launchers_are_tasks(self, evidence: Evidence) -> bool:
         """Return whether srun started one launcher on each node, which started the ranks there."""
         tasks = {task for numbers in self._tasks.values() for task in numbers}
-        tasks |= {fact.node for fact in evidence.of(Kind.LAUNCHER, Kind.ENDED_BY_LAUNCHER) if fact.rank_basis == "srun"}
+        ended = evidence.of(Kind.LAUNCHER, Kind.ENDED_BY_LAUNCHER)
+        tasks |= {fact.node or 0 for fact in ended if fact.rank_basis == "srun"}
         fits = evidence.nodes is None or max(tasks, default=0) < evidence.nodes
         return evidence.starts_ranks and fits and not self._task_right
 

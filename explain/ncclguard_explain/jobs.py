@@ -24,18 +24,24 @@ _JOB = re.compile(
 )
 #: Words of training and inference, on one device or many.
 _TRAINING = re.compile(
-    rb"(?i:torch|tensor|cuda(?!_VISIBLE_DEVICES)|\bgpu\b|\bn?x?h?pu\b|rocm|\bhip|epoch|\bloss\b|\bsteps?\b|\biter(?:ation)?s?\b|\btrain|checkpoint|\bmodel\b|\bllm|dataloader|optimizer|gradient|keras|transformers)"
+    rb"(?i:torch|tensor|cuda(?!_VISIBLE_DEVICES)|\bgpu\b|\bn?x?h?pu\b|rocm|\bhip|epoch|\bloss\b|\bsteps?\b(?! \d+/\d+ ?:)|\biter(?:ation)?s?\b|\btrain|checkpoint|\bmodel\b|\bllm|dataloader|optimizer|gradient|keras|transformers)"
 )
 #: A command of a shell, a notebook or an interpreter that runs a program by itself.
 _PLAIN = re.compile(
     rb"(?m)^(?:\([\w.\- ]+\) ?)?(?:\[?[\w.\-]+@[\w.\-]+[:\s~\]][^$#%\n]{0,80}[$#%] ?|\$ |% |>>> |In ?\[\d+\]: ?|PS [A-Z]:[^>\n]{0,120}> ?|[A-Z]:\\[^>\n]{0,120}> ?)"
     rb"(?:(?:export|time|nice|env|sudo) )*(?:[A-Z_]+=\S* )*(?:\S*/)?(?:python[\d.]*|ipython3?|uv run|poetry run|pytest|bash|sh|\./|%run|!python)"
 )
+#: Servers, databases and their timers, and what builds images: programs that train nothing.
+_SERVER = re.compile(
+    rb"(?i:\bdjango|\bflask|gunicorn|\bcelery|\bnginx|postgres|\bmysql|\bredis\b|\bcron\b)|\"(?:GET|POST|PUT) /|(?m:^Step \d+/\d+ ?: [A-Z]|^In ?\[\d+\]:)|\bpip3? install|\bnpm "
+)
 #: Programs of jobs, as the kernel calls them; the names of threads too.
 _OF_JOBS = re.compile(
     r"python|pt_|ray|VLLM|sglang|triton|trt|mpi|orted|torch|accelerate|deepspeed|slurm|train|julia|java|jax|uv|conda|ba?sh\b|xla|tpu|megatron"
 )
 _KILLED = re.compile(r"\bprocess \d+ \(([^)]+)\)|\btask=([^,]+)")
+#: Cards through which jobs speak; other links come and go on any host.
+_FABRIC = re.compile(r"mlx|\bib\w*\d|hfi|\befa|\brdma|roce|\bena\b", re.IGNORECASE)
 _LONG = 4 << 20  # bytes: a longer log is a job's, whatever it says
 #: What other programs print too.
 _OF_PROGRAMS = frozenset(
@@ -48,7 +54,7 @@ class Signs:
 
     def __init__(self) -> None:
         self.job = False
-        self._training = self._plain = False
+        self._training = self._plain = self._server = False
         self._size = 0
         self._end: dict[int, bytes] = {}
 
@@ -63,6 +69,7 @@ class Signs:
         self.job = _JOB.search(data) is not None
         self._training = self._training or _TRAINING.search(data) is not None
         self._plain = self._plain or _PLAIN.search(data) is not None
+        self._server = self._server or _SERVER.search(data) is not None
 
     def foreign(self, fact: Fact) -> bool:
         """Return whether a fact is of a program or a host on which nothing tells of a job."""
@@ -71,5 +78,11 @@ class Signs:
         if fact.kind is Kind.KERNEL_OOM:
             killed = _KILLED.search(fact.detail)
             return killed is not None and _OF_JOBS.match(killed[1] or killed[2]) is None
+        if fact.kind is Kind.NIC:
+            return _FABRIC.search(fact.text) is None
         of_program = fact.kind in _OF_PROGRAMS or (fact.kind is Kind.EXIT and fact.name == "command")
-        return of_program and fact.name not in ("hardware", "gpu_hang", "npu") and (self._plain or not self._training)
+        return (
+            of_program
+            and fact.name not in ("hardware", "gpu_hang", "npu")
+            and (self._plain or (self._server and not self._training))
+        )

@@ -806,12 +806,12 @@ _STEP = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|batch)\b\W{0,3}\d", re.
 #: What a program prints that works through something: "consolidated 17/288 shards".
 _COUNT = re.compile(r"(?<![\d/.\-])(?P<at>\d{1,9}) ?(?:/|of) ?(?P<of>\d{1,9}) (?P<unit>[a-z]{3,})")
 _NODES = re.compile(
-    r"(?<![A-Za-z_])(?:--?nnodes|nnodes|num_nodes|num_machines|NNODES|SLURM_NNODES|SLURM_JOB_NUM_NODES|N_NODES)"
+    r"(?:PET_|(?<![A-Za-z_]))(?:--?nnodes|nnodes|num_nodes|num_machines|NNODES|SLURM_NNODES|SLURM_JOB_NUM_NODES|N_NODES)"
     r"['\"]?[\s=:]+['\"]?(\d{1,5})\b(?!:)",
     re.IGNORECASE,
 )
 _LOCAL_SIZE = re.compile(
-    r"(?<![A-Za-z])(?:n_|num_)?(?:--?nproc[-_]per[-_]node|LOCAL_WORLD_SIZE|local_world_size|nproc_per_node|gpus_per_node|GPUS_PER_NODE)['\"]?[\s=:]+['\"]?(\d{1,3})\b"
+    r"(?<![A-Za-z])(?:n_|num_)?(?:--?nproc[-_]per[-_]node|LOCAL_WORLD_SIZE|local_world_size|nproc_per_node|NPROC_PER_NODE|gpus_per_node|GPUS_PER_NODE)['\"]?[\s=:]+['\"]?(\d{1,3})\b"
 )
 
 # Phases by the words that frameworks print or that stand in a stack's function names; the first match counts.

@@ -87,7 +87,7 @@ _ON_HOST = re.compile(
 # SGLang (python/sglang/srt/utils/common.py, 0.4 to 0.5)
 _DUMPED = re.compile(r"(?:\[[^\]]*?((?: (?:DP|PP|TP|EP)\d+)+)\] )?[Pp]yspy dump for PID (\d+)")
 # The node's place in the job and the ranks on a node. torchrun takes --node_rank for its static rendezvous alone.
-_NODE_RANK = re.compile(r"(?:--?|\b)(?:node|machine|NODE|MACHINE)[_-](?:rank|RANK)['\"]?[\s=:]+['\"]?(\d{1,5})\b")
+_NODE_RANK = re.compile(r"(?:--?|\b|PET_)(?:node|machine|NODE|MACHINE)[_-](?:rank|RANK)['\"]?[\s=:]+['\"]?(\d{1,5})\b")
 #: The host of which a line is that tells a node's rank: in front of it, behind ssh, or named.
 _HOST_TOLD = re.compile(
     r"^\[?(?:\w+@)?([A-Za-z][\w.\-]*\d[\w.\-]*)(?:\]:?|:|\$| \||>) |\bssh (?:-\S+ )*(?:\w+@)?([A-Za-z][\w.\-]*\d)\b|"

@@ -396,7 +396,7 @@ _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\
 #: A line that begins like this goes on nothing.
 _STARTS = re.compile(
     r"\s*(?:\[rank\d+\]|\[[EWIF](?:\d{3,4})? |[EWIF]\d{4} \d\d:|Traceback \(|terminate called|what\(\): |File \"|"
-    r"Exception raised from|frame #\d|Root Cause|Thread 0x|(?:mpirun|prterun|mpiexec) |Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |\S+: line \d+: |"
+    r"Exception raised from|frame #\d|Root Cause|Thread 0x|(?:mpirun|prterun|mpiexec) |Subprocess \w+_\d+ \(pid|Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |\S+: line \d+: |"
     r"\[?(?:INFO|WARNING|ERROR|DEBUG|WARN|CRITICAL)[: \]]|(?:\w+\.)*[A-Z]\w*(?:Error|Exception): |\{\"|<<<<|={4}|-{4})"
 )
 #: A record of Python's logging below the level of a warning that holds a line of torch in quotation marks: a test, say.
@@ -682,7 +682,7 @@ def _alike(first: str, second: str) -> bool:
 
 def _other(own: Prefix, before: Prefix) -> bool:
     """Return whether a line is headed with another rank than the one that it might go on, or alone with a time."""
-    timed = _TIMED.match(own.tag) is not None and _TIMED.match(before.tag) is None
+    timed = _TIMED.match(own.tag) is not None and (own.tag[0] == "[" or _TIMED.match(before.tag) is None)
     return timed or (own.basis == "launcher" and own.rank != before.rank)
 
 
