@@ -20,7 +20,7 @@ from ncclguard_explain.culprits import (
     sticky_cuda,
 )
 from ncclguard_explain.evidence import Evidence, World
-from ncclguard_explain.facts import WAITING, Fact, Kind, Verdict, Work
+from ncclguard_explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict, Work
 from ncclguard_explain.language import Message, tr
 from ncclguard_explain.passages import phase_of
 from ncclguard_explain.patterns import nccl_error_family
@@ -227,8 +227,14 @@ def store(case: Case) -> Finding | None:
     barrier = case.evidence.of(Kind.STORE_BARRIER)[:3] if {f.kind for f in case.waiting} <= {Kind.STORE_BARRIER} else []
     lost = [f for f in case.evidence.of(Kind.STORE_KEY) if "imeout" not in f.detail and "timed out" not in f.detail]
     name = "store_rendezvous"
+    # Whoever had stopped, or been ended, before it was not ended by it: the launcher's next try did not come about.
+    stopped: dict[int, int] = {}
+    for fact in case.evidence.of(*EXPIRED, Kind.ENGINE_WAIT, Kind.EXIT, Kind.LAUNCHER):
+        if fact.kind not in (Kind.EXIT, Kind.LAUNCHER) or (fact.number or 0) < 0:
+            stopped.setdefault(fact.source, fact.line)
+    met = [fact for fact in case.evidence.of(Kind.RENDEZVOUS) if fact.line <= stopped.get(fact.source, fact.line)]
     return _first(
-        (case.evidence.of(Kind.RENDEZVOUS), name, "high", tr("the rendezvous did not complete")),
+        (met, name, "high", tr("the rendezvous did not complete")),
         (barrier, name, "high", tr("not all ranks came to the barrier that ends init_process_group")),
         (lost, name, "medium", tr("the store was lost while communicators were set up")),
     )

@@ -55,6 +55,8 @@ _BARRIER_KEY = re.compile(r"store_based_barrier_key:\d+")
 _PEER_GONE = re.compile(r"remote process exited|ncclRemoteError|[Cc]onnection refused|Connection reset by peer")
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _DEADLY = {-9: "SIGKILL", -11: "SIGSEGV", -7: "SIGBUS", -4: "SIGILL", -8: "SIGFPE"}
+#: The waits of engines at whose limit they end the process, and some of them its peers.
+_ENDS_ITSELF = frozenset(["monitor", "hang", "scheduler", "xla_limit"])
 _STICKY = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch", "out of memory",
            "Memory access fault", "aicore exception", "aivector error")  # fmt: skip
 _OF_DEVICE = re.compile(r"(?:CUDA|HIP) error: |AcceleratorError|hipError|cudaError")
@@ -166,15 +168,15 @@ def deadly_exits(evidence: Evidence) -> list[Fact]:
     """Return exits by a signal that no watchdog and no launcher sends to end a job that already failed."""
     forced = {fact.number for fact in evidence.of(Kind.NOTE, name="forced_kill")}
     waited = {fact.rank for fact in evidence.facts if fact.kind in WAITING} - {None}  # its own watchdog ends it
-    # NVRx kills the rank whose heartbeat stops.
-    monitored = {fact.rank for fact in evidence.of(Kind.ENGINE_WAIT, name="monitor")}
+    announced = evidence.of(Kind.NOTE, name="will_end")
+    announced += [fact for fact in evidence.of(Kind.ENGINE_WAIT) if fact.name in _ENDS_ITSELF]
     deaths = [
         fact
         for fact in evidence.of(Kind.LAUNCHER, Kind.EXIT)
         if (
             fact.number in _DEADLY
             and fact.pid not in forced
-            and not (fact.number == -9 and monitored and (fact.rank is None or monitored & {None, fact.rank}))
+            and not (fact.number == -9 and any(_announces(one, fact) for one in announced))
         )
         or (fact.name == "first" and fact.number is None and fact.rank not in waited)
     ]
@@ -205,6 +207,21 @@ def deadly_exits(evidence: Evidence) -> list[Fact]:
         for fact in deaths
         if fact.pid not in closed.get(fact.source, ()) and not (fact.number == -9 and fact.source in others)
     ]
+
+
+def _announces(one: Fact, death: Fact) -> bool:
+    """Return whether what a watch said it would end, after it had waited, is this process: then that is no cause.
+
+    Of a monitor that says nothing of its own hand (NVRx) the lines may stand in any order.
+    """
+    if one.name == "monitor":
+        return None in (one.rank, death.rank) or one.rank == death.rank
+    same_log = one.source == death.source
+    if same_log and one.line >= death.line:
+        return False
+    told = [mine == its for mine, its in ((one.pid, death.pid), (one.rank, death.rank)) if None not in (mine, its)]
+    of_all = one.detail == "all" or "propagating" in one.text
+    return any(told) or (same_log and (of_all or not told))
 
 
 def _ended_before(evidence: Evidence, fact: Fact) -> bool:
@@ -672,7 +689,7 @@ def by_lost_host(evidence: Evidence, world: World) -> Verdict | None:
             host = evidence.ranks.host_of(fact.file)
         if not host or fact.name in ("TIME LIMIT", "JOB REQUEUE", "PREEMPTION"):
             continue
-        ranks = {rank for name, there in evidence.ranks.hosts.items() if name.split("/")[0] == host for rank in there}
+        ranks = evidence.ranks.ranks_on(host, evidence.local_size)
         ended = [
             one
             for one in evidence.of(Kind.EXIT, Kind.LAUNCHER, Kind.ENDED_BY_LAUNCHER)

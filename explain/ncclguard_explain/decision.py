@@ -70,6 +70,11 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         hosts = {fact.host for fact in finding.facts if fact.kind is Kind.NIC and fact.host}
         if hosts or (verdict.culprits and cause is Cause.LOST):
             return _without(verdict, finding.facts, tr("a link or card of this host fails"))
+        if sure and _of_the_whole_fabric(finding.facts):
+            reason = tr(
+                "transfers of several hosts failed with several peers each: the fabric between them, not one host"
+            )
+            return Decision("restart", reason)
         if sure:
             return Decision("fix-environment", tr("the fabric reports errors that torch cannot mend"))
         return Decision("unknown", tr("a connection broke, and nothing says whether a process or the network ended it"))
@@ -110,6 +115,18 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
             "restart", tr("the terminal that had started the job was closed; nothing is wrong with the job")
         )
     return Decision("unknown", tr("the inputs do not tell why a rank was missing"))
+
+
+_PEER = re.compile(r"\bpeer ([\d.]+|[\da-f:]+)(?=<|\b)")
+
+
+def _of_the_whole_fabric(facts: Sequence[Fact]) -> bool:
+    """Return whether three hosts or more report several peers each, of which none is common to all."""
+    told: dict[str, set[str]] = {}
+    for fact in facts:
+        if fact.host and (peer := _PEER.search(fact.detail)) is not None:
+            told.setdefault(fact.host, set()).add(peer[1])
+    return len(told) > 2 and all(len(peers) > 1 for peers in told.values()) and not set.intersection(*told.values())
 
 
 def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause) -> Decision:

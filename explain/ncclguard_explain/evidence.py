@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ncclguard_explain import passages, places
 from ncclguard_explain.facts import EXPIRED, MAX_RANK, WAITING, Fact, Group, Kind, Work, united
+from ncclguard_explain.jobs import Signs
 from ncclguard_explain.language import joined, received, tr
 from ncclguard_explain.patterns import parse_text
 from ncclguard_explain.rank_map import OF_A_HOST, RankMap, place_rank
@@ -91,6 +92,8 @@ class Evidence:
     nodes: int | None = None
     replicated: bool = False  # torchft's replica groups, each with ranks from 0 on
     several_nodes: bool = False  # somebody says that these lines are of several nodes
+    starts_ranks: bool = False  # a launcher on each node starts the ranks there
+    agents: set[tuple[int, str, int]] = field(default_factory=set)  # input, host and process of torchrun's agents
     ranks: RankMap = field(default_factory=RankMap)
     seen_ranks: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -109,7 +112,7 @@ class Evidence:
     @property
     def one_node(self) -> bool:
         """Return whether nothing says that the job has more than one node."""
-        if self.replicated or self.several_nodes:
+        if self.replicated or self.several_nodes or len(self.agents) > 1:
             return False
         if self.nodes is not None:
             return self.nodes == 1
@@ -188,8 +191,10 @@ class Collector:
         self._index: dict[tuple[object, ...], Fact] = {}
         self._prefixed: dict[int, set[int]] = {}
         self._task_wrong: set[int] = set()
+        self._task_right: set[int] = set()
         self._tasks: dict[int, set[int]] = {}
         self._scanners: dict[int, Scanner] = {}
+        self._signs = Signs()
         self._quoted: dict[int, int] = {}  # source -> the line before which a document is printed
 
     def read(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
@@ -238,6 +243,8 @@ class Collector:
         if source.index not in self._scanners:
             self._scanners[source.index] = Scanner(source)
             self.evidence.sources.append(source)
+            self._signs.job |= source.rank is not None or source.one_node
+        self._signs.read(source.index, data)
         scanner = self._scanners[source.index]
         for record in scanner.feed(data, final, settle):
             self._take(record)
@@ -261,6 +268,7 @@ class Collector:
     def _read_document(self, source: Source) -> None:
         evidence = self.evidence
         evidence.sources.append(source)
+        self._signs.job = True
         evidence.bytes_read += source.size
         try:
             data = read_all(source, DUMP_LIMIT)
@@ -305,7 +313,9 @@ class Collector:
         if prefix.basis == "prefix" and prefix.rank is not None and prefix.rank < MAX_RANK:
             self._prefixed.setdefault(index, set()).add(prefix.rank)
             evidence.seen_ranks.add(prefix.rank)
-            if prefix.node is not None and prefix.node != prefix.rank:
+            if prefix.node:
+                (self._task_wrong if prefix.node != prefix.rank else self._task_right).add(index)
+            elif prefix.node == 0 != prefix.rank:
                 self._task_wrong.add(index)
         if prefix.node is not None and prefix.local_rank:
             self._task_wrong.add(index)  # several ranks speak through one task
@@ -314,6 +324,9 @@ class Collector:
         text = record.text
         evidence.replicated |= "torchft" in text
         evidence.several_nodes |= passages.of_several_nodes(text)
+        evidence.starts_ranks = evidence.starts_ranks or passages.starts_ranks(text)
+        if (agent := passages.agent_of(text)) is not None and len(evidence.agents) < 100:
+            evidence.agents.add((index, prefix.host or prefix.container or str(prefix.node or ""), agent))
         evidence.ranks.read(text, prefix, record.source, record.following)
         if "=" in text or ":" in text or " " in text:
             world, nodes, local = passages.sizes_of(text)
@@ -390,6 +403,7 @@ class Collector:
             notes=list(kept.notes),
             seen_ranks=set(kept.seen_ranks).union(*self._prefixed.values()) if self._prefixed else set(kept.seen_ranks),
         )
+        self._leave_out_what_is_of_no_job(evidence)
         evidence.facts = [one for fact in evidence.facts for one in _tasks(fact)]
         self._resolve_ranks(evidence)
         evidence.facts = _last_attempt(evidence)
@@ -417,6 +431,18 @@ class Collector:
         evidence.rows = build_rows(evidence.facts)
         return evidence
 
+    def _leave_out_what_is_of_no_job(self, evidence: Evidence) -> None:
+        foreign = [fact for fact in evidence.facts if self._signs.foreign(fact)]
+        if foreign and all(fact in foreign or fact.kind in _OF_A_HEALTHY_JOB | {Kind.STACK} for fact in evidence.facts):
+            evidence.facts = [fact for fact in evidence.facts if fact not in foreign]
+            evidence.broken_off = {}
+            evidence.notes.append(
+                tr(
+                    "nothing here tells of a distributed job; what a plain program raised, or which of its processes the "
+                    "kernel ended, is not explained"
+                )
+            )
+
     def _resolve_ranks(self, evidence: Evidence) -> None:
         evidence.ranks = evidence.ranks.settled(
             evidence.facts, evidence.sources, evidence.stated_world, evidence.local_size
@@ -425,7 +451,9 @@ class Collector:
         texts = {source.index for source in evidence.sources if source.kind == "text"}
         evidence.source_ranks = {index: rank for index, rank in names.items() if rank is not None and index in texts}
         wrong = self._task_wrong | self._tasks_are_nodes(evidence)
-        node_of_srun = bool(evidence.of(Kind.EXIT))  # srun started one launcher on each node
+        node_of_srun = bool(evidence.of(Kind.EXIT))
+        if self._launchers_are_tasks(evidence):
+            node_of_srun, wrong = True, wrong | self._tasks.keys()
         for fact in evidence.facts:
             a_node = fact.source in wrong or fact.local_rank is not None
             if (fact.rank_basis == "task" and a_node) or (
@@ -459,6 +487,14 @@ class Collector:
                 fact.rank, fact.rank_basis = known
             elif fact.group_rank is not None and fact.kind in inside:
                 fact.rank, fact.rank_basis = fact.group_rank, "group"
+
+    def _launchers_are_tasks(self, evidence: Evidence) -> bool:
+        """Return whether srun started one launcher on each node, which started the ranks there."""
+        tasks = {task for numbers in self._tasks.values() for task in numbers}
+        ended = evidence.of(Kind.LAUNCHER, Kind.ENDED_BY_LAUNCHER)
+        tasks |= {fact.node or 0 for fact in ended if fact.rank_basis == "srun"}
+        fits = evidence.nodes is None or max(tasks, default=0) < evidence.nodes
+        return evidence.starts_ranks and fits and not self._task_right
 
     def _tasks_are_nodes(self, evidence: Evidence) -> set[int]:
         """Return the sources whose `N: ` of srun is a node: one task only, or one that several ranks speak through."""

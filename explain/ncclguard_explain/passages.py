@@ -777,10 +777,25 @@ _WORLD = re.compile(
     re.IGNORECASE,
 )
 
+_MANY = r"(?<![\d/.:])(?:[2-9]|[1-9]\d{1,4})"
 _SEVERAL = re.compile(
-    r"\b(?:both|two|three|four|all) (?:nodes|hosts|pods|machines)\b|\b(?:[2-9]|[1-9]\d+) nodes\b(?! (?:are )?available)|"
-    r"\b(?:[2-9]|[1-9]\d+) ?[x×*] ?\d+ (?!G[Bi])(?:\w+ )?GPUs?\b|\bkubectl (?:-\S+ \S+ )*logs\b.* (?:-l|--selector|--all-pods)\b"
+    r"\b(?i:both|two|three|four|eight|all|beide[nr]?|zwei|vier) (?i:nodes|hosts|pods|machines|Knoten|Rechner)\b|"
+    rf"{_MANY} ?(?i:nodes|pods|hosts|machines|Knoten|Rechner)\b(?! (?:are )?available)|{_MANY} ?(?:台|个节点|節點|节点|ノード|узл|машин|хост)|[两二三四八多双]机|两台|"
+    rf"{_MANY} ?[x×*] ?\d+ (?!G[Bi])(?:\w+ )?(?:GPU|NPU|XPU|HPU)s?\b|\bkubectl (?:-\S+ \S+ )*logs\b.* (?:-l|--selector|--all-pods)\b|"
+    # A worker of Kubeflow's operators is one of several pods, of which another is the master or the launcher.
+    r"\bkubectl (?:-\S+ \S+ )*logs\b.*-worker-|\b(?:--?|PET_)?(?i:nnodes)[ =]\d+:(?:[2-9]|\d\d)|\bgroup_world_size=(?:[2-9]|\d\d)"
 )
+_SEVERAL_WORDS = (
+    "odes", "ods", "osts", "achines", "PU", "kubectl", "both", "noten", "echner", "台", "节点", "節點", "ノード", "机", "узл", "машин", "хост",
+    "nnodes", "NNODES", "group_world_size",
+)  # fmt: skip
+#: What starts the ranks of a node: torchrun, Accelerate's and DeepSpeed's launchers, nvidia-resiliency-ext's.
+_STARTS_RANKS = re.compile(
+    r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b|torch/distributed/elastic/|torch\.distributed\.elastic\b|\baccelerate[ -]launch\b|"
+    r"\bft_launcher\b|\[launch\.py:\d+|\bdeepspeed\.launcher\b|\bnproc[-_]per[-_]node[ =](?:[2-9]|\d\d)"
+)
+#: The process that speaks for torchrun's agent of a node, as Python's and torch's logging head its lines.
+_AGENT = re.compile(r"\b[EWI]\d{4} [\d:.]+ (\d+) \S*torch/distributed/elastic/")
 _PEERS = re.compile(r"Expected number of connected peer ranks is ?: (\d{1,6})")  # gloo/rendezvous/context.cc
 _RAISED_AT = re.compile(r"[\w.]*(?:Error|Exception)\b: ")  # the message of an exception may tell the step
 #: What an engine prints every few seconds while it makes tokens (vLLM, SGLang).
@@ -791,12 +806,12 @@ _STEP = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|batch)\b\W{0,3}\d", re.
 #: What a program prints that works through something: "consolidated 17/288 shards".
 _COUNT = re.compile(r"(?<![\d/.\-])(?P<at>\d{1,9}) ?(?:/|of) ?(?P<of>\d{1,9}) (?P<unit>[a-z]{3,})")
 _NODES = re.compile(
-    r"(?<![A-Za-z_])(?:--?nnodes|nnodes|num_nodes|num_machines|NNODES|SLURM_NNODES|SLURM_JOB_NUM_NODES|N_NODES)"
+    r"(?:PET_|(?<![A-Za-z_]))(?:--?nnodes|nnodes|num_nodes|num_machines|NNODES|SLURM_NNODES|SLURM_JOB_NUM_NODES|N_NODES)"
     r"['\"]?[\s=:]+['\"]?(\d{1,5})\b(?!:)",
     re.IGNORECASE,
 )
 _LOCAL_SIZE = re.compile(
-    r"(?<![A-Za-z])(?:n_|num_)?(?:--?nproc[-_]per[-_]node|LOCAL_WORLD_SIZE|local_world_size|nproc_per_node|gpus_per_node|GPUS_PER_NODE)['\"]?[\s=:]+['\"]?(\d{1,3})\b"
+    r"(?<![A-Za-z])(?:n_|num_)?(?:--?nproc[-_]per[-_]node|LOCAL_WORLD_SIZE|local_world_size|nproc_per_node|NPROC_PER_NODE|gpus_per_node|GPUS_PER_NODE)['\"]?[\s=:]+['\"]?(\d{1,3})\b"
 )
 
 # Phases by the words that frameworks print or that stand in a stack's function names; the first match counts.
@@ -856,9 +871,18 @@ def sizes_of(text: str) -> tuple[int | None, int | None, int | None]:
 
 def of_several_nodes(text: str) -> bool:
     """Return whether a line says that the job runs on several nodes, or that the log is of several pods."""
-    return ("nodes" in text or "GPU" in text or "kubectl" in text or "both" in text) and _SEVERAL.search(
-        text
-    ) is not None
+    return any(word in text for word in _SEVERAL_WORDS) and _SEVERAL.search(text) is not None
+
+
+def starts_ranks(text: str) -> bool:
+    """Return whether a line shows a launcher that starts the ranks of its node."""
+    return ("torch" in text or "launch" in text or "nproc" in text) and _STARTS_RANKS.search(text) is not None
+
+
+def agent_of(text: str) -> int | None:
+    """Return the process of torchrun's agent that prints a line."""
+    found = _AGENT.search(text) if "torch/distributed/elastic/" in text else None
+    return int(found[1]) if found else None
 
 
 def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:

@@ -749,6 +749,16 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.KERNEL_OOM, "Ray memory monitor, 2.2 to 2.50", r"(?P<number>[1-9]\d*) Workers? \(tasks / actors\) killed due to memory pressure.{0,120}?IP: (?P<host>[\w.:\-]+)\)|NODE_OUT_OF_MEMORY", "",
         (("2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons at node (ID: 3f, IP: 10.0.3.7) over the last time period.", {"host": "10.0.3.7", "number": 2}),),
         fields={"name": "ray", "rank": None, "rank_basis": ""}),
+    Row(Kind.NOTE, "watchdogs and monitors that announce that they end a process themselves (nvidia-resiliency-ext, TensorRT-LLM, torch and others)",
+        r"(?=(?:.*?\bprocess \(?pid[ =](?P<pid>\d+))?)(?i:\bprocess \(?pid[ =]\d+\)? will be (?:terminated|killed|aborted)|hard-kill|"
+        r"(?:watchdog|hang\b|hang[- ]?detect|hung|monitor|heartbeat|stall|timed? ?out|no progress|unresponsive|stuck)[^|]{0,160}?"
+        r"(?:\b(?:hard-)?killing\b|\b(?:aborting|terminating)\b|\b(?:will|going to|to) (?:now )?(?:be )?(?:kill|abort|terminat)(?:e|ed)?\b|\bsending SIG(?:KILL|ABRT|TERM)\b|\btaking the entire process down)|"
+        r"\b(?:killing|aborting|terminating|sending SIG(?:KILL|ABRT|TERM) to)\b[^|]{0,120}\b(?:watchdog|hang|hung|stuck|stalled|unresponsive|heartbeats?|no progress|timed out|timeout)\b)", "",
+        (("[RankMonitorServer:2] Rank process (pid=4412) will be terminated with signal SIGKILL", {"pid": 4412, "name": "will_end"}),
+         ("[TRT-LLM] [RANK 2] [E] hard-killing and propagating to peer ranks.", {"detail": "all"}),
+         ("[rank3] training watchdog: no progress for 900 s, killing this process", {"name": "will_end"}), ("[health] killing rank 3: no heartbeat for 120 s", {})),
+        ("Slurm: Killing JobId=77 on failed node h7", "retry after a timeout of 3 s"),
+        fields={"name": "will_end"}, more=lambda found, text, fact: fact.clone(detail="all" if "hard-kill" in text or "peer" in text or "all ranks" in text else "")),
     # --- processes that die, as launchers tell it -------------------------------------------------------------------
     Row(Kind.EXIT, f"{_ELASTIC}, 1.9 to 2.15", r"failed \(exitcode: (?P<number>-?\d+)\)(?: for binary located at .*? with)? local_rank: (?P<local_rank>\d+) \((?:pid|process ID): (?P<pid>\d+|…)\)", "local_rank: ",
         (
@@ -806,6 +816,12 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.ENDED_BY_LAUNCHER, "Slurm, 18 to 25", r"(?:slurmstepd|srun): (?:error: )?.*?(?:CANCELLED AT(?!.*DUE TO)|Terminating (?:StepId|job step)|Job step aborted|forcing job termination)", "",
         (("slurmstepd: error: *** STEP 123.0 ON node1 CANCELLED AT 2024-05-01T10:00:00 ***", {}),)),
     Row(Kind.SCHEDULER, "Slurm srun, 18 to 25", r"srun: error: Node failure on (?P<host>\S+)", "Node failure", (("srun: error: Node failure on gpu-07", {"host": "gpu-07"}),), fields={"name": "NODE FAILURE"}),
+    Row(Kind.SCHEDULER, "Slurm slurmctld's log, scontrol and sinfo, 18 to 25",
+        r"(?:Nodes? (?P<host>[\w.\-]+) not responding, setting|[Nn]ode (?P<name>[\w.\-]+) (?:(?:is )?now|is|was|marked|set(?: to)?|state set to)) DOWN\b|on failed node (?P<detail>[\w.\-]+)|\bNodeName=(?P<listed>[\w.\-]+) .*\bState=DOWN\b", "",
+        (("[2026-01-03T10:34:13.402] error: Nodes h7 not responding, setting DOWN", {"host": "h7", "name": "NODE FAILURE"}), ("[2026-01-03T10:34:13.403] Killing JobId=77 on failed node h7", {"host": "h7"}),
+         ("slurmctld: node gpu-3 state set to DOWN", {"host": "gpu-3"}), ("NodeName=gpu-3 Arch=x86_64 State=DOWN ThreadsPerCore=2", {"host": "gpu-3"})), ("error: Nodes h7 not responding",),
+        fields={"rank": None, "rank_basis": ""},
+        more=lambda found, text, fact: fact.clone(host=next(filter(None, found.groups())), name="NODE FAILURE", detail="")),
     Row(Kind.SCHEDULER, "Flux job-manager and flux-shell, 0.50 to 0.80", r"\btype=\"?node-failure\b.*?node failure on (?P<host>[\w.\-]+)", "node-failure",
         (("960.214s: job.exception type=node-failure severity=0 node failure on tuo1187 (shell rank 5)", {"host": "tuo1187", "name": "NODE FAILURE"}),
          ('1775.91 exception type="node-failure" severity=0 userid=55 note="node failure on n12 (shell rank 5)"', {"host": "n12"})), fields={"name": "NODE FAILURE", "rank": None, "rank_basis": ""}),

@@ -48,7 +48,7 @@ _RANGES_ON = re.compile(
 _TABLE = re.compile(
     r"([A-Za-z][\w.\-]*\d[\w.\-]*) {2,}(?:([A-Za-z][\w.\-]*\d[\w.\-]*) {2,})?(?:.* )?ranks? (\d{1,6})-(\d{1,6})\b"
 )
-_DEVICE = re.compile(r"\(PID:\d+, Device:(\d{1,3}), RankID:(\d{1,6})\)")  # torch_npu
+_DEVICE = re.compile(r"\(PID:(\d+), Device:(\d{1,3}), RankID:(\d{1,6})\)")  # torch_npu
 _ADDRESS = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.]*\d)")
 _SENDS = re.compile(r"Channel \d+(?:/\d+)? ?: (\d+)\[\w+\] -> (\d+)\[\w+\] \[(send|receive)\]")  # NCCL transport/net.cc
 _ENGINE = re.compile(r"EngineCore_DP(\d{1,6})$")
@@ -87,12 +87,18 @@ _ON_HOST = re.compile(
 # SGLang (python/sglang/srt/utils/common.py, 0.4 to 0.5)
 _DUMPED = re.compile(r"(?:\[[^\]]*?((?: (?:DP|PP|TP|EP)\d+)+)\] )?[Pp]yspy dump for PID (\d+)")
 # The node's place in the job and the ranks on a node. torchrun takes --node_rank for its static rendezvous alone.
-_NODE_RANK = re.compile(r"(?:--?|\b)(?:node|machine|NODE|MACHINE)[_-](?:rank|RANK)['\"]?[\s=:]+['\"]?(\d{1,5})\b")
+_NODE_RANK = re.compile(r"(?:--?|\b|PET_)(?:node|machine|NODE|MACHINE)[_-](?:rank|RANK)['\"]?[\s=:]+['\"]?(\d{1,5})\b")
+#: The host of which a line is that tells a node's rank: in front of it, behind ssh, or named.
+_HOST_TOLD = re.compile(
+    r"^\[?(?:\w+@)?([A-Za-z][\w.\-]*\d[\w.\-]*)(?:\]:?|:|\$| \||>) |\bssh (?:-\S+ )*(?:\w+@)?([A-Za-z][\w.\-]*\d)\b|"
+    r"\b(?:HOSTNAME|SLURMD_NODENAME|(?i:host(?:name)?|on node|on host|on))[=: ]+([A-Za-z][\w\-]*\d[\w.\-]*)"
+)
 _PER_NODE = re.compile(
     r"(?:nproc[_-]per[_-]node|NPROC_PER_NODE|num_local_procs|gpus_per_node|GPUS_PER_NODE)['\"]?[\s=:]+['\"]?(\d{1,3})\b"
 )
 _ACCELERATE = re.compile(r"--num_processes[ =](\d{1,6})\b.*--num_machines[ =](\d{1,5})\b")
 _ASSIGNED_BY_STORE = re.compile(r"rdzv[_-](?:backend|endpoint)")
+_BACKEND = re.compile(r"rdzv[_-]backend['\"]?[\s=:]+['\"]?(?!static\b)\w")
 _GLOBAL_RANKS = re.compile(r"\bglobal_ranks=\[([\d, ]+)\]")  # torchelastic's agent/server/api.py, 1.9 to 2.15
 # DeepSpeed launcher/launch.py, 0.5 to 0.18
 _MAPPING = re.compile(r"global_rank_mapping=.*?(\{.*\})")
@@ -138,6 +144,8 @@ class RankMap:
     _local: dict[tuple[str, int], int] = field(default_factory=dict)  # (scope, pid) -> local rank
     _local_of: dict[int, int] = field(default_factory=dict)  # pid -> local rank, NOBODY where two nodes have it
     _nodes: dict[str, int] = field(default_factory=dict)  # scope -> node, of DeepSpeed's launcher
+    _of_host: set[str] = field(default_factory=set)  # those of these scopes that are hosts of which a line tells it
+    _assigned: bool = False  # torchrun's store gives the nodes their ranks, whatever they were given
     _of_group: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, rank) -> the group's size
 
     # --- reading ---
@@ -178,6 +186,7 @@ class RankMap:
                 _prove(self.first, found[1], rank - int(local[1]))
         if rank is not None:
             self.speakers.setdefault(scope, set()).add(rank)
+        self._assigned |= "rdzv" in text and _BACKEND.search(text) is not None
         if "ank" in text or "spawned" in text or "RANK" in text or "Rendezvous" in text:
             self._of_nodes(text, prefix, scope, following)
         if ("ranks " in text or ".." in text) and not _TROUBLE.search(text):
@@ -188,7 +197,8 @@ class RankMap:
                 if int(low) <= int(high) < int(low) + 4096:
                     self.hosts.setdefault(host, set()).update(range(int(low), int(high) + 1))
         if "RankID:" in text and (device := _DEVICE.search(text)):
-            _prove(self.first, scope, max(int(device[2]) - int(device[1]), NOBODY))
+            self.process(int(device[1]), int(device[3]), prefix.host)
+            _prove(self.first, scope, max(int(device[3]) - int(device[2]), NOBODY))
         if prefix.pid is not None and (engine := _ENGINE.match(prefix.place)):
             self._engines.setdefault(prefix.pid, int(engine[1]))
         self.shared |= "enable-expert-parallel" in text or "enable_expert_parallel" in text
@@ -266,6 +276,9 @@ class RankMap:
             if 0 <= node < len(lists):
                 _prove(self.first, scope, int(re.split(r"\D+", lists[node])[0]))
         elif node_rank := _NODE_RANK.search(text):
+            if told := _HOST_TOLD.search(text):
+                scope = next(filter(None, told.groups()))
+                self._of_host.add(scope)
             per_node, accelerate = _PER_NODE.search(text), _ACCELERATE.search(text)
             if "num_local_procs" in text:
                 _prove(self._nodes, scope, int(node_rank[1]))
@@ -273,6 +286,8 @@ class RankMap:
                 _prove(self.first, scope, int(node_rank[1]) * int(per_node[1]))
             elif accelerate and int(accelerate[1]) % max(int(accelerate[2]), 1) == 0:
                 _prove(self.first, scope, int(node_rank[1]) * (int(accelerate[1]) // int(accelerate[2])))
+            elif scope in self._of_host and not per_node and not self._assigned:
+                _prove(self._nodes, scope, int(node_rank[1]))
 
     # --- putting it together ---
 
@@ -282,6 +297,12 @@ class RankMap:
         known = {*self.hosts, *(host for host, _ in self.processes)} - {""}
         fits = [one for one in known if re.search(rf"(?<![^\W_]){re.escape(one)}(?![^\W_]|-)", name)]
         return max(fits, key=len, default="")
+
+    def ranks_on(self, host: str, local_size: int | None) -> set[int]:
+        """Return the ranks that ran on a host or in a pod, as far as the log proves them."""
+        found = {rank for name, there in self.hosts.items() if name.split("/")[0] == host for rank in there}
+        first = self.first.get(host, NOBODY)
+        return found | set(range(first, first + local_size)) if first >= 0 and local_size else found
 
     def pod_of(self, fact: Fact) -> str:
         """Return the pod that a message of Kubernetes without a name is about, as far as the lines around it tell."""
@@ -325,6 +346,8 @@ class RankMap:
         for pod, node in self._nodes.items():
             if local_size and node != NOBODY and pod in self.described.values():
                 found.hosts.setdefault(pod, set()).update(range(node * local_size, (node + 1) * local_size))
+            elif local_size and node != NOBODY and pod in self._of_host and not self._assigned:
+                _prove(found.first, pod, node * local_size)
         if self.shared and self.parallel.get("tp") == 1 and self.parallel.get("pp", 1) == 1:
             for pid, place in self._engines.items():  # a worker of its own is no process of its own
                 found.process(pid, place)

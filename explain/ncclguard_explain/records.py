@@ -342,16 +342,19 @@ _RANK = re.compile(r"\[rank ?(\d{1,6})\]")
 _SAID_BY = re.compile(r"\[workload:(\d{1,6})\(\d+\)|\(PID:\d+, Device:\d+, RankID:(\d{1,6})\)")
 _REPEATED = re.compile(r"\[repeated (\d+)x across (?:the )?cluster\]")
 _GLOG = re.compile(r"(?<![\w])[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
-_ISO = re.compile(r"(\d{4})[-/](\d\d)[-/](\d\d)[ T_](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
+_ISO = re.compile(r"(\d{4})[-/](\d\d)[-/](\d\d)[ T_\-](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 _US = re.compile(r"(\d\d)/(\d\d)/(\d{4}) (\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 _SYSLOG = re.compile(r"(?:^|\[[A-Z][a-z]{2} )([A-Z][a-z]{2}) +(\d{1,2}) (\d\d):(\d\d):(\d\d)")  # and dmesg -T
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _DAYS = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
 
 _STAMP = r"\[?\d{4}[-/]\d\d[-/]\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z| ?[+-]\d\d:?\d\d)?\]?"
+_TIMED = re.compile(_STAMP)
 _RAY = re.compile(  # Ray, vLLM
     r"\((?P<actor>[A-Za-z_][\w.:#\-]*(?:\[rank=\d+\])?(?:\([^)]*\))?)(?: rank=(?P<actor_rank>\d+))?(?:,? pid=(?P<pid>\d+))(?:, ip=(?P<ip>[\d.:a-f]+))?\) ?"
 )
+#: Huawei CANN (slog), 6.x to 8.x: the process in front of a message of one of its modules.
+_CANN = re.compile(r"(?:\[(?:ERROR|WARNING|INFO|EVENT)\] )?[A-Z]{2,12}\((\d{1,9}),[\w.\-]+\):")
 #: What may stand in front of a line, outermost first, as often as it comes. The named groups are kept.
 _OUTER = tuple(
     re.compile(pattern)
@@ -388,8 +391,8 @@ _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\
 #: A line that begins like this goes on nothing.
 _STARTS = re.compile(
     r"\s*(?:\[rank\d+\]|\[[EWIF](?:\d{3,4})? |[EWIF]\d{4} \d\d:|Traceback \(|terminate called|what\(\): |File \"|"
-    r"Exception raised from|frame #\d|Root Cause|Thread 0x|Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |\S+: line \d+: |"
-    r"(?:INFO|WARNING|ERROR|DEBUG|WARN|CRITICAL)[: ]|(?:\w+\.)*[A-Z]\w*(?:Error|Exception): |\{\"|<<<<|={4}|-{4})"
+    r"Exception raised from|frame #\d|Root Cause|Thread 0x|(?:mpirun|prterun|mpiexec) |Subprocess \w+_\d+ \(pid|Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |\S+: line \d+: |"
+    r"\[?(?:INFO|WARNING|ERROR|DEBUG|WARN|CRITICAL)[: \]]|(?:\w+\.)*[A-Z]\w*(?:Error|Exception): |\{\"|<<<<|={4}|-{4})"
 )
 #: A record of Python's logging below the level of a warning that holds a line of torch in quotation marks: a test, say.
 _QUOTED = re.compile(r"(?:INFO|DEBUG)\b[^'\"`]*['\"`](?:\[rank\d+\]:)?\s?\[[EWF]")
@@ -429,7 +432,7 @@ _OPEN = tuple(
         (r"agging ranks|\[\d+(?:, \d+)*\] (?:joined but|finished coll)", r"#\d+|timeout"),
         (r"NCCL WARN", r"\w{3}"),
         (r"exited on", r"signal \d+"),
-        (r"terminated with (?:si|ex)", r"(?:signal|exit code|code) \S+"),
+        (r"terminated with (?:si|ex)", r"(?:gnal|code) \S+"),
     )
 )
 
@@ -538,6 +541,8 @@ def split_prefix(raw: str) -> Prefix:
             if found["actor_rank"] is not None:
                 rank, basis = int(found["actor_rank"]), "launcher"
             text = text[found.end() :]
+    if pid is None and (found := _CANN.match(text)):
+        pid = int(found[1])
     hidden = 0
     more = _REPEATED.search(text)
     if more:
@@ -670,8 +675,9 @@ def _alike(first: str, second: str) -> bool:
 
 
 def _other(own: Prefix, before: Prefix) -> bool:
-    """Return whether a line is headed with another rank than the one that it might go on."""
-    return own.basis == "launcher" and own.rank != before.rank
+    """Return whether a line is headed with another rank than the one that it might go on, or alone with a time."""
+    timed = _TIMED.match(own.tag) is not None and (own.tag[0] == "[" or _TIMED.match(before.tag) is None)
+    return timed or (own.basis == "launcher" and own.rank != before.rank)
 
 
 def join(lines: Sequence[str], at: int) -> tuple[int, int, str]:
@@ -768,6 +774,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"collective #", b"latest states", b"Culprit rank", b"Collective sequence number", b"ranks joining", b"Process failed for slice", b"EI0005:", b"NIXL_ERR_", b"NIXL transfer", b"HandShakePlugin", b"Decreasing batch", b"have not called it", b"Rendezvous complete", b"DEVICE_LOST", b"memory used=", b"RUNNING AT", b"yspy dump for", b"CollectiveFingerPrint(",
     b"onitoredBarrier", b"based barrier", b"Bytes failed", b"Failed to recv", b"EnforceNotMet", b"op.preamble", b"not receive grad",
     b"finished reduction", b"DataLoader worker",
+    b"killing", b"Killing", b"kill ", b"aborting", b"terminating", b"Terminating",
     b"ignal",  # dump signal, "to signal dumping", Signals.SIGTERM, "killed by signal", "exited on signal"
     b"most recent call", b'"MainThread"',  # tracebacks and faulthandler; py-spy dump
     # NCCL, its RAS, aws-ofi-nccl, HCCL
@@ -791,12 +798,12 @@ NEEDLES: tuple[bytes, ...] = (
     # kernel, driver, cluster
     b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core", b"ink is Up", b"[<0>] ", b"FailedScheduling", b"(Pdb)", b" Killed  ", b'seq": ', b" seq=", b"egmentation fault", b"ipdb>", b"maintenance-event", b"PREEMPTED",
     b"Losing connection", b"ircuit breaker", b"node-failure", b"lost contact", b"segfault at", b"SIGINT", b"^C",
-    b"NETDEV WATCHDOG", b"ink is Down", b"definitely down", b"NodeNotReady", b"Evict", b"Preempt",
+    b"NETDEV WATCHDOG", b"ink is Down", b"definitely down", b"NodeNotReady", b"setting DOWN", b"on failed node", b"state set to", b" DOWN", b"State=DOWN", b"Evict", b"Preempt",
 )  # fmt: skip
 # What a job prints while it starts; looked for in the first blocks only.
 STARTING: tuple[bytes, ...] = (
     b"orld_size", b"orld size", b"ORLD_SIZE", b"um_processes", b"nodes", b"NODES", b"num_machines", b"proc_per_node",
-    b"proc-per-node", b"SLURM_PROCID", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"Name: ", b"py-spy dump", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"atches", b"per epoch", b"per_epoch", b"loader) ", b"dmesg", b"journalctl", b" GPUs", b"-rank ", b".md", b".rst", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link",
+    b"proc-per-node", b"torchrun", b"distributed.run", b"distributed.launch", b"accelerate launch", b"ft_launcher", b"elastic/", b"Pods", b" pods", b"osts", b"achines", b"Knoten", b"Rechner", "台".encode(), "节点".encode(), "ノード".encode(), "机".encode(), "узл".encode(), "машин".encode(), b"group_world_size", b"rdzv", b"ode-rank", b"ode_rank", b"ODE_RANK", b"SLURM_PROCID", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"Name: ", b"py-spy dump", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"atches", b"per epoch", b"per_epoch", b"loader) ", b"dmesg", b"journalctl", b" GPUs", b"-rank ", b".md", b".rst", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link",
 )  # fmt: skip
 STARTING_BYTES = 16 << 20
 

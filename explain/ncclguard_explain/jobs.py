@@ -1,0 +1,88 @@
+"""Whether the inputs are of a distributed job at all, or of a plain program, a server or a host that has none.
+
+Whoever pastes a shell's session or a kernel's log may have no job in it. What a plain program raises, and a browser
+that the kernel killed, is no incident of one. In doubt it is: any word of ranks, launchers, communication, engines or
+schedulers is a sign of a job.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ncclguard_explain.facts import Fact, Kind
+
+#: Words of ranks and their launchers, of communication, of engines, of trainers and of schedulers of several hosts.
+_JOB = re.compile(
+    rb"\b[Rr][Aa][Nn][Kk][ _=:#\-]{0,2}\[?\d|\[rank|(?i:_rank|_RANK)\b|\bRANK\b|(?i:world[_ ]?size|local_rank|\branks\b)|"
+    rb"torchrun|torch[./]distributed|torch\.multiprocessing|torchelastic|elastic_launch|accelerate|(?i:deepspeed|horovod|colossalai|\baccelerator\b)|"
+    rb"mpirun|mpiexec|prterun|\borted\b|\bMPI|\bsrun\b|(?i:slurm)|sbatch|\bsacct\b|jsrun|\bflux[ -]|pdsh|\bclush\b|\bray\b|\bRay\b|raylet|TERM_[A-Z]|"
+    rb"[NRHXL]CCL|nccl|rccl|hccl|xccl|oneccl|\|CCL_|[Gg]loo\b|\bUCX\b|(?i:nvshmem|all[-_ ]?reduce|all[-_ ]?gather|reduce[-_ ]?scatter|barrier|rendezvous|collective)|"
+    rb"ProcessGroup|process[ _]group|c10d|TCPStore|(?i:vllm|sglang|trt-?llm|tensorrt|lmdeploy|deepep|mooncake|nixl)|EngineCore|(?i:scheduler_\d)|"
+    rb"(?i:megatron|fsdp|\bddp\b|distributed|lightning|\bnemo\b|\bverl\b|openrlhf|\bslime\b|prime[-_]rl|torchtitan|torchft|maxtext|\bjax\b|\bxla\b|\btpu|libtpu|mindspeed|torch_npu|"
+    rb"habana|\bhpu|gaudi|nproc|nnodes|num_(?:processes|nodes|machines)|multi-?node|parallel(?:ism|_size| size)|\bshard(?:ed|ing)\b|pytorchjob|mpijob|jobset|kubeflow|volcano|"
+    rb"sagemaker|nvrx|straggler)|\bGPUs\b|\d ?[x*] ?[ABH]\d{2,3}\b|ncclguard|-worker-\d|\b(?:TP|DP|PP|EP)\d+\b|(?i:\b[tdpe]p[_-]size|megascale)|Hccl"
+)
+#: Words of training and inference, on one device or many.
+_TRAINING = re.compile(
+    rb"(?i:torch|tensor|cuda(?!_VISIBLE_DEVICES)|\bgpu\b|\bn?x?h?pu\b|rocm|\bhip|epoch|\bloss\b|\bsteps?\b(?! \d+/\d+ ?:)|\biter(?:ation)?s?\b|\btrain|checkpoint|\bmodel\b|\bllm|dataloader|optimizer|gradient|keras|transformers)"
+)
+#: A command of a shell, a notebook or an interpreter that runs a program by itself.
+_PLAIN = re.compile(
+    rb"(?m)^(?:\([\w.\- ]+\) ?)?(?:\[?[\w.\-]+@[\w.\-]+[:\s~\]][^$#%\n]{0,80}[$#%] ?|\$ |% |>>> |In ?\[\d+\]: ?|PS [A-Z]:[^>\n]{0,120}> ?|[A-Z]:\\[^>\n]{0,120}> ?)"
+    rb"(?:(?:export|time|nice|env|sudo) )*(?:[A-Z_]+=\S* )*(?:\S*/)?(?:python[\d.]*|ipython3?|uv run|poetry run|pytest|bash|sh|\./|%run|!python)"
+)
+#: Servers, databases and their timers, and what builds images: programs that train nothing.
+_SERVER = re.compile(
+    rb"(?i:\bdjango|\bflask|gunicorn|\bcelery|\bnginx|postgres|\bmysql|\bredis\b|\bcron\b)|\"(?:GET|POST|PUT) /|(?m:^Step \d+/\d+ ?: [A-Z]|^In ?\[\d+\]:)|\bpip3? install|\bnpm "
+)
+#: Programs of jobs, as the kernel calls them; the names of threads too.
+_OF_JOBS = re.compile(
+    r"python|pt_|ray|VLLM|sglang|triton|trt|mpi|orted|torch|accelerate|deepspeed|slurm|train|julia|java|jax|uv|conda|ba?sh\b|xla|tpu|megatron"
+)
+_KILLED = re.compile(r"\bprocess \d+ \(([^)]+)\)|\btask=([^,]+)")
+#: Cards through which jobs speak; other links come and go on any host.
+_FABRIC = re.compile(r"mlx|\bib\w*\d|hfi|\befa|\brdma|roce|\bena\b", re.IGNORECASE)
+_LONG = 4 << 20  # bytes: a longer log is a job's, whatever it says
+#: What other programs print too.
+_OF_PROGRAMS = frozenset(
+    {Kind.EXCEPTION, Kind.GLOO_CLOSED, Kind.RENDEZVOUS, Kind.STORE_TIMEOUT, Kind.STORE_LOST, Kind.DATALOADER, Kind.CUDA, Kind.WORKER_DIED}
+)  # fmt: skip
+
+
+class Signs:
+    """What the bytes of all inputs say about whether there is a job."""
+
+    def __init__(self) -> None:
+        self.job = False
+        self._training = self._plain = self._server = False
+        self._size = 0
+        self._end: dict[int, bytes] = {}
+
+    def read(self, source: int, data: bytes) -> None:
+        """Take more bytes of an input; a word may stand across two parts."""
+        self._size += len(data)
+        self.job = self.job or self._size > _LONG
+        if self.job:
+            return
+        data = self._end.get(source, b"") + data
+        self._end[source] = data[-64:]
+        self.job = _JOB.search(data) is not None
+        self._training = self._training or _TRAINING.search(data) is not None
+        self._plain = self._plain or _PLAIN.search(data) is not None
+        self._server = self._server or _SERVER.search(data) is not None
+
+    def foreign(self, fact: Fact) -> bool:
+        """Return whether a fact is of a program or a host on which nothing tells of a job."""
+        if self.job:
+            return False
+        if fact.kind is Kind.KERNEL_OOM:
+            killed = _KILLED.search(fact.detail)
+            return killed is not None and _OF_JOBS.match(killed[1] or killed[2]) is None
+        if fact.kind is Kind.NIC:
+            return _FABRIC.search(fact.text) is None
+        of_program = fact.kind in _OF_PROGRAMS or (fact.kind is Kind.EXIT and fact.name == "command")
+        return (
+            of_program
+            and fact.name not in ("hardware", "gpu_hang", "npu")
+            and (self._plain or (self._server and not self._training))
+        )

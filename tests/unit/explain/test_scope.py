@@ -1,0 +1,166 @@
+"""Numbers that count in a node, ends by a watch's own hand, and inputs in which there is no distributed job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ncclguard_explain import Report
+
+Explain = Callable[..., Report]
+
+# --- srun's tasks are nodes where a launcher on each starts the ranks ---
+
+ABORTED = "srun: error: gpu-c: task 2: Killed"
+DOWN = "[2026-02-01T03:10:00.100] error: Nodes gpu-c not responding, setting DOWN"
+STARTS = "{}: torchrun --nnodes 4 --nproc-per-node 4 --node-rank {} --master-addr gpu-b train.py"
+
+
+@pytest.mark.parametrize(
+    "lines, named",
+    [
+        ([STARTS.format(host, node) for host, node in (("gpu-a1", 2), ("gpu-c1", 1), ("gpu-b1", 0))], (4, 5, 6, 7)),
+        ([f"[gpu-c1] NODE_RANK=3 {STARTS[4:].replace('--node-rank {} ', '')}"], (12, 13, 14, 15)),
+        (["+ ssh gpu-c1 'accelerate launch --num_processes 16 --num_machines 4 --machine_rank 3 t.py'"], ()),
+        (["srun torchrun --nnodes 4 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint gpu-a1:29400 train.py"], ()),
+        (["srun -l python train.py", "1: [rank1]: step 3", "2: [rank2]: step 3"], (2,)),
+    ],
+)
+def test_a_task_of_srun_is_a_node_where_a_launcher_starts_its_ranks(
+    explain_lines: Explain, lines: list[str], named: tuple[int, ...]
+) -> None:
+    end = [line.replace("gpu-c", "gpu-c1") for line in (DOWN, ABORTED)]
+    end = end if named != (2,) else end[1:]
+    assert explain_lines([*lines, *end]).culprits == named
+
+
+LOCAL = "E0110 10:55:07.771000 {} torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: -11) local_rank: 3 (pid: {}) of binary: /usr/bin/python"
+
+
+@pytest.mark.parametrize(
+    "before, agents, named",
+    [
+        ("$ python -m torch.distributed.run train.py", (88,), (3,)),
+        ("$ kubectl logs sft-worker-2", (88,), ()),
+        ("PyTorchJob with 3 pods, one log is left", (88,), ()),
+        ("共4台机器，这是其中一台的日志", (88,), ()),
+        ("torchrun --nnodes=1:4 train.py", (88,), ()),
+        ("two agents:", (88, 91), ()),
+    ],
+)
+def test_a_local_rank_is_the_jobs_only_where_nothing_tells_of_another_node(
+    explain_lines: Explain, before: str, agents: tuple[int, ...], named: tuple[int, ...]
+) -> None:
+    assert explain_lines([before, *(LOCAL.format(agent, agent + 40) for agent in agents)]).culprits == named
+
+
+# --- whom a watch ended itself ---
+
+FIRST = "mpirun noticed that process rank 2 with PID 4202 on node c17 exited on signal 9 (Killed)."
+
+
+@pytest.mark.parametrize(
+    "told, named",
+    [
+        ("[rank2]: step watchdog: no progress for 900 s, killing this process", ()),
+        ("[rank1]: step watchdog: no progress for 900 s, killing this process", (2,)),
+        ("[TRT-LLM] [RANK 1] [E] Hang detected on rank 1 in PyExecutor; hard-killing and propagating to peer ranks.", ()),
+        ("monitor: worker process (pid=4202) will be terminated with signal SIGKILL: no heartbeat", ()),
+        ("monitor: worker process (pid=4203) will be terminated with signal SIGKILL: no heartbeat", (2,)),
+        ("[health] terminating all ranks: stuck for 600 s", ()),
+        ("connection retry after a timeout of 3 s", (2,)),
+    ],
+)  # fmt: skip
+def test_who_was_ended_by_a_watch_that_had_announced_it_is_not_named(
+    explain_lines: Explain, told: str, named: tuple[int, ...]
+) -> None:
+    lines = ["mpirun -np 4 python serve.py", told, FIRST]
+    assert explain_lines(lines, world_size=4).culprits == named
+    assert explain_lines([lines[0], FIRST, told], world_size=4).culprits == (2,)  # a watch speaks of it afterwards
+
+
+def test_monitors_that_say_the_same_at_once_name_nobody_whatever_stands_before_them(explain_lines: Explain) -> None:
+    steps = [
+        f"[NeMo I 2026-05-20 03:0{at}:00 nemo_logging:393] epoch 0, iteration {at} | loss: 6.0{at}" for at in range(9)
+    ]
+    waits = [
+        f"2026-05-20 03:21:3{rank},500 [WARNING] [RankMonitorServer:{rank}] Did not get subsequent heartbeat. Waited 450.00 seconds."
+        for rank in range(4)
+    ]
+    kills = [
+        f"2026-05-20 03:21:36,50{rank} [INFO] [RankMonitorServer:{rank}] Rank process (pid=441{rank}) will be terminated with signal SIGKILL"
+        for rank in range(4)
+    ]
+    ends = ["[2026-05-20 03:21:37,551] [ERROR] failed (exitcode: -9) local_rank: 0 (pid: 4410) of binary: /usr/bin/python",
+            "[2026-05-20 03:22:38,100] [ERROR] RendezvousTimeoutError"]  # fmt: skip
+    report = explain_lines(["ft_launcher --nproc-per-node 4 train.py", *steps, *waits, *kills, *ends])
+    assert report.incident and report.culprits == () and report.decision == "unknown"
+
+
+# --- devices and the fabric ---
+
+
+def test_the_process_of_a_message_of_cann_is_the_rank_that_torch_npu_calls_so(explain_lines: Explain) -> None:
+    lines = [
+        "[rank8]: [ERROR] 2026-03-03-22:47:52 (PID:71, Device:0, RankID:8) ERR02005 DIST internal error.",
+        "[ERROR] RUNTIME(77,python3):2026-03-03-22:17:41.110.632 [engine.cc:1263]Task exception! device_id=6, [HBM multi-bit ECC error].",
+        "[rank14]: [ERROR] 2026-03-03-22:17:42 (PID:77, Device:6, RankID:14) ERR00100 PTA call acl api failed.",
+        "[rank6]: [ERROR] 2026-03-03-22:47:52 (PID:77001, Device:6, RankID:6) ERR02005 DIST internal error.",
+    ]
+    report = explain_lines(lines)
+    assert report.culprits == (14,) and report.decision == "restart-without"
+
+
+@pytest.mark.parametrize("peers, decision", [((1, 2), "restart"), ((7, 7), "fix-environment")])
+def test_transfers_that_fail_from_every_host_to_several_peers_are_the_fabrics(
+    explain_lines: Explain, peers: tuple[int, int], decision: str
+) -> None:
+    failed = "host{}:88{}:99 [{}] NCCL WARN NET/IB: Got completion from peer 10.8.{}.{}<52537> with status=12 opcode=0 len=0 vendor err 129 (Recv)"
+    lines = [
+        failed.format(host, number, number, host if peers[0] != 7 else 0, peer)
+        for host in range(3)
+        for number, peer in enumerate(peers)
+    ]
+    assert explain_lines(lines).decision == decision
+
+
+# --- no job ---
+
+RAISED = [
+    "Traceback (most recent call last):",
+    '  File "/home/x/convert.py", line 4, in <module>',
+    "    main()",
+    "KeyError: 'url'",
+]
+KERNEL = "[4012.10] Out of memory: Killed process 9013 ({}) total-vm:1186400kB, anon-rss:881220kB"
+
+
+@pytest.mark.parametrize(
+    "lines, incident",
+    [
+        (["x@ws:~$ python convert.py", *RAISED], False),
+        (["INFO gunicorn: GET /items 500", *RAISED], False),
+        (["In [3]: %run convert.py", *RAISED, "step 3 loss 0.2"], False),
+        (["Step 4/9 : RUN pip install -r requirements.txt", *RAISED], False),
+        (RAISED, True),
+        (["x@ws:~$ python train.py", *RAISED[:3], "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."], False),
+        (["x@ws:~$ torchrun --nproc-per-node 2 convert.py", *RAISED], True),
+        (["x@ws:~$ python convert.py", "NCCL version 2.21.5", *RAISED], True),
+        (["step 3 loss 0.2", *RAISED], True),
+        ([KERNEL.format("chrome")], False),
+        ([KERNEL.format("mysqld"), KERNEL.format("Web Content")], False),
+        ([KERNEL.format("python3")], True),
+        ([KERNEL.format("pt_main_thread")], True),
+        (["slurmstepd: start", KERNEL.format("chrome")], True),
+        (["[12.3] NVRM: Xid (PCI:0000:3b:00): 79, pid=41, GPU has fallen off the bus."], True),
+    ],
+)  # fmt: skip
+def test_what_tells_of_no_job_is_no_incident(explain_lines: Explain, lines: list[str], incident: bool) -> None:
+    report = explain_lines(lines)
+    assert report.incident is incident
+    assert any("nothing here tells of a distributed job" in note for note in report.notes) is not incident
+
+
+def test_files_of_several_ranks_are_of_a_job_whatever_they_say(explain_lines: Explain) -> None:
+    assert explain_lines({"worker_0.log": ["started"], "worker_1.log": RAISED}).incident
