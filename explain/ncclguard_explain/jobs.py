@@ -67,6 +67,8 @@ class Signs:
         data = self._end.get(source, b"") + data
         self._end[source] = data[-64:]
         self.job = _JOB.search(data) is not None
+        if self.job:
+            return
         self._training = self._training or _TRAINING.search(data) is not None
         self._plain = self._plain or _PLAIN.search(data) is not None
         self._server = self._server or _SERVER.search(data) is not None

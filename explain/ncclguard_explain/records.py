@@ -774,7 +774,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"collective #", b"latest states", b"Culprit rank", b"Collective sequence number", b"ranks joining", b"Process failed for slice", b"EI0005:", b"NIXL_ERR_", b"NIXL transfer", b"HandShakePlugin", b"Decreasing batch", b"have not called it", b"Rendezvous complete", b"DEVICE_LOST", b"memory used=", b"RUNNING AT", b"yspy dump for", b"CollectiveFingerPrint(",
     b"onitoredBarrier", b"based barrier", b"Bytes failed", b"Failed to recv", b"EnforceNotMet", b"op.preamble", b"not receive grad",
     b"finished reduction", b"DataLoader worker",
-    b"killing", b"Killing", b"kill ", b"aborting", b"terminating", b"Terminating",
+    b"killing", b"Killing", b"aborting", b"terminating", b"Terminating",
     b"ignal",  # dump signal, "to signal dumping", Signals.SIGTERM, "killed by signal", "exited on signal"
     b"most recent call", b'"MainThread"',  # tracebacks and faulthandler; py-spy dump
     # NCCL, its RAS, aws-ofi-nccl, HCCL
@@ -798,7 +798,7 @@ NEEDLES: tuple[bytes, ...] = (
     # kernel, driver, cluster
     b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core", b"ink is Up", b"[<0>] ", b"FailedScheduling", b"(Pdb)", b" Killed  ", b'seq": ', b" seq=", b"egmentation fault", b"ipdb>", b"maintenance-event", b"PREEMPTED",
     b"Losing connection", b"ircuit breaker", b"node-failure", b"lost contact", b"segfault at", b"SIGINT", b"^C",
-    b"NETDEV WATCHDOG", b"ink is Down", b"definitely down", b"NodeNotReady", b"setting DOWN", b"on failed node", b"state set to", b" DOWN", b"State=DOWN", b"Evict", b"Preempt",
+    b"NETDEV WATCHDOG", b"ink is Down", b"definitely down", b"NodeNotReady", b"setting DOWN", b"on failed node", b"state set to", b"now DOWN", b"set DOWN", b"is DOWN", b"marked DOWN", b"State=DOWN", b"Evict", b"Preempt",
 )  # fmt: skip
 # What a job prints while it starts; looked for in the first blocks only.
 STARTING: tuple[bytes, ...] = (
