@@ -73,6 +73,20 @@ def _living() -> list[Step]:
     return [step for reference in _steps if (step := reference()) is not None]
 
 
+def _knows_shards() -> bool:
+    """Return whether anything can be sharded here: what would tell takes a second to import."""
+    return "torch.distributed.tensor" in sys.modules
+
+
+def has_shards(models: Iterable[nn.Module]) -> bool:
+    """Return whether one of these models is sharded already."""
+    if not _knows_shards():
+        return False
+    from ncclguard.torch_compat import sharding
+
+    return any(sharding.shards_parameters(model) for model in models)
+
+
 def _named(outcome: Outcome, cause: Cause) -> tuple[int, ...]:
     """The culprits of this cause, by the verdict that all have; of many, an incident has not all reports."""
     reports = () if outcome.incident is None else outcome.incident.ranks
@@ -160,7 +174,7 @@ class Continuation:
         load: Callable[[], object] | None,
     ) -> Shards | None:
         """Protect what is sharded: say what goes on with the shards of ranks that are lost."""
-        if "torch.distributed.tensor" not in sys.modules:  # then nothing is sharded; its import takes a second
+        if not _knows_shards():
             if copies or load is not None:
                 raise GuardConfigError("copies and load are for sharded models (fully_shard): leave them out")
             return None

@@ -37,7 +37,7 @@ from ncclguard.replicas import ReplicaReport
 from ncclguard.replicas.check import OnDifference, Options, PeriodicCheck, SafeExchange
 from ncclguard.replicas.tensors import several
 from ncclguard.training import declaration, joining
-from ncclguard.training.continuation import Continuation, enroll
+from ncclguard.training.continuation import Continuation, enroll, has_shards
 from ncclguard.training.loader import ElasticLoader
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import told
@@ -158,7 +158,7 @@ class ResilientStep:
         self._keepers = self._what_a_try_may_change()
         for one in self._optimizers:
             one.register_step_pre_hook(self._before_optimizer)
-        if copies or load is not None:
+        if copies or load is not None or has_shards(self._models):
             _uncalled.append(weakref.ref(self))
 
     @property
@@ -438,10 +438,10 @@ def resilient_step(*models: Any, **options: Any) -> Any:
     that take part. `loader`: an `ElasticLoader`; the function then gets the batch as its first argument, in each try
     anew. `keep`: what else is restored, by its `state_dict`, one or several: scheduler, scaler.
     `on_change(before, now)`: called with the numbers of ranks on each survivor before the step is done again:
-    the place for a rule for learning rate or batch size. `copies`: of sharded models (FSDP2), how many neighbours keep
-    a copy of each rank's shard, in host memory; and
+    the place for a rule for learning rate or batch size. `copies`: of sharded models (FSDP2), how many other ranks have
+    each rank's shard: its replicas (HSDP), or else neighbours, which keep a copy in host memory; and
     `load()`: loads the newest checkpoint on all ranks alike, where a shard is lost with its copies; one of the two is
-    needed where something is sharded. `check_every`: compare the replicas once in so many steps, a part of them in each
+    needed where something is sharded and has no replica. `check_every`: compare the replicas once in so many steps, a part of them in each
     (0: never); `on_difference`, `ignore`: as of `check_replicas`. `on_lost`: "continue", or "fail": raise as without
     this. `min_ranks`: the job ends when fewer are left (1). `accumulates`: gradients that are there when a step begins
     are copied, and brought back; by default they are cleared, as the function does itself. `group` (default: all

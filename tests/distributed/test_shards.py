@@ -1,4 +1,4 @@
-"""A sharded training (FSDP2) goes on when ranks are killed in it: a neighbour has the lost shard."""
+"""A sharded training goes on when ranks are killed in it: a neighbour has the lost shard, or with HSDP a replica."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from ncclguard.training.continuation import Continuation
 SIZE, STEPS, BATCH, SAMPLES, WIDTH = 4, 7, 3, 50, 17
 #: Rank, step, moment.
 Kill = tuple[int, int, str]
-#: All but the last: the step is done again. "optimizer" is before, and "behind" after the killed rank's own optimizer.
+#: All but the last: the step is done again. "optimizer" is before, and "behind" after the killed rank's own optimizer;
+#: "copies" while they are sent, or where none are, while all tell each other that they have made the step.
 MOMENTS = ("forward", "backward", "reduction", "optimizer", "behind", "copies", "complete")
 
 
@@ -49,8 +50,14 @@ def make_model() -> nn.Sequential:
     )
 
 
-def sharded(model: nn.Sequential) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def sharded(model: nn.Sequential, parts: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """By FSDP2 over all ranks, or by HSDP with replicas of so many parts."""
+    size = dist.get_world_size()
+    if parts:
+        parts = shards.parts_of(size, parts)
+        mesh = init_device_mesh("cpu", (size // parts, parts), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (size,))
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -111,6 +118,7 @@ class Strike:
         self._within(shards.Shards, "keep", "keeping")
         self._within(shards.Shards, "_deal_out", "dealing")
         self._count(kind, "exchange", "copies", 2, lambda: self.keeping)
+        self._count(kind, "all_gather_single", "copies", 2, lambda: self.keeping)
         self._count(kind, "alltoall", "dealing", 2, lambda: self.dealing)
         meet = Continuation._meet
 
@@ -201,7 +209,7 @@ def train(kills: list[Kill], options: dict[str, Any], folder: str, port: int) ->
     """FSDP2 with dropout, clipping and a frozen layer; reports what each completed step was."""
     rank = begin(port)
     shards.PIECE = 512  # so that copies have several
-    model, optimizer = sharded(make_model())
+    model, optimizer = sharded(make_model(), options.pop("parts", 0))
     loader = ng.ElasticLoader(Rows(), BATCH, seed=7)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     strike = Strike(kills)
@@ -296,11 +304,11 @@ def one_process(ranks: list[list[int]]) -> list[float]:
     return losses
 
 
-def phase(members: list[int], first: int, last: int, position: int, folder: str, port: int) -> None:
+def phase(members: list[int], first: int, last: int, position: int, folder: str, parts: int, port: int) -> None:
     """Steps of a job of its own that was never disturbed: torch's FSDP2 made for as many ranks, from the state before."""
     place = begin(port)
     rank = members[place]
-    model, optimizer = sharded(make_model())
+    model, optimizer = sharded(make_model(), parts)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     options = checkpoint_state.StateDictOptions(full_state_dict=True)
     torch.manual_seed(100 + rank)
@@ -326,14 +334,14 @@ def phase(members: list[int], first: int, last: int, position: int, folder: str,
     dist.destroy_process_group()
 
 
-def separate_jobs(ranks: list[list[int]], folder: Path) -> tuple[list[float], Any]:
+def separate_jobs(ranks: list[list[int]], folder: Path, parts: int = 0) -> tuple[list[float], Any]:
     """The losses and the parameters at the end, a job for each membership, which begins with the state of the last."""
     losses, position, first = list[float](), 0, 0
     while first < len(ranks):
         members = ranks[first]
         last = next((step for step in range(first, len(ranks)) if ranks[step] != members), len(ranks))
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        arguments = [members, first, last, position, str(folder), store.port]
+        arguments = [members, first, last, position, str(folder), parts, store.port]
         job = faults.run_ranks(phase, len(members), args=arguments, timeout=100).check()
         losses += [job[0].reports[f"step {step}"] for step in range(first, last)]
         position += BATCH * len(members) * (last - first)
@@ -351,10 +359,12 @@ def without(kills: list[Kill]) -> list[list[int]]:
     return [[rank for rank in range(SIZE) if step < last.get(rank, STEPS)] for step in range(STEPS)]
 
 
-def check(kills: list[Kill], reference: tuple[list[float], Any] | None = None) -> None:
+def check(
+    kills: list[Kill], reference: tuple[list[float], Any] | None = None, options: dict[str, Any] | None = None
+) -> None:
     """All steps are done by the ranks that are left, on the samples that come next, with the reference's losses."""
     expected = without(kills)
-    job = run(kills)
+    job = run(kills, options)
     ends = job.values("end")
     assert sorted(ends) == expected[-1], job
     assert all(end[0] == expected for end in ends.values()), (ends, expected)
@@ -441,6 +451,47 @@ def test_with_two_copies_neighbours_may_be_lost() -> None:
     )
 
 
+# ---------------------------------------------------------------------- replicas (HSDP): two of two parts
+
+
+def test_with_replicas_it_is_the_training_of_separate_jobs_to_the_last_bit(tmp_path: Path) -> None:
+    """The jobs are torch's own HSDP on a mesh of 2 x 2, then 1 x 3, 1 x 2, with groups of their own for each dimension.
+
+    A neighbour keeps what is missing to one copy while there is one replica only.
+    """
+    kills = [(0, 2, "reduction"), (2, 4, "copies")]
+    check(kills, separate_jobs(without(kills), tmp_path, 2), {"parts": 2, "copies": 1, "check_every": 1})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_replicas_ranks_are_killed_at_random_moments(seed: int) -> None:
+    """Without copies a rank, or two that have not the same shard, of the first step or a later one."""
+    rng = random.Random(seed)
+    first = rng.randrange(SIZE)
+    step = rng.randrange(1, STEPS)
+    kills = [(first, step, rng.choice(MOMENTS[:-1]))]
+    if seed:
+        kills.append((first ^ rng.choice((1, 3)), step, kills[0][2]))
+    check(kills, options={"parts": 2})
+
+
+def test_of_a_shard_all_replicas_are_killed() -> None:
+    """Nobody has it: the others end, and say which is missing."""
+    job = run([(1, 3, "backward"), (3, 3, "backward")], {"parts": 2})
+    assert job.values("end") == {}
+    for rank in (0, 2):
+        assert "the shards of ranks 1, 3 are lost, with all copies of them (copies=0)" in job[rank].output, job
+
+
+def test_a_flipped_bit_in_a_replica_is_named_and_the_other_replica_is_used() -> None:
+    kills: list[Kill] = [(1, 3, "backward")]
+    job = run(kills, {"parts": 2, "damage": {"copies": [(0, 3, 0, "_moving")]}})
+    assert sorted(job.values("end")) == [0, 2, 3], job
+    losses = one_process(without(kills))
+    assert [job[0].reports[f"step {step}"][0] for step in range(STEPS)] == pytest.approx(losses, rel=1e-4)
+    assert "rank 0's copy of the shard of rank 0 is not as it was" in "".join(rank.output for rank in job)
+
+
 # ---------------------------------------------------------------------- copies that are not what they were
 
 
@@ -506,11 +557,11 @@ def test_what_never_arrives_as_it_was_sent_ends_the_job_with_the_receivers_name(
     )
 
 
-def join(members: list[int], again: bool, folder: str, port: int) -> None:
+def join(members: list[int], again: bool, parts: int, folder: str, port: int) -> None:
     """Rank 2 is left out, and comes back as a new process would, with nothing of its own."""
     rank = begin(port)
     group: Any = dist.group.WORLD
-    model, optimizer = sharded(make_model().eval())
+    model, optimizer = sharded(make_model().eval(), parts)
     kept = shards.Shards(group, [model], [optimizer], 1, None)
 
     def learn_twice() -> None:
@@ -528,7 +579,7 @@ def join(members: list[int], again: bool, folder: str, port: int) -> None:
             torch.save(kept.state_for_newcomer(), told.with_suffix(".draft"))
             told.with_suffix(".draft").rename(told)
     else:
-        model, optimizer = sharded(make_model().eval())
+        model, optimizer = sharded(make_model().eval(), parts)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -549,11 +600,14 @@ def join(members: list[int], again: bool, folder: str, port: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("members", "again"), [([0, 1, 2, 3], False), ([0, 2, 3], False), ([0, 1, 2, 3], True)])
-def test_a_new_rank_gets_its_shard_from_the_others(tmp_path: Path, members: list[int], again: bool) -> None:
+@pytest.mark.parametrize(
+    ("members", "again", "parts"),
+    [([0, 1, 2, 3], False, 0), ([0, 2, 3], False, 0), ([0, 1, 2, 3], True, 0), ([0, 1, 2, 3], True, 2)],
+)
+def test_a_new_rank_gets_its_shard_from_the_others(tmp_path: Path, members: list[int], again: bool, parts: int) -> None:
     """Also when another rank is lost at the same time, whose neighbour has its shard; and the new rank is lost too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = faults.run_ranks(join, SIZE, args=[members, again, str(tmp_path), store.port], timeout=100)
+    job = faults.run_ranks(join, SIZE, args=[members, again, parts, str(tmp_path), store.port], timeout=100)
     assert sorted(job.values("parameters")) == [rank for rank in members if not again or rank != 2], job
     assert len(set(job.values("parameters").values())) == 1
     model = make_model().eval()
@@ -571,6 +625,9 @@ def refused(port: int) -> None:
     """What of a model or its options cannot be, each on all ranks alike."""
     begin(port)
     wide = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    narrow = init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("replicate", "shard"))
+    gloo: Any = {"replicate": "gloo", "shard": "gloo"}
+    on_gloo = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"), backend_override=gloo)
     whole = init_device_mesh("cpu", (SIZE,))
 
     def shard(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -586,7 +643,9 @@ def refused(port: int) -> None:
     cases: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "no copies": (shard(mesh=whole), {}),
         "no optimizer": (shard(mesh=whole)[:1], {"copies": 1}),
-        "two dimensions": (shard(mesh=wide), {"copies": 1}),
+        "some ranks": (shard(mesh=wide["shard"]), {"copies": 1}),
+        "replicas on gloo": (shard(mesh=on_gloo), {}),
+        "one replica": (shard(mesh=narrow), {}),
         "columns": (shard(mesh=whole, shard_placement_fn=lambda p: Shard(p.dim() - 1)), {"copies": 1}),
         "not sharded": ((DistributedDataParallel(plain),), {"copies": 1}),
         "FSDP1": ((FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu")),), {"copies": 1}),
@@ -611,7 +670,9 @@ def test_what_cannot_be_dealt_out_anew_is_refused() -> None:
     expected = {
         "no copies": "FSDPLinear is sharded: a rank that is lost takes its shard with it. Give copies=1",
         "no optimizer": "goes on with its optimizer",
-        "two dimensions": "more than the one dimension that shards",
+        "some ranks": "is not of the process group of the steps",
+        "replicas on gloo": 'on the backend "ncclguard" only',
+        "one replica": "FSDPLinear is sharded: a rank that is lost takes its shard with it. Give copies=1",
         "columns": "sharded on dimension 1: use dimension 0",
         "not sharded": "copies and load are for sharded models",
         "FSDP1": "FSDP1",
