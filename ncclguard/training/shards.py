@@ -154,6 +154,43 @@ class Copies:
         self.own[-_SUM:] = _total(self.own[:-_SUM]) if self.total is None else self.total
 
 
+def told_by_all(
+    group: GuardedProcessGroup, rank: int, members: tuple[int, ...], last: int, ranks: Sequence[int]
+) -> dict[int, list[int]]:
+    """Tell all members of some ranks, up to `last`; returns what each that has any has told. `rank`: this one."""
+    if len(members) == 1:
+        return {rank: list(ranks)} if ranks else {}
+    own = torch.zeros(last + 1, dtype=torch.uint8)
+    own[list(ranks)] = 1
+    told_by_each = own.new_empty(len(members) * own.numel())
+    group.all_gather_single(told_by_each, own).wait()
+    found = told_by_each.view(len(members), -1)
+    return {one: row.nonzero().flatten().tolist() for one, row in zip(members, found, strict=True) if row.any()}
+
+
+def told_hosts(group: GuardedProcessGroup, members: tuple[int, ...]) -> dict[int, int]:
+    """Return which members share a host; told when all copies are new."""
+    own = torch.tensor([zlib.crc32(host_key().encode())])
+    said = own.new_empty(len(members))
+    group.all_gather_single(said, own).wait()
+    return dict(zip(members, said.tolist(), strict=True))
+
+
+def make_known(
+    group: GuardedProcessGroup, ranks: tuple[int, ...], members: tuple[int, ...], whole: GuardedProcessGroup
+) -> None:
+    """Have torch know a group made by hand, once, by a name of its own: that of `members`, or a part of it."""
+    if group not in torch_compat.known_groups():
+        key = zlib.crc32(str((members, ranks) if group.is_part else members).encode())
+        name = f"{torch_compat.group_name(whole)}-{'part-' * group.is_part}{key:08x}"
+        sharding.make_known(group, name, ranks, whole)
+
+
+def sealed(data: torch.Tensor) -> torch.Tensor:
+    """Return a row of bytes with the checksum behind it that `intact` compares."""
+    return torch.cat([data, _total(data)])
+
+
 def intact(row: torch.Tensor) -> bool:
     """Return whether a row of bytes is as it was when the checksum behind it was taken."""
     return row.numel() <= _SUM or torch.equal(_total(row[:-_SUM]), row[-_SUM:])
@@ -178,6 +215,9 @@ class Shards:
     nothing changed that a later `settle` among fewer would need. `load`: loads the newest checkpoint on all ranks
     alike, where a shard is lost with all its copies.
     """
+
+    #: Models are dealt out by `settle` too, also to a new rank.
+    models_are_whole = False
 
     def __init__(
         self,
@@ -249,7 +289,7 @@ class Shards:
         """The step is complete, once all members have the copies of what it made: parameters, optimizers' state."""
         fixed, moving = self._live()
         if not self._hosts:
-            self._hosts = self._told_hosts(self._members)
+            self._hosts = told_hosts(self._group, self._members)
         if self._fixed is not None and self._fixed.layout.tensors != tuple(fixed.tensors):
             self._fixed = None  # a parameter was frozen, or is not any more
         kept_fixed, kept_moving = self._fixed, self._moving
@@ -430,14 +470,9 @@ class Shards:
 
     def _named(self, members: tuple[int, ...], ranks: Sequence[int]) -> dict[int, list[int]]:
         """Tell all members of some former or present ones; returns what each that has any has told."""
-        if len(members) == 1 or not self._is_held_twice:
+        if not self._is_held_twice:
             return {self._rank: list(ranks)} if ranks else {}
-        own = torch.zeros(max(*self._members, *members) + 1, dtype=torch.uint8)
-        own[list(ranks)] = 1
-        told_by_all = own.new_empty(len(members) * own.numel())
-        self._group.all_gather_single(told_by_all, own).wait()
-        found = told_by_all.view(len(members), -1)
-        return {rank: row.nonzero().flatten().tolist() for rank, row in zip(members, found, strict=True) if row.any()}
+        return told_by_all(self._group, self._rank, members, max(*self._members, *members), ranks)
 
     def _say(self, members: tuple[int, ...], text: str, named: Sequence[tuple[object, ...]]) -> None:
         """One rank logs it."""
@@ -466,13 +501,6 @@ class Shards:
         if self._is_held_twice:
             copies.seal()
 
-    def _told_hosts(self, members: tuple[int, ...]) -> dict[int, int]:
-        """Return which members share a host; told when all copies are new."""
-        own = torch.tensor([zlib.crc32(host_key().encode())])
-        told = own.new_empty(len(members))
-        self._group.all_gather_single(told, own).wait()
-        return dict(zip(members, told.tolist(), strict=True))
-
     # ------------------------------------------------------------------ without those that are lost
 
     def _deal_out(self, members: tuple[int, ...], group: GuardedProcessGroup) -> None:
@@ -493,7 +521,7 @@ class Shards:
         assert self._fixed is not None
         assert self._moving is not None
         if not set(members) <= set(self._hosts):
-            self._hosts = self._told_hosts(members)
+            self._hosts = told_hosts(self._group, members)
         dealt = []
         for copies in (self._fixed, self._moving):
             fresh = self._dealt(copies, holders, members)
@@ -592,7 +620,7 @@ class Shards:
         before = sharding.mesh_of(self.models)
         count = dealt[0].layout.count
         index = members.index(self._rank) % count
-        self._make_known(group, members, members)
+        make_known(group, members, members, self._group)
         if before.ndim == 1:
             mesh = sharding.mesh_over([group], torch.tensor(members), before)
         else:
@@ -600,7 +628,7 @@ class Shards:
             groups = []
             for part in (members[index::count], tuple(ranks[members.index(self._rank) // count].tolist())):
                 groups.append(group.part(part))
-                self._make_known(groups[-1], part, members)
+                make_known(groups[-1], part, members, self._group)
             mesh = sharding.mesh_over(groups, ranks, before)
         parts: dict[tuple[int, str], torch.Tensor] = {}
         for copies in dealt:
@@ -635,13 +663,6 @@ class Shards:
         self._members = members
         self._anew.clear()
         self._hosts = {rank: host for rank, host in self._hosts.items() if rank in members}
-
-    def _make_known(self, group: GuardedProcessGroup, ranks: tuple[int, ...], members: tuple[int, ...]) -> None:
-        """Have torch know a group made by hand, once, by a name of its own: that of `members`, or a part of it."""
-        if group not in torch_compat.known_groups():
-            told = zlib.crc32(str((members, ranks) if group.is_part else members).encode())
-            name = f"{torch_compat.group_name(self._group)}-{'part-' * group.is_part}{told:08x}"
-            sharding.make_known(group, name, ranks, self._group)
 
     def _begin_again(
         self,

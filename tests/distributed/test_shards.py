@@ -1,4 +1,7 @@
-"""A sharded training goes on when ranks are killed in it: a neighbour has the lost shard, or with HSDP a replica."""
+"""A sharded training goes on when ranks are killed in it: a neighbour has the lost shard, or with HSDP a replica.
+
+With ZeRO-1's optimizer only its state is sharded.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint_state
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.training import shards
 from ncclguard.training.continuation import Continuation
+from ncclguard.training.zero import ZeroStates
 
 SIZE, STEPS, BATCH, SAMPLES, WIDTH = 4, 7, 3, 50, 17
 #: Rank, step, moment.
@@ -64,6 +69,14 @@ def sharded(model: nn.Sequential, parts: int = 0) -> tuple[nn.Sequential, torch.
     return model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
+def with_zero(model: nn.Sequential, in_buckets: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: Any = ZeroRedundancyOptimizer(trained, torch.optim.Adam, parameters_as_bucket_view=in_buckets, lr=1e-2)
+    return DistributedDataParallel(model, bucket_cap_mb=0.0005), optimizer
+
+
 def learn(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor, strike: Any = None) -> float:
     """One step, with gradients clipped by the norm over all shards."""
     optimizer.zero_grad()
@@ -86,8 +99,10 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor
 
 def digest(model: Any) -> str:
     """The same for the same parameters, to the last bit."""
-    model.reshard()  # an evaluation leaves the root's gathered
-    whole = b"".join(p.full_tensor().detach().cpu().numpy().tobytes() for p in model.parameters())
+    if isinstance(model, FSDPModule):
+        model.reshard()  # an evaluation leaves the root's gathered
+    parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    whole = b"".join(p.detach().cpu().numpy().tobytes() for p in parameters)
     return hashlib.sha256(whole).hexdigest()
 
 
@@ -112,14 +127,19 @@ class Strike:
         model[2].register_full_backward_hook(lambda *_: self.at("backward"))
         optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
         kind = type(dist.group.WORLD)
-        for name in ("_reduce_scatter_base", "reduce_scatter_single"):  # by the version of torch
+        for name in ("_reduce_scatter_base", "reduce_scatter_single", "allreduce"):  # by the version of torch; DDP
             self._count(kind, name, "reduction", 2, lambda: self.inside)
         self.keeping = self.dealing = False
-        self._within(shards.Shards, "keep", "keeping")
-        self._within(shards.Shards, "_deal_out", "dealing")
+        self.sharing = False  # what ZeRO-1's step broadcasts
+        for owner in (shards.Shards, ZeroStates):
+            self._within(owner, "keep", "keeping")
+            self._within(owner, "_deal_out", "dealing")
+        self._within(type(optimizer), "_sync_params", "sharing", optional=True)
         self._count(kind, "exchange", "copies", 2, lambda: self.keeping)
         self._count(kind, "all_gather_single", "copies", 2, lambda: self.keeping)
-        self._count(kind, "alltoall", "dealing", 2, lambda: self.dealing)
+        for name in ("alltoall", "broadcast"):
+            self._count(kind, name, "dealing", 2, lambda: self.dealing)
+        self._count(kind, "broadcast", "sharing", 3, lambda: self.sharing)
         meet = Continuation._meet
 
         def meet_or_die(going: Any, what: str) -> tuple[int, ...]:
@@ -141,8 +161,10 @@ class Strike:
 
         setattr(owner, name, counted)
 
-    def _within(self, owner: Any, name: str, flag: str) -> None:
-        method = getattr(owner, name)
+    def _within(self, owner: Any, name: str, flag: str, optional: bool = False) -> None:
+        method = getattr(owner, name, None)
+        if method is None and optional:
+            return
 
         def within(*args: Any, **named: Any) -> Any:
             setattr(self, flag, True)
@@ -170,7 +192,10 @@ class Damage:
         for when, whose, which in self.copies:
             if when == step:
                 kept = getattr(one._shards, which)
-                self.flip(kept.own if whose == dist.get_rank() else kept.others[whose])
+                if isinstance(kept, dict):
+                    self.flip(kept[whose])
+                else:
+                    self.flip(kept.own if whose == dist.get_rank() else kept.others[whose])
 
     def flip(self, data: torch.Tensor) -> None:
         data[self.rng.randrange(data.numel())] ^= 1 << self.rng.randrange(8)
@@ -209,11 +234,13 @@ def train(kills: list[Kill], options: dict[str, Any], folder: str, port: int) ->
     """FSDP2 with dropout, clipping and a frozen layer; reports what each completed step was."""
     rank = begin(port)
     shards.PIECE = 512  # so that copies have several
-    model, optimizer = sharded(make_model(), options.pop("parts", 0))
+    plain = make_model()
+    zero = options.pop("zero", None)
+    model, optimizer = sharded(plain, options.pop("parts", 0)) if zero is None else with_zero(plain, zero == "buckets")
     loader = ng.ElasticLoader(Rows(), BATCH, seed=7)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     strike = Strike(kills)
-    strike.everywhere(model, optimizer)
+    strike.everywhere(plain, optimizer)
     torch.manual_seed(100 + rank)
     loaded = list[int]()
 
@@ -492,6 +519,40 @@ def test_a_flipped_bit_in_a_replica_is_named_and_the_other_replica_is_used() -> 
     assert "rank 0's copy of the shard of rank 0 is not as it was" in "".join(rank.output for rank in job)
 
 
+# ---------------------------------------------------------------------- the optimizer's state only (ZeRO-1)
+
+
+@pytest.mark.parametrize(
+    ("zero", "kills"),
+    [
+        ("", [(0, 0, "backward"), (1, 2, "sharing"), (2, 4, "copies")]),
+        ("buckets", [(3, 1, "sharing"), (2, 3, "behind"), (0, 5, "optimizer")]),
+        ("", [(0, 1, "reduction"), (2, 1, "dealing"), (1, 4, "complete")]),
+    ],
+)
+def test_with_zero_ranks_are_killed_until_one_is_left(zero: str, kills: list[Kill]) -> None:
+    """Also between two broadcasts of the parameters, where some ranks have new ones that others have not."""
+    check(kills, options={"zero": zero, "copies": 1, "check_every": 1})
+
+
+def test_with_zero_a_rank_is_killed_with_its_neighbour() -> None:
+    job = run([(1, 3, "sharing"), (2, 3, "sharing")], {"zero": "", "copies": 1})
+    assert job.values("end") == {}
+    for rank in (0, 3):
+        assert "the optimizer's state of rank 1 is lost, with all copies of it (copies=1)" in job[rank].output, job
+
+
+def test_with_zero_a_flipped_bit_in_a_copy_is_named_and_not_restored() -> None:
+    damage = {"seed": 2, "copies": [(2, 3, 1, "_rows"), (0, 3, 3, "_rows")]}
+    job = run([(1, 3, "backward")], {"zero": "", "copies": 2, "damage": damage})
+    assert sorted(job.values("end")) == [0, 2, 3], job
+    losses = one_process(without([(1, 3, "backward")]))
+    assert [job[0].reports[f"step {step}"][0] for step in range(STEPS)] == pytest.approx(losses, rel=1e-4)
+    text = "".join(rank.output for rank in job)
+    assert text.count("rank 2's copy of the optimizer's state of rank 1 is not as it was") == 1, job
+    assert text.count("rank 0's copy of the optimizer's state of rank 3 is not as it was") == 1
+
+
 # ---------------------------------------------------------------------- copies that are not what they were
 
 
@@ -636,10 +697,14 @@ def refused(port: int) -> None:
         return model, torch.optim.Adam(model.parameters())
 
     from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.distributed.tensor import Shard
-    from torch.nn.parallel import DistributedDataParallel
 
     plain = nn.Linear(2, 2)
+
+    def zero(**options: Any) -> Any:
+        return ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, lr=0.1, **options)
+
     cases: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "no copies": (shard(mesh=whole), {}),
         "no optimizer": (shard(mesh=whole)[:1], {"copies": 1}),
@@ -649,6 +714,11 @@ def refused(port: int) -> None:
         "columns": (shard(mesh=whole, shard_placement_fn=lambda p: Shard(p.dim() - 1)), {"copies": 1}),
         "not sharded": ((DistributedDataParallel(plain),), {"copies": 1}),
         "FSDP1": ((FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu")),), {"copies": 1}),
+        "ZeRO without copies": (with_zero(make_model(), False), {}),
+        "ZeRO of another group": ((plain, zero(process_group=dist.new_group(list(range(SIZE))))), {"copies": 1}),
+        "ZeRO in a hook": ((plain, zero(overlap_with_ddp=True)), {"copies": 1}),
+        "ZeRO beside another": ((plain, [zero(), torch.optim.SGD(plain.parameters(), lr=0.1)]), {"copies": 1}),
+        "ZeRO with load": ((plain, zero()), {"copies": 1, "load": print}),
         "another model's optimizer": (
             (shard(mesh=whole)[0], torch.optim.SGD(plain.parameters(), lr=0.1)),
             {"copies": 1},
@@ -676,6 +746,11 @@ def test_what_cannot_be_dealt_out_anew_is_refused() -> None:
         "columns": "sharded on dimension 1: use dimension 0",
         "not sharded": "copies and load are for sharded models",
         "FSDP1": "FSDP1",
+        "ZeRO without copies": "a rank that is lost takes it with it: give copies=1",
+        "ZeRO of another group": "it is not on the process group of the steps",
+        "ZeRO in a hook": "leave overlap_with_ddp out",
+        "ZeRO beside another": "it goes on as the only optimizer of a step",
+        "ZeRO with load": "without load",
         "another model's optimizer": "a parameter that is in none of the models",
     }
     for name, told in expected.items():
