@@ -358,8 +358,8 @@ class PartOperation(Operation):
     """A collective within each of several parts of a group: one exchange of the whole group, or two, with one verdict.
 
     So a rank that is lost in one part is lost for all of them at the same place. `places`: where this part's ranks are
-    in the group; all parts are as long, and their tensors too. All that a part has in common is computed by one rank
-    of it, so that its ranks have the same bits.
+    in the group; all parts are as long, and their tensors too. What a part of more than two ranks has in common is
+    computed by one of them, so that all have the same bits.
     """
 
     def __init__(self, whole: Operation, places: Sequence[int]) -> None:
@@ -375,6 +375,9 @@ class PartOperation(Operation):
         kind, numel = self._combined(ALL_REDUCE, tensor, op), tensor.numel()
 
         def perform() -> None:
+            if self.size == 2:  # one exchange has as many bytes as two of a half each
+                _put(tensor, self._reduced(ALL_REDUCE.name, [_row(tensor)] * 2, kind))
+                return
             share = -(-numel // self.size)
             sent = list(_padded(tensor, share * self.size).view(self.size, share).unbind(0))
             total = self._reduced(ALL_REDUCE.name, sent, kind)

@@ -105,8 +105,10 @@ def lost(port: int) -> None:
     smaller: Any = dist.group.WORLD.go_on((0, 1, 2), 1)  # type: ignore[union-attr]
     with pytest.raises(ng.GuardError, match="is a part of a group of which ranks 0-2 go on without the others"):
         dist.all_reduce(tensor, group=row)
+    mean = torch.full((4,), 0.1 * (rank + 1))
+    smaller.part((0, 1, 2)).allreduce([mean], dist.ReduceOp.AVG).wait()
     smaller.part((0, 1, 2)).allreduce([tensor]).wait()
-    faults.report(after=tensor.tolist())
+    faults.report(after=tensor.tolist(), mean=mean.tolist())
     dist.barrier()
     dist.destroy_process_group()
 
@@ -119,3 +121,5 @@ def test_a_rank_that_is_lost_in_one_part_is_lost_for_all_of_them_at_the_same_pla
     assert len(set(job.values("operation").values())) == 1
     assert job.values("tensor") == {rank: [float(rank)] * 3 for rank in range(3)}
     assert job.values("after") == dict.fromkeys(range(3), [3.0] * 3), job
+    assert job[0].reports["mean"] == pytest.approx([0.2] * 4)
+    assert job.values("mean") == dict.fromkeys(range(3), job[0].reports["mean"])
