@@ -1,4 +1,4 @@
-"""Who has the state of which parameter, by private names of torch's `ZeroRedundancyOptimizer` (ZeRO-1).
+"""The parts of the optimizer's state and who has them, by private names of torch's `ZeroRedundancyOptimizer` (ZeRO-1).
 
 Ran on torch 2.13.0 (CPU). `obstacle` says what an optimizer has that cannot be partitioned anew.
 """
