@@ -130,7 +130,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._lane = "backend"  # the sequence of collectives among those that take part
         self._limits: list[float | None] = []  # of the scopes that this group is in
         self._observers: list[Callable[[Outcome], None]] = []
-        self._queue = WorkQueue("collectives", self._tell)
+        self._queue = self._own_queue = WorkQueue("collectives", self._tell)
         self._pairs: dict[tuple[int, int], WorkQueue] = {}
         self._begun: Counter[tuple[str, str, int, int]] = Counter()  # messages, by lane, device, source and target
         self._boxes: dict[tuple[str, str, int], Box] = {}
@@ -192,7 +192,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
 
     def queues(self) -> list[WorkQueue]:
         """The sequences of collectives on this group: its own, and one for each pair of ranks that sends messages."""
-        return [self._queue, *self._pairs.values()]
+        return [self._own_queue, *self._pairs.values()]
 
     # ------------------------------------------------------------------ without ranks that are gone
 
@@ -211,6 +211,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
             smaller = self._smaller_one(survivors)
             smaller._survivors, smaller.whole = survivors, self
             smaller._queue, smaller._pairs, smaller._begun = self._queue, self._pairs, self._begun
+            smaller._own_queue = self._own_queue
             smaller._limits, smaller._observers = self._limits, self._observers
             self._smaller[survivors] = smaller
         smaller._lane = self._lane
@@ -242,7 +243,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         """Have collectives of this group, of the global `ranks`, carried by `whole`: a failure has one verdict on all.
 
         All ranks of `whole` are in a part of the same length, and call the same at the same place. Messages between two
-        ranks stay as they are.
+        ranks stay as they are, and the end of this group is not that of `whole`.
         """
         self._part_of, self._queue = (whole, ranks), whole._queue
 

@@ -66,6 +66,9 @@ def values(port: int) -> None:
     }.items():
         with pytest.raises(ng.GuardError, match=f"{name} is not carried on a group of the mesh"):
             call()
+    dist.destroy_process_group(row)
+    dist.all_reduce(own, group=column)
+    faults.report(after_the_end_of_another=own.tolist())
     dist.destroy_process_group()
 
 
@@ -87,6 +90,7 @@ def test_each_part_has_the_values_of_its_own_ranks() -> None:
         assert found["told"] == even + 1
         assert found["dealt"] == 10.0 * even + rank % 2
         assert found["functional"] == rank + beside
+        assert found["after_the_end_of_another"] == found["summed"]
 
 
 def lost(port: int) -> None:
