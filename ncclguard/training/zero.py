@@ -62,6 +62,9 @@ class ZeroStates:
         self._kept_by: dict[int, tuple[int, ...]] = {}  # empty before the first rows are complete
         self._rows: dict[int, torch.Tensor] = {}  # this rank's own, and those that it keeps for others
         self._seen: object = None
+        # On all ranks alike, also where one has loaded what it had, or has no parameter to step.
+        self._loads = 0
+        self._optimizer.register_load_state_dict_post_hook(self._loaded)
         self._anew: set[int] = set()
 
     @property
@@ -127,7 +130,10 @@ class ZeroStates:
         parameters, states = zero.parameters(self._optimizer), zero.states(self._optimizer)
         kept = [value for each in parameters for value in states.get(each, {}).values()]
         tensors = [*parameters, *(value for value in kept if isinstance(value, torch.Tensor))]
-        return [(id(tensor), torch_compat.version_of(tensor)) for tensor in tensors]
+        return self._loads, [(id(tensor), torch_compat.version_of(tensor)) for tensor in tensors]
+
+    def _loaded(self, _: torch.optim.Optimizer) -> None:
+        self._loads += 1
 
     def _sent(
         self, row: torch.Tensor, members: tuple[int, ...]

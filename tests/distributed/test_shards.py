@@ -542,6 +542,43 @@ def test_with_zero_a_rank_is_killed_with_its_neighbour() -> None:
         assert "the optimizer's state of rank 1 is lost, with all copies of it (copies=1)" in job[rank].output, job
 
 
+def reload(port: int) -> None:
+    """After a loss rank 0 collects the optimizer's state, and all load it; rank 0 loads the tensors that it has."""
+    rank = begin(port)
+    plain, alike = make_model().eval(), make_model().eval()
+    model, optimizer = with_zero(plain, False)
+    reference = torch.optim.Adam([p for p in alike.parameters() if p.requires_grad], lr=1e-2)
+    step = 0
+
+    @ng.resilient_step(model, optimizer, copies=1)
+    def one(rows: torch.Tensor) -> float:
+        if (rank, step) == (3, 2):
+            die()
+        return learn(model, optimizer, rows)
+
+    for step in range(STEPS):
+        loss = one(torch.ones(2, WIDTH))
+        reference.zero_grad()
+        expected = alike(torch.ones(2, WIDTH)).square().mean()
+        expected.backward()
+        nn.utils.clip_grad_norm_(alike.parameters(), 0.5)
+        reference.step()
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+        if step == 4:
+            optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
+            state: list[Any] = [optimizer.state_dict() if rank == 0 else None]
+            dist.broadcast_object_list(state, 0)
+            optimizer.load_state_dict(state[0])
+    faults.report(end=list(one.ranks))
+    dist.destroy_process_group()
+
+
+def test_with_zero_a_state_that_is_collected_after_a_loss_is_loaded_by_all() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = faults.run_ranks(reload, SIZE, args=[store.port], timeout=100)
+    assert job.values("end") == {rank: [0, 1, 2] for rank in range(3)}, job
+
+
 def test_with_zero_a_flipped_bit_in_a_copy_is_named_and_not_restored() -> None:
     damage = {"seed": 2, "copies": [(2, 3, 1, "_rows"), (0, 3, 3, "_rows")]}
     job = run([(1, 3, "backward")], {"zero": "", "copies": 2, "damage": damage})
