@@ -1,14 +1,18 @@
 """Kill ranks of a training at chosen moments, and check all that is promised of going on:
 
-    python -m benchmarks.going_on --seeds 20 [--fsdp] [--moment forward ...] [--spares N | --no-rejoin] [--write FILE]
+    python -m benchmarks.going_on --seeds 20 [--fsdp | --hsdp | --zero] [--moment forward ...]
+        [--spares N | --no-rejoin] [--write FILE]
 
 Each run is `ncclguard run` with 4 ranks and this file as the script, which trains DDP with dropout, running means and
-several buckets, or FSDP2 with copies of each shard on two neighbours, on GPUs where there are any. It has several
+several buckets, or FSDP2 with copies of each shard on two neighbours, or HSDP with two replicas of two shards (and
+`copies=1`, which matters only while a rank is missing), or DDP with ZeRO-1's optimizer and two copies, on GPUs where
+there are any (not with ZeRO-1). It has several
 strikes, one after the other: a rank kills itself with SIGKILL at a moment of a step.
 The next strike comes when all four ranks are together again, or, without spares, when the survivors have made some
 steps. Then the membership of each step, as the ranks have written it, is replayed by a second run in which nobody
-dies and nothing is resilient: the group is given these members (for FSDP2 a new one is made, and the model anew), and
-a rank that comes gets its state over gloo.
+dies and nothing is resilient: the group is given these members (for FSDP2 a new one is made, or torch's own mesh of
+one for each dimension, and the model anew), and
+a rank that comes gets its state over gloo. That of ZeRO-1 has torch's plain optimizer on each rank.
 Checked are: exit code 0, all steps, each sample of the sequence once, equal parameters on all ranks and equal to the
 replay's, to the last bit. Told are the seconds from each kill until a survivor goes on, and until a spare, or a
 process that was started then, has joined.
@@ -34,14 +38,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint_state
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
+from ncclguard.training.shards import parts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE, BATCH, SAMPLES, WIDTH = 4, 3, 500, 96
+#: Of HSDP: into how many parts each replica is cut, and the names of the dimensions.
+PARTS, DIMENSIONS = 2, ("replicate", "shard")
 #: Steps with all ranks before the next strike, at least and at most.
 QUIET = (4, 12)
 #: In a step, or beside it: one rank.
@@ -59,8 +66,10 @@ IN_JOINING = (
     "newcomer-step",
 )
 MOMENTS = (*IN_STEP, "two", *IN_MEETING, *IN_JOINING)
-#: Of FSDP2 only: while copies are sent; and a second rank while the survivors deal out the state among themselves.
+#: Of sharded state only: while copies are sent; and a second rank while the survivors deal it out among themselves.
 SHARDED = ("copies", "dealing")
+#: Of ZeRO-1 only: between two broadcasts of parameters that a rank has stepped.
+OF_ZERO = ("sharing",)
 
 
 # ---------------------------------------------------------------------- the training, in each rank
@@ -93,10 +102,25 @@ def take_device() -> torch.device:
     return place
 
 
-def wrap(model: nn.Module, fsdp: bool, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """For all ranks, or those of the group."""
+def mesh_of(ranks: list[int], kind: str) -> DeviceMesh | None:
+    """Return torch's own mesh of two dimensions for some ranks, made by all; None on a rank that is not in it."""
+    if len(ranks) == SIZE:
+        return init_device_mesh(kind, (SIZE // PARTS, PARTS), mesh_dim_names=DIMENSIONS)
+    grid = torch.tensor(ranks).view(-1, parts_of(len(ranks), PARTS))
+    own: list[Any] = []
+    for lines in (grid.T.tolist(), grid.tolist()):
+        made = [(line, dist.new_group(line)) for line in lines]
+        own += [group for line, group in made if dist.get_rank() in line]
+    return DeviceMesh.from_group(own, kind, mesh=grid, mesh_dim_names=DIMENSIONS) if own else None
+
+
+def wrap(
+    model: nn.Module, fsdp: bool, group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
+) -> nn.Module:
+    """For all ranks, or those of the group or of the mesh."""
     if fsdp:
-        mesh = None if group is None else DeviceMesh.from_group(group, next(model.parameters()).device.type)
+        if group is not None:
+            mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
         for layer in model.children():
             if any(True for _ in layer.parameters()):
                 fully_shard(layer, mesh=mesh)
@@ -105,8 +129,13 @@ def wrap(model: nn.Module, fsdp: bool, group: dist.ProcessGroup | None = None) -
     return DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.03)
 
 
-def parts(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, Any, ng.ElasticLoader]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def parts(model: nn.Module, steps: int, zero: bool = False) -> tuple[torch.optim.Optimizer, Any, ng.ElasticLoader]:
+    if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return (
         optimizer,
         torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
@@ -197,6 +226,7 @@ class Strikes:
         from ncclguard.process_group.group import GuardedProcessGroup
         from ncclguard.training.continuation import Continuation
         from ncclguard.training.shards import Shards
+        from ncclguard.training.zero import ZeroStates
 
         self.keeping = self.dealing = False
         reductions = 0
@@ -209,10 +239,23 @@ class Strikes:
 
         for name in ("allreduce", "_reduce_scatter_base", "reduce_scatter_single"):  # DDP; FSDP2 by torch's version
             before(GuardedProcessGroup, name, reduced)
-        during(Shards, "keep", lambda now: setattr(self, "keeping", now))
-        during(Shards, "_deal_out", lambda now: setattr(self, "dealing", now))
-        before(GuardedProcessGroup, "exchange", lambda *_: self.keeping and self.at("copies"))
-        before(GuardedProcessGroup, "alltoall", lambda *_: self.dealing and self.later("dealing"))
+        for kind in (Shards, ZeroStates):
+            during(kind, "keep", lambda now: setattr(self, "keeping", now))
+            during(kind, "_deal_out", lambda now: setattr(self, "dealing", now))
+        for name in ("exchange", "all_gather_single"):  # what all say of the copies, where no copies are sent
+            before(GuardedProcessGroup, name, lambda *_: self.keeping and self.at("copies"))
+        for name in ("alltoall", "broadcast"):
+            before(GuardedProcessGroup, name, lambda *_: self.dealing and self.later("dealing"))
+        self.sharing = 0
+        if hasattr(optimizer, "_sync_params"):
+            during(type(optimizer), "_sync_params", lambda now: setattr(self, "sharing", int(now)))
+
+        def shared(*_: Any) -> None:
+            self.sharing += self.sharing > 0
+            if self.sharing == 4:
+                self.at("sharing")
+
+        before(GuardedProcessGroup, "broadcast", shared)
         hooked.register_full_backward_hook(lambda *_: self.at("backward"))
         optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
         before(
@@ -285,14 +328,17 @@ def train(folder: Path) -> None:
     dist.init_process_group("ncclguard")
     rank, place = dist.get_rank(), take_device()
     model = make_model().to(place)
-    wrapped = wrap(model, given["fsdp"])
-    optimizer, scheduler, loader = parts(wrapped, steps)
+    mesh = mesh_of(list(range(SIZE)), place.type) if given["hsdp"] else None
+    wrapped = wrap(model, given["fsdp"], mesh=mesh)
+    optimizer, scheduler, loader = parts(wrapped, steps, given["zero"])
     strikes = Strikes(given["strikes"], folder, rejoins)
     strikes.install(optimizer, model[3])
     torch.manual_seed(100 + rank)
     out = (folder / f"rank-{rank}-{os.getpid()}.jsonl").open("w", buffering=1)
 
-    @ng.resilient_step(wrapped, optimizer, loader=loader, keep=[scheduler, strikes], copies=2 * given["fsdp"])
+    copies = 1 if given["hsdp"] else 2 * (given["fsdp"] or given["zero"])
+
+    @ng.resilient_step(wrapped, optimizer, loader=loader, keep=[scheduler, strikes], copies=copies)
     def one(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, list[int]]:
         if strikes.new:
             strikes.later("newcomer-step")
@@ -365,13 +411,13 @@ def replay(folder: Path) -> None:
 
     schedule = json.loads((folder / "schedule.json").read_text())
     given = json.loads((folder / "plan.json").read_text())
-    fsdp, steps = given["fsdp"], given["steps"]
+    fsdp, hsdp, steps = given["fsdp"], given["hsdp"], given["steps"]
     torch.set_num_threads(1)
     dist.init_process_group("ncclguard")
     rank, world, side = dist.get_rank(), dist.group.WORLD, dist.new_group(backend="gloo")
     place = take_device()
     model = make_model().to(place)
-    wrapped = wrap(model, fsdp)
+    wrapped = wrap(model, fsdp, mesh=mesh_of(list(range(SIZE)), place.type) if hsdp else None)
     optimizer, scheduler, loader = parts(wrapped, steps)
     options = checkpoint_state.StateDictOptions(full_state_dict=True)
     torch.manual_seed(100 + rank)
@@ -385,12 +431,13 @@ def replay(folder: Path) -> None:
             elif rank == source:
                 state = [[model.state_dict(), optimizer.state_dict(), scheduler.state_dict()]]
             dist.broadcast_object_list(state, source, group=side)
-            group = dist.new_group(now) if fsdp else None
+            group = dist.new_group(now) if fsdp and not hsdp else None
+            mesh = mesh_of(now, place.type) if hsdp else None
             if rank in now:
                 numbers = torch.get_rng_state(), torch.cuda.get_rng_state() if place.type == "cuda" else None
                 if fsdp:
                     model = make_model().to(place)
-                    wrapped = wrap(model, fsdp, group)
+                    wrapped = wrap(model, fsdp, group, mesh)
                     optimizer, scheduler, _ = parts(wrapped, steps)
                     checkpoint_state.set_state_dict(
                         model, optimizer, model_state_dict=state[0][0], optim_state_dict=state[0][1], options=options
@@ -443,12 +490,14 @@ def runs_of(moments: list[str], together: int, rejoins: bool) -> list[list[str]]
     return runs
 
 
-def plan_of(moments: list[str], rejoins: bool, rng: random.Random) -> list[dict[str, Any]]:
-    """One strike for each moment, of random ranks."""
+def plan_of(moments: list[str], rejoins: bool, hsdp: bool, rng: random.Random) -> list[dict[str, Any]]:
+    """One strike for each moment, of random ranks; with HSDP of two that have not the same shard."""
     plan = []
     alive = set(range(SIZE))
     for moment in moments:
         first, other = rng.sample(sorted(alive), 2)
+        if hsdp and (first - other) % PARTS == 0:
+            other = rng.choice([rank for rank in sorted(alive) if (first - rank) % PARTS])
         strike: dict[str, Any] = {"quiet": rng.randint(*QUIET), "ranks": [first], "moment": moment}
         if moment == "two":
             strike["ranks"] = [first, other]
@@ -567,14 +616,16 @@ def seconds_after(folder: Path, struck: list[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def one_run(moments: list[str], seed: int, fsdp: bool, rejoins: bool, spares: int, keep: bool) -> dict[str, Any]:
+def one_run(
+    moments: list[str], seed: int, how: dict[str, bool], rejoins: bool, spares: int, keep: bool
+) -> dict[str, Any]:
     """Run, check, replay, compare; the result says what did not hold, if anything."""
     rng = random.Random(f"{seed} {moments}")
-    plan = plan_of(moments, rejoins, rng)
+    plan = plan_of(moments, rejoins, how["hsdp"], rng)
     steps = sum(strike["quiet"] + 40 for strike in plan) if rejoins else sum(strike["quiet"] + 8 for strike in plan)
     folder = Path(tempfile.mkdtemp(prefix="going-on-"))
     kills = sum(len(strike["ranks"]) + ("second" in strike) for strike in plan)
-    given = {"fsdp": fsdp, "steps": steps, "rejoins": rejoins, "strikes": plan, "pause": 0.05 if rejoins else 0.0}
+    given = {**how, "steps": steps, "rejoins": rejoins, "strikes": plan, "pause": 0.05 if rejoins else 0.0}
     (folder / "plan.json").write_text(json.dumps(given))
     options = ["--spares", str(min(spares, kills)), "--restart-lost", str(max(0, kills - spares))] if rejoins else []
     result: dict[str, Any] = {"moments": moments, "seed": seed, "plan": plan, "steps": steps, "folder": str(folder)}
@@ -605,12 +656,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="runs for each moment")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 with two copies of each shard")
+    parser.add_argument("--hsdp", action="store_true", help="HSDP: two replicas of two shards, with spares")
+    parser.add_argument(
+        "--zero", action="store_true", help="DDP with ZeroRedundancyOptimizer and two copies of its state"
+    )
     parser.add_argument(
         "--moment",
         nargs="+",
-        choices=(*MOMENTS, *SHARDED),
+        choices=(*MOMENTS, *SHARDED, *OF_ZERO),
         metavar="MOMENT",
-        help=f"all, unless given: {' '.join(MOMENTS)}, with --fsdp also {' '.join(SHARDED)}",
+        help=f"all, unless given: {' '.join(MOMENTS)}, with --fsdp, --hsdp and --zero also {' '.join(SHARDED)}, "
+        f"with --zero {' '.join(OF_ZERO)}",
     )
     parser.add_argument("--together", type=int, default=4, help="strikes in one run")
     parser.add_argument("--spares", type=int, default=2, help="spares of a run; further lost ranks are started again")
@@ -618,13 +674,18 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the folders of runs in which all held, too")
     parser.add_argument("--write", default="", help="a JSON file for the results")
     given = parser.parse_args()
+    if given.fsdp + given.hsdp + given.zero > 1 or (given.hsdp and given.no_rejoin):
+        parser.error(
+            "--fsdp, --hsdp and --zero are one at a time; with --hsdp --no-rejoin a shard's ranks would all be killed"
+        )
     results = []
-    moments = given.moment or [*MOMENTS, *(SHARDED if given.fsdp else ())]
+    how = {"fsdp": given.fsdp or given.hsdp, "hsdp": given.hsdp, "zero": given.zero}
+    moments = given.moment or [*MOMENTS, *(SHARDED if any(how.values()) else ()), *(OF_ZERO if given.zero else ())]
     moments = [m for m in moments if not given.no_rejoin or m not in IN_JOINING]
     for seed in range(given.first_seed, given.first_seed + given.seeds):
         order = random.Random(seed).sample(moments, len(moments))
         for chosen in runs_of(order, given.together, not given.no_rejoin):
-            result = one_run(chosen, seed, given.fsdp, not given.no_rejoin, given.spares, given.keep)
+            result = one_run(chosen, seed, how, not given.no_rejoin, given.spares, given.keep)
             results.append(result)
             state = "ok" if result["ok"] else f"FAILED: {result['what']} ({result['folder']})"
             print(

@@ -1,13 +1,14 @@
 """What `resilient_step` costs a step of DDP that nothing happens to: the same step with and without, in turns.
 
-    python benchmarks/resilient_step.py [--fsdp] [--ranks 2] [--rounds 40] [--steps 20] [--width 512] [--depth 4]
-            [--batch 64]
+    python benchmarks/resilient_step.py [--fsdp | --hsdp] [--ranks 2] [--rounds 40] [--steps 20] [--width 512]
+            [--depth 4] [--batch 64]
 
 Three figures, in one run: the time of a block of steps with it through that of the block without it of the same round
 (the order alternates). Because what it costs is less than the noise of a step: the time that it takes before and behind
 the function in these same steps, where the function has left it none of the processor's caches; and the processor time
 of what it does around an empty function, which other programs change little. All on the backend "ncclguard". `--depth`:
-pairs of a linear layer and a batch norm. With --fsdp: FSDP2, and `copies=1`.
+pairs of a linear layer and a batch norm. With --fsdp: FSDP2, and `copies=1`. With --hsdp, and 4 ranks or more: two
+replicas, and the steps without it are those of another model, whose mesh has groups with sequences of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,31 +33,41 @@ from ncclguard import faults
 EMPTY = 200
 
 
-def rounds(number: int, steps: int, width: int, depth: int, batch: int, fsdp: bool) -> None:
+def made(width: int, depth: int, fsdp: bool, hsdp: bool) -> tuple[Any, torch.optim.Optimizer]:
+    layers = [part for _ in range(depth) for part in (torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width))]
+    model: Any = torch.nn.Sequential(*layers)
+    if fsdp or hsdp:
+        shape, names = (2, dist.get_world_size() // 2), ("replicate", "shard")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if hsdp else None
+        for layer in (*layers[::2], model):
+            fully_shard(layer, mesh=mesh)
+    else:
+        model = DistributedDataParallel(model)
+    return model, torch.optim.Adam(model.parameters())
+
+
+def rounds(number: int, steps: int, width: int, depth: int, batch: int, fsdp: bool, hsdp: bool) -> None:
     """One rank; rank 0 reports."""
     torch.set_num_threads(1)
     dist.init_process_group("ncclguard")
-    layers = [part for _ in range(depth) for part in (torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width))]
-    model: Any = torch.nn.Sequential(*layers)
-    if fsdp:
-        for layer in (*layers[::2], model):
-            fully_shard(layer)
-    else:
-        model = DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = made(width, depth, fsdp, hsdp)
+    other = made(width, depth, fsdp, hsdp) if hsdp else (model, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     data = torch.randn(batch, width)
 
-    def plain() -> None:
+    def one(model: Any, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         model(data).square().mean().backward()
         optimizer.step()
+
+    def plain() -> None:
+        one(*other)
 
     began, ended, around = [0.0], [0.0], list[float]()
 
     def stamped() -> None:
         began[0] = time.perf_counter()
-        plain()
+        one(model, optimizer)
         ended[0] = time.perf_counter()
 
     copies = {"copies": 1} if fsdp else {}
@@ -105,9 +117,10 @@ def main() -> None:
     for name, default in (("ranks", 2), ("rounds", 40), ("steps", 20), ("width", 512), ("depth", 4), ("batch", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 with copies=1")
+    parser.add_argument("--hsdp", action="store_true", help="HSDP of two replicas, without copies")
     given = parser.parse_args()
     load = os.getloadavg()[0]
-    arguments = [given.rounds, given.steps, given.width, given.depth, given.batch, given.fsdp]
+    arguments = [given.rounds, given.steps, given.width, given.depth, given.batch, given.fsdp, given.hsdp]
     said = faults.run_ranks(rounds, given.ranks, args=arguments, timeout=900).check()[0].reports
     step = statistics.median(plain for plain, _ in said["found"])
     ratios = sorted(resilient / plain for plain, resilient in said["found"])
@@ -127,7 +140,7 @@ def main() -> None:
         f"around an empty function: {1e6 * said['used']:.0f} us of processor time, {said['used'] / said['computing']:.2%} of a "
         f"step's {1e3 * said['computing']:.2f} ms of processor time"
     )
-    if given.fsdp:
+    if given.fsdp or given.hsdp:
         print(f"copies: {said['held'] / 1e6:.1f} MB of host memory a rank")
 
 

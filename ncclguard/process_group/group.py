@@ -35,9 +35,10 @@ from ncclguard.metrics.settings import config_of
 from ncclguard.outcome import Outcome
 from ncclguard.phases import current_phase
 from ncclguard.process_group.any_source import Waiting
-from ncclguard.process_group.operations import Operation, Perform
+from ncclguard.process_group.operations import Operation, PartOperation, Perform
 from ncclguard.process_group.operators import serve_cpp_callers
 from ncclguard.process_group.work_queue import GuardedWork, Task, WorkQueue
+from ncclguard_explain.language import told
 from ncclguard_explain.ranks import ranks_text
 
 
@@ -121,10 +122,12 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self.whole = self  # the group that this one stands for while it goes on without some ranks
         self._survivors: tuple[int, ...] | None = None  # global ranks, once it goes on without some
         self._smaller: dict[tuple[int, ...], GuardedProcessGroup] = {}  # by survivors, made by `go_on`
+        self._parts: dict[tuple[int, ...], GuardedProcessGroup] = {}  # by ranks, made by `part`
+        self._part_of: tuple[GuardedProcessGroup, tuple[int, ...]] | None = None  # of a part, with the part's ranks
         self._lane = "backend"  # the sequence of collectives among those that take part
         self._limits: list[float | None] = []  # of the scopes that this group is in
         self._observers: list[Callable[[Outcome], None]] = []
-        self._queue = WorkQueue("collectives", self._tell)
+        self._queue = self._own_queue = WorkQueue("collectives", self._tell)
         self._pairs: dict[tuple[int, int], WorkQueue] = {}
         self._begun: Counter[tuple[str, str, int, int]] = Counter()  # messages, by lane, device, source and target
         self._boxes: dict[tuple[str, str, int], Box] = {}
@@ -186,7 +189,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
 
     def queues(self) -> list[WorkQueue]:
         """The sequences of collectives on this group: its own, and one for each pair of ranks that sends messages."""
-        return [self._queue, *self._pairs.values()]
+        return [self._own_queue, *self._pairs.values()]
 
     # ------------------------------------------------------------------ without ranks that are gone
 
@@ -205,6 +208,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
             smaller = self._smaller_one(survivors)
             smaller._survivors, smaller.whole = survivors, self
             smaller._queue, smaller._pairs, smaller._begun = self._queue, self._pairs, self._begun
+            smaller._own_queue = self._own_queue
             smaller._limits, smaller._observers = self._limits, self._observers
             self._smaller[survivors] = smaller
         smaller._lane = self._lane
@@ -215,6 +219,30 @@ class GuardedProcessGroup(dist.ProcessGroup):
         return GuardedProcessGroup(
             survivors.index(dist.get_rank()), len(survivors), self._timeout, stands_for=self._identity
         )
+
+    # ------------------------------------------------------------------ all parts of a group at once
+
+    def part(self, ranks: tuple[int, ...]) -> GuardedProcessGroup:
+        """Return the group of some ranks of this one, global and in order, made for `become_part`; always the same."""
+        made = self._parts.get(ranks)
+        if made is None:
+            place = ranks.index(dist.get_rank())
+            made = GuardedProcessGroup(place, len(ranks), self._timeout, stands_for=self._identity)
+            made.become_part(self, ranks)
+            self._parts[ranks] = made
+        return made
+
+    @property
+    def is_part(self) -> bool:
+        return self._part_of is not None
+
+    def become_part(self, whole: GuardedProcessGroup, ranks: tuple[int, ...]) -> None:
+        """Have collectives of this group, of the global `ranks`, carried by `whole`: a failure has one verdict on all.
+
+        All ranks of `whole` are in a part of the same length, and call the same at the same place. Messages between two
+        ranks stay as they are, and the end of this group is not that of `whole`.
+        """
+        self._part_of, self._queue = (whole, ranks), whole._queue
 
     # ------------------------------------------------------------------ a step of a training as the unit
 
@@ -475,6 +503,8 @@ class GuardedProcessGroup(dist.ProcessGroup):
         lane: str = "",
         name: str | None = None,
     ) -> Operation:
+        if self._part_of is not None and pair is None:
+            return self._part_operation(*self._part_of, tensor, timeout)
         numel, whole = 0 if tensor is None else tensor.numel(), self.whole
         on_lost = whole.on_lost if pair is None else "fail"
         terms = terms_of(self._identity, self.limit(timeout), numel, atomic=True, on_lost=on_lost, name=name)
@@ -499,6 +529,22 @@ class GuardedProcessGroup(dist.ProcessGroup):
                 whole.participants = outcome.participants
 
         return Operation(terms, index, run)
+
+    def _part_operation(
+        self, carrier: GuardedProcessGroup, ranks: tuple[int, ...], tensor: torch.Tensor | None, timeout: float | None
+    ) -> Operation:
+        carried = carrier._operation(tensor, timeout, self._queue)
+        there = carried.terms.ranks
+        if len(there) != carrier.size():
+            raise GuardError(
+                told(
+                    "process group {name} is a part of a group of which {ranks} go on without the others: use the groups "
+                    "of the mesh that the model is on now",
+                    name=self._name,
+                    ranks=ranks_text(there),
+                )
+            )
+        return PartOperation(carried, [there.index(rank) for rank in ranks])
 
     def _start(
         self, queue: WorkQueue, op: str, tensor: torch.Tensor | None, results: Any, perform: Perform, blocking: bool

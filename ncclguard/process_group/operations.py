@@ -34,7 +34,9 @@ from ncclguard.engine.table import (
     Arguments,
     Collective,
 )
-from ncclguard.transport.memory import writable
+from ncclguard.errors import GuardError
+from ncclguard.transport.memory import reduction, writable
+from ncclguard_explain.language import told
 
 Perform = Callable[[], None]
 #: What the ranks of an all-to-all tell each other before it.
@@ -344,6 +346,161 @@ class Operation:
         if not whole.is_contiguous():
             raise ValueError(f"{what} is not contiguous: call contiguous() first")
         return list(whole.detach().view(-1).view(self.size, part.numel()).unbind(0))
+
+
+class PartOperation(Operation):
+    """A collective within each of several parts of a group: one exchange of the whole group, or two, with one verdict.
+
+    So a rank that is lost in one part is lost for all of them at the same place. `places`: where this part's ranks are
+    in the group; all parts are as long, and their tensors too. What a part of more than two ranks has in common is
+    computed by one of them, so that all have the same bits.
+    """
+
+    def __init__(self, whole: Operation, places: Sequence[int]) -> None:
+        super().__init__(whole.terms, list(places).index(whole.index), whole.run)
+        self.size = len(places)
+        self._places = places
+        self._everybody = whole.size
+
+    def all_reduce(self, tensor: torch.Tensor, op: object) -> Perform:
+        if tensor.is_sparse:
+            raise self._refused("all_reduce of a sparse tensor")
+        check_tensor(tensor, "tensor", written=True)
+        kind, numel = self._combined(ALL_REDUCE, tensor, op), tensor.numel()
+
+        def perform() -> None:
+            if self.size == 2:  # one exchange has as many bytes as two of a half each
+                _put(tensor, self._reduced(ALL_REDUCE.name, [_row(tensor)] * 2, kind))
+                return
+            share = -(-numel // self.size)
+            sent = list(_padded(tensor, share * self.size).view(self.size, share).unbind(0))
+            total = self._reduced(ALL_REDUCE.name, sent, kind)
+            shares = [torch.empty_like(total) for _ in sent]
+            self._exchange(ALL_REDUCE.name, shares, [total] * self.size, (kind, numel, "shares"))
+            _put(tensor, torch.cat(shares)[:numel])
+
+        return self._unless_alone(perform) if numel else lambda: None
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: object) -> Perform:
+        check_tensor(output, "output", written=True)
+        self._check_length(inputs, "inputs")
+        kind, own = self._combined(REDUCE_SCATTER, output, op), inputs[self.index]
+        if own.numel() != output.numel() or any(tensor.dtype != output.dtype for tensor in inputs):
+            raise ValueError(
+                f"output is {describe(output)}, but the input for this rank is {describe(own)}: make them alike"
+            )
+        if self.size == 1:
+            return lambda: _put(output, inputs[0])
+        return lambda: _put(output, self._reduced(REDUCE_SCATTER.name, [_row(one) for one in inputs], kind))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Perform:
+        check_tensor(tensor, "tensor", written=True)
+        source = self._source(root)
+        return self._unless_alone(lambda: _put(tensor, self._from(source, tensor, [_row(tensor)] * self.size)))
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Perform:
+        check_tensor(output, "output", written=True)
+        source = self._source(root)
+        if self.index == source:
+            self._check_length(inputs, "inputs")
+            if any(tensor.numel() != output.numel() or tensor.dtype != output.dtype for tensor in inputs):
+                raise ValueError(f"every input must be like the output, which is {describe(output)}")
+        if self.size == 1:
+            return lambda: _put(output, inputs[0])
+        return lambda: _put(output, self._from(source, output, [_row(one) for one in inputs]))
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Perform:
+        check_tensor(tensor, "tensor")
+        self._check_length(outputs, "outputs")
+        for output in outputs:
+            check_tensor(output, "output", written=True)
+        sizes = tuple(output.numel() for output in outputs)
+        if sizes[self.index] != tensor.numel() or any(output.dtype != tensor.dtype for output in outputs):
+            raise ValueError(
+                f"the input is {describe(tensor)}, but its output {describe(outputs[self.index])}: make them alike"
+            )
+        if self.size == 1:
+            return lambda: _put(outputs[0], tensor)
+        return lambda: self._exchange(ALL_GATHER.name, outputs, [_row(tensor)] * self.size, sizes)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: object) -> Perform:
+        raise self._refused("reduce")
+
+    def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Perform:
+        raise self._refused("gather")
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], known: object = None
+    ) -> Perform:
+        raise self._refused("all_to_all")
+
+    @staticmethod
+    def _refused(what: str) -> GuardError:
+        return GuardError(
+            told(
+                "{what} is not carried on a group of the mesh of a model that goes on without lost ranks: make a group "
+                "for it with new_group",
+                what=what,
+            )
+        )
+
+    def _combined(self, collective: Collective, tensor: torch.Tensor, op: object) -> str:
+        kind = self._reduction(collective, tensor, op)
+        if kind not in _COMBINE:
+            raise self._refused(f"{collective.name} with {kind}")
+        return kind
+
+    def _source(self, root: int) -> int:
+        self._checked_root(root)
+        return root
+
+    def _from(self, source: int, like: torch.Tensor, sent: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what the rank at `source` of this part has `sent` this one."""
+        found, nothing = _row(like).new_empty(like.numel()), _row(like).new_empty(0)
+        received = [found if place == source else nothing for place in range(self.size)]
+        inputs = sent if self.index == source else [nothing] * self.size
+        self._exchange(BROADCAST.name, received, inputs, (source, like.numel()))
+        return found
+
+    def _reduced(self, name: str, inputs: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
+        """Return the reduction of what all ranks of this part have for this one.
+
+        It is added up in the order of the ring that carries a group's own: the next rank's first, this one's last.
+        """
+        combine = _COMBINE[kind]
+        received = [torch.empty_like(inputs[self.index]) for _ in inputs]
+        self._exchange(name, received, inputs, (kind, *(one.numel() for one in inputs)))
+        total, *others = (received[(self.index + distance) % self.size] for distance in range(1, self.size + 1))
+        for other in others:
+            total = combine(total, other)
+        reduction(kind).finish(total, self.size)
+        return total
+
+    def _exchange(
+        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], said: Sequence[object]
+    ) -> None:
+        """Send `inputs[i]` to the i-th rank of this part, and get `outputs[i]` from it."""
+        nothing = _row(outputs[0]).new_empty(0)
+        sent, received = [nothing] * self._everybody, [nothing] * self._everybody
+        for place, output, tensor in zip(self._places, outputs, inputs, strict=True):
+            sent[place], received[place] = tensor, output
+        detail = f"{sum(output.numel() for output in outputs)} elements, in parts of {self.size} ranks"
+        arguments = Arguments(others=sent, outputs=received)
+        self.run(ALL_TO_ALL.named(name), arguments, ONE, like=nothing, detail=detail, key=(self.size, *said))
+
+
+#: How two ranks' tensors are reduced.
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+}
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1)
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

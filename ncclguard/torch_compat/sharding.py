@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
+from ncclguard.torch_compat.groups import group_ranks
 from ncclguard.torch_compat.stores import PrefixStore
 
 
@@ -50,11 +52,19 @@ def obstacle(model: nn.Module, group: dist.ProcessGroup) -> str:
         return "FullyShardedDataParallel (FSDP1) keeps flat shards: use fully_shard"
     known = set()
     for each in _param_groups(model):
-        mesh = each.mesh_info.mesh
-        if type(each.mesh_info).__name__ != "FSDPMeshInfo" or mesh.ndim != 1 or each.mesh_info.is_spmd_mesh:
-            return f"its mesh {mesh} has more than the one dimension that shards: make it of one"
-        if each.mesh_info.shard_process_group is not group:
+        mesh, kind = each.mesh_info.mesh, type(each.mesh_info).__name__
+        if mesh.ndim != {"FSDPMeshInfo": 1, "HSDPMeshInfo": 2}.get(kind) or each.mesh_info.is_spmd_mesh:
+            return (
+                f"its mesh {mesh} has other dimensions than the one that shards, or than one that replicates and one "
+                "that shards: make it of these"
+            )
+        if each.mesh_info.shard_mesh_dim != mesh.ndim - 1:
+            return f"the first dimension of its mesh {mesh} shards: make it (replicate, shard)"
+        is_all = each.mesh_info.shard_process_group is group or mesh.ndim == 2
+        if not is_all or tuple(mesh.mesh.flatten().tolist()) != group_ranks(group):
             return f"its mesh {mesh} is not of the process group of the steps: use init_device_mesh over all ranks"
+        if mesh != mesh_of([model]):
+            return f"it is on two meshes, {mesh} and {mesh_of([model])}: use one"
         if each.post_forward_mesh_info not in (None, each.mesh_info):
             return "reshard_after_forward is a number: use True or False"
         if each.mesh_info.reduce_scatter_process_group is not None:
@@ -148,8 +158,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_first_dimension(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is sharded over one dimension of a mesh, by its rows."""
-    return isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),)
+    """Return whether a tensor is sharded over the last dimension of a mesh, by its rows, and over no other."""
+    return isinstance(tensor, DTensor) and tuple(tensor.placements) == _by_rows(tensor.device_mesh)
+
+
+def _by_rows(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
@@ -158,14 +172,16 @@ def is_whole(tensor: torch.Tensor) -> bool:
 
 
 def of_same_kind(part: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
-    """Make a tensor of this global shape, sharded on dimension 0, of which this rank has `part`."""
+    """Make a tensor of this global shape, of which this rank has `part`: rows, by the last dimension of the mesh."""
     stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(part, mesh, (Shard(0),), run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(part, mesh, _by_rows(mesh), run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def on_mesh(value: Any, mesh: DeviceMesh) -> Any:
     """Return a value that every rank has, placed on another mesh if it is a DTensor."""
-    return DTensor.from_local(value._local_tensor, mesh, (Replicate(),), run_check=False) if is_whole(value) else value
+    if not is_whole(value):
+        return value
+    return DTensor.from_local(value._local_tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def reset(model: nn.Module) -> None:
@@ -194,19 +210,22 @@ def move(models: Iterable[nn.Module], mesh: DeviceMesh, parts: dict[int, torch.T
     `parts`: this rank's rows of each sharded parameter, by its id, contiguous, in memory of their own that may be
     longer: as many rows as rank 0 of the mesh has.
     """
-    index, size = mesh.get_local_rank(), mesh.size()
+    index, size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     for model in models:
         for each in _param_groups(model):
             info = each.mesh_info
             info.mesh, info.shard_mesh_size, info.shard_mesh_rank = mesh, size, index
-            info.shard_process_group = mesh.get_group()
+            info.shard_process_group = mesh.get_group(mesh.ndim - 1)
+            if mesh.ndim == 2:
+                info.replicate_mesh_size, info.replicate_mesh_rank = mesh.size(0), mesh.get_local_rank(0)
+                info.replicate_process_group = mesh.get_group(0)
             for fsdp_param in each.fsdp_params:
                 _move_parameter(fsdp_param, mesh, parts[id(fsdp_param.sharded_param)])
 
 
 def _move_parameter(fsdp_param: Any, mesh: DeviceMesh, part: torch.Tensor) -> None:
     rows, *rest = fsdp_param._orig_size
-    padded = torch.Size([-(-rows // mesh.size()), *rest])
+    padded = torch.Size([-(-rows // mesh.size(mesh.ndim - 1)), *rest])
     flat = torch.as_strided(part, (padded.numel(),), (1,), part.storage_offset())
     fsdp_param.sharded_size, fsdp_param.padded_sharded_param_size = part.size(), padded
     fsdp_param.contiguous_sharded_stride = part.stride()
@@ -214,7 +233,8 @@ def _move_parameter(fsdp_param: Any, mesh: DeviceMesh, part: torch.Tensor) -> No
     parameter = fsdp_param.sharded_param
     parameter._local_tensor = part
     parameter._spec = of_same_kind(part, mesh, fsdp_param._orig_size)._spec
-    fsdp_param._sharding_spec, fsdp_param._spmd_mesh, fsdp_param._shard_mesh = parameter._spec, mesh, mesh
+    fsdp_param._sharding_spec, fsdp_param._spmd_mesh = parameter._spec, mesh
+    fsdp_param._shard_mesh = fsdp_param._init_shard_mesh()  # of the mesh of `mesh_info`
     if hasattr(fsdp_param, "_sharding_spec_by_dtype"):  # torch 2.15
         fsdp_param._sharding_spec_by_dtype.clear()
     fsdp_param.all_gather_outputs = []  # made anew, with the lengths of the new mesh
@@ -222,9 +242,21 @@ def _move_parameter(fsdp_param: Any, mesh: DeviceMesh, part: torch.Tensor) -> No
         del fsdp_param._unsharded_param
 
 
-def mesh_over(group: dist.ProcessGroup, device_type: str, names: tuple[str, ...] | None) -> DeviceMesh:
-    """Make the mesh of a group that torch knows."""
-    return DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
+def mesh_over(groups: Sequence[dist.ProcessGroup], ranks: torch.Tensor, like: DeviceMesh) -> DeviceMesh:
+    """Make the mesh of these ranks, of which `groups`, that torch knows, are this rank's groups of each dimension."""
+    group: Any = list(groups) if ranks.ndim > 1 else groups[0]
+    return DeviceMesh.from_group(group, like.device_type, mesh=ranks, mesh_dim_names=like.mesh_dim_names)
+
+
+def replicas(model: nn.Module) -> int:
+    """Return how many ranks have each shard of a model: several with HSDP, else one."""
+    mesh = next((each.mesh_info.mesh for each in _param_groups(model)), None)
+    return mesh.size(0) if mesh is not None and mesh.ndim > 1 else 1
+
+
+def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Return this rank's groups of the dimensions of an FSDP2 model's mesh, that which shards last."""
+    return mesh_of([model]).get_all_groups()
 
 
 def mesh_of(models: Iterable[nn.Module]) -> DeviceMesh:

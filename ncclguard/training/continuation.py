@@ -33,6 +33,7 @@ from ncclguard.outcome import Outcome
 from ncclguard.process_group import enqueued
 from ncclguard.process_group.enqueued import EnqueuedProcessGroup
 from ncclguard.process_group.group import GuardedProcessGroup
+from ncclguard.torch_compat import zero
 from ncclguard.training import declaration, joining, places
 from ncclguard.watch import watcher
 from ncclguard_explain.cause import Cause
@@ -40,6 +41,7 @@ from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
     from ncclguard.training.shards import Shards
+    from ncclguard.training.zero import ZeroStates
 
 log = logging.getLogger("ncclguard")
 
@@ -71,6 +73,20 @@ def enroll(step: Step) -> None:
 
 def _living() -> list[Step]:
     return [step for reference in _steps if (step := reference()) is not None]
+
+
+def _knows_shards() -> bool:
+    """Return whether anything can be sharded here: what would tell takes a second to import."""
+    return "torch.distributed.tensor" in sys.modules
+
+
+def has_shards(models: Iterable[nn.Module]) -> bool:
+    """Return whether one of these models is sharded already."""
+    if not _knows_shards():
+        return False
+    from ncclguard.torch_compat import sharding
+
+    return any(sharding.shards_parameters(model) for model in models)
 
 
 def _named(outcome: Outcome, cause: Cause) -> tuple[int, ...]:
@@ -119,7 +135,7 @@ class Continuation:
         self._timeout = timeout
         self.taking_part = group  # has as many ranks as take part
         self._wrappers: list[DistributedDataParallel] = []
-        self._shards: list[Shards] = []
+        self._shards: list[Shards | ZeroStates] = []
         self._vote = joining.Vote()
         self._waiting = joining.Waiting()
         self._offers = places.Offers(self._waiting)
@@ -158,9 +174,16 @@ class Continuation:
         optimizers: Sequence[torch.optim.Optimizer],
         copies: int,
         load: Callable[[], object] | None,
-    ) -> Shards | None:
+    ) -> Shards | ZeroStates | None:
         """Protect what is sharded: say what goes on with the shards of ranks that are lost."""
-        if "torch.distributed.tensor" not in sys.modules:  # then nothing is sharded; its import takes a second
+        kept: Shards | ZeroStates
+        if any(map(zero.is_one, optimizers)):
+            from ncclguard.training.zero import ZeroStates
+
+            kept = ZeroStates(self.group, models, optimizers, copies, load)
+            self._shards.append(kept)
+            return kept
+        if not _knows_shards():
             if copies or load is not None:
                 raise GuardConfigError("copies and load are for sharded models (fully_shard): leave them out")
             return None

@@ -358,6 +358,28 @@ class _Unpickler(pickle.Unpickler):
         return made
 
 
+def packed(state: Any) -> torch.Tensor:
+    """Return a state in bytes: how long its description is, the description, and its tensors in order."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(state)
+    described = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+    length = torch.tensor([described.numel()]).view(torch.uint8)
+    return torch.cat([length, described, *(_bytes_of(tensor.cpu()) for tensor in pickler.tensors)])
+
+
+def unpacked(row: torch.Tensor) -> Any:
+    """Return the state that `packed` has made these bytes of, with tensors in memory of their own."""
+    end = 8 + int(row[:8].view(torch.int64))
+    unpickler = _Unpickler(io.BytesIO(row[8:end].numpy().tobytes()))
+    state = unpickler.load()
+    for tensor in unpickler.tensors:
+        own = _bytes_of(tensor)
+        begin, end = end, end + own.numel()
+        own.copy_(row[begin:end])
+    return state
+
+
 #: Broadcasts one tensor from the source to all members; raises as a guarded collective does.
 Broadcast = Callable[[torch.Tensor], None]
 

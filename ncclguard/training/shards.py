@@ -1,10 +1,15 @@
-"""Copies of neighbours' shards, so that a training whose state is sharded goes on when a rank is lost (FSDP2).
+"""Shards that are there twice, so that a training whose state is sharded goes on when a rank is lost (FSDP2, HSDP).
 
 After each optimizer step every rank sends its shard, parameters and the optimizer's state, to its neighbour, which
 keeps it in host memory; and it keeps its own. A step counts when these copies are complete on all ranks. Until then
 those of the step before are kept, so that whatever happens in a step, all survivors have the state from before it:
 their own, and the lost one's with its neighbour. They deal it out anew among themselves, by the rows of each tensor,
 and the model and the optimizer go on as the same objects with a smaller mesh.
+
+Where a mesh has replicas (HSDP), the ranks at the same place of each have the same shard, so that nothing is sent: a
+step counts when all have said that they have made it, and each keeps its own shard. As many ranks as are left make a
+mesh with as few parts as there were at first, or the next larger number by which theirs can be divided: a single
+replica in the worst case. `copies` counts the replicas: neighbours keep what is missing to it.
 
 A copy ends with a checksum that its owner took of what it sent. It is compared when the copy has arrived, and again
 before it is used: one that is not as it was is left aside, on all ranks alike.
@@ -92,12 +97,15 @@ def _product(sizes: Sequence[int]) -> int:
     return torch.Size(sizes).numel()
 
 
-def keepers(members: Sequence[int], hosts: Mapping[int, int], copies: int) -> dict[int, tuple[int, ...]]:
+def keepers(members: Sequence[int], hosts: Mapping[int, int], copies: int, parts: int) -> dict[int, tuple[int, ...]]:
     """Choose which ranks keep copies of each rank's shard: those that come next when the hosts take turns.
 
-    >>> keepers((0, 1, 2, 3), {0: 7, 1: 7, 2: 8, 3: 8}, 1)
+    Left out are those that have the same of `parts` shards themselves.
+
+    >>> keepers((0, 1, 2, 3), {0: 7, 1: 7, 2: 8, 3: 8}, 1, 4)
     {0: (2,), 2: (1,), 1: (3,), 3: (0,)}
     """
+    which = {rank: place % parts for place, rank in enumerate(members)}
     met: dict[int, int] = {}
     turns = []
     for rank in members:
@@ -105,9 +113,18 @@ def keepers(members: Sequence[int], hosts: Mapping[int, int], copies: int) -> di
         met[hosts[rank]] = met.get(hosts[rank], 0) + 1
     ring = [rank for _, rank in sorted(turns)]
     return {
-        rank: tuple(ring[(place + distance) % len(ring)] for distance in range(1, min(copies, len(ring) - 1) + 1))
+        rank: tuple(one for one in (*ring[place + 1 :], *ring[:place]) if which[one] != which[rank])[:copies]
         for place, rank in enumerate(ring)
     }
+
+
+def parts_of(ranks: int, least: int) -> int:
+    """Return in how many parts so many ranks share the state: the fewest from `least` on of which all have one.
+
+    >>> parts_of(6, 2), parts_of(7, 2), parts_of(63, 8), parts_of(1, 2)
+    (2, 7, 9, 1)
+    """
+    return next((parts for parts in range(least, ranks) if ranks % parts == 0), ranks)
 
 
 @dataclass
@@ -128,9 +145,50 @@ class Copies:
     def members(self) -> tuple[int, ...]:
         return tuple(sorted(self.kept_by))
 
+    def place(self, rank: int) -> int:
+        """Return which of the parts a member has."""
+        return self.members.index(rank) % self.layout.count
+
     def seal(self) -> None:
         """Put the checksum behind this rank's own row, the one that was sent if it was."""
         self.own[-_SUM:] = _total(self.own[:-_SUM]) if self.total is None else self.total
+
+
+def told_by_all(
+    group: GuardedProcessGroup, rank: int, members: tuple[int, ...], last: int, ranks: Sequence[int]
+) -> dict[int, list[int]]:
+    """Tell all members of some ranks, up to `last`; returns what each that has any has told. `rank`: this one."""
+    if len(members) == 1:
+        return {rank: list(ranks)} if ranks else {}
+    own = torch.zeros(last + 1, dtype=torch.uint8)
+    own[list(ranks)] = 1
+    told_by_each = own.new_empty(len(members) * own.numel())
+    group.all_gather_single(told_by_each, own).wait()
+    found = told_by_each.view(len(members), -1)
+    return {one: row.nonzero().flatten().tolist() for one, row in zip(members, found, strict=True) if row.any()}
+
+
+def told_hosts(group: GuardedProcessGroup, members: tuple[int, ...]) -> dict[int, int]:
+    """Return which members share a host; told when all copies are new."""
+    own = torch.tensor([zlib.crc32(host_key().encode())])
+    said = own.new_empty(len(members))
+    group.all_gather_single(said, own).wait()
+    return dict(zip(members, said.tolist(), strict=True))
+
+
+def make_known(
+    group: GuardedProcessGroup, ranks: tuple[int, ...], members: tuple[int, ...], whole: GuardedProcessGroup
+) -> None:
+    """Have torch know a group made by hand, once, by a name of its own: that of `members`, or a part of it."""
+    if group not in torch_compat.known_groups():
+        key = zlib.crc32(str((members, ranks) if group.is_part else members).encode())
+        name = f"{torch_compat.group_name(whole)}-{'part-' * group.is_part}{key:08x}"
+        sharding.make_known(group, name, ranks, whole)
+
+
+def sealed(data: torch.Tensor) -> torch.Tensor:
+    """Return a row of bytes with the checksum behind it that `intact` compares."""
+    return torch.cat([data, _total(data)])
 
 
 def intact(row: torch.Tensor) -> bool:
@@ -151,12 +209,15 @@ class Live(NamedTuple):
 
 
 class Shards:
-    """The sharded state of models and their optimizers, on one group, with `copies` copies of each shard.
+    """The sharded state of models and their optimizers, on one group, with each shard on `copies` further ranks.
 
     `settle` and `keep` are called by all members at the same place, and raise what the failed collective raises, with
     nothing changed that a later `settle` among fewer would need. `load`: loads the newest checkpoint on all ranks
     alike, where a shard is lost with all its copies.
     """
+
+    #: Models are dealt out by `settle` too, also to a new rank.
+    models_are_whole = False
 
     def __init__(
         self,
@@ -171,10 +232,17 @@ class Shards:
             found = sharding.obstacle(model, group)
             if found:
                 raise GuardConfigError(f"{type(model).__name__} cannot go on without a rank: {found}")
+            if sharding.mesh_of([model]).shape != sharding.mesh_of(models).shape:
+                raise GuardConfigError("sharded models of one step have meshes of one shape: make them alike")
         if not optimizers:
             raise GuardConfigError("a sharded model goes on with its optimizer: give that to resilient_step too")
         self._group = group
         self._copies, self._load = copies, load
+        for one in (one for model in models for one in sharding.groups_of(model)):
+            _become_part(one, group)
+        self._least = sharding.mesh_of(models).shape[-1]  # the parts that the state was cut into at first
+        # A lost shard may be had from another rank, so all agree on each step, and tell each other of damage.
+        self._is_held_twice = copies > 0 or sharding.replicas(models[0]) > 1
         self._parameters = sharding.parameters(models)
         known = {id(parameter) for parameter in self._parameters}
         for optimizer in optimizers:
@@ -221,11 +289,11 @@ class Shards:
         """The step is complete, once all members have the copies of what it made: parameters, optimizers' state."""
         fixed, moving = self._live()
         if not self._hosts:
-            self._hosts = self._told_hosts(self._members)
+            self._hosts = told_hosts(self._group, self._members)
         if self._fixed is not None and self._fixed.layout.tensors != tuple(fixed.tensors):
             self._fixed = None  # a parameter was frozen, or is not any more
         kept_fixed, kept_moving = self._fixed, self._moving
-        layouts = [Layout(live.tensors, len(self._members)) for live in (fixed, moving)]
+        layouts = [self._layout(live.tensors, self._members) for live in (fixed, moving)]
         if kept_fixed is None:
             kept_fixed = self._sent(layouts[0], self._members, self._reader(layouts[0], fixed))
         received = self._sent(layouts[1], self._members, self._reader(layouts[1], moving))
@@ -253,6 +321,7 @@ class Shards:
         return {
             "tensors": (self._fixed.layout.tensors, self._moving.layout.tensors),
             "kept_by": self._moving.kept_by,
+            "parts": self._moving.layout.count,
             "hosts": self._hosts,
             "anew": tuple(self._anew),
             "plain": [value for _, value in self._plain],
@@ -268,7 +337,7 @@ class Shards:
         """On the new rank, whose models are sharded over as many ranks as the job began with."""
         self._members = tuple(sorted(state["kept_by"]))
         self._fixed, self._moving = (
-            Copies(Layout(tensors, len(self._members)), state["kept_by"], _NOTHING) for tensors in state["tensors"]
+            Copies(Layout(tensors, state["parts"]), state["kept_by"], _NOTHING) for tensors in state["tensors"]
         )
         self._hosts, self._states = dict(state["hosts"]), list(state["states"])
         self._anew = set(state["anew"])
@@ -330,6 +399,10 @@ class Shards:
 
     # ------------------------------------------------------------------ copies
 
+    def _layout(self, tensors: Sequence[Sharded], members: tuple[int, ...]) -> Layout:
+        """Return how `members` share these tensors."""
+        return Layout(tensors, parts_of(len(members), self._least))
+
     def _reader(self, layout: Layout, live: Live) -> Callable[[int, int], torch.Tensor]:
         """Reads bytes of the row of this rank's parts, which are written into one piece that is used again."""
         device = live.parts[0].device if live.parts else torch.device("cpu")
@@ -365,11 +438,12 @@ class Shards:
         raise GuardError(text)
 
     def _sent_once(self, layout: Layout, members: tuple[int, ...], read: Callable[[int, int], torch.Tensor]) -> Copies:
-        by_rank = keepers(members, self._hosts, self._copies)
+        missing = max(0, self._copies - len(members) // layout.count + 1)
+        by_rank = keepers(members, self._hosts, missing, layout.count)
         sources = [rank for rank, kept_by in by_rank.items() if self._rank in kept_by]
         copies = Copies(layout, by_rank, _NOTHING)
         copies.others = {rank: self._row(layout.nbytes) for rank in sources}
-        if len(members) == 1 or not self._copies or not layout.nbytes:
+        if len(members) == 1 or not missing or not layout.nbytes:
             return copies
         total, sums = layout.nbytes + _SUM, list[torch.Tensor]()
         for begin in range(0, total, PIECE):
@@ -395,14 +469,9 @@ class Shards:
 
     def _named(self, members: tuple[int, ...], ranks: Sequence[int]) -> dict[int, list[int]]:
         """Tell all members of some former or present ones; returns what each that has any has told."""
-        if len(members) == 1 or not self._copies:
+        if not self._is_held_twice:
             return {self._rank: list(ranks)} if ranks else {}
-        own = torch.zeros(max(*self._members, *members) + 1, dtype=torch.uint8)
-        own[list(ranks)] = 1
-        told_by_all = own.new_empty(len(members) * own.numel())
-        self._group.all_gather_single(told_by_all, own).wait()
-        found = told_by_all.view(len(members), -1)
-        return {rank: row.nonzero().flatten().tolist() for rank, row in zip(members, found, strict=True) if row.any()}
+        return told_by_all(self._group, self._rank, members, max(*self._members, *members), ranks)
 
     def _say(self, members: tuple[int, ...], text: str, named: Sequence[tuple[object, ...]]) -> None:
         """One rank logs it."""
@@ -425,18 +494,11 @@ class Shards:
             self._spare = list(before.others.values())
         else:
             copies.own = torch.zeros(copies.layout.nbytes + _SUM, dtype=torch.uint8)
-        index = copies.members.index(self._rank)
+        index = copies.place(self._rank)
         for number, part in enumerate(live.parts):
             copies.layout.part(copies.own, number, index).copy_(part)
-        if self._copies:
+        if self._is_held_twice:
             copies.seal()
-
-    def _told_hosts(self, members: tuple[int, ...]) -> dict[int, int]:
-        """Return which members share a host; told when all copies are new."""
-        own = torch.tensor([zlib.crc32(host_key().encode())])
-        told = own.new_empty(len(members))
-        self._group.all_gather_single(told, own).wait()
-        return dict(zip(members, told.tolist(), strict=True))
 
     # ------------------------------------------------------------------ without those that are lost
 
@@ -451,14 +513,14 @@ class Shards:
             self._say(members, "rank %d's copy of the shard of %s is not as it was when it was made, and is not used",
                       [(rank, ranks_text(ranks)) for rank, ranks in damaged.items()])  # fmt: skip
             holders = self._holders(members, damaged)
-            missing = tuple(rank for rank in self._members if rank not in holders)
+            missing = tuple(rank for rank in self._members if self._moving.place(rank) not in holders)
         if missing:
             self._begin_again(missing, damaged, members, group)
             return
         assert self._fixed is not None
         assert self._moving is not None
         if not set(members) <= set(self._hosts):
-            self._hosts = self._told_hosts(members)
+            self._hosts = told_hosts(self._group, members)
         dealt = []
         for copies in (self._fixed, self._moving):
             fresh = self._dealt(copies, holders, members)
@@ -477,29 +539,25 @@ class Shards:
 
     def _damaged(self) -> list[int]:
         """Return whose shards this rank has, and not as they were when they were copied."""
-        if not self._copies or self._rank in self._anew:
+        if not self._is_held_twice or self._rank in self._anew:
             return []
         kept = [
             {self._rank: copies.own, **copies.others} for copies in (self._fixed, self._moving) if copies is not None
         ]
         return sorted({rank for rows in kept for rank, row in rows.items() if not intact(row)})
 
-    def _holders(self, members: tuple[int, ...], damaged: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Return of whom each former member's shard can be had, where it can."""
+    def _holders(self, members: tuple[int, ...], damaged: Mapping[int, Sequence[int]]) -> Holders:
+        """Return of whom each part can be had, where it can."""
         assert self._moving is not None
-        holders = {}
-        for rank, kept_by in self._moving.kept_by.items():
-            left = [
-                one
-                for one in (rank, *kept_by)
-                if one in members and one not in self._anew and rank not in damaged.get(one, ())
-            ]
-            if left:
-                holders[rank] = left[0]
+        holders: Holders = {}
+        for rank, kept_by in sorted(self._moving.kept_by.items()):
+            for one in (rank, *kept_by):
+                if one in members and one not in self._anew and rank not in damaged.get(one, ()):
+                    holders.setdefault(self._moving.place(rank), []).append((one, rank))
         return holders
 
-    def _dealt(self, copies: Copies, holders: Mapping[int, int], members: tuple[int, ...]) -> Copies:
-        """This rank's part of all rows, when `members` share them; each row is sent by who has it."""
+    def _dealt(self, copies: Copies, holders: Holders, members: tuple[int, ...]) -> Copies:
+        """This rank's part of all rows, when `members` share them; each row is sent by one of those that have it."""
         for _ in range(TRIES):
             dealt, wrong = self._dealt_once(copies, holders, members)
             damaged = self._named(members, wrong)
@@ -515,32 +573,30 @@ class Shards:
         )
         raise GuardError(text)
 
-    def _dealt_once(
-        self, copies: Copies, holders: Mapping[int, int], members: tuple[int, ...]
-    ) -> tuple[Copies, list[int]]:
+    def _dealt_once(self, copies: Copies, holders: Holders, members: tuple[int, ...]) -> tuple[Copies, list[int]]:
         """Return this rank's part, and who has sent what did not arrive as it was."""
-        old, new = copies.layout, Layout(copies.layout.tensors, len(members))
+        old, new = copies.layout, self._layout(copies.layout.tensors, members)
         fresh, wrong = torch.zeros(new.nbytes + _SUM, dtype=torch.uint8), set[int]()
-        held = {rank: copies.own if rank == self._rank else copies.others[rank] for rank in copies.members
-                if holders[rank] == self._rank}  # fmt: skip
-        me = members.index(self._rank)
+        own = members.index(self._rank)
+        sources = [_sources(holders, rank, place) for place, rank in enumerate(members)]
         for numbers in _batches(old):
             inputs, outputs, places = [], [], []
-            for index, rank in enumerate(members):
+            for place, rank in enumerate(members):
                 mine = [
-                    old.part(held[source], number, copies.members.index(source))[first:last]
+                    old.part(copies.own if whose == self._rank else copies.others[whose], number, part)[first:last]
                     for number in numbers
-                    for source in held
-                    for first, last in [_common(old, number, copies.members.index(source), new, index)]
+                    for part, (source, whose) in sources[place].items()
+                    if source == self._rank
+                    for first, last in [_common(old, number, part, new, place % new.count)]
                     if first < last
                 ]
                 inputs.append(_summed(_bytes_of(mine)))
                 into = [
-                    new.part(fresh, number, me)[first:last]
+                    new.part(fresh, number, own % new.count)[first:last]
                     for number in numbers
-                    for source in copies.members
-                    if holders[source] == rank
-                    for first, last in [_common(new, number, me, old, copies.members.index(source))]
+                    for part, (source, _) in sources[own].items()
+                    if source == rank
+                    for first, last in [_common(new, number, own % new.count, old, part)]
                     if first < last
                 ]
                 places.append(into)
@@ -553,18 +609,25 @@ class Shards:
             for rank, into, output in zip(members, places, outputs, strict=True):
                 if not torch.equal(_summed(output[:-_SUM])[-_SUM:], output[-_SUM:]):
                     wrong.add(rank)
-                for place, part in zip(into, torch.split(output[:-_SUM], list(map(_nbytes, into))), strict=True):
-                    place.copy_(part.clone().view(place.dtype).view(place.shape))
+                for target, part in zip(into, torch.split(output[:-_SUM], list(map(_nbytes, into))), strict=True):
+                    target.copy_(part.clone().view(target.dtype).view(target.shape))
         return Copies(new, {rank: () for rank in members}, fresh), sorted(wrong)
 
     def _install(self, dealt: Sequence[Copies], members: tuple[int, ...], group: GuardedProcessGroup) -> None:
         """Have models and optimizers go on with these shards, on `group`. Nothing is communicated."""
         before = sharding.mesh_of(self.models)
-        if group not in torch_compat.known_groups():
-            told = zlib.crc32(str(members).encode())
-            sharding.make_known(group, f"{torch_compat.group_name(self._group)}-{told:08x}", members, self._group)
-        mesh = sharding.mesh_over(group, before.device_type, before.mesh_dim_names)
-        index = members.index(self._rank)
+        count = dealt[0].layout.count
+        index = members.index(self._rank) % count
+        make_known(group, members, members, self._group)
+        if before.ndim == 1:
+            mesh = sharding.mesh_over([group], torch.tensor(members), before)
+        else:
+            ranks = torch.tensor(members).view(-1, count)
+            groups = []
+            for part in (members[index::count], tuple(ranks[members.index(self._rank) // count].tolist())):
+                groups.append(group.part(part))
+                make_known(groups[-1], part, members, self._group)
+            mesh = sharding.mesh_over(groups, ranks, before)
         parts: dict[tuple[int, str], torch.Tensor] = {}
         for copies in dealt:
             for number, tensor in enumerate(copies.layout.tensors):
@@ -573,9 +636,7 @@ class Shards:
         moved = {}
         for number, parameter in enumerate(self._parameters):
             if (number, "") in parts:
-                moved[id(parameter)] = _padded(
-                    parts[number, ""], shapes[number, ""], mesh.size(), sharding.local(parameter)
-                )
+                moved[id(parameter)] = _padded(parts[number, ""], shapes[number, ""], count, sharding.local(parameter))
         devices = {id(p): sharding.local(p).device for p in self._parameters}
         sharding.move(self.models, mesh, moved)
         with torch.no_grad():
@@ -625,7 +686,7 @@ class Shards:
         else:
             tensors = [list(copies.layout.tensors) for copies in (self._fixed, self._moving)]
         self._fixed = self._moving = None  # also when `load` fails, because another rank is lost
-        layouts = [Layout(each, len(members)) for each in tensors]
+        layouts = [self._layout(each, members) for each in tensors]
         dealt = [
             Copies(layout, {rank: () for rank in members}, torch.zeros(layout.nbytes + _SUM, dtype=torch.uint8))
             for layout in layouts
@@ -633,6 +694,30 @@ class Shards:
         self._install(dealt, members, group)
         self._load()
         self.keep()
+
+
+#: For each part: the members that have it, each with the rank whose row it is in.
+Holders = dict[int, list[tuple[int, int]]]
+
+
+def _sources(holders: Holders, rank: int, place: int) -> dict[int, tuple[int, int]]:
+    """Return of whom a member gets each part: of itself where it can be, else of one by turns."""
+    return {
+        part: next((one for one in those if one[0] == rank), those[place % len(those)])
+        for part, those in holders.items()
+    }
+
+
+def _become_part(group: Any, whole: GuardedProcessGroup) -> None:
+    """Have a group of a mesh carried by the group of the steps. Raises GuardConfigError for another backend's."""
+    if group is whole:
+        return
+    if not (isinstance(group, GuardedProcessGroup) and group.one_by_one and whole.one_by_one):
+        raise GuardConfigError(
+            'a model with replicas (HSDP) goes on without a rank on the backend "ncclguard" only: call '
+            'init_process_group("ncclguard"), and init_device_mesh without another backend'
+        )
+    group.become_part(whole, torch_compat.group_ranks(group))
 
 
 class _Marker:
@@ -694,9 +779,10 @@ def wanted(models: Sequence[nn.Module], copies: int, load: Callable[[], object] 
     sharded = [model for model in models if sharding.shards_parameters(model)]
     if not sharded and (copies or load is not None):
         raise GuardConfigError("copies and load are for sharded models (fully_shard): leave them out")
-    if sharded and not copies and load is None:
+    alone = [model for model in sharded if sharding.replicas(model) == 1]
+    if alone and not copies and load is None:
         raise GuardConfigError(
-            f"{type(sharded[0]).__name__} is sharded: a rank that is lost takes its shard with it. Give copies=1, so that "
-            "its neighbour has a copy, or load=, a function that loads the newest checkpoint"
+            f"{type(alone[0]).__name__} is sharded: a rank that is lost takes its shard with it. Give copies=1, so that "
+            "its neighbour has a copy, or load=, a function that loads the newest checkpoint; or replicate it (HSDP)"
         )
     return bool(sharded)

@@ -36,8 +36,9 @@ from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.replicas import ReplicaReport
 from ncclguard.replicas.check import OnDifference, Options, PeriodicCheck, SafeExchange
 from ncclguard.replicas.tensors import several
+from ncclguard.torch_compat import zero
 from ncclguard.training import declaration, joining
-from ncclguard.training.continuation import Continuation, enroll
+from ncclguard.training.continuation import Continuation, enroll, has_shards
 from ncclguard.training.loader import ElasticLoader
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import told
@@ -45,6 +46,7 @@ from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
     from ncclguard.training.shards import Shards
+    from ncclguard.training.zero import ZeroStates
 
 log = logging.getLogger("ncclguard")
 
@@ -56,14 +58,17 @@ _continuations: dict[int, Continuation] = {}  # by id of the group, which they h
 _uncalled: list[weakref.ref[ResilientStep]] = []
 
 
-def refuse_foreign(*given: Any) -> None:
-    """Raises GuardConfigError for what shards state in a way of its own: a rank that is lost takes a part with it."""
+def refuse_foreign(*given: Any, copies: int = 0) -> None:
+    """Raises GuardConfigError for what shards state in a way of its own: a rank that is lost takes a part with it.
+
+    `copies`: of the optimizer's state, which ZeRO-1 of torch goes on from.
+    """
     for each in (one for some in given for one in (some if isinstance(some, (list, tuple)) else (some,))):
         kinds = type(each).__mro__
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in kinds):
+        if zero.is_one(each) and not copies:
             raise GuardConfigError(
-                "ZeroRedundancyOptimizer has each parameter's state on one rank only, and that rank broadcasts it within "
-                'the optimizer\'s step: use fully_shard with copies=1, a plain optimizer, or on_lost="fail"'
+                "ZeroRedundancyOptimizer has each parameter's state on one rank only, and a rank that is lost takes it with "
+                'it: give copies=1 to resilient_step, so that its neighbour has a copy, or on_lost="fail"'
             )
         if any(kind.__module__.partition(".")[0] == "deepspeed" for kind in kinds):
             raise GuardConfigError(
@@ -115,7 +120,7 @@ class ResilientStep:
         if min_ranks < 1:
             raise GuardConfigError(f"min_ranks is {min_ranks}: it must be at least 1")
         if on_lost == "continue":
-            refuse_foreign(model, optimizer)
+            refuse_foreign(model, optimizer, copies=copies)
         functools.update_wrapper(self, function)
         self._function = function
         self._models = several(model, nn.Module, "model", "resilient_step")
@@ -138,13 +143,12 @@ class ResilientStep:
                 "check_every must be a number of steps, or 0 for no checks, got {value}", value=repr(check_every)
             )
             raise GuardConfigError(text)
+        compared = tuple(one for one in self._optimizers if not zero.is_one(one))  # whose state has no replicas
         self._check = (
-            PeriodicCheck(Options(self._models, self._optimizers, ignore, on_difference), check_every)
-            if check_every
-            else None
+            PeriodicCheck(Options(self._models, compared, ignore, on_difference), check_every) if check_every else None
         )
         self.replicas: ReplicaReport | None = None
-        self._shards: Shards | None = None
+        self._shards: Shards | ZeroStates | None = None
         self._given: dict[str, Any] | None = None  # what a new rank was told of them
         self._continuation: Continuation | None = None
         self._inside = self._stepped = False
@@ -159,7 +163,7 @@ class ResilientStep:
         self._keepers = self._what_a_try_may_change()
         for one in self._optimizers:
             one.register_step_pre_hook(self._before_optimizer)
-        if copies or load is not None:
+        if copies or load is not None or has_shards(self._models):
             _uncalled.append(weakref.ref(self))
 
     @property
@@ -370,10 +374,11 @@ class ResilientStep:
         Sharded models and their optimizers are dealt out behind that, among all.
         """
         whole = self._shards is None
+        models_are_whole = self._shards is None or self._shards.models_are_whole
         return {
             "completed": self.completed,
             "updates": place.counted(),
-            "models": [joining.model_state(model) for model in self._models] if whole else [],
+            "models": [joining.model_state(model) for model in self._models] if models_are_whole else [],
             "modes": [[module.training for module in model.modules()] for model in self._models],
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers] if whole else [],
             "shards": None if self._shards is None else self._shards.state_for_newcomer(),
@@ -386,7 +391,7 @@ class ResilientStep:
         self.completed, self._given = state["completed"], state["shards"]
         place.count_on(state["updates"])
         whole = self._given is None
-        for model, values in zip(self._models if whole else (), state["models"], strict=True):
+        for model, values in zip(self._models if state["models"] else (), state["models"], strict=True):
             joining.take_model_state(model, values)
         for model, modes in zip(self._models, state["modes"], strict=True):
             for module, training in zip(model.modules(), modes, strict=True):
@@ -437,14 +442,15 @@ def resilient_step(*models: Any, **options: Any) -> Any:
     that take part. `loader`: an `ElasticLoader`; the function then gets the batch as its first argument, in each try
     anew. `keep`: what else is restored, by its `state_dict`, one or several: scheduler, scaler.
     `on_change(before, now)`: called with the numbers of ranks on each survivor before the step is done again:
-    the place for a rule for learning rate or batch size. `copies`: of sharded models (FSDP2), how many neighbours keep
-    a copy of each rank's shard, in host memory; and
-    `load()`: loads the newest checkpoint on all ranks alike, where a shard is lost with its copies; one of the two is
-    needed where something is sharded. `check_every`: compare the replicas once in so many steps, a part of them in each
-    (0: never); `on_difference`, `ignore`: as of `check_replicas`. `on_lost`: "continue", or "fail": raise as without
-    this. `min_ranks`: the job ends when fewer are left (1). `accumulates`: gradients that are there when a step begins
-    are copied, and brought back; by default they are cleared, as the function does itself. `group` (default: all
-    ranks), `timeout` (seconds or timedelta, of the survivors' meeting).
+    the place for a rule for learning rate or batch size. `copies`: of sharded models (FSDP2) and
+    ZeroRedundancyOptimizer, how many other ranks have each rank's part: its replicas (HSDP), or else neighbours, which
+    keep a copy in host memory; and `load()`: loads the newest checkpoint on all ranks alike, where a shard is lost with
+    its copies; one of the two is needed where something is sharded and has no replica. `check_every`: compare the
+    replicas once in so many steps, a part of them in each (0: never); `on_difference`, `ignore`: as of
+    `check_replicas`. `on_lost`: "continue", or "fail": raise as without this. `min_ranks`: the job ends when fewer are
+    left (1). `accumulates`: gradients that are there when a step begins are copied, and brought back; by default they
+    are cleared, as the function does itself. `group` (default: all ranks), `timeout` (seconds or timedelta, of the
+    survivors' meeting).
 
     Restored are gradients, buffers, modes, random numbers, the optimizer's hyperparameters, and what is in `keep`. Once
     the optimizer's step has begun the step stands: collectives behind it go on without lost ranks. With `copies` or

@@ -254,7 +254,9 @@ class Ring:
         _copy(received[self._index], sent[self._index])
         for distance in range(1, self._size):
             to, by = (self._index + distance) % self._size, (self._index - distance) % self._size
-            yield from self._flow(self._links[to], _whole(sent[to]), self._links[by], _whole(received[by]))
+            out = self._links[to] if sent[to] else None  # the lengths agree, so nobody waits for what is not sent
+            into = self._links[by] if received[by] else None
+            yield from self._flow(out, _whole(sent[to]), into, _whole(received[by]))
 
     # --- connections that votes and rings do not need -----------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from torch.distributed.fsdp import FSDPModule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +91,44 @@ while len(values) < 3:
         values.append(evaluate())
     time.sleep(0.02)
 os.write(1, f"end {rank} {values}\\n".encode())
+"""
+
+
+REPLICATED = """
+import json, os, signal, time, torch, torch.distributed as dist, ncclguard as ng
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+new = "NCCLGUARD_JOINS" in os.environ
+torch.set_num_threads(1)
+dist.init_process_group("ncclguard")
+rank = dist.get_rank()
+torch.manual_seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+for layer in (model[0], model[2], model):
+    fully_shard(layer, mesh=mesh)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+optimizer.register_step_post_hook(lambda *_: dies(5, 1))
+def dies(step, who):
+    if (train.completed, rank) == (step, who) and not new:
+        os.kill(os.getpid(), signal.SIGKILL)
+@ng.resilient_step(model, optimizer)
+def train():
+    optimizer.zero_grad()
+    rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(train.completed))
+    loss = model(rows).square().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return loss.item()
+lines, whole = [], 0
+while whole < 5:
+    loss = train()
+    lines.append([train.completed, loss, list(train.made_by), list(model[0].weight.device_mesh.shape)])
+    whole = whole + 1 if train.completed > 6 and len(train.made_by) == 4 else 0
+    time.sleep(0.05)
+os.write(1, f"end {rank} {json.dumps(lines)}\\n".encode())
+dist.destroy_process_group()
 """
 
 
@@ -280,6 +319,34 @@ def test_who_takes_a_lost_ranks_place_evaluates_with_the_others_where_no_step_is
     assert sorted(re.findall(r"^end .*", output, re.MULTILINE)) == [f"end {rank} [3, 3, 3]" for rank in range(3)], (
         output
     )
+
+
+def test_with_replicas_a_spare_gets_its_shard_and_the_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """HSDP without copies; all ranks have the same rows, so the mean over three of them is that over four."""
+    (tmp_path / "train.py").write_text(REPLICATED)
+    job = start(tmp_path, "--nproc-per-node", "4", "--spares", "1", "train.py", merged=True)
+    try:
+        output, _ = job.communicate(timeout=240)
+    finally:
+        end(job)
+    assert job.returncode == 0, output
+    told = {int(rank): json.loads(text) for rank, text in re.findall(r"^end (\d) (.*)", output, re.MULTILINE)}
+    assert sorted(told) == [0, 1, 2, 3], output
+    assert [line[2:] for line in told[0][4:6]] == [[[0, 1, 2, 3], [2, 2]], [[0, 2, 3], [1, 3]]], told[0]
+    assert told[1][-1] == told[0][-1]
+    assert told[0][-1][2:] == [[0, 1, 2, 3], [2, 2]]
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for step, (completed, loss, *_) in enumerate(told[0]):
+        assert completed == step + 1
+        optimizer.zero_grad()
+        rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        undisturbed = model(rows).square().mean()
+        undisturbed.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        assert loss == pytest.approx(undisturbed.item(), rel=1e-6, abs=1e-6)
 
 
 HEALTHY = """

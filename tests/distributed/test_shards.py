@@ -1,4 +1,7 @@
-"""A sharded training (FSDP2) goes on when ranks are killed in it: a neighbour has the lost shard."""
+"""A sharded training goes on when ranks are killed in it: a neighbour has the lost shard, or with HSDP a replica.
+
+With ZeRO-1's optimizer only its state is sharded.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint_state
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.training import shards
 from ncclguard.training.continuation import Continuation
+from ncclguard.training.zero import ZeroStates
 
 SIZE, STEPS, BATCH, SAMPLES, WIDTH = 4, 7, 3, 50, 17
 #: Rank, step, moment.
 Kill = tuple[int, int, str]
-#: All but the last: the step is done again. "optimizer" is before, and "behind" after the killed rank's own optimizer.
+#: All but the last: the step is done again. "optimizer" is before, and "behind" after the killed rank's own optimizer;
+#: "copies" while they are sent, or where none are, while all tell each other that they have made the step.
 MOMENTS = ("forward", "backward", "reduction", "optimizer", "behind", "copies", "complete")
 
 
@@ -49,12 +55,26 @@ def make_model() -> nn.Sequential:
     )
 
 
-def sharded(model: nn.Sequential) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def sharded(model: nn.Sequential, parts: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """By FSDP2 over all ranks, or by HSDP with replicas of so many parts."""
+    size = dist.get_world_size()
+    if parts:
+        parts = shards.parts_of(size, parts)
+        mesh = init_device_mesh("cpu", (size // parts, parts), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (size,))
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def with_zero(model: nn.Sequential, in_buckets: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: Any = ZeroRedundancyOptimizer(trained, torch.optim.Adam, parameters_as_bucket_view=in_buckets, lr=1e-2)
+    return DistributedDataParallel(model, bucket_cap_mb=0.0005), optimizer
 
 
 def learn(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor, strike: Any = None) -> float:
@@ -79,8 +99,10 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor
 
 def digest(model: Any) -> str:
     """The same for the same parameters, to the last bit."""
-    model.reshard()  # an evaluation leaves the root's gathered
-    whole = b"".join(p.full_tensor().detach().cpu().numpy().tobytes() for p in model.parameters())
+    if isinstance(model, FSDPModule):
+        model.reshard()  # an evaluation leaves the root's gathered
+    parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    whole = b"".join(p.detach().cpu().numpy().tobytes() for p in parameters)
     return hashlib.sha256(whole).hexdigest()
 
 
@@ -105,13 +127,19 @@ class Strike:
         model[2].register_full_backward_hook(lambda *_: self.at("backward"))
         optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
         kind = type(dist.group.WORLD)
-        for name in ("_reduce_scatter_base", "reduce_scatter_single"):  # by the version of torch
+        for name in ("_reduce_scatter_base", "reduce_scatter_single", "allreduce"):  # by the version of torch; DDP
             self._count(kind, name, "reduction", 2, lambda: self.inside)
         self.keeping = self.dealing = False
-        self._within(shards.Shards, "keep", "keeping")
-        self._within(shards.Shards, "_deal_out", "dealing")
+        self.sharing = False  # what ZeRO-1's step broadcasts
+        for owner in (shards.Shards, ZeroStates):
+            self._within(owner, "keep", "keeping")
+            self._within(owner, "_deal_out", "dealing")
+        self._within(type(optimizer), "_sync_params", "sharing", optional=True)
         self._count(kind, "exchange", "copies", 2, lambda: self.keeping)
-        self._count(kind, "alltoall", "dealing", 2, lambda: self.dealing)
+        self._count(kind, "all_gather_single", "copies", 2, lambda: self.keeping)
+        for name in ("alltoall", "broadcast"):
+            self._count(kind, name, "dealing", 2, lambda: self.dealing)
+        self._count(kind, "broadcast", "sharing", 3, lambda: self.sharing)
         meet = Continuation._meet
 
         def meet_or_die(going: Any, what: str) -> tuple[int, ...]:
@@ -133,8 +161,10 @@ class Strike:
 
         setattr(owner, name, counted)
 
-    def _within(self, owner: Any, name: str, flag: str) -> None:
-        method = getattr(owner, name)
+    def _within(self, owner: Any, name: str, flag: str, optional: bool = False) -> None:
+        method = getattr(owner, name, None)
+        if method is None and optional:
+            return
 
         def within(*args: Any, **named: Any) -> Any:
             setattr(self, flag, True)
@@ -162,7 +192,10 @@ class Damage:
         for when, whose, which in self.copies:
             if when == step:
                 kept = getattr(one._shards, which)
-                self.flip(kept.own if whose == dist.get_rank() else kept.others[whose])
+                if isinstance(kept, dict):
+                    self.flip(kept[whose])
+                else:
+                    self.flip(kept.own if whose == dist.get_rank() else kept.others[whose])
 
     def flip(self, data: torch.Tensor) -> None:
         data[self.rng.randrange(data.numel())] ^= 1 << self.rng.randrange(8)
@@ -201,11 +234,13 @@ def train(kills: list[Kill], options: dict[str, Any], folder: str, port: int) ->
     """FSDP2 with dropout, clipping and a frozen layer; reports what each completed step was."""
     rank = begin(port)
     shards.PIECE = 512  # so that copies have several
-    model, optimizer = sharded(make_model())
+    plain = make_model()
+    zero = options.pop("zero", None)
+    model, optimizer = sharded(plain, options.pop("parts", 0)) if zero is None else with_zero(plain, zero == "buckets")
     loader = ng.ElasticLoader(Rows(), BATCH, seed=7)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     strike = Strike(kills)
-    strike.everywhere(model, optimizer)
+    strike.everywhere(plain, optimizer)
     torch.manual_seed(100 + rank)
     loaded = list[int]()
 
@@ -296,11 +331,11 @@ def one_process(ranks: list[list[int]]) -> list[float]:
     return losses
 
 
-def phase(members: list[int], first: int, last: int, position: int, folder: str, port: int) -> None:
+def phase(members: list[int], first: int, last: int, position: int, folder: str, parts: int, port: int) -> None:
     """Steps of a job of its own that was never disturbed: torch's FSDP2 made for as many ranks, from the state before."""
     place = begin(port)
     rank = members[place]
-    model, optimizer = sharded(make_model())
+    model, optimizer = sharded(make_model(), parts)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     options = checkpoint_state.StateDictOptions(full_state_dict=True)
     torch.manual_seed(100 + rank)
@@ -326,14 +361,14 @@ def phase(members: list[int], first: int, last: int, position: int, folder: str,
     dist.destroy_process_group()
 
 
-def separate_jobs(ranks: list[list[int]], folder: Path) -> tuple[list[float], Any]:
+def separate_jobs(ranks: list[list[int]], folder: Path, parts: int = 0) -> tuple[list[float], Any]:
     """The losses and the parameters at the end, a job for each membership, which begins with the state of the last."""
     losses, position, first = list[float](), 0, 0
     while first < len(ranks):
         members = ranks[first]
         last = next((step for step in range(first, len(ranks)) if ranks[step] != members), len(ranks))
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        arguments = [members, first, last, position, str(folder), store.port]
+        arguments = [members, first, last, position, str(folder), parts, store.port]
         job = faults.run_ranks(phase, len(members), args=arguments, timeout=100).check()
         losses += [job[0].reports[f"step {step}"] for step in range(first, last)]
         position += BATCH * len(members) * (last - first)
@@ -351,10 +386,12 @@ def without(kills: list[Kill]) -> list[list[int]]:
     return [[rank for rank in range(SIZE) if step < last.get(rank, STEPS)] for step in range(STEPS)]
 
 
-def check(kills: list[Kill], reference: tuple[list[float], Any] | None = None) -> None:
+def check(
+    kills: list[Kill], reference: tuple[list[float], Any] | None = None, options: dict[str, Any] | None = None
+) -> None:
     """All steps are done by the ranks that are left, on the samples that come next, with the reference's losses."""
     expected = without(kills)
-    job = run(kills)
+    job = run(kills, options)
     ends = job.values("end")
     assert sorted(ends) == expected[-1], job
     assert all(end[0] == expected for end in ends.values()), (ends, expected)
@@ -441,6 +478,118 @@ def test_with_two_copies_neighbours_may_be_lost() -> None:
     )
 
 
+# ---------------------------------------------------------------------- replicas (HSDP): two of two parts
+
+
+def test_with_replicas_it_is_the_training_of_separate_jobs_to_the_last_bit(tmp_path: Path) -> None:
+    """The jobs are torch's own HSDP on a mesh of 2 x 2, then 1 x 3, 1 x 2, with groups of their own for each dimension.
+
+    A neighbour keeps what is missing to one copy while there is one replica only.
+    """
+    kills = [(0, 2, "reduction"), (2, 4, "copies")]
+    check(kills, separate_jobs(without(kills), tmp_path, 2), {"parts": 2, "copies": 1, "check_every": 1})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_replicas_ranks_are_killed_at_random_moments(seed: int) -> None:
+    """Without copies a rank, or two that have not the same shard, of the first step or a later one."""
+    rng = random.Random(seed)
+    first = rng.randrange(SIZE)
+    step = rng.randrange(1, STEPS)
+    kills = [(first, step, rng.choice(MOMENTS[:-1]))]
+    if seed:
+        kills.append((first ^ rng.choice((1, 3)), step, kills[0][2]))
+    check(kills, options={"parts": 2})
+
+
+def test_of_a_shard_all_replicas_are_killed() -> None:
+    """Nobody has it: the others end, and say which is missing."""
+    job = run([(1, 3, "backward"), (3, 3, "backward")], {"parts": 2})
+    assert job.values("end") == {}
+    for rank in (0, 2):
+        assert "the shards of ranks 1, 3 are lost, with all copies of them (copies=0)" in job[rank].output, job
+
+
+def test_a_flipped_bit_in_a_replica_is_named_and_the_other_replica_is_used() -> None:
+    kills: list[Kill] = [(1, 3, "backward")]
+    job = run(kills, {"parts": 2, "damage": {"copies": [(0, 3, 0, "_moving")]}})
+    assert sorted(job.values("end")) == [0, 2, 3], job
+    losses = one_process(without(kills))
+    assert [job[0].reports[f"step {step}"][0] for step in range(STEPS)] == pytest.approx(losses, rel=1e-4)
+    assert "rank 0's copy of the shard of rank 0 is not as it was" in "".join(rank.output for rank in job)
+
+
+# ---------------------------------------------------------------------- the optimizer's state only (ZeRO-1)
+
+
+@pytest.mark.parametrize(
+    ("zero", "kills"),
+    [
+        ("", [(0, 0, "backward"), (1, 2, "sharing"), (2, 4, "copies")]),
+        ("buckets", [(3, 1, "sharing"), (2, 3, "behind"), (0, 5, "optimizer")]),
+        ("", [(0, 1, "reduction"), (2, 1, "dealing"), (1, 4, "complete")]),
+    ],
+)
+def test_with_zero_ranks_are_killed_until_one_is_left(zero: str, kills: list[Kill]) -> None:
+    """Also between two broadcasts of the parameters, where some ranks have new ones that others have not."""
+    check(kills, options={"zero": zero, "copies": 1, "check_every": 1})
+
+
+def test_with_zero_a_rank_is_killed_with_its_neighbour() -> None:
+    job = run([(1, 3, "sharing"), (2, 3, "sharing")], {"zero": "", "copies": 1})
+    assert job.values("end") == {}
+    for rank in (0, 3):
+        assert "the optimizer's state of rank 1 is lost, with all copies of it (copies=1)" in job[rank].output, job
+
+
+def reload(port: int) -> None:
+    """After a loss rank 0 collects the optimizer's state, and all load it; rank 0 loads the tensors that it has."""
+    rank = begin(port)
+    plain, alike = make_model().eval(), make_model().eval()
+    model, optimizer = with_zero(plain, False)
+    reference = torch.optim.Adam([p for p in alike.parameters() if p.requires_grad], lr=1e-2)
+    step = 0
+
+    @ng.resilient_step(model, optimizer, copies=1)
+    def one(rows: torch.Tensor) -> float:
+        if (rank, step) == (3, 2):
+            die()
+        return learn(model, optimizer, rows)
+
+    for step in range(STEPS):
+        loss = one(torch.ones(2, WIDTH))
+        reference.zero_grad()
+        expected = alike(torch.ones(2, WIDTH)).square().mean()
+        expected.backward()
+        nn.utils.clip_grad_norm_(alike.parameters(), 0.5)
+        reference.step()
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+        if step == 4:
+            optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
+            state: list[Any] = [optimizer.state_dict() if rank == 0 else None]
+            dist.broadcast_object_list(state, 0)
+            optimizer.load_state_dict(state[0])
+    faults.report(end=list(one.ranks))
+    dist.destroy_process_group()
+
+
+def test_with_zero_a_state_that_is_collected_after_a_loss_is_loaded_by_all() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = faults.run_ranks(reload, SIZE, args=[store.port], timeout=100)
+    assert job.values("end") == {rank: [0, 1, 2] for rank in range(3)}, job
+
+
+def test_with_zero_a_flipped_bit_in_a_copy_is_named_and_not_restored() -> None:
+    damage = {"seed": 2, "copies": [(2, 3, 1, "_rows"), (0, 3, 3, "_rows")]}
+    job = run([(1, 3, "backward")], {"zero": "", "copies": 2, "damage": damage})
+    assert sorted(job.values("end")) == [0, 2, 3], job
+    losses = one_process(without([(1, 3, "backward")]))
+    assert [job[0].reports[f"step {step}"][0] for step in range(STEPS)] == pytest.approx(losses, rel=1e-4)
+    text = "".join(rank.output for rank in job)
+    assert text.count("rank 2's copy of the optimizer's state of rank 1 is not as it was") == 1, job
+    assert text.count("rank 0's copy of the optimizer's state of rank 3 is not as it was") == 1
+
+
 # ---------------------------------------------------------------------- copies that are not what they were
 
 
@@ -506,11 +655,11 @@ def test_what_never_arrives_as_it_was_sent_ends_the_job_with_the_receivers_name(
     )
 
 
-def join(members: list[int], again: bool, folder: str, port: int) -> None:
+def join(members: list[int], again: bool, parts: int, folder: str, port: int) -> None:
     """Rank 2 is left out, and comes back as a new process would, with nothing of its own."""
     rank = begin(port)
     group: Any = dist.group.WORLD
-    model, optimizer = sharded(make_model().eval())
+    model, optimizer = sharded(make_model().eval(), parts)
     kept = shards.Shards(group, [model], [optimizer], 1, None)
 
     def learn_twice() -> None:
@@ -528,7 +677,7 @@ def join(members: list[int], again: bool, folder: str, port: int) -> None:
             torch.save(kept.state_for_newcomer(), told.with_suffix(".draft"))
             told.with_suffix(".draft").rename(told)
     else:
-        model, optimizer = sharded(make_model().eval())
+        model, optimizer = sharded(make_model().eval(), parts)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -549,11 +698,14 @@ def join(members: list[int], again: bool, folder: str, port: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("members", "again"), [([0, 1, 2, 3], False), ([0, 2, 3], False), ([0, 1, 2, 3], True)])
-def test_a_new_rank_gets_its_shard_from_the_others(tmp_path: Path, members: list[int], again: bool) -> None:
+@pytest.mark.parametrize(
+    ("members", "again", "parts"),
+    [([0, 1, 2, 3], False, 0), ([0, 2, 3], False, 0), ([0, 1, 2, 3], True, 0), ([0, 1, 2, 3], True, 2)],
+)
+def test_a_new_rank_gets_its_shard_from_the_others(tmp_path: Path, members: list[int], again: bool, parts: int) -> None:
     """Also when another rank is lost at the same time, whose neighbour has its shard; and the new rank is lost too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = faults.run_ranks(join, SIZE, args=[members, again, str(tmp_path), store.port], timeout=100)
+    job = faults.run_ranks(join, SIZE, args=[members, again, parts, str(tmp_path), store.port], timeout=100)
     assert sorted(job.values("parameters")) == [rank for rank in members if not again or rank != 2], job
     assert len(set(job.values("parameters").values())) == 1
     model = make_model().eval()
@@ -571,6 +723,9 @@ def refused(port: int) -> None:
     """What of a model or its options cannot be, each on all ranks alike."""
     begin(port)
     wide = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    narrow = init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("replicate", "shard"))
+    gloo: Any = {"replicate": "gloo", "shard": "gloo"}
+    on_gloo = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"), backend_override=gloo)
     whole = init_device_mesh("cpu", (SIZE,))
 
     def shard(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -579,17 +734,28 @@ def refused(port: int) -> None:
         return model, torch.optim.Adam(model.parameters())
 
     from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.distributed.tensor import Shard
-    from torch.nn.parallel import DistributedDataParallel
 
     plain = nn.Linear(2, 2)
+
+    def zero(**options: Any) -> Any:
+        return ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, lr=0.1, **options)
+
     cases: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "no copies": (shard(mesh=whole), {}),
         "no optimizer": (shard(mesh=whole)[:1], {"copies": 1}),
-        "two dimensions": (shard(mesh=wide), {"copies": 1}),
+        "some ranks": (shard(mesh=wide["shard"]), {"copies": 1}),
+        "replicas on gloo": (shard(mesh=on_gloo), {}),
+        "one replica": (shard(mesh=narrow), {}),
         "columns": (shard(mesh=whole, shard_placement_fn=lambda p: Shard(p.dim() - 1)), {"copies": 1}),
         "not sharded": ((DistributedDataParallel(plain),), {"copies": 1}),
         "FSDP1": ((FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu")),), {"copies": 1}),
+        "ZeRO without copies": (with_zero(make_model(), False), {}),
+        "ZeRO of another group": ((plain, zero(process_group=dist.new_group(list(range(SIZE))))), {"copies": 1}),
+        "ZeRO in a hook": ((plain, zero(overlap_with_ddp=True)), {"copies": 1}),
+        "ZeRO beside another": ((plain, [zero(), torch.optim.SGD(plain.parameters(), lr=0.1)]), {"copies": 1}),
+        "ZeRO with load": ((plain, zero()), {"copies": 1, "load": print}),
         "another model's optimizer": (
             (shard(mesh=whole)[0], torch.optim.SGD(plain.parameters(), lr=0.1)),
             {"copies": 1},
@@ -611,10 +777,17 @@ def test_what_cannot_be_dealt_out_anew_is_refused() -> None:
     expected = {
         "no copies": "FSDPLinear is sharded: a rank that is lost takes its shard with it. Give copies=1",
         "no optimizer": "goes on with its optimizer",
-        "two dimensions": "more than the one dimension that shards",
+        "some ranks": "is not of the process group of the steps",
+        "replicas on gloo": 'on the backend "ncclguard" only',
+        "one replica": "FSDPLinear is sharded: a rank that is lost takes its shard with it. Give copies=1",
         "columns": "sharded on dimension 1: use dimension 0",
         "not sharded": "copies and load are for sharded models",
         "FSDP1": "FSDP1",
+        "ZeRO without copies": "a rank that is lost takes it with it: give copies=1",
+        "ZeRO of another group": "it is not on the process group of the steps",
+        "ZeRO in a hook": "leave overlap_with_ddp out",
+        "ZeRO beside another": "it goes on as the only optimizer of a step",
+        "ZeRO with load": "without load",
         "another model's optimizer": "a parameter that is in none of the models",
     }
     for name, told in expected.items():

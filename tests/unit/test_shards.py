@@ -15,15 +15,31 @@ from ncclguard.training import shards
 def test_copies_lie_on_another_host_wherever_there_is_one() -> None:
     hosts = {rank: rank // 4 for rank in range(12)}
     for copies in (1, 2):
-        kept = shards.keepers(range(12), hosts, copies)
+        kept = shards.keepers(range(12), hosts, copies, 12)
         for rank, by in kept.items():
             assert len({hosts[rank], *(hosts[each] for each in by)}) == copies + 1
-    assert sorted(by for kept_by in shards.keepers(range(12), hosts, 1).values() for by in kept_by) == list(range(12))
+    kept = shards.keepers(range(12), hosts, 1, 12)
+    assert sorted(by for kept_by in kept.values() for by in kept_by) == list(range(12))
+
+
+def test_copies_lie_with_none_that_has_the_same_shard_itself() -> None:
+    hosts = {rank: rank // 4 for rank in range(12)}
+    for rank, by in shards.keepers(range(12), hosts, 2, 4).items():
+        assert len(by) == 2
+        assert all((rank - each) % 4 for each in by)
+
+
+def test_a_rank_has_no_more_of_the_state_than_it_had_at_first_and_all_have_some() -> None:
+    for least in (2, 8):
+        for ranks in range(1, 100):
+            parts = shards.parts_of(ranks, least)
+            assert ranks % parts == 0
+            assert parts >= min(least, ranks)
 
 
 def test_more_copies_than_ranks_are_as_many_as_there_are_others() -> None:
-    assert shards.keepers((0, 5), {0: 1, 5: 1}, 3) == {0: (5,), 5: (0,)}
-    assert shards.keepers((4,), {4: 1}, 1) == {4: ()}
+    assert shards.keepers((0, 5), {0: 1, 5: 1}, 3, 2) == {0: (5,), 5: (0,)}
+    assert shards.keepers((4,), {4: 1}, 1, 1) == {4: ()}
 
 
 @pytest.mark.parametrize("seed", range(10))
