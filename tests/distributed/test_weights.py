@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import ncclguard as ng
 from ncclguard import faults, torch_compat
 from ncclguard.coordination.store import AgreementStore
 from ncclguard.weights import Receiver, Sender
@@ -267,14 +268,16 @@ def leaves(address: str) -> None:
     """Engine 2 closes its end after the first version."""
     rank = int(os.environ["RANK"])
     if rank == 0:
-        with Sender(address, name="leaves", timeout=20.0) as sender:
+        monitoring = ng.setup_nccl_monitoring(lambda record: None, serve=False)
+        with monitoring, Sender(address, name="leaves", timeout=20.0) as sender:
             sender.wait_for(2, within=60)
             first = sender.publish(weights(0), 0)
             time.sleep(1)
             second = sender.publish(weights(1), 1)
             faults.report(
-                engines=[first.engines, second.engines], seconds=second.seconds, left_out=list(second.left_out)
-            )
+                engines=[first.engines, second.engines], seconds=second.seconds, left_out=list(second.left_out),
+                groups=sorted({series.group for series in monitoring.snapshot().series}),
+            )  # fmt: skip
         return
     with Receiver(address, name="leaves", engine=f"engine {rank}") as receiver:
         for _ in range(2 if rank == 1 else 1):
@@ -286,6 +289,7 @@ def test_an_engine_that_leaves_is_not_waited_for(store: str) -> None:
     said = faults.run_ranks(leaves, 3, args=[store], timeout=60).check()[0].reports
     assert said["engines"] == [["engine 1", "engine 2"], ["engine 1"]], said
     assert said["seconds"] < 3 and said["left_out"] == [], said
+    assert {group.partition(":")[0] for group in said["groups"]} == {"channel leaves"}, said  # of both epochs
 
 
 def listening(address: str) -> subprocess.Popen[str]:
