@@ -27,7 +27,7 @@ from ncclguard.protocol.decision import (
     decide,
 )
 from ncclguard.protocol.member import Entry, Member, Resolution
-from ncclguard.protocol.timing import GRACE
+from ncclguard.protocol.timing import ALIVE, GRACE, HELD_UP
 from ncclguard_explain.cause import Cause
 
 #: Seconds for which a rank tells of its last call that failed, which may be why another group has waited for it.
@@ -75,6 +75,31 @@ class OpenCall:
     opened: float = 0.0  # when all had come; 0 before
     exchange: bool = False  # carries the group's exchange of statistics
     overdue: bool = False  # its limit had passed before its turn came: it was issued long before
+
+
+class _Turns:
+    """The turns in which one caller waits for a verdict, each of a fraction of a second.
+
+    One that took much longer tells that this process was stopped, or did not get its turn on the machine. Its monitor
+    has not asked the store in that time either, so that the store has not answered says nothing of the store.
+    """
+
+    def __init__(self, call: OpenCall) -> None:
+        self._began = time.monotonic()
+        late = call.entered < call.deadline and self._began > call.deadline + HELD_UP
+        self._held_up = self._began if late else -math.inf
+
+    def end(self) -> None:
+        """A turn is over, and the next one begins."""
+        now = time.monotonic()
+        if now - self._began > HELD_UP:
+            self._held_up = now
+        self._began = now
+
+    @property
+    def steady(self) -> bool:
+        """Return whether the store has had the time to answer since this process was last held up."""
+        return time.monotonic() >= self._held_up + ALIVE
 
 
 def _no_hosts(ranks: Sequence[int]) -> Mapping[int, str]:
@@ -169,6 +194,7 @@ class GroupState:
 
     def enter(self, operation: Operation, call: OpenCall, wait: float) -> tuple[Entry, Verdict | None]:
         """Take the next place in the sequence, after the verdict of a revoked generation; `wait`: one wait in s."""
+        turns: _Turns | None = None
         with self.lock:
             while True:
                 entry, verdict = self.member.enter(operation)
@@ -180,10 +206,12 @@ class GroupState:
                         self.decided = None
                         self.call = call
                     return entry, verdict
-                if self._gives_up(call):
+                turns = turns or _Turns(call)
+                if self._gives_up(call, turns):
                     call.sequence = self.skip([operation])
                     return entry, None
                 self.condition.wait(wait)
+                turns.end()
 
     def skip(self, operations: list[Operation]) -> int:
         """Calls that were never entered take their places all the same; returns the last of these."""
@@ -200,18 +228,20 @@ class GroupState:
                 if failed:
                     self._failed = (call.text, time.monotonic())
 
-    def _gives_up(self, call: OpenCall) -> bool:
+    def _gives_up(self, call: OpenCall, turns: _Turns) -> bool:
         """Return whether the call ends without the verdict that it waits for: none can come, or it takes too long."""
-        return bool(self.unavailable) or time.monotonic() >= call.deadline + self._waits()
+        return bool(self.unavailable) or (time.monotonic() >= call.deadline + self._waits() and turns.steady)
 
     def await_verdict(self, wait: float, call: OpenCall) -> Decided | None:
         """Wait for the verdict on the call, on local state and by this rank's own clock; None when none came."""
+        turns = _Turns(call)
         with self.condition:
             while self.decided is None:
-                if self._gives_up(call):
+                if self._gives_up(call, turns):
                     self.member.give_up()
                     return None
                 self.condition.wait(wait)
+                turns.end()
             decided, self.decided = self.decided, None
             return decided
 

@@ -535,7 +535,9 @@ def _summary(
     if verdict.cause is Cause.DIVERGED:
         return tr("{failed}: the ranks called different operations, and no side is a majority.", failed=failed)
     troubles = sorted({r.trouble.text for r in reports.values() if r.trouble is not None and r.trouble.text})
-    found = joined("; ", filter(None, [_broken(reports), *troubles[:1]]))
+    returned = [rank for rank, r in sorted(reports.items()) if r.returned and r.phase_at(verdict.sequence) < Phase.DONE]
+    alone = tr("{ranks} had returned without a verdict", ranks=placed.text(returned)) if returned else ""
+    found = joined("; ", filter(None, [alone, _broken(reports), *troubles[:1]]))
     cause: Message = WORD[verdict.cause or Cause.UNKNOWN]
     quiet = silent.keys() - departed.keys()
     if quiet:

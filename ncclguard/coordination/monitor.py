@@ -52,6 +52,7 @@ class MonitorSettings:
     offer_stacks: Callable[[int], Offer | None] = lambda thread: None  # given the monitor's own thread
     open_page: Callable[[str], HostPage | None] = lambda session: None  # what the ranks of this host share, if they do
     about: str = ""  # what must be equal on all ranks, in words
+    has_store: bool = False  # this process may have the store: others cannot read a verdict once it has ended
 
 
 log = logging.getLogger("ncclguard")
@@ -209,6 +210,16 @@ class Monitor:
     def caller_waits(self) -> float:
         """For how many seconds after its deadline a caller of this process waits for a verdict, as things are now."""
         return self.timing.caller_waits(time.monotonic() - self._connection.answered)
+
+    def gives_up(self, key: str) -> None:
+        """A call of this rank is about to return without a verdict, and its program may end: tell this host's ranks."""
+        if self.session_ready.is_set():
+            self._store.tell_host(f"{key}/alone/{self.rank}", str(time.monotonic()))
+
+    def gave_up(self, rank: int, key: str, since: float) -> bool:
+        """Return whether a rank of this host has told `since` then that a call of it returns without a verdict."""
+        told = self._store.told_here(f"{key}/alone/{rank}") if self.session_ready.is_set() else None
+        return told is not None and float(told) >= since
 
     def left(self, rank: int) -> bool:
         """Return whether a rank of this host has told it that it ends as it should; known without the store."""
@@ -400,8 +411,9 @@ class Monitor:
         if self.rank in state.member.participants:
             self._settings.revoked(state)
             self._revocations[state.key] = Revocation(
-                self._store, state, generation, revoker, now, self.timing, self._connection.pace
-            )
+                self._store, state, generation, revoker, now, self.timing, self._connection.pace,
+                has_store=self._settings.has_store,
+            )  # fmt: skip
 
     def _announce_revoke(self, state: GroupState, generation: int, by: int) -> None:
         members = list(state.member.members)

@@ -5,6 +5,7 @@ Where a rank does not answer in time, a live rank of its host fetches its stacks
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -14,7 +15,7 @@ from typing import Final
 
 from ncclguard.coordination.group_state import GroupState, Summarise
 from ncclguard.coordination.incidents import histories
-from ncclguard.coordination.store import BATCH, AgreementStore, Entries
+from ncclguard.coordination.store import BATCH, AgreementStore, Entries, StoreUnavailable
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import (
     Action,
@@ -122,6 +123,7 @@ class Revocation:
         now: float,
         timing: Timing | None = None,
         pace: Pace | None = None,
+        has_store: bool = False,
     ) -> None:
         self.state = state
         self.generation = generation
@@ -145,6 +147,8 @@ class Revocation:
         self._silent_since: float | None = None  # when those that had not answered were found to be silent
         self._sought = 0.0  # when the processes of those that had not answered were first looked for
         self._fetcher = StackFetcher(self._store, self._rank, self._timing.look_after)
+        self._has_store = has_store
+        self._decided = 0.0  # when the verdict was there
         self.verdict: Verdict | None = None
 
     @property
@@ -167,8 +171,7 @@ class Revocation:
         self._delay = max(self._delay, self._pace.delay(now))
         text = self._store.find("verdict", self._timing.period)
         if text is not None:
-            self._adopt(codec.loads_verdict(text))
-            return True
+            return self._end(codec.loads_verdict(text), now)
         if not self._answered:
             self._answer(describe, now)
         overdue = self._overdue(now)
@@ -208,8 +211,7 @@ class Revocation:
             self._store.put(
                 "histories", histories(self._reports, gone, verdict.culprit_ranks)
             )  # before the verdict, on the same connection
-        self._adopt(codec.loads_verdict(self._store.first("verdict", codec.dumps(verdict))))
-        return True
+        return self._end(codec.loads_verdict(self._store.first("verdict", codec.dumps(verdict))), now)
 
     def _answer(self, describe: Describe, now: float) -> None:
         began = time.monotonic()
@@ -279,6 +281,19 @@ class Revocation:
         """Return what the ranks remember of their last operations, left by the coordinator beside its verdict."""
         return self._store.read("histories")
 
+    def _end(self, verdict: Verdict, now: float) -> bool:
+        """Adopt the verdict; in the process that may have the store only once the others have, or after a moment.
+
+        Its program may end at once, by `os._exit` say, and nobody could read the verdict any more.
+        """
+        self._decided = self._decided or now
+        if self._has_store and verdict.action is not Action.RESUME and now < self._decided + self._timing.linger:
+            others = self._arrivals.count(self._store) - self._answered  # those that are silent do not come for it
+            if self._store.count("adopted") < others:
+                return False
+        self._adopt(verdict)
+        return True
+
     def _adopt(self, verdict: Verdict) -> None:
         self.verdict = verdict
         self._fetcher.closed = True
@@ -288,6 +303,8 @@ class Revocation:
         over = operation is not None and (verdict.action is Action.COMMIT or operation.sequence < verdict.sequence)
         wanted = operation is not None and not operation.closing and over
         donated = self._results.read(str(operation.sequence)) if operation is not None and wanted else None
+        with contextlib.suppress(StoreUnavailable):  # the verdict is there
+            self._store.count("adopted", 1)
         self.state.adopt(verdict, donated)
         self.state.stop_transport(self.generation)
 

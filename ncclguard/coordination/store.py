@@ -300,6 +300,10 @@ class Entries:
         store.first(f"{self._entry}/{number}", text)
         return number
 
+    def has(self, store: AgreementStore, number: int, text: str) -> bool:
+        """Return whether this is the entry of that number."""
+        return store.read(f"{self._entry}/{number}") == text
+
     def count(self, store: AgreementStore, within: float = 0.0) -> int:
         """Count how many there are, or were in the last `within` seconds, those that are not written yet too."""
         return store.recent(self._counter, within) if within else store.count(self._counter)

@@ -125,9 +125,13 @@ class Communicators:
             log.warning("ncclguard: the result of operation %d could not be read: %s", sequence, error)
             return None
 
-    def gone(self, rank: int) -> str:
-        """Local evidence that a rank's process is gone."""
-        return self._monitor.neighbours.gone(rank)
+    def gone(self, rank: int, since: float) -> str:
+        """Local evidence that a rank's process is gone, and has not ended because a call failed there `since` then."""
+        return "" if self._monitor.gave_up(rank, self._state.key, since) else self._monitor.neighbours.gone(rank)
+
+    def gives_up(self) -> None:
+        """A call is about to return without a verdict."""
+        self._monitor.gives_up(self._state.key)
 
     def close(self) -> None:
         """Release the communicator and wait, bounded, for a build in progress."""

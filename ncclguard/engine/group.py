@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
@@ -220,7 +221,8 @@ class GuardedGroup:
         work.abandon()
         # A process that is killed closes its connections a moment before it can be seen to be gone.
         end = min(opened.deadline, time.monotonic() + EVIDENCE)
-        gone = self._communicators.gone
+        self._communicators.gives_up()
+        gone = functools.partial(self._communicators.gone, since=opened.entered)
         while self._state.unavailable and time.monotonic() < end and not any(map(gone, opened.participants)):
             time.sleep(0.01)
         return outcomes.local(self._state, call, opened, attempts, work.may_be_torn, gone)

@@ -120,6 +120,7 @@ class Runtime:
                 session, self._liveness.identity.host_key, int(here) if here.isdigit() else 0
             ),
             about=f"{self.world_size} ranks, ncclguard {__version__}{versions}",
+            has_store=self.rank == 0 and world.has_store,
         )
         self.monitor = Monitor(
             AgreementStore(self._connection), self.rank, self.world_size, self._liveness, settings, session
@@ -270,7 +271,9 @@ class Runtime:
                 exchange.forget()
             events.leave(self._history)
             self._liveness.close()
-            if job:
+            if job and self.world.group and not _exiting:  # this process goes on, and may join the next group at once
+                _writers.append(self._writer)
+            elif job:
                 self._writer.wait(REPORT_WITHIN)
         except Exception:
             log.exception("ncclguard: leaving failed; the process goes on to its end")
@@ -369,6 +372,8 @@ _exiting = False
 _forked = False
 #: Groups of each name that were destroyed since the default group was made: torch gives some names again.
 _destroyed: Counter[str] = Counter()
+#: Writers of groups outside the job that have ended, whose reports may still be in the making.
+_writers: deque[Writer] = deque(maxlen=AT_MOST)
 _starting = threading.Lock()
 _beginning = threading.Lock()  # the runtime of a group outside the job
 
@@ -580,6 +585,8 @@ def _at_exit() -> None:
         _end(Cause.FAILED, _failure)
     else:
         _end(Cause.EXITED, tr("ended its program"))
+    for writer in _writers:
+        writer.wait(REPORT_WITHIN / max(1, len(_writers)))
 
 
 def _announce(error: BaseException) -> None:
@@ -620,6 +627,7 @@ def _forget_in_child() -> None:
     _forked = _forked or bool(_all()) or dist.is_initialized()
     _runtime = None
     _outside.clear()
+    _writers.clear()
     _starting, _beginning = threading.Lock(), threading.Lock()
 
 

@@ -687,7 +687,7 @@ def _split(tensor: torch.Tensor, sizes: Sequence[int], count: int) -> list[torch
 
 #: The name of the backend for `init_process_group` and `new_group`.
 NAME = "ncclguard"
-#: Of a group outside the job that is being made: how reports call this process, and whether rank 0 may have the store.
+#: What is told of a group outside the job that is being made: fields of its `World`, and `within` how many seconds.
 told_of_world: ContextVar[dict[str, Any]] = ContextVar("told_of_world", default={})  # noqa: B039 - it is never changed
 
 
@@ -707,7 +707,8 @@ def _create(options: Any, _: Any) -> dist.ProcessGroup:
     if is_made_outside(options) and options.group_size > 1:
         told = dict(told_of_world.get())
         within = told.pop("within", min(options.timeout.total_seconds(), runtime.CONNECT_WITHIN))
-        world = World(options.store, options.group_rank, options.group_size, options.group_id, **told)
+        given = {"store": options.store, "group": options.group_id, **told}
+        world = World(rank=options.group_rank, size=options.group_size, **given)
         runtime.begin_outside(group, world, within)
     return group
 

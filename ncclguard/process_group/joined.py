@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,6 +32,8 @@ log = logging.getLogger("ncclguard")
 
 #: Seconds for one try to reach a store, and between two.
 _PROBE, _PAUSE = 1.0, 0.2
+#: Held while a group is made: another thread may make one of the same name.
+_making = threading.Lock()
 #: Seconds in which `ncclguard store`, started together with rank 0, has to listen.
 _PATIENCE = 5.0
 
@@ -86,14 +89,18 @@ def open_group(
 ) -> dist.ProcessGroup:
     """Return the group of those that meet below `key` in a store, once all have come; it is checked already.
 
-    `name`: of the group in this process; `has_store`: see `World`. While rank 0 does not come, it is given up where the
+    `name`: the same on all; `has_store`: see `World`. While rank 0 does not come, it is given up where the
     group is not `wanted()` any more. Raises GuardError and CollectiveFailed as `join`.
     """
     within = max(0.001, min(until - time.monotonic(), runtime.CONNECT_WITHIN))
-    token = told_of_world.set({"label": label, "has_store": has_store, "within": within})
+    keys = torch_compat.PrefixStore(f"ncclguard/{key}", store)
+    told_of = {"store": keys, "group": name, "label": label, "has_store": has_store, "within": within}
+    token = told_of_world.set(told_of)
     try:
-        keys = torch_compat.PrefixStore(f"ncclguard/{key}", store)
-        group = torch_compat.new_outside_group(NAME, keys, rank, world_size, name, default_pg_timeout)
+        with _making:
+            taken = name in torch_compat.group_names()  # by another engine of this process: torch knows each name once
+            here = f"{name} ({label})" if taken else name
+            group = torch_compat.new_outside_group(NAME, keys, rank, world_size, here, default_pg_timeout)
     finally:
         told_of_world.reset(token)
     if world_size > 1:
@@ -132,6 +139,14 @@ def _meet(group: dist.ProcessGroup, name: str, until: float, wanted: Callable[[]
     ready = joined.monitor.session_ready
     while not ready.wait(_PAUSE) and time.monotonic() < until and wanted():
         pass
+    if not ready.is_set() and group.rank() == 0:
+        raise GuardError(
+            told(
+                "the store of group {name} has not answered in {seconds:.3g} s: look whether the process that has it is stopped",
+                name=repr(name),
+                seconds=time.monotonic() - began,
+            )
+        )
     if not ready.is_set():
         refusal = told(
             "rank 0 has not come to group {name}, or another process is its rank {rank}: start rank 0 with the same name at "
@@ -181,7 +196,7 @@ def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, b
     host, port = parts.hostname, parts.port
     until = time.monotonic() + limit
     refused: Exception | None = None
-    if rank == 0 and is_here(host) and not _answers(host, port, min(_PATIENCE, limit / 2)):
+    if rank == 0 and is_here(host) and not answers(host, port, min(_PATIENCE, limit / 2)):
         try:
             store = TCPStore(host, port, None, True, timedelta(seconds=limit), wait_for_workers=False)
         except (RuntimeError, OSError) as error:  # another process has taken the port in this moment
@@ -197,9 +212,7 @@ def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, b
                 ),
             )
             return store, True
-    if not _answers(
-        host, port, limit if refused is None else min(_PATIENCE, limit / 2)
-    ):  # torch would print C++ for it
+    if not answers(host, port, limit if refused is None else min(_PATIENCE, limit / 2)):  # torch would print C++ for it
         if refused is not None:
             text = told(
                 "this process cannot listen at {address}, and nobody answers there ({error}): give a port that no other program "
@@ -227,7 +240,7 @@ def store_at(address: str, name: str, rank: int, limit: float) -> tuple[Store, b
         raise GuardError(text) from error
 
 
-def _answers(host: str, port: int, within: float) -> bool:
+def answers(host: str, port: int, within: float) -> bool:
     """Return whether somebody listens there, or begins to in so many seconds."""
     until = time.monotonic() + within
     while True:

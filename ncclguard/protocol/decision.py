@@ -155,6 +155,7 @@ class Report:
     elsewhere: str = ""  # an operation of another group this rank is waiting in, or has waited in, in vain
     free_for: float = 0.0  # seconds since that ended; 0 while it is waiting
     watched: Watched | None = None  # collectives that the guard does not carry; None where they are not watched
+    returned: bool = False  # the operation has returned without a verdict: its caller was told that nobody is known
     details: Mapping[str, object] = field(
         default_factory=dict
     )  # host, pid, stack, ...: for the incident, never for the decision
@@ -295,7 +296,8 @@ def decide(
     overdue = not kinds.isdisjoint((TroubleKind.DEADLINE, TroubleKind.STUCK))
     # Members are called silent only after a deadline, whatever the trouble was that revoked the generation.
     expired = bool(silent) or overdue or TroubleKind.OVERDUE in kinds
-    unanswered = not kinds.isdisjoint((TroubleKind.UNANSWERED, TroubleKind.OVERDUE, TroubleKind.REPEATED))
+    returned = any(r.returned for r in entered.values())
+    unanswered = returned or not kinds.isdisjoint((TroubleKind.UNANSWERED, TroubleKind.OVERDUE, TroubleKind.REPEATED))
     # Then no further try can end well: it would hide who was gone.
     spent = not kinds.isdisjoint((TroubleKind.DEADLINE, TroubleKind.OVERDUE))
     base = Verdict(
@@ -374,6 +376,8 @@ def _blame(
         gone = by_themselves
     if raised or gone:
         return {**gone, **raised}, ()
+    if any(r.returned for r in entered.values()):  # what one caller was told holds for all of them
+        return {}, ()
     odd, sides = divergence(entered)
     if not sides:
         odd, sides = _finished(sequence, reports, entered)
@@ -444,7 +448,10 @@ def _is_held(report: Report, sequence: int) -> bool:
 def _without_majority(
     missing: dict[int, Cause], entered: Mapping[int, Report], reports: Mapping[int, Report]
 ) -> tuple[dict[int, Cause], Sides]:
-    """Two groups waiting for each other accuse nobody unless one side is the larger: show both sides."""
+    """Two groups waiting for each other accuse nobody unless one side is the larger: show both sides.
+
+    Where somebody is in no call at all, or silent, those that wait elsewhere may wait for that one.
+    """
     elsewhere = {rank for rank, cause in missing.items() if cause is Cause.DIVERGED}
     if not elsewhere:
         return missing, ()
@@ -456,7 +463,8 @@ def _without_majority(
             sides.setdefault(text, []).append(rank)
     shown = largest_first(sides.items())
     makes_group = any(reports[rank].elsewhere.startswith(MAKES_GROUP) for rank in elsewhere)
-    if 2 * len(entered) > len(entered) + len(elsewhere) and not makes_group:
+    alone = len(elsewhere) == len(missing)
+    if alone and 2 * len(entered) > len(entered) + len(elsewhere) and not makes_group:
         return missing, shown
     return {rank: cause for rank, cause in missing.items() if rank not in elsewhere}, shown
 

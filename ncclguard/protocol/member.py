@@ -225,6 +225,7 @@ class Member:
             restorable_from=self.restorable_from,
             attempt=self.attempt,
             trouble=self.trouble,
+            returned=bool(self.abandoned),
         )
 
     def adopt(self, verdict: Verdict) -> Resolution | None:

@@ -29,6 +29,9 @@ SHARE: Final = 1 / 5000
 #: The latter is less than GRACE: of a store that has stopped before the deadline nothing is awaited beyond that.
 RESERVE: Final = 10.0
 ALIVE: Final = 1.5
+#: Seconds of one turn of a caller that waits, which should take a tenth of a second, from which on its process was
+#: stopped or did not get its turn: it waits ALIVE longer, in which its monitor asks the store.
+HELD_UP: Final = 0.5
 #: Seconds without a further answer before those that have not answered may be called silent.
 QUIET: Final = 0.3
 #: How often a delay that the coordinator has met itself is added to its patience: what it is beyond COVERED, for which

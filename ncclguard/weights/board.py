@@ -18,8 +18,9 @@ from typing import Final
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.coordination.store import AgreementStore, Entries, Stored, StoreUnavailable
-from ncclguard.process_group.joined import store_at
-from ncclguard.torch_compat import Store
+from ncclguard.process_group.joined import answers, store_at
+from ncclguard.torch_compat import Store, TCPStore
+from ncclguard_explain.language import told
 
 log = logging.getLogger("ncclguard")
 
@@ -61,13 +62,18 @@ class Board:
     """One connection to the channel's keys in the store, and the thread that alone reads and writes there.
 
     `look(store)` is called in that thread, at least every `PERIOD`, with `changed` not held; what it finds it enters
-    with `changed` held, on which callers wait.
+    with `changed` held, on which callers wait. Where the connection breaks it is made anew, as soon as somebody listens
+    at its address again, and `renewed(store)` is called first: another store may be there, with none of the keys.
     """
 
-    def __init__(self, store: Store, look: Callable[[AgreementStore], None]) -> None:
-        self._look = look
+    def __init__(
+        self, store: Store, look: Callable[[AgreementStore], None], renewed: Callable[[AgreementStore], None]
+    ) -> None:
+        self._look, self._renewed = look, renewed
+        self._given = store
         self._clone = torch_compat.clone_store(store)
         self._store = AgreementStore(self._clone, "board")
+        self._broken = False
         self._posts: deque[Callable[[AgreementStore], object]] = deque()
         self._wake = threading.Event()
         self._stop = False
@@ -82,26 +88,56 @@ class Board:
         self._wake.set()
 
     def _run(self) -> None:
-        silent = False
-        while True:
-            self._wake.wait(1.0 if silent else PERIOD)
+        while not self._stop:
+            self._wake.wait(1.0 if self._broken else PERIOD)
             self._wake.clear()
             try:
-                while self._posts and not self._stop:
-                    self._posts[0](self._store)
-                    self._posts.popleft()
                 if self._stop:
                     return
-                self._look(self._store)
-                silent = False
+                if self._broken:
+                    self._renew()
+                while self._posts and not self._stop:
+                    self._write(self._posts[0])
+                    self._posts.popleft()
+                if not self._stop:
+                    self._look(self._store)
             except StoreUnavailable as error:
-                if not silent and not self._stop:
-                    log.warning("ncclguard: the store of the weights does not answer (%s); it is tried again", error)
-                silent = True
+                if not self._broken and not self._stop:
+                    log.warning(
+                        "%s",
+                        told(
+                            "ncclguard: the store of the weights does not answer ({error}); nothing has to be restarted here: this "
+                            "goes on once a store listens at its address again",
+                            error=error,
+                        ),
+                    )
+                self._broken = True
             except Exception:
                 log.exception("ncclguard: something in the store of the weights cannot be read; the rest is")
             with self.changed:
                 self.changed.notify_all()
+
+    def _write(self, write: Callable[[AgreementStore], object]) -> None:
+        try:
+            write(self._store)
+        except StoreUnavailable:
+            raise
+        except Exception:  # it would be the same another time, and hold up what comes after it
+            log.exception("ncclguard: something cannot be written to the store of the weights; the rest is")
+
+    def _renew(self) -> None:
+        """Connect anew. Raises StoreUnavailable while nobody listens."""
+        base = torch_compat.base_store(self._given)
+        if isinstance(base, TCPStore) and not answers(base.host, base.port, within=0.0):
+            raise StoreUnavailable(f"nobody listens at {base.host}:{base.port}")
+        try:
+            self._clone = torch_compat.clone_store(self._given)
+        except RuntimeError as error:
+            raise StoreUnavailable(str(error)) from error
+        self._store = AgreementStore(self._clone, "board")
+        self._renewed(self._store)
+        self._broken = False
+        log.warning("%s", told("ncclguard: the store of the weights answers again"))
 
     def wait_for(self, ready: Callable[[], bool], until: float) -> bool:
         """Wait until `ready()`, by what the thread has read, or until then (time.monotonic()); return whether it is."""
@@ -111,11 +147,13 @@ class Board:
     def close(self) -> None:
         """End the thread, also where the store does not answer; what was posted before is written where it does."""
         self.post(lambda _: setattr(self, "_stop", True))
+        self._stop = self._stop or self._broken
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(STOP_WITHIN)
             if self._thread.is_alive():
                 self._stop = True
                 torch_compat.disconnect(self._clone)
+                torch_compat.cut_clone(self._given)
                 self._thread.join(STOP_WITHIN)
         _open.discard(self)
 

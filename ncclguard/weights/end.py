@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from ncclguard import torch_compat
+from ncclguard.engine import runtime
 from ncclguard.process_group.joined import open_group
 from ncclguard.torch_compat import Store
 from ncclguard.weights.board import Board, News
@@ -40,14 +41,15 @@ class ChannelEnd:
         self.close()
 
     def _has_group(self) -> bool:
-        """Return whether there is a group, which was not destroyed with the default one."""
-        return self._group is not None and torch_compat.is_member(self._group)
+        """Return whether there is a group that works: the default one may have been destroyed, or its store gone."""
+        group = self._group
+        return group is not None and torch_compat.is_member(group) and not runtime.of(group).monitor.unavailable
 
     def _open_group(
         self, news: News, rank: int, label: str, until: float, wanted: Callable[[], bool] = lambda: True
     ) -> dist.ProcessGroup:
         """Meet the others of the news' epoch in a group of their own. Raises as `open_group` does."""
-        key, name = f"epoch/{news.sender}/{news.epoch}", f"{self._name} {news.sender[:4]}.{news.epoch}"
+        key, name = f"epoch/{news.sender}/{news.epoch}", f"channel {self._name}"  # one label of metrics for all epochs
         size, until = 1 + len(news.members), min(until, time.monotonic() + news.limit)
         self._group = open_group(self._store, key, name, rank, size, label, until, has_store=False, wanted=wanted)
         return self._group

@@ -179,16 +179,17 @@ class Receiver(ChannelEnd):
         self._update: Update | None = None
         self._last = -1  # number of the news that the board has read
         self._news: News | None = None  # these; `changed` guards them, and what follows
-        self._asked = False  # whether an ask stands
+        self._asked = 0  # the number of the ask that stands, 0 for none
         self._listens = False  # whether `next` waits: who does not come to it asks for nothing
         self._taken = ("", 0)  # the sender and number of the last try that `next` has returned
-        self._board = Board(self._store, self._look)
+        self._board = Board(self._store, self._look, self._renewed)
 
     def next(self, timeout: Time = None, into: Mapping[str, torch.Tensor] | None = None) -> Update | None:
         """Wait for the next version and return it; None when none has come in `timeout`, seconds or timedelta.
 
-        A worker that is no member, or was left out, asks by itself, and gets what is sent from then on. `into`: memory
-        to stage in, by name: a tensor of a megabyte and more arrives there where shape, dtype and device are the same.
+        One that has is begun within the sender's limit, also where `timeout` is over meanwhile. A worker that is no
+        member, or was left out, asks by itself, and gets what is sent from then on. `into`: memory to stage in, by
+        name: a tensor of a megabyte and more arrives there where shape, dtype and device are the same.
         """
         limit = seconds(timeout, "timeout")
         until = float("inf") if limit is None else time.monotonic() + limit
@@ -209,7 +210,7 @@ class Receiver(ChannelEnd):
                     continue
                 self._taken = (news.sender, news.number)
             try:
-                group = self._enter(news, until)
+                group = self._enter(news)
             except GuardError as error:
                 log.warning("ncclguard: the group for version %s of the weights was not made: %s", news.version, error)
                 continue
@@ -234,14 +235,15 @@ class Receiver(ChannelEnd):
             and self._ask.nonce in news.members
         )
 
-    def _enter(self, news: News, until: float) -> dist.ProcessGroup:
+    def _enter(self, news: News) -> dist.ProcessGroup:
         """Return the group of the news, which is joined if need be."""
         epoch = (news.sender, news.epoch)
         group = self._group
         if group is None or self._epoch != epoch or not self._has_group():
             self._drop_group()
             rank = 1 + news.members.index(self._ask.nonce)
-            group = self._open_group(news, rank, self._label, until, wanted=lambda: self._news is news)
+            until = time.monotonic() + news.limit  # the others wait for this worker, however long its caller would
+            group = self._open_group(news, rank, self._label, until, wanted=lambda: self._news == news)
             self._epoch = epoch
         group.set_timeout(timedelta(seconds=news.limit))
         return group
@@ -256,10 +258,17 @@ class Receiver(ChannelEnd):
                 return
             anew = before is None or before.sender != news.sender or self._ask.nonce in news.left_out
             if anew:
-                self._asked = False
+                self._asked = 0
             if self._asked or not self._listens:
                 return
             ask = self._ask = Ask(self._ask.engine, self._ask.worker, self._ask.workers, secrets.token_hex(6))
-        asks_of(news.sender).add(store, ask.to_json())
+        number = asks_of(news.sender).add(store, ask.to_json())
         with self._board.changed:
-            self._asked = True
+            self._asked = number
+
+    def _renewed(self, store: AgreementStore) -> None:
+        """Read the news again, and ask again where another store is there; in the board's thread."""
+        self._last, news = -1, self._news
+        if news is not None and self._asked and not asks_of(news.sender).has(store, self._asked, self._ask.to_json()):
+            with self._board.changed:
+                self._asked = 0

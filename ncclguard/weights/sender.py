@@ -112,7 +112,7 @@ class Sender(ChannelEnd):
         self._members: tuple[Ask, ...] = ()  # of the group, in order of their ranks from 1
         self._news = News(secrets.token_hex(6), device=device)
         self._asks = asks_of(self._news.sender)
-        self._board = Board(self._store, self._look)
+        self._board = Board(self._store, self._look, self._renewed)
         self._tell(self._news)
 
     @property
@@ -189,7 +189,8 @@ class Sender(ChannelEnd):
 
     def _look(self, store: AgreementStore) -> None:
         """Enter who has asked; in the board's thread."""
-        found = [Ask.from_json(text) for text in self._asks.new(store)]
+        read = [Ask.from_json(text) for text in self._asks.new(store)]
+        found = [ask for ask in read if ask.nonce not in self._left_out]  # which a list that is read again still has
         with self._board.changed:
             for ask in found:
                 if not ask.workers:
@@ -201,6 +202,11 @@ class Sender(ChannelEnd):
                 if any(other.workers != ask.workers for other in asked.values()):
                     asked.clear()  # it was started anew in another size
                 asked[ask.worker] = ask
+
+    def _renewed(self, store: AgreementStore) -> None:
+        """Say and read everything again: another store may be there; in the board's thread."""
+        self._asks = asks_of(self._news.sender)
+        write_news(store, self._news)
 
     def _whole(self) -> tuple[Ask, ...]:
         """Return the workers of the engines all of whose workers have asked, in order."""

@@ -126,6 +126,37 @@ def test_one_verdict_for_a_trainer_and_engines_of_other_jobs(store: str, fault: 
     assert not result.left_running
 
 
+def ends_at_once(address: str, how: str) -> None:
+    """Rank 0 has the store, and ends as soon as it knows the verdict on rank 2; or it is stopped, and rank 1 ends so."""
+    rank = int(os.environ["RANK"])
+    group = ng.join(address, name="ends", rank=rank, world_size=3, timeout=60)
+    assert ng.safe_barrier(group, timeout=30)
+    if how == "stopped" and rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "late" and rank == 2:
+        time.sleep(LIMIT + 3)
+        return
+    outcome = ng.safe_barrier(group, timeout=LIMIT + rank)  # so that the lowest decides, or gives up first
+    faults.report(cause=str(outcome.cause), culprits=outcome.culprits, agreed=outcome.agreed)
+    if rank == (0 if how == "late" else 1):
+        os._exit(0)
+
+
+def test_all_have_the_verdict_of_one_that_has_the_store_and_ends_at_once() -> None:
+    looks_rarely = {"NCCLGUARD_POLL_ACTIVE": "0.2"}
+    address = f"tcp://127.0.0.1:{free_port()}"
+    result = faults.run_ranks(ends_at_once, 3, args=[address, "late"], env=looks_rarely, timeout=60)
+    for rank in (0, 1):
+        assert result[rank].reports == {"cause": "late", "culprits": [2], "agreed": True}, result
+
+
+def test_one_that_ends_for_want_of_a_verdict_is_not_called_lost() -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    result = faults.run_ranks(ends_at_once, 3, args=[address, "stopped"], timeout=30)
+    for rank in (1, 2):
+        assert result[rank].reports == {"cause": "unknown", "culprits": [], "agreed": False}, result
+
+
 def in_two_groups(address: str) -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,8 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from ncclguard import faults
+import ncclguard as ng
+from ncclguard import faults, torch_compat
+from ncclguard.coordination.store import AgreementStore
 from ncclguard.weights import Receiver, Sender
+from ncclguard.weights.board import Board
 from ncclguard.weights.buckets import Digest, Header, arriving, bucketed
 
 #: Of a `publish`, of which the first of three tries has a third.
@@ -264,14 +268,16 @@ def leaves(address: str) -> None:
     """Engine 2 closes its end after the first version."""
     rank = int(os.environ["RANK"])
     if rank == 0:
-        with Sender(address, name="leaves", timeout=20.0) as sender:
+        monitoring = ng.setup_nccl_monitoring(lambda record: None, serve=False)
+        with monitoring, Sender(address, name="leaves", timeout=20.0) as sender:
             sender.wait_for(2, within=60)
             first = sender.publish(weights(0), 0)
             time.sleep(1)
             second = sender.publish(weights(1), 1)
             faults.report(
-                engines=[first.engines, second.engines], seconds=second.seconds, left_out=list(second.left_out)
-            )
+                engines=[first.engines, second.engines], seconds=second.seconds, left_out=list(second.left_out),
+                groups=sorted({series.group for series in monitoring.snapshot().series}),
+            )  # fmt: skip
         return
     with Receiver(address, name="leaves", engine=f"engine {rank}") as receiver:
         for _ in range(2 if rank == 1 else 1):
@@ -283,6 +289,136 @@ def test_an_engine_that_leaves_is_not_waited_for(store: str) -> None:
     said = faults.run_ranks(leaves, 3, args=[store], timeout=60).check()[0].reports
     assert said["engines"] == [["engine 1", "engine 2"], ["engine 1"]], said
     assert said["seconds"] < 3 and said["left_out"] == [], said
+    assert {group.partition(":")[0] for group in said["groups"]} == {"channel leaves"}, said  # of both epochs
+
+
+def listening(address: str) -> subprocess.Popen[str]:
+    """A store in a process of its own, which listens already."""
+    command = [sys.executable, "-m", "ncclguard", "store", "--listen", address]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and "listening" in process.stdout.readline()
+    process.stdout.close()
+    return process
+
+
+def goes_on(address: str, how: str) -> None:
+    """Version 0 before the store is gone, or its connections are, and version 1 after it is back."""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        with Sender(address, timeout=20.0) as sender:
+            sender.wait_for(2, within=60)
+            sent = [sender.publish(weights(0), 0)]
+            faults.report(first=sent[0].engines)
+            faults.wait_until_told("again", seconds=60)
+            if how == "cut":
+                torch_compat.disconnect(sender._board._clone)
+                time.sleep(0.2)
+            sent.append(sender.publish(weights(1), 1))
+            faults.report(engines=[one.engines for one in sent], left_out=[list(one.left_out) for one in sent])
+        return
+    with Receiver(address, engine=f"engine {rank}") as receiver:
+        had = []
+        while receiver.version != 1:
+            update = receiver.next(timeout=60)
+            assert update is not None
+            if update.commit():
+                had.append(receiver.version)
+                if how == "cut":
+                    torch_compat.disconnect(receiver._board._clone)
+        faults.report(had=had)
+
+
+@pytest.mark.parametrize("how", ["restart", "cut"])
+def test_both_ends_go_on_when_the_store_or_their_connections_to_it_are_back(how: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    store = listening(address)
+    try:
+        with faults.start_ranks(goes_on, 3, args=[f"tcp://{address}", how], timeout=100) as job:
+            job.wait_for("first", [0], seconds=60)
+            if how == "restart":
+                store.kill()
+                store.wait()
+                time.sleep(2)  # that all see it
+                store = listening(address)
+                time.sleep(2)  # in which they look once a second
+            job.tell("again")
+            result = job.wait()
+    finally:
+        store.kill()
+        store.wait()
+    said = result[0].reports
+    assert said["engines"] == [["engine 1", "engine 2"]] * 2 and said["left_out"] == [[], []], result
+    assert result.values("had") == {1: [0, 1], 2: [0, 1]}, result
+    if how == "restart":
+        assert "once a store listens at its address again" in result[1].output, result
+        assert "the store of the weights answers again" in result[1].output, result
+
+
+def test_what_cannot_be_written_holds_up_nothing_that_is_written_after_it(caplog: pytest.LogCaptureFixture) -> None:
+    board = Board(torch.distributed.HashStore(), lambda store: None, lambda store: None)
+    tries: list[int] = []
+    written = threading.Event()
+
+    def raises(store: AgreementStore) -> None:
+        tries.append(1)
+        raise ValueError("no JSON")
+
+    board.post(raises)
+    board.post(lambda store: written.set())
+    assert written.wait(10)
+    board.close()
+    assert len(tries) == 1 and "cannot be written to the store of the weights" in caplog.text
+
+
+def looks_often(address: str) -> None:
+    """An engine that does not wait for a version, but looks whether there is one between other work."""
+    if int(os.environ["RANK"]) == 0:
+        with Sender(address, name="often", timeout=20.0) as sender:
+            sender.wait_for(1, within=60)
+            faults.report(left_out=[list(sender.publish(weights(version), version).left_out) for version in range(2)])
+        return
+    with Receiver(address, name="often", engine="A") as receiver:
+        while receiver.version != 1:
+            update = receiver.next(timeout=0.001)
+            assert update is None or update.commit()
+
+
+def test_an_engine_that_only_looks_for_a_version_gets_it_too(store: str) -> None:
+    said = faults.run_ranks(looks_often, 2, args=[store], timeout=90).check()[0].reports
+    assert said["left_out"] == [[], []], said
+
+
+def serves_two(address: str) -> None:
+    """One process has the ends of two engines."""
+    if int(os.environ["RANK"]) == 0:
+        with Sender(address, name="two", timeout=20.0) as sender:
+            sender.wait_for(2, within=60)
+            faults.report(engines=[sender.publish(weights(version), version).engines for version in range(2)])
+        return
+    had: dict[str, list[Any]] = {}
+
+    def serve(engine: str) -> None:
+        with Receiver(address, name="two", engine=engine) as receiver:
+            while receiver.version != 1:
+                update = receiver.next(timeout=60)
+                if update is None:
+                    return
+                if update.commit():
+                    had.setdefault(engine, []).append(receiver.version)
+
+    threads = [threading.Thread(target=serve, args=[engine]) for engine in ("A", "B")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    faults.report(had=had)
+
+
+def test_one_process_may_have_the_ends_of_two_engines(store: str) -> None:
+    result = faults.run_ranks(serves_two, 2, args=[store], timeout=90).check()
+    assert result[0].reports["engines"] == [["A", "B"]] * 2, result
+    assert result[1].reports["had"] == {"A": [0, 1], "B": [0, 1]}, result
 
 
 def chooses(address: str) -> None:

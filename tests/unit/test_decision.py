@@ -78,6 +78,29 @@ def test_a_rank_that_was_held_up_in_another_group_for_the_one_at_fault_is_not_la
 ENDED = [Departure(rank, Cause.LOST, "was sent SIGTERM", terminated=True) for rank in range(3)]
 
 
+def test_a_rank_that_waits_elsewhere_is_not_named_beside_one_that_it_may_wait_for_there() -> None:
+    """A trainer waits for an engine's part of a bucket, and the other engines are in the next call already."""
+    held = replace(outside(0), elsewhere="broadcast(uint8[32], src=0) of group weights (ranks 0-3)")
+    others = [entered(rank, trouble=DEADLINE, age=5.0) for rank in (1, 3)]
+    assert verdict_on(held, *others, silent={2: Cause.STUCK}).culprits == ((2, Cause.STUCK),)
+    late = verdict_on(held, *others, outside(2))
+    assert late.culprits == ((2, Cause.LATE),)
+    assert verdict_on(held, *others).culprits == ((0, Cause.DIVERGED),), "nobody else is missing"
+
+
+def test_what_one_caller_was_told_without_a_verdict_holds_for_all_of_them() -> None:
+    """The store was stopped: rank 2 has given up, and rank 1 is still there when the store goes on."""
+    given_up = replace(entered(2, trouble=DEADLINE), returned=True)
+    late = verdict_on(outside(0), entered(1, trouble=DEADLINE, age=5.0), given_up)
+    assert (late.action, late.cause, late.culprits) == (Action.FAIL, Cause.UNKNOWN, ())
+    came_last = verdict_on(*(entered(rank, trouble=DEADLINE, age=5.0) for rank in (0, 1, 3)), given_up)
+    assert came_last.culprits == (), "its age is not known any more"
+    silent = verdict_on(entered(1, trouble=DEADLINE, age=5.0), given_up, silent={0: Cause.STUCK})
+    assert (silent.cause, silent.culprits) == (Cause.UNKNOWN, ())
+    raised = verdict_on(replace(outside(0), trouble=RAISED), entered(1, trouble=DEADLINE, age=5.0), given_up)
+    assert raised.culprits == ((0, Cause.FAILED),), "which it says itself"
+
+
 def test_where_all_ranks_were_sent_sigterm_nobody_is_named_and_nothing_is_tried_again() -> None:
     found = verdict_on(*(entered(rank, trouble=TRANSPORT) for rank in range(3)), departed=dict(enumerate(ENDED)))
     assert (found.action, found.cause, found.culprits) == (Action.FAIL, Cause.UNKNOWN, ())

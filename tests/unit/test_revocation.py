@@ -14,7 +14,7 @@ from ncclguard.coordination.revocation import Revocation
 from ncclguard.coordination.store import AgreementStore, Entries
 from ncclguard.outcome import Cause
 from ncclguard.protocol import codec
-from ncclguard.protocol.decision import Action, Departure, Operation, Report, TroubleKind
+from ncclguard.protocol.decision import Action, Departure, Operation, Report, TroubleKind, Verdict
 from ncclguard.protocol.member import Entry
 from ncclguard.protocol.timing import ALIVE, GRACE, QUIET, RESERVE, Pace, Timing
 
@@ -88,7 +88,8 @@ def test_a_call_that_was_given_up_has_no_time_left() -> None:
     assert step(revocation, REVOKED + PATIENCE)
     assert revocation.verdict is not None
     assert revocation.verdict.action is Action.FAIL
-    assert revocation.verdict.culprit_ranks == (1, 2)
+    assert revocation.verdict.culprit_ranks == ()  # as its caller was told, though ranks 1 and 2 are silent
+    assert revocation.verdict.cause is Cause.UNKNOWN
 
 
 @pytest.mark.parametrize("budget", [5.0, 50.0])
@@ -208,6 +209,47 @@ def test_a_caller_waits_beyond_its_budget_only_while_the_store_answers() -> None
     assert state.await_verdict(0.01, call) is None
     assert time.monotonic() - started >= 0.2
     thread.join()
+
+
+def test_a_caller_whose_process_was_held_up_waits_until_its_monitor_can_have_asked_the_store() -> None:
+    """It was stopped, or had no turn on a busy machine: the verdict of the others is there, and nobody has read it."""
+    state = state_of_rank_0()
+    enter(state, -GRACE - 1.0)
+    call = state.call
+    assert call is not None
+    call.entered = call.deadline - 1.0
+    verdict = Verdict(0, 1, Action.FAIL, Cause.STUCK, ((2, Cause.STUCK),), (0, 1, 2))
+    thread = threading.Timer(0.2, state.adopt, (verdict, None))
+    thread.start()
+    decided = state.await_verdict(0.01, call)
+    assert decided is not None and decided[1] is verdict
+    thread.join()
+
+
+def test_the_process_that_has_the_store_adopts_a_verdict_last() -> None:
+    """Its program may end at once, and the others could not read the verdict any more."""
+    store, states = AgreementStore(HashStore()), [GroupState("group", rank, (0, 1, 2)) for rank in range(3)]
+    for state in states:
+        enter(state, 0.0)
+    first, second, _ = (Revocation(store, state, 0, 0, REVOKED, has_store=state.member.rank == 0) for state in states)
+    assert not step(second, REVOKED)
+    assert not step(first, REVOKED)
+    assert not step(first, REVOKED + PATIENCE)  # it has decided: rank 2 did not answer
+    assert first.verdict is None and states[0].decided is None
+    assert step(second, REVOKED + PATIENCE + 0.1) and second.verdict is not None
+    assert step(first, REVOKED + PATIENCE + 0.2)
+    assert first.verdict == second.verdict
+
+
+def test_the_process_that_has_the_store_does_not_wait_for_ever_for_one_that_has_answered_and_is_gone() -> None:
+    store, states = AgreementStore(HashStore()), [GroupState("group", rank, (0, 1, 2)) for rank in range(3)]
+    for state in states:
+        enter(state, 0.0)
+    first, second = (Revocation(store, states[rank], 0, 0, REVOKED, has_store=rank == 0) for rank in range(2))
+    assert not step(second, REVOKED)
+    assert not step(first, REVOKED)
+    assert not step(first, REVOKED + PATIENCE)
+    assert step(first, REVOKED + PATIENCE + Timing().linger)
 
 
 def test_what_a_rank_of_the_same_host_has_seen_counts_where_the_coordinator_can_see_nothing() -> None:
