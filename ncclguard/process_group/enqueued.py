@@ -497,6 +497,7 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
         what = _WORDS[name]
         if name in _ALIKE:
             what ^= _dtype_word(tensor.dtype) ^ tensor.numel() << 8
+        self._sequence += 1
         self._mark = (self._mark * 1000003 ^ what) & _LARGEST_MARK
         self._enqueued += 1
         self._uncommitted = True
