@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -674,6 +674,8 @@ def _split(tensor: torch.Tensor, sizes: Sequence[int], count: int) -> list[torch
 
 #: The name of the backend for `init_process_group` and `new_group`.
 NAME = "ncclguard"
+#: Those whose tensors a group carries: with one more that this torch lacks, torch's ShardedTensor gathers on that.
+DEVICES: Final = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
 #: Of a group outside the job that is being made: how reports call this process, and whether rank 0 may have the store.
 told_of_world: ContextVar[dict[str, Any]] = ContextVar("told_of_world", default={})  # noqa: B039 - it is never changed
 
@@ -681,7 +683,7 @@ told_of_world: ContextVar[dict[str, Any]] = ContextVar("told_of_world", default=
 def register() -> None:
     """Make the backend known to torch; once. Other groups, and the defaults of torch, are not touched."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
         torch_compat.records_itself(NAME)
         torch_compat.open_monitored_barrier(GuardedProcessGroup)
 

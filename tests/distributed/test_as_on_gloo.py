@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
 import ncclguard as ng
 from ncclguard import faults
@@ -45,6 +47,7 @@ def expects_gloo() -> None:
         nobody_sends,
         mean_of_integers,
         what_a_program_reads,
+        shards,
     ):
         ng.safe_barrier(timeout=30).raise_if_failed()
         faults.report(**{stage.__name__: stage(rank, pair)})
@@ -161,6 +164,16 @@ def what_a_program_reads(rank: int, _: Any) -> Any:
     return found
 
 
+def shards(rank: int, _: Any) -> Any:
+    """A tensor of shards is gathered where torch thinks that the backend's tensors are: on the CPU, where it has no CUDA."""
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        return [1.0] * 6 if rank == 0 else None  # with no backend but gloo: torch asks for the GPU that is not there
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{other}/cpu" for other in range(3)])
+    whole = torch.zeros(3, 2) if rank == 0 else None
+    sharded_tensor.ones(spec, 3, 2).gather(0, whole)
+    return None if whole is None else whole.flatten().tolist()
+
+
 def all_have_left(rank: int) -> Any:
     """Long before the limit."""
     group: Any = dist.group.WORLD
@@ -189,6 +202,7 @@ def test_a_program_for_gloo_finds_its_calls_exceptions_and_words() -> None:
         assert (read["barrier"], read["counted"], read["limit"]) == ([[], []], 3, LIMIT), read
         assert "Tensors must be contiguous" in read["transposed"], read
         assert "requires non-empty tensor list" in read["nothing"], read
+    assert [found["shards"] for found in reports] == [[1.0] * 6, None, None]
     everybody, of_the_pair = reports[0]["absent_from_a_monitored_barrier"][1:]
     assert "Ranks 1, 2 failed to pass monitoredBarrier in " in everybody["text"], everybody
     assert "Rank 1 failed to pass monitoredBarrier in " in of_the_pair["text"], of_the_pair
