@@ -84,7 +84,7 @@ def first(tensors: Tensors) -> torch.Tensor:
 
 
 def gathered(outputs: Tensors) -> Any:
-    """What the future of a gather holds: the tensors on the CPU, as gloo's; on a GPU one row of them, as NCCL's."""
+    """Return what the future of a gather holds: tensors on the CPU, as gloo's; one row of them on a GPU, as NCCL's."""
     return outputs if not outputs or outputs[0].device.type == "cpu" else [outputs]
 
 
@@ -675,7 +675,7 @@ def _split(tensor: torch.Tensor, sizes: Sequence[int], count: int) -> list[torch
 #: The name of the backend for `init_process_group` and `new_group`.
 NAME = "ncclguard"
 #: Those whose tensors a group carries: with one more that this torch lacks, torch's ShardedTensor gathers on that.
-DEVICES: Final = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
+DEVICES: Final = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]  # type: ignore[no-untyped-call]
 #: Of a group outside the job that is being made: how reports call this process, and whether rank 0 may have the store.
 told_of_world: ContextVar[dict[str, Any]] = ContextVar("told_of_world", default={})  # noqa: B039 - it is never changed
 
