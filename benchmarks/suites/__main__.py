@@ -1,11 +1,12 @@
-"""Runs other people's tests with the backend "ncclguard" in gloo's place, and with gloo beside it.
+"""Runs other people's tests with the backend "ncclguard" in gloo's place or NCCL's, and with that beside it.
 
     python -m benchmarks.suites NAME [--ranks N] [--backend ncclguard] [--select TEXT] [--source FOLDER] [--out FILE]
     python -m benchmarks.suites --table
 
-A suite is not changed: it asks for gloo, and `place/sitecustomize.py` has torch make another backend's groups. What has
-failed on one of the two is run once more, alone. Everything ends by itself, and leaves no process behind. Nothing is
-installed: what is missing is named.
+A suite is not changed: it asks for gloo or NCCL, and `place/sitecustomize.py` has torch make another backend's groups.
+Those that ask for NCCL run under `scripts/emulated-gpu --gpus 4` where there is no GPU. What has failed on one of the
+two is run once more, alone. Everything ends by itself, and leaves no process behind. Nothing is installed: what is
+missing is named.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ ROOT = Path(__file__).parents[2]
 NO_TESTS = 5  # pytest's code where all are deselected
 
 
-def run(part: Part, backend: str, folder: Path, select: str = "", only: str = "") -> dict[str, dict[str, Any]]:
-    """Run one part on one backend, or `only` one test of it, and return how each of its tests ended."""
+def run(
+    part: Part, backend: str, folder: Path, select: str = "", only: str = "", place: str = "gloo"
+) -> dict[str, dict[str, Any]]:
+    """Run one part with a backend in `place`, or `only` one test of it, and return how each of its tests ended."""
     record, log = folder / "record.jsonl", folder / f"{part.name}-{backend}.log"
     record.unlink(missing_ok=True)
     (folder / "made").unlink(missing_ok=True)
     path = [str(Path(__file__).parent / "place"), str(ROOT), str(ROOT / "explain")]
     path += filter(None, [os.environ.get("PYTHONPATH")])
     env = {
-        **part.env, "SUITES_BACKEND": backend, "SUITES_RECORD": str(record), "SUITES_MADE": str(folder / "made"), "PYTHONPATH": os.pathsep.join(path),
+        **part.env, "SUITES_PLACE": place, "SUITES_BACKEND": backend, "SUITES_RECORD": str(record), "SUITES_MADE": str(folder / "made"), "PYTHONPATH": os.pathsep.join(path),
         "NCCLGUARD_REPORT_DIR": str(folder), "NCCLGUARD_REPORT_PANEL": "false", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     command = part.command
@@ -45,6 +48,7 @@ def run(part: Part, backend: str, folder: Path, select: str = "", only: str = ""
         options = ("-q", "-c", os.devnull, "--rootdir", str(folder), "-p", "no:cacheprovider")
         command = (sys.executable, "-m", "pytest", *options, "-p", recorder.__name__, "-k", select)
         file, *more = part.command
+        env["PYTHONPATH"] += f"{os.pathsep}{Path(file).parent}"  # as where torch runs a file itself: for its neighbours
         command += (f"{file}::{only.removeprefix(part.prefix)}" if only else file, *more)
     ended = job.run(command, env, folder, part.limit, log)
     if part.pytest:
@@ -74,19 +78,23 @@ def last_words(ended: job.Ended) -> str:
 
 
 def run_parts(parts: list[Part], backends: list[str], folder: Path, select: str) -> dict[str, Any]:
-    """Run each part on each backend, and once more what did worse on one; return ends by backend and test."""
+    """Run each part on each backend, and once more what did worse on one; return ends by backend and test.
+
+    The first backend is torch's own, in whose place the second is.
+    """
+    place = backends[0]
     ends: dict[str, dict[str, dict[str, Any]]] = {backend: {} for backend in backends}
     for part in parts:
         here = {}
         for backend in backends:
-            here[backend] = run(part, backend, folder, select)
+            here[backend] = run(part, backend, folder, select, place=place)
             say(f"{part.name} on {backend}: {counts(here[backend])}")
         for backend in backends:
             passed = {test for by in here.values() for test, end in by.items() if end["end"] == "passed"}
             for test in sorted(passed):
                 if here[backend].get(test, {"end": "not run"})["end"] not in ("failed", "not run"):
                     continue
-                again = run(part, backend, folder, only=test if part.pytest else "").get(test)
+                again = run(part, backend, folder, only=test if part.pytest else "", place=place).get(test)
                 if again is not None:
                     here[backend][test] = again | {"tries": 2}
                     say(f"{test} on {backend} once more: {again['end']} {again.get('said', '')}")
@@ -128,7 +136,7 @@ def main() -> int:
     parser.add_argument(
         "--ranks", type=int, help="ranks of each job; by default the first number that the suite is run with"
     )
-    parser.add_argument("--backend", default="ncclguard", help="the backend in gloo's place")
+    parser.add_argument("--backend", default="ncclguard", help="the backend in the place of torch's own")
     parser.add_argument("--select", default="", help="only tests whose names have this, as pytest's -k")
     parser.add_argument(
         "--files", nargs="+", default=[""], help="of a suite's files only those whose paths have one of these"
@@ -155,7 +163,7 @@ def main() -> int:
         parser.error(f"{options.out} exists and is never overwritten; choose another name")
     job.adopt_orphans()
     ranks, began = options.ranks or suite.ranks[0], datetime.datetime.now(datetime.timezone.utc)
-    backends = ["gloo", options.backend]
+    backends = [suite.place, options.backend]
     source = options.source.resolve() if repository is not None else None
     with tempfile.TemporaryDirectory(prefix="suites-", ignore_cleanup_errors=True) as name:
         parts = suite.parts(ranks, source or Path(name))

@@ -66,6 +66,7 @@ class Suite:
     parts: Callable[[int, Path], list[Part]]
     ranks: tuple[int, ...] = (2,)
     repository: Repository | None = None
+    place: str = "gloo"  # torch's own backend, in whose place the other is
 
     def missing(self) -> list[str]:
         """Return the packages that are not installed."""
@@ -123,14 +124,14 @@ def nanogpt_parts(ranks: int, source: Path) -> list[Part]:
 
 
 def of_repository(
-    about: str, packages: tuple[str, ...], repository: Repository, ranks: tuple[int, ...] = (2,)
+    about: str, packages: tuple[str, ...], repository: Repository, ranks: tuple[int, ...] = (2,), place: str = "gloo"
 ) -> Suite:
     """Return the suite of a repository's tests."""
     needed = (*packages, "pytest")
-    return Suite(about, needed, " ".join(needed), repository.parts, ranks, repository)
+    return Suite(about, needed, " ".join(needed), repository.parts, ranks, repository, place)
 
 
-def of_torch(about: str, *files: str) -> Suite:
+def of_torch(about: str, *files: str, place: str = "gloo") -> Suite:
     """Return the suite of files in torch's test/distributed, which start four ranks."""
     repository = Repository(
         "https://github.com/pytorch/pytorch",
@@ -138,8 +139,9 @@ def of_torch(about: str, *files: str) -> Suite:
         tuple(f"test/distributed/{file}" for file in files),
         ("--noconftest",),  # which is for pytest 7
         {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "1000"},  # the recorder's limit is below it
+        each=120 if place == "gloo" else 300,  # an emulated GPU takes its time
     )
-    return of_repository(about, ("torch", "expecttest"), repository, (4,))
+    return of_repository(about, ("torch", "expecttest"), repository, (4,), place)
 
 
 SUITES: Final = {
@@ -170,8 +172,15 @@ SUITES: Final = {
         "test_c10d_common.py", "test_c10d_gloo.py", "test_c10d_logger.py", "test_c10d_object_collectives.py",
         "test_c10d_pypg.py", "test_c10d_spawn_gloo.py", "test_functional_api.py", "test_device_mesh.py",
     ),
+    "torch-training": of_torch(
+        "torch's tests of uneven inputs (`Join`), of `ZeroRedundancyOptimizer` and of what is made of collectives",
+        "algorithms/test_join.py", "optim/test_zero_redundancy_optimizer.py", "test_collective_utils.py",
+    ),
     "torch-dtensor": of_torch("torch's tests of DTensor", "_tensor/**/test_*.py", "tensor/**/test_*.py"),
     "torch-fsdp2": of_torch("torch's tests of FSDP2 and `replicate`", "_composable/**/test_*.py"),
+    "torch-fsdp2-nccl": of_torch(
+        "torch's tests of FSDP2 and `replicate` on GPUs, which ask for NCCL", "_composable/**/test_*.py", place="nccl",
+    ),
     "torch-checkpoint": of_torch("torch's tests of distributed checkpoints", "checkpoint/**/test_*.py"),
     "torch-pipelining": of_torch("torch's tests of pipelines", "pipelining/test_*.py"),
     "deepspeed": of_repository(

@@ -8,6 +8,7 @@ runs pytest, which has imported torch already.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import multiprocessing.context
 import os
 import re
@@ -20,6 +21,7 @@ import pytest
 from benchmarks.suites import job
 
 LIMIT = float(os.environ.get("SUITES_LIMIT", "0"))
+PLACE = os.environ.get("SUITES_PLACE", "gloo")
 #: The groups that were made before, and the classes with a test that made one: others do not ask for gloo's.
 MADE: dict[Any, int] = {}
 
@@ -30,9 +32,17 @@ RAISED = re.compile(
 
 
 def pytest_configure() -> None:
-    """Have "spawn" and "forkserver" fork: with them each rank of each test imports torch anew."""
+    """Have "spawn" and "forkserver" fork: with them each rank of each test imports torch anew.
+
+    This process has asked how many GPUs there are, after which no fork of it may use one: ranks that do are forks of a
+    server that has only imported torch.
+    """
     known: dict[str, Any] = vars(multiprocessing.context)["_concrete_contexts"]
-    known.update(spawn=known["fork"], forkserver=known["fork"])
+    if PLACE == "gloo":
+        known.update(spawn=known["fork"], forkserver=known["fork"])
+    else:
+        multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+        known.update(spawn=known["forkserver"])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,7 +73,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if end == "skipped":
         said = str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr)
     elif item.parent not in MADE:
-        end, said = "skipped", "makes no group of gloo's"
+        end, said = "skipped", f"makes no group of {PLACE}'s"
     elif end == "failed":
         raised = RAISED.findall(str(report.longrepr))
         said = raised[-1] if raised else str(report.longrepr).strip().rpartition("\n")[2]

@@ -1,4 +1,7 @@
-"""What two backends have made of the same tests: who fails where, and the table of it."""
+"""What two backends have made of the same tests: who fails where, and the table of it.
+
+The first of the two is torch's own, gloo or NCCL, and the second was in its place.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ REASONS: Final = FOLDER / "reasons.json"
 COLUMNS: Final = {
     "passed": "passed on both",
     "theirs": "failed on both",
-    "ours": "passed on gloo, not here",
-    "only here": "passed here, not on gloo",
+    "ours": "passed on torch's own, not here",
+    "only here": "passed here, not on torch's own",
     "skipped": "skipped on both",
 }
 #: The class of programs/test_torch_distributed.py, under which torch's tests stand.
@@ -52,7 +55,7 @@ def reasons() -> dict[str, dict[str, str]]:
 
 
 def ours(results: Results) -> list[str]:
-    """Return the tests that did worse here than on gloo."""
+    """Return the tests that did worse here than on torch's own backend."""
     return [name for name, kind in kinds(results).items() if kind == "ours"]
 
 
@@ -67,13 +70,19 @@ def row(results: Results) -> str:
     counted = Counter(kinds(results).values())
     counted["skipped"] += sum(len(names) for names in results["skipped"].values())
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if name != "ncclguard")
-    cells = [results["suite"], str(results["ranks"]), versions, *(str(counted[kind]) for kind in COLUMNS)]
+    cells = [
+        results["suite"],
+        str(results["ranks"]),
+        " for ".join(reversed(results["backends"])),
+        versions,
+        *(str(counted[kind]) for kind in COLUMNS),
+    ]
     return "| " + " | ".join(cells) + " |"
 
 
 def header() -> list[str]:
     """Return the two first lines of the table."""
-    names = ["suite", "ranks", "versions", *COLUMNS.values()]
+    names = ["suite", "ranks", "backend", "versions", *COLUMNS.values()]
     return ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
 
 
@@ -108,11 +117,11 @@ def rendered(results: Results) -> str:
 
 
 def newest(folder: Path = FOLDER / "results") -> list[Results]:
-    """Return the committed results: the newest of each suite, number of ranks and version of torch, by name."""
+    """Return the committed results: the newest of each suite, number of ranks, backend and version of torch."""
     found: dict[tuple[Any, ...], Results] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: json.loads(path.read_text())["machine"]["day"]):
         results = json.loads(path.read_text(encoding="utf-8"))
-        found[results["suite"], results["ranks"], results["versions"]["torch"]] = results
+        found[results["suite"], results["ranks"], results["backends"][1], results["versions"]["torch"]] = results
     return [found[key] for key in sorted(found)]
 
 

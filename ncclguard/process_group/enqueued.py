@@ -34,7 +34,7 @@ from ncclguard.groups import group_of
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Outcome, of_incident
 from ncclguard.phases import resolve_timeout
-from ncclguard.process_group.group import GuardedProcessGroup, is_made_outside
+from ncclguard.process_group.group import DEVICES, GuardedProcessGroup, is_made_outside
 from ncclguard.process_group.operators import first_tensor, serve_cpp_callers
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.bounded import bounded, in_background
@@ -497,6 +497,7 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
         what = _WORDS[name]
         if name in _ALIKE:
             what ^= _dtype_word(tensor.dtype) ^ tensor.numel() << 8
+        self._sequence += 1
         self._mark = (self._mark * 1000003 ^ what) & _LARGEST_MARK
         self._enqueued += 1
         self._uncommitted = True
@@ -683,7 +684,7 @@ def check(group: dist.ProcessGroup | None = None) -> None:
 def register() -> None:
     """Make the backend known to torch; once."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
         torch_compat.records_itself(NAME)
         torch_compat.coalesce_messages()
         watcher.ending.append(failures.end)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,18 @@ def asked_for(
     )
 
 
+def first(tensors: Tensors) -> torch.Tensor:
+    """The first of several tensors, of which there must be one."""
+    if not tensors:
+        raise ValueError("a coalesced collective requires non-empty tensor lists: give at least one tensor")
+    return tensors[0]
+
+
+def gathered(outputs: Tensors) -> Any:
+    """Return what the future of a gather holds: tensors on the CPU, as gloo's; one row of them on a GPU, as NCCL's."""
+    return outputs if not outputs or outputs[0].device.type == "cpu" else [outputs]
+
+
 def only(tensors: Any) -> Any:
     """The one tensor, or list of tensors, of a method that takes a list of one for each device."""
     if isinstance(tensors, torch.Tensor):
@@ -128,6 +140,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._limits: list[float | None] = []  # of the scopes that this group is in
         self._observers: list[Callable[[Outcome], None]] = []
         self._queue = self._own_queue = WorkQueue("collectives", self._tell)
+        self._sequence = 0  # collectives that were issued
         self._pairs: dict[tuple[int, int], WorkQueue] = {}
         self._begun: Counter[tuple[str, str, int, int]] = Counter()  # messages, by lane, device, source and target
         self._boxes: dict[tuple[str, str, int], Box] = {}
@@ -175,6 +188,16 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self._timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
+
+    @property
+    def options(self) -> Any:
+        """The limit of a collective, as torch's backends tell it."""
+        limit = self.limit()
+        return torch_compat.backend_options(NAME, default_pg_timeout if limit is None else timedelta(seconds=limit))
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many collectives were issued: torch's words for it, and gloo's count."""
+        return self._sequence
 
     def shutdown(self) -> None:
         """Take no more collectives; what has not started is dropped."""
@@ -283,7 +306,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GuardedWork:
         asked = asked_for(opts)
-        return self._issue("all_reduce", tensors[0], asked, tensors, lambda o: o.all_reduce_many(tensors, asked.op))
+        return self._issue("all_reduce", first(tensors), asked, tensors, lambda o: o.all_reduce_many(tensors, asked.op))
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, **named: Any
@@ -313,7 +336,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GuardedWork:
         asked = asked_for(opts)
         return self._issue(
-            "reduce_scatter", outputs[0], asked, outputs, lambda o: o.reduce_scatter_many(outputs, inputs, asked.op)
+            "reduce_scatter", first(outputs), asked, outputs, lambda o: o.reduce_scatter_many(outputs, inputs, asked.op)
         )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -326,8 +349,8 @@ class GuardedProcessGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> GuardedWork:
         asked, tensor = asked_for(opts, timeout=timeout), only(tensors)
-        gathered = outputs if isinstance(tensors, torch.Tensor) else only(outputs)
-        return self._issue("all_gather", tensor, asked, [gathered], lambda o: o.all_gather(gathered, tensor))
+        slots = outputs if isinstance(tensors, torch.Tensor) else only(outputs)
+        return self._issue("all_gather", tensor, asked, gathered(slots), lambda o: o.all_gather(slots, tensor))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> GuardedWork:
         return self._issue("all_gather", tensor, asked_for(opts), [output], lambda o: o.all_gather_flat(output, tensor))
@@ -338,12 +361,12 @@ class GuardedProcessGroup(dist.ProcessGroup):
         """`outputs[i][k]` is `tensors[k]` of the i-th rank of the group."""
         by_tensor = [list(own) for own in zip(*outputs, strict=True)]
         return self._issue(
-            "all_gather", tensors[0], asked_for(opts), outputs, lambda o: o.all_gather_many(by_tensor, tensors)
+            "all_gather", first(tensors), asked_for(opts), outputs, lambda o: o.all_gather_many(by_tensor, tensors)
         )
 
     def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> GuardedWork:
         return self._issue(
-            "all_gather", tensors[0], asked_for(opts), outputs, lambda o: o.all_gather_flat_many(outputs, tensors)
+            "all_gather", first(tensors), asked_for(opts), outputs, lambda o: o.all_gather_flat_many(outputs, tensors)
         )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -352,9 +375,9 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self, outputs: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> GuardedWork:
         asked, tensor = asked_for(opts, timeout=timeout, **named), only(tensors)
-        gathered = outputs if isinstance(tensors, torch.Tensor) else only(outputs) if outputs else []
+        slots = outputs if isinstance(tensors, torch.Tensor) else only(outputs) if outputs else []
         return self._issue(
-            "gather", tensor, asked, [gathered], lambda o: o.gather(gathered, tensor, self._place(asked.root))
+            "gather", tensor, asked, gathered(slots), lambda o: o.gather(slots, tensor, self._place(asked.root))
         )
 
     def scatter(
@@ -429,7 +452,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ waiting
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GuardedWork:
-        return self._issue("barrier", None, asked_for(opts, timeout=timeout), None, lambda o: o.barrier())
+        return self._issue("barrier", None, asked_for(opts, timeout=timeout), [], lambda o: o.barrier())
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A blocking barrier; like every collective of this group it names who did not come, on all ranks.
@@ -438,7 +461,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         """
         limit = None if timeout is None or timeout < timedelta(0) else max(timeout.total_seconds(), SHORTEST)
         try:
-            self._issue("barrier", None, Asked(timeout=limit, blocking=True), None, lambda o: o.barrier())
+            self._issue("barrier", None, Asked(timeout=limit, blocking=True), [], lambda o: o.barrier())
         except CollectiveFailed as error:
             absent = error.outcome.culprits[: None if wait_all_ranks else 1]
             words = [f"Rank {torch_compat.own_rank(self._identity)} timed out in monitoredBarrier"] * isinstance(
@@ -485,6 +508,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
         results: Any,
         plan: Callable[[Operation], Perform],
     ) -> GuardedWork:
+        self._sequence += 1
         if self._is_joining():
             return self._start(self._queue, op, tensor, results, lambda: _fill(tensor, results), asked.blocking)
         operation = self._operation(tensor, asked.timeout, self._queue)
@@ -675,7 +699,10 @@ def _fill(tensor: torch.Tensor | None, results: Any) -> None:
 def _split(tensor: torch.Tensor, sizes: Sequence[int], count: int) -> list[torch.Tensor]:
     """Views of contiguous parts along the first dimension, one for each rank."""
     if not tensor.is_contiguous() or tensor.dim() == 0:
-        raise ValueError("all_to_all_single takes contiguous tensors with a first dimension to split: reshape it")
+        # torch's words first: its own tests look for them.
+        raise ValueError(
+            "Tensors must be contiguous, with a first dimension to split, for all_to_all_single: reshape it"
+        )
     rows = tensor.size(0)
     if not sizes and rows % count:
         raise ValueError(f"{rows} rows cannot be split evenly among {count} ranks: give the split sizes")
@@ -687,6 +714,8 @@ def _split(tensor: torch.Tensor, sizes: Sequence[int], count: int) -> list[torch
 
 #: The name of the backend for `init_process_group` and `new_group`.
 NAME = "ncclguard"
+#: Those whose tensors a group carries: with one more that this torch lacks, torch's ShardedTensor gathers on that.
+DEVICES: Final = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]  # type: ignore[no-untyped-call]
 #: What is told of a group outside the job that is being made: fields of its `World`, and `within` how many seconds.
 told_of_world: ContextVar[dict[str, Any]] = ContextVar("told_of_world", default={})  # noqa: B039 - it is never changed
 
@@ -694,7 +723,7 @@ told_of_world: ContextVar[dict[str, Any]] = ContextVar("told_of_world", default=
 def register() -> None:
     """Make the backend known to torch; once. Other groups, and the defaults of torch, are not touched."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
         torch_compat.records_itself(NAME)
         torch_compat.open_monitored_barrier(GuardedProcessGroup)
 

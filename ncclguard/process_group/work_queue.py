@@ -32,6 +32,10 @@ from ncclguard.outcome import Outcome
 from ncclguard.transport.memory import drained
 
 
+class NotComplete(RuntimeError, TimeoutError):
+    """A wait has ended at its own limit, before the collective; torch's backends raise a RuntimeError then."""
+
+
 class GuardedWork(dist.Work):
     """A collective that was started; its deadline is the operation's own, so that every wait ends.
 
@@ -59,15 +63,15 @@ class GuardedWork(dist.Work):
     # ------------------------------------------------------------------ the caller
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the collective has ended; raises its typed error, and TimeoutError when `timeout` passes first."""
+        """Wait until the collective has ended; raises its typed error, and NotComplete when `timeout` passes first."""
         limit = None if timeout is None else timeout.total_seconds()
         if self.run_now is not None and not self._ended.is_set():
             self.run_now(self, bool(limit))
         with engine_section():
             ended = self._ended.wait(limit if limit else None)  # torch's zero means: no limit but the operation's own
         if not ended:
-            raise TimeoutError(
-                f"{self._text} is not complete after {limit:.3g} s; it goes on until its own limit: wait for it again"
+            raise NotComplete(
+                f"the wait timed out: {self._text} is not complete after {limit:.3g} s; it goes on until its own limit: wait for it again"
             )
         self.attended = True
         if self._error is not None:
@@ -158,6 +162,9 @@ LOOK_EVERY, LOOK_FOR = 0.005, 1.0
 LARGE = 64 << 10
 #: Works that nobody has waited for yet and that are kept where C++ does not keep them: more than it holds at once.
 KEPT = 256
+#: A callback of a future runs in this thread. It may wait for the future of a collective that it issues, as the hooks
+#: of PowerSGD do, so that one's own callbacks are not kept until it has returned.
+_in_callback: contextvars.ContextVar[bool] = contextvars.ContextVar("_in_callback", default=False)
 #: Seconds between two looks at what is to be called off.
 CALL_OFF_EVERY = 0.05
 
@@ -329,6 +336,7 @@ class WorkQueue:
         error: BaseException | None = None
         interruption: BaseException | None = None
         callbacks: Callable[[], None] | None = None
+        awaited = False  # a callback that runs waits for this one's future
         try:
             with self._state:
                 task = self._queue.popleft() if self._queue else None
@@ -345,14 +353,19 @@ class WorkQueue:
                         f"{task.text} was given up: {type(error).__name__} in a thread that waited for it"
                     )
                 callbacks = task.work.mark_ended(error)
-                if callbacks is not None:  # in the order of the collectives, while this thread has the turn
+                awaited = task.context.get(_in_callback, False)
+                if (
+                    callbacks is not None and not awaited
+                ):  # in the order of the collectives, while this thread has the turn
                     with self._state:
                         self._callbacks.append(callbacks)
         finally:
             self._turn.release()
             if task is not None and callbacks is None:
                 self._finished()
-        if callbacks is not None:
+        if callbacks is not None and awaited:
+            self._complete(callbacks)
+        elif callbacks is not None:
             self._call_back()
         if interruption is not None and threading.current_thread() is not self._thread:
             raise interruption
@@ -387,15 +400,22 @@ class WorkQueue:
                     return
                 callbacks = self._callbacks.popleft()
             try:
-                callbacks()
-            except Exception:
-                log.exception("ncclguard: a callback of a collective on %s failed", self._name)
+                self._complete(callbacks)
             except BaseException:  # Ctrl-C in a thread that waited
                 with self._state:
                     self._calling_back = False
                 raise
-            finally:
-                self._finished()
+
+    def _complete(self, callbacks: Callable[[], None]) -> None:
+        """Run the callbacks of one collective's future."""
+        within = _in_callback.set(True)
+        try:
+            callbacks()
+        except Exception:
+            log.exception("ncclguard: a callback of a collective on %s failed", self._name)
+        finally:
+            _in_callback.reset(within)
+            self._finished()
 
     def _perform(self, task: Task) -> None:
         with self._turn:

@@ -13,6 +13,7 @@ from ncclguard.torch_compat.groups import (
     abort_group as abort_group,
     backend_has as backend_has,
     backend_of as backend_of,
+    backend_options as backend_options,
     boxed_work as boxed_work,
     broken_collective as broken_collective,
     buffers_of as buffers_of,

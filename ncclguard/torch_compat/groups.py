@@ -169,14 +169,20 @@ def gloo_backend(group: dist.ProcessGroup) -> ProcessGroupGloo | None:
 def time_limit(group: dist.ProcessGroup) -> float | None:
     """Seconds after which torch itself gives an operation of the group up, the shortest of its backends'.
 
-    None where no backend says: those written in Python, and torch 2.6, whose backends show no options.
+    None where no backend says: those of torch 2.6 show no options. A group written in Python ends by itself.
     """
     found = []
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
             backend: Any = group._get_backend(torch.device(device))
-            found.append(backend.options._timeout.total_seconds())
+            if backend is not group:
+                found.append(backend.options._timeout.total_seconds())
     return min(found, default=None)
+
+
+def backend_options(name: str, timeout: timedelta) -> Any:
+    """Return what a backend of torch's has as its `options`, for one that is written in Python."""
+    return _c.Backend.Options(name, timeout)
 
 
 def under_detail() -> bool:

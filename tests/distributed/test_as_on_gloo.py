@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
 import ncclguard as ng
 from ncclguard import faults
@@ -44,6 +46,8 @@ def expects_gloo() -> None:
         whoever_is_first,
         nobody_sends,
         mean_of_integers,
+        what_a_program_reads,
+        shards,
     ):
         ng.safe_barrier(timeout=30).raise_if_failed()
         faults.report(**{stage.__name__: stage(rank, pair)})
@@ -133,6 +137,43 @@ def mean_of_integers(rank: int, _: Any) -> Any:
     return [tensor.tolist(), part.tolist(), narrow.tolist() if rank == 0 else [1, 2]]
 
 
+def what_a_program_reads(rank: int, _: Any) -> Any:
+    """Results and futures of gathers and barriers, the count of collectives, the limit, and a refused all-to-all."""
+    group: Any = dist.group.WORLD
+    before, slots, own = group._get_sequence_number_for_group(), [torch.zeros(1) for _ in range(3)], torch.ones(1)
+    gather = dist.all_gather(slots, own + rank, async_op=True)
+    assert gather is not None
+    to_one = dist.gather(own + rank, slots if rank == 0 else None, async_op=True)
+    barrier = dist.barrier(async_op=True)
+    assert to_one is not None and barrier is not None
+    found = {
+        "all_gather": [[float(tensor) for tensor in gather.get_future().wait()], len(gather.result())],
+        "gather": [float(tensor) for tensor in to_one.get_future().wait()],
+        "barrier": [barrier.get_future().wait(), barrier.result()],
+        "counted": group._get_sequence_number_for_group() - before,
+        "limit": group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+    }
+    for name, call in (
+        ("transposed", lambda: dist.all_to_all_single(torch.zeros(3, 3), torch.zeros(3, 3).t())),
+        ("nothing", lambda: dist.all_reduce_coalesced([])),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def shards(rank: int, _: Any) -> Any:
+    """A tensor of shards is gathered where torch thinks that the backend's tensors are: on the CPU, where it has no CUDA."""
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        return [1.0] * 6 if rank == 0 else None  # with no backend but gloo: torch asks for the GPU that is not there
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{other}/cpu" for other in range(3)])
+    whole = torch.zeros(3, 2) if rank == 0 else None
+    sharded_tensor.ones(spec, 3, 2).gather(0, whole)
+    return None if whole is None else whole.flatten().tolist()
+
+
 def all_have_left(rank: int) -> Any:
     """Long before the limit."""
     group: Any = dist.group.WORLD
@@ -155,6 +196,13 @@ def test_a_program_for_gloo_finds_its_calls_exceptions_and_words() -> None:
     for error in (reports[0]["absent_from_a_monitored_barrier"][0], *reports[2]["absent_from_a_monitored_barrier"]):
         assert error["culprits"] == [1] and "Rank 1 failed to pass monitoredBarrier in " in error["text"], error
     assert all(found["mean_of_integers"] == [[0, 5], [1, 8], [1, 2]] for found in reports), reports
+    for rank, found in enumerate(reports):
+        read = found["what_a_program_reads"]
+        assert read["all_gather"] == [[1.0, 2.0, 3.0], 3] and read["gather"] == [1.0, 2.0, 3.0][: 3 * (rank == 0)], read
+        assert (read["barrier"], read["counted"], read["limit"]) == ([[], []], 3, LIMIT), read
+        assert "Tensors must be contiguous" in read["transposed"], read
+        assert "requires non-empty tensor list" in read["nothing"], read
+    assert [found["shards"] for found in reports] == [[1.0] * 6, None, None]
     everybody, of_the_pair = reports[0]["absent_from_a_monitored_barrier"][1:]
     assert "Ranks 1, 2 failed to pass monitoredBarrier in " in everybody["text"], everybody
     assert "Rank 1 failed to pass monitoredBarrier in " in of_the_pair["text"], of_the_pair

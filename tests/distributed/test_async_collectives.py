@@ -98,6 +98,35 @@ def test_a_callback_that_takes_long_does_not_hold_up_the_next_collective() -> No
     assert result.values("order") == {0: [0, 1], 1: [0, 1]}
 
 
+def chained() -> None:
+    """A hook that waits for the future of a collective which it issues, twice; rank 1 comes when the others wait."""
+    dist.init_process_group("ncclguard", timeout=timedelta(seconds=20))
+    issued: list[Any] = []
+
+    def add_again(future: Any) -> Any:
+        work: Any = dist.all_reduce(future.value()[0][:2].clone(), async_op=True)
+        issued.append(work)
+        return work.get_future().wait()
+
+    found = []
+    for numel in (1, 100_000):  # carried out by who waits, and by the queue's thread
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        work: Any = dist.all_reduce(torch.ones(numel), async_op=True)
+        found.append(float(work.get_future().then(add_again).then(add_again).wait()[0][0]))
+        dist.barrier()
+    faults.report(found=found, issued=len(issued))
+    dist.destroy_process_group()
+
+
+def test_a_callback_may_wait_for_the_future_of_a_collective_that_it_issues() -> None:
+    """torch's PowerSGD hooks do."""
+    result = faults.run_ranks(chained, 2, timeout=60).check()
+    assert result.values("found") == {0: [8.0, 8.0], 1: [8.0, 8.0]}, result
+    assert result.values("issued") == {0: 4, 1: 4}
+
+
 def overdue() -> None:
     """Twelve collectives are pending when their limit passes, because rank 2 issues all of its own too late."""
     dist.init_process_group("ncclguard", timeout=timedelta(seconds=1.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,30 @@ def test_a_failure_is_told_by_the_last_exception_of_its_report() -> None:
     assert recorder.RAISED.findall(report)[-1] == "torch.distributed.DistStoreError: wait timeout"
 
 
+@pytest.mark.parametrize(
+    ("place", "asked", "begins", "instead"),
+    [
+        ("gloo", None, True, "ours"),
+        ("gloo", None, False, ""),  # new_group: of the job's backend
+        ("gloo", "cpu:gloo", False, "ours"),
+        ("gloo", "cpu:gloo,cuda:nccl", True, ""),
+        ("nccl", None, True, "cpu:gloo,cuda:ours"),
+        ("nccl", "nccl", False, "ours"),
+        ("nccl", "cpu:gloo,cuda:nccl", True, "cpu:gloo,cuda:ours"),
+        ("nccl", "gloo", True, ""),
+    ],
+)
+def test_a_suite_gets_another_backend_where_it_asks_for_the_one_in_whose_place_that_is(
+    place: str, asked: str | None, begins: bool, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec: Any = importlib.util.spec_from_file_location("place", table.FOLDER / "place" / "sitecustomize.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "PLACE", place)
+    monkeypatch.setattr(module, "BACKEND", "ours")
+    assert module.asked_for(asked, begins) == instead
+
+
 @pytest.mark.processes
 def test_a_test_that_hangs_is_ended_with_its_ranks_and_one_that_makes_no_group_is_not_counted(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(THEIRS)
@@ -87,6 +112,7 @@ def test_a_test_that_hangs_is_ended_with_its_ranks_and_one_that_makes_no_group_i
     assert {name: end["end"] for name, end in ends.items()} == {
         "theirs::test_makes_no_group": "skipped",
         "theirs::test_makes_one": "passed",
+        "theirs::test_makes_one_of_gloos_class": "passed",
         "theirs::test_hangs": "failed",
     }
     assert ends["theirs::test_hangs"]["said"] == "had not ended after 10 s"
@@ -94,6 +120,7 @@ def test_a_test_that_hangs_is_ended_with_its_ranks_and_one_that_makes_no_group_i
 
 THEIRS = """
 import multiprocessing, time
+import torch
 import torch.distributed as dist
 
 def test_makes_no_group():
@@ -103,6 +130,10 @@ def test_makes_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.get_backend() == "ncclguard"
     dist.destroy_process_group()
+
+def test_makes_one_of_gloos_class():
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    assert group.name() == "ncclguard" and group.allreduce(torch.ones(1)).wait()
 
 def test_hangs():
     rank = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
