@@ -172,7 +172,7 @@ def _meet(group: dist.ProcessGroup, name: str, until: float, wanted: Callable[[]
             )
         elif error.outcome.culprits:
             text = told(
-                "{ranks} of {count} have not come to group {name} in {seconds:.3g} s: start them with the same name at the same "
+                "{ranks} of {count} did not come to group {name} in {seconds:.3g} s: start them with the same name at the same "
                 "address, or give join() a longer timeout",
                 ranks=ranks_text(error.outcome.culprits),
                 count=group.size(),

@@ -147,6 +147,8 @@ class Sender(ChannelEnd):
                 kind=type(tensors).__name__,
             )
             raise TypeError(text)
+        if isinstance(tensors, Mapping) and not tensors:
+            raise ValueError(told("tensors has none: give what the engines are to have, such as model.state_dict()"))
         began = time.monotonic()
         until = began + self._timeout
         left_out: dict[str, Incident | str] = {}

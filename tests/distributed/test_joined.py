@@ -205,12 +205,12 @@ def test_a_rank_that_does_not_come_is_named_within_the_limit(store: str, absent:
         if absent == 0:
             assert said["error"] == "GuardError" and "rank 0 has not come to group" in said["text"], result
         else:
-            assert said["error"] == "GuardError" and "rank 2 of 3 have not come to group" in said["text"], result
+            assert said["error"] == "GuardError" and "rank 2 of 3 did not come to group" in said["text"], result
 
 
 def test_where_nobody_listens_rank_0_has_the_store_and_the_others_are_told_when_it_does_not_come() -> None:
     result = faults.run_ranks(missing, 3, args=[f"tcp://127.0.0.1:{free_port()}", 2, "own"], timeout=60).check()
-    assert "rank 2 of 3 have not come" in result[0].reports["text"], result
+    assert "rank 2 of 3 did not come" in result[0].reports["text"], result
     assert "this process, rank 0, has the store of group" in result[0].output
     result = faults.run_ranks(missing, 3, args=[f"tcp://127.0.0.1:{free_port()}", 0, "own"], timeout=60).check()
     assert "no store has answered at tcp://127.0.0.1:" in result[1].reports["text"], result

@@ -534,12 +534,12 @@ def wrong() -> None:
     said = {}
     with Sender(store, timeout=5) as sender:
         for what, tensors in {
-            "one shot": iter(()), "no tensor": {"a": 1.0}, "sparse": {"a": torch.eye(2).to_sparse()},
+            "one shot": iter(()), "empty": {}, "no tensor": {"a": 1.0}, "sparse": {"a": torch.eye(2).to_sparse()},
         }.items():  # fmt: skip
             try:
                 sender._asked = {}  # nobody: it is refused all the same where it can be seen
                 sender.publish(tensors, 1)  # type: ignore[arg-type]
-            except TypeError as error:
+            except (TypeError, ValueError) as error:
                 said[what] = str(error)
         said["nobody"] = str(sender.publish({"a": torch.ones(1)}, 7))
     for what, call in {
@@ -556,6 +556,7 @@ def wrong() -> None:
 def test_wrong_use_is_told_of() -> None:
     said = faults.run_ranks(wrong, 1, timeout=60).check()[0].reports["said"]
     assert "must be a mapping or a function" in said["one shot"]
+    assert "tensors has none: give what" in said["empty"]
     assert said["nobody"].startswith("version 7 is on no engine")
     assert "give the engine a name" in said["engine"] and "the numbers 0 to 1" in said["worker"], said
     assert "must be a positive" in said["timeout"] and "correct these" in said["device"], said
