@@ -25,7 +25,7 @@ MOST = 100_000
 # The rank of the speaker, as Lightning, Megatron, Ray Train, Slurm, vLLM and JAX programs print it; not of a peer.
 _OWN_RANK = re.compile(
     r"(?<!for )(?<!from )(?<!to )(?<!by )(?<!of )(?<!remote )(?<!peer )"
-    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\[rank=(?=\d+, world_size=)"
+    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)"
     r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
 )
 _LOCAL_RANK = re.compile(r"\b(?:LOCAL_RANK|local[ _]rank)[ =:]+(\d{1,4})\b")
@@ -68,7 +68,7 @@ _COMMAND = re.compile(
 )
 #: The host whose kernel's log a command prints: of the prompt, or of ssh.
 _KERNEL_OF = re.compile(
-    r"(?:^\[?(?:[\w.\-]+@)?([A-Za-z][\w.\-]*\d)\b[^$#>]{0,60}[$#>] ?|\bssh (?:-\S+ )*(?:\w+@)?([A-Za-z][\w.\-]*\d) .*)"
+    r"(?:^\[?(?:[\w.\-]+@)?([A-Za-z][\w.\-]*\d)\b[^$#>]{0,60}[$#>] ?|\bssh (?:-\S+ )*(?:\w+@)?([A-Za-z][\w.\-]*\w) .*)"
     r".*\b(?:dmesg|journalctl)\b"
 )
 _SPIED = re.compile(r"py-spy dump\b.*?(?:--pid|-p)[ =](\d{1,9})\b.*?\b(?:RANK|[Rr]ank)[ =:]*(\d{1,6})\b")
@@ -84,6 +84,7 @@ _PLACED = re.compile(r"ip=([\d.]+), pid=(\d{1,9})\) world_rank=(\d{1,6})")
 _ON_HOST = re.compile(
     r"(?<!to )(?<!remote )(?<!for )(?<!from )\bhost(?:name)?(?:[=:] ?| )([A-Za-z][\w.\-]*\d[\w.\-]*)(?!:\d)\b"
 )
+_TASK_ON = re.compile(r"\b(?:task|rank|process) (\d{1,6}) on (?:node |host )?([A-Za-z][\w.\-]*\d[\w.\-]*\w)")
 # SGLang (python/sglang/srt/utils/common.py, 0.4 to 0.5)
 _DUMPED = re.compile(r"(?:\[[^\]]*?((?: (?:DP|PP|TP|EP)\d+)+)\] )?[Pp]yspy dump for PID (\d+)")
 # The node's place in the job and the ranks on a node. torchrun takes --node_rank for its static rendezvous alone.
@@ -131,6 +132,7 @@ class RankMap:
     worlds: set[int] = field(default_factory=set)  # WORLD_SIZE beside these
     with_local: set[int] = field(default_factory=set)  # those of these ranks that say their LOCAL_RANK too
     described: dict[int, str] = field(default_factory=dict)  # input -> the pod that its last lines are about
+    _printed: dict[int, str] = field(default_factory=dict)  # input -> the pod whose log its last lines are
     kernels: dict[int, str] = field(default_factory=dict)  # input -> the host whose kernel its last lines are of
     first: dict[str, int] = field(default_factory=dict)  # scope -> the rank that is its local rank 0
     by_device: dict[str, int] = field(default_factory=dict)  # host -> the same, if NCCL's devices are local ranks
@@ -164,6 +166,9 @@ class RankMap:
             self.kernels[source.index] = kernel[1] or kernel[2]
         if ("Name: " in text or "kubectl " in text) and (described := _DESCRIBED.search(text)):
             self.described[source.index] = described[1] or described[2]
+            self._printed[source.index] = (described[2] or "") if " logs " in text else ""
+        elif text.startswith(("$ ", "+ ", "# ")):
+            self._printed.pop(source.index, None)  # another command
         rank = prefix.rank if prefix.basis == "prefix" and (prefix.rank or 0) < MAX_RANK else None
         if rank is not None and not places.coordinates(prefix.place):
             self.process(prefix.pid, rank, prefix.host)
@@ -176,10 +181,15 @@ class RankMap:
             self._names.add(prefix.place)
             if prefix.pid is not None and len(self._actors) < MOST:
                 self._actors.setdefault(prefix.place, set()).add((prefix.host, prefix.pid))
-        if rank is None and ("ank" in text or "RANK" in text or "PROCID" in text or "process: " in text):
+        if rank is None and (
+            "ank" in text or "RANK" in text or "PROCID" in text or "process: " in text or "process_id=" in text
+        ):
             rank = self._told(text, prefix, scope)
-        if rank is not None and where:
-            self.hosts.setdefault(where, set()).add(rank)
+        speaker = where or self._printed.get(source.index, "")
+        if rank is not None and speaker:
+            self.hosts.setdefault(speaker, set()).add(rank)
+        if rank is not None and (task := _TASK_ON.search(text)) and int(task[1]) == rank:
+            self.hosts.setdefault(task[2], set()).add(rank)
         if rank is not None and "host" in text and (found := _ON_HOST.search(text)):
             self.hosts.setdefault(found[1], set()).add(rank)
             if (local := _LOCAL_RANK.search(text)) and not _TROUBLE.search(text):
@@ -503,7 +513,7 @@ def place_rank(known: RankMap, fact: Fact, local_size: int | None) -> None:
     if fact.kind is Kind.LAUNCHER and places.is_parent(fact.place):  # a scheduler tells of one of its own workers
         one = any(name.startswith("Worker") and "DP" not in places.coordinates(name) for name in known.places)
         one = one and at.get("DP") == 0 and known.parallel.get("dp", 1) == 1  # names leave out what has the size 1
-        if "DP" in at and fact.rank is not None and not one:
+        if ("DP" in at or known.parallel.get("dp", 1) > 1) and fact.rank is not None and not one:
             fact.rank, fact.rank_basis, fact.group_rank = None, "", fact.rank
         return
     rank = places.rank_of(fact.place, known.parallel)
