@@ -7,6 +7,7 @@ which it is told: the host or the pod in front of the line, the file, or the fol
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ _WORLD = re.compile(r"\bWORLD_SIZE=(\d{1,6})\b")
 _DESCRIBED = re.compile(
     r"^Name: +(\S+)$|\bkubectl (?:-\S+ \S+ )*(?:get|describe|logs) (?:pods?[ /])?([a-z0-9][a-z0-9.\-]*\d)\b"
 )
+_NEXT_COMMAND = re.compile(r"[$#+>] |={3,}|-{3}|[\w.\-]+@\S+ ?.*[$#] |.*\bkubectl ")
 _LISTED = re.compile(r"^(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d+ ")  # a row of `kubectl get pods`
 # "gpu-17: ranks 8-15", as launchers and people write it; "NODE_RANK: 2" in `kubectl describe` of a pod
 _RANGES = re.compile(
@@ -132,7 +134,6 @@ class RankMap:
     worlds: set[int] = field(default_factory=set)  # WORLD_SIZE beside these
     with_local: set[int] = field(default_factory=set)  # those of these ranks that say their LOCAL_RANK too
     described: dict[int, str] = field(default_factory=dict)  # input -> the pod that its last lines are about
-    _printed: dict[int, str] = field(default_factory=dict)  # input -> the pod whose log its last lines are
     kernels: dict[int, str] = field(default_factory=dict)  # input -> the host whose kernel its last lines are of
     first: dict[str, int] = field(default_factory=dict)  # scope -> the rank that is its local rank 0
     by_device: dict[str, int] = field(default_factory=dict)  # host -> the same, if NCCL's devices are local ranks
@@ -166,9 +167,8 @@ class RankMap:
             self.kernels[source.index] = kernel[1] or kernel[2]
         if ("Name: " in text or "kubectl " in text) and (described := _DESCRIBED.search(text)):
             self.described[source.index] = described[1] or described[2]
-            self._printed[source.index] = (described[2] or "") if " logs " in text else ""
-        elif text.startswith(("$ ", "+ ", "# ")):
-            self._printed.pop(source.index, None)  # another command
+            if described[2] and " logs " in text:
+                self._of_log(described[2], following(200))
         rank = prefix.rank if prefix.basis == "prefix" and (prefix.rank or 0) < MAX_RANK else None
         if rank is not None and not places.coordinates(prefix.place):
             self.process(prefix.pid, rank, prefix.host)
@@ -185,9 +185,8 @@ class RankMap:
             "ank" in text or "RANK" in text or "PROCID" in text or "process: " in text or "process_id=" in text
         ):
             rank = self._told(text, prefix, scope)
-        speaker = where or self._printed.get(source.index, "")
-        if rank is not None and speaker:
-            self.hosts.setdefault(speaker, set()).add(rank)
+        if rank is not None and where:
+            self.hosts.setdefault(where, set()).add(rank)
         if rank is not None and (task := _TASK_ON.search(text)) and int(task[1]) == rank:
             self.hosts.setdefault(task[2], set()).add(rank)
         if rank is not None and "host" in text and (found := _ON_HOST.search(text)):
@@ -228,6 +227,15 @@ class RankMap:
             if of_place is not None:
                 self.process(int(dumped[2]), of_place)
 
+    def _of_log(self, pod: str, rows: Sequence[str]) -> None:
+        """Note the ranks that speak in a pod's log, which `kubectl logs` prints up to the next command or heading."""
+        for row in itertools.takewhile(lambda row: _NEXT_COMMAND.match(row) is None, rows):
+            own, told = split_prefix(row), _OWN_RANK.search(row)
+            if own.rank is not None and own.basis == "prefix":
+                self.hosts.setdefault(pod, set()).add(own.rank)
+            elif told is not None and not _TROUBLE.search(row):
+                self.hosts.setdefault(pod, set()).add(int(told[1]))
+
     def _told(self, text: str, prefix: Prefix, scope: str) -> int | None:
         """Return the rank that a line without `[rank3]` says its speaker is; note processes that it lists."""
         if placed := _PLACED.search(text):
@@ -254,7 +262,7 @@ class RankMap:
         for pid, number in _LISTED_RANK.findall(text):
             self.process(int(pid), int(number), prefix.host)
         found = _OWN_RANK.search(text)
-        if found is None or int(found[1]) >= MAX_RANK:
+        if found is None or int(found[1]) >= MAX_RANK or (found[0].startswith("RANK=") and _WORLD.search(text)):
             if own := _ENVIRONMENT.search(text):
                 self.environments.setdefault(scope, set()).add(int(own[1] or own[2]))
                 self.worlds |= {int(size[1])} if (size := _WORLD.search(text)) else set()
