@@ -1,4 +1,4 @@
-"""Whether the inputs are of a distributed job at all, or of a plain program, a server or a host that has none.
+"""Tell inputs of a distributed job from those of a plain program, a server or a host that has none.
 
 Whoever pastes a shell's session or a kernel's log may have no job in it. What a plain program raises, and a browser
 that the kernel killed, is no incident of one. In doubt it is: any word of ranks, launchers, communication, engines or
@@ -52,7 +52,7 @@ _OF_PROGRAMS = frozenset(
 
 
 class Signs:
-    """What the bytes of all inputs say about whether there is a job."""
+    """Signs of a job in the bytes of all inputs."""
 
     def __init__(self) -> None:
         self.job = False
