@@ -125,6 +125,7 @@ def left_normally(evidence: Evidence, verdict: Verdict) -> bool:
 
 def hardware(case: Case) -> Finding | None:
     facts = hardware_errors(case.evidence)
+    memory = [fact for fact in facts if fact.name == "host_memory"]
     what = (
         tr("Xid {number}", number=facts[0].number)
         if facts and facts[0].kind is Kind.XID
@@ -132,6 +133,7 @@ def hardware(case: Case) -> Finding | None:
     )
     unhealthy = case.evidence.of(Kind.SCHEDULER, name="DeviceUnhealthy")
     return _first(
+        (memory, "gpu_hardware", "high", tr("the kernel reports an uncorrectable error of the host's memory")),
         (facts, "gpu_hardware", "high", tr("the driver reports {what}", what=what)),
         (unhealthy, "gpu_hardware", "medium", tr("the scheduler calls a device unhealthy")),
     )

@@ -37,7 +37,7 @@ _FOLLOWS = re.compile(
     r"|coordination service|Barrier timed out|heartbeat|Broken promise|NPU function error|HCCL|hccl api failed|CheckpointException"
     r"|expects same model across all ranks|connectFullMesh failed|Horovod has been shut down|no live replica|no response from peer|Hang detected on rank|ranks arrived|(?:[Mm]issing|[Aa]bsent) ranks|memory capacity is unbalanced|Insufficient space in /dev/shm|placement group|Server failed to become healthy|is not ready after|DeadLock detected"
     r"|RemoteDisconnected|[Ss]erver ?[Dd]isconnected|Remote end closed|[Cc]onnection attempts failed|StatusCode\.UNAVAILABLE"
-    r"|remote peer (?:has )?(?:closed|disconnected|exited)"
+    r"|remote peer (?:has )?(?:closed|disconnected|exited)|NRT_TIMEOUT|workspace wait failed"
 )
 _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
@@ -58,7 +58,7 @@ _DEADLY = {-9: "SIGKILL", -11: "SIGSEGV", -7: "SIGBUS", -4: "SIGILL", -8: "SIGFP
 #: The waits of engines at whose limit they end the process, and some of them its peers.
 _ENDS_ITSELF = frozenset(["monitor", "hang", "scheduler", "xla_limit"])
 _STICKY = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch", "out of memory",
-           "Memory access fault", "aicore exception", "aivector error")  # fmt: skip
+           "Memory access fault", "fault from GPU", "aicore exception", "aivector error")  # fmt: skip
 _OF_DEVICE = re.compile(r"(?:CUDA|HIP) error: |AcceleratorError|hipError|cudaError")
 _OF_A_CALL = ("invalid resource handle", "invalid device ordinal")
 #: Frames of a rank that waits for its device, and so perhaps for a collective that it has issued.
@@ -154,7 +154,7 @@ def hardware_errors(evidence: Evidence) -> list[Fact]:
         for fact in evidence.of(Kind.CUDA, Kind.EXCEPTION, Kind.NCCL_WARN, Kind.WATCHDOG_EXCEPTION)
         if _ECC.search(f"{fact.text} {fact.detail}")
         or "fallen off the bus" in fact.text
-        or fact.name in ("hardware", "gpu", "gpu_hang")
+        or fact.name in ("hardware", "host_memory", "gpu", "gpu_hang")
     ]
 
 
@@ -198,6 +198,7 @@ def deadly_exits(evidence: Evidence) -> list[Fact]:
         or (fact.name == "failure" and fact.pid not in closed.get(fact.source, {fact.pid}))
         or (fact.name == "tasks" and not _ended_before(evidence, fact))
     ]
+    found = found or _aborted_alone(evidence)
     if found or forced or len({fact.rank for fact in deaths}) != 1:
         return found
     # One alone: it died by itself, unless its launcher killed it because another rank had been the first to end.
@@ -207,6 +208,15 @@ def deadly_exits(evidence: Evidence) -> list[Fact]:
         for fact in deaths
         if fact.pid not in closed.get(fact.source, ()) and not (fact.number == -9 and fact.source in others)
     ]
+
+
+def _aborted_alone(evidence: Evidence) -> list[Fact]:
+    """Return the abort of one rank where its launcher ended two others or more by SIGTERM, and nobody had waited."""
+    aborted = [fact for fact in evidence.of(Kind.LAUNCHER) if fact.number == -6 and fact.rank is not None]
+    ranks = {fact.rank for fact in aborted}
+    others = {fact.rank for fact in evidence.of(Kind.ENDED_BY_LAUNCHER)} - {None}
+    waited = evidence.of(*EXPIRED, Kind.ENGINE_WAIT) or ranks & lost_a_peer(evidence)
+    return aborted if len(ranks) == 1 and len(others - ranks) >= 2 and not waited else []
 
 
 def _announces(one: Fact, death: Fact) -> bool:
@@ -241,6 +251,23 @@ def _alike(facts: Sequence[Fact]) -> bool:
     return len(kinds) == 1 and not signals or not kinds and len(signals) == 1 and not signals & {-9, None}
 
 
+def _apart(facts: Sequence[Fact], broken: Sequence[Fact]) -> list[Fact]:
+    """Return the failures without those, behind a broken device's, that two other ranks or more have in common."""
+    begun: dict[int, int] = {}
+    for fact in broken:
+        begun[fact.source] = min(fact.line, begun.get(fact.source, fact.line))
+    ranks = {fact.rank for fact in broken}
+
+    def key(fact: Fact) -> tuple[str, str]:
+        return fact.name.rsplit(".", 1)[-1], _DIGITS.sub("", fact.detail)[:60]
+
+    told: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for fact in facts:
+        if fact.rank is not None and fact.rank not in ranks and fact.line >= begun.get(fact.source, 0):
+            told[key(fact)].add(fact.rank)
+    return [fact for fact in facts if len(told[key(fact)]) < 2]
+
+
 def first_to_exit(evidence: Evidence) -> list[Fact]:
     """Return the ends with an ordinary exit code that a launcher noticed first; they do not say why."""
     found = [fact for fact in evidence.of(Kind.EXIT) if (fact.number or 0) > 0]
@@ -266,6 +293,7 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
     raised = own_exceptions(evidence)
     raised += engines.accused_of_raising(evidence)
     before = {(fact.source, fact.line): fact.rank for fact in first_to_exit(evidence) if fact.rank is not None}
+    before |= {(fact.source, fact.line): fact.peers[0] for fact in evidence.of(Kind.NOTE, name="snippet") if fact.peers}
     raised = [
         fact if fact.rank is not None or (rank := before.get((fact.source, fact.line - 1))) is None
         else fact.clone(rank=rank, rank_basis="text")  # the line above says whose traceback it is
@@ -312,6 +340,8 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         (deadly_exits(evidence), Cause.LOST, _SIGNAL),
         ([fact for fact in evidence.of(Kind.KERNEL_OOM) if fact.rank is not None], Cause.LOST, _OUT_OF_MEMORY),
     ):  # fmt: skip
+        if what is _RAISED and found is not None and found.culprits and _named(broken):
+            facts = _apart(facts, broken)  # what several others raise alike follows from the broken device
         ranks = _named(facts)
         where = tuple(dict.fromkeys(text for fact in facts if fact.rank is None and (text := engines.place_text(fact))))
         if not ranks and where and found is None and len(where) <= 4:
@@ -706,7 +736,10 @@ def by_lost_host(evidence: Evidence, world: World) -> Verdict | None:
             and len(elsewhere) > world.size // 2
         ):
             ranks = set(range(world.size)) - elsewhere  # srun tells the tasks of all the other hosts
-        if ranks and (world.size is None or len(ranks) < world.size):
+        size = world.size
+        if size is not None:  # those that were lost may be the highest ones
+            size = max(size, 1 + max((rank for there in evidence.ranks.hosts.values() for rank in there), default=0))
+        if ranks and (size is None or len(ranks) < size):
             named = tuple(sorted(ranks))
             reason = tr(
                 "{ranks} ran on {host}: {event}", ranks=ranks_text(named), host=host, event=fact.name or fact.text

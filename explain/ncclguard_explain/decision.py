@@ -60,6 +60,10 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         finding.action == "unknown" and (evidence.of(Kind.KERNEL_OOM) or own_exceptions(evidence))
     ):
         return Decision(finding.action, finding.reason)
+    if name == "gpu_hardware" and any(fact.name == "host_memory" for fact in finding.facts):
+        return _without(
+            verdict, finding.facts, tr("the memory of a host is broken: the next run on it would fail again")
+        )
     if name == "gpu_hardware":
         return _without(verdict, finding.facts, tr("a GPU or its link is broken: the next run on it would fail again"))
     if cause is Cause.DIVERGED or (name in _DIFFER and sure):
@@ -169,6 +173,11 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
     if crashed:
         reason = tr("the kernel says that it crashed in {library}: another version of that", library=crashed[0].detail)
         return Decision("fix-environment", reason)
+    if -4 in numbers and len(verdict.culprits) == 1:
+        reason = tr(
+            "one process met an instruction that its processor lacks: the program is built for another one than that host's"
+        )
+        return _without(verdict, [], reason)
     if numbers & {-11, -4, -8, -7}:
         return Decision("unknown", tr("a process crashed in native code, and nothing says where"))
     if cause is Cause.LOST and (-9 in numbers or verdict.rule == "ras"):

@@ -282,8 +282,8 @@ def _awaited_by_horovod(evidence: Evidence, world: World) -> Verdict | None:
     if not missing:
         return None
     named = frozenset().union(*missing)
-    common = frozenset.intersection(*missing)
-    if common:
+    common = frozenset.intersection(*missing) or _in_every_report(evidence, facts)
+    if common and (common < named or len(missing) == 1):
         return _verdict("horovod", common if len(missing) > 1 else named, facts + ready)
     reason = tr(
         "different ranks lack different tensors ({ranks}); which one strayed is not shown", ranks=ranks_text(named)
@@ -291,6 +291,15 @@ def _awaited_by_horovod(evidence: Evidence, world: World) -> Verdict | None:
     few = len(named) == 2 or (world.size is not None and 2 * len(named) < world.size)
     return Verdict(tuple(sorted(named)) if few else (), Cause.DIVERGED, "medium", "tool: horovod", reason, facts + ready,
                    suspects=() if few else tuple(sorted(named)))  # fmt: skip
+
+
+def _in_every_report(evidence: Evidence, facts: list[Fact]) -> frozenset[int]:
+    """Return who is missing in all of several reports of the ranks that lack tensors; the others have come since."""
+    reports = sum(fact.repeated for fact in evidence.of(Kind.NOTE, name="stall_report"))
+    counts: Counter[int] = Counter()
+    for fact in facts:
+        counts.update(dict.fromkeys(fact.peers, fact.repeated))
+    return frozenset(rank for rank, count in counts.items() if reports > 1 and count == reports)
 
 
 def _stopped_for(evidence: Evidence, world: World) -> Verdict | None:

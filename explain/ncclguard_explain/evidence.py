@@ -350,7 +350,7 @@ class Collector:
             evidence.nodes = max(fact.node or 0, evidence.nodes or 0) or None
             if fact.completed and fact.completed > (evidence.stated_world or 1) and fact.completed < MAX_RANK:
                 evidence.stated_world = fact.completed
-        if fact.kind in _OF_THE_KERNEL and not fact.where:
+        if _is_of_the_kernel(fact) and not fact.where:
             fact.where = evidence.ranks.kernels.get(fact.source, "")
         if fact.kind is Kind.SCHEDULER and not fact.host and fact.name in ("OOMKilled", "OOMKilling", "Evicted"):
             fact.host = evidence.ranks.pod_of(fact)
@@ -472,7 +472,7 @@ class Collector:
                 fact.rank, fact.rank_basis = names[fact.source], "file"
         inside = WAITING | {Kind.DUMP_RECEIVED, Kind.HEARTBEAT}
         one_node = evidence.one_node
-        for fact in evidence.of(*_OF_THE_KERNEL):
+        for fact in filter(_is_of_the_kernel, evidence.facts):
             fact.where = fact.where or evidence.ranks.host_of(fact.file)
         for fact in evidence.of(Kind.EXIT):  # a launcher's table has the local rank and the process
             if fact.pid is not None and fact.local_rank is not None:
@@ -532,6 +532,10 @@ class Collector:
             else:
                 names[source.index] = source.rank
         return names
+
+
+def _is_of_the_kernel(fact: Fact) -> bool:
+    return fact.kind in _OF_THE_KERNEL or fact.name == "host_memory"
 
 
 def _tasks(fact: Fact) -> list[Fact]:

@@ -1,4 +1,4 @@
-"""Signs that the inputs are of a distributed job at all, and not of a plain program, a server or a host that has none.
+"""Tell inputs of a distributed job from those of a plain program, a server or a host that has none.
 
 Whoever pastes a shell's session or a kernel's log may have no job in it. What a plain program raises, and a browser
 that the kernel killed, is no incident of one. In doubt it is: any word of ranks, launchers, communication, engines or
@@ -13,7 +13,7 @@ from ncclguard_explain.facts import Fact, Kind
 
 #: Words of ranks and their launchers, of communication, of engines, of trainers and of schedulers of several hosts.
 _JOB = re.compile(
-    rb"\b[Rr][Aa][Nn][Kk][ _=:#\-]{0,2}\[?\d|\[rank|(?i:_rank|_RANK)\b|\bRANK\b|(?i:world[_ ]?size|local_rank|\branks\b)|"
+    rb"\[rank|(?i:_rank|_RANK)\b|\bRANK\b|(?i:world[_ ]?size|local_rank|\branks\b)|"
     rb"torchrun|torch[./]distributed|torch\.multiprocessing|torchelastic|elastic_launch|accelerate|(?i:deepspeed|horovod|colossalai|\baccelerator\b)|"
     rb"mpirun|mpiexec|prterun|\borted\b|\bMPI|\bsrun\b|(?i:slurm)|sbatch|\bsacct\b|jsrun|\bflux[ -]|pdsh|\bclush\b|\bray\b|\bRay\b|raylet|TERM_[A-Z]|"
     rb"[NRHXL]CCL|nccl|rccl|hccl|xccl|oneccl|\|CCL_|[Gg]loo\b|\bUCX\b|(?i:nvshmem|all[-_ ]?reduce|all[-_ ]?gather|reduce[-_ ]?scatter|barrier|rendezvous|collective)|"
@@ -22,6 +22,8 @@ _JOB = re.compile(
     rb"habana|\bhpu|gaudi|nproc|nnodes|num_(?:processes|nodes|machines)|multi-?node|parallel(?:ism|_size| size)|\bshard(?:ed|ing)\b|pytorchjob|mpijob|jobset|kubeflow|volcano|"
     rb"sagemaker|nvrx|straggler)|\bGPUs\b|\d ?[x*] ?[ABH]\d{2,3}\b|ncclguard|-worker-\d|\b(?:TP|DP|PP|EP)\d+\b|(?i:\b[tdpe]p[_-]size|megascale)|Hccl"
 )
+#: A number of a rank, which is also a place in a list.
+_RANK = re.compile(rb"\b[Rr][Aa][Nn][Kk][ _=:#\-]{0,2}\[?\d")
 #: Words of training and inference, on one device or many.
 _TRAINING = re.compile(
     rb"(?i:torch|tensor|cuda(?!_VISIBLE_DEVICES)|\bgpu\b|\bn?x?h?pu\b|rocm|\bhip|epoch|\bloss\b|\bsteps?\b(?! \d+/\d+ ?:)|\biter(?:ation)?s?\b|\btrain|checkpoint|\bmodel\b|\bllm|dataloader|optimizer|gradient|keras|transformers)"
@@ -50,11 +52,11 @@ _OF_PROGRAMS = frozenset(
 
 
 class Signs:
-    """Signs of a job in the bytes of all inputs, which are taken in parts."""
+    """Signs of a job in the bytes of all inputs."""
 
     def __init__(self) -> None:
         self.job = False
-        self._training = self._plain = self._server = False
+        self._training = self._plain = self._server = self._rank = False
         self._size = 0
         self._end: dict[int, bytes] = {}
 
@@ -69,13 +71,14 @@ class Signs:
         self.job = _JOB.search(data) is not None
         if self.job:
             return
+        self._rank = self._rank or _RANK.search(data) is not None
         self._training = self._training or _TRAINING.search(data) is not None
         self._plain = self._plain or _PLAIN.search(data) is not None
         self._server = self._server or _SERVER.search(data) is not None
 
     def foreign(self, fact: Fact) -> bool:
         """Return whether a fact is of a program or a host on which nothing tells of a job."""
-        if self.job:
+        if self.job or (self._rank and (self._training or not self._server)):
             return False
         if fact.kind is Kind.KERNEL_OOM:
             killed = _KILLED.search(fact.detail)

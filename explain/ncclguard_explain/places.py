@@ -66,14 +66,16 @@ def rank_of(place: str, sizes: Mapping[str, int]) -> int | None:
     Example:
         >>> rank_of("Worker_TP3", {}), rank_of("Worker_DP1_TP3", {}), rank_of("Worker_DP1_TP3_EP11", {})
         (3, None, 11)
-        >>> rank_of("Worker_PP1_TP3", {"tp": 4}), rank_of("DP1 TP3 EP3", {})
-        (7, 3)
+        >>> rank_of("Worker_PP1_TP3", {"tp": 4}), rank_of("DP1 TP3 EP3", {}), rank_of("Worker_TP1", {"dp": 8})
+        (7, 3, None)
     """
     if told := _TOLD.search(place):
         return int(told[1])
     at = coordinates(place)
     if not at.keys() & {"TP", "PP", "DP"} or is_parent(place):
         return None
+    if place.startswith("Worker") and "DP" not in at and sizes.get("dp", 1) > 1:
+        return None  # of a replica that its name leaves out
     inner: int | None = at.get("TP", 0)
     if "PP" in at or "PCP" in at:
         tensor = 1 if "TP" not in at else sizes.get("tp")

@@ -7,6 +7,7 @@ which it is told: the host or the pod in front of the line, the file, or the fol
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ MOST = 100_000
 # The rank of the speaker, as Lightning, Megatron, Ray Train, Slurm, vLLM and JAX programs print it; not of a peer.
 _OWN_RANK = re.compile(
     r"(?<!for )(?<!from )(?<!to )(?<!by )(?<!of )(?<!remote )(?<!peer )"
-    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\[rank=(?=\d+, world_size=)"
+    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)"
     r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
 )
 _LOCAL_RANK = re.compile(r"\b(?:LOCAL_RANK|local[ _]rank)[ =:]+(\d{1,4})\b")
@@ -36,6 +37,7 @@ _WORLD = re.compile(r"\bWORLD_SIZE=(\d{1,6})\b")
 _DESCRIBED = re.compile(
     r"^Name: +(\S+)$|\bkubectl (?:-\S+ \S+ )*(?:get|describe|logs) (?:pods?[ /])?([a-z0-9][a-z0-9.\-]*\d)\b"
 )
+_NEXT_COMMAND = re.compile(r"[$#+>] |={3,}|-{3}|[\w.\-]+@\S+ ?.*[$#] |.*\bkubectl ")
 _LISTED = re.compile(r"^(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d+ ")  # a row of `kubectl get pods`
 # "gpu-17: ranks 8-15", as launchers and people write it; "NODE_RANK: 2" in `kubectl describe` of a pod
 _RANGES = re.compile(
@@ -68,7 +70,7 @@ _COMMAND = re.compile(
 )
 #: The host whose kernel's log a command prints: of the prompt, or of ssh.
 _KERNEL_OF = re.compile(
-    r"(?:^\[?(?:[\w.\-]+@)?([A-Za-z][\w.\-]*\d)\b[^$#>]{0,60}[$#>] ?|\bssh (?:-\S+ )*(?:\w+@)?([A-Za-z][\w.\-]*\d) .*)"
+    r"(?:^\[?(?:[\w.\-]+@)?([A-Za-z][\w.\-]*\d)\b[^$#>]{0,60}[$#>] ?|\bssh (?:-\S+ )*(?:\w+@)?([A-Za-z][\w.\-]*\w) .*)"
     r".*\b(?:dmesg|journalctl)\b"
 )
 _SPIED = re.compile(r"py-spy dump\b.*?(?:--pid|-p)[ =](\d{1,9})\b.*?\b(?:RANK|[Rr]ank)[ =:]*(\d{1,6})\b")
@@ -84,6 +86,7 @@ _PLACED = re.compile(r"ip=([\d.]+), pid=(\d{1,9})\) world_rank=(\d{1,6})")
 _ON_HOST = re.compile(
     r"(?<!to )(?<!remote )(?<!for )(?<!from )\bhost(?:name)?(?:[=:] ?| )([A-Za-z][\w.\-]*\d[\w.\-]*)(?!:\d)\b"
 )
+_TASK_ON = re.compile(r"\b(?:task|rank|process) (\d{1,6}) on (?:node |host )?([A-Za-z][\w.\-]*\d[\w.\-]*\w)")
 # SGLang (python/sglang/srt/utils/common.py, 0.4 to 0.5)
 _DUMPED = re.compile(r"(?:\[[^\]]*?((?: (?:DP|PP|TP|EP)\d+)+)\] )?[Pp]yspy dump for PID (\d+)")
 # The node's place in the job and the ranks on a node. torchrun takes --node_rank for its static rendezvous alone.
@@ -164,6 +167,8 @@ class RankMap:
             self.kernels[source.index] = kernel[1] or kernel[2]
         if ("Name: " in text or "kubectl " in text) and (described := _DESCRIBED.search(text)):
             self.described[source.index] = described[1] or described[2]
+            if described[2] and " logs " in text:
+                self._of_log(described[2], following(200))
         rank = prefix.rank if prefix.basis == "prefix" and (prefix.rank or 0) < MAX_RANK else None
         if rank is not None and not places.coordinates(prefix.place):
             self.process(prefix.pid, rank, prefix.host)
@@ -176,10 +181,14 @@ class RankMap:
             self._names.add(prefix.place)
             if prefix.pid is not None and len(self._actors) < MOST:
                 self._actors.setdefault(prefix.place, set()).add((prefix.host, prefix.pid))
-        if rank is None and ("ank" in text or "RANK" in text or "PROCID" in text or "process: " in text):
+        if rank is None and (
+            "ank" in text or "RANK" in text or "PROCID" in text or "process: " in text or "process_id=" in text
+        ):
             rank = self._told(text, prefix, scope)
         if rank is not None and where:
             self.hosts.setdefault(where, set()).add(rank)
+        if rank is not None and (task := _TASK_ON.search(text)) and int(task[1]) == rank:
+            self.hosts.setdefault(task[2], set()).add(rank)
         if rank is not None and "host" in text and (found := _ON_HOST.search(text)):
             self.hosts.setdefault(found[1], set()).add(rank)
             if (local := _LOCAL_RANK.search(text)) and not _TROUBLE.search(text):
@@ -218,6 +227,15 @@ class RankMap:
             if of_place is not None:
                 self.process(int(dumped[2]), of_place)
 
+    def _of_log(self, pod: str, rows: Sequence[str]) -> None:
+        """Note the ranks that speak in a pod's log, which `kubectl logs` prints up to the next command or heading."""
+        for row in itertools.takewhile(lambda row: _NEXT_COMMAND.match(row) is None, rows):
+            own, told = split_prefix(row), _OWN_RANK.search(row)
+            if own.rank is not None and own.basis == "prefix":
+                self.hosts.setdefault(pod, set()).add(own.rank)
+            elif told is not None and not _TROUBLE.search(row):
+                self.hosts.setdefault(pod, set()).add(int(told[1]))
+
     def _told(self, text: str, prefix: Prefix, scope: str) -> int | None:
         """Return the rank that a line without `[rank3]` says its speaker is; note processes that it lists."""
         if placed := _PLACED.search(text):
@@ -244,7 +262,7 @@ class RankMap:
         for pid, number in _LISTED_RANK.findall(text):
             self.process(int(pid), int(number), prefix.host)
         found = _OWN_RANK.search(text)
-        if found is None or int(found[1]) >= MAX_RANK:
+        if found is None or int(found[1]) >= MAX_RANK or (found[0].startswith("RANK=") and _WORLD.search(text)):
             if own := _ENVIRONMENT.search(text):
                 self.environments.setdefault(scope, set()).add(int(own[1] or own[2]))
                 self.worlds |= {int(size[1])} if (size := _WORLD.search(text)) else set()
@@ -503,7 +521,7 @@ def place_rank(known: RankMap, fact: Fact, local_size: int | None) -> None:
     if fact.kind is Kind.LAUNCHER and places.is_parent(fact.place):  # a scheduler tells of one of its own workers
         one = any(name.startswith("Worker") and "DP" not in places.coordinates(name) for name in known.places)
         one = one and at.get("DP") == 0 and known.parallel.get("dp", 1) == 1  # names leave out what has the size 1
-        if "DP" in at and fact.rank is not None and not one:
+        if ("DP" in at or known.parallel.get("dp", 1) > 1) and fact.rank is not None and not one:
             fact.rank, fact.rank_basis, fact.group_rank = None, "", fact.rank
         return
     rank = places.rank_of(fact.place, known.parallel)

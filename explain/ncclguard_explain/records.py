@@ -373,10 +373,12 @@ _OUTER = tuple(
         r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?P<syshost>[\w.\-]+) [\w./\-]+(?:\[\d+\])?: ",  # syslog, journalctl
         _RAY.pattern,
         r"std(?:err|out): ",
+        r"(?P<dashed>[A-Za-z]\w*-[\w.\-]+): (?=\[[\d\-]{10} [\d:,]+\] \[[A-Z]+\] \[\w+\.py:\d+:|\[[EWIF] \w+\.cpp:\d+\])",  # pdsh too
         r"(?!EI\d{4}:)(?P<pdsh>(?:[A-Za-z][\w.\-]*\d[\w.\-]*|\d{1,3}(?:\.\d{1,3}){3})): (?=\[|Traceback|  |\w+Error|std|[EWIF]\d{4} |\S+:\d+:\d+ \[)",
         r"[Rr]ank[ _=:\-]?(?P<own>\d{1,6}): ",
         r"(?:\[[\d/:\-]+\] )?\[TRT-LLM\] \[RANK (?P<mpi>\d{1,6})\] (?:\[[A-Z]\] )?",
         r"(?:[0-9a-f]{6,12} \|\| )?\[rank=(?P<determined>\d{1,6})\] ",  # Determined
+        r"rank=(?P<pairs>\d{1,6}) (?:[\w.\-]+=\S+ ){0,4}(?=(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL) )",  # loggers of pairs
         r"(?:\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? (?:\| )?)?[Rr]ank[ _=:\-]{1,3}(?P<said>\d{1,6}) \| +(?=\S)",  # loguru and others, in columns
     )
 )
@@ -391,13 +393,13 @@ _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\
 #: A line that begins like this goes on nothing.
 _STARTS = re.compile(
     r"\s*(?:\[rank\d+\]|\[[EWIF](?:\d{3,4})? |[EWIF]\d{4} \d\d:|Traceback \(|terminate called|what\(\): |File \"|"
-    r"Exception raised from|frame #\d|Root Cause|Thread 0x|(?:mpirun|prterun|mpiexec) |Subprocess \w+_\d+ \(pid|Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |\S+: line \d+: |"
+    r"Exception raised from|frame #\d|Root Cause|Thread 0x|(?:mpirun|prterun|mpiexec) |Subprocess \w+_\d+ \(pid|Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |\S+: line \d+: |[\w.\-]+: rank \d+ died from |"
     r"\[?(?:INFO|WARNING|ERROR|DEBUG|WARN|CRITICAL)[: \]]|(?:\w+\.)*[A-Z]\w*(?:Error|Exception): |\{\"|<<<<|={4}|-{4})"
 )
 #: A record of Python's logging below the level of a warning that holds a line of torch in quotation marks: a test, say.
 _QUOTED = re.compile(r"(?:INFO|DEBUG)\b[^'\"`]*['\"`](?:\[rank\d+\]:)?\s?\[[EWF]")
-#: A line within data that a program prints: in a block indented behind bars, or in a dictionary of Python.
-_DATA = re.compile(r"\s+\| (?!.*\|\s*$)|\{'\w+': .*\[rank\d+\]:\s?\[[EWF]")
+#: A line within data that a program prints: in a block indented behind bars or >>>, or in a dictionary of Python.
+_DATA = re.compile(r"\s+>>> |\s+\| (?!.*\|\s*$)|\{'\w+': .*\[rank\d+\]:\s?\[[EWF]")
 #: Python 3.11 and newer indent the exceptions of a group the same way.
 _GROUP = b"Exception Group Traceback"
 _DIGITS = re.compile(r"\d+")
@@ -526,13 +528,15 @@ def split_prefix(raw: str) -> Prefix:
                 rank, basis = int(said["actor_rank"]), "launcher"
         elif said.get("coordinates") is not None:
             place = said["coordinates"].strip()
-        elif own := said.get("own") or said.get("said") or said.get("mpi") or said.get("determined"):
+        elif own := next(filter(None, map(said.get, ("own", "said", "pairs", "mpi", "determined"))), None):
             rank, basis = int(own), "launcher"
         elif said.get("logged") is not None:
             pid = int(said["logged"])
         partial |= said.get("cri") == "P"
         container = said.get("container") or container
-        host = said.get("pdsh") or said.get("host") or said.get("pod") or said.get("syshost") or host
+        host = (
+            said.get("pdsh") or said.get("dashed") or said.get("host") or said.get("pod") or said.get("syshost") or host
+        )
         tag, text = tag + found[0], text[found.end() :]
     if "pid=" in text[:400] and pid is None:  # behind a progress bar
         found = _RAY.search(text[:400])
@@ -796,14 +800,14 @@ NEEDLES: tuple[bytes, ...] = (
     b"[ready ranks", b"Process name: ", b"died from signal", b"ranks arrived", b"Missing ranks", b"missing ranks", b"Stalled ranks", b"submitted to be", b"Executor failed", b"core initialization", b"core proc", b"Waiting for path", b"] failed.", b"workers failed", b"WorkerProc", b"actor died", b"actor is dead",
     b"lost communication", b"aicore", b"aivector", b"exit=0", b"Command execution", b"Container rank", b"exit_code=0", b"blocked for more than", b"TERM_", b"no response from peer", b"torchft", b"for process ", b"localUserrank", b"nfs: server", b"Lustre: ", b"ossible transient", b"ossible persistent", b"MainThread stack", b"succeeded", b"terminate called", b"first noticed rank", b"doom: ", b"STRAGGLER DETECT", b"etected stragglers", b"to store for rank", b"stalled for longer", b"/health", b"esum", b"oaded checkpoint", b"estored all", b"Worker exit type", b"pressure (OOM)", b"marked dead", b"parallel_size=", b"couldn't get a response",
     # kernel, driver, cluster
-    b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core", b"ink is Up", b"[<0>] ", b"FailedScheduling", b"(Pdb)", b" Killed  ", b'seq": ', b" seq=", b"egmentation fault", b"ipdb>", b"maintenance-event", b"PREEMPTED",
+    b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"instance-action", b"NRT_EXEC_HW_ERR", b"Uncorrectable HBM", b"uncorrectable HBM", b"atastrophic event", b"MULTI BIT ECC", b"Sending SIGBUS", b"encountered timeout", b"no progress on stream", b"Error Snippet", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core", b"ink is Up", b"[<0>] ", b"FailedScheduling", b"(Pdb)", b" Killed  ", b'seq": ', b" seq=", b"egmentation fault", b"ipdb>", b"maintenance-event", b"PREEMPTED",
     b"Losing connection", b"ircuit breaker", b"node-failure", b"lost contact", b"segfault at", b"SIGINT", b"^C",
     b"NETDEV WATCHDOG", b"ink is Down", b"definitely down", b"NodeNotReady", b"setting DOWN", b"on failed node", b"state set to", b"now DOWN", b"set DOWN", b"is DOWN", b"marked DOWN", b"State=DOWN", b"Evict", b"Preempt",
 )  # fmt: skip
 # What a job prints while it starts; looked for in the first blocks only.
 STARTING: tuple[bytes, ...] = (
     b"orld_size", b"orld size", b"ORLD_SIZE", b"um_processes", b"nodes", b"NODES", b"num_machines", b"proc_per_node",
-    b"proc-per-node", b"torchrun", b"distributed.run", b"distributed.launch", b"accelerate launch", b"ft_launcher", b"elastic/", b"Pods", b" pods", b"osts", b"achines", b"Knoten", b"Rechner", "台".encode(), "节点".encode(), "ノード".encode(), "机".encode(), "узл".encode(), "машин".encode(), b"group_world_size", b"rdzv", b"ode-rank", b"ode_rank", b"ODE_RANK", b"SLURM_PROCID", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"Name: ", b"py-spy dump", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"atches", b"per epoch", b"per_epoch", b"loader) ", b"dmesg", b"journalctl", b" GPUs", b"-rank ", b".md", b".rst", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link",
+    b"proc-per-node", b"torchrun", b"distributed.run", b"distributed.launch", b"accelerate launch", b"ft_launcher", b"elastic/", b"Pods", b" pods", b"osts", b"achines", b"Knoten", b"Rechner", "台".encode(), "节点".encode(), "ノード".encode(), "机".encode(), "узл".encode(), "машин".encode(), b"group_world_size", b"rdzv", b"ode-rank", b"ode_rank", b"ODE_RANK", b"SLURM_PROCID", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"process_id=", b"Name: ", b"py-spy dump", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"atches", b"per epoch", b"per_epoch", b"loader) ", b"dmesg", b"journalctl", b" GPUs", b"-rank ", b".md", b".rst", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link",
 )  # fmt: skip
 STARTING_BYTES = 16 << 20
 

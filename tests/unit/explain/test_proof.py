@@ -264,3 +264,119 @@ def test_the_awaited_rank_that_has_another_number_of_batches(
     report = explain_lines([*lines, *waits])
     assert (report.culprits, report.cause_class) == ((6,), cause)
     assert report.decision == ("fix-code" if own == 1249 else "unknown")
+
+
+# --- one device that reports its own fault, and what the others report after it ---
+
+NEURON = 'RuntimeError: Execution failed, status={} message="{}"'
+GAUDI = "RuntimeError: [Rank:{}] FATAL ERROR :: MODULE:PT_{} "
+DEVICES = {
+    "NVIDIA": (
+        "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+        "UnknownError: transfer failed",
+    ),
+    "Neuron": (NEURON.format(1200, "NRT_EXEC_HW_ERR_HBM_UE"), NEURON.format(5, "NRT_TIMEOUT")),
+    "Gaudi": (
+        GAUDI.format(5, "DEVMEM") + "Received catastrophic event: device is in hard reset. synStatus=1",
+        GAUDI.format(0, "SYNHELPER") + "workspace wait failed. synStatus=26 [Generic failure].",
+    ),
+    "Ascend": ("HBM MULTI BIT ECC, Uncorrectable ECC. The memory address is 0x12c1", "UnknownError: 507048"),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_rank_whose_device_broke_is_named_and_not_those_whose_errors_follow(
+    explain_lines: Explain, device: str
+) -> None:
+    own, others = DEVICES[device]
+    lines = [f"[rank5]: {own}", *(f"[rank{rank}]: {others}" for rank in (0, 1, 2, 7))]
+    report = explain_lines(lines, world_size=16)
+    assert (report.culprits, report.cause_class) == ((5,), "gpu_hardware")
+    assert (report.decision, report.without) == ("restart-without", "rank 5")
+
+
+@pytest.mark.parametrize(
+    "error", [NEURON.format(5, "NRT_TIMEOUT"), GAUDI.format(0, "SYNHELPER") + "workspace wait failed."]
+)
+def test_a_devices_own_limit_accuses_nobody(explain_lines: Explain, error: str) -> None:
+    report = explain_lines([f"[rank{rank}]: {error}" for rank in range(4)], world_size=4)
+    assert report.incident and report.culprits == ()
+
+
+def test_a_fault_of_its_own_beside_a_broken_device_is_named_too(explain_lines: Explain) -> None:
+    """One that no other rank shares, and one that came before, do not follow from the device."""
+    ecc = "[rank5]: torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"
+    alike = [line for rank in (1, 2) for line in raised(rank, "ValueError: bad sample")]
+    assert explain_lines([ecc, *raised(3, "ValueError: bad sample")], world_size=16).culprits == (3, 5)
+    assert explain_lines([*alike, ecc], world_size=16).culprits == (1, 2, 5)
+    assert explain_lines([ecc, *alike], world_size=16).culprits == (5,)
+
+
+# --- numbers that count elsewhere, and whose text it is ---
+
+
+@pytest.mark.parametrize("replicas, named, places", [(1, (1,), ()), (8, (), ("Worker_TP1_EP",))])
+def test_a_worker_of_a_replica_that_its_name_leaves_out_is_no_rank_of_the_job(
+    explain_lines: Explain, replicas: int, named: tuple[int, ...], places: tuple[str, ...]
+) -> None:
+    head = "(Worker_TP1_EP pid=289) ERROR 02-11 09:47:31 [multiproc_executor.py:844] "
+    lines = [
+        f"INFO 02-11 09:12:44 args: {{'tensor_parallel_size': 2, 'data_parallel_size': {replicas}}}",
+        *(
+            head + line
+            for line in ["Traceback (most recent call last):", '  File "m.py", line 3, in f', "KeyError: 'w1'"]
+        ),
+        "(EngineCore pid=201) ERROR 02-11 09:47:32 [multiproc_executor.py:230] Worker proc VllmWorker-1 died unexpectedly",
+    ]
+    report = explain_lines(lines)
+    assert (report.culprits, report.places) == (named, places)
+
+
+def stall(*rows: str) -> list[str]:
+    return [f"[1,0]<stderr>:{row}" for row in ["Missing ranks:", *rows]]
+
+
+def test_of_horovods_reports_the_rank_that_all_of_them_miss_is_named(explain_lines: Explain) -> None:
+    first = stall("3: [HorovodAllreduce_g_0, HorovodAllreduce_g_1 ...]", "6: [HorovodAllreduce_g_41]")
+    again = stall("3: [HorovodAllreduce_g_0, HorovodAllreduce_g_1 ...]")
+    end = "[1,0]<stderr>:horovod.common.exceptions.HorovodInternalError: Horovod has been shut down."
+    assert explain_lines([*first, *again, *again, end], world_size=8).culprits == (3,)
+    assert explain_lines([*first, *first, end], world_size=8).culprits == (3, 6)  # each lacks what the other has
+    other = stall("6: [HorovodAllreduce_g_41]")
+    assert explain_lines([*first, *again, *other, end], world_size=8).culprits == (3, 6)
+
+
+def test_the_head_of_ray_trains_snippet_tells_whose_traceback_it_is(explain_lines: Explain) -> None:
+    head = "(TrainController pid=3301) "
+    lines = ["[Rank 4 Error Snippet]:", "Traceback (most recent call last):", '  File "t.py", line 7, in loop',
+             "pyarrow.lib.ArrowInvalid: magic bytes not found"]  # fmt: skip
+    assert explain_lines([head + line for line in lines], world_size=6).culprits == (4,)
+    assert explain_lines([head + line for line in lines[1:]], world_size=6).culprits == ()
+
+
+@pytest.mark.parametrize("level", ["ERROR", "CRITICAL"])
+def test_the_rank_among_the_pairs_in_front_of_a_level_is_the_speakers(explain_lines: Explain, level: str) -> None:
+    prefix = f"2026-04-02T18:51:40.118 rank={{}} host=pod-y {level} "
+    waits = [f"[rank{rank}]: RuntimeError: DeepEP error: timeout (dispatch CPU)" for rank in (0, 1, 2)]
+    assert explain_lines([*raised(11, "TypeError: no item", prefix=prefix), *waits], world_size=16).culprits == (11,)
+    told = "2026-04-02T18:51:40.118 lost rank=11 host=pod-y "
+    assert explain_lines(raised(0, "TypeError: no item", prefix=told), world_size=16).culprits == ()
+
+
+def test_the_one_that_aborted_among_those_that_the_launcher_ended_is_named(explain_lines: Explain) -> None:
+    ended = [f"x41c{rank}.hsn: rank {rank} died from signal 15" for rank in (0, 26, 44)]
+    first = "x41c3.hsn: rank 37 died from signal 6 and dumped core"
+    second = "x41c9.hsn: rank 41 died from signal 6 and dumped core"
+    assert explain_lines([first, *ended], world_size=48).culprits == (37,)
+    assert explain_lines([first, second, *ended], world_size=48).culprits == ()
+    assert explain_lines([*timeout(37), first, *ended], world_size=48).culprits == ()  # its own watchdog
+
+
+def test_a_reclaimed_spot_instance_leaves_nothing_to_mend(explain_lines: Explain) -> None:
+    lines = [
+        '2026-02-14T05:53:00Z [imds] spot instance-action: {"action": "terminate", "time": "2026-02-14T05:55:00Z"} on ip-9',
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 88 got signal: 15",
+    ]
+    report = explain_lines(lines, world_size=8)
+    assert (report.culprits, report.decision) == ((), "restart")
+    assert explain_lines(lines[1:], world_size=8).decision == "unknown"

@@ -213,3 +213,57 @@ def test_the_tasks_that_srun_ended_on_a_lost_host_are_lost_with_it(explain_lines
     ended = [f"srun: error: n{host}: tasks {8 * host}-{8 * host + 7}: Terminated" for host in range(3)]
     lines = ["srun: error: Node failure on n3", *ended, "srun: error: n3: tasks 24-31: Killed"]
     assert explain_lines(lines).culprits == tuple(range(24, 32))
+
+
+def test_the_pod_whose_log_tells_a_process_of_jax_is_that_rank(explain_lines: Explain) -> None:
+    logs = [
+        line
+        for pod, number in (("jax-worker-1", 1), ("jax-worker-2", 2), ("jax-coordinator-0", 0))
+        for line in (
+            f"==== kubectl logs {pod} --tail=4",
+            f"I0203 22:50:08.000101 17 distributed.py:106] Starting on [::]:1234 process_id={number} num_processes=3",
+        )
+    ]
+    state = ["    Last State:     Terminated", "      Reason:       OOMKilled", "      Exit Code:    137"]
+    described = [*logs, "==== kubectl describe pod jax-coordinator-0", *state]
+    assert explain_lines(described).culprits == (0,)
+    assert explain_lines([*logs, "==== kubectl describe pod jax-worker-7", *state]).culprits == ()
+    assert explain_lines([*logs[:-1], "$ cat other.log", logs[-1], *described[-4:]]).culprits == ()
+
+
+def test_the_container_that_met_an_illegal_instruction_is_named_by_its_rank(explain_lines: Explain) -> None:
+    ends = [f"RANK={rank} node=pool-{rank} exit={132 if rank == 3 else 1} at=2025-04-09T13:27:03Z" for rank in range(4)]
+    report = explain_lines(ends, world_size=4)
+    assert (report.culprits, report.decision) == ((3,), "restart-without")
+    assert explain_lines([row.replace("=132", "=1") for row in ends], world_size=4).culprits == ()
+
+
+def test_slurms_tasks_on_a_lost_host_are_told_by_the_lines_of_their_ranks(explain_lines: Explain) -> None:
+    hosts = ["b16", "b16", "b17", "b17"]
+    tasks = [f"{n}: task {n} on gpu-{h}: RANK={n} LOCAL_RANK={n % 2} MASTER=gpu-b16" for n, h in enumerate(hosts)]
+    ends = ["srun: error: Node failure on gpu-b17", "srun: error: gpu-b16: tasks 0-1: Aborted (core dumped)"]
+    assert explain_lines([*tasks, *ends]).culprits == (2, 3)
+    assert explain_lines(ends).culprits == ()
+
+
+@pytest.mark.parametrize("host, named", [("vgpu-c", (4,)), ("vgpu-d", ())])
+def test_the_process_that_broken_memory_ended_is_the_rank_that_deepspeed_spawned(
+    explain_lines: Explain, host: str, named: tuple[int, ...]
+) -> None:
+    mapping = "defaultdict(<class 'list'>, {'vgpu-a': [0, 1], 'vgpu-b': [2, 3], 'vgpu-c': [4, 5]})"
+    head = "[2024-03-08 10:00:06,221] [INFO] [launch.py:145:main] "
+    lines = [
+        f"vgpu-{letter}: {head}{text}"
+        for node, letter in enumerate("abc")
+        for text in (
+            f"nnodes=3, num_local_procs=2, node_rank={node}",
+            f"global_rank_mapping={mapping}",
+            *(f"process {6300 + 100 * node + n} spawned with command: ['python', '--local_rank={n}']" for n in (0, 1)),
+        )
+    ]
+    kernel = [
+        f"$ ssh {host} dmesg -T | tail -4",
+        "[Fri Mar  8 10:41:18 2024] Memory failure: 0x3c1f8a2: Sending SIGBUS to python3:6500 due to hardware memory corruption",
+    ]
+    report = explain_lines([*lines, *kernel])
+    assert (report.culprits, report.cause_class) == (named, "gpu_hardware")

@@ -164,3 +164,17 @@ def test_what_tells_of_no_job_is_no_incident(explain_lines: Explain, lines: list
 
 def test_files_of_several_ranks_are_of_a_job_whatever_they_say(explain_lines: Explain) -> None:
     assert explain_lines({"worker_0.log": ["started"], "worker_1.log": RAISED}).incident
+
+
+@pytest.mark.parametrize("beside, incident", [([], False), (["[rank3] waits"], True), (["epoch 3, loss 0.2"], True)])
+def test_a_rank_that_is_a_place_in_a_servers_list_is_no_rank_of_a_job(
+    explain_lines: Explain, beside: list[str], incident: bool
+) -> None:
+    lines = [
+        'INFO:     172.17.0.1:40122 - "POST /queue/join HTTP/1.1" 200 OK',
+        "Traceback (most recent call last):",
+        '  File "/app/hotels.py", line 88, in search',
+        "ValueError: 'Brno' is not in list",
+        "rank 3 of the hotels is always empty",
+    ]
+    assert explain_lines([*lines, *beside]).incident is incident

@@ -414,3 +414,22 @@ def test_an_instance_that_only_the_others_tell_of_is_an_incident_until_they_go_o
     report = explain_lines(lines)
     assert report.incident is not calm and report.culprits == ()
     assert calm or "10.1.1.23" in report.reason
+
+
+def test_errors_in_samples_of_a_language_model_are_no_incident(explain_lines: Explain) -> None:
+    errors = ["srun: error: node17: task 9: Killed", "[rank3]: ValueError: bad sample 17"]
+    steps = [f"step {step} | train loss 2.{step} | 8 ranks" for step in (300, 350)]
+    assert not explain_lines([steps[0], *(f"  >>>   {row}" for row in errors), steps[1]]).incident
+    assert explain_lines([steps[0], *errors, steps[1]]).incident
+
+
+def test_a_node_that_ray_removed_is_survived_where_its_command_says_that_the_job_succeeded(
+    explain_lines: Explain,
+) -> None:
+    gone = (
+        "(raylet) The node with node id: 4d5e and address: 10.1.0.4 and node name: 10.1.0.4 has been marked dead because the "
+        "detector has missed too many heartbeats from it."
+    )
+    end = "2026-01-10 09:40:00,000 {} cli.py:65 -- Job 'raysubmit_81aa' {}"
+    assert not explain_lines(["epoch=0 rank=1 loss=0.17", gone, end.format("SUCC", "succeeded")]).incident
+    assert explain_lines(["epoch=0 rank=1 loss=0.17", gone, end.format("ERR", "failed")]).incident
