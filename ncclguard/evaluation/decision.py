@@ -25,7 +25,7 @@ class Kind(str, Enum):
     OUT_OF_MEMORY = "out of memory"
     RAISED = "raised"  # the rank's own exception, whose reason may be gone in the next try, such as an unreadable file
     WRONG = "wrong"  # the rank's own exception, which each try would raise: the program or its data is wrong
-    INTERRUPTED = "interrupted"  # the program ends or is interrupted there, such as by Ctrl-C: no further try
+    INTERRUPTED = "interrupted"  # by Ctrl-C, say: the program will probably end there
     COLLECTIVE = "collective"  # a guarded collective failed: the reason is with the culprits of its verdict
 
 
@@ -98,7 +98,7 @@ class Action(str, Enum):
     RETRY = "try again"
     PARTIAL = "accept a partial result"
     GIVE_UP = "give up"
-    STOP = "stop"  # a process is gone, or there is no agreement: end the job with the report
+    STOP = "stop"  # a process is gone or interrupted, or there is no agreement: end the job with the report
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def at_end(meeting: Meeting, attempt: int, max_attempts: int) -> Decision:
         return Decision(Action.ACCEPT, done=done, total=total)
     failure = failure_of(results, attempt)
     if any(result.kind is Kind.INTERRUPTED for result in results):
-        again = Action.GIVE_UP
+        again = Action.STOP
     if again is Action.RETRY and would_fail_again(results):
         again, failure = Action.GIVE_UP, replace(failure, final=True)
     return Decision(again, failure, done=done, total=total)

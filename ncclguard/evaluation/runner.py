@@ -580,9 +580,11 @@ class Evaluation:
         return decided, meeting
 
     def _ended_by(self, error: BaseException, failures: Sequence[Outcome] = ()) -> RankResult:
-        """Describe this rank's exception; one that ends the program waits until the others, which hear of it, come."""
+        """Describe this rank's exception; an interruption waits until the others, which hear of it at once, come."""
         if isinstance(error, Exception):
             return self._result_of(error, failures)
+        if isinstance(error, SystemExit):  # the process ends, and that is what the others hear of
+            raise error
         self._interruption = error
         return RankResult(self._rank, Kind.INTERRUPTED, describe_exception(error))
 

@@ -73,16 +73,16 @@ def test_training_goes_on_with_the_losses_of_a_run_without_evaluation() -> None:
         assert job[rank].reports["losses"] == job[rank].reports["control"] == job[0].reports["losses"]
 
 
-@pytest.mark.parametrize("kind", ["KeyboardInterrupt", "SystemExit"])
-def test_an_interruption_that_the_program_survives_costs_one_try_and_leaves_the_ranks_in_step(kind: str) -> None:
+def test_an_interruption_ends_the_evaluation_on_all_ranks_at_once_and_leaves_them_in_step() -> None:
     """It ended in a wait of 17 times the limit on the others, and the next evaluation met the calls of this one."""
-    job = faults.run_ranks(interrupted, 3, args=[kind], timeout=120)
+    job = faults.run_ranks(interrupted, 3, timeout=120)
     assert all(rank.exit_code == 0 for rank in job), str(job)
     for rank in range(3):
         said = job[rank].reports
         assert said["step 0"] == said["step 2"] == 3.0, said
         assert said["seconds 1"] < 20.0, said
-        assert said["step 1"] == kind if rank == 1 else f"rank 1: {kind} at" in said["step 1"], said
+        assert said["step 1"].startswith("KeyboardInterrupt" if rank == 1 else "GuardError"), said
+        assert rank == 1 or "rank 1: KeyboardInterrupt at" in said["step 1"], said
 
 
 def test_a_fault_is_reported_once_and_what_else_it_breaks_refers_to_that(tmp_path: Path) -> None:

@@ -150,7 +150,9 @@ def test_every_exchange_leads_to_one_decision_that_survives_the_wire(values: lis
     assert found == decision.at_end(Met(tuple(values)), attempt, 3)
     assert (found.action is Action.ACCEPT) == all(value.fine for value in values)
     assert (found.failure is None) == (found.action is Action.ACCEPT)
-    own = {v.rank for v in values if v.kind in (Kind.OUT_OF_MEMORY, Kind.RAISED, Kind.WRONG)}
+    own = {v.rank for v in values if v.kind in (Kind.OUT_OF_MEMORY, Kind.RAISED, Kind.WRONG, Kind.INTERRUPTED)}
+    if any(v.kind is Kind.INTERRUPTED for v in values):
+        assert found.action is Action.STOP
     if found.action is Action.GIVE_UP and attempt < 3:
         assert any(v.kind is Kind.WRONG for v in values)
     if own and found.failure is not None:

@@ -65,8 +65,11 @@ class Communicators:
     def quiet(self, generation: int, seconds: float) -> bool:
         return True
 
-    def gone(self, rank: int) -> str:
+    def gone(self, rank: int, since: float) -> str:
         return ""
+
+    def gives_up(self) -> None:
+        """Nobody is told."""
 
 
 class Heard(events.Listener):
