@@ -412,6 +412,7 @@ class Collector:
         _drop_other_days(evidence)
         _mark_healed(evidence)
         _mark_ended_well(evidence)
+        _give_to_their_ranks(evidence)
         _mark_survived(evidence)
         over = {fact.source: fact.line for fact in evidence.of(Kind.NOTE) if fact.name == "barrier_completed"}
         evidence.facts = [  # the ranks that waited at set-up have met
@@ -614,6 +615,16 @@ def _mark_ended_well(evidence: Evidence) -> None:
     if ends and all(fact.line < ends.get(fact.source, 0) for fact in accusing):
         for fact in accusing:
             fact.kind = Kind.RETRIED
+
+
+def _give_to_their_ranks(evidence: Evidence) -> None:
+    """Count the last line of a traceback for the rank that the traceback is said to be of, whoever prints it."""
+    told = [fact for fact in evidence.of(Kind.EXCEPTION) if fact.rank_basis == "text" and fact.frames]
+    for fact in evidence.of(Kind.EXCEPTION) if told else ():
+        for one in told:
+            same = (one.source, one.detail) == (fact.source, fact.detail) and one.name.endswith(fact.name)
+            if same and not fact.frames and one.line < fact.line <= one.line + 400 and fact.rank_basis == "prefix":
+                fact.rank, fact.rank_basis = one.rank, one.rank_basis
 
 
 def _mark_survived(evidence: Evidence) -> None:

@@ -154,7 +154,9 @@ def test_a_rank_of_an_unchanged_program_is_named(fault: str, tmp_path: Path, job
 def test_a_late_rank_is_named_where_torchs_own_limit_passes_first(tmp_path: Path, job: str) -> None:
     """gloo raises on the ranks that wait, and nothing of ours has passed yet."""
     script = TRAINING.replace("seconds=12", f"seconds={LIMIT}").replace(f"({LIMIT} + 4)", "(60)")
-    assert "save_checkpoint(60)" in script  # it does not come while the others' end is looked into, however slow that is
+    assert (
+        "save_checkpoint(60)" in script
+    )  # it does not come while the others' end is looked into, however slow that is
     ended = launch(tmp_path, job, script, *observe(*torchrun("late")), NCCLGUARD_TIMEOUT="60")
     assert ended.code != 0 and ended.incidents, ended.output
     first = ended.incidents[0]

@@ -178,3 +178,34 @@ def test_a_rank_that_is_a_place_in_a_servers_list_is_no_rank_of_a_job(
         "rank 3 of the hotels is always empty",
     ]
     assert explain_lines([*lines, *beside]).incident is incident
+
+
+# --- whose error it is ---
+
+
+def test_what_a_rank_prints_of_another_ranks_traceback_is_that_ranks(explain_lines: Explain) -> None:
+    lines = [
+        "[rank0]: Traceback (most recent call last):",
+        '[rank0]:   File "/srv/train.py", line 77, in load',
+        "[rank0]:     dcp.load(state)",
+        "[rank0]: torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([5])",
+        "[rank0]: Traceback (most recent call last): (RANK 5)",
+        '[rank0]:   File "/opt/torch/distributed/checkpoint/utils.py", line 239, in all_gather',
+        "[rank0]:     result = map_fun()",
+        "[rank0]: storage.client.SlowDown: reduce your request rate",
+        "[rank1]: torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([5])",
+    ]
+    assert explain_lines(lines).culprits == (5,)
+
+
+@pytest.mark.parametrize(
+    "follows",
+    [
+        "RuntimeError: The Inner error is reported as above. The process exits for this inner error",
+        "mpi4py.MPI.Exception: MPI_ERR_OTHER: known error not in list",
+        "RuntimeError: FATAL ERROR :: MODULE:PT_SYNHELPER synEventSynchronize timeout",
+    ],
+)
+def test_what_follows_from_another_ranks_end_names_nobody_beside_it(explain_lines: Explain, follows: str) -> None:
+    lines = [f"[rank0]: {follows}", "[rank3]: ValueError: no such shard", f"[rank4]: {follows}"]
+    assert explain_lines(lines).culprits == (3,)
