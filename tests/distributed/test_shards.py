@@ -274,11 +274,11 @@ def train(kills: list[Kill], options: dict[str, Any], folder: str, port: int) ->
 
     @ng.resilient_step
     def evaluate() -> float:
-        strike.at("evaluation")
         with torch.no_grad():
             model.eval()
             loss = model(torch.ones(2, WIDTH)).mean()
             model.train()
+        strike.at("evaluation")  # all are in it now where shards were gathered, so none makes the step before it again
         dist.all_reduce(loss, op=dist.ReduceOp.AVG)
         return float(loss)
 
