@@ -105,10 +105,7 @@ class Operation:
         self._check_length(inputs, "inputs")
         kind = self._reduction(REDUCE_SCATTER, output, op)
         shapes = tuple(tuple(tensor.shape) for tensor in inputs)
-        if inputs[self.index].numel() != output.numel() or any(tensor.dtype != output.dtype for tensor in inputs):
-            raise ValueError(
-                f"output is {describe(output)}, but the input for this rank is {describe(inputs[self.index])}: make them alike"
-            )
+        self._check_own_input(output, inputs)
         if self.size == 1:
             return lambda: _put(output, inputs[0])
         longest = max(tensor.numel() for tensor in inputs)
@@ -175,11 +172,7 @@ class Operation:
         for output in outputs:
             check_tensor(output, "output", written=True)
         check_carried(ALL_GATHER, tensor, self.terms)
-        sizes = tuple(output.numel() for output in outputs)
-        if sizes[self.index] != tensor.numel() or any(output.dtype != tensor.dtype for output in outputs):
-            raise ValueError(
-                f"the input is {describe(tensor)}, but its output {describe(outputs[self.index])}: make them alike"
-            )
+        sizes = self._checked_sizes(outputs, tensor)
         if self.size == 1:
             return lambda: _put(outputs[0], tensor)
         longest = max(sizes)
@@ -245,9 +238,7 @@ class Operation:
         check_carried(SCATTER, output, self.terms)
         source = self._checked_root(root)
         if self.index == root:
-            self._check_length(inputs, "inputs")
-            if any(tensor.numel() != output.numel() or tensor.dtype != output.dtype for tensor in inputs):
-                raise ValueError(f"every input must be like the output, which is {describe(output)}")
+            self._check_scattered(output, inputs)
         if self.size == 1:
             return lambda: _put(output, inputs[0])
         arguments = Arguments(output, inputs if self.index == root else [], root=source)
@@ -335,6 +326,27 @@ class Operation:
         if len(tensors) != self.size:
             raise ValueError(f"there are {len(tensors)} {what} for a group of {self.size} ranks: give one for each")
 
+    def _checked_sizes(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return the lengths of what is gathered, of which this rank's own is to be that of its tensor."""
+        sizes = tuple(output.numel() for output in outputs)
+        if sizes[self.index] != tensor.numel() or any(output.dtype != tensor.dtype for output in outputs):
+            raise ValueError(
+                f"the input is {describe(tensor)}, but its output {describe(outputs[self.index])}: make them alike"
+            )
+        return sizes
+
+    def _check_own_input(self, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+        own = inputs[self.index]
+        if own.numel() != output.numel() or any(tensor.dtype != output.dtype for tensor in inputs):
+            raise ValueError(
+                f"output is {describe(output)}, but the input for this rank is {describe(own)}: make them alike"
+            )
+
+    def _check_scattered(self, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+        self._check_length(inputs, "inputs")
+        if any(tensor.numel() != output.numel() or tensor.dtype != output.dtype for tensor in inputs):
+            raise ValueError(f"every input must be like the output, which is {describe(output)}")
+
     def _cut(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Views of a whole, one for each rank."""
         check_tensor(whole, what)
@@ -384,11 +396,8 @@ class PartOperation(Operation):
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: object) -> Perform:
         check_tensor(output, "output", written=True)
         self._check_length(inputs, "inputs")
-        kind, own = self._combined(REDUCE_SCATTER, output, op), inputs[self.index]
-        if own.numel() != output.numel() or any(tensor.dtype != output.dtype for tensor in inputs):
-            raise ValueError(
-                f"output is {describe(output)}, but the input for this rank is {describe(own)}: make them alike"
-            )
+        kind = self._combined(REDUCE_SCATTER, output, op)
+        self._check_own_input(output, inputs)
         if self.size == 1:
             return lambda: _put(output, inputs[0])
         return lambda: _put(output, self._reduced(REDUCE_SCATTER.name, [_row(one) for one in inputs], kind))
@@ -402,9 +411,7 @@ class PartOperation(Operation):
         check_tensor(output, "output", written=True)
         source = self._source(root)
         if self.index == source:
-            self._check_length(inputs, "inputs")
-            if any(tensor.numel() != output.numel() or tensor.dtype != output.dtype for tensor in inputs):
-                raise ValueError(f"every input must be like the output, which is {describe(output)}")
+            self._check_scattered(output, inputs)
         if self.size == 1:
             return lambda: _put(output, inputs[0])
         return lambda: _put(output, self._from(source, output, [_row(one) for one in inputs]))
@@ -414,11 +421,7 @@ class PartOperation(Operation):
         self._check_length(outputs, "outputs")
         for output in outputs:
             check_tensor(output, "output", written=True)
-        sizes = tuple(output.numel() for output in outputs)
-        if sizes[self.index] != tensor.numel() or any(output.dtype != tensor.dtype for output in outputs):
-            raise ValueError(
-                f"the input is {describe(tensor)}, but its output {describe(outputs[self.index])}: make them alike"
-            )
+        sizes = self._checked_sizes(outputs, tensor)
         if self.size == 1:
             return lambda: _put(outputs[0], tensor)
         return lambda: self._exchange(ALL_GATHER.name, outputs, [_row(tensor)] * self.size, sizes)
