@@ -1,9 +1,11 @@
-"""Communication behind computation on CUDA: torch's "nccl" beside the guarded backends, on emulated GPUs.
+"""Communication behind computation on CUDA: torch's "nccl" beside the guarded backends.
 
     ./scripts/emulated-gpu --gpus 3 torchrun --nproc-per-node 3 benchmarks/overlap.py [KIND ...]
+    torchrun --nproc-per-node 2 benchmarks/overlap.py [KIND ...]
 
-Kernels take a modelled time (`torch.cuda._sleep` of 4 to 8 ms) and links carry 100 MB/s, so that a step has about as
-much computation as communication. Backends take turns; medians of what rank 0 measures; one JSON line. `mb` is what
+Kernels take a time that is given (`torch.cuda._sleep` of 4 to 8 ms). On emulated GPUs links carry 100 MB/s, so that a
+step has about as much computation as communication; on real ones tensors are 16 times as large. Ranks that have to share
+a GPU reach each other over NCCL's sockets, and need NVIDIA's Multi-Process Service to compute beside each other. Backends take turns; medians of what rank 0 measures; one JSON line. `mb` is what
 the emulated device holds more after the last step than after the first. `resilient` is the step of `ddp` with that of
 the optimizer, and with `resilient_step` around it on the guarded backends; there `host_ms` is what the host is held by
 issuing before the commit.
@@ -24,9 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import emulated_gpu
 import ncclguard
 
+EMULATED = "EMULATED_GPUS" in os.environ  # scripts/emulated-gpu sets it
+ELEMENTS = 250_000 if EMULATED else 4_000_000  # of each of eight tensors
+BUCKET_MB = ELEMENTS * 4 / 1e6
 MS = int(1.98e6)  # cycles of a millisecond
 BACKENDS = ("nccl", "ncclguard", "ncclguard-nccl")
 ROUNDS = 8
@@ -51,7 +55,7 @@ class Busy(torch.autograd.Function):
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(250_000))
+        self.weight = nn.Parameter(torch.zeros(ELEMENTS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Busy.apply(x, self.weight)
@@ -62,11 +66,11 @@ def layers() -> nn.Sequential:
 
 
 def tensors() -> list[torch.Tensor]:
-    return [torch.ones(250_000, device="cuda") for _ in range(8)]
+    return [torch.ones(ELEMENTS, device="cuda") for _ in range(8)]
 
 
 def ddp(group: Any) -> Step:
-    model = nn.parallel.DistributedDataParallel(layers(), process_group=group, bucket_cap_mb=1)
+    model = nn.parallel.DistributedDataParallel(layers(), process_group=group, bucket_cap_mb=BUCKET_MB)
 
     def step() -> float:
         model.zero_grad()
@@ -149,8 +153,8 @@ def messages(group: Any) -> Step:
 def one_f_one_b(group: Any) -> Step:
     """Four micro-batches, a stage on each rank: forwards until the pipeline is full, then one of each in turn."""
     rank, size, count = dist.get_rank(group), dist.get_world_size(group), 4
-    activation, received = (torch.ones(125_000, device="cuda") for _ in range(2))
-    gradient, returned = (torch.ones(125_000, device="cuda") for _ in range(2))
+    activation, received = (torch.ones(ELEMENTS // 2, device="cuda") for _ in range(2))
+    gradient, returned = (torch.ones(ELEMENTS // 2, device="cuda") for _ in range(2))
 
     def exchange(*operations: Any) -> None:
         given = [dist.P2POp(call, tensor, group=group, group_peer=peer) for call, tensor, peer in operations]
@@ -234,7 +238,7 @@ def captured(group: Any) -> Step:
 
 def resilient(group: Any) -> Step:
     """A step of DDP with SGD, which returns for how long the host was held before that of the optimizer."""
-    model = nn.parallel.DistributedDataParallel(layers(), process_group=group, bucket_cap_mb=1)
+    model = nn.parallel.DistributedDataParallel(layers(), process_group=group, bucket_cap_mb=BUCKET_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     held = [0.0]
 
@@ -266,7 +270,16 @@ def used() -> int:
     return total - free
 
 
+def limit_links(mb_per_second: int) -> None:
+    if EMULATED:
+        import emulated_gpu
+
+        emulated_gpu.set("EMULATED_NCCL_LINK_MBPS", mb_per_second)
+
+
 def main() -> None:
+    if int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count():
+        os.environ["NCCL_HOSTID"] = f"ncclguard-{os.environ['RANK']}"  # ranks that share a GPU look like as many hosts
     torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
     groups = {name: dist.new_group(backend=name, timeout=timedelta(seconds=60)) for name in BACKENDS}
@@ -274,12 +287,12 @@ def main() -> None:
     for kind in sys.argv[1:] or KINDS:
         make = KINDS[kind]
         steps = {name: make(group) for name, group in groups.items() if (kind, name) not in LEFT_OUT}
-        emulated_gpu.set("EMULATED_NCCL_LINK_MBPS", 0)
+        limit_links(0)
         for step in steps.values():
             step()
             torch.cuda.synchronize()
         more = dict.fromkeys(steps, 0)
-        emulated_gpu.set("EMULATED_NCCL_LINK_MBPS", 100)
+        limit_links(100)
         took: dict[str, list[float]] = {name: [] for name in steps}
         held: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(ROUNDS):

@@ -1,8 +1,10 @@
-"""What `ncclguard.watch()` costs a step of DDP on gloo: blocks of steps in turns,
+"""What `ncclguard.watch()` costs a step of DDP: blocks of steps in turns,
 without it, with it, with it in a hurry, and with many samples of who is slow.
 
-    python benchmarks/watch_overhead.py [--ranks 2] [--seconds 180] [--block 0.6]
+    python benchmarks/watch_overhead.py [--backend gloo] [--ranks 2] [--seconds 180] [--block 0.6]
                                         [--width 512] [--batch 64] [--json FILE]
+
+With `--backend nccl` on GPUs; ranks that are more than the GPUs share them, and look like as many hosts to NCCL.
 
 What the watcher does in a second is less than the noise of a step, so it is measured in two ways, in one run. Directly:
 the time of a block with `watch()` through that of the block without it of the same round. And enlarged: with a watcher
@@ -58,13 +60,20 @@ class Looks:
         Recorder.status, Recorder.flight = counted, sampled  # type: ignore[method-assign]
 
 
-def rounds(seconds: float, block: float, width: int, batch: int) -> None:
+def rounds(backend: str, seconds: float, block: float, width: int, batch: int) -> None:
     """One rank: rounds of four timings, reported by rank 0."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    if backend == "nccl":
+        rank, gpus = int(os.environ["RANK"]), torch.cuda.device_count()
+        if int(os.environ["WORLD_SIZE"]) > gpus:
+            os.environ["NCCL_HOSTID"] = f"ncclguard-{rank}"
+        device = torch.device("cuda", rank % gpus)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
     layers = [torch.nn.Linear(width, width) for _ in range(4)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers))
-    data = torch.randn(batch, width)
+    model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device))
+    data = torch.randn(batch, width, device=device)
     looks, period = Looks(), current_config().poll_idle
 
     def timed(steps: int) -> float:
@@ -72,12 +81,14 @@ def rounds(seconds: float, block: float, width: int, batch: int) -> None:
         started = time.perf_counter()
         for _ in range(steps):
             model(data).sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         dist.barrier()
         return time.perf_counter() - started
 
     timed(20)
     step = timed(20) / 20
-    plan = torch.tensor([block / step, seconds / (len(VARIANTS) * block)])
+    plan = torch.tensor([block / step, seconds / (len(VARIANTS) * block)], device=device)
     dist.broadcast(plan, 0)  # rank 0's, so that all make the same number of steps
     steps, number = (max(3, round(value)) for value in plan.tolist())
     found = []
@@ -156,6 +167,7 @@ def figures(found: list[dict[str, dict[str, float]]], period: float) -> dict[str
 def main() -> None:
     """Run it and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=180.0, help="in all blocks together")
     parser.add_argument("--block", type=float, default=0.6, help="seconds; longer than the 0.5 s between two looks")
@@ -164,7 +176,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     load = os.getloadavg()[0]
-    arguments = [given.seconds, given.block, given.width, given.batch]
+    arguments = [given.backend, given.seconds, given.block, given.width, given.batch]
     result = faults.run_ranks(rounds, given.ranks, args=arguments, timeout=2 * given.seconds + 120).check()
     said = result[0].reports
     rows: list[dict[str, dict[str, float]]] = said["found"]
@@ -174,6 +186,8 @@ def main() -> None:
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "load_before": load,
+        "backend": given.backend,
+        "device": torch.cuda.get_device_name() if given.backend == "nccl" else "cpu",
         "ranks": given.ranks,
         "parameters": 4 * given.width * (given.width + 1),
         "rounds": len(rows),
@@ -183,7 +197,7 @@ def main() -> None:
         **figures(rows, said["period"]),
     }
     print(
-        f"torch {found['torch']}, {given.ranks} ranks on one host with {found['cores']} cores (load {load:.1f} before), gloo, "
+        f"torch {found['torch']}, {given.ranks} ranks on one host with {found['cores']} cores (load {load:.1f} before), {given.backend}, "
         f"DDP of {found['parameters']:,} parameters"
     )
     print(f"a step: {found['step_ms']:.2f} ms; {len(rows)} rounds of four blocks of {said['steps']} steps, in turns")

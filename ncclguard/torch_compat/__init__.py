@@ -54,6 +54,7 @@ from ncclguard.torch_compat.groups import (
 )
 from ncclguard.torch_compat.nccl import (
     backend_error as backend_error,
+    error_of as error_of,
     graphs_count_operations as graphs_count_operations,
     make_stream_wait as make_stream_wait,
     new_enqueued_group as new_enqueued_group,

@@ -164,6 +164,19 @@ def graphs_count_operations() -> bool:
     return hasattr(library, "_ZN2at4cuda9CUDAGraph25inc_pending_event_queriesEv")
 
 
+def error_of(work: dist.Work) -> BaseException | None:
+    """Return the error with which an operation that torch counts as complete has ended; None also where it cannot tell.
+
+    pybind11 had no conversion for what ``exception`` returns before torch 2.12 or 2.13, and raises TypeError whatever it
+    is. Its replacement, wait(), would abort the communicator on an error, in this thread, which could not leave an abort
+    that hangs behind. torch warns once in a process that exception() is deprecated.
+    """
+    try:
+        return work.exception()
+    except TypeError:
+        return None
+
+
 def make_stream_wait(work: dist.Work) -> None:
     """Have the current stream wait for an operation, and not this thread.
 

@@ -99,7 +99,10 @@ def _states(model: nn.Module) -> Iterator[Any]:
 
 def _param_groups(model: nn.Module) -> Iterator[Any]:
     for state in _states(model):
-        yield from state._fsdp_param_groups
+        if hasattr(state, "_fsdp_param_groups"):
+            yield from state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:  # up to 2.11 a module has one, or none of its own
+            yield state._fsdp_param_group
 
 
 def gathered_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

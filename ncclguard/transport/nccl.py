@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import os
 import queue
 import threading
@@ -90,8 +91,12 @@ def _run_all(calls: queue.SimpleQueue[Launch[object] | None]) -> None:
 _LAUNCH_SLICE = 0.05  # seconds between two checks of the communicator while a launch does not come back
 _LONGEST_PAUSE = 0.001  # seconds between two queries of a CUDA event
 _ASK_EVERY = 0.1  # seconds between two questions for errors of the communicator
+# Seconds for which torch may count an operation as complete whose event the GPU has not reached. An error that torch
+# cannot hand over (`torch_compat.error_of`) shows in nothing else.
+_REACHED_WITHIN = 1.0
 
-Launched = tuple[dist.Work, torch.cuda.Event]
+#: An operation, the event behind what NCCL does for it, and the event behind all of it.
+Launched = tuple[dist.Work, torch.cuda.Event, torch.cuda.Event]
 
 
 class Owner(Protocol):
@@ -104,8 +109,8 @@ class Owner(Protocol):
     def check(self) -> None:
         """Raise TransportError once it was stopped."""
 
-    def ask(self, work: dist.Work) -> None:
-        """Raise TransportError if NCCL has an error to report."""
+    def ask(self, work: dist.Work) -> bool:
+        """Return whether torch counts an operation as complete; raises TransportError if NCCL has an error to report."""
 
     def complete(self, pending: NcclPending) -> None:
         """Forget an operation that is complete, with the tensors that were kept for it."""
@@ -114,13 +119,14 @@ class Owner(Protocol):
 class NcclPending(Pending):
     """One operation of an NCCL group; complete when the GPU has reached its event and nobody has aborted."""
 
-    __slots__ = ("_ask_at", "_done", "_owner", "launch")
+    __slots__ = ("_ask_at", "_complete_at", "_done", "_owner", "launch")
 
     def __init__(self, owner: Owner, launch: Launch[Launched]) -> None:
         self.launch = launch
         self._owner = owner
         self._done = False
         self._ask_at = 0.0
+        self._complete_at = math.inf
 
     def wait(self, seconds: float) -> bool:
         """Wait as `Pending.wait` says, by polling.
@@ -135,9 +141,9 @@ class NcclPending(Pending):
             self._owner.check()
             if time.monotonic() >= end:
                 return False
-        work, event = self._launched()
+        launched = self._launched()
         pause = 0.00002
-        while not self._poll(work, event):
+        while not self._poll(*launched):
             left = end - time.monotonic()
             if left <= 0:
                 return False
@@ -156,10 +162,11 @@ class NcclPending(Pending):
         assert self.launch.result is not None
         return self.launch.result
 
-    def _poll(self, work: dist.Work, event: torch.cuda.Event) -> bool:
+    def _poll(self, work: dist.Work, arrived: torch.cuda.Event, event: torch.cuda.Event) -> bool:
         self._owner.check()
         try:
             reached = bool(event.query())  # type: ignore[no-untyped-call]
+            ended = reached or bool(arrived.query())  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise failure(error) from error
         self._owner.check()  # an abort completes the event as well, and sets its flag before
@@ -167,7 +174,12 @@ class NcclPending(Pending):
         if self._ask_at == 0.0:
             self._ask_at = now + _ASK_EVERY
         if reached or now >= self._ask_at:
-            self._owner.ask(work)
+            self._complete_at = min(self._complete_at, now) if self._owner.ask(work) and not ended else math.inf
+            if now - self._complete_at > _REACHED_WITHIN:
+                raise TransportError(
+                    f"NCCL has ended an operation with an error that torch {torch.__version__} cannot hand over: it is in "
+                    "what ProcessGroupNCCL has written to this rank's standard error"
+                )
             self._ask_at = now + _ASK_EVERY
         return reached
 
@@ -182,7 +194,7 @@ class NcclPending(Pending):
             return self._owner.aborted or not isinstance(self.launch.error, RuntimeError)
         assert self.launch.result is not None
         try:
-            return bool(self.launch.result[1].query())  # type: ignore[no-untyped-call]
+            return bool(self.launch.result[2].query())  # type: ignore[no-untyped-call]
         except RuntimeError:  # CUDA itself is broken, so the state is unknown
             return False
 
@@ -344,11 +356,11 @@ class NcclCommunicator(Communicator):
                 work = call(group)
                 with torch.cuda.stream(probe):
                     torch_compat.make_stream_wait(work)  # the probe stream, not this thread
+                    arrived = event = _recorded(probe)
                     if afterwards is not None:
                         afterwards()
-                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    event.record(probe)
-            return work, event
+                        event = _recorded(probe)
+            return work, arrived, event
 
         pending = NcclPending(self, Launch(launch))
         with self._lock:
@@ -365,21 +377,21 @@ class NcclCommunicator(Communicator):
         if self._stopped:
             raise TransportError(f"the communicator (generation {self.generation}) was stopped: build the next one")
 
-    def ask(self, work: dist.Work) -> None:
-        """Raise TransportError for an error that NCCL has seen; during an abort it is not asked, which may hang."""
+    def ask(self, work: dist.Work) -> bool:
+        """See `Owner.ask`; during an abort NCCL is not asked, which may hang."""
         while not self._asking.acquire(timeout=_ASK_SLICE):
             self.check()
         try:
             self.check()
-            # torch warns once in a process that exception() is deprecated. Its replacement, wait(), would abort the
-            # communicator on an error, in this thread, which could not leave an abort that hangs behind.
-            error = work.exception() if work.is_completed() else None
+            complete = bool(work.is_completed())
+            error = torch_compat.error_of(work) if complete else None
         except RuntimeError as raised:
             raise failure(raised) from raised
         finally:
             self._asking.release()
         if error is not None:
             raise TransportError(str(error))
+        return complete
 
     def complete(self, pending: NcclPending) -> None:
         """Forget an operation that is over, so that its tensors may be freed."""
@@ -483,6 +495,12 @@ class NcclCommunicator(Communicator):
         self._stopped = True
         keep_for_ever((self._group, self._flying))
         self._group, self._flying = None, {}
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
 
 
 def abort_group(group: Any, device: torch.device) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch.distributed.fsdp import FSDPModule
 
 from ncclguard import faults, torch_compat
 from ncclguard.transport.base import Pending, TransportError
@@ -24,6 +25,10 @@ NEEDS_GPU = [
         not (torch.cuda.is_available() and dist.is_nccl_available()), reason="needs an NVIDIA GPU and torch with NCCL"
     ),
 ]
+
+MOVES_SHARDS = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="resilient_step moves shards of FSDP2 from torch 2.13 on"
+)
 
 # Several ranks on one GPU look like as many hosts to NCCL (init.cc compares host hash and bus id), and use its sockets.
 SHARED_GPU = {

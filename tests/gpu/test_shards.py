@@ -16,7 +16,7 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.training import shards
 from tests.distributed.test_shards import BATCH, SIZE, STEPS, Kill, Rows, Strike, digest, learn, make_model, without
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU
+from tests.gpu.parts import MOVES_SHARDS, NEEDS_GPU, SHARED_GPU
 
 pytestmark = NEEDS_GPU
 
@@ -80,6 +80,7 @@ def undisturbed(ranks: list[list[int]]) -> list[float]:
     return losses
 
 
+@MOVES_SHARDS
 @pytest.mark.parametrize("backend", ["ncclguard", "ncclguard-nccl"])
 @pytest.mark.parametrize(
     "kills",

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.process_group import enqueued
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join, leave, nccl2, run_together
+from tests.gpu.parts import MOVES_SHARDS, NEEDS_GPU, SHARED_GPU, join, leave, nccl2, run_together
 
 pytestmark = NEEDS_GPU
 
@@ -29,7 +29,7 @@ STEPS, STRUCK = 6, 3
 ENV = {**SHARED_GPU, "NCCLGUARD_REPORT_DIR": "none"}
 NAME = "ncclguard-nccl"
 PLAIN = "cpu:gloo,cuda:nccl-legacy" if nccl2() else "cpu:gloo,cuda:nccl"
-KINDS = ["ddp", "fsdp2"]
+KINDS = ["ddp", pytest.param("fsdp2", marks=MOVES_SHARDS)]
 
 
 def model_of(kind: str) -> Any:
