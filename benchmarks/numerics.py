@@ -70,6 +70,8 @@ class Net(nn.Module):
 def campaign(kind: str, first: int, count: int, device: str = "cpu", backend: str = "gloo") -> None:
     """One rank: strike once for each seed, and report what was not right."""
     torch.set_num_threads(1)
+    if backend == "nccl":  # ranks that share a GPU look like as many hosts
+        os.environ["NCCL_HOSTID"] = f"ncclguard-{os.environ['RANK']}"
     dist.init_process_group(backend)
     torch.set_default_device(device)
     if kind == "safe":

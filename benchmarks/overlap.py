@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 2 benchmarks/overlap.py [KIND ...]
 
 Kernels take a time that is given (`torch.cuda._sleep` of 4 to 8 ms). On emulated GPUs links carry 100 MB/s, so that a
-step has about as much computation as communication; on real ones tensors are 16 times as large. Ranks that have to share
-a GPU reach each other over NCCL's sockets, and need NVIDIA's Multi-Process Service to compute beside each other. Backends take turns; medians of what rank 0 measures; one JSON line. `mb` is what
-the emulated device holds more after the last step than after the first. `resilient` is the step of `ddp` with that of
+step has about as much computation as communication; on real ones tensors are 16 times as large. Ranks that have to
+share a GPU reach each other over NCCL's sockets, and need NVIDIA's Multi-Process Service to compute beside each other.
+Backends take turns; medians of what rank 0 measures; one JSON line. `mb` is what
+the device holds more after the last step than after the first. `resilient` is the step of `ddp` with that of
 the optimizer, and with `resilient_step` around it on the guarded backends; there `host_ms` is what the host is held by
 issuing before the commit.
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import threading
 import time
@@ -27,14 +28,13 @@ from torch.distributed.constants import default_pg_timeout
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.engine import runtime
-from ncclguard.engine.chunking import EMPTY
-from ncclguard.engine.table import BARRIER, Arguments
-from ncclguard.errors import GuardConfigError, GuardError, error_for
+from ncclguard.errors import CollectiveMismatch, GuardConfigError, GuardError, error_for
 from ncclguard.groups import group_of
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Outcome, of_incident
 from ncclguard.phases import resolve_timeout
-from ncclguard.process_group.group import DEVICES, GuardedProcessGroup, is_made_outside
+from ncclguard.process_group.group import DEVICES, GuardedProcessGroup, asked_for, is_made_outside
+from ncclguard.process_group.operations import Operation, Perform
 from ncclguard.process_group.operators import first_tensor, serve_cpp_callers
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.bounded import bounded, in_background
@@ -360,13 +360,18 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
 
     def _compare(self) -> None:
         """Raise CollectiveMismatch on all ranks: what they have enqueued differs, though all of it has ended."""
-        carrier = self._carrier
-        said = f"{carrier._enqueued} collectives enqueued, the last {carrier._latest}, mark {carrier._mark:x}"
         operation = self._operation(None, None, self._queue, lane=f"nccl-{self._lane}", name="meeting of the hosts")
         try:
-            operation.run(BARRIER, Arguments(), EMPTY, detail=said, key=(carrier._enqueued, carrier._mark))
+            operation.barrier(**self._carrier._enqueued_here())()
         finally:
-            carrier.give_up()
+            self._carrier.give_up()
+
+    def _enqueued_here(self) -> dict[str, Any]:
+        """Return what has to be alike on all ranks, in words and as a key; nothing without a communicator."""
+        if self._backend is None:
+            return {}
+        said = f"{self._enqueued} collectives enqueued, the last {self._latest}, mark {self._mark:x}"
+        return {"detail": said, "key": (self._enqueued, self._mark)}
 
     # ------------------------------------------------------------------ without ranks that are gone
 
@@ -395,10 +400,29 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
         failures.raise_pending()
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        """The meeting of the hosts: returns once all that was issued before is complete, and well, on all ranks."""
-        if not self.whole.one_by_one:
-            self._finish()
-        return super().barrier(opts, timeout)
+        """The meeting of the hosts: returns once all that was issued before is complete, and well, on all ranks.
+
+        They compare what they have enqueued: NCCL ends collectives of different sizes too, with rubbish.
+        """
+        if self.whole.one_by_one:
+            return super().barrier(opts, timeout)
+        carrier = self._carrier
+        said = carrier._enqueued_here()  # before the wait, which all ranks with a communicator come back from, or none
+        self._finish()
+
+        def plan(operation: Operation) -> Perform:
+            perform = operation.barrier(**said)
+
+            def compared() -> None:
+                try:
+                    perform()
+                except CollectiveMismatch as error:
+                    carrier.give_up()
+                    raise error_for(dataclasses.replace(error.outcome, torn=True)) from None
+
+            return compared
+
+        return self._issue("barrier", None, asked_for(opts, timeout=timeout), [], plan)
 
     def begin_step(self) -> None:
         self._since, self._carrier._uncommitted, self._refused = failures.count, True, None

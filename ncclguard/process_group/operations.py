@@ -298,8 +298,9 @@ class Operation:
                     )
         return sizes
 
-    def barrier(self) -> Perform:
-        return self._unless_alone(lambda: self.run(BARRIER, Arguments(), EMPTY))
+    def barrier(self, **said: Any) -> Perform:
+        """`said`: what is compared besides, and told of where it differs."""
+        return self._unless_alone(lambda: self.run(BARRIER, Arguments(), EMPTY, **said))
 
     # ------------------------------------------------------------------ inside
 

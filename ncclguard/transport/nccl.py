@@ -110,7 +110,7 @@ class Owner(Protocol):
         """Raise TransportError once it was stopped."""
 
     def ask(self, work: dist.Work) -> bool:
-        """Return whether torch counts an operation as complete; raises TransportError if NCCL has an error to report."""
+        """Return whether torch counts an operation as complete; raises TransportError if NCCL has an error."""
 
     def complete(self, pending: NcclPending) -> None:
         """Forget an operation that is complete, with the tensors that were kept for it."""

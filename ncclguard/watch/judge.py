@@ -35,7 +35,9 @@ from ncclguard_explain.cause import Cause
 
 #: What a rank adds to its last words when its exception comes from a broken collective.
 BROKEN: Final = "(a collective broke)"
-
+#: Seconds that NCCL may take to connect the ranks in the first collective of a group, once all of them are in it: more
+#: than 3 s where 18 processes began on one H200, and minutes where there are thousands of ranks.
+CONNECTS_WITHIN: Final = 120.0
 
 #: In a report's details: the channels in which the collective that it waits in has begun on the device.
 STARTED: Final = "started"
@@ -110,6 +112,8 @@ def analyse(
     known = not (silent or "->" in channel or ended_from_outside(reports, departed, silent))
     known = known and not any(is_repeat(d.text) for d in departed.values())
     known = known and _all_entered(channel, stalled, reports, waits)
+    if known and _connects(channel, waits):
+        channel = ""  # nobody waits in vain yet
     return _finding(channel, stalled, {}, (), reports, waits, Cause.NETWORK if known else Cause.UNKNOWN)
 
 
@@ -327,6 +331,14 @@ def _entered(report: Report, waits: tuple[Waiting, ...], channel: str, sequence:
     done = _done(report, channel)
     return (done is not None and done >= sequence) or any(
         wait.channel == channel and wait.sequence <= sequence for wait in waits
+    )
+
+
+def _connects(channel: str, waits: Mapping[int, tuple[Waiting, ...]]) -> bool:
+    """Return whether NCCL may be connecting still: in a first collective, not recorded yet, and not for too long."""
+    first = [wait for items in waits.values() for wait in items if wait.channel == channel]
+    return all(
+        wait.sequence == 1 and not wait.fingerprint and not wait.broken and wait.age < CONNECTS_WITHIN for wait in first
     )
 
 

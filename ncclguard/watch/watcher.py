@@ -235,6 +235,8 @@ class Watcher:
         self._last_told: tuple[str, int] | None = None
         self._over = False  # aborted, or a rank is gone: what breaks from now on is a consequence
         self._asked_at: float | None = None
+        # What an agreement has let go on: its channel and number, and the age at which it is asked about again.
+        self._let_go_on: dict[str, tuple[int, float]] = {}
         self._broken: dict[str, float] = {}  # channel -> when its backend reported an error first
         self._closing = False
         self._warned_blind = False
@@ -411,8 +413,9 @@ class Watcher:
             self._monitor.wake()
         self._heed_backends(now)
         for pending in waiting:
-            if self._state.age(pending) >= self._limit(pending):
-                limit = self._limit(pending)
+            limit = self._limit(pending)
+            number, later = self._let_go_on.get(pending.channel, (0, 0.0))
+            if self._state.age(pending) >= max(limit, later if number == pending.sequence else 0.0):
                 self._ask(
                     TroubleKind.DEADLINE,
                     tr(
@@ -507,7 +510,11 @@ class Watcher:
             self._asked_at = None
             try:
                 incident = incidents.from_json(verdict.incident)
-                if incident is not None:
+                if incident is None:
+                    self._let_go_on = {
+                        p.channel: (p.sequence, self._state.age(p) + self._limit(p)) for p in self._standing
+                    }
+                else:
                     self._end(incident, verdict.generation + 1)
                     self._conclude(incident, verdict)
             finally:

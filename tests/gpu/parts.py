@@ -26,6 +26,10 @@ NEEDS_GPU = [
     ),
 ]
 
+#: scripts/emulated-gpu sets it.
+EMULATED = "EMULATED_GPUS" in os.environ
+NEEDS_EMULATED = pytest.mark.skipif(not EMULATED, reason="needs the emulated GPU, whose faults can be chosen")
+
 MOVES_SHARDS = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="resilient_step moves shards of FSDP2 from torch 2.13 on"
 )
@@ -47,8 +51,29 @@ NCCL_BACKENDS = ["nccl", "nccl-lazy"] if hasattr(dist, "ProcessGroupNCCLLazy") e
 DEVICE = torch.device("cuda", 0)
 
 
-def join(backend: str = "gloo", limit: float = 120.0) -> int:
+def emulate(name: str, value: object) -> None:
+    """Set one of the emulator's variables in this process."""
+    import emulated_gpu
+
+    emulated_gpu.set(name, value)
+
+
+def hang_device(x: torch.Tensor) -> None:
+    """Have a kernel hang on the current stream: on an emulated GPU for ever, on a real one for a minute."""
+    if EMULATED:
+        emulate("EMULATED_CUDA_ENDLESS_KERNEL_AT", 1)
+    else:
+        torch.cuda._sleep(int(1.2e11))
+    x.mul_(1.0)
+
+
+def share_gpu() -> None:
+    """Have NCCL take this rank for one on a host of its own, before its first communicator."""
     os.environ["NCCL_HOSTID"] = f"ncclguard-{os.environ['RANK']}"
+
+
+def join(backend: str = "gloo", limit: float = 120.0) -> int:
+    share_gpu()
     torch.cuda.set_device(0)
     dist.init_process_group(backend, timeout=timedelta(seconds=limit))
     return dist.get_rank()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join
+from tests.gpu.parts import NEEDS_EMULATED, NEEDS_GPU, SHARED_GPU, emulate, join
 
 pytestmark = NEEDS_GPU
 
@@ -27,16 +27,6 @@ CULPRIT = 1
 ENV = {**SHARED_GPU, "NCCLGUARD_AUTOSTART": "1", "NCCLGUARD_REPORT_DIR": "none"}
 SLOW = {"EMULATED_NCCL_LINK_MBPS": "20"}  # 20 million elements need several seconds
 LARGE = 20_000_000
-
-emulated = pytest.mark.skipif(
-    not (torch.cuda.is_available() and "emulated" in torch.cuda.get_device_name()), reason="needs the emulated GPU"
-)
-
-
-def emulate(name: str, value: int) -> None:
-    import emulated_gpu
-
-    emulated_gpu.set(name, value)
 
 
 def mine(numel: int = 1000) -> torch.Tensor:
@@ -91,7 +81,7 @@ def broken_inside(occasion: int, warm: bool) -> None:
     report("failed", outcome, tensor, rank + 1)
 
 
-@emulated
+@NEEDS_EMULATED
 @pytest.mark.parametrize(("occasion", "warm"), [(1, True), (2, True), (1, False), (3, False)])
 def test_a_device_that_breaks_inside_a_call_is_its_ranks_failure(occasion: int, warm: bool) -> None:
     """Not the network's: the other ranks are told who, and at once, also while NCCL connects."""
@@ -265,7 +255,7 @@ ATTACKS: list[tuple[Callable[[], None], dict[str, str], Expected]] = [
 ]
 
 
-@emulated
+@NEEDS_EMULATED
 @pytest.mark.parametrize(("attack", "env", "expected"), ATTACKS, ids=[attack.__name__ for attack, _, _ in ATTACKS])
 def test_attack(attack: Callable[[], None], env: dict[str, str], expected: Expected) -> None:
     result = faults.run_ranks(attack, 3, env={**ENV, **env}, timeout=80)

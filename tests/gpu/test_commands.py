@@ -16,13 +16,11 @@ import torch
 from ncclguard.bench.results import BenchResult
 from ncclguard.environment.doctor import checks
 from ncclguard.environment.doctor.checks import Check, read_context
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU
+from tests.gpu.parts import EMULATED, NEEDS_GPU, SHARED_GPU
 
 pytestmark = NEEDS_GPU
 
 ROOT = Path(__file__).resolve().parents[2]
-#: scripts/emulated-gpu sets it.
-EMULATED = "EMULATED_GPUS" in os.environ
 RANKS, CULPRIT = 3, 2
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import time
@@ -15,24 +14,23 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join, leave, run_together
+from tests.gpu.parts import (
+    EMULATED,
+    NEEDS_EMULATED,
+    NEEDS_GPU,
+    SHARED_GPU,
+    emulate,
+    hang_device,
+    join,
+    leave,
+    run_together,
+)
 
-pytestmark = [
-    *NEEDS_GPU,
-    pytest.mark.skipif(
-        importlib.util.find_spec("emulated_gpu") is None, reason="needs the emulated GPU, whose faults can be chosen"
-    ),
-]
+pytestmark = NEEDS_GPU
 
 RANKS, CULPRIT, LIMIT = 3, 2, 3.0
 ENV = {**SHARED_GPU, "NCCLGUARD_REPORT_DIR": "none"}
 NAME = "ncclguard-nccl"
-
-
-def emulate(name: str, value: object) -> None:
-    import emulated_gpu
-
-    emulated_gpu.set(name, value)
 
 
 def wait_for_verdict(seconds: float = 25.0) -> None:
@@ -82,6 +80,7 @@ def abort_hangs() -> None:
     leave()
 
 
+@NEEDS_EMULATED
 def test_an_abort_that_hangs_holds_nobody_up() -> None:
     result = run_together(abort_hangs, RANKS, env=ENV, timeout=120).check()
     assert result.values("said") == {rank: ["CollectiveTimeout", "late", [CULPRIT]] for rank in range(RANKS)}
@@ -101,6 +100,7 @@ def cannot_connect() -> None:
     leave()
 
 
+@NEEDS_EMULATED
 def test_a_communicator_that_one_rank_cannot_build_is_an_error_on_all_and_the_next_one_works() -> None:
     result = run_together(cannot_connect, RANKS, env=ENV, timeout=150).check()
     assert all("no NCCL communicator could be made" in said for said in result.values("said").values()), result
@@ -139,6 +139,7 @@ def device_fails(how: str) -> None:
     leave()
 
 
+@NEEDS_EMULATED
 @pytest.mark.parametrize("how", ["sticky", "memory"])
 def test_an_error_of_one_device_ends_its_rank_which_the_others_name(how: str) -> None:
     result = run_together(device_fails, RANKS, args=[how], env=ENV, timeout=120)
@@ -243,8 +244,7 @@ def stage_hangs() -> None:
     if rank > 0:
         dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, rank - 1)])[0].wait()
     if rank == 1:
-        emulate("EMULATED_CUDA_ENDLESS_KERNEL_AT", 1)
-    x.mul_(1.0)
+        hang_device(x)
     if rank < RANKS - 1:
         dist.batch_isend_irecv([dist.P2POp(dist.isend, x, rank + 1)])[0].wait()
     try:
@@ -310,6 +310,7 @@ def on_the_second_device() -> None:
     leave()
 
 
+@pytest.mark.skipif(not EMULATED and torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_barrier_waits_on_the_device_of_the_communicator() -> None:
     result = run_together(on_the_second_device, RANKS, env={**ENV, "EMULATED_GPUS": "2"}, timeout=120).check()
     assert result.values("sum") == dict.fromkeys(range(RANKS), 18.0)
@@ -323,8 +324,7 @@ def unwatched() -> None:
     assert watcher._current is not None
     watcher._current.stop()
     if rank == CULPRIT:
-        emulate("EMULATED_CUDA_ENDLESS_KERNEL_AT", 1)
-        x.mul_(1.0)
+        hang_device(x)
     dist.all_reduce(x)
     try:
         dist.barrier()
@@ -342,8 +342,7 @@ def hangs_on_the_device() -> None:
     """A kernel of the culprit never ends; all hosts are ten collectives ahead of it and know of nothing."""
     rank, x = begin()
     if rank == CULPRIT:
-        emulate("EMULATED_CUDA_ENDLESS_KERNEL_AT", 1)
-        x.mul_(1.0)
+        hang_device(x)
     try:
         for _ in range(10):
             dist.all_reduce(x)
@@ -361,8 +360,8 @@ def test_a_kernel_that_hangs_before_a_collective_is_its_ranks_lateness() -> None
         assert result[rank].reports["said"] == ["CollectiveTimeout", "late", [CULPRIT]], (rank, str(result))
 
 
-def wrong_and_complete() -> None:
-    """One rank reduces the halves in the other order: NCCL ends both, with rubbish; the step's end says so."""
+def wrong_and_complete(where: str) -> None:
+    """One rank reduces the halves in the other order: NCCL ends both, with rubbish; where the hosts meet they say so."""
     from ncclguard.process_group.enqueued import EnqueuedProcessGroup
 
     rank, _ = begin()
@@ -374,7 +373,10 @@ def wrong_and_complete() -> None:
         dist.all_reduce(tensor)
     began = time.monotonic()
     try:
-        group.commit()
+        if where == "step":
+            group.commit()
+        else:
+            dist.barrier()
         faults.report(said="nothing")
     except ng.CollectiveFailed as error:
         faults.report(said=told(error), after=time.monotonic() - began)
@@ -382,7 +384,8 @@ def wrong_and_complete() -> None:
     leave()
 
 
-def test_collectives_in_another_order_that_end_all_the_same_are_a_mismatch_at_the_end_of_the_step() -> None:
-    result = run_together(wrong_and_complete, RANKS, env=ENV, timeout=120).check()
+@pytest.mark.parametrize("where", ["step", "barrier"])
+def test_collectives_in_another_order_that_end_all_the_same_are_a_mismatch_where_the_hosts_meet(where: str) -> None:
+    result = run_together(wrong_and_complete, RANKS, args=[where], env=ENV, timeout=120).check()
     assert result.values("said") == {rank: ["CollectiveMismatch", "diverged", [CULPRIT]] for rank in range(RANKS)}
     assert set(result.values("again").values()) == {float(RANKS)}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 from tests.gpu.frameworks import FRAMEWORKS, build, skip_unless_installed
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, leave, run_together
+from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, leave, run_together, share_gpu
 
 pytestmark = NEEDS_GPU
 
@@ -22,7 +22,7 @@ ENV = {**SHARED_GPU, "NCCLGUARD_AUTOSTART": "1", "NCCLGUARD_REPORT_DIR": "none"}
 
 
 def train(framework: str, backend: str) -> None:
-    os.environ["NCCL_HOSTID"] = f"ncclguard-{os.environ['RANK']}"
+    share_gpu()
     torch.cuda.set_device(0)
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
     step = build(framework)
@@ -47,12 +47,12 @@ def test_the_losses_are_those_of_nccl_bit_for_bit(framework: str) -> None:
 def late_in_training() -> None:
     """Rank 2 is late once beyond the limit, under DDP on the backend "ncclguard"; the error names it on all ranks."""
     torch.cuda.set_device(0)
-    os.environ["NCCL_HOSTID"] = f"ncclguard-{os.environ['RANK']}"
-    dist.init_process_group("ncclguard", timeout=timedelta(seconds=3))
+    share_gpu()
+    dist.init_process_group("ncclguard", timeout=timedelta(seconds=6))
     step = build("ddp")
     for number in range(8):
         if number == 4 and dist.get_rank() == 2:
-            time.sleep(6.0)
+            time.sleep(10.0)
         try:
             step(torch.ones(8, 20, device="cuda"))
             torch.cuda.synchronize()
@@ -64,8 +64,8 @@ def late_in_training() -> None:
 
 
 def test_a_late_rank_under_ddp_on_the_backend_is_named_on_all() -> None:
-    with faults.start_ranks(late_in_training, RANKS, env=ENV, timeout=60) as job:
-        errors = job.wait_for("error", seconds=30)
+    with faults.start_ranks(late_in_training, RANKS, env=ENV, timeout=90) as job:
+        errors = job.wait_for("error", seconds=45)
         job.tell("end")
         job.wait()
     for rank, text in errors.items():

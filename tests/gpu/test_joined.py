@@ -14,7 +14,7 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.weights import Receiver, Sender
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU
+from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, share_gpu
 
 pytestmark = NEEDS_GPU
 
@@ -23,6 +23,7 @@ LIMIT = 4.0
 
 def sends(port: int, fault: str) -> None:
     rank = int(os.environ["RANK"])
+    share_gpu()
     torch.cuda.set_device(0)
     group = ng.join(
         f"tcp://127.0.0.1:{port}", name="weights", rank=rank, world_size=3, label=f"engine {rank}", timeout=60
@@ -59,6 +60,7 @@ def test_weights_arrive_over_nccl_or_the_engine_that_is_to_blame_is_named(fault:
 
 def channel(port: int) -> None:
     rank = int(os.environ["RANK"])
+    share_gpu()
     torch.cuda.set_device(0)
     address = f"tcp://127.0.0.1:{port}"
     if rank == 0:

@@ -16,7 +16,7 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.training import shards
 from tests.distributed.test_shards import BATCH, SIZE, STEPS, Kill, Rows, Strike, digest, learn, make_model, without
-from tests.gpu.parts import MOVES_SHARDS, NEEDS_GPU, SHARED_GPU
+from tests.gpu.parts import MOVES_SHARDS, NEEDS_GPU, SHARED_GPU, share_gpu
 
 pytestmark = NEEDS_GPU
 
@@ -25,9 +25,8 @@ ENV = {**SHARED_GPU, "NCCLGUARD_REPORT_DIR": "none"}
 
 def train(backend: str, kills: list[Kill], port: int) -> None:
     """Without dropout, whose numbers are the device's own; reports what each completed step was."""
-    rank = int(os.environ["RANK"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    os.environ["NCCL_HOSTID"] = f"ncclguard-{rank}"
+    share_gpu()
     torch.cuda.set_device(0)
     dist.init_process_group(backend)
     shards.PIECE = 512  # so that copies have several

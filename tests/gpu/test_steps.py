@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import signal
 import time
@@ -20,7 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.process_group import enqueued
-from tests.gpu.parts import MOVES_SHARDS, NEEDS_GPU, SHARED_GPU, join, leave, nccl2, run_together
+from tests.gpu.parts import (
+    MOVES_SHARDS,
+    NEEDS_EMULATED,
+    NEEDS_GPU,
+    SHARED_GPU,
+    emulate,
+    join,
+    leave,
+    nccl2,
+    run_together,
+)
 
 pytestmark = NEEDS_GPU
 
@@ -52,9 +61,7 @@ def strike(fault: str) -> None:
     elif fault == "raise":
         raise ValueError("boom")
     elif fault == "cut":
-        import emulated_gpu
-
-        emulated_gpu.set("EMULATED_NCCL_LINK_DROPS_AT", 1)
+        emulate("EMULATED_NCCL_LINK_DROPS_AT", 1)
 
 
 def digest(model: nn.Module) -> str:
@@ -178,12 +185,9 @@ def test_one_rank_after_the_other_is_lost_while_the_rest_waits_for_the_device() 
     assert result.values("counted") == {0: [3.0, 3.0, 2.0, 2.0, 1.0, 1.0]}, str(result)
 
 
-EMULATED = pytest.mark.skipif(
-    importlib.util.find_spec("emulated_gpu") is None, reason="needs the emulated GPU, whose links can be cut"
+@pytest.mark.parametrize(
+    ("fault", "error"), [("late", "CollectiveTimeout"), pytest.param("cut", "", marks=NEEDS_EMULATED)]
 )
-
-
-@pytest.mark.parametrize(("fault", "error"), [("late", "CollectiveTimeout"), pytest.param("cut", "", marks=EMULATED)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_fails_with_all_alive_has_not_written_and_can_be_made_again(
     kind: str, fault: str, error: str

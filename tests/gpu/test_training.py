@@ -14,7 +14,7 @@ import ncclguard as ng
 from ncclguard import faults, torch_compat
 from ncclguard.evaluation import state
 from tests.distributed.test_training import BATCH, SIZE, Kill, Rows, Strike, make_model, without
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU
+from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, share_gpu
 
 pytestmark = NEEDS_GPU
 
@@ -36,7 +36,7 @@ def train(backend: str, kills: list[Kill], port: int) -> None:
     """A scaler, dropout, running means and several buckets on the GPU; reports what each completed step was."""
     rank = int(os.environ["RANK"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    os.environ["NCCL_HOSTID"] = f"ncclguard-{rank}"
+    share_gpu()
     torch.cuda.set_device(0)
     dist.init_process_group(backend)
     dist._DEFAULT_FIRST_BUCKET_BYTES = 4096  # type: ignore[attr-defined] # the first bucket's own limit

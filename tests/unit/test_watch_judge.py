@@ -15,6 +15,7 @@ from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Departure, Issued, Report, Trouble, TroubleKind, Waiting, Watched
 from ncclguard.watch.judge import (
     BROKEN,
+    CONNECTS_WITHIN,
     MESSAGE,
     STARTED,
     Finding,
@@ -60,6 +61,20 @@ def judged(*reports: Report, departed: Mapping[int, Departure] | None = None, **
 def test_a_rank_that_has_not_come_is_late() -> None:
     found = judged(*(said(r, world(7)) for r in (0, 1, 3)), said(2, done={"0:gloo": 6}))
     assert (found.causes, found.channel, found.sequence) == ({2: Cause.LATE}, "0:gloo", 7)
+
+
+def connecting(rank: int, age: float, sequence: int = 1) -> Report:
+    waits = (Waiting("0:nccl", WORLD, sequence, 0, "collective(it is connecting still)", age),)
+    return Report(rank=rank, generation=0, watched=Watched(waits=waits, done={"0:nccl": sequence - 1}))
+
+
+def test_ranks_that_connect_have_time_for_it_once_all_have_come() -> None:
+    ages = (30.0, 31.0, 29.0)
+    assert judged(*(connecting(r, age) for r, age in enumerate((*ages, 30.0)))).channel == ""  # go on waiting
+    absent = Report(rank=3, generation=0, watched=Watched(done={"0:nccl": 0}))
+    assert judged(*(connecting(r, age) for r, age in enumerate(ages)), absent).causes == {3: Cause.LATE}
+    assert judged(*(connecting(r, CONNECTS_WITHIN + 1.0) for r in WORLD)).cause is Cause.NETWORK
+    assert judged(*(connecting(r, 30.0, sequence=2) for r in WORLD)).cause is Cause.NETWORK
 
 
 def begun(report: Report, *channels: str) -> Report:
