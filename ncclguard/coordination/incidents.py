@@ -81,7 +81,11 @@ def summarise(
         ranks=told,
         hosts=model.unsaid_hosts(hosts, told),
         summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed),
-        advice=_ENDED if outside else _advice(verdict.cause, state, text, resumed, told),
+        advice=_ENDED
+        if outside
+        else _ONE_GPU
+        if _share_gpu(reports)
+        else _advice(verdict.cause, state, text, resumed, told),
         further="" if outside else _further(text, verdict.cause, state, resumed, told),
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),
@@ -311,6 +315,17 @@ _ENDED = tr(
     "See why the job was ended: its launcher's or scheduler's log tells who did (a time limit, a cancelled job, another "
     "worker that failed). No rank of it is to blame."
 )
+
+
+#: What to do where NCCL says "Duplicate GPU detected" (src/init.cc): a program without this line, mostly.
+_ONE_GPU = tr(
+    'Two ranks have chosen one GPU, which NCCL refuses: call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before '
+    "the first collective, and start no more ranks on a host than it has GPUs."
+)
+
+
+def _share_gpu(reports: Mapping[int, Report]) -> bool:
+    return any("Duplicate GPU detected" in str(one.trouble.text) for one in reports.values() if one.trouble is not None)
 
 
 #: The end of the text of a collective of torch's own, which no other one of its group has.

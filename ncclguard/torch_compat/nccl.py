@@ -167,9 +167,9 @@ def graphs_count_operations() -> bool:
 def error_of(work: dist.Work) -> BaseException | None:
     """Return the error with which an operation that torch counts as complete has ended; None also where it cannot tell.
 
-    pybind11 has no conversion for what ``exception`` returns in torch 2.11, and raises TypeError whatever it is; in 2.13
-    it has. The replacement, wait(), would abort the communicator on an error, in this thread, which could not leave an
-    abort that hangs behind. torch warns once in a process that exception() is deprecated.
+    pybind11 has no conversion for what ``exception`` returns in torch 2.11, and raises TypeError whatever it is; in
+    2.13 it has. The replacement, wait(), would abort the communicator on an error, in this thread, which could not
+    leave an abort that hangs behind. torch warns once in a process that exception() is deprecated.
     """
     try:
         error: BaseException | None = work.exception()

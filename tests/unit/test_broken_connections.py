@@ -53,3 +53,13 @@ def test_the_summary_says_what_each_side_lost(ends: dict[int, tuple[int, str] | 
     assert {report.rank: report.peer for report in incident.ranks} == {
         rank: end[0] if end is not None and end[0] >= 0 else None for rank, end in ends.items()
     }
+
+
+def test_ranks_that_have_chosen_one_gpu_are_told_so() -> None:
+    text = "the communicator could not be built: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60"
+    trouble = Trouble(TroubleKind.TRANSPORT, text)
+    operation = Operation(1, 7, TEXT, max_attempts=1)
+    reports = {rank: Report(rank, 0, 0, operation, Phase.RUNNING, trouble=trouble) for rank in (0, 1)}
+    verdict = decide(0, (0, 1), reports, {}, {})
+    incident = Incident.from_json(incidents.summarise(verdict, reports, {}, {}, GroupState("0:cuda", 0, (0, 1))))
+    assert 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))' in incident.advice
