@@ -300,11 +300,11 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
                 self._life, self._made, self._device = met.life, made, device
             try:
                 self._connect_all(made, device)
+                self._counted = _counter(device)
                 self._plain = torch_compat.plain_group(made, self._store)
             except BaseException:
                 self.give_up()
                 raise
-            self._counted = None
             self._enqueued, self._mark, self._latest = 0, 0, ""
             with failures.lock:
                 self._backend = self._made  # None after a verdict, which the others have too, or will
@@ -471,11 +471,7 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
             self._await_all(self.nccl(carrier._device), carrier)
 
     def _await_all(self, backend: Any, carrier: EnqueuedProcessGroup) -> None:
-        if carrier._counted is None:
-            carrier._counted = (
-                torch.empty(1, dtype=torch.int32, device=carrier._device),
-                torch.empty(1, dtype=torch.int32).pin_memory(),
-            )
+        assert carrier._counted is not None
         counted, seen = carrier._counted
         counted.fill_(1)
         torch_compat.make_stream_wait(self._issued("allreduce", backend.allreduce, [counted]))
@@ -578,6 +574,17 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
         """Return whether collectives on this device are those of a `GuardedProcessGroup`, carried by the engine."""
         joins = self._survivors is None and lifecycle.is_joining()
         return device.type != "cuda" or self.whole.one_by_one or joins
+
+
+def _counter(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the places where the ranks that have come are counted, and use them.
+
+    CUDA waits for the device to pin memory and to load a kernel: later, the device might hang.
+    """
+    with torch.cuda.device(device), torch.inference_mode(False):
+        counted = torch.empty(1, dtype=torch.int32, device=device)
+        counted.fill_(1)
+        return counted, torch.empty(1, dtype=torch.int32).pin_memory()
 
 
 class _Met(NamedTuple):

@@ -60,6 +60,8 @@ def emulate(name: str, value: object) -> None:
 
 def hang_device(x: torch.Tensor) -> None:
     """Have a kernel hang on the current stream: on an emulated GPU for ever, on a real one for a minute."""
+    x.mul_(1.0)  # its first use loads it, for which CUDA waits for the device
+    torch.cuda.synchronize()
     if EMULATED:
         emulate("EMULATED_CUDA_ENDLESS_KERNEL_AT", 1)
     else:

@@ -146,7 +146,7 @@ def test_an_error_of_one_device_ends_its_rank_which_the_others_name(how: str) ->
     own = result[CULPRIT].reports["own"]
     assert own[0] == {"sticky": "AcceleratorError", "memory": "OutOfMemoryError"}[how], own
     for rank in (0, 1):
-        assert result[rank].reports["said"] == ["PeerFailed", "failed", [CULPRIT]], (rank, str(result))
+        assert result[rank].reports.get("said") == ["PeerFailed", "failed", [CULPRIT]], (rank, str(result))
 
 
 def dies_in_capture() -> None:
@@ -182,7 +182,7 @@ def test_a_rank_that_dies_while_others_capture_a_graph_is_named_once_on_each() -
     result = run_together(dies_in_capture, RANKS, env=ENV, timeout=120)
     for rank in (0, 1):
         found = result[rank].reports
-        assert found["said"] == [["PeerLost", "lost", [CULPRIT]]], (rank, found, str(result))
+        assert found.get("said") == [["PeerLost", "lost", [CULPRIT]]], (rank, found, str(result))
         assert found["later"] == "PeerLost"
 
 
@@ -233,7 +233,7 @@ def test_a_pipeline_whose_middle_stage_does_not_go_on(fault: str, said: object, 
     """Messages that wait for a slow stage are no collectives, which they were compared with."""
     result = run_together(pipeline, RANKS, args=[fault], env=ENV, timeout=120)
     for rank in ranks:
-        assert result[rank].reports["said"] == said, (rank, str(result))
+        assert result[rank].reports.get("said") == said, (rank, str(result))
     if fault != "kill":
         assert set(result.values("again").values()) == {float(RANKS)}
 
@@ -263,7 +263,7 @@ def test_a_stage_behind_the_one_that_hangs_is_not_named() -> None:
         # On a busy machine rank 2's host may not have been seen to be ahead of its device in time: then nobody is named.
         said = result[0].reports["said"]
         assert said in (["CollectiveTimeout", "late", [1]], ["CollectiveTimeout", "network", []]), str(result)
-        assert result[rank].reports["said"] == said, (rank, str(result))
+        assert result[rank].reports.get("said") == said, (rank, str(result))
 
 
 def without_the_culprit() -> None:
@@ -335,7 +335,7 @@ def unwatched() -> None:
 
 def test_a_barrier_ends_also_where_the_program_has_stopped_its_watch() -> None:
     result = run_together(unwatched, RANKS, env=ENV, timeout=60)
-    assert all("nobody judges why" in result[rank].reports["said"] for rank in range(RANKS)), str(result)
+    assert all("nobody judges why" in result[rank].reports.get("said", "") for rank in range(RANKS)), str(result)
 
 
 def hangs_on_the_device() -> None:
@@ -357,7 +357,7 @@ def test_a_kernel_that_hangs_before_a_collective_is_its_ranks_lateness() -> None
     result = run_together(hangs_on_the_device, RANKS, env=ENV, timeout=120)
     assert result.values("issued") == dict.fromkeys(range(RANKS), True)
     for rank in range(RANKS):
-        assert result[rank].reports["said"] == ["CollectiveTimeout", "late", [CULPRIT]], (rank, str(result))
+        assert result[rank].reports.get("said") == ["CollectiveTimeout", "late", [CULPRIT]], (rank, str(result))
 
 
 def wrong_and_complete(where: str) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 from tests.gpu.frameworks import FRAMEWORKS, build, skip_unless_installed
-from tests.gpu.parts import NCCL_BACKENDS, NEEDS_GPU, SHARED_GPU, join, nccl2
+from tests.gpu.parts import EMULATED, NCCL_BACKENDS, NEEDS_GPU, SHARED_GPU, join, nccl2
 
 pytestmark = NEEDS_GPU
 
@@ -169,13 +169,20 @@ def run(fault: str, framework: str = "raw", before: bool = True, backend: str = 
         incidents = [ng.Incident.from_json(one["json"]) for one in said[rank]]
         named = [(str(one.cause), one.culprits, one.agreed) for one in incidents]
         assert named == [(cause, (CULPRIT,), True)], "\n".join(map(str, [rank, *incidents, result]))
-        assert ("emulated" in str(incidents[0])) is ("EMULATED_GPUS" in os.environ)  # scripts/emulated-gpu sets it
+        assert ("emulated" in str(incidents[0])) is EMULATED
         assert said[rank][0]["at"] - struck < bound, (rank, said[rank][0]["at"] - struck)
     assert "does not cover" not in str(result)
 
 
+#: On a real GPU NCCL ends a collective that has another size on one rank, with rubbish, and those behind it: nothing
+#: stands still. Of a framework's step one rank then lacks the last.
+STANDS_STILL = pytest.mark.skipif(
+    not EMULATED, reason="NCCL ends collectives of different sizes, so watch() sees nothing"
+)
+
+
 @pytest.mark.parametrize("backend", NCCL_BACKENDS)
-@pytest.mark.parametrize("fault", list(FAULTS))
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=[STANDS_STILL] * (name == "mismatch")) for name in FAULTS])
 def test_called_before_the_group_is_made_it_names_the_struck_rank(fault: str, backend: str) -> None:
     run(fault, backend=backend)
 
