@@ -66,12 +66,13 @@ def run(
 ) -> list[Ended]:
     """Call `function(rank, *arguments)` in `size` processes; a rank that is still there after `seconds` is killed.
 
-    `settings` are environment variables of all ranks, `of_rank` of one.
+    `settings` are environment variables of all ranks, `of_rank` of one. Each is on a host of its own, for NCCL, so that
+    they may share a device.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(size):
-            environment = {**(settings or {}), **(of_rank or {}).get(rank, {})}
+            environment = {"NCCL_HOSTID": f"rank-{rank}", **(settings or {}), **(of_rank or {}).get(rank, {})}
             processes.append(_start(function, Rank(rank, size, Path(folder)), arguments, environment))
         until = time.monotonic() + seconds
         return [_end(process, Path(folder) / f"end-{rank}", until) for rank, process in enumerate(processes)]

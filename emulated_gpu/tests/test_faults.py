@@ -11,6 +11,7 @@ import pytest
 from api import (
     ILLEGAL_ADDRESS,
     IN_PROGRESS,
+    INVALID_USAGE,
     NCCL_SUCCESS,
     OUT_OF_MEMORY,
     REMOTE_ERROR,
@@ -235,6 +236,18 @@ def test_a_connection_can_fail_while_a_communicator_is_made() -> None:
     """EMULATED_NCCL_CONNECT_FAILS_AT: an error on the rank itself; those it should have connected to wait."""
     ended = run(fails_to_connect, 2, of_rank={1: {"EMULATED_NCCL_CONNECT_FAILS_AT": 1}})
     assert check(ended) == [IN_PROGRESS, REMOTE_ERROR]
+
+
+def same_device(rank: Rank) -> int:
+    comm, _ = Communicator.begin(rank, blocking=False)
+    state = comm.settle()
+    assert comm.abort() == NCCL_SUCCESS
+    return state
+
+
+def test_ranks_of_one_host_cannot_share_a_device() -> None:
+    """NCCL: "Duplicate GPU detected". They can as hosts of their own (NCCL_HOSTID), as they are in all other tests."""
+    assert check(run(same_device, 2, settings={"NCCL_HOSTID": "one"})) == [INVALID_USAGE] * 2
 
 
 def link(rank: Rank, knob: str, value: int, of: int) -> tuple[int, bool]:

@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <thread>
 
@@ -49,7 +51,14 @@ static_assert(sizeof(UniqueId) <= sizeof(ncclUniqueId));
 struct Address {
   uint16_t port = 0;  // on which it listens for the other ranks
   Peer peer;
+  uint64_t host = 0;
 };
+
+// By what NCCL tells hosts apart (src/misc/utils.cc, getHostHash): here all are one, but for NCCL_HOSTID.
+uint64_t host_hash() {
+  const char* id = std::getenv("NCCL_HOSTID");
+  return std::hash<std::string>()(id ? id : "");
+}
 
 // What a rank says when it connects: to the root of the bootstrap, then to each rank below it.
 struct Greeting {
@@ -101,6 +110,13 @@ ncclResult_t connect_ranks(Communicator& own, int listening, uint64_t magic, con
   }
   if (falls_due(settings().nccl_connect_fails_at))
     return failed(&own, ncclRemoteError, "a connection to a peer failed");
+  for (int peer = 0; peer < own.size; peer++) {  // src/init.cc, initTransportsRank
+    const Address &mine = addresses[own.rank], &other = addresses[peer];
+    if (peer != own.rank && other.host == mine.host && other.peer.device == mine.peer.device)
+      return failed(&own, ncclInvalidUsage,
+                    "Duplicate GPU detected : rank " + std::to_string(own.rank) + " and rank " + std::to_string(peer) +
+                        " both on CUDA device " + std::to_string(mine.peer.device));
+  }
   Interrupt& interrupt = own.setup;
   for (int peer = 0; peer < own.rank; peer++)
     for (int way = 0; way < Links::ways; way++) {
@@ -134,7 +150,7 @@ ncclResult_t initialize(const CommunicatorPointer& made, const UniqueId& id) {
     return failed(&own, ncclRemoteError, "the process that made the unique id is gone");
   }
   Interrupt& interrupt = own.setup;
-  Greeting greeting{id.magic, own.rank, own.size, {port, start_ras(own.device)}, 0};
+  Greeting greeting{id.magic, own.rank, own.size, {port, start_ras(own.device), host_hash()}, 0};
   std::vector<Address> addresses(own.size);
   End end = send_all(interrupt, root, &greeting, sizeof greeting);
   if (end == End::done) end = receive_all(interrupt, root, addresses.data(), sizeof(Address) * addresses.size());
@@ -186,7 +202,7 @@ ncclResult_t derive(const CommunicatorPointer& parent, const CommunicatorPointer
   uint16_t port = 0;
   int listening = listen_on_loopback(&port);
   std::vector<Card> cards(parent->size);
-  cards[parent->rank] = {color, key, random_number(), parent->children++, {port, start_ras(parent->device)}};
+  cards[parent->rank] = {color, key, random_number(), parent->children++, {port, start_ras(parent->device), host_hash()}};
   auto gone = [&](int peer) {
     close(listening);
     return failed(parent.get(), parent->aborted ? ncclInternalError : ncclRemoteError,
