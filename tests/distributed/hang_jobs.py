@@ -488,8 +488,10 @@ def show(variables: dict[str, str]) -> None:
 
 def fork(world_size: int, case: str) -> list[int]:
     """Fork the ranks of one job and wait until all of them are ready."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    reserved = socket.socket()  # until rank 0 listens there: nobody else is given the port
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    port = reserved.getsockname()[1]
     reading, writing = os.pipe()
     pids = []
     for rank in range(world_size):
@@ -513,6 +515,7 @@ def fork(world_size: int, case: str) -> list[int]:
     os.close(writing)
     os.read(reading, 1)  # its end: every rank has closed its side, or is gone
     os.close(reading)
+    reserved.close()
     return pids
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import pytest
 from ncclguard.hang.command import NothingToReport, look_here, main, merged
 from ncclguard.hang.report import HangReport, JobReport
 from ncclguard_explain.cause import Cause
+from tests.ports import free_port
 
 JOBS = Path(__file__).parent / "hang_jobs.py"
 STRUCK = 2
@@ -196,13 +196,12 @@ def test_ranks_that_wait_for_messages_of_each_other_are_shown_and_nobody_is_name
 
 def test_a_rank_that_hangs_in_an_exit_handler_of_c_is_named() -> None:
     """No Python is left in it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": "3",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free.getsockname()[1]),
-        }
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     ranks = [
         subprocess.Popen([sys.executable, str(JOBS), "stored:exit-handler"], env={**environment, "RANK": str(rank)})
         for rank in range(3)
@@ -223,9 +222,7 @@ def test_a_rank_that_hangs_in_an_exit_handler_of_c_is_named() -> None:
 
 def test_ranks_of_spawn_are_told_by_what_they_stand_in_and_a_server_of_multiprocessing_is_none() -> None:
     """The first process has the last rank."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, str(JOBS), "spawn", str(port)]
+    command = [sys.executable, str(JOBS), "spawn", str(free_port())]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as job:
         try:
             found: JobReport | None = None

@@ -19,13 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 
 import ncclguard as ng
 from ncclguard import faults
+from tests.ports import free_port
 
 LIMIT = 3.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -217,9 +213,9 @@ def test_where_nobody_listens_rank_0_has_the_store_and_the_others_are_told_when_
 
 
 def test_a_port_that_the_system_has_given_to_a_connection_is_said_at_once() -> None:
-    port = free_port()
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as other:
-        other.bind(("127.0.0.1", port))
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
         other.connect(listener.getsockname())
         began = time.monotonic()
         with pytest.raises(ng.GuardError, match=rf"cannot listen at tcp://127.0.0.1:{port}.*give a port that no other"):
@@ -229,7 +225,9 @@ def test_a_port_that_the_system_has_given_to_a_connection_is_said_at_once() -> N
 
 def test_a_probe_that_connects_to_itself_has_not_found_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may give a connection the very port it is to reach: TCP then connects it to itself."""
-    port, connect = free_port(), socket.create_connection
+    connect = socket.create_connection
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]  # not a reserved one: a connection from there does not ask with SO_REUSEADDR
 
     def given_this_port(address: tuple[str, int], timeout: float) -> socket.socket:
         return connect(address, timeout=timeout, source_address=("127.0.0.1", port))

@@ -15,6 +15,7 @@ import pytest
 
 import ncclguard as ng
 from ncclguard.faults.cleanup import JOB_VARIABLE, end_processes
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 THOROUGH = pytest.mark.thorough
@@ -205,9 +206,7 @@ if __name__ == "__main__":
     "method", ["spawn", pytest.param("fork", marks=THOROUGH), pytest.param("forkserver", marks=THOROUGH)]
 )
 def test_ranks_that_a_program_or_a_notebook_starts_itself_are_observed(method: str, tmp_path: Path, job: str) -> None:
-    from torch.distributed.elastic.utils.distributed import get_free_port
-
-    ended = launch(tmp_path, job, SPAWNING, *observe(sys.executable, "train.py", method, str(get_free_port())))
+    ended = launch(tmp_path, job, SPAWNING, *observe(sys.executable, "train.py", method, str(free_port())))
     assert ended.code == 0, ended.output
     assert [(str(one.cause), one.culprits) for one in ended.incidents] == [("late", (1,))], ended.output
 

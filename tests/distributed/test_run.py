@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,8 @@ import psutil
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = 512  # of the example
@@ -212,11 +213,10 @@ def test_the_example_ends_well_when_rank_0_and_another_are_killed(tmp_path: Path
 
 def test_a_host_that_is_lost_with_its_launcher_is_not_waited_for_at_the_end(tmp_path: Path) -> None:
     """Two launchers stand for two hosts. torch's own waits another 300 s for the launcher of the lost one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    rendezvous = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "2"]
+    rendezvous = ["--nnodes", "2", "--nproc-per-node", "2"]
+    rendezvous += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     script = [str(ROOT / "examples" / "train_surviving.py"), "--steps", "60", "--samples", "samples"]
+    script += ["--pause", "0.05"]  # the second host is to be lost long before the last step
     hosts = [start(tmp_path, *rendezvous, "--node-rank", number, *script, merged=True) for number in "01"]
     told = list[str]()
     try:
@@ -224,17 +224,18 @@ def test_a_host_that_is_lost_with_its_launcher_is_not_waited_for_at_the_end(tmp_
         assert first is not None
         for line in first:
             told.append(line.rstrip())
+            print(line, end="")
             if line.startswith("step 20:"):
                 end(hosts[1])
             if line.startswith("done:"):
-                break
-        rest, _ = hosts[0].communicate(timeout=60)
+                hosts[0].wait(60)
     finally:
-        for host in hosts:
+        for number, host in enumerate(hosts):
             end(host)
             assert host.stdout is not None
+            print(f"what host {number} printed besides:", host.stdout.read(), sep="\n")
             host.stdout.close()
-    assert hosts[0].returncode == 0, rest
+    assert hosts[0].returncode == 0
     assert any("went on without ranks 2-3 after" in line for line in told), told
     assert any(re.match(r"step 60: loss \S+, ranks 0-1$", line) for line in told), told
     assert len((tmp_path / "samples").read_text().split()) > 60 * 2 * 8

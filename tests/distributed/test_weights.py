@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from ncclguard.coordination.store import AgreementStore
 from ncclguard.weights import Receiver, Sender
 from ncclguard.weights.board import Board
 from ncclguard.weights.buckets import Digest, Header, arriving, bucketed
+from tests.ports import free_port
 
 #: Of a `publish`, of which the first of three tries has a third.
 TIMEOUT = 6.0
@@ -34,8 +34,7 @@ VERSIONS = 5
 @pytest.fixture(scope="module")
 def store() -> Iterator[str]:
     """The address of a store in a process of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "ncclguard", "store", "--listen", address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and "listening" in process.stdout.readline()
@@ -330,8 +329,7 @@ def goes_on(address: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["restart", "cut"])
 def test_both_ends_go_on_when_the_store_or_their_connections_to_it_are_back(how: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     store = listening(address)
     try:
         with faults.start_ranks(goes_on, 3, args=[f"tcp://{address}", how], timeout=100) as job:
@@ -564,8 +562,7 @@ def test_wrong_use_is_told_of() -> None:
 
 def test_a_channel_ends_with_its_process_although_its_store_is_stopped(tmp_path: Path) -> None:
     """Nobody who waits depends on the store, the end of the interpreter included."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "ncclguard", "store", "--listen", address]
     program = (
         "import os, signal, sys, time\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from ncclguard.hang.report import JobReport
 from ncclguard_explain.cause import Cause
 from tests.gpu.parts import NEEDS_GPU, SHARED_GPU
 from tests.gpu.test_ras import JSON_FROM
+from tests.ports import free_port
 
 SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 pytestmark = [
@@ -80,9 +80,7 @@ step()
 def look(tmp_path: Path) -> Iterator[Callable[[str], JobReport]]:
     """Begin a job, and return the report on it once it stands."""
     (tmp_path / "job.py").write_text(JOB)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     jobs: list[subprocess.Popen[bytes]] = []
 
     def looked(case: str) -> JobReport:

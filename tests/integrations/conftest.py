@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from ncclguard.faults import fork
+from tests.ports import free_port
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,12 +25,8 @@ def fork_server() -> Iterator[None]:
 
 @pytest.fixture
 def free_ports() -> list[int]:
-    """Three ports of this host where nobody listened a moment ago."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    ports = [int(listener.getsockname()[1]) for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
+    """Three ports of this host."""
+    return [free_port() for _ in range(3)]
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 
 from ncclguard.hang.command import look_here
 from ncclguard_explain.cause import Cause
+from tests.ports import free_port
 
 CASES = Path(__file__).parent / "hang_cases.py"
 BIN = Path(sys.executable).parent
@@ -43,10 +43,8 @@ def started(launcher: str, case: str, folder: Path) -> Iterator[int]:
     """Start a job and return its launcher's process once both ranks evaluate; end all of its processes."""
     if importlib.util.find_spec(launcher.partition("'")[0]) is None:
         pytest.skip(f"{launcher} is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     log = folder / "log"
-    command = [sys.executable, *LAUNCHERS[launcher], port, str(CASES), case]
+    command = [sys.executable, *LAUNCHERS[launcher], str(free_port()), str(CASES), case]
     environment = {**os.environ, "HANG_READY": f"{folder}/ready-", "PATH": f"{BIN}:{os.environ['PATH']}"}
     with log.open("w") as output:
         job = subprocess.Popen(

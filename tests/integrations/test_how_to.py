@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ncclguard.__main__ import COMMANDS
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(page for page in (ROOT / "docs" / "how-to").glob("*.md") if not page.name.endswith(".zh.md"))
@@ -164,23 +164,17 @@ def nodes(command: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-def test_the_commands_for_torchrun_run(tmp_path: Path, free_port: str) -> None:
+def test_the_commands_for_torchrun_run(tmp_path: Path) -> None:
     """On one host, on two nodes, doctor's, and the drill, which names the rank that it kills in a job under watch()."""
     (tmp_path / "train.py").write_text(program(ROOT / "docs" / "how-to" / "torchrun.md"))
     one, several, check, drill = blocks("torchrun.md")
+    port = str(free_port())
     assert shell(one, tmp_path).count("done") == 2
-    assert shell(nodes(several), tmp_path, PORT=free_port).count("done") == 2
-    looked = shell(f"set +e\n{nodes(check)}true", tmp_path, PORT=free_port)  # its exit code judges this host
+    assert shell(nodes(several), tmp_path, PORT=port).count("done") == 2
+    looked = shell(f"set +e\n{nodes(check)}true", tmp_path, PORT=port)  # its exit code judges this host
     assert "connections" in looked
     found = shell(drill, tmp_path)
     assert "named:     rank 1, lost: right" in found and "drill:     passed" in found
-
-
-@pytest.fixture
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 pytestmark = [
@@ -67,12 +69,6 @@ for step in range(3):
 os.write(1, f"rank {dist.get_rank()} done\\n".encode())  # in one piece
 dist.destroy_process_group()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Cluster:

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from tests.ports import free_port
 from tests.unguarded_logs.job import STRUCK_STEP
 
 HERE = Path(__file__).parent
@@ -149,12 +150,6 @@ def run_torchrun(folder: Path, backend: str, fault: str, struck: int) -> dict[st
         except ProcessLookupError:
             pass
     return {"exit_codes": [process.wait()], "ended_by_recorder": [struck] if by_recorder else []}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def anonymous(text: str, folder: Path) -> str:

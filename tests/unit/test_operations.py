@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from ncclguard.metrics.records import OpenOperation, SlowRanks, Snapshot, Stragg
 from ncclguard.metrics.registry import Registry
 from ncclguard.metrics.sinks import PrometheusSink
 from ncclguard_explain import command as explain
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = ROOT / "operations"
@@ -208,9 +208,7 @@ def prometheus(folder: Path, targets: Sequence[int]) -> Iterator[Prometheus]:
     scrape = (OPERATIONS / "prometheus" / "scrape.yml").read_text()
     scrape = re.sub(r"targets: .*", f"targets: {json.dumps([f'127.0.0.1:{port}' for port in targets])}", scrape)
     (folder / "scrape.yml").write_text(scrape.replace("15s", "1s"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [tool("prometheus"), "--config.file=scrape.yml", "--storage.tsdb.path=data"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

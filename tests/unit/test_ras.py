@@ -14,6 +14,7 @@ import pytest
 
 from ncclguard.environment import ras
 from ncclguard_explain.ras import NoWitness, address_of, ask
+from tests.ports import free_port
 from tests.unit.ras_server import Talk, answering, serving
 
 TEXT = "NCCL version 2.27.5 compiled with CUDA 12.9\n\nErrors\n======\n\nWarnings\n========\n\n"
@@ -149,8 +150,7 @@ def test_a_stopped_process_takes_connections_and_answers_none() -> None:
 
 
 def test_a_port_on_which_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     assert refusal(f"127.0.0.1:{port}").startswith(f"nobody listens at 127.0.0.1:{port}")
 
 

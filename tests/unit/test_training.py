@@ -6,7 +6,6 @@ import importlib
 import json
 import pickle
 import random
-import socket
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from ncclguard.torch_compat.elastic import Host
 from ncclguard.training import declaration, joining, launcher, stand_by
 from ncclguard.training.continuation import Continuation
 from ncclguard.training.launcher import Limits, Survivors
+from tests.ports import free_port
 
 
 def test_torch_has_the_agent_that_ncclguard_run_needs() -> None:
@@ -732,8 +732,7 @@ def test_who_stands_by_where_nobody_listens_says_so(
     monkeypatch.setattr(stand_by, "BEGINS_WITHIN", 0.2)
     monkeypatch.setattr(stand_by.signal, "signal", lambda *_: None)
     monkeypatch.chdir(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     assert launcher.main(["--stand-by", "--master-addr", "127.0.0.1", "--master-port", str(port), "train.py"]) == 1
     assert f"nobody listens at 127.0.0.1:{port}" in capsys.readouterr().err
 

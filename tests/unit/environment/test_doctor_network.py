@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from ncclguard.environment.doctor.checks import (
 from ncclguard.environment.doctor.command import plot
 from ncclguard.environment.doctor.survey import Exchange, Unreachable
 from ncclguard.environment.network import read_job
+from tests.ports import free_port
 
 
 def facts(*ranks: int, **changes: Any) -> dict[int, Facts]:
@@ -140,11 +140,8 @@ def context_of(port: int) -> Context:
 @pytest.mark.processes
 def test_a_store_that_nobody_hosts_is_said_in_time() -> None:
     """Refused connections; ends by the time limit that was given."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     with pytest.raises(Unreachable):
-        Exchange(context_of(port), connect_seconds=2.0)
+        Exchange(context_of(free_port()), connect_seconds=2.0)
 
 
 @pytest.mark.processes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from explain_logs import timeout
 from ncclguard_explain import explain, follow
 from ncclguard_explain.command import main
 from ncclguard_explain.decision import EXIT_CODES
+from tests.ports import free_port
 from tests.unit.ras_server import answering, serving
 
 LOG = "".join(f"{line}\n" for rank in (0, 1, 3) for line in timeout(rank))
@@ -144,7 +144,5 @@ def test_without_an_address_ras_is_asked_where_nccl_would_listen(
 
 
 def test_nobody_at_the_ras_address_is_unusable(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert main(["--ras", f"127.0.0.1:{port}"]) == 2
+    assert main(["--ras", f"127.0.0.1:{free_port()}"]) == 2
     assert "RAS" in capsys.readouterr().err
