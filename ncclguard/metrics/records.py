@@ -266,6 +266,54 @@ def slow_text(slow: SlowRanks) -> Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelStatus:
+    """One end of a channel of weights in this process, since it was made.
+
+    `channel`: its name. `end`: "trainer", or the engine's name. `version`: the last one that was published on enough
+    engines, or committed here; None before the first. `age`: seconds since then. `seconds`: what it took. `versions`
+    and `failed`: how many were, and how many came to no engine, or did not arrive here. At the trainer, `engines`:
+    those that have the version; `stale`: those that have asked and have it not; `left_out`: how often, by engine.
+    """
+
+    channel: str
+    end: str
+    version: str | int | None = None
+    age: float | None = None
+    seconds: float = 0.0
+    versions: int = 0
+    failed: int = 0
+    engines: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+
+def channel_text(status: ChannelStatus) -> Message:
+    """Return one sentence for people, which can be translated where it is shown."""
+    if status.version is None or status.age is None:
+        said = tr("channel {channel}, {end}: no version yet", channel=status.channel, end=status.end)
+    else:
+        said = tr(
+            "channel {channel}, {end}: version {version} since {age:.0f} s, after {seconds:.3g} s",
+            channel=status.channel,
+            end=status.end,
+            version=status.version,
+            age=status.age,
+            seconds=status.seconds,
+        )
+    parts = [said]
+    if status.engines:
+        parts.append(tr("on {engines}", engines=", ".join(status.engines)))
+    if status.stale:
+        parts.append(tr("not on {engines}", engines=", ".join(status.stale)))
+    if status.failed:
+        parts.append(tr("{count} versions failed", count=status.failed))
+    if status.left_out:
+        counts = ", ".join(f"{engine} ({count})" for engine, count in status.left_out.items())
+        parts.append(tr("left out: {engines}", engines=counts))
+    return joined("; ", parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """The fields of all records: the time (seconds since 1970, this host's clock), and the process and its job."""
 
@@ -291,7 +339,7 @@ class Snapshot(Record):
     `hang`: a call has been open for longer than `warn_after`. `dropped`: records that a sink was too slow for, by its
     name. `losses` and `rejoins`: ranks that this rank has gone on without, and that came back; `lost_seconds`: what
     that cost the job. They are the same on all ranks that have been there all the time: take one, not the sum. `slow`:
-    who holds the job up now, as far as `watch` knows.
+    who holds the job up now, as far as `watch` knows. `channels`: the ends of weight channels in this process.
     """
 
     kind: ClassVar[str] = "snapshot"
@@ -308,6 +356,7 @@ class Snapshot(Record):
     rejoins: int = 0
     lost_seconds: float = 0.0
     slow: SlowRanks | None = None
+    channels: tuple[ChannelStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

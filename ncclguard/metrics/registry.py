@@ -18,6 +18,7 @@ from ncclguard.metrics import records
 from ncclguard.metrics.exchange import SettingChange, exchanges
 from ncclguard.metrics.records import (
     Change,
+    ChannelStatus,
     Failure,
     Membership,
     OpenOperation,
@@ -171,6 +172,16 @@ def remove_watched(watched: Watched) -> None:
     _watched.pop(watched, None)
 
 
+#: Functions that return the state of an end of a weight channel, in the order in which these were made.
+_channels: dict[Callable[[], ChannelStatus], None] = {}
+
+
+def add_channel(status: Callable[[], ChannelStatus]) -> Callable[[], None]:
+    """Show an end of a weight channel in every snapshot from now on; return a function that ends that."""
+    _channels[status] = None
+    return lambda: _channels.pop(status, None)
+
+
 class RecordingListener(events.Listener):
     """Counts the engine's events in a registry. `emit` is given failures and changes; it must not wait."""
 
@@ -251,6 +262,7 @@ class RecordingListener(events.Listener):
             rejoins=self._ranks["rejoined"],
             lost_seconds=self._lost_seconds,
             slow=next((found for found in (slow() for slow in tuple(_watched.values())) if found is not None), None),
+            channels=tuple(status() for status in tuple(_channels)),
         )
 
     def open_operations(self) -> tuple[OpenOperation, ...]:

@@ -17,11 +17,13 @@ from ncclguard.metrics.records import (
     SIZE_BOUNDS,
     TIME_BOUNDS,
     Change,
+    ChannelStatus,
     Failure,
     Membership,
     Record,
     SeriesSnapshot,
     Snapshot,
+    channel_text,
 )
 from ncclguard.metrics.settings import shown
 from ncclguard_explain.ranks import ranks_text
@@ -141,6 +143,32 @@ class PrometheusSink:
             for slow in snapshot.slow.ranks[:MAX_GAUGES]:
                 lost.add_metric((rank, str(slow), snapshot.slow.kind), snapshot.slow.lost)
         yield lost
+        yield from _channels(rank, snapshot.channels)
+
+
+def _channels(rank: str, channels: Sequence[ChannelStatus]) -> Iterator[Any]:
+    """Return the metric families of weight channels; none where this process has no end of one."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    labels = ("rank", "channel", "end")
+    families: Sequence[tuple[Any, str, str, Callable[[ChannelStatus], float]]] = (
+        (CounterMetricFamily, "versions", "versions of weights that were served", lambda one: one.versions),
+        (CounterMetricFamily, "failed_versions", "versions of weights that were not", lambda one: one.failed),
+        (GaugeMetricFamily, "version_seconds", "what the last version took", lambda one: one.seconds),
+        (GaugeMetricFamily, "stale_engines", "engines without the last version", lambda one: len(one.stale)),
+    )
+    for kind, name, what, value in families if channels else ():
+        family = kind(f"ncclguard_weights_{name}", what, labels=labels)
+        for one in channels:
+            family.add_metric((rank, one.channel, one.end), value(one))
+        yield family
+    left_out = CounterMetricFamily("ncclguard_weights_left_out", "engines left out", labels=(*labels, "engine"))
+    for one in channels:
+        known = dict.fromkeys((*one.engines, *one.stale), 0)  # from 0 on, or the first time would be no increase
+        for engine, count in {**known, **one.left_out}.items():
+            left_out.add_metric((rank, one.channel, one.end, engine), count)
+    if channels:
+        yield left_out
 
 
 def _one(kind: Any, name: str, what: str, rank: str, value: float) -> Any:
@@ -184,6 +212,10 @@ def scalars(record: Record) -> dict[str, float]:
         values[f"{name}/waited_seconds"] = series.waited
         values[f"{name}/median_ms"] = series.duration(0.5) * 1e3
         values[f"{name}/p99_ms"] = series.duration(0.99) * 1e3
+    for one in record.channels:
+        name = f"ncclguard/weights/{one.channel}/{one.end}"
+        values |= {f"{name}/versions": one.versions, f"{name}/failed": one.failed, f"{name}/seconds": one.seconds}
+        values |= {f"{name}/engines": len(one.engines), f"{name}/stale": len(one.stale)}
     for table in record.stragglers:
         for row in table.rows[:MAX_SCALARS]:
             values[f"ncclguard/{table.group}/behind_ms/rank{row.rank}"] = row.behind * 1e3
@@ -367,6 +399,7 @@ def snapshot_line(snapshot: Snapshot) -> str:
             )
     if snapshot.slow is not None:
         parts.append(str(snapshot.slow))
+    parts += [str(channel_text(status)) for status in snapshot.channels]
     return "; ".join(parts)
 
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlError, ask, choose
-from ncclguard.metrics.records import SlowRanks, slow_text
+from ncclguard.metrics.records import ChannelStatus, SlowRanks, channel_text, slow_text
 from ncclguard.metrics.settings import shown
 from ncclguard_explain.command_line import described
 from ncclguard_explain.ranks import Hosts
@@ -121,6 +121,7 @@ def view(job: str, statuses: Mapping[int, dict[str, Any] | str]) -> Group:
     if answers:
         first = answers[min(answers)]
         parts += _slow(first)
+        parts += _channels(answers)
         parts += _stragglers(first)
         parts.append(_operations(first))
         parts += _settings(first)
@@ -179,6 +180,12 @@ def _slow(status: dict[str, Any]) -> list[RenderableType]:
     """Return who is slow without hanging, as `watch` has told all ranks."""
     found = status["snapshot"]["slow"]
     return [] if found is None else [Text(str(slow_text(SlowRanks(**found))), style="yellow")]
+
+
+def _channels(answers: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
+    """Return a line for each end of a weight channel in a process here."""
+    found = [ChannelStatus(**each) for _, status in sorted(answers.items()) for each in status["snapshot"]["channels"]]
+    return [Text(str(channel_text(each)), style="yellow" if each.stale else "") for each in found[:MAX_ROWS]]
 
 
 def _stragglers(status: dict[str, Any]) -> list[RenderableType]:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from ncclguard import torch_compat
 from ncclguard.engine import runtime
+from ncclguard.metrics.records import ChannelStatus
+from ncclguard.metrics.registry import add_channel
 from ncclguard.process_group.joined import open_group
 from ncclguard.torch_compat import Store
 from ncclguard.weights.board import Board, News
@@ -23,16 +25,35 @@ class ChannelEnd:
 
     _board: Board
 
-    def __init__(self, store: Store, name: str) -> None:
-        self._store, self._name = store, name
+    def __init__(self, store: Store, name: str, label: str) -> None:
+        self._store, self._name, self._label = store, name, label
         self._group: dist.ProcessGroup | None = None
+        self._current: tuple[str | int, float, float] | None = None  # the version served, when, and the seconds it took
+        self._versions = self._failed = 0
+        self._hide: Callable[[], object] = lambda: None
 
     def close(self) -> None:
         """Leave the channel."""
+        self._hide()
         try:
             self._drop_group()
         finally:
             self._board.close()
+
+    def _show(self) -> None:
+        """Have metrics and `ncclguard top` show this end from now on."""
+        self._hide = add_channel(self._status)
+
+    def _count(self, version: str | int, took: float) -> None:
+        self._versions, self._current = self._versions + 1, (version, time.monotonic(), took)
+
+    def _status(self) -> ChannelStatus:
+        """Return what metrics show; in their thread."""
+        version, at, took = self._current or (None, None, 0.0)
+        return ChannelStatus(
+            channel=self._name, end=self._label, version=version, age=None if at is None else time.monotonic() - at,
+            seconds=took, versions=self._versions, failed=self._failed,
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self

@@ -52,6 +52,7 @@ class Update:
         self._receiver, self._news, self._group, self._into = receiver, news, group, into
         self._digest, self._refused = Digest(), ""
         self._arrived = self._over = False
+        self._began = time.monotonic()
         self._works: list[Any] = []  # in flight
         self._tensors = self._arriving()
 
@@ -81,6 +82,9 @@ class Update:
         committed = all(digest == votes[0][0] and not refused for digest, refused in votes)
         if committed:
             self._receiver.version = self.version
+            self._receiver._count(self.version, time.monotonic() - self._began)
+        else:
+            self._receiver._failed += 1
         return committed
 
     def abandon(self, error: BaseException | None = None) -> None:
@@ -133,6 +137,7 @@ class Update:
 
     def _fail(self, error: GuardError) -> None:
         self.error, self._over = error, True
+        self._receiver._failed += 1
         log.warning("ncclguard: version %s of the weights did not arrive: %s", self.version, error)
         self._receiver._drop_group()
         for work in self._works:  # whose memory may be the program's
@@ -172,9 +177,9 @@ class Receiver(ChannelEnd):
             )
             raise GuardConfigError(text)
         self.version: str | int | None = None
-        super().__init__(connected(address, name, seconds(timeout, "timeout") or 300.0, sends=False), name)
+        label = engine if workers == 1 else f"{engine}, worker {worker}"
+        super().__init__(connected(address, name, seconds(timeout, "timeout") or 300.0, sends=False), name, label)
         self._ask = Ask(engine, worker, workers, "")
-        self._label = engine if workers == 1 else f"{engine}, worker {worker}"
         self._epoch = ("", 0)  # of that group: its sender and number
         self._update: Update | None = None
         self._last = -1  # number of the news that the board has read
@@ -183,6 +188,7 @@ class Receiver(ChannelEnd):
         self._listens = False  # whether `next` waits: who does not come to it asks for nothing
         self._taken = ("", 0)  # the sender and number of the last try that `next` has returned
         self._board = Board(self._store, self._look, self._renewed)
+        self._show()
 
     def next(self, timeout: Time = None, into: Mapping[str, torch.Tensor] | None = None) -> Update | None:
         """Wait for the next version and return it; None when none has come in `timeout`, seconds or timedelta.

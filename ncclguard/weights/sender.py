@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -20,6 +20,8 @@ from ncclguard.coordination.store import AgreementStore
 from ncclguard.engine.call import Time
 from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError
 from ncclguard.incident.model import Incident
+from ncclguard.metrics.records import ChannelStatus
+from ncclguard.metrics.registry import MAX_CULPRITS, OTHER
 from ncclguard.torch_compat import Store
 from ncclguard.weights.board import Ask, Board, News, asks_of, connected, write_news
 from ncclguard.weights.buckets import Digest, bucketed, device_of
@@ -103,17 +105,19 @@ class Sender(ChannelEnd):
                 'the device "cpu" or "cuda": correct these'
             )
             raise GuardConfigError(text)
-        super().__init__(connected(address, name, limit, sends=True), name)
+        super().__init__(connected(address, name, limit, sends=True), name, "trainer")
         self._timeout, self._min_engines, self._retries = limit, min_engines, retries
         self._bucket, self._device = int(bucket_mb * (1 << 20)), device_of(device)
         self._asked: dict[str, dict[int, Ask]] = {}  # by engine and worker; `changed` guards it
         self._left_out: deque[str] = deque(maxlen=_REMEMBERED)  # by nonce
         self._served: tuple[str, ...] = ()  # the engines that have the last version that was published
+        self._times_left_out: Counter[str] = Counter()  # by engine
         self._members: tuple[Ask, ...] = ()  # of the group, in order of their ranks from 1
         self._news = News(secrets.token_hex(6), device=device)
         self._asks = asks_of(self._news.sender)
         self._board = Board(self._store, self._look, self._renewed)
         self._tell(self._news)
+        self._show()
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -176,12 +180,21 @@ class Sender(ChannelEnd):
                 joined = tuple(name for name in have if name not in self._served)
                 self._served = have
                 left_out = {name: why for name, why in left_out.items() if name not in have}  # it is back
-                return Published(version, have, left_out, joined, time.monotonic() - began, digest)
+                self._count(version, took := time.monotonic() - began)
+                return Published(version, have, left_out, joined, took, digest)
             left_out |= wrong
             self._forget(wrong)
         self._served = ()
+        self._failed += 1
         self._tell(replace(self._news, members=(), left_out=tuple(self._left_out)))  # who was left out asks anew
         return Published(version, (), left_out, (), time.monotonic() - began)
+
+    def _status(self) -> ChannelStatus:
+        asked = self.engines
+        with self._board.changed:
+            served, left_out = self._served, dict(self._times_left_out)
+        stale = tuple(name for name in asked if name not in served)
+        return replace(super()._status(), engines=served, stale=stale, left_out=left_out)
 
     def close(self) -> None:
         """End the channel; the engines keep the version that they have."""
@@ -221,6 +234,8 @@ class Sender(ChannelEnd):
         members = {ask.nonce for ask in self._members}
         with self._board.changed:
             for engine in engines:
+                known = engine in self._times_left_out or len(self._times_left_out) < MAX_CULPRITS
+                self._times_left_out[engine if known else OTHER] += 1
                 gone = [ask for ask in self._asked.get(engine, {}).values() if ask.nonce in members]
                 for ask in gone:
                     del self._asked[engine][ask.worker]

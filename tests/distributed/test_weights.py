@@ -219,12 +219,17 @@ def test_engines_keep_their_version_when_the_trainer_is_killed_and_follow_the_ne
 def refuses(address: str, how: str) -> None:
     rank = int(os.environ["RANK"])
     if rank == 0:
-        with Sender(address, name=how, timeout=TIMEOUT, bucket_mb=1.0) as sender:
+        monitoring = ng.setup_nccl_monitoring(lambda record: None, serve=False)
+        with monitoring, Sender(address, name=how, timeout=TIMEOUT, bucket_mb=1.0) as sender:
             sender.wait_for(2, within=60)
             published = sender.publish(weights(1), 1)
             faults.report(engines=published.engines, left_out={k: cause(why) for k, why in published.left_out.items()})
+            (seen,) = monitoring.snapshot().channels
+            faults.report(seen=[seen.end, seen.version, seen.versions, seen.failed, seen.engines, dict(seen.left_out)])
+        assert monitoring.snapshot().channels == ()
         return
-    with Receiver(address, name=how, engine=f"engine {rank}") as receiver:
+    monitoring = ng.setup_nccl_monitoring(lambda record: None, serve=False)
+    with monitoring, Receiver(address, name=how, engine=f"engine {rank}") as receiver:
         committed = []
         for _ in range(2):
             update = receiver.next(timeout=8)
@@ -243,7 +248,8 @@ def refuses(address: str, how: str) -> None:
                 if rank == 2 and how == "differs" and number == 0:
                     update._digest.add(Header((), 1), [tensor.view(torch.uint8).flatten()[:1]])
             committed.append(update.commit())
-        faults.report(committed=committed)
+        (seen,) = monitoring.snapshot().channels
+        faults.report(committed=committed, seen=[seen.end, seen.version, seen.versions, seen.failed])
 
 
 @pytest.mark.parametrize(
@@ -258,8 +264,10 @@ def test_an_engine_that_does_not_take_a_version_is_left_out_and_the_others_get_i
     store: str, how: str, said: str
 ) -> None:
     result = faults.run_ranks(refuses, 3, args=[store, how], timeout=60).check()
-    assert result[0].reports == {"engines": ["engine 1"], "left_out": {"engine 2": said}}, result
-    assert result[1].reports["committed"] == [False, True], result
+    told = result[0].reports
+    assert (told["engines"], told["left_out"]) == (["engine 1"], {"engine 2": said}), result
+    assert told["seen"] == ["trainer", 1, 1, 0, ["engine 1"], {"engine 2": 1}], result
+    assert result[1].reports == {"committed": [False, True], "seen": ["engine 1", 1, 1, 1]}, result
     assert result[2].reports["committed"][0] is False, result
 
 

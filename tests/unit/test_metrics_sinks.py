@@ -17,6 +17,7 @@ import pytest
 from ncclguard.metrics.records import (
     TIME_BOUNDS,
     Change,
+    ChannelStatus,
     Failure,
     Membership,
     OpenOperation,
@@ -45,6 +46,12 @@ SLOW = SlowRanks(
 )  # fmt: skip
 
 
+CHANNEL = ChannelStatus(
+    channel="weights", end="trainer", version=17, age=40.0, seconds=2.1, versions=18, failed=1, engines=("A", "B"),
+    stale=("C",), left_out={"C": 3},
+)  # fmt: skip
+
+
 def snapshot(*, hang: bool = False, uptime: float = 60.0) -> Snapshot:
     registry = Registry()
     for _ in range(9):
@@ -56,6 +63,7 @@ def snapshot(*, hang: bool = False, uptime: float = 60.0) -> Snapshot:
         **ORIGIN, world_size=4, uptime=uptime, hang=hang, open=(call,) if hang else (), series=registry.snapshot(),
         stragglers=(StragglerTable(group="0:cpu", through="0:cpu:ab12/10", age=2.0, operations=10, rows=(row,)),),
         settings={"0:cpu": {"timeout": 900.0, "chunk_numel": None}}, losses=2, rejoins=1, lost_seconds=5.5, slow=SLOW,
+        channels=(CHANNEL,),
     )  # fmt: skip
 
 
@@ -184,6 +192,8 @@ def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert levels == ["INFO", "WARNING", "INFO", "WARNING", "WARNING"]
     messages = [record.getMessage() for record in caplog.records]
     assert "10 guarded operations, 1 failed; 2 ranks lost, 1 came back, 5.5 s;" in messages[0]
+    said = "channel weights, trainer: version 17 since 40 s, after 2.1 s; on A, B; not on C; 1 versions failed; left out: C (3)"
+    assert said in messages[0]
     assert "slowest to arrive in group 0:cpu: rank 2, 250 ms after the first on average, last in 9 of 10" in messages[0]
     assert messages[1] == "rank 1: all_reduce(float32[1024], SUM) failed after 60 s: rank 2 late."
     assert messages[2] == "rank 1: timeout of group 0:cpu is 900, was not set: set from outside"
@@ -253,6 +263,17 @@ def test_prometheus_scrapes_what_its_own_parser_reads() -> None:
     assert samples["ncclguard_culprits_total", (("culprit", "2"), *labels)] == 1
     assert samples["ncclguard_behind_seconds", (("group", "0:cpu"), ("rank", "1"), ("straggler", "2"))] == 0.25
     assert samples["ncclguard_slow_lost_ratio", (("kind", "data loading"), ("rank", "1"), ("slow", "2"))] == 0.15
+    channel = (("channel", "weights"), ("end", "trainer"), ("rank", "1"))
+    assert samples["ncclguard_weights_versions_total", channel] == 18
+    assert samples["ncclguard_weights_failed_versions_total", channel] == 1
+    assert samples["ncclguard_weights_version_seconds", channel] == 2.1
+    assert samples["ncclguard_weights_stale_engines", channel] == 1
+    engines = {
+        dict(found)["engine"]: value
+        for (name, found), value in samples.items()
+        if name == "ncclguard_weights_left_out_total"
+    }
+    assert engines == {"A": 0, "B": 0, "C": 3}
     buckets = {
         float(dict(found)["le"]): value
         for (name, found), value in samples.items()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.environment.doctor import command as doctor
-from ncclguard.metrics.records import OpenOperation, SlowRanks, Snapshot, StragglerRow, StragglerTable
+from ncclguard.metrics.records import ChannelStatus, OpenOperation, SlowRanks, Snapshot, StragglerRow, StragglerTable
 from ncclguard.metrics.registry import Registry
 from ncclguard.metrics.sinks import PrometheusSink
 from ncclguard_explain import command as explain
@@ -60,6 +60,7 @@ def snapshot(*, rank: int = 0, count: int = 100, failed: int = 1, hang: bool = F
             ranks=(1,), hosts=("node2",), kind="data loading", place="train.py:9 in batch", awaited_at="", factor=1.2,
             lost=0.15, sure=True,
         ),
+        channels=(ChannelStatus(channel="weights", end="trainer", left_out={"engine 2": 1}),),
     )  # fmt: skip
 
 
