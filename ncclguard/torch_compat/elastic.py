@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, run as torchrun  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -280,6 +281,11 @@ def launch(arguments: Any, judge: Judge, spares: int = 0) -> None:
 def failed(error: BaseException) -> bool:
     """Return whether the exception says that workers failed, and torch has written about them already."""
     return type(error).__name__ == "ChildFailedError"
+
+
+def is_taken(error: BaseException) -> bool:
+    """Return whether the exception says that the port at which all hosts meet is another process's."""
+    return isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error)
 
 
 def launched(arguments: Any) -> tuple[list[str], int]:

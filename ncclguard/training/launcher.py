@@ -311,9 +311,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return stand_by.run(elastic.store_address(arguments), *elastic.launched(arguments), folder, say)
         elastic.launch(arguments, survivors, arguments.spares)
     except Exception as error:
-        if not elastic.failed(error):
+        taken = elastic.is_taken(error)
+        if not taken and not elastic.failed(error):
             raise
-        print(f"ncclguard run: {error}", file=sys.stderr)
+        why = (
+            f"another process listens at port {arguments.master_port} of this host: choose another for all hosts with "
+            "--master-port, or --standalone where there is one host"
+        )
+        print(f"ncclguard run: {why if taken else error}", file=sys.stderr)
         return 1
     finally:
         os.environ.pop(declaration.FOLDER, None)

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -209,6 +210,20 @@ def test_the_example_ends_well_when_rank_0_and_another_are_killed(tmp_path: Path
     for lost in killed:
         assert f"rank {lost} has ended with exit code -9" in errors
         assert re.search(rf"went on without rank {lost} after [0-4]\.\d s", errors), errors
+
+
+def test_a_port_that_is_taken_is_said_in_a_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        launcher = start(
+            tmp_path, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank", "0", "script.py",
+            merged=True,
+        )  # fmt: skip
+        said, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1
+    assert f"ncclguard run: another process listens at port {port} of this host" in said and "Traceback" not in said, (
+        said
+    )
 
 
 def test_a_host_that_is_lost_with_its_launcher_is_not_waited_for_at_the_end(tmp_path: Path) -> None:
