@@ -25,7 +25,7 @@ class Kind(str, Enum):
     OUT_OF_MEMORY = "out of memory"
     RAISED = "raised"  # the rank's own exception, whose reason may be gone in the next try, such as an unreadable file
     WRONG = "wrong"  # the rank's own exception, which each try would raise: the program or its data is wrong
-    INTERRUPTED = "interrupted"  # by Ctrl-C, say: the program will probably end there
+    INTERRUPTED = "interrupted"  # by Ctrl-C or sys.exit, say: the program will probably end there
     COLLECTIVE = "collective"  # a guarded collective failed: the reason is with the culprits of its verdict
 
 

@@ -95,7 +95,7 @@ def one_try(name: str, members: tuple[int, ...], timeout: float) -> Iterator[pro
         with inside_section(name, timeout), redirection:
             yield redirection
     except BaseException as error:
-        sections.leave(describe_exception(error))
+        sections.leave(_in_words(error))
         raise
     sections.leave()
 
@@ -580,13 +580,14 @@ class Evaluation:
         return decided, meeting
 
     def _ended_by(self, error: BaseException, failures: Sequence[Outcome] = ()) -> RankResult:
-        """Describe this rank's exception; an interruption waits until the others, which hear of it at once, come."""
+        """Describe this rank's exception; one that ends the program waits until the others, who hear of it, come.
+
+        That is SystemExit, too: a program that catches it goes on, and the others would wait for it.
+        """
         if isinstance(error, Exception):
             return self._result_of(error, failures)
-        if isinstance(error, SystemExit):  # the process ends, and that is what the others hear of
-            raise error
         self._interruption = error
-        return RankResult(self._rank, Kind.INTERRUPTED, describe_exception(error))
+        return RankResult(self._rank, Kind.INTERRUPTED, _in_words(error))
 
     def _result_of(self, error: Exception, failures: Sequence[Outcome] = ()) -> RankResult:
         """Describe this rank's exception, whose own frames hold memory, for the other ranks."""
@@ -726,6 +727,15 @@ def _branches(label: str, places: Iterable[tuple[int, str]]) -> str:
         name=label,
         lines=lines,
     )
+
+
+def _in_words(error: BaseException) -> str:
+    """Describe an exception that ended a try, for the other ranks; of an exit its code first."""
+    text = describe_exception(error)
+    if not isinstance(error, SystemExit):
+        return text
+    code = "" if error.code is None else repr(error.code)[:80]  # which may be a message of the program
+    return tr("called sys.exit({code}): {exception}", code=code, exception=text)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

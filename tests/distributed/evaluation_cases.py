@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -108,7 +109,7 @@ class Trainer:
             assert reset_own_connections(self.older) > 0
             self.fault = ""
         elif self.fault == "kill":
-            raise SystemExit(9)
+            os._exit(9)
 
 
 def ports_in_use() -> set[int]:
@@ -179,15 +180,18 @@ def held_up(folder: str) -> None:
     dist.destroy_process_group()
 
 
-def interrupted() -> None:
-    """Rank 1's evaluation of step 1 is interrupted; the program catches whatever comes and goes on, as notebooks do."""
+def interrupted(how: str, then: str) -> None:
+    """Rank 1's evaluation of step 1 is interrupted; the program catches whatever comes and goes on, as notebooks do.
+
+    Or it ends there, with `then` "end".
+    """
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
     @ng.resilient_evaluate(timeout=20.0, barrier_timeout=20.0)
     def evaluate(step: int) -> float:
         if rank == 1 and step == 1:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if how == "KeyboardInterrupt" else SystemExit(9)
         found = torch.ones(1)
         dist.all_reduce(found)
         return float(found)
@@ -196,8 +200,11 @@ def interrupted() -> None:
         began = time.monotonic()
         try:
             value: object = evaluate(step)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             value = f"{type(error).__name__}: {error}"
+            if then == "end":
+                faults.report(**{f"step {step}": value, f"seconds {step}": time.monotonic() - began})
+                raise
         faults.report(**{f"step {step}": value, f"seconds {step}": time.monotonic() - began})
     dist.destroy_process_group()
 

@@ -73,16 +73,28 @@ def test_training_goes_on_with_the_losses_of_a_run_without_evaluation() -> None:
         assert job[rank].reports["losses"] == job[rank].reports["control"] == job[0].reports["losses"]
 
 
-def test_an_interruption_ends_the_evaluation_on_all_ranks_at_once_and_leaves_them_in_step() -> None:
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("KeyboardInterrupt", "KeyboardInterrupt at"), ("SystemExit", "called sys.exit(9): SystemExit at")],
+)
+def test_an_interruption_ends_the_evaluation_on_all_ranks_at_once_and_leaves_them_in_step(how: str, told: str) -> None:
     """It ended in a wait of 17 times the limit on the others, and the next evaluation met the calls of this one."""
-    job = faults.run_ranks(interrupted, 3, timeout=120)
+    job = faults.run_ranks(interrupted, 3, args=[how, "go on"], timeout=120)
     assert all(rank.exit_code == 0 for rank in job), str(job)
     for rank in range(3):
         said = job[rank].reports
         assert said["step 0"] == said["step 2"] == 3.0, said
         assert said["seconds 1"] < 20.0, said
-        assert said["step 1"].startswith("KeyboardInterrupt" if rank == 1 else "GuardError"), said
-        assert rank == 1 or "rank 1: KeyboardInterrupt at" in said["step 1"], said
+        assert said["step 1"].startswith(how if rank == 1 else "GuardError"), said
+        assert rank == 1 or f"rank 1: {told}" in said["step 1"], said
+
+
+def test_an_exit_inside_an_evaluation_is_told_to_the_others_and_keeps_its_code() -> None:
+    job = faults.run_ranks(interrupted, 3, args=["SystemExit", "end"], timeout=120)
+    assert [rank.exit_code for rank in job] == [1, 9, 1], str(job)
+    for rank in (0, 2):
+        said = job[rank].reports
+        assert said["seconds 1"] < 20.0 and "rank 1: called sys.exit(9)" in said["step 1"], said
 
 
 def test_a_fault_is_reported_once_and_what_else_it_breaks_refers_to_that(tmp_path: Path) -> None:
@@ -127,10 +139,10 @@ def test_a_rank_that_is_gone_ends_the_job_with_the_report_after_a_checkpoint(tmp
     assert sorted(job.values("error")) == rest, str(job)
     for rank in rest:
         reports = job[rank].reports
-        assert reports["error"] == "PeerFailed"
+        assert reports["error"] == "PeerLost"
         assert reports["culprits"] == [CULPRIT]
         assert "Restart the job from its last checkpoint" in reports["report"]
-        assert reports["barrier"] == "PeerFailed"
+        assert reports["barrier"] == "PeerLost"
         assert reports["barrier_seconds"] < TIMEOUT + 2
         assert (tmp_path / f"rank{rank}.pt").exists()
         assert job[rank].exit_code == 1
