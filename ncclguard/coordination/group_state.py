@@ -20,6 +20,7 @@ from ncclguard.protocol.decision import (
     Operation,
     Phase,
     Report,
+    Silent,
     Trouble,
     TroubleKind,
     Verdict,
@@ -28,7 +29,6 @@ from ncclguard.protocol.decision import (
 )
 from ncclguard.protocol.member import Entry, Member, Resolution
 from ncclguard.protocol.timing import ALIVE, GRACE, HELD_UP
-from ncclguard_explain.cause import Cause
 
 #: Seconds for which a rank tells of its last call that failed, which may be why another group has waited for it.
 TOLD_FOR = 30.0
@@ -57,7 +57,7 @@ class Subject(Protocol):
         ...
 
 
-Summarise = Callable[[Verdict, Mapping[int, Report], Mapping[int, Departure], Mapping[int, Cause], Subject], str]
+Summarise = Callable[[Verdict, Mapping[int, Report], Mapping[int, Departure], Silent, Subject], str]
 
 
 @dataclass(slots=True)
@@ -340,7 +340,7 @@ class GroupState:
         members: tuple[int, ...],
         reports: Mapping[int, Report],
         departed: Mapping[int, Departure],
-        silent: Mapping[int, Cause],
+        silent: Silent,
         coordinator: int,
         summarise: Summarise,
     ) -> Verdict:

@@ -20,6 +20,7 @@ from ncclguard.protocol.decision import (
     Phase,
     Report,
     Sides,
+    Silent,
     TroubleKind,
     Verdict,
     ended_from_outside,
@@ -36,7 +37,7 @@ def summarise(
     verdict: Verdict,
     reports: Mapping[int, Report],
     departed: Mapping[int, Departure],
-    silent: Mapping[int, Cause],
+    silent: Silent,
     state: Subject,
     reported: Iterable[Incident] = (),
 ) -> str:
@@ -385,7 +386,7 @@ def _rank(
     verdict: Verdict,
     reports: Mapping[int, Report],
     departed: Mapping[int, Departure],
-    silent: Mapping[int, Cause],
+    silent: Silent,
     causes: Mapping[int, Cause],
     sighting: Mapping[str, object],
 ) -> RankReport:
@@ -394,7 +395,7 @@ def _rank(
     left = departed.get(rank)
     if report is None:
         if left is None:
-            return _silent(rank, cause, silent.get(rank, Cause.UNKNOWN), sighting)
+            return _silent(rank, cause, silent.get(rank) or Cause.UNKNOWN, sighting)
         return _left(left, cause)
     details = report.details
     trouble = report.trouble
@@ -502,7 +503,7 @@ def _summary(
     waited: float,
     reports: Mapping[int, Report],
     departed: Mapping[int, Departure],
-    silent: Mapping[int, Cause],
+    silent: Silent,
     guarded: bool,
     placed: Hosts,
 ) -> str:

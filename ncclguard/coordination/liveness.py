@@ -29,7 +29,7 @@ from enum import Enum
 from ncclguard import lifecycle
 from ncclguard.coordination.store import BATCH, AgreementStore, Entries, Stored
 from ncclguard.environment.network import address_towards
-from ncclguard.incident.stacks import Offer, fetch, process_state
+from ncclguard.incident.stacks import Offer, observe, process_state
 from ncclguard.protocol.decision import Departure
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import tr
@@ -502,16 +502,20 @@ class Neighbours:
         return not any(peer.rank < self._rank and not self.gone(peer.rank) for peer in self.here)
 
     def fetch_stacks(self, rank: int) -> dict[str, object] | None:
-        """The stacks of a rank of this host whose interpreter may not run, as details of a report; takes seconds."""
+        """The stacks of a rank of this host whose interpreter may not run, as details of a report; takes seconds.
+
+        `runs`: whether it does, or might if it got a processor.
+        """
         peer = self._known.get(rank)
         if peer is None:
             return None
         stopped = look_here(peer)[0] is Sight.STOPPED  # before, because who fetches may stop it for a moment
-        found = fetch(peer.pid, None if peer.stacks is None else Offer(*peer.stacks))
+        found = observe(peer.pid, None if peer.stacks is None else Offer(*peer.stacks))
         return {
             "host": peer.host,
             "pid": peer.pid,
             "stopped": stopped,
+            "runs": found.runs,
             "stack": list(found.stack),
             "threads": [[name, list(frames)] for name, frames in found.threads],
             "note": found.note,
@@ -540,7 +544,10 @@ class Neighbours:
             self._sought.update(new)
             for text in self._store.read_many([f"identity/{rank}" for rank in new]).values():
                 identity = Identity.from_json(text)
-                self._met[identity.rank] = identity
+                if identity.host_key == self._liveness.identity.host_key:
+                    self._learn(identity)  # the list of this host's has not been read since: its stacks can be fetched
+                else:
+                    self._met[identity.rank] = identity
         peers = [self._known.get(rank) or self._met.get(rank) for rank in ranks]
         self._liveness.seek([peer for peer in peers if peer is not None], since)
 

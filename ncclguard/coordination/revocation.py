@@ -26,7 +26,7 @@ from ncclguard.protocol.decision import (
     elsewhere_long_enough,
     waits_outside,
 )
-from ncclguard.protocol.timing import WAIT_FOR_STACKS, Pace, Timing
+from ncclguard.protocol.timing import Pace, Timing
 from ncclguard_explain.cause import Cause
 
 log = logging.getLogger("ncclguard")
@@ -78,19 +78,19 @@ class StackFetcher:
                 self._written.add(rank)
                 self._store.first(f"stacks/{rank}", json.dumps(details, default=str))
 
-    def sightings(self, ranks: Sequence[int]) -> tuple[dict[int, Details], bool]:
-        """Return for the coordinator what was fetched of these ranks, and whether some is still fetched.
+    def sightings(self, ranks: Sequence[int]) -> tuple[dict[int, Details], set[int]]:
+        """Return for the coordinator what was fetched of these ranks, and of whom one that answers still fetches it.
 
         Where they are many it is that of the first ones.
         """
         found: dict[int, Details] = {}
-        pending = False
+        pending: set[int] = set()
         for rank in ranks[:BATCH] if self._store.count("fetchers") else ():
             text = self._store.read(f"stacks/{rank}")
             if text is not None:
                 found[rank] = json.loads(text)
-            else:
-                pending = pending or self._store.read(f"fetcher/{rank}") is not None
+            elif (fetcher := self._store.read(f"fetcher/{rank}")) is not None and int(fetcher) not in ranks:
+                pending.add(rank)
         return found, pending
 
     def _run(self, rank: int, fetch: Fetch) -> None:
@@ -98,7 +98,7 @@ class StackFetcher:
             details = fetch(rank) or {}
         except Exception:
             log.exception("ncclguard: the stacks of rank %d could not be fetched", rank)
-            return
+            details = {}
         self._found[rank] = details
         if self.closed and details:  # the verdict could not wait for them
             frames = details.get("stack")
@@ -144,7 +144,6 @@ class Revocation:
         self._reports: dict[int, Report] = {}
         self._last_arrival = now
         self._deadline: float | None = None
-        self._silent_since: float | None = None  # when those that had not answered were found to be silent
         self._sought = 0.0  # when the processes of those that had not answered were first looked for
         self._fetcher = StackFetcher(self._store, self._rank, self._timing.look_after)
         self._has_store = has_store
@@ -185,7 +184,7 @@ class Revocation:
         if not coordinated:  # who only waits does not read all departures: `departed` lacks some until the next step
             return False
         missing = [r for r in self._members if r not in self._reports and r not in departed]
-        silent: dict[int, Cause] = {}
+        silent: dict[int, Cause | None] = {}
         if missing:
             if seek is not None and overdue >= self._timing.look_after:
                 self._sought = self._sought or now
@@ -195,13 +194,16 @@ class Revocation:
             self._read_reports(missing[:BATCH], now)  # of ranks that ended before they could say that theirs is there
             still = [rank for rank in missing if rank not in self._reports]
             sightings, fetching = self._fetcher.sightings(still)
-            self._silent_since = now if self._silent_since is None else self._silent_since
-            if fetching and now < self._silent_since + WAIT_FOR_STACKS:
+            # One that runs is not stuck: its machine is busy, and its answer will come. That may be so as well where
+            # it takes long to see whether it does.
+            running = fetching | {rank for rank, details in sightings.items() if details.get("runs")}
+            if running and not self._timing.is_over(overdue):
                 return False
             self.state.saw(sightings)
             # What a rank of its host has seen holds also where the host was cut off, and is not long back.
             stopped = {rank for rank, details in sightings.items() if details.get("stopped")}
             silent = {rank: Cause.STUCK if rank in stopped else witness(rank) for rank in still}
+            silent.update(dict.fromkeys(running))
         among = frozenset(self._members)
         gone = {rank: d for rank, d in departed.items() if rank in among}
         self.state.decides(now - self._since)

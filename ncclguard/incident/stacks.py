@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import IO, Any, Final, NamedTuple
 
@@ -303,6 +303,11 @@ CANDIDATES: Final = tuple(range(signal.SIGRTMAX - 4, signal.SIGRTMAX - 12, -1))
 #: Seconds that a process has to write its stacks; and between two looks.
 WRITE_WITHIN: Final = 1.0
 LOOK_EVERY: Final = 0.01
+#: Seconds between two looks at a process, in which some thread of one that runs goes on by a line.
+LOOK_AGAIN: Final = 0.5
+#: The part of that time for which a thread waits for a processor where the machine is overloaded. A process may stand
+#: still then in nothing but a garbage collection, which takes 0.2 s of a processor in one with torch, and has the GIL.
+OVERLOADED: Final = 0.75
 #: Seconds that py-spy may take.
 PYSPY_WITHIN: Final = 3.0
 _FILE: Final = "ncclguard-stacks"
@@ -334,6 +339,8 @@ class Fetched:
     stack: tuple[str, ...] = ()
     threads: tuple[tuple[str, tuple[str, ...]], ...] = ()
     note: str = ""
+    written: str = ""  # what the process itself has written
+    runs: bool = False  # its interpreter runs, or might if it got a processor
 
 
 _file: IO[str] | None = None
@@ -385,14 +392,44 @@ def fetch(pid: int, given: Offer | None) -> Fetched:
         text = _have_written(pid, given)
         stack, threads = parse(text, given.main)
         if stack:
-            return Fetched(
-                stack, threads, tr("{where}; its stacks were written by a signal handler, without the GIL", where=where)
-            )
+            note = tr("{where}; its stacks were written by a signal handler, without the GIL", where=where)
+            return Fetched(stack, threads, note, text)
         why = tr("it did not write the stack of its main thread when it was sent the signal")
     spied = _spy(pid)
     if spied.stack:
         return Fetched(spied.stack, spied.threads, tr("{where}; {why}: read by py-spy", where=where, why=why))
     return Fetched(note=f"{where}; {why}; {spied.note}")
+
+
+def observe(pid: int, given: Offer | None) -> Fetched:
+    """Get the stacks of a process as `fetch` does, and look again whether it runs: so that a slow one is not stuck."""
+    waits, began = processor_waits(pid), time.monotonic()
+    found = fetch(pid, given)
+    if _status(pid).get("State", "?")[:1] in "ZXTt?":
+        return found
+    time.sleep(LOOK_AGAIN)
+    if found.written and given is not None and _goes_on(found.written, _have_written(pid, given)):
+        note = tr("{note}; it went on between two looks: it runs", note=found.note)
+        return replace(found, runs=True, note=note)
+    took, later = time.monotonic() - began, processor_waits(pid)
+    waited = max((later[thread] - before for thread, before in waits.items() if thread in later), default=0.0)
+    if waited < OVERLOADED * took:
+        return found
+    note = tr(
+        "{note}; it waited for a processor for {waited:.2g} of {seconds:.2g} s: its host is overloaded",
+        note=found.note,
+        waited=waited,
+        seconds=took,
+    )
+    return replace(found, runs=True, note=note)
+
+
+def _goes_on(before: str, after: str) -> bool:
+    """Return whether a thread has gone on between two writings: without the GIL none of Python's can.
+
+    One that was read in part, or with what another reader has asked for behind it, is no other one.
+    """
+    return not (before.startswith(after) or after.startswith(before))
 
 
 def parse(text: str, main: int) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
@@ -443,6 +480,21 @@ def process_state(pid: int) -> tuple[str, int] | None:
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name in field 2 may contain spaces and parentheses
     return fields[0], int(fields[19])
+
+
+def processor_waits(pid: int) -> dict[str, float]:
+    """Return for how many seconds each thread of a process, by its native id, has waited for a processor so far.
+
+    That is the second number of /proc/<pid>/task/<tid>/schedstat (sched-stats.rst of the kernel); kernels may be built
+    without it.
+    """
+    found = {}
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            numbers = read_file(f"/proc/{pid}/task/{thread}/schedstat").split()
+            if len(numbers) > 1:
+                found[thread] = int(numbers[1]) / 1e9
+    return found
 
 
 def _choose(setting: str) -> int:

@@ -16,6 +16,9 @@ from ncclguard_explain.cause import Cause
 
 #: What ranks called, each with those that did.
 Sides = tuple[tuple[str, tuple[int, ...]], ...]
+#: Members that have not answered in time, each with the cause it is named with: STUCK or UNKNOWN; None for one that
+#: runs as far as can be seen, whose machine may only be busy, and whom silence does not accuse.
+Silent = Mapping[int, Cause | None]
 
 
 class Phase(IntEnum):
@@ -263,9 +266,7 @@ def waits_outside(reports: Mapping[int, Report]) -> dict[int, Report]:
     return found
 
 
-def ended_from_outside(
-    reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Mapping[int, Cause]
-) -> bool:
+def ended_from_outside(reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Silent) -> bool:
     """Return whether no rank is left and some were sent SIGTERM: a scheduler, a launcher or a person ended the job."""
     return not silent and reports.keys() <= departed.keys() and any(d.terminated for d in departed.values())
 
@@ -275,14 +276,13 @@ def decide(
     members: Sequence[int],
     reports: Mapping[int, Report],
     departed: Mapping[int, Departure],
-    silent: Mapping[int, Cause],
+    silent: Silent,
     coordinator: int = -1,
 ) -> Verdict:
     """Return the verdict on a generation from the reports of its members.
 
-    `members` are the generation's global ranks; each is in `reports`, in `departed`, or in `silent` (with STUCK or
-    UNKNOWN). A member that reported *and* departed counts with both: its promise holds, and it will not take part
-    again.
+    `members` are the generation's global ranks; each is in `reports`, in `departed`, or in `silent`. A member that
+    reported *and* departed counts with both: its promise holds, and it will not take part again.
     """
     entered_any = [r.operation.sequence for r in reports.values() if r.operation is not None]
     latest_done = [r.done for r in reports.values()] + [d.done for d in departed.values()]
@@ -325,7 +325,7 @@ def decide(
     # Who left and is not to blame was ended with all the others: no further try can have it back.
     if not (culprits or expired or sides or unanswered or gone) and attempt < operation.max_attempts and restorable:
         return _replace(base, Action.RESUME, {}, sides, from_piece=from_piece, attempt=attempt + 1, cause=Cause.NETWORK)
-    cause = Cause.DIVERGED if sides else Cause.UNKNOWN if unanswered or gone else Cause.NETWORK
+    cause = Cause.DIVERGED if sides else Cause.UNKNOWN if unanswered or gone or silent else Cause.NETWORK
     return _replace(base, Action.FAIL, culprits, sides, cause=cause)
 
 
@@ -359,7 +359,7 @@ def _blame(
     members: frozenset[int],
     reports: Mapping[int, Report],
     departed: Mapping[int, Departure],
-    silent: Mapping[int, Cause],
+    silent: Silent,
     entered: Mapping[int, Report],
     overdue: bool,
 ) -> tuple[dict[int, Cause], Sides]:
@@ -390,10 +390,10 @@ def _blame(
         for rank, r in reports.items()
         if overdue and r.phase_at(sequence) is Phase.NONE and not _is_held(r, sequence)
     }
-    missing.update({rank: cause for rank, cause in silent.items() if rank in members})
+    missing.update({rank: cause for rank, cause in silent.items() if rank in members and cause is not None})
     if missing:
         return _without_majority(missing, entered, reports)
-    return _came_last(entered)
+    return ({}, ()) if silent else _came_last(entered)
 
 
 def largest_first(sides: Iterable[tuple[str, Sequence[int]]]) -> Sides:

@@ -48,7 +48,8 @@ LOOKS: Final = 25_000
 #: host, which look together: with hosts of 8 they cost the store's host some 13 % of its time at any size.
 LONGEST: Final = 0.2
 MOST_LOOKS: Final = 60_000
-#: Seconds that the coordinator waits beyond its patience for stacks that somebody is fetching.
+#: Seconds beyond the coordinator's patience in which callers are still there at any rate: stacks that somebody is
+#: fetching may come a little later.
 WAIT_FOR_STACKS: Final = 0.25
 
 
@@ -120,9 +121,13 @@ class Timing:
         longest that the coordinator has met of late.
         """
         slack = self._slack(delay)
-        if overdue >= self.patience + RESERVE / 2:
+        if self.is_over(overdue):
             return True
         return overdue >= self.patience + slack and since_arrival >= QUIET + slack
+
+    def is_over(self, overdue: float) -> bool:
+        """Return whether the coordinator waits for no answer any more, also of members that are seen to run."""
+        return overdue >= self.patience + RESERVE / 2
 
     def taken_over(self, place: int, standing: float, delay: float) -> bool:
         """Return whether the rank at this place coordinates, the pulse having stood still for so many seconds."""

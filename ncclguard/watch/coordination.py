@@ -29,6 +29,7 @@ from ncclguard.protocol.decision import (
     Issued,
     Phase,
     Report,
+    Silent,
     TroubleKind,
     Verdict,
     Waiting,
@@ -143,7 +144,7 @@ class WatchState(GroupState):
         members: tuple[int, ...],
         reports: Mapping[int, Report],
         departed: Mapping[int, Departure],
-        silent: Mapping[int, Cause],
+        silent: Silent,
         coordinator: int,
         summarise: Summarise,
     ) -> Verdict:

@@ -22,6 +22,7 @@ from ncclguard.protocol.decision import (
     Phase,
     Report,
     Sides,
+    Silent,
     TroubleKind,
     Verdict,
     Waiting,
@@ -76,7 +77,7 @@ def expired(reports: Mapping[int, Report]) -> bool:
 def analyse(
     reports: Mapping[int, Report],
     departed: Mapping[int, Departure],
-    silent: Mapping[int, Cause],
+    silent: Silent,
     overdue: bool,
 ) -> Finding:
     """Find the collective that holds everything up, and who is to blame for it, strongest evidence first."""
@@ -102,7 +103,7 @@ def analyse(
             channel, causes, sides = found
             return _finding(channel, stalled, causes, sides, reports, waits, Cause.DIVERGED)
         behind = _behind(stalled, reports, waits)
-        if behind is not None:
+        if behind is not None and None not in silent.values():
             return _finding(behind[0], stalled, behind[1], (), reports, waits)
     spent = _gone(stalled, departed, reports, silent, spent=True)
     if spent:
@@ -186,7 +187,7 @@ def _gone(
     stalled: Mapping[str, tuple[int, tuple[int, ...]]],
     departed: Mapping[int, Departure],
     reports: Mapping[int, Report],
-    silent: Mapping[int, Cause],
+    silent: Silent,
     spent: bool = False,
 ) -> dict[int, Cause]:
     """Ranks that left or died while somebody waited for them.
@@ -252,7 +253,7 @@ def _channel_with(stalled: Mapping[str, tuple[int, tuple[int, ...]]], ranks: set
 def _missing(
     stalled: Mapping[str, tuple[int, tuple[int, ...]]],
     reports: Mapping[int, Report],
-    silent: Mapping[int, Cause],
+    silent: Silent,
     waits: Mapping[int, tuple[Waiting, ...]],
 ) -> tuple[str, dict[int, Cause], Sides] | None:
     """Members that have not entered what the others wait in; one that waits elsewhere only passes the delay on."""
@@ -262,7 +263,9 @@ def _missing(
         causes: dict[int, Cause] = {}
         for rank in members:
             if rank in silent:
-                causes[rank] = silent[rank]
+                cause = silent[rank]
+                if cause is not None:
+                    causes[rank] = cause
             elif rank in reports and not _entered(reports[rank], waits[rank], channel, sequence):
                 elsewhere = (
                     reports[rank].elsewhere or _message(reports[rank]) or next((w.text for w in waits[rank]), "")
@@ -275,7 +278,7 @@ def _missing(
             best = channel, causes
     if best is not None:
         return *best, ()
-    return _cycle(stalled, passing_on, waits, reports) if passing_on else None
+    return _cycle(stalled, passing_on, waits, reports) if passing_on and None not in silent.values() else None
 
 
 def _behind(

@@ -410,7 +410,7 @@ class World:
         )
         patch.setattr(monitor_module, "threading", threads)
         patch.setattr(revocation_module, "threading", threads)
-        patch.setattr(liveness_module, "fetch", self._fetch)
+        patch.setattr(liveness_module, "observe", self._fetch)
         patch.setattr(description_module, "main_thread_stack", lambda: STACK)
         patch.setattr(description_module, "other_threads", list)
         patch.setattr(description_module, "call_site_of", lambda thread: STACK[-1])

@@ -248,6 +248,16 @@ def test_a_rank_that_is_held_in_an_earlier_operation_is_not_late() -> None:
     assert beside.culprits == ((2, Cause.UNKNOWN), (3, Cause.UNKNOWN))
 
 
+def test_a_silent_rank_that_runs_is_not_named_and_nobody_is_in_its_place() -> None:
+    """It may have come as well, and rank 2 came last only as far as is known; who has not come is named all the same."""
+    found = verdict_on(
+        entered(0, age=9.0, trouble=DEADLINE), entered(1, age=9.0), entered(2, age=1.0), silent={3: None}
+    )
+    assert (found.action, found.cause, found.culprits) == (Action.FAIL, Cause.UNKNOWN, ())
+    beside = verdict_on(entered(0, trouble=DEADLINE), outside(1), silent={2: Cause.STUCK, 3: None})
+    assert beside.culprits == ((1, Cause.LATE), (2, Cause.STUCK))
+
+
 def test_a_rank_that_waits_in_another_groups_operation_is_diverged_when_the_others_are_more() -> None:
     found = verdict_on(entered(0, trouble=DEADLINE), entered(1), outside(2, elsewhere="barrier() of group b"))
     assert found.culprits == ((2, Cause.DIVERGED),)

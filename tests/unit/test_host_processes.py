@@ -99,3 +99,59 @@ def test_a_process_that_does_not_handle_the_signal_gets_none() -> None:
         if child.stdout is not None:
             child.stdout.close()
     assert "unknown state" in stacks.fetch(child.pid, None).note
+
+
+BUSY = """
+import ctypes, os, re, threading
+from ncclguard.incident import stacks
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+offer = stacks.offer("auto", threading.get_native_id())
+print(offer.signal, offer.thread, offer.descriptor, offer.main, flush=True)
+work, number = input(), 0
+def odd(bits, depth):
+    if depth:
+        (odd if bits & 1 else even)(bits >> 1, depth - 1)
+def even(bits, depth):
+    if depth:
+        (odd if bits & 1 else even)(bits >> 1, depth - 1)
+while work == "asleep": ctypes.PyDLL(None).pause()
+while work == "in C": re.match("(a+)+$", "a" * 60 + "b")
+while work == "in Python":
+    odd(number, 12)
+    number += 1
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("work", "beside", "runs", "says"),
+    [
+        pytest.param("asleep", 0, False, "without the GIL", id="it stands still, and needs no processor"),
+        pytest.param("in Python", 0, True, "it went on between two looks", id="it goes on"),
+        pytest.param("in C", 12, True, "its host is overloaded", id="it stands still, and gets no processor"),
+    ],
+)
+def test_a_process_is_seen_to_run_or_to_be_kept_from_it(work: str, beside: int, runs: bool, says: str) -> None:
+    """A rank that answers nobody is stuck only where it could have gone on; all processes share one processor."""
+    child = subprocess.Popen([sys.executable, "-c", BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None and child.stdout is not None
+    offer = stacks.Offer(*map(int, child.stdout.readline().split()))
+    first = min(os.sched_getaffinity(0))
+    spin = f"import os; os.sched_setaffinity(0, {{{first}}})\nwhile True: pass"
+    others = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(beside)]
+    try:
+        child.stdin.write(f"{work}\n")
+        child.stdin.flush()
+        found = stacks.observe(child.pid, offer)
+        for _ in range(30):  # until all of them are at work
+            if found.runs == runs and says in found.note:
+                break
+            found = stacks.observe(child.pid, offer)
+        assert found.runs == runs and says in found.note, found
+        assert found.stack, found
+    finally:
+        for each in (child, *others):
+            each.kill()
+            each.wait()
+        child.stdin.close()
+        child.stdout.close()

@@ -14,7 +14,7 @@ from ncclguard.coordination.revocation import Revocation
 from ncclguard.coordination.store import AgreementStore, Entries
 from ncclguard.outcome import Cause
 from ncclguard.protocol import codec
-from ncclguard.protocol.decision import Action, Departure, Operation, Report, TroubleKind, Verdict
+from ncclguard.protocol.decision import Action, Departure, Operation, Phase, Report, TroubleKind, Verdict
 from ncclguard.protocol.member import Entry
 from ncclguard.protocol.timing import ALIVE, GRACE, QUIET, RESERVE, Pace, Timing
 
@@ -250,6 +250,44 @@ def test_the_process_that_has_the_store_does_not_wait_for_ever_for_one_that_has_
     assert not step(first, REVOKED)
     assert not step(first, REVOKED + PATIENCE)
     assert step(first, REVOKED + PATIENCE + Timing().linger)
+
+
+@pytest.mark.parametrize("seen", [{"runs": True}, None])
+def test_a_silent_rank_that_is_seen_to_run_is_waited_for_and_not_called_stuck(seen: dict[str, bool] | None) -> None:
+    """Nor is one that is still being looked at: on a busy machine both take long. With the others it is as ever."""
+    store, state = AgreementStore(HashStore()), state_of_rank_0()
+    enter(state, 0.0)
+    state.trouble(0, TroubleKind.DEADLINE, "not complete")
+    revocation, below = Revocation(store, state, 0, 0, REVOKED), store.below("group/0")
+    arrival = Report(2, 0, operation=state.member.operation, phase=Phase.RUNNING, age=3.0)
+
+    def work(now: float) -> bool:
+        return revocation.step(now, {}, lambda state, report: report, lambda rank: Cause.STUCK, lambda *known: "")
+
+    assert not work(REVOKED)
+    below.first("report/2", codec.dumps(arrival))
+    Entries("reports", "arrival").add(below, "2")
+    below.count("fetchers", 1)
+    below.first("fetcher/1", "2")
+    if seen is not None:
+        below.first("stacks/1", json.dumps(seen))
+    assert not work(REVOKED + PATIENCE)
+    assert not work(REVOKED + PATIENCE + RESERVE / 2 - 0.01)
+    assert work(REVOKED + PATIENCE + RESERVE / 2)
+    assert revocation.verdict is not None
+    assert (revocation.verdict.action, revocation.verdict.cause) == (Action.FAIL, Cause.UNKNOWN)
+    assert revocation.verdict.culprits == ()
+
+
+def test_a_silent_rank_is_not_waited_for_because_one_that_does_not_answer_either_was_to_look_at_it() -> None:
+    store, state = AgreementStore(HashStore()), state_of_rank_0()
+    enter(state, 0.0)
+    state.trouble(0, TroubleKind.DEADLINE, "not complete")
+    revocation, below = Revocation(store, state, 0, 0, REVOKED), store.below("group/0")
+    below.count("fetchers", 1)
+    below.first("fetcher/1", "2")
+    assert not step(revocation, REVOKED)
+    assert step(revocation, REVOKED + PATIENCE)
 
 
 def test_what_a_rank_of_the_same_host_has_seen_counts_where_the_coordinator_can_see_nothing() -> None:

@@ -126,6 +126,12 @@ def test_before_the_limit_nobody_is_late_or_silent() -> None:
     assert found.causes == {}
 
 
+def test_a_silent_rank_that_runs_is_not_named_and_nobody_is_in_its_place() -> None:
+    found = judged(*(said(r, world(7)) for r in (0, 1, 2)), silent={3: None})
+    assert (found.causes, found.cause) == ({}, Cause.UNKNOWN)
+    assert judged(*(said(r, world(7)) for r in (0, 1)), silent={2: Cause.STUCK, 3: None}).causes == {2: Cause.STUCK}
+
+
 def test_a_rank_that_has_ended_it_already_is_not_behind() -> None:
     """A broadcast ends at its source before the others have received it; the source may be in the next one already."""
     found = judged(
