@@ -64,7 +64,7 @@ _OF_DEVICE = re.compile(r"(?:CUDA|HIP) error: |AcceleratorError|hipError|cudaErr
 _OF_A_CALL = ("invalid resource handle", "invalid device ordinal")
 #: Frames of a rank that waits for its device, and so perhaps for a collective that it has issued.
 _WAITS_FOR_DEVICE = re.compile(
-    r"synchronize|_engine_run_backward| in (?:item|tolist|cpu|backward)$|^(?!.*(?:file_baton|filelock)).* in wait$"
+    r"synchronize|_engine_run_backward| in (?:item|tolist|cpu|backward)$|^(?!.*(?:file_baton|filelock|threading\.py)).* in wait$"
 )
 #: Frames of a rank that stands in a collective: torch's, and the engines' own.
 _IN_COLLECTIVE = re.compile(
@@ -77,7 +77,10 @@ HARDWARE_XIDS = frozenset({48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140
 
 def follows_from_peers(type_name: str, text: str) -> bool:
     """Return whether an exception is what a rank sees when a peer is gone or absent, not a failure of its own."""
-    return type_name.rsplit(".", 1)[-1] in _FOLLOWING_TYPES or _FOLLOWS.search(text) is not None
+    name = type_name.rsplit(".", 1)[-1]
+    if name == "EOFError" and text:  # a pipe that has closed says nothing; of a file its reader says what is wrong
+        return False
+    return name in _FOLLOWING_TYPES or _FOLLOWS.search(text) is not None
 
 
 def went_on(evidence: Evidence, failure: Fact) -> bool:
@@ -788,7 +791,7 @@ def by_stacks(evidence: Evidence, world: World) -> Verdict | None:
         or len(last) < (world.size or 0) - 1
         or not outside
         or 3 * len(outside) > len(inside) + len(devices)
-        or len(devices) > len(inside)
+        or (len(devices) > len(inside) and (len(devices) < 3 or len({last[rank].frames for rank in devices}) > 1))
     ):
         return None
     facts = [last[rank] for rank in sorted(outside)]

@@ -143,7 +143,9 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
     taken = [fact for fact in events if fact.name != "TIME LIMIT"]
     broken = [fact for fact in taken if fact.name in _BROKEN_NODE]
     if broken:
-        return _without(verdict, broken, tr("the node failed"))
+        decision = _without(verdict, broken, tr("the node failed"))
+        if decision.action == "restart-without":
+            return decision
     if taken:
         return Decision("restart", tr("the scheduler took the host away; nothing is wrong with the job"))
     if any(fact.name == "duplicate_gpu" for fact in facts):

@@ -60,6 +60,7 @@ WAITS = {
     "monitor": tr("a rank sent no heartbeat; in a hang all ranks stop sending them"),
     "kernel": tr("a communication kernel ran out of time: the device that reports it waits for others"),
     "graph": tr("a collective of a captured graph ran out of time: the rank that reports it waits"),
+    "transfer": tr("a transfer between engines was not complete in time; that accuses nobody"),
     "health": tr("a health check got no answer"),
     "horovod": tr("Horovod shut down because some ranks did not submit what the others waited for"),
     "deepep": tr("ranks waited for the tokens of others in an expert-parallel dispatch or combine"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -37,8 +38,10 @@ _DAY, _YEAR = 86_400.0, 365 * 86_400.0  # in seconds; lines of the kernel do not
 #: A shell (`set -x`, a session) prints a document, up to its next command.
 _PRINTS_DOCUMENT = re.compile(r"[+$] *(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b")
 _NEXT_COMMAND = re.compile(r"[+$]+ \S")
+#: A list under a heading of Markdown, and nothing else: release notes, a plan.
+_LIST = re.compile(rb"\s*#+ .*(?:\r?\n(?:#+ .*|[*+\-] .*|\d+\. .*|[ \t].*|))*\r?\n?")
 #: Stalls and planned ends that a job may go on after, by the names of their rows, if that is all that its log has.
-_PASSING = {Kind.ACCUSED: ("horovod", "horovod_ready", "instance"), Kind.ENGINE_WAIT: ("health",),
+_PASSING = {Kind.ACCUSED: ("horovod", "horovod_ready", "instance"), Kind.ENGINE_WAIT: ("health", "transfer"),
             Kind.SCHEDULER: ("PREEMPTION", "JOB REQUEUE", "Evicted", "Preempted")}  # fmt: skip
 
 
@@ -244,6 +247,8 @@ class Collector:
             self._scanners[source.index] = Scanner(source)
             self.evidence.sources.append(source)
             self._signs.job |= source.rank is not None or source.one_node
+            if data and _LIST.fullmatch(data) and b"\n" in data.strip():
+                self._quoted[source.index] = sys.maxsize
         self._signs.read(source.index, data)
         scanner = self._scanners[source.index]
         for record in scanner.feed(data, final, settle):
@@ -253,7 +258,7 @@ class Collector:
         self._tasks.setdefault(source.index, set()).update(scanner.tasks)
         if final and scanner.cut is not None:
             self.evidence.cut.add(scanner.cut)
-        if final and scanner.broken_off:
+        if final and scanner.broken_off and source.index not in self._quoted:
             self.evidence.broken_off[source.index] = tr(
                 '{name} breaks off in "{broken_off}"', name=source.name, broken_off=scanner.broken_off[-80:]
             )
@@ -414,6 +419,7 @@ class Collector:
         _mark_ended_well(evidence)
         _give_to_their_ranks(evidence)
         _mark_survived(evidence)
+        _mark_idle(evidence)
         over = {fact.source: fact.line for fact in evidence.of(Kind.NOTE) if fact.name == "barrier_completed"}
         evidence.facts = [  # the ranks that waited at set-up have met
             fact
@@ -661,14 +667,27 @@ def _mark_survived(evidence: Evidence) -> None:
         ]  # fmt: skip
         warned = fact.kind is Kind.NCCL_WARN
         steps = [one for one in after if one.kind is not Kind.PHASE and one.name in ("train", "serve")]
+        answers = [one for one in after if one.name in ("serve", "generate") and one.kind is Kind.ALIVE]
         # Who prints the steps of the job speaks for all its ranks, which meet in each; one step may still be in flight.
         job = len({one.detail for one in steps}) > 1
         complete = any(
             one.name == "finished" and one.rank in (fact.rank, *[None] * (warned or fact.rank == 0 or job))
             for one in after
-        ) or (fact.rank is None and len(steps) > 2 and all(one.name == "serve" for one in steps[-3:]))
+        ) or (fact.rank is None and len(answers) > 2 and answers == after[-len(answers) :])
         flapped = fact.name == "ib_async" and warned and job
         if complete or flapped or _advises(fact) and after or again and any(one.line > again[0] for one in after):
+            fact.kind = Kind.RETRIED
+
+
+#: The loops in which SGLang's schedulers and vLLM's workers wait for work; SGLang's meet in a broadcast there.
+_LOOP = re.compile(r" in (?:recv_requests|acquire_read)$")
+
+
+def _mark_idle(evidence: Evidence) -> None:
+    """Count stacks as no sign of a hang where all of them are of an engine that waits for work."""
+    stacks = evidence.of(Kind.STACK)
+    if all(any(_LOOP.search(frame) for frame in fact.frames) for fact in stacks):
+        for fact in stacks:
             fact.kind = Kind.RETRIED
 
 

@@ -73,7 +73,9 @@ _KERNEL_OF = re.compile(
     r"(?:^\[?(?:[\w.\-]+@)?([A-Za-z][\w.\-]*\d)\b[^$#>]{0,60}[$#>] ?|\bssh (?:-\S+ )*(?:\w+@)?([A-Za-z][\w.\-]*\w) .*)"
     r".*\b(?:dmesg|journalctl)\b"
 )
-_SPIED = re.compile(r"py-spy dump\b.*?(?:--pid|-p)[ =](\d{1,9})\b.*?\b(?:RANK|[Rr]ank)[ =:]*(\d{1,6})\b")
+_SPIED = re.compile(
+    r"(?:py-spy dump\b.*?(?:--pid|-p)[ =]|^Process (?=\d+: ))(\d{1,9})\b.*?\b(?:RANK|[Rr]ank)[ =:]*(\d{1,6})\b"
+)
 _ON_POD = re.compile(r"\b(?:RANK|rank)[ =:]+(\d{1,6})\b.{0,30}?\bpod[ =:]+([a-z0-9][a-z0-9.\-]*[a-z0-9])")
 _OWN_PID = re.compile(r"(?:\[rank \d{1,6}\] ?)?pid[ =:]+(\d{1,9})\b")
 # setproctitle of the engines
@@ -107,6 +109,9 @@ _GLOBAL_RANKS = re.compile(r"\bglobal_ranks=\[([\d, ]+)\]")  # torchelastic's ag
 _MAPPING = re.compile(r"global_rank_mapping=.*?(\{.*\})")
 _SPAWNED = re.compile(r"process (\d{1,9}) spawned with command:.*--local[_-]rank=(\d{1,4})\b")
 _BUS = re.compile(r"\bcudaDev (\d{1,3})(?:.*?\bbusId ([0-9a-f]{1,8}))?")
+# A table of programs: "rank 5: cuda:5 PCI 0000:9b:00.0"
+_BUS_OF = re.compile(r"\b[0-9a-f]{4,8}:([0-9a-f]{2}:[0-9a-f]{2})\.0\b", re.IGNORECASE)
+_RANK_OF_BUS = re.compile(r"\W*[Rr]ank[ =:]*(\d{1,6})\b")
 _OTHER_GPU = re.compile(r"\bGPU [1-9]\b|\bcuda:[1-9]\b")  # not the one GPU of a container with one rank
 _TROUBLE = re.compile(r"rror|xception|imed out|imeout|fail|kill")
 #: What is said of a host and not of the process that prints it.
@@ -141,7 +146,8 @@ class RankMap:
     parallel: dict[str, int] = field(default_factory=dict)  # sizes of groups that an engine states: tp, pp, dp, ep
     shared: bool = False  # vLLM's engines share the experts of one model, and so one world
     _engines: dict[int, int] = field(default_factory=dict)  # pid of an engine -> its place among vLLM's replicas
-    _buses: dict[tuple[str, str], int] = field(default_factory=dict)
+    _buses: dict[tuple[str, str], int] = field(default_factory=dict)  # (host, bus as NCCL prints it)
+    _gpus: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # (host, rank) -> the buses that a table tells
     _names: set[str] = field(default_factory=set)
     _actors: dict[str, set[tuple[str, int]]] = field(default_factory=dict)  # name of a class of actors -> (host, pid)
     _local: dict[tuple[str, int], int] = field(default_factory=dict)  # (scope, pid) -> local rank
@@ -220,6 +226,11 @@ class RankMap:
             of_place = places.rank_of(placed[2], self.parallel)
             if of_place is not None:
                 self.process(int(placed[1]), of_place)
+        if ":00." in text and not _TROUBLE.search(text) and len(buses := _BUS_OF.findall(text)) == 1:
+            row = _RANK_OF_BUS.match(text)
+            of_bus = int(row[1]) if row else prefix.rank if prefix.basis == "launcher" else None
+            if of_bus is not None:
+                self._gpus.setdefault((where, of_bus), set()).add(f"{buses[0].lower().replace(':', '')}0".lstrip("0"))
         if "ocal" in text and (spied := _OF_SPY.search(text)):
             _prove(self._local, (scope, int(spied[1])), int(spied[2]))
         if "yspy dump for" in text and (dumped := _DUMPED.search(text)) and (dumped[1] or dumped.start() == 0):
@@ -375,6 +386,9 @@ class RankMap:
             absent = set(range(len(members))) - known
             if len(members) == stated_world and len(unknown) == len(absent) == 1:  # all its ranks, of which one is left
                 found.process(unknown[0][1], absent.pop(), unknown[0][0])
+        for (host, rank), told_buses in self._gpus.items():
+            if len(told_buses) == 1:
+                _prove(found._buses, (host, next(iter(told_buses))), rank)
         found._communicators(facts, stated_world)
         for fact in facts:
             if fact.kind is Kind.LAUNCHER and fact.rank is not None and fact.pid is not None and not fact.place:

@@ -353,8 +353,10 @@ _TIMED = re.compile(_STAMP)
 _RAY = re.compile(  # Ray, vLLM
     r"\((?P<actor>[A-Za-z_][\w.:#\-]*(?:\[rank=\d+\])?(?:\([^)]*\))?)(?: rank=(?P<actor_rank>\d+))?(?:,? pid=(?P<pid>\d+))(?:, ip=(?P<ip>[\d.:a-f]+))?\) ?"
 )
-#: Huawei CANN (slog), 6.x to 8.x: the process in front of a message of one of its modules.
-_CANN = re.compile(r"(?:\[(?:ERROR|WARNING|INFO|EVENT)\] )?[A-Z]{2,12}\((\d{1,9}),[\w.\-]+\):")
+#: Huawei CANN (slog), 6.x to 8.x: the process in front of a message of one of its modules, or behind an error's number.
+_CANN = re.compile(
+    r"(?:\[(?:ERROR|WARNING|INFO|EVENT)\] )?[A-Z]{2,12}\((?P<module>\d{1,9}),[\w.\-]+\):|E[A-Z]\d{4}: \[PID: (?P<error>\d{1,9})\]"
+)
 #: What may stand in front of a line, outermost first, as often as it comes. The named groups are kept.
 _OUTER = tuple(
     re.compile(pattern)
@@ -546,7 +548,7 @@ def split_prefix(raw: str) -> Prefix:
                 rank, basis = int(found["actor_rank"]), "launcher"
             text = text[found.end() :]
     if pid is None and (found := _CANN.match(text)):
-        pid = int(found[1])
+        pid = int(found["module"] or found["error"])
     hidden = 0
     more = _REPEATED.search(text)
     if more:
@@ -775,7 +777,7 @@ GENERAL: tuple[bytes, ...] = (
 NEEDLES: tuple[bytes, ...] = (
     # torch: collectives, the watchdog, reports of the flight recorder and of DETAIL, DDP, barriers
     b"Timeout(ms)=", b"OpType=", b"atchdog", b"acquire GIL", b"ast enqueued", b"FlightRecorderHook", b"DESYNC_DEBUG",
-    b"collective #", b"latest states", b"Culprit rank", b"Collective sequence number", b"ranks joining", b"Process failed for slice", b"EI0005:", b"NIXL_ERR_", b"NIXL transfer", b"HandShakePlugin", b"Decreasing batch", b"have not called it", b"Rendezvous complete", b"DEVICE_LOST", b"memory used=", b"RUNNING AT", b"yspy dump for", b"CollectiveFingerPrint(",
+    b"collective #", b"latest states", b"Culprit rank", b"Collective sequence number", b"ranks joining", b"Process failed for slice", b"EI0005:", b"NIXL_ERR_", b"NIXL transfer", b"HandShakePlugin", b"complete transfers", b"reset has occurred", b"Decreasing batch", b"have not called it", b"Rendezvous complete", b"DEVICE_LOST", b"memory used=", b"RUNNING AT", b"yspy dump for", b"CollectiveFingerPrint(",
     b"onitoredBarrier", b"based barrier", b"Bytes failed", b"Failed to recv", b"EnforceNotMet", b"op.preamble", b"not receive grad",
     b"finished reduction", b"DataLoader worker",
     b"killing", b"Killing", b"aborting", b"terminating", b"Terminating",
@@ -807,7 +809,7 @@ NEEDLES: tuple[bytes, ...] = (
 # What a job prints while it starts; looked for in the first blocks only.
 STARTING: tuple[bytes, ...] = (
     b"orld_size", b"orld size", b"ORLD_SIZE", b"um_processes", b"nodes", b"NODES", b"num_machines", b"proc_per_node",
-    b"proc-per-node", b"torchrun", b"distributed.run", b"distributed.launch", b"accelerate launch", b"ft_launcher", b"elastic/", b"Pods", b" pods", b"osts", b"achines", b"Knoten", b"Rechner", "台".encode(), "节点".encode(), "ノード".encode(), "机".encode(), "узл".encode(), "машин".encode(), b"group_world_size", b"rdzv", b"ode-rank", b"ode_rank", b"ODE_RANK", b"SLURM_PROCID", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"process_id=", b"Name: ", b"py-spy dump", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"atches", b"per epoch", b"per_epoch", b"loader) ", b"dmesg", b"journalctl", b" GPUs", b"-rank ", b".md", b".rst", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link",
+    b"proc-per-node", b"torchrun", b"distributed.run", b"distributed.launch", b"accelerate launch", b"ft_launcher", b"elastic/", b"Pods", b" pods", b"osts", b"achines", b"Knoten", b"Rechner", "台".encode(), "节点".encode(), "ノード".encode(), "机".encode(), "узл".encode(), "машин".encode(), b"group_world_size", b"rdzv", b"ode-rank", b"ode_rank", b"ODE_RANK", b"SLURM_PROCID", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"process_id=", b"Name: ", b"py-spy dump", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"atches", b"per epoch", b"per_epoch", b"loader) ", b"dmesg", b"journalctl", b" GPUs", b"-rank ", b".md", b".rst", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link", b":00.0",
 )  # fmt: skip
 STARTING_BYTES = 16 << 20
 

@@ -801,3 +801,52 @@ def test_the_library_in_which_a_rank_crashed(explain_lines: Explain, library: st
     ]
     report = explain_lines({"job.log": log, "dmesg.txt": kernel})
     assert (report.culprits, report.decision) == ((3,), decision)
+
+
+@pytest.mark.parametrize(
+    "text, named", [(": Compressed file ended before the end-of-stream marker was reached", (4,)), ("", ())]
+)
+def test_a_file_that_ends_too_early_is_a_fault_of_its_reader_and_a_closed_pipe_is_none(
+    explain_lines: Explain, text: str, named: tuple[int, ...]
+) -> None:
+    lines = [
+        "[rank: 4] Child process with PID 51207 terminated with code 1. Forcefully terminating all other processes to avoid zombies",
+        "Traceback (most recent call last):",
+        '  File "/usr/lib/python3.9/gzip.py", line 300, in read',
+        f"EOFError{text}",
+    ]
+    assert explain_lines(lines, world_size=6).culprits == named
+
+
+def test_a_node_that_failed_and_is_not_named_is_left_out_by_the_scheduler(explain_lines: Explain) -> None:
+    line = "slurmstepd: error: *** JOB 90121 ON c5-01 CANCELLED AT 2026-02-02T02:02:02 DUE TO NODE FAILURE ***"
+    report = explain_lines(["8 nodes x 4", line])
+    assert (report.culprits, report.decision) == ((), "restart")
+
+
+def test_a_device_of_habana_that_was_reset_is_left_out(explain_lines: Explain) -> None:
+    line = "[1,7]<stderr>:synStatus=26 [Generic failure] Device reset has occurred. No more device activity can be done"
+    report = explain_lines(["[1,0]<stdout>:step 600", line])
+    assert (report.culprits, report.decision) == ((7,), "restart-without")
+
+
+SYNCHRONIZE = ["    synchronize (torch/cuda/__init__.py:954)", "    train (train.py:158)"]
+LOADS = ["    wait (threading.py:320)", "    __next__ (torch/utils/data/dataloader.py:708)", "    train (train.py:141)"]
+
+
+@pytest.mark.parametrize(
+    "stacks, named",
+    [
+        ([SYNCHRONIZE, LOADS, SYNCHRONIZE, SYNCHRONIZE], (1,)),
+        ([SYNCHRONIZE, LOADS, SYNCHRONIZE, [SYNCHRONIZE[0], "    train (train.py:160)"]], ()),
+        ([SYNCHRONIZE, LOADS, SYNCHRONIZE], ()),
+    ],
+)
+def test_who_is_elsewhere_while_all_others_wait_for_their_devices_at_one_place(
+    explain_lines: Explain, stacks: list[list[str]], named: tuple[int, ...]
+) -> None:
+    lines = []
+    for rank, stack in enumerate(stacks):
+        lines += [f"Process {600 + rank}: python train.py   # RANK={rank}", ""]
+        lines += [f'Thread {600 + rank} (active): "MainThread"', *stack, ""]
+    assert explain_lines(lines).culprits == named

@@ -209,3 +209,51 @@ def test_what_a_rank_prints_of_another_ranks_traceback_is_that_ranks(explain_lin
 def test_what_follows_from_another_ranks_end_names_nobody_beside_it(explain_lines: Explain, follows: str) -> None:
     lines = [f"[rank0]: {follows}", "[rank3]: ValueError: no such shard", f"[rank4]: {follows}"]
     assert explain_lines(lines).culprits == (3,)
+
+
+# --- documents, and engines that wait for work ---
+
+RELEASE = ["## 4.2.1", "* Fix: NCCL watchdog timeout on rank 0", '- Fix: "CUDA error: an illegal memory access was encountered"', ""]  # fmt: skip
+
+
+@pytest.mark.parametrize("more, incident", [([], False), (["  (see #811)"], False), (["[rank1]: ValueError: x"], True)])
+def test_a_list_under_a_heading_is_no_log(explain_lines: Explain, more: list[str], incident: bool) -> None:
+    assert explain_lines([*RELEASE, *more]).incident is incident
+
+
+@pytest.mark.parametrize("elsewhere, incident", [([], False), (["    forward (sglang/srt/model_runner.py:88)"], True)])
+def test_an_engine_whose_stacks_all_wait_for_requests_is_idle(
+    explain_lines: Explain, elsewhere: list[str], incident: bool
+) -> None:
+    first = elsewhere or ["    recv_requests (sglang/srt/managers/scheduler.py:1102)"]
+    lines = [
+        *("Process 71: sglang::scheduler_TP0", 'Thread 71 (active): "MainThread"', *first),
+        *("Process 72: sglang::scheduler_TP1", 'Thread 72 (active): "MainThread"'),
+        "    broadcast (torch/distributed/distributed_c10d.py:2730)",
+        "    recv_requests (sglang/srt/managers/scheduler.py:1130)",
+    ]
+    assert explain_lines(lines).incident is incident
+
+
+@pytest.mark.parametrize("beside, named", [([], (5,)), (["rank 5: cuda:4 PCI 0000:9d:00.0"], ())])
+def test_a_table_of_ranks_and_buses_tells_whose_gpu_was_lost(
+    explain_lines: Explain, beside: list[str], named: tuple[int, ...]
+) -> None:
+    table = [f"rank {rank}: cuda:{rank} PCI 0000:{bus}:00.0" for rank, bus in ((3, "61"), (4, "9d"), (5, "9b"))]
+    lost = "[814422.1] NVRM: Xid (PCI:0000:9b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+    assert explain_lines({"train.log": [*table, *beside], "dmesg.log": [lost]}).culprits == named
+
+
+def test_the_process_behind_the_number_of_an_ascend_error_is_the_rank_that_torch_npu_calls_so(
+    explain_lines: Explain,
+) -> None:
+    lost = "The Notify register has not received the Notify record from remote rank [3]."
+    lines = [
+        line
+        for rank in (0, 1, 2)
+        for line in (
+            f"[ERROR] 2026-02-27-21:34:00 (PID:5610{rank}, Device:{rank}, RankID:{rank}) ERR02200 DIST call hccl api failed.",
+            f"EI0002: [PID: 5610{rank}] 2026-02-27 The wait execution of the Notify register times out. Reason: {lost}",
+        )
+    ]
+    assert explain_lines(lines).culprits == (3,)

@@ -433,3 +433,24 @@ def test_a_node_that_ray_removed_is_survived_where_its_command_says_that_the_job
     end = "2026-01-10 09:40:00,000 {} cli.py:65 -- Job 'raysubmit_81aa' {}"
     assert not explain_lines(["epoch=0 rank=1 loss=0.17", gone, end.format("SUCC", "succeeded")]).incident
     assert explain_lines(["epoch=0 rank=1 loss=0.17", gone, end.format("ERR", "failed")]).incident
+
+
+SERVER = "(APIServer pid=1) INFO 07-01 1{}:00:10 [loggers.py:236] Engine 000: Avg generation throughput: 8{}.0 tokens/s"
+ANSWER = 'INFO:     10.0.0.9:0 - "GET /health HTTP/1.1" 200 OK'
+
+
+@pytest.mark.parametrize("after, calm", [([ANSWER, SERVER.format(1, 2)], True), ([ANSWER], False)])
+def test_a_server_that_answers_a_probe_and_serves_on_survived_a_refused_request(
+    explain_lines: Explain, after: list[str], calm: bool
+) -> None:
+    refused = "(APIServer pid=1) ERROR 07-01 10:00:05 [serving_chat.py:290] ValueError: This model's maximum context length is 32768"
+    assert explain_lines([refused, SERVER.format(0, 1), *after]).incident is not calm
+
+
+@pytest.mark.parametrize("after, calm", [([SERVES.format(20)], True), ([], False)])
+def test_a_transfer_between_engines_that_was_not_complete_in_time(
+    explain_lines: Explain, after: list[str], calm: bool
+) -> None:
+    line = "E0707 10:00:10.1 transfer_engine_py.cpp:401] Failed to complete transfers after 30 seconds"
+    report = explain_lines([SERVES.format("05"), line, *after])
+    assert report.incident is not calm and report.culprits == ()
