@@ -29,14 +29,14 @@ _OF_A_HEALTHY_JOB = frozenset(
     {Kind.RETRIED, Kind.PROGRESS, Kind.PHASE, Kind.NOTE, Kind.NCCL_INFO, Kind.JOINED, Kind.ALIVE, Kind.PEER_CLOSED}
 )
 # What may stand beside an exception that the program caught; the store's clients try again.
-_SURVIVED_WITH = _OF_A_HEALTHY_JOB | {Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT}
+_SURVIVED_WITH = _OF_A_HEALTHY_JOB | {Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT, Kind.KERNEL_OOM}
 #: NVIDIA's Xid numbers of faults that were corrected: a row of memory to be remapped, single-bit errors.
 _CORRECTED = frozenset([63, 92, 94])
 _JOB_OF_TABLE = re.compile(r"(\d+)[\s|].*COMPLETED")
 _OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC, Kind.KERNEL_OOM])
 _DAY, _YEAR = 86_400.0, 365 * 86_400.0  # in seconds; lines of the kernel do not tell the year
-#: A shell (`set -x`, a session) prints a document, up to its next command.
-_PRINTS_DOCUMENT = re.compile(r"[+$] *(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b")
+#: A shell (`set -x`, a session) prints a document or what others have written of their changes, up to its next command.
+_PRINTS_DOCUMENT = re.compile(r"[+$] *(?:(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b|git (?:log|show|diff|blame)\b)")
 _NEXT_COMMAND = re.compile(r"[+$]+ \S")
 #: A list under a heading of Markdown, and nothing else: release notes, a plan.
 _LIST = re.compile(rb"\s*#+ .*(?:\r?\n(?:#+ .*|[*+\-] .*|\d+\. .*|[ \t].*|))*\r?\n?")
@@ -311,7 +311,7 @@ class Collector:
         evidence, prefix, index = self.evidence, record.prefix, record.source.index
         if record.number < self._quoted.get(index, 0):
             return
-        if (".md" in record.text or ".rst" in record.text) and _PRINTS_DOCUMENT.match(record.text):
+        if (".md" in record.text or ".rst" in record.text or "git " in record.text) and _PRINTS_DOCUMENT.match(record.text):
             rows = record.following(400)
             ends = (number for number, row in enumerate(rows, record.number + 1) if _NEXT_COMMAND.match(row))
             self._quoted[index] = next(ends, 0)
@@ -656,7 +656,7 @@ def _mark_survived(evidence: Evidence) -> None:
         if _has_passed(fact, alive, resumed) or _is_mended(evidence, fact, alive):
             fact.kind = Kind.RETRIED
     retries = evidence.of(Kind.RETRIED)
-    for fact in evidence.of(Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT):
+    for fact in evidence.of(Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT, Kind.KERNEL_OOM):
         end = max(fact.line, fact.until) + 2 * len(fact.frames)  # a frame and its source line
         after = [one for one in alive if one.source == fact.source and one.line > end]
         again = [
@@ -675,7 +675,7 @@ def _mark_survived(evidence: Evidence) -> None:
             for one in after
         ) or (fact.rank is None and len(answers) > 2 and answers == after[-len(answers) :])
         flapped = fact.name == "ib_async" and warned and job
-        if complete or flapped or _advises(fact) and after or again and any(one.line > again[0] for one in after):
+        if complete or flapped or _steps_on(fact, end, alive) or _advises(fact) and after or again and any(one.line > again[0] for one in after):
             fact.kind = Kind.RETRIED
 
 
@@ -689,6 +689,19 @@ def _mark_idle(evidence: Evidence) -> None:
     if all(any(_LOOP.search(frame) for frame in fact.frames) for fact in stacks):
         for fact in stacks:
             fact.kind = Kind.RETRIED
+
+
+def _steps_on(fact: Fact, end: int, alive: list[Fact]) -> bool:
+    """Return whether the job makes three steps or more after it, which no rank makes alone.
+
+    By the clock that the lines print, else by their place in the log: then a step before it has to show that its order
+    is that of time, and not that the logs of ranks stand one behind the other.
+    """
+    steps = [one for one in alive if one.kind is Kind.ALIVE and one.source == fact.source and one.number is not None]
+    before = [one.number or 0 for one in steps if one.line < fact.line]
+    numbers = [one.number or 0 for one in steps if one.line > end and (one.when or 0) >= (fact.when or 0)]
+    timed = fact.when is not None and all(one.when is not None for one in steps)
+    return len({*numbers}) > 2 and numbers == sorted(numbers) and (timed or max(before, default=MAX_RANK) <= numbers[0])
 
 
 def _passing(evidence: Evidence) -> list[Fact]:

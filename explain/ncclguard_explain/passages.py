@@ -799,11 +799,12 @@ _STARTS_RANKS = re.compile(
 _AGENT = re.compile(r"\b[EWI]\d{4} [\d:.]+ (\d+) \S*torch/distributed/elastic/")
 _PEERS = re.compile(r"Expected number of connected peer ranks is ?: (\d{1,6})")  # gloo/rendezvous/context.cc
 _RAISED_AT = re.compile(r"[\w.]*(?:Error|Exception)\b: ")  # the message of an exception may tell the step
-#: What an engine prints every few seconds while it makes tokens (vLLM, SGLang).
+#: What an engine prints every few seconds while it makes tokens (vLLM, SGLang), and a server of each answer.
 _SERVES = re.compile(
-    r"Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s|Decode batch.*gen throughput \(token/s\): (?!0\.0+,)"
+    r"\"POST /\S* HTTP/\d[\d.]*\" 200|Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s|Decode batch.*gen throughput \(token/s\): (?!0\.0+,)"
 )
 _STEP = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|batch)\b\W{0,3}\d", re.IGNORECASE)
+_STEP_NUMBER = re.compile(r"\b(?:(?:global_?)?step|iter(?:ation)?)\b\W{0,3}(\d{1,9})\b|\bepoch\b\W{0,3}(\d{1,9})\b", re.IGNORECASE)
 #: What a program prints that works through something: "consolidated 17/288 shards".
 _COUNT = re.compile(r"(?<![\d/.\-])(?P<at>\d{1,9}) ?(?:/|of) ?(?P<of>\d{1,9}) (?P<unit>[a-z]{3,})")
 _NODES = re.compile(
@@ -908,7 +909,9 @@ def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
         )
     elif last and (_SERVES.search(text) or _STEP.search(text)) and _RAISED_AT.match(text) is None:
         name = "serve" if _SERVES.search(text) else phase or "train"
-        yield make.clone(kind=Kind.ALIVE, name=name, detail=text[-200:], after_symptom=True)
+        numbered = min(_STEP_NUMBER.finditer(text), key=lambda one: one[1] is None, default=None)
+        number = int(numbered[1] or numbered[2]) if numbered else None
+        yield make.clone(kind=Kind.ALIVE, name=name, detail=text[-200:], number=number, after_symptom=True)
     count = _COUNT.search(text) if found is None and _STEP.search(text) is None else None
     if count is not None and int(count["at"]) < int(count["of"]):
         told = {

@@ -454,3 +454,35 @@ def test_a_transfer_between_engines_that_was_not_complete_in_time(
     line = "E0707 10:00:10.1 transfer_engine_py.cpp:401] Failed to complete transfers after 30 seconds"
     report = explain_lines([SERVES.format("05"), line, *after])
     assert report.incident is not calm and report.culprits == ()
+
+
+GOES_ON = [f"2026-03-03 10:00:{at}0 step {100 + 10 * at} loss 2.1" for at in range(6)]
+CORRUPT = "2026-03-03 10:00:{}5 [rank3] OSError: broken data stream when reading image file"
+
+
+@pytest.mark.parametrize(
+    "at, calm",
+    [(2, True), (3, False), (5, False)],  # after the third step but last, one may be in flight
+)
+def test_a_rank_that_raised_while_the_job_steps_on_has_caught_it(explain_lines: Explain, at: int, calm: bool) -> None:
+    report = explain_lines([*GOES_ON[: at + 1], CORRUPT.format(at), *GOES_ON[at + 1 :]])
+    assert report.incident is not calm and report.culprits == (() if calm else (3,))
+
+
+@pytest.mark.parametrize("before, calm", [([0, 1], True), ([], False), ([5], False)])
+def test_steps_without_a_time_are_later_where_they_go_on_from_those_above(
+    explain_lines: Explain, before: list[int], calm: bool
+) -> None:
+    steps = [row.partition(" step")[2] for row in GOES_ON]
+    lines = [f"[rank3] step{steps[at]}" for at in before] + ["[rank3] OSError: broken data stream"]
+    report = explain_lines([*lines, *(f"[rank0] step{row}" for row in steps[2:])])
+    assert report.incident is not calm
+
+
+def test_what_others_wrote_of_their_changes_is_no_incident(explain_lines: Explain) -> None:
+    log = [
+        "$ git log --oneline",
+        "b2c3d4e handle torch.distributed.DistBackendError: NCCL error, unhandled system error",
+    ]
+    assert not explain_lines([*log, "$ torchrun train.py", *GOES_ON]).incident
+    assert explain_lines([*log, "$ torchrun train.py", "[rank1]: ValueError: bad sample"]).culprits == (1,)
