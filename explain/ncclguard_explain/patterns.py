@@ -263,6 +263,13 @@ def _spawned(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
 _SIGNALS = {"KILL": -9, "SEGV": -11, "ABRT": -6, "BUS": -7, "ILL": -4, "FPE": -8, "TERM": -15, "INT": -2, "HUP": -1}
 
 
+def _ended(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    if found["signal"]:
+        return _spawned(found, text, fact)
+    code = fact.number or 0
+    return fact.clone(number=128 - code if 128 < code < 160 else code) if code else None
+
+
 _SHELL_ENDS = {"killed": -9, "segmentation fault": -11, "bus error": -7, "aborted": -6, "illegal instruction": -4, "floating point exception": -8}  # fmt: skip
 
 
@@ -844,6 +851,10 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.EXIT, "scripts that print how containers with a RANK in their environment ended", r"(?<![A-Z_])RANK=(?P<rank>\d{1,6})\b.{0,120}?(?<![\w\-])exit(?:_?[Cc]ode)?=(?P<number>\d{1,3})\b", "RANK=",
         (("RANK=3 node=legacy-pool-04 exit=132 at=2025-04-09T13:26:59Z", {"rank": 3, "number": -4}), ("RANK=0 node=pool-a-71 exit=1", {"rank": 0, "number": 1})),
         more=lambda found, text, fact: fact.clone(number=128 - (fact.number or 0)) if 128 < (fact.number or 0) < 160 else fact if fact.number else None),
+    Row(Kind.LAUNCHER, "launchers of whatever kind that say how a rank has ended",
+        r"(?<!of\s)(?<!for\s)\b[Rr]ank[ =:#]*(?P<rank>\d{1,6})\)?(?:,? \(?pid[ =:]?(?P<pid>\d+)\)?,?)? (?:has |was )?(?:exited|died|terminated|crashed|killed|ended) (?:with|by|on|from) (?:(?:exit )?(?:code|status)[ =:]*(?P<number>-?\d{1,3})\b|signal[ =:]*(?P<signal>(?:SIG)?[A-Z]+|\d{1,2})\b)", "",
+        (("worker 4 (rank 4) exited with code -11 after 3211s", {"rank": 4, "number": -11}), ("rank 7 (pid 4188) was killed by signal 9", {"rank": 7, "pid": 4188, "number": -9}), ("Rank 2 exited with status 139", {"rank": 2, "number": -11})),
+        ("rank 3 exited with code 0",), fields={"name": "first", "rank_basis": "launcher"}, more=_ended),
     Row(Kind.WORKER_DIED, "Ray, 2.0 to 2.50",
         r"(?P<detail>(?:worker died|SYSTEM_ERROR|The actor (?:is dead|died)|ActorDiedError|RayActorError|WorkerCrashedError|NodeDiedError|ActorUnavailableError).*)", "",
         (("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", {}),), fields={"rank": None, "rank_basis": ""}),
