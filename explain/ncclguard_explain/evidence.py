@@ -418,6 +418,7 @@ class Collector:
         _mark_healed(evidence)
         _mark_ended_well(evidence)
         _give_to_their_ranks(evidence)
+        _mark_stepped_over(evidence)
         _mark_survived(evidence)
         _mark_idle(evidence)
         over = {fact.source: fact.line for fact in evidence.of(Kind.NOTE) if fact.name == "barrier_completed"}
@@ -619,6 +620,18 @@ def _mark_ended_well(evidence: Evidence) -> None:
         )
     }  # fmt: skip
     if ends and all(fact.line < ends.get(fact.source, 0) for fact in accusing):
+        for fact in accusing:
+            fact.kind = Kind.RETRIED
+
+
+def _mark_stepped_over(evidence: Evidence) -> None:
+    """Count everything as survived where the job is seen to step on behind all that a log has against it."""
+    accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB | {Kind.STACK}]
+    last = max(accusing, key=lambda fact: max(fact.line, fact.until), default=None)
+    if last is None or {fact.source for fact in accusing} != {last.source}:
+        return
+    end = max(max(fact.line, fact.until) + 2 * len(fact.frames) for fact in accusing)
+    if _steps_on(last, end, [fact for fact in evidence.of(Kind.ALIVE) if fact.after_symptom and fact.name == "train"]):
         for fact in accusing:
             fact.kind = Kind.RETRIED
 

@@ -486,3 +486,10 @@ def test_what_others_wrote_of_their_changes_is_no_incident(explain_lines: Explai
     ]
     assert not explain_lines([*log, "$ torchrun train.py", *GOES_ON]).incident
     assert explain_lines([*log, "$ torchrun train.py", "[rank1]: ValueError: bad sample"]).culprits == (1,)
+
+
+@pytest.mark.parametrize("steps, calm", [(6, True), (4, False)])
+def test_the_end_of_a_rank_that_the_job_steps_over_is_survived(explain_lines: Explain, steps: int, calm: bool) -> None:
+    end = "2026-03-03 10:00:25 [launcher] rank 3 (pid 812) was killed by signal 9"
+    report = explain_lines([*GOES_ON[:3], end, *GOES_ON[3:steps]])
+    assert report.incident is not calm and report.culprits == (() if calm else (3,))
