@@ -500,10 +500,10 @@ def by_clients(evidence: Evidence, world: World) -> Verdict | None:
 
 
 def by_watchdog(evidence: Evidence, world: World) -> Verdict | None:
-    """The watchdog of one rank alone is stuck, and by its stack this rank is at work of its own, in no collective."""
-    beats = evidence.of(Kind.HEARTBEAT)
+    """The watchdog of one rank alone is stuck, or its monitor hears nothing, and its stack is in no collective."""
+    beats = evidence.of(Kind.HEARTBEAT) or evidence.of(Kind.ENGINE_WAIT, name="monitor")
     ranks = {fact.rank for fact in beats}
-    first = {fact.rank for fact in evidence.of(Kind.LAUNCHER, name="first")}
+    first = {fact.rank for fact in evidence.of(Kind.LAUNCHER, name="first") or evidence.of(Kind.EXIT, name="local")}
     stacks = [fact for fact in evidence.of(Kind.STACK) if fact.rank in ranks and fact.frames and "Main" in fact.text]
     rank = ranks.pop() if len(ranks) == 1 and ranks == first and not evidence.of(*EXPIRED) else None
     if rank is None or not stacks or _WAITS_FOR_DEVICE.search(stacks[-1].frames[-1]):
@@ -1276,7 +1276,7 @@ def by_silence(evidence: Evidence, world: World) -> Verdict | None:
             "only {ranks} speaks in these inputs; that the other does not proves nothing", ranks=ranks_text(waiting)
         )
         return Verdict(rule="silence", reason=reason, suspects=silent, facts=facts)
-    few = len(silent) == 1 or 4 * len(silent) <= size
+    few = (len(silent) == 1 and (size > 3 or world.basis != "highest rank seen")) or 4 * len(silent) <= size
     if not pair and (len(silent) >= len(waiting) or not few or (stopped_early and len(silent) > 1)):
         reason = tr("too many ranks are silent to name one")
         return Verdict(rule="silence", reason=reason, suspects=silent, facts=facts) if len(silent) <= 8 else None

@@ -36,7 +36,9 @@ _JOB_OF_TABLE = re.compile(r"(\d+)[\s|].*COMPLETED")
 _OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC, Kind.KERNEL_OOM])
 _DAY, _YEAR = 86_400.0, 365 * 86_400.0  # in seconds; lines of the kernel do not tell the year
 #: A shell (`set -x`, a session) prints a document or what others have written of their changes, up to its next command.
-_PRINTS_DOCUMENT = re.compile(r"[+$] *(?:(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b|git (?:log|show|diff|blame)\b)")
+_PRINTS_DOCUMENT = re.compile(
+    r"[+$] *(?:(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b|git (?:log|show|diff|blame)\b)"
+)
 _NEXT_COMMAND = re.compile(r"[+$]+ \S")
 #: A list under a heading of Markdown, and nothing else: release notes, a plan.
 _LIST = re.compile(rb"\s*#+ .*(?:\r?\n(?:#+ .*|[*+\-] .*|\d+\. .*|[ \t].*|))*\r?\n?")
@@ -311,7 +313,9 @@ class Collector:
         evidence, prefix, index = self.evidence, record.prefix, record.source.index
         if record.number < self._quoted.get(index, 0):
             return
-        if (".md" in record.text or ".rst" in record.text or "git " in record.text) and _PRINTS_DOCUMENT.match(record.text):
+        if (".md" in record.text or ".rst" in record.text or "git " in record.text) and _PRINTS_DOCUMENT.match(
+            record.text
+        ):
             rows = record.following(400)
             ends = (number for number, row in enumerate(rows, record.number + 1) if _NEXT_COMMAND.match(row))
             self._quoted[index] = next(ends, 0)
@@ -421,13 +425,13 @@ class Collector:
         _mark_stepped_over(evidence)
         _mark_survived(evidence)
         _mark_idle(evidence)
-        over = {fact.source: fact.line for fact in evidence.of(Kind.NOTE) if fact.name == "barrier_completed"}
+        over = {fact.source: max(fact.line, fact.until) for fact in evidence.of(Kind.NOTE, name="barrier_completed")}
         evidence.facts = [  # the ranks that waited at set-up have met
             fact
             for fact in evidence.facts
             if fact.kind is not Kind.STORE_BARRIER or fact.name != "Waiting" or fact.line > over.get(fact.source, -1)
         ]
-        over = {fact.source: fact.line for fact in evidence.of(Kind.NOTE, name="unstuck")}
+        over = {fact.source: max(fact.line, fact.until) for fact in evidence.of(Kind.NOTE, name="unstuck")}
         evidence.facts = [
             fact
             for fact in evidence.facts
@@ -688,7 +692,15 @@ def _mark_survived(evidence: Evidence) -> None:
             for one in after
         ) or (fact.rank is None and len(answers) > 2 and answers == after[-len(answers) :])
         flapped = fact.name == "ib_async" and warned and job
-        if complete or flapped or _steps_on(fact, end, alive) or _advises(fact) and after or again and any(one.line > again[0] for one in after):
+        if (
+            complete
+            or flapped
+            or _steps_on(fact, end, alive)
+            or _advises(fact)
+            and after
+            or again
+            and any(one.line > again[0] for one in after)
+        ):
             fact.kind = Kind.RETRIED
 
 

@@ -13,14 +13,14 @@ from ncclguard_explain.facts import Fact, Kind
 
 #: Words of ranks and their launchers, of communication, of engines, of trainers and of schedulers of several hosts.
 _JOB = re.compile(
-    rb"\[rank|(?i:_rank|_RANK)\b|\bRANK\b|(?i:world[_ ]?size|local_rank|\branks\b)|"
-    rb"torchrun|torch[./]distributed|torch\.multiprocessing|torchelastic|elastic_launch|accelerate|(?i:deepspeed|horovod|colossalai|\baccelerator\b)|"
-    rb"mpirun|mpiexec|prterun|\borted\b|\bMPI|\bsrun\b|(?i:slurm)|sbatch|\bsacct\b|jsrun|\bflux[ -]|pdsh|\bclush\b|\bray\b|\bRay\b|raylet|TERM_[A-Z]|"
-    rb"[NRHXL]CCL|nccl|rccl|hccl|xccl|oneccl|\|CCL_|[Gg]loo\b|\bUCX\b|(?i:nvshmem|all[-_ ]?reduce|all[-_ ]?gather|reduce[-_ ]?scatter|barrier|rendezvous|collective)|"
-    rb"ProcessGroup|process[ _]group|c10d|TCPStore|(?i:vllm|sglang|trt-?llm|tensorrt|lmdeploy|deepep|mooncake|nixl)|EngineCore|(?i:scheduler_\d)|"
-    rb"(?i:megatron|fsdp|\bddp\b|distributed|lightning|\bnemo\b|\bverl\b|openrlhf|\bslime\b|prime[-_]rl|torchtitan|torchft|maxtext|\bjax\b|\bxla\b|\btpu|libtpu|mindspeed|torch_npu|"
-    rb"habana|\bhpu|gaudi|nproc|nnodes|num_(?:processes|nodes|machines)|multi-?node|parallel(?:ism|_size| size)|\bshard(?:ed|ing)\b|pytorchjob|mpijob|jobset|kubeflow|volcano|"
-    rb"sagemaker|nvrx|straggler)|\bGPUs\b|\d ?[x*] ?[ABH]\d{2,3}\b|ncclguard|-worker-\d|\b(?:TP|DP|PP|EP)\d+\b|(?i:\b[tdpe]p[_-]size|megascale)|Hccl"
+    rb"\[rank|\bRANK\b|(?i:_rank\b|world[_ ]?size|\branks\b)|"
+    rb"torchrun|torch\.multiprocessing|torchelastic|elastic_launch|accelerate|(?i:deepspeed|horovod|colossalai|\baccelerator\b)|"
+    rb"(?i:\bmpi|slurm)|prterun|\borted\b|\bsrun\b|sbatch|\bsacct\b|jsrun|\bflux[ -]|pdsh|\bclush\b|\b[rR]ay(?:let)?\b|TERM_[A-Z]|"
+    rb"(?i:[nrhxle]ccl)|\bCCL_|[Gg]loo\b|\bUCX\b|c10d|TCPStore|EngineCore|(?i:nvshmem|all[-_ ]?(?:reduce|gather)|reduce[-_ ]?scatter|barrier|rendezvous|collective|"
+    rb"process[ _]?group|vllm|sglang|trt-?llm|tensorrt|lmdeploy|deepep|mooncake|nixl|scheduler_\d|"
+    rb"megatron|fsdp|\bddp\b|distributed|lightning|\bnemo\b|\bverl\b|openrlhf|\bslime\b|prime[-_]rl|torchtitan|torchft|maxtext|\bjax\b|\bxla\b|\btpu|libtpu|mindspeed|torch_npu|"
+    rb"habana|\bhpu|gaudi|nproc|nnodes|num_(?:processes|nodes|machines)|multi-?node|parallel(?:ism|_size| size)|\bshard(?:ed|ing)\b|pytorchjob|jobset|kubeflow|volcano|"
+    rb"sagemaker|nvrx|straggler|\b[tdpe]p[_-]size|megascale)|\bGPUs\b|\d ?[x*] ?[ABH]\d{2,3}\b|ncclguard|-worker-\d|\b(?:TP|DP|PP|EP)\d+\b"
 )
 #: A number of a rank, which is also a place in a list.
 _RANK = re.compile(rb"\b[Rr][Aa][Nn][Kk][ _=:#\-]{0,2}\[?\d")

@@ -784,11 +784,11 @@ _SEVERAL = re.compile(
     rf"{_MANY} ?(?i:nodes|pods|hosts|machines|Knoten|Rechner)\b(?! (?:are )?available)|{_MANY} ?(?:台|个节点|節點|节点|ノード|узл|машин|хост)|[两二三四八多双]机|两台|"
     rf"{_MANY} ?[x×*] ?\d+ (?!G[Bi])(?:\w+ )?(?:GPU|NPU|XPU|HPU)s?\b|\bkubectl (?:-\S+ \S+ )*logs\b.* (?:-l|--selector|--all-pods)\b|"
     # A worker of Kubeflow's operators is one of several pods, of which another is the master or the launcher.
-    r"\bkubectl (?:-\S+ \S+ )*logs\b.*-worker-|\b(?:--?|PET_)?(?i:nnodes)[ =]\d+:(?:[2-9]|\d\d)|\bgroup_world_size=(?:[2-9]|\d\d)"
+    r"\bkubectl (?:-\S+ \S+ )*logs\b.*-worker-|\b(?:--?|PET_)?(?i:nnodes)[ =]\d+:(?:[2-9]|\d\d)|\bgroup_(?:world_size=(?:[2-9]|\d\d)|rank=[1-9])"
 )
 _SEVERAL_WORDS = (
     "odes", "ods", "osts", "achines", "PU", "kubectl", "both", "noten", "echner", "台", "节点", "節點", "ノード", "机", "узл", "машин", "хост",
-    "nnodes", "NNODES", "group_world_size",
+    "nnodes", "NNODES", "group_world_size", "group_rank",
 )  # fmt: skip
 #: What starts the ranks of a node: torchrun, Accelerate's and DeepSpeed's launchers, nvidia-resiliency-ext's.
 _STARTS_RANKS = re.compile(
@@ -804,7 +804,9 @@ _SERVES = re.compile(
     r"\"POST /\S* HTTP/\d[\d.]*\" 200|Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s|Decode batch.*gen throughput \(token/s\): (?!0\.0+,)"
 )
 _STEP = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|batch)\b\W{0,3}\d", re.IGNORECASE)
-_STEP_NUMBER = re.compile(r"\b(?:(?:global_?)?step|iter(?:ation)?)\b\W{0,3}(\d{1,9})\b|\bepoch\b\W{0,3}(\d{1,9})\b", re.IGNORECASE)
+_STEP_NUMBER = re.compile(
+    r"\b(?:(?:global_?)?step|iter(?:ation)?)\b\W{0,3}(\d{1,9})\b|\bepoch\b\W{0,3}(\d{1,9})\b", re.IGNORECASE
+)
 #: What a program prints that works through something: "consolidated 17/288 shards".
 _COUNT = re.compile(r"(?<![\d/.\-])(?P<at>\d{1,9}) ?(?:/|of) ?(?P<of>\d{1,9}) (?P<unit>[a-z]{3,})")
 _NODES = re.compile(

@@ -56,6 +56,10 @@ def sizes_in(text: str) -> dict[str, int]:
 _TOLD = re.compile(r"\[rank=(\d{1,6})\]")
 
 
+#: A scheduler of SGLang that Ray runs behind an actor's name, as trainers do with many engines.
+_IN_ACTOR = re.compile(r"\w*[a-z]\w* (?:ATTN_CP|MOE_DP|DP|PP|CP|TP|EP)\d")
+
+
 def rank_of(place: str, sizes: Mapping[str, int]) -> int | None:
     """Return the rank of the job behind a process name, None where the name and the sizes do not prove it.
 
@@ -68,11 +72,13 @@ def rank_of(place: str, sizes: Mapping[str, int]) -> int | None:
         (3, None, 11)
         >>> rank_of("Worker_PP1_TP3", {"tp": 4}), rank_of("DP1 TP3 EP3", {}), rank_of("Worker_TP1", {"dp": 8})
         (7, 3, None)
+        >>> rank_of("SGLangEngine TP1", {}) is None
+        True
     """
     if told := _TOLD.search(place):
         return int(told[1])
     at = coordinates(place)
-    if not at.keys() & {"TP", "PP", "DP"} or is_parent(place):
+    if not at.keys() & {"TP", "PP", "DP"} or is_parent(place) or _IN_ACTOR.match(place):
         return None
     if place.startswith("Worker") and "DP" not in at and sizes.get("dp", 1) > 1:
         return None  # of a replica that its name leaves out

@@ -60,7 +60,7 @@ _PROCESS = re.compile(
     r"(?<!local )(?<!from )(?<!for )(?<!to )(?<!remote )\b[Rr]ank[ =:]+(?P<rank>\d{1,6})\b[^|;]{0,40}?\bpid[ =:]+(?P<pid>\d{1,9})\b"
 )
 _LISTED_RANK = re.compile(
-    r"\bpid[ =:]+(\d{1,9})\b[^|;]{0,120}?(?:(?<![A-Z_])RANK[=:]|(?<![\w\-])--(?:global[_-])?rank[ =])(\d{1,6})\b"
+    r"\bpid[ =:]+(\d{1,9})\b[^|;]{0,120}?(?:(?<![A-Z_])RANK[=:]|(?<![\w\-])(?:--(?:global[_-])?rank[ =]|rank=))(\d{1,6})\b"
 )
 # A command line behind its process, as shells report an end ("a.sh: line 3: 4188 Killed  python ...") and ps lists it.
 # With `--multiprocessing-distributed` of torch's ImageNet example it is the node that has this rank.

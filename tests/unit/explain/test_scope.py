@@ -257,3 +257,78 @@ def test_the_process_behind_the_number_of_an_ascend_error_is_the_rank_that_torch
         )
     ]
     assert explain_lines(lines).culprits == (3,)
+
+
+# --- what a blind set of sixty logs showed ---
+
+
+@pytest.mark.parametrize("place, named", [("TP1", (1,)), ("(SGLangEngine pid=8803, ip=172.20.9.4) TP1", ())])
+def test_the_place_in_an_engine_that_is_an_actor_of_ray_is_no_rank_of_the_job(
+    explain_lines: Explain, place: str, named: tuple[int, ...]
+) -> None:
+    actor, _, tensor = place.rpartition(" ")
+    head = f"{actor} [2026-11-04 01:44:21 {tensor}]".strip()
+    lines = [f"{head} Scheduler hit an exception: Traceback (most recent call last):", '  File "m.py", line 3, in run',
+             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB."]  # fmt: skip
+    report = explain_lines(lines, world_size=16)
+    assert report.incident and report.culprits == named and bool(report.places) is not bool(named)
+
+
+WAITS = "[WARNING] [RankMonitorServer:{0}@n14] Did not get subsequent heartbeat. Waited 181.02 seconds."
+LOCK = ["    _flock_acquire (filelock/_unix.py:43)", "    compile (triton/compiler/compiler.py:288)"]
+REDUCE = ["    all_reduce (torch/distributed/distributed_c10d.py:3011)"]
+
+
+@pytest.mark.parametrize("stack, others, named", [(LOCK, [], (9,)), (REDUCE, [], ()), (LOCK, [10], ())])
+def test_one_rank_alone_without_heartbeats_is_named_where_its_stack_is_in_no_collective(
+    explain_lines: Explain, stack: list[str], others: list[int], named: tuple[int, ...]
+) -> None:
+    lines = ["[ft_launcher9921@n14] Starting worker group: nproc=4, group_rank=2, rank_offset=8"]
+    lines += [WAITS.format(rank) for rank in (9, *others)]
+    lines += [
+        "[WARNING] [RankMonitorServer:9@n14] Shutting down training process pid=10043 rank=9",
+        "py-spy dump of pid 10043:",
+    ]
+    lines += ['Thread 10043 (active): "MainThread"', *stack, ""]
+    lines += ["[ERROR] [ft_launcher9921@n14] failed (exitcode: -9) local_rank: 1 (pid: 10043) of binary: python"]
+    assert explain_lines(lines).culprits == named
+
+
+def test_a_local_rank_of_a_node_that_is_not_the_first_is_no_rank_of_the_job(explain_lines: Explain) -> None:
+    end = LOCAL.format(88, 128)
+    assert explain_lines(["Starting worker group: nproc=4, group_rank=0", end]).culprits == (3,)
+    assert explain_lines(["Starting worker group: nproc=4, group_rank=2", end]).culprits == ()
+
+
+def test_threads_that_were_stuck_several_times_and_came_free_are_no_incident(explain_lines: Explain) -> None:
+    stuck = "rendezvous.cc:102] This thread has been waiting for `initialize clique for rank {}` for 10 seconds and may be stuck."
+    free = "rendezvous.cc:83] Thread is unstuck! Warning above was a false-positive."
+    assert not explain_lines([stuck.format(0), free, stuck.format(1), free]).incident
+    assert explain_lines([stuck.format(0), free, stuck.format(1)]).incident
+
+
+def test_tasks_of_a_lost_host_are_told_by_an_end_of_whatever_kind(explain_lines: Explain) -> None:
+    ends = [f"srun: error: c{host}: tasks {8 * host}-{8 * host + 7}: Terminated" for host in range(3)]
+    lines = ["srun: error: Node failure on c3", *ends, "srun: error: c3: tasks 24-31: Unspecified error"]
+    assert explain_lines(lines).culprits == tuple(range(24, 32))
+
+
+@pytest.mark.parametrize("world, named", [(None, ()), (3, (1,))])
+def test_of_two_that_wait_nobody_is_told_absent_unless_the_jobs_size_is_known(
+    explain_lines: Explain, world: int | None, named: tuple[int, ...]
+) -> None:
+    lines = [
+        f"[E ProcessGroupNCCL.cpp:566] [Rank {rank}] Watchdog caught collective operation timeout: "
+        "WorkNCCL(OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1801819 milliseconds before timing out."
+        for rank in (0, 2)
+    ]
+    report = explain_lines(lines, world_size=world)
+    assert report.incident and report.culprits == named
+
+
+def test_a_result_that_only_the_first_gpu_gets_wrong_is_the_gpus(explain_lines: Explain) -> None:
+    head = "WARNING:megatron.core.rerun_state_machine:"
+    lines = [f"{head}Unexpected result nan on rank 37 at iteration #31593 invocation #1 (message='found NaN in local forward loss')",
+             f"{head}Second rerun: result is not the same, persistent hardware fault suspected on initial GPU, rank 37"]  # fmt: skip
+    report = explain_lines(lines, world_size=64)
+    assert (report.culprits, report.decision) == ((37,), "restart-without")
