@@ -1276,7 +1276,8 @@ def by_silence(evidence: Evidence, world: World) -> Verdict | None:
             "only {ranks} speaks in these inputs; that the other does not proves nothing", ranks=ranks_text(waiting)
         )
         return Verdict(rule="silence", reason=reason, suspects=silent, facts=facts)
-    few = (len(silent) == 1 and (size > 3 or world.basis != "highest rank seen")) or 4 * len(silent) <= size
+    known = size > 3 or world.basis != "highest rank seen" or set(silent) <= heard  # two ranks tell no job's size
+    few = (len(silent) == 1 and known) or 4 * len(silent) <= size
     if not pair and (len(silent) >= len(waiting) or not few or (stopped_early and len(silent) > 1)):
         reason = tr("too many ranks are silent to name one")
         return Verdict(rule="silence", reason=reason, suspects=silent, facts=facts) if len(silent) <= 8 else None
