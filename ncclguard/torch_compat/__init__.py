@@ -70,6 +70,7 @@ from ncclguard.torch_compat.nccl import (
     sequence_number as sequence_number,
     shut_nccl_group as shut_nccl_group,
     spin_limit as spin_limit,
+    switch_recorders_on as switch_recorders_on,
 )
 from ncclguard.torch_compat.point_to_point import awaited_works as awaited_works, note_transfers as note_transfers
 from ncclguard.torch_compat.stores import (

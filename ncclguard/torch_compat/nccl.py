@@ -223,6 +223,17 @@ def _no_debugging() -> Iterator[None]:
 _RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
 
+def switch_recorders_on() -> None:
+    """Have the flight recorders of this process record where torch has them off by default: before 2.11.
+
+    The variable is read with the process's first gloo group, and by NCCL's recorder with the first NCCL collective;
+    one that the program has set, also to 0, stays.
+    """
+    if groups.VERSION < (2, 11) and not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & {*os.environ}:
+        name = "TORCH_FR_BUFFER_SIZE" if groups.VERSION >= (2, 8) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+        os.environ[name] = "2000"  # the default since (FlightRecorder.hpp)
+
+
 def recorder_name(group: dist.ProcessGroup, backend: str) -> str:
     """Return the name of the recorder for one of the group's backends: "gloo", "nccl", "nccl2", ...
 

@@ -63,8 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def observing(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which the Python processes of a command observe."""
+    """The environment in which the Python processes of a command observe, and torch's flight recorder is on."""
     found = {**environ, ncclguard_observe.VARIABLE: "1"}
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:
+        found.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the default from torch 2.11 on, 0 before
     if not _read_at_start(found):
         folder = str(Path(ncclguard_observe.__file__).parent)
         found["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, found.get("PYTHONPATH"))))

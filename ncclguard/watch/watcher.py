@@ -469,7 +469,8 @@ class Watcher:
             self._warned_blind = True
             log.warning(
                 "ncclguard: torch's flight recorder does not cover %s, so watch() knows their collectives only by number; "
-                "set TORCH_FR_BUFFER_SIZE=2000 before init_process_group, or use torch 2.8 or later",
+                "set TORCH_FR_BUFFER_SIZE=2000 before init_process_group (before torch 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE), or use "
+                "torch 2.11 or later",
                 ", ".join(blind),
             )
 
@@ -797,7 +798,6 @@ def watch(
     >>> ng.watch(timeout=120, on_hang="abort").incidents
     ()
     """
-    global _current
     if on_hang not in ("report", "abort"):
         refusal = told('on_hang must be "report" or "abort", not {value}: give one of them', value=repr(on_hang))
         raise ValueError(refusal)
@@ -814,6 +814,12 @@ def watch(
         )
         raise TypeError(text)
     settings = Settings(seconds(timeout, "timeout"), on_hang == "abort", on_incident, on_slow, check_group(group))
+    torch_compat.switch_recorders_on()
+    return _watch(settings)
+
+
+def _watch(settings: Settings) -> Watch:
+    global _current
     current_config()  # a wrong variable is told of here, and not when the process group is there
     with _lock:
         if _current is not None:
@@ -835,10 +841,13 @@ def watch(
 
 
 def ensure() -> bool:
-    """Observe with the default settings, unless the program has called `watch` already; True if it is observed now."""
+    """Observe with the default settings, unless the program has called `watch` already; True if it is observed now.
+
+    torch's flight recorder stays as the program has it.
+    """
     if _current is not None:
         return False
-    return watch().active
+    return _watch(Settings(None, False, None, None, None)).active
 
 
 def observe_anew() -> None:

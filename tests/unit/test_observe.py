@@ -191,9 +191,15 @@ def test_a_command_that_cannot_be_run_is_said(tmp_path: Path) -> None:
 def test_the_path_is_changed_only_where_python_does_not_read_the_variable_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given, asked = {"PYTHONPATH": "/a:/b", "HOME": "/h"}, {"NCCLGUARD_OBSERVE": "1"}
+    given, asked = {"PYTHONPATH": "/a:/b", "HOME": "/h"}, {"NCCLGUARD_OBSERVE": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
     monkeypatch.setattr(observe, "_read_at_start", lambda environ: False)
     assert observe.observing(given) == {**given, **asked, "PYTHONPATH": f"{FOLDER}:/a:/b"}
     assert observe.observing({}) == {**asked, "PYTHONPATH": str(FOLDER)}
     monkeypatch.setattr(observe, "_read_at_start", lambda environ: True)
     assert observe.observing(given) == {**given, **asked}
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_a_length_of_the_flight_recorder_that_is_set_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "_read_at_start", lambda environ: True)
+    assert observe.observing({name: "0"}) == {name: "0", "NCCLGUARD_OBSERVE": "1"}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
+from ncclguard import torch_compat
+from ncclguard.torch_compat import groups
 from ncclguard.watch import recorder
+
+LENGTHS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 def entry(
@@ -25,6 +30,26 @@ def entry(
 
 def fingerprint(name: str, **facts: Any) -> int:
     return recorder._pending("0:nccl", (0, 1), entry(name, 7, **facts), "nccl").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "kept"),
+    [
+        ((2, 7), {}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}),
+        ((2, 8), {}, {"TORCH_FR_BUFFER_SIZE": "2000"}),
+        ((2, 10), {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_FR_BUFFER_SIZE": "0"}),
+        ((2, 10), {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}),
+        ((2, 11), {}, {}),
+    ],
+)
+def test_the_flight_recorder_is_switched_on_where_torch_has_it_off(
+    version: tuple[int, int], given: dict[str, str], kept: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in LENGTHS} | given
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(groups, "VERSION", version)
+    torch_compat.switch_recorders_on()
+    assert {name: value for name, value in environ.items() if name in LENGTHS} == kept
 
 
 def test_messages_that_were_issued_together_are_no_collective() -> None:
