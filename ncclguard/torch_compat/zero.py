@@ -1,6 +1,6 @@
 """The parts of the optimizer's state and who has them, by private names of torch's `ZeroRedundancyOptimizer` (ZeRO-1).
 
-Ran on torch 2.13.0 (CPU). `obstacle` says what an optimizer has that cannot be partitioned anew.
+Ran on torch 2.8.0, 2.11.0 and 2.13.0 (CPU). `obstacle` says what an optimizer has that cannot be partitioned anew.
 """
 
 from __future__ import annotations

@@ -36,6 +36,13 @@ Kill = tuple[int, int, str]
 MOMENTS = ("forward", "backward", "reduction", "optimizer", "behind", "copies", "complete")
 
 
+@pytest.fixture(autouse=True)
+def moves_shards(request: pytest.FixtureRequest) -> None:
+    """Skip what is of FSDP2 where `resilient_step` refuses it; ZeRO-1's optimizer goes on with every torch."""
+    if not hasattr(FSDPModule, "reset_iter_state") and "with_zero" not in request.function.__name__:
+        pytest.skip("resilient_step moves shards of FSDP2 from torch 2.13 on")
+
+
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """Each sample says which it is."""
 

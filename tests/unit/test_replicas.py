@@ -41,6 +41,7 @@ def test_everything_that_a_step_uses_is_compared_each_once() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # LBFGS of torch 2.8
 def test_state_of_any_form_is_compared() -> None:
     """LBFGS keeps lists of tensors and numbers; a parameter of no model is named by its place."""
     model, loose = nn.Linear(3, 1), nn.Parameter(torch.ones(2))
