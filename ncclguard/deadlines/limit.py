@@ -413,7 +413,8 @@ def nccl_timeout_handler(seconds: float | timedelta = 1800, group: dist.ProcessG
     still inside, then
 
     - Python code of the main thread (a loop, ``time.sleep``) is interrupted with ``CollectiveTimeout``, through
-      SIGALRM. The groups are left alone, except one that has a collective in flight, or may have (flight recorder off);
+      SIGALRM. The groups are left alone, except one that has a collective in flight, or may have (flight recorder off,
+      as it is by default before torch 2.11);
     - a call that waits in C++ is ended by stopping ``group`` on this rank (gloo: its connections are closed; NCCL: its
       communicators are aborted), and the error with which it returns is raised as ``CollectiveTimeout``. Without
       ``group`` those with a collective in flight are stopped, or else the default group, and if the block still does

@@ -1,7 +1,7 @@
 """torch's private names for process groups and their operators, its hooks, and the words in which collectives break.
 
-Ran on torch 2.6.0, 2.13.0 and 2.15.0 (CPU, gloo); the versions between are declared, not run. Where a version lacks
-something the function says what it does instead.
+Ran on torch 2.6.0, 2.8.0, 2.11.0, 2.13.0 and 2.15.0 (CPU, gloo); the versions between are declared, not run. Where a
+version lacks something the function says what it does instead.
 
 C++ raises plain RuntimeErrors in many places, so that the text has to tell. Sources: gloo's and ProcessGroupNCCL's
 messages as they came out of torch 2.6, 2.13 and 2.15, gloo and NCCL (on an emulated GPU).
@@ -554,7 +554,7 @@ def reduce_op_of(boxed: Any) -> dist.ReduceOp:
 
 
 def tells_reduce_op() -> bool:
-    """Return whether an operator can tell its reduce op: not in torch 2.6 and 2.9, but in 2.13 and 2.15."""
+    """Return whether an operator can tell its reduce op: from torch 2.10 on."""
     return hasattr(torch.classes.c10d.ReduceOp(), "op")
 
 

@@ -1,8 +1,8 @@
 """torch's private names for NCCL process groups, for its flight recorders, and for what its own watchdogs have found.
 
 Written from the sources of torch 2.6, 2.9 and a later main branch; the bindings were looked at in CUDA builds of 2.6.0
-and 2.15.0. Run on torch 2.6.0, 2.13.0 and 2.15.0 (CPU, gloo), and NCCL on an emulated GPU with 2.13.0 and 2.15.0; the
-versions between are declared, not run.
+and 2.15.0. Run on torch 2.6.0, 2.8.0, 2.11.0, 2.13.0 and 2.15.0 (CPU, gloo), and NCCL on an emulated GPU with 2.8.0,
+2.10.0 (parts), 2.11.0, 2.13.0 and 2.15.0; the versions between are declared, not run.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def of_own_device(error: BaseException) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def graphs_count_operations() -> bool:
-    """Return whether capturing a CUDA graph waits until a watchdog has seen all operations end: torch 2.6, not 2.15."""
+    """Return whether capturing a graph waits until a watchdog has seen all operations end: in 2.6, not from 2.8 on."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
     try:
         library = ctypes.CDLL(str(path))  # which is loaded already
@@ -182,7 +182,7 @@ def make_stream_wait(work: dist.Work) -> None:
     """Have the current stream wait for an operation, and not this thread.
 
     ``block_current_stream`` is the same function without its warning (ProcessGroupNCCL.hpp, ``WorkNCCL``); older torch,
-    2.6 among it, has ``synchronize`` only, which prints in 2.13 and 2.15 that it is being deprecated.
+    2.6 and 2.8 among it, has ``synchronize`` only, which prints from 2.8 on that it is being deprecated.
     """
     (work.block_current_stream if hasattr(work, "block_current_stream") else work.synchronize)()
 

@@ -2,7 +2,7 @@
 
 torch issues them from Python only, by three methods of `ProcessGroup`, and a program waits in `wait` of a work. These
 methods are replaced by functions that call them: `torch.distributed.isend` and its siblings stay the objects that they
-are, because `P2POp` and programs compare them. Ran on torch 2.13.0 (gloo).
+are, because `P2POp` and programs compare them. Ran on torch 2.8.0 and 2.13.0 (gloo).
 """
 
 from __future__ import annotations

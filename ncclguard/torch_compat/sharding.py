@@ -280,9 +280,10 @@ def make_known(group: dist.ProcessGroup, name: str, ranks: Sequence[int], like: 
 
 def _register(group: Any, backend: str, store: Any, name: Any, config: str, mapping: dict[int, int]) -> None:
     """Do what `_register_pg_in_world` does, which came with torch 2.12 or 2.13."""
-    world: Any = c10d._world
+    private: Any = c10d
+    world = private._world
     world.pg_map[group], world.pg_names[group], world.pg_backend_config[group] = (backend, store), name, config
     world.pg_group_ranks[group] = mapping
-    c10d._register_process_group(name, group)
+    private._register_process_group(name, group)
     world.pg_to_tag[group] = f"ptd:{name}"
     world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)

@@ -1,6 +1,6 @@
 """torch's private names for the stores behind a job.
 
-Ran on torch 2.6.0, 2.13.0 and 2.15.0 (TCPStore, FileStore); the versions between are declared, not run.
+Ran on torch 2.6.0, 2.8.0, 2.11.0, 2.13.0 and 2.15.0 (TCPStore, FileStore); the versions between are declared, not run.
 """
 
 from __future__ import annotations
