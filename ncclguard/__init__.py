@@ -70,6 +70,8 @@ def _load() -> None:
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("faults", "weights"):  # packages whose names are documented
+        return _import_module(f"ncclguard.{name}")
     if name not in __all__:
         raise _no_name(name)
     _load()

@@ -75,6 +75,7 @@ class Look:
     python_threads: tuple[int, ...] = ()
     trouble: Message | str = ""
     rank: int | None = None  # the value of the program's outermost local variable of that name
+    own_threads: frozenset[int] = frozenset()  # those of this library, which `watch` has and guarded calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,8 @@ def _look(pid: int, started: Mapping[int, Sequence[tuple[int, int]]], spy: str |
     rank = next(
         (frame.rank for one in threads if one.tid == pid for frame in one.frames if frame.rank is not None), None
     )
-    return Look(time.monotonic(), counters, place, thread, tuple(one.tid for one in threads), "", rank)
+    own = frozenset(one.tid for one in threads if one.name.startswith("ncclguard"))
+    return Look(time.monotonic(), counters, place, thread, tuple(one.tid for one in threads), "", rank, own)
 
 
 def _membership(pid: int, address: int) -> tuple[tuple[int, int] | None, bool]:
@@ -304,7 +306,8 @@ def _moved(before: Look, after: Look) -> Motion:
     """Return what a rank has done between two looks.
 
     Of the threads that run Python all count, and of the others (NCCL's and gloo's, which may spin while they wait)
-    none, where py-spy tells them apart.
+    none, where py-spy tells them apart. Nor do this library's own, which write the report of what stands still: while
+    they are at work, what the process reads, writes and starts is theirs.
     """
     old, new = before.counters, after.counters
     if old is None or new is None or (before.place is None) != (after.place is None):
@@ -313,10 +316,14 @@ def _moved(before: Look, after: Look) -> Motion:
     if before.place is not None and before.place.stack != (after.place.stack if after.place else ()):
         return Motion.MOVING
     counted = set(after.python_threads or new.threads) & old.threads.keys() & new.threads.keys()
-    ticks = sum(new.threads[tid][0] - old.threads[tid][0] for tid in counted)
-    seen = old.transferred is not None and new.transferred is not None
+    ticks, own_ticks = (
+        sum(new.threads[tid][0] - old.threads[tid][0] for tid in tids)
+        for tids in (counted - after.own_threads, counted & after.own_threads)
+    )
+    idle = max(IDLE_LOAD * seconds * _TICKS, 2)
+    seen = old.transferred is not None and new.transferred is not None and own_ticks <= idle
     transferred = (new.transferred or 0) - (old.transferred or 0) if seen else 0
-    works = max(ticks, new.helpers - old.helpers) > max(IDLE_LOAD * seconds * _TICKS, 2)
+    works = max(ticks, new.helpers - old.helpers if own_ticks <= idle else 0) > idle
     if works or transferred / seconds > IDLE_BYTES or after.thread in new.running:
         kind = after.place.kind if after.place is not None else Kind.PYTHON
         in_call = kind is Kind.DEVICE or (kind in INSIDE and not new.is_gloo)

@@ -17,8 +17,8 @@ from ncclguard.errors import GuardConfigError
 from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlSocket, open_control
 from ncclguard.metrics.exchange import exchanges, proposals
-from ncclguard.metrics.records import Record, SlowRanks, Snapshot
-from ncclguard.metrics.registry import RecordingListener, Watched, add_watched, remove_watched
+from ncclguard.metrics.records import Record, Snapshot
+from ncclguard.metrics.registry import RecordingListener, Watched, add_watched, awaited_in_watched, remove_watched
 from ncclguard.metrics.settings import SETTINGS
 from ncclguard.metrics.sinks import Sink, SinkLike, SinkThread, make_sinks
 
@@ -183,14 +183,14 @@ def setup_nccl_monitoring(
     return monitoring
 
 
-def show_watched(watched: Watched, slow: Callable[[], SlowRanks | None]) -> Callable[[], None]:
+def show_watched(watched: Watched) -> Callable[[], None]:
     """Show the watched collectives and who is slow in `ncclguard top` and to sinks; return a function that ends that.
 
     Where the program has not set monitoring up, this process answers all the same, and no sink hears of it.
     """
     global _current
     own: Monitoring | None = None
-    add_watched(watched, slow)
+    add_watched(watched)
     with _lock:
         if _current is None or _current.closed:
             own = _current = Monitoring((), INTERVAL, records.job_name(), serve=True)
@@ -240,6 +240,7 @@ def _job(known: object, snapshot: Snapshot) -> dict[str, Any]:
     left_out = known if isinstance(known, list) else []
     tables = {table.through.rpartition("/")[0]: table for table in snapshot.stragglers}
     monitored = next((one.awaited for one in exchanges() if one.awaited is not None), None)
+    awaited = [] if monitored is None else monitored(AWAITED_WITHIN)
     config = current_config()
     return {
         "rank": snapshot.rank,
@@ -252,7 +253,8 @@ def _job(known: object, snapshot: Snapshot) -> dict[str, Any]:
             for key, table in tables.items()
             if key not in left_out
         },
-        "awaited": None if monitored is None else monitored(AWAITED_WITHIN),
+        "awaited": None if awaited is None else [*awaited, *awaited_in_watched()],
+        "guarded": bool(snapshot.series),
     }
 
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ncclguard import events
 from ncclguard.config import current_config
@@ -157,14 +157,30 @@ class Registry:
         return series
 
 
-#: Functions that return the collectives which are watched, not guarded, and waiting now.
-Watched = Callable[[], Sequence[OpenOperation]]
-_watched: dict[Watched, Callable[[], SlowRanks | None]] = {}
+class Watched(Protocol):
+    """The collectives that are watched, not guarded, as metrics and `ncclguard top` show them."""
+
+    def waiting(self) -> Sequence[OpenOperation]:
+        """Return those that stand still now."""
+
+    def slow(self) -> SlowRanks | None:
+        """Return who makes the job slow."""
+
+    def awaited(self) -> list[dict[str, Any]]:
+        """Return whom this rank has found awaited in them, as `Monitor.awaited` does."""
 
 
-def add_watched(watched: Watched, slow: Callable[[], SlowRanks | None]) -> None:
-    """Show what the two return in every snapshot from now on: operations as open, and who is slow."""
-    _watched[watched] = slow
+_watched: dict[Watched, None] = {}
+
+
+def add_watched(watched: Watched) -> None:
+    """Show what it tells in every snapshot from now on."""
+    _watched[watched] = None
+
+
+def awaited_in_watched() -> list[dict[str, Any]]:
+    """Return whom this rank has found awaited in watched collectives."""
+    return [entry for watched in tuple(_watched) for entry in watched.awaited()]
 
 
 def remove_watched(watched: Watched) -> None:
@@ -261,7 +277,7 @@ class RecordingListener(events.Listener):
             losses=self._ranks["went on"],
             rejoins=self._ranks["rejoined"],
             lost_seconds=self._lost_seconds,
-            slow=next((found for found in (slow() for slow in tuple(_watched.values())) if found is not None), None),
+            slow=next((found for found in (watched.slow() for watched in tuple(_watched)) if found is not None), None),
             channels=tuple(status() for status in tuple(_channels)),
         )
 
@@ -278,7 +294,7 @@ class RecordingListener(events.Listener):
                     limit=call.deadline - call.entered, late=age > limit,
                 )
             )  # fmt: skip
-        return (*found, *(operation for watched in tuple(_watched) for operation in watched()))
+        return (*found, *(operation for watched in tuple(_watched) for operation in watched.waiting()))
 
     def origin(self) -> dict[str, Any]:
         """Return the fields that all records share."""

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -122,8 +122,8 @@ def view(job: str, statuses: Mapping[int, dict[str, Any] | str]) -> Group:
         first = answers[min(answers)]
         parts += _slow(first)
         parts += _channels(answers)
-        parts += _stragglers(first)
-        parts.append(_operations(first))
+        if first["snapshot"]["series"]:
+            parts += [*_stragglers(first), _operations(first)]
         parts += _settings(first)
     return Group(*parts)
 
@@ -258,6 +258,8 @@ def _settings(status: dict[str, Any]) -> list[RenderableType]:
 #: The number of ranks of a large job that are shown singly because they come last, and their least distance in time.
 SINGLED_OUT = 8
 FAR_BEHIND = 2.0
+#: Seconds in which all ranks have answered who is awaited.
+ANSWERED_WITHIN = 5.0
 #: Hosts that arrive within so many seconds of the first rank share a row.
 TOGETHER = 1e-4
 
@@ -270,7 +272,8 @@ def job_view(job: str, answers: Mapping[int, dict[str, Any] | str]) -> Group:
         tables = {**answer["tables"], **tables}
     hosts = {row[0]: row[1] for table in tables.values() for row in table["rows"]}
     size = max((answer["world_size"] for answer in answered.values()), default=0)
-    title = Text(f"job {job}: {size or '?'} ranks; {len(hosts):,} on {len(set(hosts.values())):,} hosts are known here")
+    known = f"{len(hosts):,} on {len(set(hosts.values())):,} hosts are known here"
+    title = Text(f"job {job}: {size or '?'} ranks; {known if hosts else f'{len(answered)} on this host answer'}")
     if 0 < len(hosts) < size:
         title.append(
             " (the others share no group with a rank on this host, or no exchange has taken place)", style="dim"
@@ -288,9 +291,15 @@ def job_view(job: str, answers: Mapping[int, dict[str, Any] | str]) -> Group:
         return Group(*parts, *_no_exchange())
     for table in sorted(tables.values(), key=lambda one: -len(one["rows"])):
         parts.append(_arrivals(table, placed))
-    if not tables:
+    if not tables and any(answer["guarded"] for answer in answered.values()):
         parts.append(Text(f"arrivals are known after operation {first['statistics_every']} of a group", style="dim"))
     return Group(*parts)
+
+
+_NOTHING_WAITS: Final = (
+    "no operation waits on this host, and none for a rank on it; collectives of torch itself, such as DDP's, are seen "
+    "where ncclguard.watch() is on"
+)
 
 
 def _who_waits(answered: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
@@ -312,7 +321,8 @@ def _who_waits(answered: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
         late = entry is not None or any(call["late"] for _, call in calls)
         if calls:
             rank, call = max(calls, key=lambda one: float(one[1]["age"]))
-            where = f"for {call['age']:.1f} s of {call['limit']:g} s on rank {rank}, and on {len(calls) - 1} more here"
+            where = f"for {call['age']:.1f} s of {call['limit']:g} s on rank {rank}"
+            where += f", and on {len(calls) - 1} more here" if len(calls) > 1 else ""
         else:
             where = "not entered by a rank on this host"
         lines.append(Text(f"waiting: {text} ({op_id}), {where}", style="red" if late else "yellow"))
@@ -322,14 +332,15 @@ def _who_waits(answered: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
             lines.append(Text(asked, style="dim"))
         else:
             patience = min(answer["warn_after"] for answer in answered.values())
-            lines.append(
-                Text(f"  the ranks are asked who is awaited {patience:g} s after the first began", style="dim")
-            )
+            said = f"the ranks are asked who is awaited {patience:g} s after the first began"
+            if calls and call["age"] > patience + ANSWERED_WITHIN:
+                said = "who is awaited is in the log of the rank that has asked the others, and in `ncclguard hang`"
+            lines.append(Text(f"  {said}", style="dim"))
     if unanswered and len(unanswered) == len(answered):
         lines.append(
             Text("who is awaited could not be looked up: the job's store did not answer in time", style="yellow")
         )
-    return lines or [Text("no operation waits on this host, and none for a rank on it", style="dim")]
+    return lines or [Text(_NOTHING_WAITS, style="dim")]
 
 
 def _arrivals(table: Mapping[str, Any], placed: Hosts) -> Table:

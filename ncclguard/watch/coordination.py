@@ -305,6 +305,8 @@ class WatchCoordination:
         self._published: dict[str, tuple[int, int]] = {}  # key -> generation and number of what was written there last
         self._warned: dict[str, tuple[int, float]] = {}  # channel -> number of the collective last warned of, its age
         self._question: _Question | None = None
+        #: The last answer to this rank's question who is awaited: in what, after how many seconds, and in words.
+        self.answered: tuple[Pending, float, list[str]] | None = None
         self._asked = 0
 
     # ------------------------------------------------------------------ the watcher's thread
@@ -496,10 +498,13 @@ class WatchCoordination:
         lines = not_come({rank: question.answers[rank] for rank in finding.causes if rank not in sights})
         lines += not_answering(sights)
         lines += [f"{ranks_text(ranks)} in {text}" for text, ranks in finding.sides[:SHOWN_GROUPS]]
+        lines = lines or ["every rank has entered: the transfer itself is slow or stalled"]
+        age = self._state.age(question.pending)
+        self.answered = question.pending, age, [str(line) for line in lines]
         log.warning(
             "ncclguard: %s has made no progress for %.0f s on rank %d: %s",
             question.pending.text,
-            self._state.age(question.pending),
+            age,
             self._rank,
-            "; ".join(lines) or "every rank has entered: the transfer itself is slow or stalled",
+            "; ".join(lines),
         )

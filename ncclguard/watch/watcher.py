@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
@@ -264,7 +264,7 @@ class Watcher:
         self._state.recorder.status()
         self._warn_of_blindness()
         self._thread.start()
-        self._hide = show_watched(self._open_operations, lambda: self._settings.slow)
+        self._hide = show_watched(self)
 
     def close(self) -> None:
         """Stop, after a verdict that is on its way; once."""
@@ -282,7 +282,22 @@ class Watcher:
             self._thread.join(1.0)
         self._state.observe_no_more()
 
-    def _open_operations(self) -> list[OpenOperation]:
+    def slow(self) -> SlowRanks | None:
+        """Return who makes the job slow, as all ranks know it."""
+        return self._settings.slow
+
+    def awaited(self) -> list[dict[str, Any]]:
+        """Return whom this rank has found awaited in what still stands still."""
+        if self._coordination.answered is None:
+            return []
+        asked, age, lines = self._coordination.answered
+        if not any((one.channel, one.sequence) == (asked.channel, asked.sequence) for one in self._standing):
+            return []
+        said = {"group": asked.channel, "sequence": asked.sequence, "text": asked.text, "lines": lines}
+        return [{**said, "by": self._rank, "age": round(age, 1)}]
+
+    def waiting(self) -> list[OpenOperation]:
+        """Return the collectives that stand still."""
         ages = [(p, self._state.age(p)) for p in self._standing]
         return [
             OpenOperation(

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.engine import runtime
-from ncclguard.metrics import control, records, top_command
+from ncclguard.metrics import control, records, registry, top_command
 from ncclguard_explain import explain
 from tests import gloo_aborts
 
@@ -309,10 +309,21 @@ def stalls() -> None:
     rank = dist.get_rank()
     training = Training()
     training.steps()
+    over, seen = threading.Event(), list[Any]()
+
+    def look() -> None:
+        """Look at what `ncclguard top --all` shows, again and again."""
+        while not over.wait(0.1):
+            seen.extend(registry.awaited_in_watched())
+
+    looking = threading.Thread(target=look)
+    looking.start()
     if rank == CULPRIT:
         time.sleep(4.0)
     training.steps()
-    faults.report(warnings=warnings.texts)
+    over.set()
+    looking.join()
+    faults.report(warnings=warnings.texts, awaited=seen[-1:])
     if rank == CULPRIT:
         hold_gil(4.0)
     training.steps()
@@ -351,6 +362,13 @@ def test_a_slow_rank_makes_one_warning_by_one_rank_that_says_where_it_is(stalled
     (warning,) = [text for texts in stalled.values("warnings").values() for text in texts]
     assert f"rank {CULPRIT} has not come" in warning
     assert "sleep" in warning
+
+
+@recorded
+def test_who_has_asked_shows_in_top_who_is_awaited(stalled: faults.JobResult) -> None:
+    (found,) = [one for seen in stalled.values("awaited").values() for one in seen]
+    assert f"rank {CULPRIT} has not come" in found["lines"][0] and "sleep" in found["lines"][0], found
+    assert found["group"] == "0:gloo" and found["by"] != CULPRIT and found["age"] >= 2.5, found
 
 
 @recorded

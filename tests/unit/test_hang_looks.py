@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -36,6 +37,22 @@ def test_a_main_thread_that_runs_says_nothing_of_the_one_that_trains() -> None:
     counted = Counters("R", {10: (0, 5), 12: (0, 5)}, None, 0, running=frozenset([10]))
     looks = {at: [Look(float(second), counted, BACKWARD, at, (10, 12)) for second in range(2)] for at in (10, 12)}
     assert {at: observe(some).motion for at, some in looks.items()} == {10: Motion.SPINNING, 12: Motion.STILL}
+
+
+def test_a_report_that_is_being_written_moves_no_rank() -> None:
+    """The threads of `watch` compute and write for a second when a limit has passed: nobody trains meanwhile."""
+    looks = [
+        Look(
+            float(second),
+            Counters("S", {10: (0, 5), 12: (80 * second, 9)}, 10**6 * second, 50 * second),
+            BACKWARD,
+            10,
+            (10, 12),
+        )
+        for second in range(2)
+    ]
+    assert observe(looks).motion is Motion.SPINNING
+    assert observe([replace(one, own_threads=frozenset([12])) for one in looks]).motion is Motion.STILL
 
 
 def test_a_look_that_failed_between_two_others_says_nothing() -> None:

@@ -277,7 +277,14 @@ def job_answer(ranks: int, slow: int, **changes: Any) -> dict[str, Any]:
         "age": 30.1,
         "lines": lines,
     }
-    answer = {"rank": 0, "world_size": ranks, "statistics_every": 100, "warn_after": 30.0, "open": [call]}
+    answer = {
+        "rank": 0,
+        "world_size": ranks,
+        "statistics_every": 100,
+        "warn_after": 30.0,
+        "open": [call],
+        "guarded": True,
+    }
     return {**answer, "tables": {"0:cpu:ab12": table}, "awaited": [awaited], **changes}
 
 
@@ -292,7 +299,7 @@ def shown_job(answers: dict[int, dict[str, Any] | str]) -> str:
 def test_the_view_of_a_job_has_few_lines_however_many_ranks_there_are(ranks: int) -> None:
     text = shown_job({0: job_answer(ranks, 11)})
     assert f"{ranks:,} on {ranks // 8:,} hosts are known here" in text
-    assert "waiting: barrier() (0:cpu:ab12/101), for 47.0 s of 300 s on rank 0, and on 0 more here" in text
+    assert "waiting: barrier() (0:cpu:ab12/101), for 47.0 s of 300 s on rank 0" in text
     assert "rank 11 on host node0001 has not come: it is at train.py:8 in save" in text
     assert "asked by rank 9, when it had waited for 30.1 s" in text
     assert "arrivals in group 0:cpu, 100 operations through 0:cpu:ab12/100; exchanged 12 s ago" in text
@@ -305,7 +312,19 @@ def test_the_view_of_a_job_has_few_lines_however_many_ranks_there_are(ranks: int
 
 def test_the_view_of_a_job_says_what_is_not_known() -> None:
     assert "does not answer" in shown_job({0: "the rank at job1.0.sock does not answer"})
-    assert "asked who is awaited 30 s after the first began" in shown_job({0: job_answer(16, 1, awaited=[])})
+    young = {
+        "group": "0:cpu",
+        "op_id": "0:cpu:ab12/101",
+        "text": "barrier()",
+        "age": 7.0,
+        "limit": 300.0,
+        "late": False,
+    }
+    assert "asked who is awaited 30 s after the first began" in shown_job(
+        {0: job_answer(16, 1, awaited=[], open=[young])}
+    )
+    assert "is in the log of the rank that has asked the others" in shown_job({0: job_answer(16, 1, awaited=[])})
+    assert "1 on this host answer" in shown_job({0: job_answer(16, 1, tables={}, guarded=False)})
     assert "the job's store did not answer in time" in shown_job({0: job_answer(16, 1, awaited=None)})
     assert "without NCCLGUARD_STATISTICS_EVERY=0" in shown_job({0: job_answer(16, 1, statistics_every=0)})
     assert "the others share no group with a rank on this host" in shown_job({0: job_answer(16, 1, world_size=64)})
@@ -317,4 +336,4 @@ def test_the_view_of_a_job_says_what_is_not_known() -> None:
 def test_a_rank_answers_for_the_job_and_leaves_out_tables_that_are_known(serve: Serve, folder: Path) -> None:
     serve()
     answer = control.ask(folder / "job1.0.sock", {"command": "job", "known": []})
-    assert (answer["rank"], answer["tables"], answer["awaited"]) == (0, {}, None)
+    assert (answer["rank"], answer["tables"], answer["awaited"]) == (0, {}, [])

@@ -74,3 +74,8 @@ def test_the_arguments_of_the_guarded_collectives(name: str) -> None:
     keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     assert " ".join([*positional, "*", *keywords]) == GUARDED[name]
     assert all(p.default is None for p in parameters if p.name in keywords or p.name == "group")
+
+
+@pytest.mark.parametrize("name", ["faults", "weights"])
+def test_packages_that_are_documented_are_there_without_an_import_of_their_own(name: str) -> None:
+    assert getattr(ncclguard, name).__name__ == f"ncclguard.{name}"

@@ -33,7 +33,7 @@ from ncclguard.environment.network import (
 from ncclguard.environment.setup import EnvironmentReport, Port, plan_environment, read_ports, watched
 from ncclguard.environment.versions import within
 from ncclguard_explain.host import read_conf, read_file, resolve
-from ncclguard_explain.language import joined, tr
+from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ras import NobodyListens, NoWitness, address_of
 
 Status = Literal["ok", "warning", "error", "skipped"]
@@ -886,11 +886,15 @@ def check_round_trips(facts: Mapping[int, Facts], measured: Sequence[Measured]) 
     return ok("round trip", detail)
 
 
+def _no_pairs(facts: Mapping[int, Facts]) -> Message:
+    return tr("one host") if len({one.host for one in facts.values()}) == 1 else tr("no two hosts connect")
+
+
 def check_bandwidth(facts: Mapping[int, Facts], measured: Sequence[Measured]) -> Check:
     """Bandwidth of one connection for each pair of hosts, outliers named."""
     known = [(entry, entry.bandwidth / 1e6) for entry in measured if entry.bandwidth is not None]
     if not known:
-        return skipped("bandwidth", tr("no two hosts connect"))
+        return skipped("bandwidth", _no_pairs(facts))
     median = statistics.median(speed for _, speed in known)
     slow = [_pair(facts, entry, f"{speed:.0f} MB/s") for entry, speed in known if speed < BANDWIDTH_OUTLIER * median]
     detail = tr("median {median:.0f} MB/s a connection over {count} pairs of hosts", median=median, count=len(known))
@@ -930,7 +934,7 @@ def check_path_mtu(facts: Mapping[int, Facts], measured: Sequence[Measured]) -> 
         advice = tr("TCP adapts, at a cost: set the MTU of the hosts to the path's")
         return warning("path MTU", joined("\n", small), advice)
     if silent or not passed:
-        return skipped("path MTU", joined("\n", silent) if silent else tr("no two hosts connect"))
+        return skipped("path MTU", joined("\n", silent) if silent else _no_pairs(facts))
     return ok(
         "path MTU", tr("packets of the interfaces' MTU ({numbers} bytes) pass", numbers=", ".join(sorted(passed)))
     )

@@ -101,7 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0, 1 (warnings, as asked) or 2 (errors)."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    _check_outputs(parser, arguments)
     try:
         code, abandoned = _examine(arguments)
     except GuardConfigError as problem:
@@ -113,6 +115,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _check_outputs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse files that cannot be written before any check, since those may take half a minute."""
+    for option, name in (("--json", arguments.json), ("--plot", arguments.plot)):
+        path = Path(name or "-")
+        if path == Path("-"):
+            continue
+        folder = path.absolute().parent
+        if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            parser.error(f"{option}: {path} cannot be written; name a file in a folder that exists and is yours")
+    if arguments.plot and Path(arguments.plot).suffix.lower() not in (".png", ".pdf", ".svg"):
+        parser.error(f"--plot: {arguments.plot} is no .png, .pdf or .svg; name one of these")
 
 
 def _examine(arguments: argparse.Namespace) -> tuple[int, bool]:

@@ -24,7 +24,7 @@ FOLDER = Path(ncclguard.environment.doctor.__file__).parent
 MODULES = [*sorted(FOLDER.glob("*.py")), *(FOLDER.parent / name for name in ("network.py", "ras.py", "setup.py"))]
 #: What is no text of a check: `--help`, what is printed to a log, plans, and errors of the program itself.
 ELSEWHERE = {
-    "build_parser", "EXIT_CODES", "EXAMPLES", "plot", "one_line", "__str__", "_all_reduce_rank", "_kept_line",
+    "build_parser", "_check_outputs", "EXIT_CODES", "EXAMPLES", "plot", "one_line", "__str__", "_all_reduce_rank", "_kept_line",
     "_interface", "_DEBUG_SETTINGS", "_error_handling", "_deepspeed", "make_plan", "_late_after", "_hca_settings",
     "plan_environment", "choose_profile", "_ethernet", "_infiniband", "_roce", "_launcher", "_receive", "_NAMES",
 }  # fmt: skip
@@ -96,3 +96,14 @@ def test_what_another_host_has_found_is_said_in_the_language_of_rank_0(chinese: 
     way = Measured(source=0, target=1, fault=tr("no route to the host"), round_trip=0.1)
     sent = json.loads(json.dumps(survey._sent(way)))
     assert say(Measured.model_validate(survey._received(sent)).fault or "") == "没有到主机的路由"
+
+
+@pytest.mark.parametrize("arguments", [["--json", "no/such/folder/x.json"], ["--json", "."], ["--plot", "x.xyz"]])
+def test_a_file_that_cannot_be_written_is_refused_before_the_checks(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert f"{arguments[0]}: " in said.err and not said.out, said
