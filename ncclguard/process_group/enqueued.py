@@ -36,6 +36,7 @@ from ncclguard.phases import resolve_timeout
 from ncclguard.process_group.group import DEVICES, GuardedProcessGroup, asked_for, is_made_outside
 from ncclguard.process_group.operations import Operation, Perform
 from ncclguard.process_group.operators import first_tensor, serve_cpp_callers
+from ncclguard.process_group.starts import Marks
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.bounded import bounded, in_background
 from ncclguard.watch import watcher
@@ -209,6 +210,7 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
         self._made: Any = None  # the communicator, also while it connects
         self._backend: Any = None  # the same, once it can be used
         self._device: torch.device | None = None
+        self._marks: Marks | None = None  # of the communicator's calls
         self._plain: Any = None  # a group of torch's around the backend, for forms that a backend lacks in Python
         self._counted: tuple[torch.Tensor, torch.Tensor] | None = None  # ranks that have come, on device and host
         self._life = -1
@@ -247,6 +249,11 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
     def members(self) -> tuple[int, ...]:
         """Global ranks of those that take part."""
         return self._survivors or self._ranks
+
+    def has_reached(self, issued: int) -> bool:
+        """Return whether the device has come to what the recorder has as issued at this time; also where unknown."""
+        marks = self._carrier._marks
+        return marks is None or marks.reached(issued)
 
     # ------------------------------------------------------------------ NCCL beneath
 
@@ -300,7 +307,7 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
                 self._life, self._made, self._device = met.life, made, device
             try:
                 self._connect_all(made, device)
-                self._counted = _counter(device)
+                self._counted, self._marks = _counter(device), Marks(device)
                 self._plain = torch_compat.plain_group(made, self._store)
             except BaseException:
                 self.give_up()
@@ -524,7 +531,10 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
         self._latest = name
 
     def _issued(self, name: str, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Issue a collective. Raises the typed error of the verdict on a communicator that refuses it."""
+        """Issue a call. Raises the typed error of the verdict on a communicator that refuses it."""
+        marks = self._carrier._marks
+        if marks is not None and self._coalesces_on is None:  # what is coalesced begins with its end
+            marks.mark()
         try:
             return call(*args, **named)
         except RuntimeError as error:

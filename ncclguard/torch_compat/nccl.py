@@ -46,9 +46,6 @@ _HARMLESS_WATCHDOG = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
 
-# The flight recorder then tells whether a collective's stream has come to it.
-_WITH_STARTS = {"TORCH_NCCL_ENABLE_TIMING": "1"}
-
 # How long torch waits for NCCL in abort(). A watchdog would log a timeout of operations that take longer, so it gets
 # the backstop.
 _ABORT_LIMIT = timedelta(seconds=60)
@@ -97,7 +94,7 @@ def new_enqueued_group(store: groups.Store, name: str, ranks: tuple[int, ...], i
     torch was built without NCCL.
     """
     group_type, options = _type_and_options(name, ranks, _NEVER)
-    with _environment, _variables(_HARMLESS_WATCHDOG | _WITH_STARTS), _no_debugging():
+    with _environment, _variables(_HARMLESS_WATCHDOG), _no_debugging():
         made = group_type(store, index, len(ranks), options)
     made._set_sequence_number_for_group()
     return made

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
@@ -161,7 +161,12 @@ class Recorder:
         message = ""
         for recorder in self._recorders:
             trace = torch_compat.recorder_dump(recorder, entries=True)
-            found, messages = _by_group((trace or {}).get("entries", ()))
+            dump = (trace or {}).get("entries", ())
+            calls = _calls(dump) if recorder == "nccl" else {}
+            for own in self._channels.values():
+                if own.name in calls and hasattr(own.group, "has_reached"):
+                    _find_started(calls[own.name], own.group.has_reached)
+            found, messages = _by_group(dump)
             for channel, own in self._channels.items():
                 if own.recorder != recorder or channel in self._blind:
                     continue
@@ -286,7 +291,7 @@ def _by_group(entries: Iterable[dict[str, Any]]) -> tuple[dict[str, list[dict[st
     messages: set[str] = set()  # groups whose last entry was one
     for entry in entries:
         name = str(entry["process_group"][0])
-        if int(entry.get("time_created_ns", 0)) < _destroyed.get(name, 0):
+        if _is_of_destroyed(entry):
             continue
         if entry.get("is_p2p") or (name in messages and _name(entry) == "coalesced"):
             messages.add(name)
@@ -296,6 +301,45 @@ def _by_group(entries: Iterable[dict[str, Any]]) -> tuple[dict[str, list[dict[st
         messages.discard(name)
         found.setdefault(name, []).append(entry)
     return found, begun
+
+
+def _calls(entries: Iterable[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]:
+    """The entries of each call, by the group's name, in the order of issue; all of one call end with the last.
+
+    ProcessGroupNCCL records what is issued together one by one, under equal numbers, and the whole behind it. Only the
+    whole has events of its own: the others keep pointing at ones that are given to other calls, or stay "scheduled".
+    """
+    found: dict[str, dict[tuple[int, int], list[dict[str, Any]]]] = {}
+    for entry in entries:
+        if not _is_of_destroyed(entry):
+            numbers = int(entry["collective_seq_id"]), int(entry["p2p_seq_id"])
+            found.setdefault(str(entry["process_group"][0]), {}).setdefault(numbers, []).append(entry)
+    calls = {name: [*by_numbers.values()] for name, by_numbers in found.items()}
+    for *parts, whole in (call for of_group in calls.values() for call in of_group):
+        for part in parts:
+            part["retired"] = torch_compat.recorded_end(whole)
+            part["state"] = "scheduled" if part.get("is_p2p") else whole.get("state")
+    return calls
+
+
+def _find_started(calls: Iterable[list[dict[str, Any]]], reached: Callable[[int], bool]) -> None:
+    """Note as started what the device of a group is in, as torch does with TORCH_NCCL_ENABLE_TIMING=1.
+
+    That is the first call that has not ended, where its device has come to it: a communicator that was connected ahead
+    serializes its calls, messages too (ProcessGroupNCCL.cpp, "eager initialization").
+    """
+    for call in calls:
+        whole = call[-1]
+        if not torch_compat.recorded_end(whole):
+            if reached(int(whole["time_created_ns"])):
+                for entry in call:
+                    if entry is whole or not entry.get("is_p2p"):
+                        entry["state"] = "started"
+            return
+
+
+def _is_of_destroyed(entry: dict[str, Any]) -> bool:
+    return int(entry.get("time_created_ns", 0)) < _destroyed.get(str(entry["process_group"][0]), 0)
 
 
 def _message(entry: dict[str, Any]) -> str:

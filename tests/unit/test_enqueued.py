@@ -58,6 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Communicator]]:
 
     monkeypatch.setattr(torch_compat, "new_enqueued_group", make)
     monkeypatch.setattr(torch_compat, "plain_group", lambda backend, store: None)
+    monkeypatch.setattr(enqueued, "_counter", lambda device: (torch.empty(1), torch.empty(1)))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(EnqueuedProcessGroup, "_join", staticmethod(lambda made, device: True))
     before = dict(watcher.limits)

@@ -86,6 +86,47 @@ def test_of_messages_that_were_issued_together_the_entry_behind_them_tells() -> 
     assert begun == {"0": "batch_isend_irecv(group 0)"}
 
 
+RING = [
+    entry("all_reduce", 3) | {"p2p_seq_id": 1, "state": "completed", "retired": True},
+    *(entry(name, 3, p2p=True) | {"p2p_seq_id": 2, "state": "scheduled"} for name in ("send 0->1", "recv 0<-1")),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "started"),
+    [
+        # Its parts stay "scheduled" for good; then the collective behind it is what the device is in.
+        ([entry("coalesced", 3) | {"p2p_seq_id": 2, "retired": True}, entry("all_reduce", 4)], ["all_reduce"]),
+        ([entry("coalesced", 3) | {"p2p_seq_id": 2}, entry("all_reduce", 4)], ["coalesced"]),
+        (
+            [entry("coalesced", 3) | {"p2p_seq_id": 2, "retired": True}, *(entry(n, 4) for n in ("part", "whole"))],
+            ["part", "whole"],
+        ),
+    ],
+)
+def test_what_a_device_is_in_is_the_first_call_that_has_not_ended(what: list[Any], started: list[str]) -> None:
+    entries = [{"p2p_seq_id": 2, "state": "scheduled"} | one for one in (*RING, *what)]
+    asked: list[int] = []
+    recorder._find_started(recorder._calls(entries)["0"], lambda issued: not asked.append(issued))  # type: ignore[func-returns-value]
+    assert [recorder._name(one) for one in entries if one["state"] == "started"] == started
+    assert len(asked) == 1
+
+    entries = [{"p2p_seq_id": 2, "state": "scheduled"} | one for one in (*RING, *what)]
+    recorder._find_started(recorder._calls(entries)["0"], lambda _: False)
+    assert not [one for one in entries if one["state"] == "started"]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize(
+    "shown", [{"state": "scheduled"}, {"state": "completed"}, {"state": "completed", "retired": True}]
+)
+def test_the_parts_of_a_collective_end_with_the_whole_whatever_they_show(ended: bool, shown: dict[str, Any]) -> None:
+    parts = [entry("_broadcast_oop", 4) | {"p2p_seq_id": 0} | shown for _ in range(2)]
+    whole = entry("ALLGATHER_coalesced", 4) | {"p2p_seq_id": 0, "state": "completed" if ended else "scheduled"}
+    recorder._calls([*parts, whole])
+    assert [torch_compat.recorded_end(one) for one in (*parts, whole)] == [ended] * 3
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "_all_gather_base", "_reduce_scatter_base", "all_gather"])
 def test_sizes_and_dtypes_are_compared_where_they_have_to_be_alike(name: str) -> None:
     assert fingerprint(name) == fingerprint(name)
