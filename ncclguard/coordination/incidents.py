@@ -65,6 +65,12 @@ def summarise(
     placed = Hosts(hosts, (report.rank for report in said))
     told = model.bounded(said, causes)
     outside = not causes and not verdict.sides and ended_from_outside(reports, departed, silent)
+    if outside:
+        advice: Message | str = _ENDED
+    elif _share_gpu(reports):
+        advice = _ONE_GPU
+    else:
+        advice = _advice(verdict.cause, state, text, resumed, told)
     incident = Incident(
         id=_identifier(state, f"{op_id}.{verdict.generation}"),
         device=torch_compat.emulated_device(),
@@ -82,11 +88,7 @@ def summarise(
         ranks=told,
         hosts=model.unsaid_hosts(hosts, told),
         summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed),
-        advice=_ENDED
-        if outside
-        else _ONE_GPU
-        if _share_gpu(reports)
-        else _advice(verdict.cause, state, text, resumed, told),
+        advice=advice,
         further="" if outside else _further(text, verdict.cause, state, resumed, told),
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),

@@ -18,7 +18,7 @@ from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlSocket, open_control
 from ncclguard.metrics.exchange import exchanges, proposals
 from ncclguard.metrics.records import Record, Snapshot
-from ncclguard.metrics.registry import RecordingListener, Watched, add_watched, awaited_in_watched, remove_watched
+from ncclguard.metrics.registry import RecordingListener, Watched, add_watched, awaited_in_watched
 from ncclguard.metrics.settings import SETTINGS
 from ncclguard.metrics.sinks import Sink, SinkLike, SinkThread, make_sinks
 
@@ -190,7 +190,7 @@ def show_watched(watched: Watched) -> Callable[[], None]:
     """
     global _current
     own: Monitoring | None = None
-    add_watched(watched)
+    hide = add_watched(watched)
     with _lock:
         if _current is None or _current.closed:
             own = _current = Monitoring((), INTERVAL, records.job_name(), serve=True)
@@ -198,7 +198,7 @@ def show_watched(watched: Watched) -> Callable[[], None]:
             own.start()
 
     def end() -> None:
-        remove_watched(watched)
+        hide()
         if own is not None:
             own.close()
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ncclguard import events
 from ncclguard.config import current_config
@@ -39,6 +39,8 @@ from ncclguard.protocol.group_key import GroupKey
 if TYPE_CHECKING:
     from ncclguard.coordination.group_state import OpenCall
     from ncclguard.incident.model import MembershipChange
+
+T = TypeVar("T")
 
 #: The number of series that are counted separately; later ones count as `OTHER`, so that labels stay bounded.
 MAX_SERIES = 128
@@ -173,19 +175,14 @@ class Watched(Protocol):
 _watched: dict[Watched, None] = {}
 
 
-def add_watched(watched: Watched) -> None:
-    """Show what it tells in every snapshot from now on."""
-    _watched[watched] = None
+def add_watched(watched: Watched) -> Callable[[], None]:
+    """Show what it tells in every snapshot from now on; return a function that ends that."""
+    return _added(_watched, watched)
 
 
 def awaited_in_watched() -> list[dict[str, Any]]:
     """Return whom this rank has found awaited in watched collectives."""
     return [entry for watched in tuple(_watched) for entry in watched.awaited()]
-
-
-def remove_watched(watched: Watched) -> None:
-    """Stop showing what was added with `watched`; a second call does nothing."""
-    _watched.pop(watched, None)
 
 
 #: Functions that return the state of an end of a weight channel, in the order in which these were made.
@@ -194,8 +191,17 @@ _channels: dict[Callable[[], ChannelStatus], None] = {}
 
 def add_channel(status: Callable[[], ChannelStatus]) -> Callable[[], None]:
     """Show an end of a weight channel in every snapshot from now on; return a function that ends that."""
-    _channels[status] = None
-    return lambda: _channels.pop(status, None)
+    return _added(_channels, status)
+
+
+def _added(shown: dict[T, None], one: T) -> Callable[[], None]:
+    """Add one in the order in which they come; the function that is returned takes it out, and may be called again."""
+    shown[one] = None
+
+    def end() -> None:
+        shown.pop(one, None)
+
+    return end
 
 
 class RecordingListener(events.Listener):

@@ -311,14 +311,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return stand_by.run(elastic.store_address(arguments), *elastic.launched(arguments), folder, say)
         elastic.launch(arguments, survivors, arguments.spares)
     except Exception as error:
-        taken = elastic.is_taken(error)
-        if not taken and not elastic.failed(error):
+        said = str(error)
+        if elastic.is_taken(error):
+            said = (
+                f"another process listens at port {arguments.master_port} of this host: choose another for all hosts "
+                "with --master-port, or --standalone where there is one host"
+            )
+        elif not elastic.failed(error):
             raise
-        why = (
-            f"another process listens at port {arguments.master_port} of this host: choose another for all hosts with "
-            "--master-port, or --standalone where there is one host"
-        )
-        print(f"ncclguard run: {why if taken else error}", file=sys.stderr)
+        print(f"ncclguard run: {said}", file=sys.stderr)
         return 1
     finally:
         os.environ.pop(declaration.FOLDER, None)

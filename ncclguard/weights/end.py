@@ -30,7 +30,7 @@ class ChannelEnd:
         self._group: dist.ProcessGroup | None = None
         self._current: tuple[str | int, float, float] | None = None  # the version served, when, and the seconds it took
         self._versions = self._failed = 0
-        self._hide: Callable[[], object] = lambda: None
+        self._hide: Callable[[], None] = lambda: None
 
     def close(self) -> None:
         """Leave the channel."""

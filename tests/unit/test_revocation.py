@@ -252,14 +252,19 @@ def test_the_process_that_has_the_store_does_not_wait_for_ever_for_one_that_has_
     assert step(first, REVOKED + PATIENCE + Timing().linger)
 
 
-@pytest.mark.parametrize("seen", [{"runs": True}, None])
-def test_a_silent_rank_that_is_seen_to_run_is_waited_for_and_not_called_stuck(seen: dict[str, bool] | None) -> None:
-    """Nor is one that is still being looked at: on a busy machine both take long. With the others it is as ever."""
+def revoked_over_the_limit() -> tuple[Revocation, AgreementStore]:
+    """The revocation of a call of rank 0's whose limit is over, and its part of the store."""
     store, state = AgreementStore(HashStore()), state_of_rank_0()
     enter(state, 0.0)
     state.trouble(0, TroubleKind.DEADLINE, "not complete")
-    revocation, below = Revocation(store, state, 0, 0, REVOKED), store.below("group/0")
-    arrival = Report(2, 0, operation=state.member.operation, phase=Phase.RUNNING, age=3.0)
+    return Revocation(store, state, 0, 0, REVOKED), store.below("group/0")
+
+
+@pytest.mark.parametrize("seen", [{"runs": True}, None])
+def test_a_silent_rank_that_is_seen_to_run_is_waited_for_and_not_called_stuck(seen: dict[str, bool] | None) -> None:
+    """Nor is one that is still being looked at: on a busy machine both take long. With the others it is as ever."""
+    revocation, below = revoked_over_the_limit()
+    arrival = Report(2, 0, operation=revocation.state.member.operation, phase=Phase.RUNNING, age=3.0)
 
     def work(now: float) -> bool:
         return revocation.step(now, {}, lambda state, report: report, lambda rank: Cause.STUCK, lambda *known: "")
@@ -280,10 +285,7 @@ def test_a_silent_rank_that_is_seen_to_run_is_waited_for_and_not_called_stuck(se
 
 
 def test_a_silent_rank_is_not_waited_for_because_one_that_does_not_answer_either_was_to_look_at_it() -> None:
-    store, state = AgreementStore(HashStore()), state_of_rank_0()
-    enter(state, 0.0)
-    state.trouble(0, TroubleKind.DEADLINE, "not complete")
-    revocation, below = Revocation(store, state, 0, 0, REVOKED), store.below("group/0")
+    revocation, below = revoked_over_the_limit()
     below.count("fetchers", 1)
     below.first("fetcher/1", "2")
     assert not step(revocation, REVOKED)
@@ -292,10 +294,7 @@ def test_a_silent_rank_is_not_waited_for_because_one_that_does_not_answer_either
 
 def test_what_a_rank_of_the_same_host_has_seen_counts_where_the_coordinator_can_see_nothing() -> None:
     """The host was cut off and is not long back: from outside nobody knows whether its ranks could have answered by now."""
-    store, state = AgreementStore(HashStore()), state_of_rank_0()
-    enter(state, 0.0)
-    state.trouble(0, TroubleKind.DEADLINE, "not complete")
-    revocation, below = Revocation(store, state, 0, 0, REVOKED), store.below("group/0")
+    revocation, below = revoked_over_the_limit()
     below.count("fetchers", 1)
     below.first("fetcher/1", "3")
     below.first("stacks/1", json.dumps({"stopped": True}))
