@@ -12,6 +12,7 @@ import time
 import pytest
 from api import (
     AVERAGE,
+    CAPTURE_INVALIDATED,
     FLOAT,
     GLOBAL,
     IN_PROGRESS,
@@ -413,6 +414,19 @@ def graph_holds(rank: Rank) -> tuple[list[float], bool, bool]:
 def test_a_captured_collective_runs_at_each_replay_and_its_graph_keeps_the_communicator_from_ending() -> None:
     """guide, "Using NCCL with CUDA Graphs"; src/init.cc, commDestroySync: polls until no graph refers to it."""
     assert check(run(graph_holds, 2)) == [([128.0], True, False)] * 2
+
+
+def aborts_beside_a_capture(rank: Rank) -> int:
+    comm, _, _ = connected(rank)
+    captured = stream()
+    cuda.cudaStreamBeginCapture(captured, GLOBAL)
+    assert comm.abort() == NCCL_SUCCESS
+    return cuda.raw("cudaStreamEndCapture", captured, ctypes.byref(ctypes.c_void_p()))
+
+
+def test_an_abort_breaks_a_capture_of_another_stream() -> None:
+    """Measured with NCCL 2.28.9 on an H200, whatever the mode of the thread that aborts."""
+    assert check(run(aborts_beside_a_capture, 2)) == [CAPTURE_INVALIDATED] * 2
 
 
 # --- errors ---

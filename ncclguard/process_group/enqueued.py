@@ -36,7 +36,7 @@ from ncclguard.phases import resolve_timeout
 from ncclguard.process_group.group import DEVICES, GuardedProcessGroup, asked_for, is_made_outside
 from ncclguard.process_group.operations import Operation, Perform
 from ncclguard.process_group.operators import first_tensor, serve_cpp_callers
-from ncclguard.process_group.starts import Marks
+from ncclguard.process_group.starts import Marks, captures
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.bounded import bounded, in_background
 from ncclguard.watch import watcher
@@ -52,6 +52,8 @@ _GONE: Final = (Cause.LOST, Cause.FAILED, Cause.EXITED)
 _CONNECT_WITHIN: Final = 60.0
 #: Seconds that a collective which NCCL refuses waits for the verdict on who broke it.
 _EXPLAINED_WITHIN: Final = 10.0
+#: Seconds that an abort waits for the end of a capture, which it would break: nothing in one waits for the device.
+_CAPTURES_WITHIN: Final = 10.0
 #: The pauses between two looks at what the GPU has done.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.00005, 0.001
 
@@ -113,7 +115,7 @@ class Failures:
         for group in {group.whole for group, backend in ended if backend is not None}:
             group._tell(outcome)
         for backend in aborted:
-            in_background("aborting NCCL", backend.abort)
+            _abort(backend)
 
     def without(self, lost: Sequence[int]) -> None:
         """Go on without these: their verdicts count no more, and no communicator, which some ranks have aborted."""
@@ -180,6 +182,16 @@ def _wait_until(known: Callable[[], bool]) -> None:
 
 
 failures: Final = Failures()
+
+
+def _abort(backend: Any) -> None:
+    """Abort a communicator behind the captures of the program, which it would break, in a thread nobody waits for."""
+
+    def abort() -> None:
+        captures.wait(_CAPTURES_WITHIN)
+        backend.abort()
+
+    in_background("aborting NCCL", abort)
 
 
 class EnqueuedProcessGroup(GuardedProcessGroup):
@@ -280,7 +292,7 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
         """Abort the communicator."""
         made = self.let_go(self._life + 1)
         if made is not None:
-            in_background("aborting NCCL", made.abort)
+            _abort(made)
 
     def _connect(self, device: torch.device) -> Any:
         failures.raise_pending()

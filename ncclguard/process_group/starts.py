@@ -13,8 +13,13 @@ from typing import Final
 
 import torch
 
+from ncclguard import torch_compat
+
 #: About as many launches as a stream takes before it holds the host, so as many calls as a host can be ahead.
 CAPACITY: Final = 1024
+
+#: Captures of the program with collectives in them: who aborts a communicator waits for their end.
+captures: Final = torch_compat.Captures()
 
 
 class Marks:
@@ -32,7 +37,7 @@ class Marks:
 
     def mark(self) -> None:
         """Mark the current stream of the device for the call that comes; in the thread that issues it."""
-        if torch.cuda.is_current_stream_capturing():
+        if captures.note():
             return  # the recorder has nothing of a capture, and an event in one may not be asked
         if self._missing > 0:
             self._missing -= 1
@@ -51,6 +56,7 @@ class Marks:
         mark = max((mark for mark in self._marks.copy() if mark[0] <= issued), key=lambda mark: mark[0], default=None)
         if mark is None:
             return True
+        torch_compat.leave_captures_alone()
         try:
             with torch.cuda.device(self._device):  # else this thread's first call is one to the first device
                 reached = bool(mark[1].query())

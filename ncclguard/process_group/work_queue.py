@@ -301,6 +301,7 @@ class WorkQueue:
                 if not self._queue:
                     return
                 self._by_waiters = False
+            torch_compat.leave_captures_alone()
             self._drain()
 
     def _left_to_others(self) -> bool:

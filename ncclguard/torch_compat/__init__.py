@@ -5,6 +5,7 @@ Each function says what it does where a version of torch lacks something.
 
 from __future__ import annotations
 
+from ncclguard.torch_compat.captures import Captures as Captures, leave_captures_alone as leave_captures_alone
 from ncclguard.torch_compat.groups import (
     CPP_KEEPS_WORKS as CPP_KEEPS_WORKS,
     VERSION as VERSION,

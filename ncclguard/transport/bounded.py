@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from ncclguard import lifecycle
+from ncclguard import lifecycle, torch_compat
 from ncclguard.transport.base import TransportError
 
 T = TypeVar("T")
@@ -36,6 +36,7 @@ class _Call(threading.Thread, Generic[T]):
         call, self._call = self._call, None
         assert call is not None
         try:
+            torch_compat.leave_captures_alone()
             result = call()
             if not self._given_up:  # else it is dropped in this thread, because its destructor may block
                 self.result = result

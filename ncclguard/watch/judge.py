@@ -338,11 +338,10 @@ def _entered(report: Report, waits: tuple[Waiting, ...], channel: str, sequence:
 
 
 def _connects(channel: str, waits: Mapping[int, tuple[Waiting, ...]]) -> bool:
-    """Return whether NCCL may be connecting still: in a first collective, not recorded yet, and not for too long."""
+    """Return whether NCCL may be connecting still: in a first collective, not recorded by all, and not for too long."""
     first = [wait for items in waits.values() for wait in items if wait.channel == channel]
-    return all(
-        wait.sequence == 1 and not wait.fingerprint and not wait.broken and wait.age < CONNECTS_WITHIN for wait in first
-    )
+    some = any(not wait.fingerprint for wait in first)  # a rank that is connected has recorded it, and waits for them
+    return some and all(wait.sequence == 1 and not wait.broken and wait.age < CONNECTS_WITHIN for wait in first)
 
 
 def _all_entered(

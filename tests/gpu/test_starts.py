@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -111,12 +112,11 @@ def marks_of_a_stream_that_hangs() -> None:
     torch.cuda.synchronize()
     few.mark()
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        graph.capture_begin(capture_error_mode="relaxed")
     hang_device(x)
     marks.mark()
     after = time.time_ns()
     with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="relaxed")
         marks.mark()
     found = {"unknown": unknown, "before": marks.reached(before), "after": marks.reached(after)}
     found["behind a capture"] = marks.reached(time.time_ns())
@@ -140,3 +140,29 @@ def test_a_device_has_not_come_to_what_is_behind_a_kernel_that_hangs_and_who_can
         "kept": False,
         "forgotten": True,
     }, str(result)
+
+
+def asked_beside_a_capture() -> None:
+    """The watcher's thread asks for what is pending while the program captures, in the mode that breaks by most calls."""
+    torch.cuda.set_device(0)
+    x = torch.ones(10, device="cuda")
+    marks, side, graph = Marks(DEVICE), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    hang_device(x)
+    marks.mark()
+    found = []
+    with torch.cuda.stream(side):
+        graph.capture_begin()
+        y = torch.ones(10, device="cuda") + 1
+        watcher = threading.Thread(target=lambda: found.append(marks.reached(time.time_ns())))
+        watcher.start()
+        watcher.join()
+        graph.capture_end()
+    faults.report(found=found, captured=list(y.shape))
+    leave()
+
+
+def test_asking_where_a_device_is_breaks_no_capture_of_the_program() -> None:
+    result = run_together(asked_beside_a_capture, 1, env=ENV, timeout=60)
+    assert result[0].reports.get("found") == [False], str(result)
+    assert result[0].reports["captured"] == [10]

@@ -73,6 +73,9 @@ def test_ranks_that_connect_have_time_for_it_once_all_have_come() -> None:
     assert judged(*(connecting(r, age) for r, age in enumerate((*ages, 30.0)))).channel == ""  # go on waiting
     absent = Report(rank=3, generation=0, watched=Watched(done={"0:nccl": 0}))
     assert judged(*(connecting(r, age) for r, age in enumerate(ages)), absent).causes == {3: Cause.LATE}
+    connected = [said(r, ("0:nccl", WORLD, 1, "all_reduce")) for r in (1, 2, 3)]
+    assert judged(connecting(0, 30.0), *connected).channel == ""
+    assert judged(connecting(0, CONNECTS_WITHIN + 1.0), *connected).cause is Cause.NETWORK
     assert judged(*(connecting(r, CONNECTS_WITHIN + 1.0) for r in WORLD)).cause is Cause.NETWORK
     assert judged(*(connecting(r, 30.0, sequence=2) for r in WORLD)).cause is Cause.NETWORK
 
