@@ -58,10 +58,11 @@ def emulate(name: str, value: object) -> None:
     emulated_gpu.set(name, value)
 
 
-def hang_device(x: torch.Tensor) -> None:
+def hang_device(x: torch.Tensor, *, beside_capture: bool = False) -> None:
     """Have a kernel hang on the current stream: on an emulated GPU for ever, on a real one for a minute."""
-    x.mul_(1.0)  # its first use loads it, for which CUDA waits for the device
-    torch.cuda.synchronize()
+    if not beside_capture:  # which begins behind such a first use: nothing may wait for the device in it
+        x.mul_(1.0)  # its first use loads it, for which CUDA waits for the device
+        torch.cuda.synchronize()
     if EMULATED:
         emulate("EMULATED_CUDA_ENDLESS_KERNEL_AT", 1)
     else:

@@ -109,14 +109,16 @@ def marks_of_a_stream_that_hangs() -> None:
     unknown = marks.reached(time.time_ns())
     marks.mark()
     before = time.time_ns()
+    x.mul_(1.0)
     torch.cuda.synchronize()
     few.mark()
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    hang_device(x)
+    with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="relaxed")
+    hang_device(x, beside_capture=True)
     marks.mark()
     after = time.time_ns()
     with torch.cuda.stream(side):
-        graph.capture_begin(capture_error_mode="relaxed")
         marks.mark()
     found = {"unknown": unknown, "before": marks.reached(before), "after": marks.reached(after)}
     found["behind a capture"] = marks.reached(time.time_ns())
@@ -147,13 +149,15 @@ def asked_beside_a_capture() -> None:
     torch.cuda.set_device(0)
     x = torch.ones(10, device="cuda")
     marks, side, graph = Marks(DEVICE), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    x.mul_(1.0)
     torch.cuda.synchronize()
-    hang_device(x)
-    marks.mark()
     found = []
     with torch.cuda.stream(side):
         graph.capture_begin()
         y = torch.ones(10, device="cuda") + 1
+    hang_device(x, beside_capture=True)
+    marks.mark()
+    with torch.cuda.stream(side):
         watcher = threading.Thread(target=lambda: found.append(marks.reached(time.time_ns())))
         watcher.start()
         watcher.join()

@@ -410,12 +410,7 @@ NCCL_FUNCTION ncclResult_t ncclCommRevoke(ncclComm_t handle, int flags) {
 // An abort breaks captures in mode "global", whatever the mode of the thread that asks for it: measured with NCCL 2.28.9
 // on an H200. Which of its calls does is not known.
 static void break_captures() {
-  std::thread([] {
-    cudaEvent_t event;
-    if (cudaEventCreate(&event)) return;
-    cudaEventQuery(event);
-    cudaEventDestroy(event);
-  }).join();
+  std::thread([] { cudaFree(nullptr); }).join();
 }
 
 // Sets the flag that ends what runs, at once and also within a group; then waits until all has ended, which within a
