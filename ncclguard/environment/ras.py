@@ -13,6 +13,7 @@ minute, and a communicator that the guard ends is one that RAS calls aborted.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -37,6 +38,7 @@ ERRORS: Final = {
     4: tr("an invalid argument"),
     5: tr("invalid usage"),
     6: tr("a remote process error"),
+    8: tr("a timeout"),
 }
 #: Ranks of one communicator of which something is said one by one; of more, their numbers.
 SHOWN_RANKS: Final = 4
@@ -144,6 +146,10 @@ class Communicator(BaseModel):
         return tuple(found)
 
 
+#: NCCL 2.28.9 writes no comma behind this line of a rank that has not answered (recorded on an H200).
+_WITHOUT_COMMA: Final = re.compile(r'("nvml_dev": -?\d+)(\s+"status")')
+
+
 class _Document(BaseModel):
     nccl_version: str
     communicators: tuple[Communicator, ...]
@@ -179,7 +185,7 @@ def report(address: str, *, within: float, at_most: int = AT_MOST) -> Report:
             raise NoWitness(joined(": ", (address, begins)))
         return Report(address=address, nccl_version=words[2], text=text)
     try:
-        found = _Document.model_validate_json(text)
+        found = _Document.model_validate_json(_WITHOUT_COMMA.sub(r"\1,\2", text))
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"{name}: " for name in first["loc"])

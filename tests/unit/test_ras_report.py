@@ -23,6 +23,8 @@ from ncclguard.outcome import Cause
 from ncclguard_explain.ras import NoWitness
 from tests.unit.ras_server import Talk, answering, serving
 
+RECORDED = Path(__file__).parent.parent / "ras_answers"
+
 TEXT = """NCCL version 2.27.5 compiled with CUDA 12.9
 CUDA runtime version 12090, driver version 12090
 
@@ -99,6 +101,30 @@ def test_each_thing_that_is_not_in_order_is_one_clause(members: list[dict[str, A
     (found,) = answer(communicator("0xa", *members)).communicators or ()
     assert list(found.troubles()) == troubles
     assert found.pids == tuple(one["pid"] for one in members)
+
+
+@pytest.mark.parametrize(("file", "says"), [("stopped", "does not answer RAS"), ("dead", "considered dead by RAS")])
+def test_what_nccl_2_28_9_says_of_a_missing_rank_is_no_json_and_is_read(file: str, says: str) -> None:
+    """Recorded on an H200: three ranks, of which one was stopped, and then killed."""
+    text = (RECORDED / f"2.28.9-rank-{file}.json.txt").read_text()
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(text)
+    with serving(answering(text)) as address:
+        (found,) = ras.report(address, within=10).communicators or ()
+    assert found.troubles() == (f"rank 2 (pid 653 on 127.0.0.1) {says}",)
+
+
+def test_what_nccl_2_28_9_says_in_text_is_quoted() -> None:
+    with serving(answering((RECORDED / "2.28.9-rank-dead.txt").read_text(), json=False)) as address:
+        found = ras.report(address, within=10)
+    assert found.lines == (
+        "DEAD",
+        "1 job process is considered dead (unreachable via the RAS network)",
+        "Process 653 on node 127.0.0.1 managing GPU 0",
+        "#0-0 (dcda7415d19ae7e1) INCOMPLETE",
+        "Missing communicator data from 1 rank",
+        "Rank 2 -- GPU 0 managed by process 653 on node 127.0.0.1",
+    )
 
 
 def test_an_older_nccl_is_quoted_in_its_own_words() -> None:

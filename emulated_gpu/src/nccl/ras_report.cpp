@@ -59,7 +59,9 @@ void write_rank(Writer& out, const RasRank& rank) {
 void write_missing(Writer& out, int rank, const Peer& peer, bool unresponsive, bool dead) {
   out.add("        {\n          \"rank\": %d,\n          \"host\": \"%s\",\n          \"pid\": %d,\n", rank, host,
           peer.pid);
-  out.add("          \"cuda_dev\": %d,\n          \"nvml_dev\": %d,\n", peer.device, peer.device);
+  // 2.28.9 leaves out the comma, so that its answer is no JSON (recorded on an H200).
+  constexpr const char* comma = EMULATED_NCCL_VERSION <= 22809 ? "" : ",";
+  out.add("          \"cuda_dev\": %d,\n          \"nvml_dev\": %d%s\n", peer.device, peer.device, comma);
   out.add(
       "          \"status\": {\n            \"unresponsive\": %s,\n            \"considered_dead\": %s\n          }\n  "
       "      }",
