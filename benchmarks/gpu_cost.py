@@ -1,12 +1,12 @@
 """What looking at values costs on a GPU: a step of training with and without `watch_numerics`, and `check_replicas`.
 
     torchrun --nproc-per-node 2 benchmarks/gpu_cost.py [--depth 12] [--width 1024] [--rows 8192] [--rounds 10]
-    ./scripts/emulated-gpu --gpus 2 torchrun --nproc-per-node 2 benchmarks/gpu_cost.py --depth 2 --width 32 --rows 16 --rounds 2
+    ./scripts/emulated-gpu --gpus 2 torchrun --nproc-per-node 2 benchmarks/gpu_cost.py --depth 2 --width 32 --rows 16
 
-Steps of DDP with AdamW in bfloat16 by autocast, without their all-reduce (`no_sync`), which ranks that share a GPU send
-over sockets: their ratio is one of computing alone. Rounds of five steps of either kind take turns, the first of a round
-by its number. Ranks that share a GPU need NVIDIA's Multi-Process Service to compute beside each other. One JSON line:
-medians of what rank 0 measures, in ms, with the least and the most; bytes are those that are compared.
+Steps of DDP with AdamW in bfloat16 by autocast, without their all-reduce (`no_sync`), which ranks that share a GPU
+send over sockets: their ratio is one of computing alone. Rounds of five steps of either kind take turns, the first of a
+round by its number. Ranks that share a GPU need NVIDIA's Multi-Process Service to compute beside each other.
+One JSON line: medians of what rank 0 measures, in ms, with the least and the most; bytes are those that are compared.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def leave_captures_alone() -> None:
 
     Nothing where CUDA is not in use yet, whose first call would begin it, or where the CUDA runtime is not to be found.
     """
-    if getattr(_of_thread, "alone", False) or not torch.cuda.is_initialized():
+    if getattr(_of_thread, "alone", False) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     exchange = _exchange()
     if exchange is not None:
