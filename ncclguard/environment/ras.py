@@ -237,6 +237,9 @@ def quote(
         lines = report.lines
         return head.model_copy(update={"lines": lines[:LINES], "more": len(lines[LINES:])})
     own = os.getpid() if own is None else own
+    if not report.communicators:  # those of a guarded call end with its verdict, before an answer can come
+        reason = tr("{address} knows of no communicator: there is none, or it was ended already", address=report.address)
+        return head.model_copy(update={"reason": reason})
     if not any(own in one.pids for one in report.communicators):
         reason = tr(
             "{address} answers for {count} communicators, and this process ({pid}) is in none: they may be another job's",

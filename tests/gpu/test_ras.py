@@ -96,7 +96,7 @@ def test_it_sees_communicators_that_torch_has_no_group_for(port: int, tmp_path: 
         found, said = reported(tmp_path)
         job.tell("end")
         job.wait()
-    assert list(named.values()) == [["late", CULPRIT]] * RANKS
+    assert list(named.values()) == [["late", CULPRIT]] * RANKS, str(found.incident)
     assert found.incident.culprits == (CULPRIT,)
     assert said.reason is None and said.count == 2, said
     other, world = said.communicators
@@ -144,7 +144,10 @@ def test_an_incident_of_a_guarded_call_quotes_it_too(port: int, tmp_path: Path) 
         job.wait()
     assert list(named.values()) == [["late", CULPRIT]] * RANKS
     assert found.incident.culprits == (CULPRIT,)
-    assert said.reason is None and said.count is not None and said.count >= 1, said
+    if said.reason is None:
+        assert said.count is not None and said.count >= 1, said
+    else:  # a real NCCL has ended the communicator of the call by then
+        assert "knows of no communicator" in said.reason, said
 
 
 def test_a_silent_server_on_the_port_delays_no_verdict(tmp_path: Path) -> None:

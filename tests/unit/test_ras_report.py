@@ -127,6 +127,11 @@ def test_what_nccl_2_28_9_says_in_text_is_quoted() -> None:
     )
 
 
+def test_a_guarded_call_whose_communicator_was_ended_before_ras_was_asked_is_no_other_job() -> None:
+    quoted = quote(answer(), {}, {}, own=1)
+    assert quoted.reason is not None and "knows of no communicator" in quoted.reason
+
+
 def test_an_older_nccl_is_quoted_in_its_own_words() -> None:
     with serving(answering(TEXT, json=False)) as address:
         found = ras.report(address, within=10)
