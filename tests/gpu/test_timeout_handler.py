@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join, nccl2
+from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join, leave, nccl2, run_together
 
 pytestmark = NEEDS_GPU
 
@@ -59,6 +59,7 @@ def bounded(told: bool, store: str) -> None:
             dist.all_reduce(again)
             torch.cuda.synchronize()
         faults.report(again=again[0].item())
+        leave()
     os._exit(0)
 
 
@@ -83,7 +84,7 @@ def check_those_who_waited(result: faults.JobResult) -> None:
 
 
 def test_a_late_rank_is_told_before_its_collective_names_itself_and_keeps_its_process(tmp_path: Path) -> None:
-    result = faults.run_ranks(
+    result = run_together(
         bounded, RANKS, args=[True, str(tmp_path / "store")], env=environment("3"), timeout=90
     ).check()
     check_those_who_waited(result)
