@@ -6,6 +6,7 @@ that while one rank saves or evaluates.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set as AbstractSet
@@ -152,6 +153,10 @@ class Evidence:
         return tuple(sorted(self.everyone - {one.rank for one in self.seen} - set(self.ended)))
 
 
+#: Places in which a process asks for a lock in the file system until it gets it.
+_FILE_LOCK: Final = re.compile(r"torch/utils/file_baton\.py:|filelock/")
+
+
 def judge(evidence: Evidence) -> Verdict:
     """Return the verdict on one job, by the first rule that applies."""
     for rule in (
@@ -164,6 +169,7 @@ def judge(evidence: Evidence) -> Verdict:
         _diverged,
         _nobody_came,
         _all_wait,
+        _all_at_a_lock,
     ):
         verdict = rule(evidence)
         if verdict is not None:
@@ -553,6 +559,18 @@ def _all_wait(evidence: Evidence) -> Verdict | None:
     if not all(one.gloo for one in waiting):
         step = joined(" ", [step, _ASK_NCCL])
     return Verdict((), Cause.UNKNOWN, "low", True, summary, _where(waiting), step)
+
+
+def _all_at_a_lock(evidence: Evidence) -> Verdict | None:
+    """Find a lock in the file system that all ask for again and again, and that none of them holds."""
+    asking = [one for one in evidence.seen if one.place and any(map(_FILE_LOCK.match, one.place.stack))]
+    if not asking or len(asking) != len(evidence.seen) or any(one.motion is Motion.MOVING for one in asking):
+        return None
+    summary = tr("All ranks seen wait for a lock file, which none of them holds.")
+    step = tr(
+        "If no other process is at work on what it protects, it was left by one that was ended: delete it, and start again. torch's extensions keep theirs as NAME/lock in TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions)."
+    )
+    return Verdict((), Cause.UNKNOWN, "medium", True, summary, _where(asking), step, evidence.unseen)
 
 
 def _unclear(evidence: Evidence) -> Verdict:

@@ -66,6 +66,16 @@ def test_the_rank_that_is_not_where_the_others_wait_is_named(
     assert (verdict.culprits, verdict.cause, verdict.confidence) == ((2,), cause, confidence)
 
 
+def test_ranks_that_all_ask_for_a_lock_file_do_not_move() -> None:
+    """A compilation of torch's extensions that was ended leaves its file behind, and all ask for it for ever."""
+    baton = Place(Kind.LOCK, stack=("train.py:6 <module>", "torch/utils/file_baton.py:50 wait"))
+    verdict = judge(Evidence(2, [rank(number, baton, Motion.WAKING) for number in range(2)]))
+    assert verdict.stands and not verdict.culprits and "lock file" in verdict.summary
+    compiling = Place(Kind.CHILD, stack=("train.py:6 <module>", "torch/utils/cpp_extension.py:2500 run_ninja"))
+    one_compiles = [rank(0, compiling, Motion.MOVING), rank(1, baton, Motion.WAKING)]
+    assert not judge(Evidence(2, one_compiles)).stands
+
+
 def test_who_waits_in_a_report_of_ray_train_asks_again_and_again() -> None:
     for place, culprits in ((REPORT, (2,)), (BARRIER, ())):
         seen = [rank(number, place, Motion.WAKING) for number in (0, 1, 3)]
