@@ -197,6 +197,8 @@ class NumericsWatch:
     # ------------------------------------------------------------------ looking
 
     def _look_at_gradient(self, tensor: Tensor, gradient: torch.Tensor) -> None:
+        if gradient.is_cuda and _captures():
+            return  # nothing of a capture may be asked, or ask
         if tensor.name in self._pass.seen:
             self._next()  # the model was called by another way than by `model(...)`
         self._pass.seen.add(tensor.name)

@@ -238,7 +238,9 @@ def quote(
         return head.model_copy(update={"lines": lines[:LINES], "more": len(lines[LINES:])})
     own = os.getpid() if own is None else own
     if not report.communicators:  # those of a guarded call end with its verdict, before an answer can come
-        reason = tr("{address} knows of no communicator: there is none, or it was ended already", address=report.address)
+        reason = tr(
+            "{address} knows of no communicator: there is none, or it was ended already", address=report.address
+        )
         return head.model_copy(update={"reason": reason})
     if not any(own in one.pids for one in report.communicators):
         reason = tr(
