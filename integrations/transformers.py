@@ -118,6 +118,11 @@ class ResilientTraining:
                 "--restart-lost, or write the loop with Accelerate, in which new ranks join"
             )
         refuse_sharded(self.accelerator)
+        if not hasattr(self, "_run_epoch"):
+            raise GuardConfigError(
+                "ResilientTraining takes the Trainer's steps as transformers 5.24 makes them (a method `_run_epoch`), which "
+                "this version does not: take a newer transformers, or write the loop with Accelerate"
+            )
         if self.args.train_sampling_strategy not in ("random", "sequential"):
             raise GuardConfigError(
                 "ResilientTraining has its samples in random or sequential order, and not by "
