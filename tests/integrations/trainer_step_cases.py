@@ -6,13 +6,13 @@ import os
 import signal
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 import torch
 import torch.distributed as dist
-from ncclguard.integrations.transformers import ResilientTraining
+from ncclguard.integrations.transformers import ResilientEvaluation, ResilientTraining, patch_trainer, unpatch_trainer
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import ncclguard as ng
@@ -77,6 +77,12 @@ class Striking(ResilientTraining, Trainer):  # type: ignore[misc]
         super()._save_rng_state(output_dir)
 
 
+class Evaluating(Striking, ResilientEvaluation):
+    """Its evaluations survive what is no lost rank."""
+
+    evaluation_options: ClassVar[dict[str, Any]] = {"timeout": 30, "barrier_timeout": 30}
+
+
 class Telling(TrainerCallback):  # type: ignore[misc]
     """Tells of each step, and strikes where callbacks are called."""
 
@@ -105,7 +111,7 @@ class Telling(TrainerCallback):  # type: ignore[misc]
             faults.report(**{f"evaluated {step}": [logs["eval_loss"], args.world_size]})
 
 
-def trainer(folder: str, **options: Any) -> Striking:
+def trainer(folder: str, kind: type[Striking] = Striking, **options: Any) -> Striking:
     given = {
         "per_device_train_batch_size": MICRO, "gradient_accumulation_steps": PARTS, "per_device_eval_batch_size": EVALUATED,
         "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 1, "eval_strategy": "steps",
@@ -124,10 +130,10 @@ def join(port: int) -> None:
     dist.init_process_group("ncclguard")
 
 
-def train(kills: list[Kill], port: int, folder: str, resume: bool, options: dict[str, Any]) -> None:
+def train(kills: list[Kill], port: int, folder: str, resume: bool, evaluates: bool) -> None:
     """Two micro-batches a step, an evaluation and a checkpoint after each."""
     join(port)
-    made = trainer(folder, **options)
+    made = trainer(folder, Evaluating if evaluates else Striking)
     made.mine = [tuple(kill[1:]) for kill in kills if kill[0] == dist.get_rank()]
     made.model.model.layers[0].mlp.up_proj.weight.register_hook(
         lambda _: made.strike("backward", made.state.global_step)
@@ -208,6 +214,9 @@ def refused(port: int, folder: str) -> None:
     }.items():
         found[name] = told(trainer(folder, **options).train)
     made = trainer(folder)
+    patch_trainer(made)
+    found["evaluation"] = told(made.train)
+    unpatch_trainer(made)
     os.environ["NCCLGUARD_JOINS"] = "1"
     found["joins"] = told(made.train)
     faults.report(**found, made=Path(folder).exists())
