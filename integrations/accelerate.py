@@ -159,12 +159,12 @@ def resilient_step(accelerator: Any, *models: Any, **options: Any) -> Callable[[
 
 
 def refuse_sharded(accelerator: Any) -> None:
-    """Raise GuardConfigError for an accelerator that shards or partitions the model."""
+    """Raise GuardConfigError for an accelerator that does anything but DDP, such as shards of the model."""
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") or getattr(accelerator, "torch_device_mesh", None) is not None:
         raise GuardConfigError(
-            f"Accelerate shards or partitions this model ({kind}), and a rank that is lost takes a part with it: use plain "
-            "DDP, or fully_shard and ncclguard.resilient_step(copies=1) without Accelerate's plugin"
+            f"Accelerate has made this {kind}, or on a device mesh, and of what it has made only DDP goes on without a rank: "
+            "use that, or fully_shard and ncclguard.resilient_step(copies=1) without Accelerate's plugin"
         )
 
 
