@@ -1,6 +1,7 @@
 """Evaluation that survives for programs around an `Accelerator`, whose gathers and barriers then end as well.
 
-This module works on Accelerate's objects without importing the package. Run with Accelerate 1.15 on CPU (gloo).
+And training that goes on when a rank is lost, with the process counts of Accelerate. This module works on Accelerate's
+objects without importing the package. Run with Accelerate 1.15 on CPU (gloo, and "ncclguard").
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from ncclguard.collectives import safe_barrier
 from ncclguard.config import seconds
 from ncclguard.environment.network import launched_ranks
+from ncclguard.errors import GuardConfigError
 from ncclguard.evaluation import GuardedEvaluation, resilient_evaluate as _resilient_evaluate
 from ncclguard.evaluation.runner import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
 from ncclguard.process_group import redirected
+from ncclguard.training import ResilientStep
 from ncclguard_explain.language import told
 
 log = logging.getLogger("ncclguard")
@@ -114,6 +118,130 @@ def _waiting(original: Callable[..., Any], timeout: float | None) -> Callable[..
 
     wait_for_everyone.__ncclguard__ = True  # type: ignore[attr-defined]
     return wait_for_everyone
+
+
+# ---------------------------------------------------------------------- training that goes on without lost ranks
+
+
+def resilient_step(accelerator: Any, *models: Any, **options: Any) -> Callable[[Callable[..., Any]], ResilientStep]:
+    """The decorator `ncclguard.resilient_step` for what `accelerator.prepare` has made; the same options.
+
+    The accelerator counts the ranks that take part: `num_processes`, `process_index` and with it the main process,
+    `gather`, `reduce`, prepared schedulers, and prepared dataloaders from their next iteration on. `loader`, an
+    `ElasticLoader` that is not prepared, puts its batches on the accelerator's device. With gradient accumulation the
+    function has all micro-batches of an optimizer's step in it. `init_process_group("ncclguard")` comes before
+    `Accelerator()`, which takes the group that is there.
+
+    Raises GuardConfigError, before a rank waits for another, for what cannot go on: DeepSpeed, FSDP and other kinds of
+    sharding by Accelerate, and a step inside an iteration over a prepared dataloader.
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> state = SimpleNamespace(in_dataloader=False)
+    >>> alone = SimpleNamespace(distributed_type="NO", step=0, scaler=None, sync_gradients=True, gradient_state=state)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> @resilient_step(alone, model)
+    ... def train(inputs):
+    ...     model(inputs).sum().backward()
+    >>> train(torch.ones(3, 2))
+    >>> train.completed
+    1
+    """
+    _check_ranks(accelerator)
+    refuse_sharded(accelerator)
+    if options.get("accumulates"):
+        raise GuardConfigError(_BETWEEN)
+    kept = options.get("keep", ())
+    kept = [kept] if hasattr(kept, "state_dict") else [*kept]
+    scaler = [] if accelerator.scaler is None else [accelerator.scaler]
+    options["keep"] = [*kept, *scaler, _MicroBatch(accelerator)]
+    return lambda function: _Step(accelerator, function, *map(_inside, models), **options)
+
+
+def refuse_sharded(accelerator: Any) -> None:
+    """Raise GuardConfigError for an accelerator that does anything but DDP, such as shards of the model."""
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") or getattr(accelerator, "torch_device_mesh", None) is not None:
+        raise GuardConfigError(
+            f"Accelerate has made this {kind}, or on a device mesh, and of what it has made only DDP goes on without a rank: "
+            "use that, or fully_shard and ncclguard.resilient_step(copies=1) without Accelerate's plugin"
+        )
+
+
+_BETWEEN = (
+    "a step ended between two micro-batches of an optimizer's step, of which a lost rank's part cannot be had: have all "
+    "of them in the function, `for part in parts: with accelerator.accumulate(model): ...`"
+)
+
+
+def _inside(given: Any) -> Any:
+    """Return the optimizers inside prepared ones, which have no hooks of their own."""
+    if isinstance(given, (list, tuple)):
+        return [*map(_inside, given)]
+    return given.optimizer if type(given).__name__ == "AcceleratedOptimizer" else given
+
+
+class _MicroBatch:
+    """The number of the micro-batch an accelerator is at: restored for another try, and given to a new rank."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._accelerator.step = state["step"]
+
+
+class _Step(ResilientStep):
+    """A resilient step whose accelerator counts the ranks that take part in each try, and behind it."""
+
+    def __init__(self, accelerator: Any, function: Callable[..., Any], *models: Any, **options: Any) -> None:
+        self._accelerator = accelerator
+
+        @functools.wraps(function)
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            take_part(accelerator, self)
+            if self._loader is not None:
+                from accelerate.utils import send_to_device
+
+                args = (send_to_device(args[0], accelerator.device), *args[1:])
+            result = function(*args, **kwargs)
+            if self.trains and not accelerator.sync_gradients:
+                raise GuardConfigError(_BETWEEN)
+            return result
+
+        super().__init__(attempt, *models, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.trains and self._loader is None and self._accelerator.gradient_state.in_dataloader:
+            raise GuardConfigError(
+                "a step inside an iteration over a prepared dataloader, or behind one that was left by `break`: it deals "
+                "the samples of a lost rank to nobody. Give resilient_step a loader=ncclguard.ElasticLoader(dataset, "
+                "batch_size), which is not prepared"
+            )
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            take_part(self._accelerator, self)  # a rank may have been lost behind the optimizer's step
+
+
+def take_part(accelerator: Any, step: ResilientStep) -> None:
+    """Have an accelerator count the ranks that take part in a step: their number, and the place of this one."""
+    if step.group is None:
+        return
+    from accelerate import PartialState
+
+    count, place = len(step.ranks), step.ranks.index(dist.get_rank())
+    if (accelerator.num_processes, accelerator.process_index) == (count, place):
+        return
+    for state in (PartialState(), accelerator.state):
+        state.num_processes, state.process_index = count, place
+    for loader in accelerator._dataloaders:
+        for part in (loader.batch_sampler, loader.dataset):
+            if type(part).__name__ in ("BatchSamplerShard", "IterableDatasetShard"):
+                part.num_processes, part.process_index = count, place
 
 
 # ---------------------------------------------------------------------- what Accelerate remembers

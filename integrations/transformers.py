@@ -1,20 +1,29 @@
 """Evaluation that survives, for `transformers.Trainer`: a mixin for a class of your own, a callback for a trainer.
 
 Both work with and without DeepSpeed, best-model selection and early stopping. Run with transformers 5.23 on CPU (gloo).
+Another mixin has the training go on when ranks are killed. Run with transformers 5.24 on CPU ("ncclguard").
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import json
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
-from ncclguard.errors import GuardError
+import torch
+from torch.utils.data import DataLoader
+
+from ncclguard import lifecycle
+from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.evaluation import Action, GuardedEvaluation, record_partial, resilient_evaluate
 from ncclguard.evaluation.decision import metrics_of
 from ncclguard.evaluation.state import Restore
+from ncclguard.training import ElasticLoader
 
 _GUARDS = "_ncclguard_guards"  # attribute of a trainer
 
@@ -73,6 +82,181 @@ def _patched(trainer: Any, original: Callable[..., Any], around: Callable[..., A
 
     method.__ncclguard__ = True  # type: ignore[attr-defined]
     return method
+
+
+# ---------------------------------------------------------------------- training that goes on without lost ranks
+
+
+class ResilientTraining:
+    """A mixin: `class MyTrainer(ResilientTraining, Trainer)` goes on when ranks are killed, under `ncclguard run`.
+
+    Call `init_process_group("ncclguard")` before TrainingArguments are made. All micro-batches of an optimizer's step
+    are one `ncclguard.resilient_step`, and so are `evaluate` and the saving of a checkpoint. Samples come from an
+    `ElasticLoader`, in its order; an epoch has as many steps as it takes the ranks that are there at the beginning.
+    `training_options`: options of `ncclguard.resilient_step`, on the class or an instance.
+
+    `train` raises GuardConfigError, before a rank waits for another, for what cannot go on: models that are sharded,
+    samples in an order by length, tokens that are counted in each step, and a new process in the place of a lost rank,
+    which cannot come to the others' place in the Trainer's loop.
+
+    >>> from ncclguard.integrations.transformers import ResilientTraining
+    >>> class Trainer:  # stands for transformers.Trainer
+    ...     def evaluate(self, eval_dataset=None):
+    ...         return {"eval_loss": 0.5}
+    >>> class MyTrainer(ResilientTraining, Trainer):
+    ...     training_options = {"min_ranks": 2}
+    """
+
+    training_options: ClassVar[dict[str, Any]] = {}
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from ncclguard.integrations.accelerate import refuse_sharded
+
+        if lifecycle.is_joining():
+            raise GuardConfigError(
+                "a new rank cannot come to the others' place in the loop of a Trainer: leave out --spares and "
+                "--restart-lost, or write the loop with Accelerate, in which new ranks join"
+            )
+        refuse_sharded(self.accelerator)
+        if not hasattr(self, "_run_epoch"):
+            raise GuardConfigError(
+                "ResilientTraining takes the Trainer's steps as transformers 5.24 makes them (a method `_run_epoch`), which "
+                "this version does not: take a newer transformers, or write the loop with Accelerate"
+            )
+        kinds = type(self).__mro__
+        before = ResilientEvaluation in kinds[: kinds.index(ResilientTraining)]
+        if before or hasattr(vars(self).get("evaluate"), "__ncclguard__"):
+            raise GuardConfigError(
+                "an evaluation that survives by itself ends the job where a rank is lost in it: have it inside, as class "
+                "MyTrainer(ResilientTraining, ResilientEvaluation, Trainer)"
+            )
+        if self.args.train_sampling_strategy not in ("random", "sequential"):
+            raise GuardConfigError(
+                "ResilientTraining has its samples in random or sequential order, and not by "
+                f"train_sampling_strategy={self.args.train_sampling_strategy!r}"
+            )
+        if self.args.include_num_input_tokens_seen != "no":
+            raise GuardConfigError(
+                "the Trainer counts tokens in a collective for that only, which does not go on without a lost rank: leave "
+                "include_num_input_tokens_seen out"
+            )
+        vars(self).pop(_STEPS, None)  # they are of the model as it was wrapped before
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def get_train_dataloader(self: Any) -> DataLoader[Any]:
+        """Return an empty batch for each that an epoch has at its beginning: the step takes the samples itself."""
+        made = super().get_train_dataloader()  # type: ignore[misc] # has the data set and collator of all options
+        size, parts = self._train_batch_size, self.args.gradient_accumulation_steps
+        self._loader = ElasticLoader(
+            made.dataset,
+            size * parts,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            shuffle=self.args.train_sampling_strategy == "random",
+            collate_fn=lambda rows: [made.collate_fn(rows[at : at + size]) for at in range(0, len(rows), size)],
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        return DataLoader(range(len(made.dataset)), size * self.args.world_size, collate_fn=_empty)  # type: ignore[arg-type]
+
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Make all micro-batches of the optimizer's step with the last one; the loss is the mean of all ranks."""
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        one = super().training_step  # type: ignore[misc]
+
+        def train(parts: list[Any]) -> Any:
+            self.current_gradient_accumulation_steps = len(parts)
+            items = self._get_num_items_in_batch(parts, self.args.device)
+            losses: list[Any] = []
+            for part in parts:
+                last = len(losses) == len(parts) - 1
+                with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+                    losses.append(one(model, part, items))
+            mean = self.accelerator.reduce(torch.stack(losses).sum(), "mean")
+            self.current_flos += sum(map(self.floating_point_ops, parts)) * self.accelerator.num_processes
+            return mean
+
+        return self._go_on(train, model, loader=self._loader)
+
+    def evaluate(self: Any, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+        one = super().evaluate  # type: ignore[misc]
+        if isinstance(self.eval_dataset if eval_dataset is None else eval_dataset, dict):
+            return one(eval_dataset, *args, **kwargs)  # which comes here with each data set
+
+        def evaluate() -> Any:
+            return one(eval_dataset, *args, **kwargs)
+
+        return self._go_on(evaluate)
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        save = super()._save_checkpoint  # type: ignore[misc]
+
+        def save_checkpoint() -> None:
+            save(model, trial)
+            if self.args.should_save:
+                path = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}", _POSITION)
+                path.write_text(json.dumps(self._loader.state_dict()))
+            self.accelerator.wait_for_everyone()  # who was to save it may have been lost: then another one does
+
+        self._go_on(save_checkpoint)
+
+    def _save(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner = self.accelerator.unwrap_model(self.model)
+        inner.should_save_on_this_rank = bool  # transformers 5 has torch's rank 0 save it, which may be gone
+        try:
+            super()._save(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            del inner.should_save_on_this_rank
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: Any) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None and (path := Path(checkpoint, _POSITION)).exists():
+            self._loader.load_state_dict(json.loads(path.read_text()))
+
+    def _maybe_log_save_evaluate(self: Any, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        """Log the loss, which is all ranks' already: the Trainer would gather it for as many as there were."""
+        steps = self.state.global_step - self._globalstep_last_logged
+        if self.control.should_log and steps > 0:
+            loss = tr_loss.item()
+            tr_loss.zero_()
+            self._total_loss_scalar += loss
+            self._globalstep_last_logged = self.state.global_step
+            rate = kwargs.get("learning_rate")
+            logs = {"loss": loss / steps, "learning_rate": self._get_learning_rate() if rate is None else rate}
+            self.store_flos()
+            self.log(logs if grad_norm is None else {**logs, "grad_norm": float(grad_norm)})
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)  # type: ignore[misc]
+
+    def floating_point_ops(self, inputs: Any) -> Any:
+        return super().floating_point_ops(inputs) if inputs else 0  # type: ignore[misc]
+
+    def store_flos(self: Any) -> None:
+        self.state.total_flos += self.current_flos  # those of all ranks
+        self.current_flos = 0
+
+    def _go_on(self: Any, function: Callable[..., Any], *models: Any, **options: Any) -> Any:
+        """Call a function as a resilient step, of which there is one for each name."""
+        from ncclguard.integrations.accelerate import resilient_step
+
+        known = vars(self).setdefault(_STEPS, {})
+        if function.__name__ not in known:
+            decorate = resilient_step(self.accelerator, *models, **options, **self.training_options)
+            known[function.__name__] = decorate(lambda *batch, function: function(*batch))
+        result = known[function.__name__](function=function)
+        if self.is_world_process_zero() and not self.state.is_world_process_zero:
+            from transformers import PrinterCallback, ProgressCallback
+
+            self.state.is_world_process_zero = True
+            if self.pop_callback(ProgressCallback) is not None:  # which has no bar here
+                self.add_callback(PrinterCallback)
+        return result
+
+
+_STEPS, _POSITION = "_ncclguard_steps", "elastic_loader.json"
+
+
+def _empty(_: Any) -> dict[str, Any]:
+    return {}
 
 
 # ---------------------------------------------------------------------- evaluate and predict

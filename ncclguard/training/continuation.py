@@ -153,20 +153,20 @@ class Continuation:
 
     def adopt(self, models: Iterable[nn.Module]) -> None:
         """These models' gradients are reduced on the group, whoever takes part."""
-        for model in models:
-            if not isinstance(model, DistributedDataParallel) or any(model is known for known in self._wrappers):
+        for wrapper in (part for model in models for part in model.modules()):  # torch.compile wraps it again
+            if not isinstance(wrapper, DistributedDataParallel) or any(wrapper is known for known in self._wrappers):
                 continue
-            if getattr(model.process_group, "whole", model.process_group) is not self.group:
+            if getattr(wrapper.process_group, "whole", wrapper.process_group) is not self.group:
                 raise GuardConfigError(
                     "a DistributedDataParallel of another process group cannot go on without a rank: make it on the "
                     "group of resilient_step, which init_process_group gives"
                 )
-            obstacle = torch_compat.ddp_stays(model)
+            obstacle = torch_compat.ddp_stays(wrapper)
             if obstacle:
                 raise GuardConfigError(f"a DistributedDataParallel cannot go on without a rank: {obstacle}")
-            self._wrappers.append(model)
+            self._wrappers.append(wrapper)
             if self.taking_part is not self.group:
-                torch_compat.move_ddp(model, self.taking_part)
+                torch_compat.move_ddp(wrapper, self.taking_part)
 
     def protect(
         self,

@@ -59,7 +59,7 @@ _uncalled: list[weakref.ref[ResilientStep]] = []
 
 
 def refuse_foreign(*given: Any, copies: int = 0) -> None:
-    """Raises GuardConfigError for what shards state in a way of its own: a rank that is lost takes a part with it.
+    """Raises GuardConfigError for what shards state in a way of its own, or counts ranks in one.
 
     `copies`: of the optimizer's state, which ZeRO-1 of torch goes on from.
     """
@@ -74,6 +74,11 @@ def refuse_foreign(*given: Any, copies: int = 0) -> None:
             raise GuardConfigError(
                 f"DeepSpeed's {kinds[0].__name__} keeps the number of ranks, its partitions and a process group of its "
                 'own from when it was made: use fully_shard with copies=1, or on_lost="fail"'
+            )
+        if any(kind.__module__.partition(".")[0] == "accelerate" for kind in kinds):
+            raise GuardConfigError(
+                f"{kinds[0].__name__}: Accelerate counts the ranks itself, and has to learn of a lost one: decorate with "
+                "resilient_step(accelerator, model, optimizer) of ncclguard.integrations.accelerate"
             )
 
 

@@ -92,9 +92,14 @@ def needed(page: Path) -> None:
         pytest.skip(f"{name} is not installed")
 
 
-def program(page: Path) -> str:
+#: From here on a page has another program, which goes on when a rank is killed.
+GOES_ON = "\n## Go on when a rank is killed\n"
+
+
+def program(page: Path, part: int = 0) -> str:
     """The page's Python, with what it leaves to the reader, and gloo where it says NCCL: CPU builds of torch have none."""
-    code = "".join(text for kind, text in BLOCK.findall(page.read_text()) if kind == "python")
+    text = page.read_text().split(GOES_ON)[part]
+    code = "".join(text for kind, text in BLOCK.findall(text) if kind == "python")
     steps = STEPS + REST if page.name == "torchrun.md" else REST
     code = re.sub(r'\(("nccl")(, timeout)', r'("gloo"\2', code)
     return PRELUDES.get(page.name, "") + code + steps
@@ -130,6 +135,29 @@ def test_the_program_of_a_page_runs_on_two_ranks(page: Path, tmp_path: Path) -> 
     (tmp_path / "train.py").write_text(program(page))
     output = shell("torchrun --standalone --nproc-per-node 2 train.py", tmp_path, ACCELERATE_USE_CPU="true")
     assert "Traceback" not in output, output
+
+
+#: A rank is killed in its third backward, without a word of that in the page's own program.
+KILLED = """
+import os, signal, torch
+backwards, backward = [], torch.Tensor.backward
+def strike(self, *args, **kwargs):
+    backwards.append(1)
+    if len(backwards) == 3 and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return backward(self, *args, **kwargs)
+torch.Tensor.backward = strike
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if GOES_ON in page.read_text()], ids=lambda page: page.name)
+def test_the_program_of_a_page_goes_on_when_its_first_rank_is_killed(page: Path, tmp_path: Path) -> None:
+    needed(page)
+    (tmp_path / "train.py").write_text(KILLED + program(page, part=1))
+    output = shell("ncclguard run --nproc-per-node 3 train.py", tmp_path, ACCELERATE_USE_CPU="true")
+    assert "Traceback" not in output and "went on without rank 0" in output, output
+    assert [*tmp_path.glob("checkpoint-10/model.safetensors"), *tmp_path.glob("out/checkpoint-10/model.safetensors")]
 
 
 @pytest.mark.slow
