@@ -38,8 +38,10 @@ class ResilientEvaluation:
     of those that are in. All ranks get the metrics of the first, so that they decide alike. `predict` raises GuardError
     when it is given up.
 
+    >>> from types import SimpleNamespace
     >>> from ncclguard.integrations.transformers import ResilientEvaluation
     >>> class Trainer:  # stands for transformers.Trainer
+    ...     args = SimpleNamespace(per_device_eval_batch_size=8)
     ...     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
     ...         return {"eval_loss": 0.5}
     >>> class MyTrainer(ResilientEvaluation, Trainer):

@@ -197,7 +197,9 @@ def test_without_transformers_the_error_says_what_to_install() -> None:
     assert "pip install 'ncclguard[transformers]'" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["modes", "qwen2_5_vl_classifier", "slim_outputs"])
+@pytest.mark.parametrize(
+    "name", ["accelerate", "deepspeed", "modes", "qwen2_5_vl_classifier", "slim_outputs", "transformers"]
+)
 def test_examples_in_docstrings_run(name: str) -> None:
     module = importlib.import_module(f"ncclguard.integrations.{name}")
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
