@@ -259,7 +259,7 @@ class Runtime:
                 self.monitor.nonfinite.settle()
             if self.watcher is not None:
                 self.watcher.close()
-            self.monitor.depart(cause, text, self.monitor.timing.leave)
+            self.monitor.depart(cause, text, self.monitor.timing.leave, follows=self._follows)
             if self.rank == 0 and job and self.world.has_store:
                 self._linger()
             if not self.monitor.stop(STOP_WITHIN):
@@ -290,6 +290,16 @@ class Runtime:
         if self.rank == 0 and self.world.has_store:  # which the others need for their verdict
             self.monitor.settle(self.monitor.timing.leave, self.monitor.timing.linger)
         self._writer.wait(REPORT_WITHIN)
+
+    def _follows(self) -> bool:
+        """Return whether this process gives a group outside the job up because of a fault of others."""
+        faults = tuple(self._faults) if self.world.group else ()
+        return bool(faults) and not any(self.rank in incident.culprits for incident in faults)
+
+    @property
+    def first_fault(self) -> Incident | None:
+        """The first agreed incident that tells who it was, or who called what; those after it may follow from it."""
+        return next((incident for incident in tuple(self._faults) if incident.culprits or incident.sides), None)
 
     def _linger(self) -> None:
         """Rank 0 usually hosts the store: give the others a moment to finish with it."""

@@ -26,6 +26,7 @@ from ncclguard.torch_compat import Store
 from ncclguard.weights.board import Ask, Board, News, asks_of, connected, write_news
 from ncclguard.weights.buckets import Digest, bucketed, device_of
 from ncclguard.weights.end import ChannelEnd
+from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import told
 
 log = logging.getLogger("ncclguard")
@@ -243,8 +244,11 @@ class Sender(ChannelEnd):
 
     def _leave_out(self, error: CollectiveFailed, left_out: dict[str, Incident | str]) -> None:
         """Take the engines of the culprits out; where this process is one, or nobody is, all stay."""
-        members, incident = self._members, error.outcome.incident
-        engines = {members[rank - 1].engine for rank in error.outcome.culprits if 0 < rank <= len(members)}
+        members, incident = self._members, self._first_fault() or error.outcome.incident
+        ranks = set(error.outcome.culprits if incident is None else incident.culprits)
+        if incident is not None and incident.cause is Cause.DIVERGED:
+            ranks = _others_than_sender(incident) or ranks
+        engines = {members[rank - 1].engine for rank in ranks if 0 < rank <= len(members)}
         for engine in engines:
             left_out[engine] = incident if incident is not None else str(error)
         log.warning(
@@ -307,6 +311,13 @@ class Sender(ChannelEnd):
             elif theirs != digest:
                 wrong[ask.engine] = told("worker {worker} has other bytes than were sent", worker=ask.worker)
         return wrong
+
+
+def _others_than_sender(incident: Incident) -> set[int]:
+    """Return who called something else than the sender, whose bytes they are to have: however many agree on it."""
+    if not any(0 in ranks for _, ranks in incident.sides):
+        return set()
+    return {rank for _, ranks in incident.sides if 0 not in ranks for rank in ranks}
 
 
 def _is_whole(asked: Mapping[int, Ask]) -> bool:
