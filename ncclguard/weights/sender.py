@@ -19,6 +19,7 @@ from ncclguard.config import seconds
 from ncclguard.coordination.store import AgreementStore
 from ncclguard.engine.call import Time
 from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError
+from ncclguard.faults import drill_job
 from ncclguard.incident.model import Incident
 from ncclguard.metrics.records import ChannelStatus
 from ncclguard.metrics.registry import MAX_CULPRITS, OTHER
@@ -154,6 +155,14 @@ class Sender(ChannelEnd):
             raise TypeError(text)
         if isinstance(tensors, Mapping) and not tensors:
             raise ValueError(told("tensors has none: give what the engines are to have, such as model.state_dict()"))
+        published = self._publish(tensors, version, engines)
+        drill_job.channel_event(
+            "published", version=version, engines=published.engines, seconds=published.seconds, limit=self._timeout,
+            left_out={name: _as_words(why) for name, why in published.left_out.items()},
+        )  # fmt: skip
+        return published
+
+    def _publish(self, tensors: Tensors, version: str | int, engines: Collection[str] | None) -> Published:
         began = time.monotonic()
         until = began + self._timeout
         left_out: dict[str, Incident | str] = {}
@@ -318,6 +327,11 @@ def _others_than_sender(incident: Incident) -> set[int]:
     if not any(0 in ranks for _, ranks in incident.sides):
         return set()
     return {rank for _, ranks in incident.sides if 0 not in ranks for rank in ranks}
+
+
+def _as_words(why: Incident | str) -> tuple[str, str]:
+    """Return the cause, if there is one, and a sentence."""
+    return ("", why) if isinstance(why, str) else (str(why.cause), why.summary)
 
 
 def _is_whole(asked: Mapping[int, Ask]) -> bool:

@@ -303,6 +303,28 @@ def test_who_gives_the_group_up_for_one_that_has_raised_is_not_left_out(store: s
     assert said == [{}, {"engine 3": "exited"}] * 8, said
 
 
+def differs(address: str) -> None:
+    """Engines 1 and 2 call another shape than the trainer and engine 3."""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        with Sender(address, name="shapes", timeout=20.0) as sender:
+            sender.wait_for(3, within=60)
+            published = sender.publish(weights(0), 0)
+            faults.report(engines=published.engines, left_out={k: cause(why) for k, why in published.left_out.items()})
+        return
+    if rank < 3:
+        faults.at(rank=0, op=0, fault="mismatch", engine=f"engine {rank}")
+    with Receiver(address, name="shapes", engine=f"engine {rank}") as receiver:
+        while (update := receiver.next(timeout=5)) is not None:
+            if update.commit():
+                break
+
+
+def test_who_calls_another_shape_than_the_trainer_is_left_out_also_where_they_are_as_many(store: str) -> None:
+    said = faults.run_ranks(differs, 4, args=[store], timeout=60).check()[0].reports
+    assert said == {"engines": ["engine 3"], "left_out": dict.fromkeys(["engine 1", "engine 2"], "diverged")}, said
+
+
 def leaves(address: str) -> None:
     """Engine 2 closes its end after the first version."""
     rank = int(os.environ["RANK"])
