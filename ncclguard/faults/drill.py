@@ -394,8 +394,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         print(f"ncclguard drill: {refused}", file=sys.stderr)
         return USAGE
-    if arguments.limit is None:
-        arguments.limit = _LIMIT if arguments.engine is None else _LIMIT_OF_PUBLISH
     choose = chosen if arguments.engine is None else chosen_of_engine
     try:
         fault, reports = choose(arguments, bool(command)), _report_folder()
@@ -427,10 +425,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tr(
             "the built-in channel of a trainer and {engines}, limit of publish {limit:g} s",
             engines=", ".join(_engines(arguments)),
-            limit=arguments.limit,
+            limit=_limit(arguments),
         )
         if fault.engine
-        else tr("the built-in one, {count} ranks, limit {limit:g} s", count=arguments.ranks, limit=arguments.limit)
+        else tr("the built-in one, {count} ranks, limit {limit:g} s", count=arguments.ranks, limit=_limit(arguments))
     )
     job = Message(shlex.join(command)) if command else built_in
     end = tr("{how}, {seconds:.1f} s in all", how=ended.text, seconds=ended.seconds)
@@ -461,7 +459,7 @@ def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
                 "how long is {kind} to last? give --seconds, longer than the job's limit", kind=arguments.fault
             )
             raise GuardConfigError(refusal)
-        seconds = arguments.limit + _LONGER
+        seconds = _limit(arguments) + _LONGER
     fault = Fault(
         fault=arguments.fault,
         rank=rank if arguments.rank is None else arguments.rank,
@@ -493,7 +491,7 @@ def chosen_of_engine(arguments: argparse.Namespace, has_command: bool) -> Fault:
                 kind=arguments.fault,
             )
             raise GuardConfigError(refusal)
-        seconds = arguments.limit / 3 + _LONGER  # the first of the three tries has a third
+        seconds = _limit(arguments) / 3 + _LONGER  # the first of the three tries has a third
     names = _engines(arguments)
     if not has_command and (arguments.engine not in names or arguments.rank):
         text = told(
@@ -515,6 +513,13 @@ def chosen_of_engine(arguments: argparse.Namespace, has_command: bool) -> Fault:
     )
     parse(str(fault))
     return fault
+
+
+def _limit(arguments: argparse.Namespace) -> float:
+    """Return the limit of the built-in job's collectives, or of its publish, in seconds."""
+    if arguments.limit is not None:
+        return float(arguments.limit)
+    return _LIMIT if arguments.engine is None else _LIMIT_OF_PUBLISH
 
 
 def _engines(arguments: argparse.Namespace) -> list[str]:
@@ -556,11 +561,11 @@ def _built_in(arguments: argparse.Namespace, fault: Fault, env: Mapping[str, str
     if fault.engine:
         engines, stands_by = arguments.ranks - 1, fault.fault in ("kill", "exit")
         program, ranks = "ncclguard.faults.drill_channel:run", 1 + engines + stands_by
-        values: list[Any] = [arguments.limit, fault.engine, fault.op, engines]
+        values: list[Any] = [_limit(arguments), fault.engine, fault.op, engines]
         result = run_ranks(program, ranks, args=values, env=env, timeout=arguments.timeout, launcher="fork")
         return _ends(result)
     after = {"partition": _STEPS_OF_PARTITION, "slow": _STEPS_OF_SLOW}.get(fault.fault, _STEPS)
-    values = [fault.op + after, arguments.limit, _NUMEL, arguments.seed]
+    values = [fault.op + after, _limit(arguments), _NUMEL, arguments.seed]
     program = "ncclguard.faults.drill_job:train_watched" if fault.raw else "ncclguard.faults.drill_job:train"
     with progress(lambda: _state_of(arguments.ranks, read_events(events))):
         result = run_ranks(program, arguments.ranks, args=values, env=env, timeout=arguments.timeout, launcher="fork")
