@@ -123,6 +123,7 @@ class Monitor:
         self._next_aside = 0.0
         self.departures_begun = False  # as far as the job's log says
         self._leaving: Departure | None = None
+        self._follows: Callable[[], bool] = lambda: False
         self._left = threading.Event()
         self.goodbyes = 0  # ranks of the job that are known to have left; counted while this one leaves
         self._wake = threading.Event()
@@ -175,11 +176,17 @@ class Monitor:
         details: Mapping[str, object] | None = None,
         *,
         terminated: bool = False,
+        follows: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Tell the others that this process leaves, with what it completed; True when it has been written in time."""
+        """Tell the others that this process leaves, with what it completed; True when it has been written in time.
+
+        `follows` is asked in the monitor's thread, after what it has published: whether this follows from a fault that
+        all know.
+        """
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
             return False
         if self._leaving is None:  # the first reason stands
+            self._follows = follows
             self._leaving = Departure(self.rank, cause, text, details=details or {}, terminated=terminated)
             if self.session_ready.is_set() and (cause is Cause.EXITED or terminated):
                 self._store.tell_host(f"left/{self.rank}", "1")  # for those that cannot ask the store any more
@@ -471,6 +478,7 @@ class Monitor:
     # ------------------------------------------------------------------ departures
 
     def _announce_departure(self, departure: Departure) -> None:
+        departure = replace(departure, follows=self._follows())
         done: dict[str, int] = {}
         for state in self.states():
             done[state.key] = state.member.completed

@@ -259,7 +259,7 @@ class Runtime:
                 self.monitor.nonfinite.settle()
             if self.watcher is not None:
                 self.watcher.close()
-            self.monitor.depart(cause, text, self.monitor.timing.leave)
+            self.monitor.depart(cause, text, self.monitor.timing.leave, follows=self._follows)
             if self.rank == 0 and job and self.world.has_store:
                 self._linger()
             if not self.monitor.stop(STOP_WITHIN):
@@ -290,6 +290,16 @@ class Runtime:
         if self.rank == 0 and self.world.has_store:  # which the others need for their verdict
             self.monitor.settle(self.monitor.timing.leave, self.monitor.timing.linger)
         self._writer.wait(REPORT_WITHIN)
+
+    def _follows(self) -> bool:
+        """Return whether this process gives a group outside the job up because of a fault of others."""
+        faults = tuple(self._faults) if self.world.group else ()
+        return bool(faults) and not any(self.rank in incident.culprits for incident in faults)
+
+    @property
+    def first_fault(self) -> Incident | None:
+        """The first agreed incident that tells who it was, or who called what; those after it may follow from it."""
+        return next((incident for incident in tuple(self._faults) if incident.culprits or incident.sides), None)
 
     def _linger(self) -> None:
         """Rank 0 usually hosts the store: give the others a moment to finish with it."""
@@ -366,6 +376,7 @@ def _patience(state: GroupState) -> Patience:
 _runtime: Runtime | None = None
 #: Those of groups outside the job.
 _outside: dict[dist.ProcessGroup, Runtime] = {}
+_ended: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # of these, so that what is queued begins no other
 #: The default group that this process has said goodbye to: a thread that comes late must not start the runtime again.
 _left: weakref.ref[object] | None = None
 _exiting = False
@@ -411,12 +422,14 @@ def current(within: float = CONNECT_WITHIN) -> Runtime:
 def of(group: dist.ProcessGroup, within: float = CONNECT_WITHIN) -> Runtime:
     """Return the runtime of a process group: the job's, or that of a group outside it, which is started if need be.
 
-    Raises GuardError when the store cannot be reached `within` so many seconds.
+    Raises GuardError when the store cannot be reached `within` so many seconds, or the group has been destroyed.
     """
     if _outside and (found := _outside.get(group)) is not None:
         return found
     if not is_outside(group):
         return current(within)
+    if group in _ended:
+        raise GuardError(told("the process group was destroyed"))
     name = torch_compat.group_name(group)
     return begin_outside(group, World(torch_compat.store_of(group), group.rank(), group.size(), name), within)
 
@@ -448,6 +461,8 @@ def begin_outside(group: dist.ProcessGroup, world: World, within: float = CONNEC
 
 def end_outside(group: dist.ProcessGroup, cause: Cause, text: str) -> None:
     """End the runtime of a group outside the job, if there is one: the others are told why; raises nothing."""
+    if group in _outside:
+        _ended.add(group)
     runtime = _outside.pop(group, None)
     if runtime is not None:
         runtime.leave(cause, text)

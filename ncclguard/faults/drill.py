@@ -26,7 +26,10 @@ from rich.cells import cell_len
 
 from ncclguard.config import GuardConfig
 from ncclguard.errors import GuardConfigError
+from ncclguard.faults import drill_channel
+from ncclguard.faults.drill_channel import ChannelFindings
 from ncclguard.faults.fault import ALTERS, EVENTS_VARIABLE, PARAMETERS, PERMISSION, VARIABLE, Fault, parse
+from ncclguard.faults.job import JobResult
 from ncclguard.faults.launcher import run_ranks
 from ncclguard_explain.cause import WORD, Cause
 from ncclguard_explain.command_line import described, progress
@@ -208,6 +211,7 @@ HEADS: Final = {
     "alone": tr("alone", "drill"),
     "tensors": tr("tensors", "drill"),
     "went on": tr("went on", "drill"),
+    "back": tr("back", "drill"),
     "then": tr("then", "drill"),
     "job": tr("job", "drill"),
     "ended": tr("ended", "drill"),
@@ -300,19 +304,21 @@ def findings_of(fault: str, rank: int, events: list[Event], raw: bool = False) -
 
 USAGE: Final = 2
 EXIT_CODES: Final = {
-    0: "all others named the struck rank and nobody else, or the fault was over in time",
+    0: "all others named the struck rank or engine and nobody else, or the fault was over in time",
     1: "they did not, or the fault never struck",
     USAGE: f"a wrong call, or {PERMISSION} is not 1",
 }
 EXAMPLES: Final = {
     f"{PERMISSION}=1 ncclguard drill --fault late": "the built-in job, with a rank that comes too late",
     f"{PERMISSION}=1 ncclguard drill --fault kill --rank 2 -- torchrun --nproc-per-node 4 train.py": "a program of one's own",
+    f"{PERMISSION}=1 ncclguard drill --fault stop --engine 'engine 2'": "a weight channel, with an engine that stands still",
     f"{PERMISSION}=1 ncclguard drill --fault stop --rank 1 --seconds 60 -- torchrun ... train.py": "the same where it only calls watch()",
 }
 #: Seconds between SIGTERM and SIGKILL for a command that has not ended at the timeout.
 _GRACE: Final = 10.0
 #: The built-in job: its ranks, steps and elements, and how long a lasting fault outlasts its limit, in seconds.
 _RANKS, _NUMEL, _LONGER = 4, 100_000, 4.0
+_LIMIT, _LIMIT_OF_PUBLISH = 5.0, 15.0
 #: Its steps after the one that is struck; while a partition lasts and TCP finds back, several of them fail.
 _STEPS, _STEPS_OF_PARTITION = 4, 9
 #: As many as take about 70 s: who is slow is told after 43 s or more.
@@ -335,18 +341,24 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     made = argparse.ArgumentParser(
         prog="ncclguard drill",
-        usage="ncclguard drill --fault KIND [--rank R] [options] [-- COMMAND ...]",
+        usage="ncclguard drill --fault KIND [--rank R | --engine NAME] [options] [-- COMMAND ...]",
         description="Inject a fault into one rank of a real run, without changing the program, and print what happened, how long "
         "until everyone knew, who was named and whether the job went on. Without a command a small built-in job is run. "
+        "With --engine, into an engine of a weight channel: whether publish came back in time, and the engine is taken back. "
         f"Refuses to run unless {PERMISSION}=1 is set.",
     )
     made.add_argument("--fault", required=True, choices=sorted(PARAMETERS), help="what happens to the rank")
     made.add_argument("--rank", type=int, help="the global rank that is struck (built-in job: by the seed)")
     made.add_argument(
+        "--engine",
+        metavar="NAME",
+        help="strike this engine of a weight channel instead, in its worker --rank (default 0)",
+    )
+    made.add_argument(
         "--op",
         type=int,
         help="its guarded operation at which it strikes, from 0, or where the job only has watch(), its collective in the "
-        "default group (default: by the seed)",
+        "default group (default: by the seed); of an engine, its update (default 1, the second)",
     )
     made.add_argument(
         "--raw", action="store_true", help="--op counts those collectives, also where the job makes guarded calls"
@@ -355,8 +367,12 @@ def build_parser() -> argparse.ArgumentParser:
     made.add_argument("--factor", type=float, help="how many times as long a slow rank takes for a step (default 1.5)")
     made.add_argument("--of", choices=("shape", "dtype"), help="what differs in a mismatch")
     made.add_argument("--seed", type=int, default=0, help="chooses what is not given; 0 by default")
-    made.add_argument("--limit", type=float, default=5.0, help="time limit of the built-in job's collectives, in s")
-    made.add_argument("--ranks", type=int, default=_RANKS, help="ranks of the built-in job")
+    made.add_argument(
+        "--limit", type=float, help="time limit of the built-in job's collectives (default 5), or publish (15), in s"
+    )
+    made.add_argument(
+        "--ranks", type=int, default=_RANKS, help="ranks of the built-in job, or a trainer and its engines"
+    )
     made.add_argument("--timeout", type=float, default=900.0, help="end the job after this many seconds")
     made.add_argument(
         "--json", metavar="FILE", help="write the findings as JSON too; - for stdout, which then holds nothing else"
@@ -378,8 +394,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         print(f"ncclguard drill: {refused}", file=sys.stderr)
         return USAGE
+    choose = chosen if arguments.engine is None else chosen_of_engine
     try:
-        fault, reports = chosen(arguments, bool(command)), _report_folder()
+        fault, reports = choose(arguments, bool(command)), _report_folder()
     except GuardConfigError as error:
         print(f"ncclguard drill: {error}", file=sys.stderr)
         return USAGE
@@ -398,9 +415,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cannot = told("{operation} cannot be run: {error}", operation=shlex.join(command), error=error)
             print(f"ncclguard drill: {cannot}", file=sys.stderr)
             return USAGE
-        findings = findings_of(fault.fault, fault.rank, read_events(Path(folder)), fault.raw)
+        findings: Findings | ChannelFindings = (
+            drill_channel.findings_of(fault, drill_channel.read_events(Path(folder)))
+            if fault.engine
+            else findings_of(fault.fault, fault.rank, read_events(Path(folder)), fault.raw)
+        )
         pages = sorted(set(reports.glob("incident-*.html")) - before) if reports is not None else []
-    built_in = tr("the built-in one, {count} ranks, limit {limit:g} s", count=arguments.ranks, limit=arguments.limit)
+    built_in = (
+        tr(
+            "the built-in channel of a trainer and {engines}, limit of publish {limit:g} s",
+            engines=", ".join(_engines(arguments)),
+            limit=_limit(arguments),
+        )
+        if fault.engine
+        else tr("the built-in one, {count} ranks, limit {limit:g} s", count=arguments.ranks, limit=_limit(arguments))
+    )
     job = Message(shlex.join(command)) if command else built_in
     end = tr("{how}, {seconds:.1f} s in all", how=ended.text, seconds=ended.seconds)
     passed = tr("passed", "drill") if findings.passed else tr("FAILED", "drill")
@@ -430,7 +459,7 @@ def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
                 "how long is {kind} to last? give --seconds, longer than the job's limit", kind=arguments.fault
             )
             raise GuardConfigError(refusal)
-        seconds = arguments.limit + _LONGER
+        seconds = _limit(arguments) + _LONGER
     fault = Fault(
         fault=arguments.fault,
         rank=rank if arguments.rank is None else arguments.rank,
@@ -450,6 +479,52 @@ def chosen(arguments: argparse.Namespace, has_command: bool) -> Fault:
         raise GuardConfigError(text)
     parse(str(fault))
     return fault
+
+
+def chosen_of_engine(arguments: argparse.Namespace, has_command: bool) -> Fault:
+    """Return the fault of an engine that the arguments make. Raises GuardConfigError for an invalid one."""
+    seconds = arguments.seconds
+    if seconds is None and arguments.fault in drill_channel.ABSORBED:
+        if has_command:
+            refusal = told(
+                "how long is {kind} to last? give --seconds, longer than a third of the limit of publish",
+                kind=arguments.fault,
+            )
+            raise GuardConfigError(refusal)
+        seconds = _limit(arguments) / 3 + _LONGER  # the first of the three tries has a third
+    names = _engines(arguments)
+    if not has_command and (arguments.engine not in names or arguments.rank):
+        text = told(
+            "the built-in channel has no worker {worker} of {engine}; it has {engines}, each with a worker 0",
+            worker=arguments.rank or 0,
+            engine=repr(arguments.engine),
+            engines=", ".join(names) or told("no engine"),
+        )
+        raise GuardConfigError(text)
+    fault = Fault(
+        fault=arguments.fault,
+        rank=arguments.rank or 0,
+        op=1 if arguments.op is None else arguments.op,
+        seconds=seconds,
+        of=arguments.of or "shape",
+        factor=1.5 if arguments.factor is None else arguments.factor,
+        raw=arguments.raw,
+        engine=arguments.engine,
+    )
+    parse(str(fault))
+    return fault
+
+
+def _limit(arguments: argparse.Namespace) -> float:
+    """Return the limit of the built-in job's collectives, or of its publish, in seconds."""
+    if arguments.limit is not None:
+        return float(arguments.limit)
+    return _LIMIT if arguments.engine is None else _LIMIT_OF_PUBLISH
+
+
+def _engines(arguments: argparse.Namespace) -> list[str]:
+    """Return the names of the built-in channel's engines."""
+    return [f"engine {number}" for number in range(1, arguments.ranks)]
 
 
 def _command(command: Sequence[str], env: Mapping[str, str], timeout: float) -> Ended:
@@ -482,12 +557,23 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _built_in(arguments: argparse.Namespace, fault: Fault, env: Mapping[str, str]) -> Ended:
     """Run the built-in job."""
-    after = {"partition": _STEPS_OF_PARTITION, "slow": _STEPS_OF_SLOW}.get(fault.fault, _STEPS)
-    values = [fault.op + after, arguments.limit, _NUMEL, arguments.seed]
-    program = "ncclguard.faults.drill_job:train_watched" if fault.raw else "ncclguard.faults.drill_job:train"
     events = Path(env[EVENTS_VARIABLE])
+    if fault.engine:
+        engines, stands_by = arguments.ranks - 1, fault.fault in ("kill", "exit")
+        program, ranks = "ncclguard.faults.drill_channel:run", 1 + engines + stands_by
+        values: list[Any] = [_limit(arguments), fault.engine, fault.op, engines]
+        result = run_ranks(program, ranks, args=values, env=env, timeout=arguments.timeout, launcher="fork")
+        return _ends(result)
+    after = {"partition": _STEPS_OF_PARTITION, "slow": _STEPS_OF_SLOW}.get(fault.fault, _STEPS)
+    values = [fault.op + after, _limit(arguments), _NUMEL, arguments.seed]
+    program = "ncclguard.faults.drill_job:train_watched" if fault.raw else "ncclguard.faults.drill_job:train"
     with progress(lambda: _state_of(arguments.ranks, read_events(events))):
         result = run_ranks(program, arguments.ranks, args=values, env=env, timeout=arguments.timeout, launcher="fork")
+    return _ends(result)
+
+
+def _ends(result: JobResult) -> Ended:
+    """Print what the ranks have written, and return how they ended."""
     for rank in result:
         sys.stderr.write(rank.output)
     ends: dict[str, list[str]] = {}
@@ -522,7 +608,9 @@ def _report_folder() -> Path | None:
     return None if folder is None else Path(os.path.abspath(os.path.expanduser(folder)))
 
 
-def _write(name: str, fault: Fault, seed: int, findings: Findings, ended: Ended, pages: Sequence[Path]) -> None:
+def _write(
+    name: str, fault: Fault, seed: int, findings: Findings | ChannelFindings, ended: Ended, pages: Sequence[Path]
+) -> None:
     data = {
         "schema_version": _SCHEMA_VERSION,
         "passed": findings.passed,

@@ -1,6 +1,6 @@
-"""The jobs that `ncclguard drill` runs without a command, and the recorder of a drilled rank.
+"""The jobs that `ncclguard drill` runs without a command, and the recorder of a drilled rank or end of a channel.
 
-The recorder writes one file a rank, one JSON object a line, moments by CLOCK_MONOTONIC, which all processes of one
+The recorder writes one file a process, one JSON object a line, moments by CLOCK_MONOTONIC, which all processes of one
 host share. It listens to events when NCCLGUARD_FAULT was armed, and only then.
 """
 
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import events, lifecycle, torch_compat
-from ncclguard.faults.fault import EVENTS_VARIABLE
+from ncclguard.faults.fault import EVENTS_VARIABLE, Fault
 from ncclguard_explain.cause import WORD, Cause
 from ncclguard_explain.language import speaking_to, told
 from ncclguard_explain.ranks import ranks_text
@@ -98,11 +98,29 @@ def _count_call() -> None:
 
 def event(kind: str, **values: Any) -> None:
     """Write one line; ignore errors, because the job matters more than the record."""
-    if _path is None:
-        return
+    if _path is not None:
+        _append(_path, kind, values)
+
+
+def channel_event(kind: str, **values: Any) -> None:
+    """Write one line for an end of a weight channel, which need not be a rank of a job; nothing outside a drill."""
+    folder = os.environ.get(EVENTS_VARIABLE)
+    if folder is not None:
+        _append(Path(folder, f"channel.{os.getpid()}.events"), kind, values)
+
+
+def has_struck(fault: Fault) -> bool:
+    """Return whether an end of a channel, perhaps one that has ended, was struck by this fault in this drill."""
+    folder = os.environ.get(EVENTS_VARIABLE)
+    struck = f'"fault": {json.dumps(str(fault))}'
+    files = () if folder is None else Path(folder).glob("channel.*.events")
+    return any(struck in file.read_text(errors="replace") for file in files)
+
+
+def _append(path: Path, kind: str, values: dict[str, Any]) -> None:
     line = json.dumps({"event": kind, "at": time.monotonic(), **values}, default=str)
     try:
-        descriptor = os.open(_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(descriptor, line.encode() + b"\n")  # one unbuffered write, so that a SIGKILL loses nothing
         finally:

@@ -18,6 +18,7 @@ EVENTS_VARIABLE: Final = "_NCCLGUARD_DRILL_DIR"
 SYNTAX: Final = "kill@rank=2,op=3 or, several, late@rank=1,op=0,seconds=5;reset@rank=0,op=4"
 
 _TRIGGER = ("after", "after_bytes")
+_WHERE = ("raw", "watched_op", "engine")
 # The parameters of each fault besides rank and op; a name that ends with ! must be given.
 PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "late": ("seconds!",),
@@ -36,6 +37,8 @@ PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
 }
 # Faults that the caller of a guarded operation carries out itself.
 ALTERS: Final = ("mismatch", "skip", "extra")
+#: Faults of an engine of a weight channel.
+OF_ENGINES: Final = ("late", "kill", "stop", "gil", "exception", "exit", "oom", "mismatch")
 
 
 class Alteration(str, Enum):
@@ -58,7 +61,9 @@ class Fault:
     children that outlive the kill with all sockets open. ``times``: how often connections are reset, so that a rebuild
     is hit too. ``factor``: how many times as long a slow rank takes from one collective to the next. ``watched_op``:
     the number of the collective at which it strikes as a raw one in a job that has called ``watch()`` and makes no
-    guarded call; None for a fault of guarded calls only. Raises GuardConfigError for a combination that cannot be.
+    guarded call; None for a fault of guarded calls only. ``engine``: the name of an engine of a weight channel, whose
+    worker ``rank`` is struck in the middle of its update ``op``, counted from 0; empty for a rank of a process group.
+    Raises GuardConfigError for a combination that cannot be.
     """
 
     fault: str
@@ -74,6 +79,7 @@ class Fault:
     times: int = 1
     raw: bool = False
     watched_op: int | None = None
+    engine: str = ""
 
     def __post_init__(self) -> None:
         if self.fault not in PARAMETERS:
@@ -82,7 +88,7 @@ class Fault:
             )
         takes = [name.rstrip("!") for name in PARAMETERS[self.fault]]
         for field in fields(self)[3:]:
-            if getattr(self, field.name) != field.default and field.name not in (*takes, "raw", "watched_op"):
+            if getattr(self, field.name) != field.default and field.name not in (*takes, *_WHERE):
                 allowed = f"it takes {', '.join(takes)}" if takes else "it takes nothing but rank and op"
                 raise GuardConfigError(f"{self.fault} takes no {field.name}; {allowed}")
         if "seconds!" in PARAMETERS[self.fault] and self.seconds is None:
@@ -93,6 +99,8 @@ class Fault:
             _check(self.fault, "watched_op", self.watched_op, int, 0)
         if (self.raw or self.watched_op is not None) and self.fault in ALTERS:
             raise GuardConfigError(f"{self.fault} changes a guarded call, so it cannot be raw; leave raw out")
+        if self.engine:
+            self._check_engine()
         for name in ("rank", "op", "after_bytes", "children"):
             _check(self.fault, name, getattr(self, name), int, 0)
         _check(self.fault, "times", self.times, int, 1)
@@ -107,6 +115,16 @@ class Fault:
             )
         if self.of not in ("shape", "dtype"):
             raise GuardConfigError(f"{self.fault} of {self.of!r}: give of=shape or of=dtype")
+
+    def _check_engine(self) -> None:
+        if self.fault not in OF_ENGINES:
+            raise GuardConfigError(f"{self.fault} cannot strike an engine; {', '.join(OF_ENGINES)} can")
+        if self.raw or self.watched_op is not None or self.after_bytes or self.of != "shape":
+            raise GuardConfigError(
+                f"{self.fault} strikes {self.engine!r} in its update op; leave raw, watched_op, after_bytes and of out"
+            )
+        if self.engine != self.engine.strip() or set(self.engine) & {",", ";"}:
+            raise GuardConfigError(f"{VARIABLE} cannot hold the name {self.engine!r}: give one without , and ;")
 
     def __str__(self) -> str:
         changed = [field for field in fields(self)[3:] if getattr(self, field.name) != field.default]
@@ -143,6 +161,7 @@ def _parse_one(part: str) -> Fault:
         "times": int,
         "raw": lambda text: bool(int(text)),
         "watched_op": int,
+        "engine": str,
     }
     values: dict[str, Any] = {}
     for item in rest.split(","):

@@ -214,6 +214,7 @@ log = logging.getLogger("ncclguard")
 
 _lock = threading.Lock()
 _armed: tuple[Fault, ...] | None = None  # None, and not an empty tuple, so that a check costs one comparison
+_engines_armed = False  # those of the environment
 
 
 def at(*, rank: int, op: int, fault: str, **how: Any) -> Fault:
@@ -237,6 +238,8 @@ def at(*, rank: int, op: int, fault: str, **how: Any) -> Fault:
     ``raw=True``: ``op`` counts the collectives of the default process group instead, whoever issues them (DDP, FSDP,
     DeepSpeed). The fault then strikes from outside, so not in the call: all but ``mismatch``, ``skip`` and ``extra``
     can. ``watched_op``: strike like that at this collective where the program calls ``watch()`` and nothing guarded.
+    ``engine="engine 2"``: strikes worker ``rank`` of that engine of a weight channel, in the middle of its update
+    ``op``; ``late``, ``kill``, ``stop``, ``gil``, ``exception``, ``exit``, ``oom`` and ``mismatch`` can.
 
     Raises GuardConfigError for a fault or a combination that cannot be.
 
@@ -262,6 +265,28 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Fault, ..
     >>> faults.from_environment({})
     ()
     """
+    found = _allowed(environ)
+    of_ranks = tuple(fault for fault in found if not fault.engine)
+    if of_ranks:
+        _arm(of_ranks)
+        drill_job.start()
+    return found
+
+
+def for_engines(environ: Mapping[str, str] = os.environ) -> None:
+    """Arm the faults of engines that NCCLGUARD_FAULT names, once; called by each end of a channel that receives.
+
+    In one drill each strikes once, also where the engine is started again. Refused as by `from_environment`.
+    """
+    global _engines_armed
+    found = _allowed(environ)
+    with _lock:
+        armed_before, _engines_armed = _engines_armed, True
+    if not armed_before:
+        _arm(tuple(fault for fault in found if fault.engine and not drill_job.has_struck(fault)))
+
+
+def _allowed(environ: Mapping[str, str]) -> tuple[Fault, ...]:
     text = environ.get(VARIABLE)
     if text is None:
         return ()
@@ -270,10 +295,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Fault, ..
             f"{VARIABLE} is set to {text!r}, which would break this job, and {PERMISSION} is not 1; "
             f"set {PERMISSION}=1 for a drill, or unset {VARIABLE}"
         )
-    found = parse(text)
-    _arm(found)
-    drill_job.start()
-    return found
+    return parse(text)
 
 
 def disarm() -> None:
@@ -295,7 +317,17 @@ def before_operation(rank: int, sequence: int) -> Alteration | None:
     """
     if _armed is None:
         return None
-    return _strike_all(rank, sequence)
+    return _strike_all("", rank, sequence)
+
+
+def before_bucket(engine: str, worker: int, update: int) -> Alteration | None:
+    """Let the faults strike that are armed for this worker of an engine; called in the middle of each of its updates.
+
+    As `before_operation` in all else.
+    """
+    if _armed is None:
+        return None
+    return _strike_all(engine, worker, update)
 
 
 def _arm(faults: tuple[Fault, ...]) -> None:
@@ -308,10 +340,10 @@ def _arm(faults: tuple[Fault, ...]) -> None:
             threading.Thread(target=_follow, args=(fault,), name=f"ncclguard drill {fault}").start()
 
 
-def _strike_all(rank: int, sequence: int) -> Alteration | None:
+def _strike_all(engine: str, rank: int, sequence: int) -> Alteration | None:
     global _armed
     with _lock:
-        struck = [fault for fault in _armed or () if (fault.rank, fault.op) == (rank, sequence)]
+        struck = [fault for fault in _armed or () if (fault.engine, fault.rank, fault.op) == (engine, rank, sequence)]
         _armed = tuple(fault for fault in _armed or () if fault not in struck) or None
     alteration = None
     for fault in struck:
@@ -455,5 +487,12 @@ def _be_late(fault: Fault) -> None:
 
 
 def _say(fault: Fault) -> None:
+    if fault.engine:
+        text = told(
+            "injected fault on {engine}, worker {worker}: {name}", engine=fault.engine, worker=fault.rank, name=fault
+        )
+        log.warning("%s", text)
+        drill_job.channel_event("struck", engine=fault.engine, worker=fault.rank, fault=str(fault))
+        return
     log.warning("%s", told("injected fault on rank {rank}: {name}", rank=fault.rank, name=fault))
     drill_job.event("struck", rank=fault.rank, fault=str(fault), raw=fault.raw)

@@ -184,6 +184,7 @@ class Departure:
     terminated: bool = (
         False  # ended from outside, by SIGTERM: launchers end all when one is gone, so rather a consequence
     )
+    follows: bool = False  # it gives the group up because of a fault of others that all know: it is not to blame
     watched: Watched | None = None  # as in a report, where the rank has said it
 
 
@@ -369,7 +370,7 @@ def _blame(
         for rank, r in reports.items()
         if r.trouble is not None and r.trouble.kind is TroubleKind.RAISED
     }
-    gone = {rank: d.cause for rank, d in departed.items() if rank in members and d.done < sequence}
+    gone = {rank: d.cause for rank, d in departed.items() if rank in members and d.done < sequence and not d.follows}
     by_themselves = {rank: cause for rank, cause in gone.items() if not departed[rank].terminated}
     # One that never answered did not even announce its end.
     if by_themselves or raised or silent or ended_from_outside(reports, departed, silent):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ncclguard import torch_compat
 from ncclguard.engine import runtime
+from ncclguard.incident.model import Incident
 from ncclguard.metrics.records import ChannelStatus
 from ncclguard.metrics.registry import add_channel
 from ncclguard.process_group.joined import open_group
@@ -65,6 +66,11 @@ class ChannelEnd:
         """Return whether there is a group that works: the default one may have been destroyed, or its store gone."""
         group = self._group
         return group is not None and torch_compat.is_member(group) and not runtime.of(group).monitor.unavailable
+
+    def _first_fault(self) -> Incident | None:
+        """Return the incident that the failures in the group go back to, where one is agreed."""
+        group = self._group
+        return runtime.of(group).first_fault if group is not None and torch_compat.is_member(group) else None
 
     def _open_group(
         self, news: News, rank: int, label: str, until: float, wanted: Callable[[], bool] = lambda: True

@@ -20,6 +20,7 @@ from ncclguard.config import seconds
 from ncclguard.coordination.store import AgreementStore
 from ncclguard.engine.call import Time
 from ncclguard.errors import GuardConfigError, GuardError
+from ncclguard.faults import drill_job, injection
 from ncclguard.incident.stacks import describe_exception
 from ncclguard.torch_compat import Store
 from ncclguard.weights.board import Ask, Board, News, asks_of, connected, read_news
@@ -114,6 +115,8 @@ class Update:
                 following = None
                 if header is not None:
                     memory = arriving(header, device, self._into)
+                    if pending is None and self._receiver._is_altered() and memory.parts:
+                        memory.parts[0] = memory.parts[0].new_empty(memory.parts[0].numel() + 1)
                     works = [dist.broadcast(part, 0, group=self._group, async_op=True) for part in memory.parts]
                     self._works += works
                     following = header, memory, works
@@ -186,8 +189,11 @@ class Receiver(ChannelEnd):
         self._news: News | None = None  # these; `changed` guards them, and what follows
         self._asked = 0  # the number of the ask that stands, 0 for none
         self._listens = False  # whether `next` waits: who does not come to it asks for nothing
+        self._begun = 0  # updates
         self._taken = ("", 0)  # the sender and number of the last try that `next` has returned
+        injection.for_engines()
         self._board = Board(self._store, self._look, self._renewed)
+        drill_job.channel_event("began", engine=engine, worker=worker)
         self._show()
 
     def next(self, timeout: Time = None, into: Mapping[str, torch.Tensor] | None = None) -> Update | None:
@@ -221,6 +227,7 @@ class Receiver(ChannelEnd):
                 log.warning("ncclguard: the group for version %s of the weights was not made: %s", news.version, error)
                 continue
             self._update = Update(self, news, group, into)
+            self._begun += 1
             return self._update
         return None
 
@@ -231,6 +238,11 @@ class Receiver(ChannelEnd):
         if news is not None:
             self._board.post(lambda store: asks_of(news.sender).add(store, leaves.to_json()))
         super().close()
+
+    def _is_altered(self) -> bool:
+        """Let a fault of a drill strike; return whether it wants another shape here."""
+        ask = self._ask
+        return injection.before_bucket(ask.engine, ask.worker, self._begun - 1) is not None
 
     def _is_called(self) -> bool:
         news = self._news

@@ -19,6 +19,7 @@ from ncclguard.config import seconds
 from ncclguard.coordination.store import AgreementStore
 from ncclguard.engine.call import Time
 from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError
+from ncclguard.faults import drill_job
 from ncclguard.incident.model import Incident
 from ncclguard.metrics.records import ChannelStatus
 from ncclguard.metrics.registry import MAX_CULPRITS, OTHER
@@ -26,6 +27,7 @@ from ncclguard.torch_compat import Store
 from ncclguard.weights.board import Ask, Board, News, asks_of, connected, write_news
 from ncclguard.weights.buckets import Digest, bucketed, device_of
 from ncclguard.weights.end import ChannelEnd
+from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import told
 
 log = logging.getLogger("ncclguard")
@@ -153,6 +155,14 @@ class Sender(ChannelEnd):
             raise TypeError(text)
         if isinstance(tensors, Mapping) and not tensors:
             raise ValueError(told("tensors has none: give what the engines are to have, such as model.state_dict()"))
+        published = self._publish(tensors, version, engines)
+        drill_job.channel_event(
+            "published", version=version, engines=published.engines, seconds=published.seconds, limit=self._timeout,
+            left_out={name: _as_words(why) for name, why in published.left_out.items()},
+        )  # fmt: skip
+        return published
+
+    def _publish(self, tensors: Tensors, version: str | int, engines: Collection[str] | None) -> Published:
         began = time.monotonic()
         until = began + self._timeout
         left_out: dict[str, Incident | str] = {}
@@ -243,8 +253,11 @@ class Sender(ChannelEnd):
 
     def _leave_out(self, error: CollectiveFailed, left_out: dict[str, Incident | str]) -> None:
         """Take the engines of the culprits out; where this process is one, or nobody is, all stay."""
-        members, incident = self._members, error.outcome.incident
-        engines = {members[rank - 1].engine for rank in error.outcome.culprits if 0 < rank <= len(members)}
+        members, incident = self._members, self._first_fault() or error.outcome.incident
+        ranks = set(error.outcome.culprits if incident is None else incident.culprits)
+        if incident is not None and incident.cause is Cause.DIVERGED:
+            ranks = _others_than_sender(incident) or ranks
+        engines = {members[rank - 1].engine for rank in ranks if 0 < rank <= len(members)}
         for engine in engines:
             left_out[engine] = incident if incident is not None else str(error)
         log.warning(
@@ -307,6 +320,18 @@ class Sender(ChannelEnd):
             elif theirs != digest:
                 wrong[ask.engine] = told("worker {worker} has other bytes than were sent", worker=ask.worker)
         return wrong
+
+
+def _others_than_sender(incident: Incident) -> set[int]:
+    """Return who called something else than the sender, whose bytes they are to have: however many agree on it."""
+    if not any(0 in ranks for _, ranks in incident.sides):
+        return set()
+    return {rank for _, ranks in incident.sides if 0 not in ranks for rank in ranks}
+
+
+def _as_words(why: Incident | str) -> tuple[str, str]:
+    """Return the cause, if there is one, and a sentence."""
+    return ("", why) if isinstance(why, str) else (str(why.cause), why.summary)
 
 
 def _is_whole(asked: Mapping[int, Ask]) -> bool:

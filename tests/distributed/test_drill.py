@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
+
 PROGRAM = """
 import torch, torch.distributed as dist, ncclguard as ng
 dist.init_process_group("gloo")
@@ -54,6 +56,9 @@ def test_without_permission_nothing_is_run(value: str, tmp_path: Path) -> None:
         (["--fault", "kill", "--rank", "9"], "--rank 9 is not one of the 4 ranks"),
         (["--fault", "kill", "--rank", "1", "--", "/no/such/program"], "cannot be run"),
         (["--fault", "kill", "--rank", "1", "--seconds", "3"], "kill takes no seconds"),
+        (["--fault", "kill", "--engine", "engine 4"], "it has engine 1, engine 2, engine 3, each with a worker 0"),
+        (["--fault", "stop", "--engine", "A", "--", "true"], "give --seconds, longer than a third of the limit"),
+        (["--fault", "slow", "--engine", "engine 1"], "slow cannot strike an engine"),
         (
             ["--fault", "skip", "--rank", "1", "--raw"],
             "skip changes a guarded call, so it cannot be raw; leave raw out",
@@ -78,6 +83,67 @@ def test_a_killed_rank_of_the_built_in_job_is_named_and_the_others_go_on(tmp_pat
     assert "SIGKILL: 2" in found["ended"]
     assert [Path(page).parent.name for page in found["reports"]] == ["ncclguard-incidents"]
     assert "named:     rank 2, lost: right" in found["text"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("kill", "lost"),
+        pytest.param("stop", "stuck", marks=pytest.mark.thorough),
+        pytest.param("mismatch", "diverged", marks=pytest.mark.thorough),
+        pytest.param("late", "late", marks=pytest.mark.thorough),
+        pytest.param("gil", "stuck", marks=pytest.mark.thorough),
+        pytest.param("exception", "exited", marks=pytest.mark.thorough),
+        pytest.param("exit", "exited", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_struck_engine_of_the_built_in_channel_is_left_out_and_comes_back(
+    fault: str, cause: str, tmp_path: Path
+) -> None:
+    found = findings(tmp_path, "--fault", fault, "--engine", "engine 2")
+    assert (found["version"], found["left_out"]) == (1, {"engine 2": cause}), found["text"]
+    assert found["engines"] == found["others"] == ["engine 1", "engine 3"]
+    assert found["took"] < found["limit"] + 2
+    assert found["back"] is not None and "went on:   yes, version 1 is on engine 1, engine 3" in found["text"]
+
+
+def test_an_engine_of_another_shape_is_named_also_where_there_is_no_other(tmp_path: Path) -> None:
+    found = findings(tmp_path, "--fault", "mismatch", "--engine", "engine 1", "--ranks", "2")
+    assert (found["left_out"], found["engines"]) == ({"engine 1": "diverged"}, []), found["text"]
+
+
+CHANNEL = """
+import sys, time, torch
+from ncclguard.weights import Receiver, Sender
+address = "tcp://127.0.0.1:" + sys.argv[1]
+if sys.argv[2] == "trainer":
+    with Sender(address, name="mine", timeout=30) as sender:
+        sender.wait_for(2, within=60)
+        for version in range(4):
+            sender.publish({"weight": torch.ones(9)}, version)
+            time.sleep(0.3)
+else:
+    with Receiver(address, name="mine", engine=sys.argv[2]) as receiver:
+        while receiver.version != 3:
+            update = receiver.next(timeout=20)
+            if update is None:
+                break
+            update.commit()
+"""
+
+
+def test_a_channel_of_ones_own_is_struck_without_a_change(tmp_path: Path) -> None:
+    (tmp_path / "channel.py").write_text(CHANNEL)
+    (tmp_path / "run.sh").write_text(
+        f"{sys.executable} channel.py $1 trainer & trainer=$!\n"
+        f"{sys.executable} channel.py $1 A & {sys.executable} channel.py $1 B &\n"
+        "wait $trainer\n"
+    )
+    command = ["sh", "run.sh", str(free_port())]
+    found = findings(tmp_path, "--fault", "kill", "--engine", "B", "--op", "2", "--", *command)
+    assert (found["version"], found["left_out"], found["engines"]) == (2, {"B": "lost"}, ["A"]), found["text"]
+    assert found["limit"] == 30 and found["publishes"] == 4
+    assert found["back"] is None and "nothing has started it again in time" in found["text"]
 
 
 def test_a_rank_that_is_cut_off_is_named_by_all_others(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import ncclguard as ng
 from ncclguard import faults
+from ncclguard.engine import runtime
 from tests.ports import free_port
 
 LIMIT = 3.0
@@ -258,6 +259,23 @@ def again(address: str) -> None:
 def test_a_group_can_be_joined_again_under_its_name(store: str) -> None:
     result = faults.run_ranks(again, 2, args=[store], timeout=90).check()
     assert result.values("found") == {0: [1.0, 3.0, 5.0], 1: [1.0, 3.0, 5.0]}
+
+
+def used_after_its_end(address: str) -> None:
+    """As a collective that waits in a queue while another thread destroys the group."""
+    group = ng.join(address, name="ended", rank=int(os.environ["RANK"]), world_size=2, timeout=60)
+    assert ng.safe_barrier(group, timeout=20)
+    runtime.end_outside(group, ng.Cause.EXITED, "destroyed its process group")  # the first that destroying it does
+    try:
+        runtime.of(group)
+    except ng.GuardError as error:
+        faults.report(said=str(error))
+    dist.destroy_process_group(group)
+
+
+def test_what_is_queued_when_a_group_is_destroyed_waits_for_nobody(store: str) -> None:
+    result = faults.run_ranks(used_after_its_end, 2, args=[store], timeout=60).check()
+    assert result.values("said") == dict.fromkeys(range(2), "the process group was destroyed"), result
 
 
 def made_by_hand(port: int, backend: str, fault: str) -> None:

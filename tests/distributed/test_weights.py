@@ -271,6 +271,60 @@ def test_an_engine_that_does_not_take_a_version_is_left_out_and_the_others_get_i
     assert result[2].reports["committed"][0] is False, result
 
 
+def raises_again(address: str) -> None:
+    """Engine 3 raises in the middle of each second version, with the next bucket in flight."""
+    rank, versions = int(os.environ["RANK"]), 16
+    if rank == 0:
+        with Sender(address, name="again", timeout=20.0, bucket_mb=1.0) as sender:
+            left_out: list[dict[str, str]] = []
+            for version in range(versions):
+                sender.wait_for(3, within=20)
+                published = sender.publish(weights(version), version)
+                left_out.append({name: cause(why) for name, why in published.left_out.items()})
+            faults.report(left_out=left_out)
+        return
+    with Receiver(address, name="again", engine=f"engine {rank}") as receiver:
+        while receiver.version != versions - 1:
+            update = receiver.next(timeout=20)
+            assert update is not None
+            try:
+                with update:
+                    for _ in update:
+                        if rank == 3 and int(update.version) % 2:
+                            raise RuntimeError("size mismatch for bias")
+                    update.commit()
+            except RuntimeError:
+                if update.version == versions - 1:
+                    break
+
+
+def test_who_gives_the_group_up_for_one_that_has_raised_is_not_left_out(store: str) -> None:
+    said = faults.run_ranks(raises_again, 4, args=[store], timeout=90).check()[0].reports["left_out"]
+    assert said == [{}, {"engine 3": "exited"}] * 8, said
+
+
+def differs(address: str) -> None:
+    """Engines 1 and 2 call another shape than the trainer and engine 3."""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        with Sender(address, name="shapes", timeout=20.0) as sender:
+            sender.wait_for(3, within=60)
+            published = sender.publish(weights(0), 0)
+            faults.report(engines=published.engines, left_out={k: cause(why) for k, why in published.left_out.items()})
+        return
+    if rank < 3:
+        faults.at(rank=0, op=0, fault="mismatch", engine=f"engine {rank}")
+    with Receiver(address, name="shapes", engine=f"engine {rank}") as receiver:
+        while (update := receiver.next(timeout=5)) is not None:
+            if update.commit():
+                break
+
+
+def test_who_calls_another_shape_than_the_trainer_is_left_out_also_where_they_are_as_many(store: str) -> None:
+    said = faults.run_ranks(differs, 4, args=[store], timeout=60).check()[0].reports
+    assert said == {"engines": ["engine 3"], "left_out": dict.fromkeys(["engine 1", "engine 2"], "diverged")}, said
+
+
 def leaves(address: str) -> None:
     """Engine 2 closes its end after the first version."""
     rank = int(os.environ["RANK"])

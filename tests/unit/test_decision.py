@@ -225,6 +225,15 @@ def test_without_a_strict_majority_nobody_is_named_and_every_side_is_shown(finge
     assert sorted(rank for _, ranks in found.sides for rank in ranks) == list(range(len(fingerprints)))
 
 
+def test_the_root_of_a_broadcast_is_not_right_by_itself() -> None:
+    """It may be the one that left a broadcast out, and is in the next one, which has another shape: no side is wrong."""
+    sides = [
+        replace(entered(rank, number), operation=replace(entered(rank, number).operation, needs=0))  # type: ignore[type-var]
+        for rank, number in enumerate((9, 7))
+    ]
+    assert verdict_on(*sides).culprits == ()
+
+
 def test_late_names_the_ranks_that_answered_without_having_entered() -> None:
     found = verdict_on(entered(0, trouble=DEADLINE), entered(1), outside(2), outside(3))
     assert (found.action, found.cause) == (Action.FAIL, Cause.LATE)

@@ -65,6 +65,13 @@ def test_ranks_that_were_sent_sigterm_and_nothing_else_are_named() -> None:
     assert verdict([0, 1], [told(2), told(3)]).culprit_ranks == (2, 3)
 
 
+def test_those_that_give_a_group_up_because_of_another_are_not_named_with_or_without_it() -> None:
+    followers = [Departure(rank, Cause.EXITED, "destroyed its process group", follows=True) for rank in (1, 3)]
+    assert verdict([0], [*followers, Departure(2, Cause.EXITED, "destroyed its process group")]).culprit_ranks == (2,)
+    alone = verdict([0, 2], followers)
+    assert (alone.action, alone.cause, alone.culprit_ranks) == (Action.FAIL, Cause.UNKNOWN, ())
+
+
 @pytest.mark.parametrize(
     ("left", "summary"),
     [
@@ -88,6 +95,8 @@ def test_a_departure_travels_with_its_stack_and_history() -> None:
         2, Cause.LOST, "was sent SIGTERM", True, dict(left.details),
     )  # fmt: skip
     assert done == {"0:cpu": 6}
+    follows = Departure(1, Cause.EXITED, "destroyed its process group", follows=True)
+    assert codec.loads_departure(codec.dumps_departure(follows, {}, by=1))[0].follows
     report = incident_of([0, 1, 3], [left]).ranks[2]
     assert (report.state, report.stack) == ("departed", ("train.py:3 in step: x",))
 

@@ -10,6 +10,7 @@ import pytest
 
 from ncclguard.faults import drill
 from ncclguard.faults.drill import Findings, main
+from ncclguard.faults.drill_channel import ChannelFindings
 from ncclguard_explain import language
 
 #: Two English words in a row; what a program, an option or the data is called is one word, or code.
@@ -56,6 +57,44 @@ def test_no_sentence_of_the_findings_stays_english(findings: Findings, chinese: 
     lines = [drill._line(what, text) for what, text in findings.lines()]
     assert not [line for line in lines if SENTENCE.search(CODE.sub("", line))], lines
     assert all(re.search(r"[\u4e00-\u9fff]", line) for line in lines)
+    assert all("\u4e00" > letter for what, text in findings.lines() for letter in f"{what}{text}"), "data is English"
+
+
+def channel(**changed: object) -> ChannelFindings:
+    values = {
+        "fault": "stop", "engine": "B", "worker": 0, "known": ("A", "B", "C"), "struck": True, "publishes": 5, "version": 1,
+        "took": 3.0, "limit": 9.0, "engines": ("A", "C"), "left_out": {"B": "stuck"}, "others": ("A", "C"), "afterwards": 3,
+        "summary": "broadcast(uint8[10], src=0) failed after 3 s: rank 2 stuck.", "back": (4, 12.5),
+    }  # fmt: skip
+    return ChannelFindings(**{**values, **changed})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("findings", "passed"),
+    [
+        (channel(), True),
+        (channel(fault="kill", left_out={"B": "lost"}, back=None), True),
+        (channel(left_out={}, engines=("A", "B", "C"), back=(2, 1.0)), True),
+        (channel(back=None), False),
+        (channel(took=11.5), False),
+        (channel(engines=("A",)), False),
+        (channel(engines=()), False),
+        (channel(left_out={"A": "late", "B": "stuck"}), False),
+        (channel(left_out={"B": "late"}), False),
+        (channel(left_out={"B": ""}), False),
+        (channel(left_out={}), False),
+        (channel(version=None), False),
+        (channel(struck=False), False),
+        (channel(struck=False, known=()), False),
+        (channel(struck=False, known=("A",)), False),
+    ],
+)
+def test_the_findings_of_a_channel_are_judged_and_said_in_chinese(
+    findings: ChannelFindings, passed: bool, chinese: None
+) -> None:
+    assert findings.passed is passed
+    lines = [drill._line(what, text) for what, text in findings.lines()]
+    assert not [line for line in lines if SENTENCE.search(CODE.sub("", line))], lines
     assert all("\u4e00" > letter for what, text in findings.lines() for letter in f"{what}{text}"), "data is English"
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ncclguard import GuardConfigError, faults
-from ncclguard.faults.fault import PARAMETERS, parse
+from ncclguard.faults import injection
+from ncclguard.faults.fault import PARAMETERS, Alteration, parse
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +32,7 @@ def nothing_stays_armed() -> Iterator[None]:
         "mismatch@rank=1,op=7,of=dtype",
         "reset@rank=1,op=7,after_bytes=65536,times=3",
         "late@rank=1,op=12,seconds=5.0,raw=1",
+        "stop@rank=1,op=0,seconds=5.0,engine=engine 2",
     ],
 )
 def test_a_fault_and_its_text_are_the_same(text: str) -> None:
@@ -74,6 +77,9 @@ def test_several_faults_are_separated_by_semicolons_and_may_have_spaces() -> Non
         ("reset@rank=2,op=3,times=0", "1 or more"),
         ("reset@rank=2,op=3,times=2", "needs after_bytes"),
         ("reset@rank=2,op=3,colour=red", "is no name=value; names: rank, op"),
+        ("reset@rank=0,op=1,engine=A", "reset cannot strike an engine; late, kill"),
+        ("kill@rank=0,op=1,raw=1,engine=A", "kill strikes 'A' in its update op; leave raw"),
+        ("mismatch@rank=0,op=1,of=dtype,engine=A", "leave raw, watched_op, after_bytes and of out"),
     ],
 )
 def test_what_the_variable_may_not_say_is_refused_with_the_offending_part(text: str, says: str) -> None:
@@ -92,6 +98,38 @@ def test_the_variable_alone_breaks_no_job(permission: dict[str, str]) -> None:
 def test_without_the_variable_nothing_is_armed() -> None:
     assert faults.from_environment({"NCCLGUARD_ALLOW_DRILL": "1"}) == ()
     assert faults.before_operation(0, 0) is None
+
+
+def test_a_name_that_the_variable_cannot_hold_is_refused() -> None:
+    with pytest.raises(GuardConfigError, match="give one without , and ;"):
+        faults.at(rank=0, op=0, fault="kill", engine="a, b")
+
+
+def test_a_fault_of_an_engine_strikes_no_rank_and_no_other_engine() -> None:
+    faults.at(rank=0, op=1, fault="exception", engine="A")
+    assert faults.before_operation(0, 1) is None
+    assert injection.before_bucket("B", 0, 1) is None and injection.before_bucket("A", 0, 0) is None
+    with pytest.raises(faults.InjectedFault, match="engine=A"):
+        injection.before_bucket("A", 0, 1)
+    assert faults.armed() == ()
+
+
+def test_an_engine_that_is_started_again_in_a_drill_is_not_struck_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("_NCCLGUARD_DRILL_DIR", str(tmp_path))
+    environ = {"NCCLGUARD_FAULT": "mismatch@rank=0,op=1,engine=A", "NCCLGUARD_ALLOW_DRILL": "1"}
+    for expected in (Alteration.OTHER_SHAPE, None):
+        monkeypatch.setattr(injection, "_engines_armed", False)  # as in a new process
+        injection.for_engines(environ)
+        injection.for_engines(environ)  # by the next receiver of the process
+        assert injection.before_bucket("A", 0, 1) is expected
+
+
+def test_the_variable_alone_breaks_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(injection, "_engines_armed", False)
+    with pytest.raises(GuardConfigError, match="set NCCLGUARD_ALLOW_DRILL=1 for a drill, or unset NCCLGUARD_FAULT"):
+        injection.for_engines({"NCCLGUARD_FAULT": "kill@rank=0,op=0,engine=A"})
 
 
 def test_an_unknown_keyword_is_refused() -> None:
