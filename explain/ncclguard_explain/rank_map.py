@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ MOST = 100_000
 # The rank of the speaker, as Lightning, Megatron, Ray Train, Slurm, vLLM and JAX programs print it; not of a peer.
 _OWN_RANK = re.compile(
     r"(?<!for )(?<!from )(?<!to )(?<!by )(?<!of )(?<!remote )(?<!peer )"
-    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)"
+    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)|^rank[= ](?=\d+ world(?:_size)?[= ]\d)"
     r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
 )
 _LOCAL_RANK = re.compile(r"\b(?:LOCAL_RANK|local[ _]rank)[ =:]+(\d{1,4})\b")
@@ -87,6 +87,9 @@ _JOINS = re.compile(r"\binit_process_group: .*?\brank=(\d{1,6}), world_size=(\d{
 _PLACED = re.compile(r"ip=([\d.]+), pid=(\d{1,9})\) world_rank=(\d{1,6})")
 _ON_HOST = re.compile(
     r"(?<!to )(?<!remote )(?<!for )(?<!from )\bhost(?:name)?(?:[=:] ?| )([A-Za-z][\w.\-]*\d[\w.\-]*)(?!:\d)\b"
+)
+_HOST_OF_RANK = re.compile(
+    r"^([A-Za-z][\w\-]*\d[\w.\-]*):? (?=\S*RANK|SLURM_)|\b(?:SLURMD_NODENAME|HOSTNAME|NODE_?NAME)[=:] ?([A-Za-z][\w.\-]*\d[\w.\-]*)"
 )
 _TASK_ON = re.compile(r"\b(?:task|rank|process) (\d{1,6}) on (?:node |host )?([A-Za-z][\w.\-]*\d[\w.\-]*\w)")
 # SGLang (python/sglang/srt/utils/common.py, 0.4 to 0.5)
@@ -154,6 +157,7 @@ class RankMap:
     _local_of: dict[int, int] = field(default_factory=dict)  # pid -> local rank, NOBODY where two nodes have it
     _nodes: dict[str, int] = field(default_factory=dict)  # scope -> node, of DeepSpeed's launcher
     _of_host: set[str] = field(default_factory=set)  # those of these scopes that are hosts of which a line tells it
+    _started: list[dict[int, int]] = field(default_factory=list)  # pid -> its number, of each list of an input
     _assigned: bool = False  # torchrun's store gives the nodes their ranks, whatever they were given
     _of_group: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, rank) -> the group's size
 
@@ -164,6 +168,13 @@ class RankMap:
         if pid is not None:
             for where in {host, ""}:
                 _prove(self.processes, (where, pid), rank)
+
+    def listed(self, started: Mapping[int, int], hosts: Mapping[int, str]) -> None:
+        """Note what an input lists: its processes, if they are numbered from 0 on, and the hosts of ranks."""
+        if len(started) > 1 and set(started.values()) == set(range(len(started))):
+            self._started.append(dict(started))
+        for rank, host in hosts.items() if len(hosts) > 1 else ():
+            self.hosts.setdefault(host, set()).add(rank)
 
     def read(self, text: str, prefix: Prefix, source: Source, following: Callable[[int], Sequence[str]]) -> None:
         """Note what a line proves."""
@@ -199,6 +210,8 @@ class RankMap:
             self.hosts.setdefault(found[1], set()).add(rank)
             if (local := _LOCAL_RANK.search(text)) and not _TROUBLE.search(text):
                 _prove(self.first, found[1], rank - int(local[1]))
+        elif rank is not None and (found := _HOST_OF_RANK.search(text)):
+            self.hosts.setdefault(found[1] or found[2], set()).add(rank)
         if rank is not None:
             self.speakers.setdefault(scope, set()).add(rank)
         self._assigned |= "rdzv" in text and _BACKEND.search(text) is not None
@@ -300,10 +313,11 @@ class RankMap:
         elif "spawned with command" in text and (spawned := _SPAWNED.search(text)):
             _prove(self._local, (scope, int(spawned[1])), int(spawned[2]))
         elif mapping := _MAPPING.search(text):
-            lists = [numbers for numbers in re.findall(r"\[([\d, ]+)\]", mapping[1])]
+            lists = re.findall(r"['\"]([^'\"]+)['\"]: \[([\d, ]+)\]", mapping[1])
             node = self._nodes.get(scope, NOBODY)
-            if 0 <= node < len(lists):
-                _prove(self.first, scope, int(re.split(r"\D+", lists[node])[0]))
+            told_of = [(scope, lists[node][1])] if 0 <= node < len(lists) else lists
+            for host, numbers in told_of:
+                _prove(self.first, host, int(re.split(r"\D+", numbers)[0]))
         elif node_rank := _NODE_RANK.search(text):
             if told := _HOST_TOLD.search(text):
                 scope = next(filter(None, told.groups()))
@@ -358,6 +372,9 @@ class RankMap:
             places={name: rank for name in self._names if (rank := places.rank_of(name, self.parallel)) is not None},
             parallel=self.parallel,
         )  # fmt: skip
+        for started in self._started if len(self._started) == 1 else ():  # all processes of the job
+            for pid, number in started.items() if len(started) == stated_world else ():
+                found.process(pid, number)
         if len({*self._of_group.values(), *([stated_world] if stated_world else [])}) == 1:  # the group is the job
             for pid, rank in self._of_group:
                 found.process(pid, rank)
