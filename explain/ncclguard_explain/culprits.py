@@ -38,7 +38,7 @@ _FOLLOWS = re.compile(
     r"|expects same model across all ranks|connectFullMesh failed|Horovod has been shut down|no live replica|no response from peer|Hang detected on rank|ranks arrived|(?:[Mm]issing|[Aa]bsent) ranks|memory capacity is unbalanced|Insufficient space in /dev/shm|placement group|Server failed to become healthy|is not ready after|DeadLock detected"
     r"|RemoteDisconnected|[Ss]erver ?[Dd]isconnected|Remote end closed|[Cc]onnection attempts failed|StatusCode\.UNAVAILABLE"
     r"|remote peer (?:has )?(?:closed|disconnected|exited)|NRT_TIMEOUT|workspace wait failed"
-    r"|peer (?:rank )?(?:has )?(?:crashed|failed|died)|The Inner error is reported as above|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout"
+    r"|MODULE:PT_BRIDGE Exception in \w+ thread|peer (?:rank )?(?:has )?(?:crashed|failed|died)|The Inner error is reported as above|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout"
 )
 _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
@@ -490,18 +490,21 @@ def by_port(evidence: Evidence, world: World) -> Verdict | None:
 
 
 def by_clients(evidence: Evidence, world: World) -> Verdict | None:
-    """Tasks that have ended by srun before torch's store gives up, which misses just as many clients."""
+    """Tasks that had ended by srun, or pods that never started, when torch's store misses just as many clients."""
     for fact in evidence.of(Kind.RENDEZVOUS, name="clients"):
         ended = [
             note
             for note in evidence.of(Kind.NOTE, name="tasks_ended")
             if note.source == fact.source and note.line < fact.line
         ]
-        ranks = {rank for note in ended for rank in note.peers}
+        pods = evidence.of(Kind.NOTE, name="not started")
+        ranks = {rank for note in ended + pods for rank in note.peers}
         came, size = (int(number) for number in re.findall(r"\d+", fact.detail))
         if ranks and len(ranks) == size - came and max(ranks) < size:
             reason = tr("{ranks} ended before the others had met", ranks=ranks_text(ranks))
-            return Verdict(tuple(sorted(ranks)), Cause.LOST, "medium", "clients", reason, [*ended, fact])
+            if not ended:
+                reason = tr("the containers of {ranks} have never started", ranks=ranks_text(ranks))
+            return Verdict(tuple(sorted(ranks)), Cause.LOST, "medium", "clients", reason, [*ended, *pods, fact])
     return None
 
 
@@ -675,7 +678,9 @@ def by_parameters(evidence: Evidence, world: World) -> Verdict | None:
     return Verdict(odd, Cause.DIVERGED, "high", "parameters", reason, facts)
 
 
-_DIFFERS = re.compile(r"(?i)mismatch|differ|diverge|inconsisten|not (?:the same|equal|identical)|check ?sum|\bcrc|\bhash")
+_DIFFERS = re.compile(
+    r"(?i)mismatch|differ|diverge|inconsisten|not (?:the same|equal|identical)|check ?sum|\bcrc|\bhash"
+)
 
 
 def by_table(evidence: Evidence, world: World) -> Verdict | None:

@@ -40,9 +40,21 @@ _PRINTS_DOCUMENT = re.compile(
     r"[+$] *(?:(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b|git (?:log|show|diff|blame)\b)"
 )
 _NEXT_COMMAND = re.compile(r"[+$]+ \S")
+#: Several copies of one server, of which the log is: each counts its processes from 0 on.
+_REPLICAS = re.compile(
+    r"\bkubectl .*\blogs\b.* (?:-l|--selector|--all-pods|deploy(?:ment)?s?/)|\b(?i:replicas?[=: ]+|--replicas[= ])(?:[2-9]|\d\d)\b|"
+    r"\b(?:[2-9]|\d\d|two|three|four|eight) (?:\w+ ){0,2}replicas\b"
+)
+#: Pods that a cluster runs on each of its nodes, beside those of the job.
+_OF_CLUSTER = re.compile(
+    r"pod/(?:fluent|promtail|vector-|filebeat|datadog|node-(?:exporter|problem|local)|\S*exporter|kube-|coredns|calico|cilium|canal|flannel|"
+    r"weave|\S*csi-|\S*device-plugin|konnectivity|aws-node|ebs-|gke-|metrics-|prometheus|grafana|otel)"
+)
 #: Figures that tell no steps: clocks, dates, fractions, addresses; and words of lines that count a wait.
 _NO_COUNT = re.compile(r"\d+(?:[-/:.,]\d+)+")
-_WAITS = re.compile(r"(?i)wait|stall|alive|heart|elapsed|hang|hung|block|pending|idle|missing|retr|attempt|time|\bsec|uptime|queue|since|warn|error|fail|memory|temperature|poll")
+_WAITS = re.compile(
+    r"(?i)wait|stall|alive|heart|elapsed|hang|hung|block|pending|idle|missing|retr|attempt|time|\bsec|uptime|queue|since|warn|error|fail|memory|temperature|poll"
+)
 #: A list under a heading of Markdown, and nothing else: release notes, a plan.
 _LIST = re.compile(rb"\s*#+ .*(?:\r?\n(?:#+ .*|[*+\-] .*|\d+\. .*|[ \t].*|))*\r?\n?")
 #: Stalls and planned ends that a job may go on after, by the names of their rows, if that is all that its log has.
@@ -337,6 +349,7 @@ class Collector:
             evidence.hosts.add(prefix.host)
         text = record.text
         evidence.replicated |= "torchft" in text
+        evidence.ranks.replicas |= ("kubectl" in text or "eplica" in text) and _REPLICAS.search(text) is not None
         evidence.several_nodes |= passages.of_several_nodes(text)
         evidence.starts_ranks = evidence.starts_ranks or passages.starts_ranks(text)
         if (agent := passages.agent_of(text)) is not None and len(evidence.agents) < 100:
@@ -372,6 +385,8 @@ class Collector:
             fact.where = evidence.ranks.kernels.get(fact.source, "")
         if fact.kind is Kind.SCHEDULER and not fact.host and fact.name in ("OOMKilled", "OOMKilling", "Evicted"):
             fact.host = evidence.ranks.pod_of(fact)
+        if fact.kind is Kind.SCHEDULER and _OF_CLUSTER.match(fact.host):
+            return
         if fact.kind is Kind.GUARD and 1 < (fact.number or 0) < MAX_RANK:
             evidence.stated_world = max(fact.number or 0, evidence.stated_world or 0)
         fact.order = len(evidence.facts)

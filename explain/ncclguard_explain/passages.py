@@ -24,7 +24,9 @@ from ncclguard_explain.records import Prefix, headless, message_of, split_prefix
 
 Following = Callable[[int], Sequence[str]]
 
-_EXCEPTION = re.compile(r"^(?!(?:NOTE|INFO|DEBUG|WARN|WARNING|ERROR|CRITICAL|FATAL)\b)(?P<type>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<text>.*))?$")
+_EXCEPTION = re.compile(
+    r"^(?!(?:NOTE|INFO|DEBUG|WARN|WARNING|ERROR|CRITICAL|FATAL)\b)(?P<type>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<text>.*))?$"
+)
 #: Errors of the guard itself, which every rank raises that waited.
 _OF_GUARD = frozenset(["CollectiveFailed", "CollectiveTimeout", "CollectiveMismatch", "PeerFailed", "PeerLost"])
 # vLLM's and SGLang's loggers, which head every line of a traceback.
@@ -46,10 +48,12 @@ _TABLE_HEAD = re.compile(
     r"(?i:\b(?:crc(?:32)?|check ?sums?|hash(?:es)?|digests?|sha(?:1|256)|md5|fingerprints?)\b|mismatch|\bdiffer|inconsisten|not (?:the same|equal|identical))"
 )
 _TABLE_ENTRY = re.compile(
-    r"(?:(?:rank|process|proc|replica|worker|device)[ _#]?|(?<![\w.:\-/\[]))(\d{1,5})(?: ?[:=] ?| ?-> ?|: ?rank=)((?:torch\.Size\()?\[[\d, ]*\]|\([\d, ]+\)|(?:0x)?[0-9a-f]{6,})(?![\w.:])", re.IGNORECASE
+    r"(?:(?:rank|process|proc|replica|worker|device)[ _#]?|(?<![\w.:\-/\[])|(?<![\w\]])\[(?=\d+\]))(\d{1,5})\]?(?: ?[:=] ?| ?-> ?)['\"]?((?:torch\.Size\()?\[[\d, ]*\]|\([\d, ]+\)|(?:0x)?[0-9a-f]{6,})(?![\w.:])",
+    re.IGNORECASE,
 )
 _TABLE_SIDE = re.compile(
-    r"((?:torch\.Size\()?\[[\d, ]*\]|\([\d, ]+\)|\b(?:0x)?[0-9a-f]{6,})\)?(?: ?[:=]| ?->| on)? (?:ranks?|replicas?|process(?:es)?|workers?):? \[?(\d[\d,\- ]*)", re.IGNORECASE
+    r"((?:torch\.Size\()?\[[\d, ]*\]|\([\d, ]+\)|\b(?:0x)?[0-9a-f]{6,})\)?(?: ?[:=]| ?->| on)? (?:ranks?|replicas?|process(?:es)?|workers?):? \[?(\d[\d,\- ]*)",
+    re.IGNORECASE,
 )
 _SUMMARY_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: (\d+)\)")
 _SUMMARY_EXIT = re.compile(r"exitcode\s*: (-?\d+) \(pid: (\d+)\)")
@@ -73,7 +77,15 @@ _FR_MISSING = re.compile(r"missing ranks: \{([\d, ]+)\}")
 #: The recorder's names of operations that the other lines of torch write in another way.
 _FR_OPS = {"all_reduce": "ALLREDUCE", "all_gather": "ALLGATHER", "_all_gather_base": "_ALLGATHER_BASE", "all_to_all": "ALLTOALL",
            "all_to_allv": "ALLTOALL_BASE"}  # fmt: skip
+#: The table of torchfrtrace -j has a column for each rank.
+_FR_CELL = re.compile(r"(\w+)\((?:[^()]*?\b(?:collective_)?seq(?:_id)?=(\d+))?[^()]*?state=(\w+)\)")
 _FR_EXPECTED = re.compile(r"expected ranks: \{([\d, ]+)\}")
+
+
+#: Kubernetes 1.20 to 1.34: why a container waits that has never run (`kubectl describe pod`).
+_NOT_STARTED = re.compile(
+    r"Reason: +(?:(?:Err|Inspect|Init:)?Image\w+|ErrImage\w+|InvalidImageName|CreateContainer\w*Error|ContainerCreating|RunContainerError)\s*$"
+)
 
 
 def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[list[Fact], bool]:
@@ -140,6 +152,14 @@ def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[l
         return [make.clone(kind=Kind.LAUNCHER, number=int(code[1]) if code else 1, **told)], True
     if _TABLE_HEAD.search(text) and (table := _table(text, following, make)) is not None:
         return [table], False
+    if "state=s" in text and len(cells := _FR_CELL.findall(text)) > 1:
+        op, sequence, _ = cells[0]
+        going = all(state != "completed" for *_, state in cells) and len({cell[:2] for cell in cells}) == 1
+        work = Work(_FR_OPS.get(op, op.upper()), int(sequence) if sequence else None)
+        return [make.clone(kind=Kind.RECORDER, name="unfinished", work=work)] if going else [], True
+    if "Reason: " in text and _NOT_STARTED.search(text):
+        own = next((hit for row in following(30) if (hit := re.match(r"\s+RANK: +(\d{1,6})\s*$", row))), None)
+        return [make.clone(kind=Kind.NOTE, name="not started", peers=(int(own[1]),))] if own else [], False
     if "Last error:" in text:
         return list(_last_error(text, following, make)), False
     return [], False
@@ -544,7 +564,9 @@ def _stalled(following: Following, make: Fact) -> Iterator[Fact]:
         if found is None:
             return
         marked = {"completed": 1} if found[1] else {}
-        yield make.clone(kind=Kind.ACCUSED, name="horovod", peers=(int(found[2]),), detail=found[3][:200], rank=None, **marked)
+        yield make.clone(
+            kind=Kind.ACCUSED, name="horovod", peers=(int(found[2]),), detail=found[3][:200], rank=None, **marked
+        )
 
 
 _RAS_NEXT = re.compile(r"#\d+-\d+ |[A-Z]+$|[A-Z][a-z]+$|=+\s*$")

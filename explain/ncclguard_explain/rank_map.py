@@ -147,6 +147,7 @@ class RankMap:
     by_device: dict[str, int] = field(default_factory=dict)  # host -> the same, if NCCL's devices are local ranks
     places: dict[str, int] = field(default_factory=dict)  # name of an engine's process -> its rank
     parallel: dict[str, int] = field(default_factory=dict)  # sizes of groups that an engine states: tp, pp, dp, ep
+    replicas: bool = False  # the log is of several copies of one engine
     shared: bool = False  # vLLM's engines share the experts of one model, and so one world
     _engines: dict[int, int] = field(default_factory=dict)  # pid of an engine -> its place among vLLM's replicas
     _buses: dict[tuple[str, str], int] = field(default_factory=dict)  # (host, bus as NCCL prints it)
@@ -347,6 +348,10 @@ class RankMap:
         first = self.first.get(host, NOBODY)
         return found | set(range(first, first + local_size)) if first >= 0 and local_size else found
 
+    def place_of(self, name: str) -> int | None:
+        """Return the rank behind the name of an engine's process; a place in one of several copies is none."""
+        return places.rank_of(name, self.parallel) if "[rank=" in name or not self.replicas else None
+
     def pod_of(self, fact: Fact) -> str:
         """Return the pod that a message of Kubernetes without a name is about, as far as the lines around it tell."""
         listed = _LISTED.search(fact.text)
@@ -369,7 +374,8 @@ class RankMap:
             dict(self.processes), {host: set(ranks) for host, ranks in self.hosts.items()},
             {name: set(ranks) for name, ranks in self.speakers.items()},
             self.environments if of_ranks else {}, first=dict(self.first),
-            places={name: rank for name in self._names if (rank := places.rank_of(name, self.parallel)) is not None},
+            places={name: rank for name in self._names if (rank := self.place_of(name)) is not None},
+            replicas=self.replicas,
             parallel=self.parallel,
         )  # fmt: skip
         for started in self._started if len(self._started) == 1 else ():  # all processes of the job
@@ -470,7 +476,10 @@ class RankMap:
 
     def _gpu_of(self, fact: Fact) -> int | None:
         """Return the rank on the GPU of a message of the driver, whose bus NCCL prints without its colons."""
-        bus, device = (["", "", *fact.name.lower().split(":")] if fact.kind is Kind.XID else ["", ""])[-2:]
+        name = fact.name if fact.kind is Kind.XID else ""
+        if fact.name == "hardware" and (told := _BUS_OF.search(fact.detail)):
+            name = told[1]
+        bus, device = ["", "", *name.lower().split(":")][-2:]
         key = f"{bus}{device[:2]}0".lstrip("0")
         host = fact.where.split(".")[0]
         known = {name.split(".")[0] for name, _ in self._buses if name}
@@ -555,7 +564,7 @@ def place_rank(known: RankMap, fact: Fact, local_size: int | None) -> None:
         if ("DP" in at or known.parallel.get("dp", 1) > 1) and fact.rank is not None and not one:
             fact.rank, fact.rank_basis, fact.group_rank = None, "", fact.rank
         return
-    rank = places.rank_of(fact.place, known.parallel)
+    rank = known.place_of(fact.place)
     if fact.rank_basis == "text" and fact.rank is not None:
         return
     if rank is not None:
