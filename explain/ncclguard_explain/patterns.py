@@ -811,7 +811,7 @@ ROWS: tuple[Row, ...] = (
         (("flux-shell[0]: FATAL: doom: python3: rank 3 on host node1 exited and exit-timeout=30s has expired", {"rank": 3, "host": "node1", "seconds": 30.0}),), fields={"name": "first", "rank_basis": "launcher", "number": None}),
     Row(Kind.LAUNCHER, "Lightning lightning/fabric/strategies/launchers/subprocess_script.py, 2.0 to 2.5", r"\[rank: (?:0|(?P<local_rank>\d+))\] Child process with PID (?P<pid>\d+) terminated with code (?P<number>-?\d+)", "terminated with code",
         (("[rank: 3] Child process with PID 4711 terminated with code -9. Forcefully terminating all other processes to avoid zombies", {"local_rank": 3, "number": -9}),
-         ("[rank: 0] Child process with PID 4711 terminated with code -9.", {"local_rank": None, "pid": 4711})), fields={"name": "first"}),
+         ("[rank: 0] Child process with PID 4711 terminated with code -9.", {"local_rank": None, "pid": 4711})), fields={"name": "first", "rank": None, "rank_basis": ""}),
     Row(Kind.LAUNCHER, "DeepSpeed launcher/launch.py, 0.5 to 0.18", r"(?:--local[_-]rank=(?P<local_rank>0)(?!\d).*)?exits with return code = (?P<number>-?\d+)", "return code = ",
         # The command is the one that the launcher started last, whichever process ended (launch.py: `cmd` of its loop);
         # it names the process that ended only where it is the only one.

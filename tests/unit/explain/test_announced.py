@@ -37,6 +37,7 @@ def test_a_process_of_a_launchers_list_is_the_rank_of_its_number(
 def test_who_reports_the_end_of_a_child_is_not_the_child(explain_lines: Explain) -> None:
     assert explain_lines([DIED]).culprits == ()
     assert explain_lines([DIED.replace("rank: 0", "rank: 2")]).culprits == (2,)  # a place among the children
+    assert explain_lines(["0: step 1 loss 2", "0: " + DIED.replace("rank: 0", "rank: 2")]).culprits == (2,)
     assert explain_lines(["pasted from both nodes", DIED.replace("rank: 0", "rank: 2")]).culprits == ()
 
 
