@@ -57,6 +57,14 @@ def test_the_ranks_on_a_lost_host_are_those_of_a_list(explain_lines: Explain, ro
     assert explain_lines([*lines, *GONE]).culprits == (2, 3)
 
 
+@pytest.mark.parametrize(
+    "row", ["{}: ranks {}-{}", "{} -> ranks {}..{}", "host {} ranks {}-{}", "node {} holds global ranks {}-{}"]
+)
+def test_the_ranks_on_a_lost_host_are_those_of_a_range(explain_lines: Explain, row: str) -> None:
+    lines = [row.format(host, first, first + 3) for host, first in (("n06", 0), ("n07", 4), ("n08", 8))]
+    assert explain_lines([*lines, *GONE]).culprits == (4, 5, 6, 7)
+
+
 def test_deepspeeds_mapping_tells_the_ranks_of_the_hosts_that_it_names(explain_lines: Explain) -> None:
     head = "h-{}: [2025-01-02 10:00:00,1] [INFO] [launch.py:{}:main] "
     lines = [head.format(1, 151) + "global_rank_mapping=defaultdict(<class 'list'>, {'h-0': [0, 1], 'h-1': [2, 3]})"]
