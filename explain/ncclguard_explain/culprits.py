@@ -38,7 +38,7 @@ _FOLLOWS = re.compile(
     r"|expects same model across all ranks|connectFullMesh failed|Horovod has been shut down|no live replica|no response from peer|Hang detected on rank|ranks arrived|(?:[Mm]issing|[Aa]bsent) ranks|memory capacity is unbalanced|Insufficient space in /dev/shm|placement group|Server failed to become healthy|is not ready after|DeadLock detected"
     r"|RemoteDisconnected|[Ss]erver ?[Dd]isconnected|Remote end closed|[Cc]onnection attempts failed|StatusCode\.UNAVAILABLE"
     r"|remote peer (?:has )?(?:closed|disconnected|exited)|NRT_TIMEOUT|workspace wait failed"
-    r"|The Inner error is reported as above|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout"
+    r"|MODULE:PT_BRIDGE Exception in \w+ thread|peer (?:rank )?(?:has )?(?:crashed|failed|died)|The Inner error is reported as above|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout"
 )
 _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
@@ -309,6 +309,8 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         # MPI_ABORT is called by who has raised, and by an engine's watch over a hang.
         aborts = [] if exits or evidence.of(Kind.ENGINE_WAIT) else evidence.of(Kind.ENGINE_END, name="abort")
         exits |= {fact.rank: fact for fact in aborts if fact.rank is not None}
+        announced = {fact.rank for fact in evidence.of(Kind.NOTE, name="will_end")} - {None}
+        exits = {} if announced - exits.keys() else exits  # another rank ends them all: this one only carries it out
     broken, sticky = hardware_errors(evidence), sticky_cuda(evidence)
     ends = evidence.of(Kind.LAUNCHER, name="first") + evidence.of(Kind.LAUNCHER, name="aborted")
     ends += evidence.of(Kind.ENGINE_END, name="abort")
@@ -331,7 +333,11 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
             ]
             for facts in (broken, sticky)
         )
-    if len(exits) == 1 and raised and not _named(raised) and len({fact.name for fact in raised}) <= 2:
+    others = [fact for fact in evidence.of(Kind.LAUNCHER, name="failure") if (fact.number or 0) > 0]
+    several = len({fact.rank for fact in others} - exits.keys()) > 0 and (
+        len([fact for fact in raised if fact.frames]) > 1 or any(fact.frames and fact.repeated > 2 for fact in raised)
+    )  # of processes that all raised by themselves the one that a launcher noticed first is any
+    if len(exits) == 1 and raised and not several and not _named(raised) and len({fact.name for fact in raised}) <= 2:
         rank = next(iter(exits))  # one traceback without a rank, and one process that ended by itself
         raised = [fact.clone(rank=rank, rank_basis="launcher") for fact in raised] + list(exits.values())
     found: Verdict | None = None
@@ -484,18 +490,21 @@ def by_port(evidence: Evidence, world: World) -> Verdict | None:
 
 
 def by_clients(evidence: Evidence, world: World) -> Verdict | None:
-    """Tasks that have ended by srun before torch's store gives up, which misses just as many clients."""
+    """Tasks that had ended by srun, or pods that never started, when torch's store misses just as many clients."""
     for fact in evidence.of(Kind.RENDEZVOUS, name="clients"):
         ended = [
             note
             for note in evidence.of(Kind.NOTE, name="tasks_ended")
             if note.source == fact.source and note.line < fact.line
         ]
-        ranks = {rank for note in ended for rank in note.peers}
+        pods = evidence.of(Kind.NOTE, name="not started")
+        ranks = {rank for note in ended + pods for rank in note.peers}
         came, size = (int(number) for number in re.findall(r"\d+", fact.detail))
         if ranks and len(ranks) == size - came and max(ranks) < size:
             reason = tr("{ranks} ended before the others had met", ranks=ranks_text(ranks))
-            return Verdict(tuple(sorted(ranks)), Cause.LOST, "medium", "clients", reason, [*ended, fact])
+            if not ended:
+                reason = tr("the containers of {ranks} have never started", ranks=ranks_text(ranks))
+            return Verdict(tuple(sorted(ranks)), Cause.LOST, "medium", "clients", reason, [*ended, *pods, fact])
     return None
 
 
@@ -656,8 +665,8 @@ def by_parameters(evidence: Evidence, world: World) -> Verdict | None:
     """DDP's check at set-up (torch/csrc/distributed/c10d/reducer.cpp, 1.12 to 2.15): models of unequal length."""
     facts = [fact for fact in evidence.of(Kind.EXCEPTION) if _PARAMETERS.search(fact.detail)]
     told = {int(rank): int(count) for fact in facts for one in _PARAMETERS.findall(fact.detail)
-            for rank, count in (one[:2], one[2:])}  # fmt: skip
-    if not told:
+            for rank, count in (one[:2], one[2:]) if int(count)}  # fmt: skip
+    if len(set(told.values())) < 2:  # a model has parameters: 0 is a place of the buffer that nobody has filled
         return None
     most, many = Counter(told.values()).most_common(1)[0]
     odd = tuple(sorted(rank for rank, count in told.items() if count != most))
@@ -667,6 +676,25 @@ def by_parameters(evidence: Evidence, world: World) -> Verdict | None:
     if many < 2 or 2 * many <= size:
         return Verdict((), Cause.DIVERGED, "low", "parameters", reason, facts, suspects=tuple(sorted(told)))
     return Verdict(odd, Cause.DIVERGED, "high", "parameters", reason, facts)
+
+
+_DIFFERS = re.compile(
+    r"(?i)mismatch|differ|diverge|inconsisten|not (?:the same|equal|identical)|check ?sum|\bcrc|\bhash"
+)
+
+
+def by_table(evidence: Evidence, world: World) -> Verdict | None:
+    """A table of all ranks, the last one that was printed: all that raise say that ranks differ, and it tells which."""
+    tables = sorted(evidence.of(Kind.NOTE, name="table"), key=lambda fact: (fact.source, max(fact.line, fact.until)))
+    raised = own_exceptions(evidence)
+    if not tables or not raised or any(not _DIFFERS.search(f"{fact.name} {fact.detail}") for fact in raised):
+        return None
+    last = tables[-1]
+    stated = world.basis in ("given", "stated")
+    if not last.peers or (stated and last.number != world.size) or len({fact.source for fact in tables}) > 1:
+        return None
+    reason = tr("{ranks} differ from most of the others in what was printed of all", ranks=ranks_text(last.peers))
+    return Verdict(last.peers, Cause.DIVERGED, "high", "table", reason, [last, *raised[:1]])
 
 
 def by_desync_report(evidence: Evidence, world: World) -> Verdict | None:
@@ -1313,7 +1341,7 @@ def by_silence(evidence: Evidence, world: World) -> Verdict | None:
 # --- the order ---
 
 RULES: tuple[Rule, ...] = (
-    by_guard, by_traces, by_failure, by_section, by_heartbeats, by_lost_host, engines.by_tool, by_fingerprint, by_parameters, by_desync_report, by_barrier,
+    by_guard, by_traces, by_table, by_failure, by_section, by_heartbeats, by_lost_host, engines.by_tool, by_fingerprint, by_parameters, by_desync_report, by_barrier,
     by_store_barrier, by_clients, by_watchdog, by_peer_closed, by_unreachable, by_port, by_ras, by_hccl, by_counters, by_store_key, by_analyser, by_stacks,
 )  # fmt: skip
 #: Weaker ones, which also say what the ranks differ in.

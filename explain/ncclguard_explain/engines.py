@@ -275,7 +275,7 @@ def _experts(evidence: Evidence) -> dict[int, int]:
 
 def _awaited_by_horovod(evidence: Evidence, world: World) -> Verdict | None:
     """Horovod's stall inspector names for each tensor the ranks that have not submitted it."""
-    facts = evidence.of(Kind.ACCUSED, name="horovod")
+    facts = _in_last_report(evidence, evidence.of(Kind.ACCUSED, name="horovod"))
     ready = [f for f in evidence.of(Kind.ACCUSED, name="horovod_ready") if world.size is not None]
     missing = {frozenset(fact.peers) for fact in facts}
     missing |= {frozenset(set(range(world.size or 0)) - set(fact.peers)) for fact in ready}
@@ -292,6 +292,20 @@ def _awaited_by_horovod(evidence: Evidence, world: World) -> Verdict | None:
     few = len(named) == 2 or (world.size is not None and 2 * len(named) < world.size)
     return Verdict(tuple(sorted(named)) if few else (), Cause.DIVERGED, "medium", "tool: horovod", reason, facts + ready,
                    suspects=() if few else tuple(sorted(named)))  # fmt: skip
+
+
+def _in_last_report(evidence: Evidence, facts: list[Fact]) -> list[Fact]:
+    """Return what the last report of an input says, as each lists all; of those that it marks for the end only these.
+
+    The older reports of whom it lists too are kept, by which it is told who is missing all the time.
+    """
+    last: dict[int, int] = {}
+    for note in evidence.of(Kind.NOTE, name="stall_report"):
+        last[note.source] = max(note.line, note.until, last.get(note.source, 0))
+    late = [fact for fact in facts if max(fact.line, fact.until) >= last.get(fact.source, 0)]
+    late = [fact for fact in late if fact.completed] or late
+    named = {peer for fact in late for peer in fact.peers}
+    return [fact for fact in facts if named.issuperset(fact.peers)]
 
 
 def _in_every_report(evidence: Evidence, facts: list[Fact]) -> frozenset[int]:

@@ -40,6 +40,21 @@ _PRINTS_DOCUMENT = re.compile(
     r"[+$] *(?:(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b|git (?:log|show|diff|blame)\b)"
 )
 _NEXT_COMMAND = re.compile(r"[+$]+ \S")
+#: Several copies of one server, of which the log is: each counts its processes from 0 on.
+_REPLICAS = re.compile(
+    r"\bkubectl .*\blogs\b.* (?:-l|--selector|--all-pods|deploy(?:ment)?s?/)|\b(?i:replicas?[=: ]+|--replicas[= ])(?:[2-9]|\d\d)\b|"
+    r"\b(?:[2-9]|\d\d|two|three|four|eight) (?:\w+ ){0,2}replicas\b"
+)
+#: Pods that a cluster runs on each of its nodes, beside those of the job.
+_OF_CLUSTER = re.compile(
+    r"pod/(?:fluent|promtail|vector-|filebeat|datadog|node-(?:exporter|problem|local)|\S*exporter|kube-|coredns|calico|cilium|canal|flannel|"
+    r"weave|\S*csi-|\S*device-plugin|konnectivity|aws-node|ebs-|gke-|metrics-|prometheus|grafana|otel)"
+)
+#: Figures that tell no steps: clocks, dates, fractions, addresses; and words of lines that count a wait.
+_NO_COUNT = re.compile(r"\d+(?:[-/:.,]\d+)+")
+_WAITS = re.compile(
+    r"(?i)wait|stall|alive|heart|elapsed|hang|hung|block|pending|idle|missing|retr|attempt|time|\bsec|uptime|queue|since|warn|error|fail|memory|temperature|poll"
+)
 #: A list under a heading of Markdown, and nothing else: release notes, a plan.
 _LIST = re.compile(rb"\s*#+ .*(?:\r?\n(?:#+ .*|[*+\-] .*|\d+\. .*|[ \t].*|))*\r?\n?")
 #: Stalls and planned ends that a job may go on after, by the names of their rows, if that is all that its log has.
@@ -200,6 +215,7 @@ class Collector:
         self._tasks: dict[int, set[int]] = {}
         self._scanners: dict[int, Scanner] = {}
         self._signs = Signs()
+        self._columns: dict[tuple[int, str], list[tuple[int, list[int]]]] = {}  # last lines of one kind, their figures
         self._quoted: dict[int, int] = {}  # source -> the line before which a document is printed
 
     def read(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
@@ -269,6 +285,7 @@ class Collector:
         for pid, rank in scanner.processes.items():
             self.evidence.ranks.process(pid, rank)
         if final:
+            self.evidence.ranks.listed(scanner.started, scanner.hosts)
             self._scanners.pop(source.index)
             self.evidence.seen_ranks |= self._prefixed[source.index]
 
@@ -332,6 +349,7 @@ class Collector:
             evidence.hosts.add(prefix.host)
         text = record.text
         evidence.replicated |= "torchft" in text
+        evidence.ranks.replicas |= ("kubectl" in text or "eplica" in text) and _REPLICAS.search(text) is not None
         evidence.several_nodes |= passages.of_several_nodes(text)
         evidence.starts_ranks = evidence.starts_ranks or passages.starts_ranks(text)
         if (agent := passages.agent_of(text)) is not None and len(evidence.agents) < 100:
@@ -345,6 +363,10 @@ class Collector:
             evidence.local_size = max(evidence.local_size or 0, local or 0) or None
             if "size" in text or "--" in text:
                 evidence.ranks.parallel.update(places.sizes_in(text))
+        if record.last and not _WAITS.search(text):
+            plain = _NO_COUNT.sub("", text)
+            figures = [int(number) for number in re.findall(r"\d{1,15}", plain)]
+            self._columns.setdefault((index, re.sub(r"\d+", "", plain)), []).append((record.number, figures))
         for fact in read_record(record):
             self._add(fact)
 
@@ -363,6 +385,8 @@ class Collector:
             fact.where = evidence.ranks.kernels.get(fact.source, "")
         if fact.kind is Kind.SCHEDULER and not fact.host and fact.name in ("OOMKilled", "OOMKilling", "Evicted"):
             fact.host = evidence.ranks.pod_of(fact)
+        if fact.kind is Kind.SCHEDULER and _OF_CLUSTER.match(fact.host):
+            return
         if fact.kind is Kind.GUARD and 1 < (fact.number or 0) < MAX_RANK:
             evidence.stated_world = max(fact.number or 0, evidence.stated_world or 0)
         fact.order = len(evidence.facts)
@@ -423,7 +447,7 @@ class Collector:
         _mark_ended_well(evidence)
         _give_to_their_ranks(evidence)
         _mark_stepped_over(evidence)
-        _mark_survived(evidence)
+        _mark_survived(evidence, self._counting())
         _mark_idle(evidence)
         over = {fact.source: max(fact.line, fact.until) for fact in evidence.of(Kind.NOTE, name="barrier_completed")}
         evidence.facts = [  # the ranks that waited at set-up have met
@@ -442,6 +466,16 @@ class Collector:
         }
         evidence.rows = build_rows(evidence.facts)
         return evidence
+
+    def _counting(self) -> list[Fact]:
+        """Return where the last lines of an input count on, whatever they count: three lines before their end."""
+        found = []
+        for (source, _), rows in self._columns.items():
+            last = sorted(rows, key=lambda row: row[0])[-3:]
+            columns = list(zip(*(figures for _, figures in last)))
+            if len(last) == 3 and any(column[0] < column[1] < column[2] for column in columns):
+                found.append(Fact(Kind.NOTE, "", last[0][0], "", source, name="counts on"))
+        return found
 
     def _leave_out_what_is_of_no_job(self, evidence: Evidence) -> None:
         foreign = [fact for fact in evidence.facts if self._signs.foreign(fact)]
@@ -650,7 +684,7 @@ def _give_to_their_ranks(evidence: Evidence) -> None:
                 fact.rank, fact.rank_basis = one.rank, one.rank_basis
 
 
-def _mark_survived(evidence: Evidence) -> None:
+def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
     """Count as survived what a job went on after: an exception that was caught, a warning of NCCL that only advises.
 
     An exception was caught where its rank's log says at the end that the training is complete, or says that it tries
@@ -670,7 +704,8 @@ def _mark_survived(evidence: Evidence) -> None:
     alive = [fact for fact in alive if fact.kind is not Kind.PHASE or fact.name == "finished"]
     resumed = evidence.of(Kind.NOTE, name="resumed")
     for fact in passing:
-        if _has_passed(fact, alive, resumed) or _is_mended(evidence, fact, alive):
+        after = alive + counting if fact.kind in (Kind.ACCUSED, Kind.ENGINE_WAIT) else alive
+        if _has_passed(fact, after, resumed) or _is_mended(evidence, fact, alive):
             fact.kind = Kind.RETRIED
     retries = evidence.of(Kind.RETRIED)
     for fact in evidence.of(Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT, Kind.KERNEL_OOM):

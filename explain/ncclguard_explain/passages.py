@@ -24,7 +24,9 @@ from ncclguard_explain.records import Prefix, headless, message_of, split_prefix
 
 Following = Callable[[int], Sequence[str]]
 
-_EXCEPTION = re.compile(r"^(?P<type>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<text>.*))?$")
+_EXCEPTION = re.compile(
+    r"^(?!(?:NOTE|INFO|DEBUG|WARN|WARNING|ERROR|CRITICAL|FATAL)\b)(?P<type>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<text>.*))?$"
+)
 #: Errors of the guard itself, which every rank raises that waited.
 _OF_GUARD = frozenset(["CollectiveFailed", "CollectiveTimeout", "CollectiveMismatch", "PeerFailed", "PeerLost"])
 # vLLM's and SGLang's loggers, which head every line of a traceback.
@@ -41,6 +43,18 @@ _MAIN_THREAD = re.compile(r'Thread (\d+) \([\w+]+\): "MainThread"')
 _OF_ACTOR = re.compile(r"\brepr=\w+\[rank=(\d+)\]")  # Ray (python/ray/exceptions.py), actors of NeMo-RL and others
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 _PYSPY = re.compile(r"^\s+(\S+) \(([^()]+):(\d+)\)$")
+#: What heads a table of one value for each rank, in which all should be the same, and its entries.
+_TABLE_HEAD = re.compile(
+    r"(?i:\b(?:crc(?:32)?|check ?sums?|hash(?:es)?|digests?|sha(?:1|256)|md5|fingerprints?)\b|mismatch|\bdiffer|inconsisten|not (?:the same|equal|identical))"
+)
+_TABLE_ENTRY = re.compile(
+    r"(?:(?:rank|process|proc|replica|worker|device)[ _#]?|(?<![\w.:\-/\[])|(?<![\w\]])\[(?=\d+\]))(\d{1,5})\]?(?: ?[:=] ?| ?-> ?)['\"]?((?:torch\.Size\()?\[[\d, ]*\]|\([\d, ]+\)|(?:0x)?[0-9a-f]{6,})(?![\w.:])",
+    re.IGNORECASE,
+)
+_TABLE_SIDE = re.compile(
+    r"((?:torch\.Size\()?\[[\d, ]*\]|\([\d, ]+\)|\b(?:0x)?[0-9a-f]{6,})\)?(?: ?[:=]| ?->| on)? (?:ranks?|replicas?|process(?:es)?|workers?):? \[?(\d[\d,\- ]*)",
+    re.IGNORECASE,
+)
 _SUMMARY_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: (\d+)\)")
 _SUMMARY_EXIT = re.compile(r"exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 _SUMMARY_TRACE = re.compile(r"traceback\s*: (.*)")
@@ -63,7 +77,15 @@ _FR_MISSING = re.compile(r"missing ranks: \{([\d, ]+)\}")
 #: The recorder's names of operations that the other lines of torch write in another way.
 _FR_OPS = {"all_reduce": "ALLREDUCE", "all_gather": "ALLGATHER", "_all_gather_base": "_ALLGATHER_BASE", "all_to_all": "ALLTOALL",
            "all_to_allv": "ALLTOALL_BASE"}  # fmt: skip
+#: The table of torchfrtrace -j has a column for each rank.
+_FR_CELL = re.compile(r"(\w+)\((?:[^()]*?\b(?:collective_)?seq(?:_id)?=(\d+))?[^()]*?state=(\w+)\)")
 _FR_EXPECTED = re.compile(r"expected ranks: \{([\d, ]+)\}")
+
+
+#: Kubernetes 1.20 to 1.34: why a container waits that has never run (`kubectl describe pod`).
+_NOT_STARTED = re.compile(
+    r"Reason: +(?:(?:Err|Inspect|Init:)?Image\w+|ErrImage\w+|InvalidImageName|CreateContainer\w*Error|ContainerCreating|RunContainerError)\s*$"
+)
 
 
 def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[list[Fact], bool]:
@@ -122,10 +144,22 @@ def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[l
         return list(_megascale(text, following, make)), False
     if text.rstrip().endswith(("Missing ranks:", "Stalled ranks:")):
         return list(_stalled(following, make)), True
+    if "submitted to be" in text and not any(row.rstrip().endswith(" ranks:") for row in following(3)):
+        return [make.clone(kind=Kind.NOTE, name="stall_report", rank=None)], False  # the tensors name their ranks
     if "Process name: " in text and (first := _PROCESS_NAME.search(text)) is not None:
         code = next((hit for row in [text, *following(1)] if (hit := _EXIT_CODE.search(row))), None)
         told = {"name": "first", "rank": int(first[1]), "rank_basis": "launcher", "local_rank": None, "pid": None}
         return [make.clone(kind=Kind.LAUNCHER, number=int(code[1]) if code else 1, **told)], True
+    if _TABLE_HEAD.search(text) and (table := _table(text, following, make)) is not None:
+        return [table], False
+    if "state=s" in text and len(cells := _FR_CELL.findall(text)) > 1:
+        op, sequence, _ = cells[0]
+        going = all(state != "completed" for *_, state in cells) and len({cell[:2] for cell in cells}) == 1
+        work = Work(_FR_OPS.get(op, op.upper()), int(sequence) if sequence else None)
+        return [make.clone(kind=Kind.RECORDER, name="unfinished", work=work)] if going else [], True
+    if "Reason: " in text and _NOT_STARTED.search(text):
+        own = next((hit for row in following(30) if (hit := re.match(r"\s+RANK: +(\d{1,6})\s*$", row))), None)
+        return [make.clone(kind=Kind.NOTE, name="not started", peers=(int(own[1]),))] if own else [], False
     if "Last error:" in text:
         return list(_last_error(text, following, make)), False
     return [], False
@@ -212,6 +246,25 @@ def _of_panel(following: Following) -> dict[str, tuple[str, ...]]:
             advice[-1] = beside(f"{advice[-1]} ", line)
         open_ = bool(advice) and not line.startswith(("(", "（"))
     return {"advice": tuple(advice), "frames": tuple(frames[-12:])}
+
+
+def _table(text: str, following: Following, make: Fact) -> Fact | None:
+    """Return who differs in a table that one process prints of all: checksums, shapes; nobody where all agree.
+
+    Numbers that are not all from 0 on are no such table; neither are values of which no one is that of most.
+    """
+    told: dict[int, str] = {}
+    for at, row in enumerate([text, *(message_of(split_prefix(raw).text) for raw in following(64))]):
+        entries = [(int(rank), value) for rank, value in _TABLE_ENTRY.findall(row)]
+        entries = entries or [(rank, value) for value, ranks in _TABLE_SIDE.findall(row) for rank in numbers(ranks)]
+        if any(rank in told for rank, _ in entries) or (not entries and (told or at > 4)):
+            break
+        told.update(entries)
+    counts = Counter(told.values()).most_common(1)
+    if len(told) < 3 or set(told) != set(range(len(told))) or 2 * counts[0][1] <= len(told):
+        return None
+    odd = tuple(sorted(rank for rank, value in told.items() if value != counts[0][0]))
+    return make.clone(kind=Kind.NOTE, name="table", rank=None, rank_basis="", peers=odd, number=len(told))
 
 
 def _frames(text: str) -> list[str]:
@@ -475,13 +528,18 @@ def _lost_daemon(following: Following, make: Fact) -> Iterator[Fact]:
         yield make.clone(kind=Kind.SCHEDULER, name="NODE FAILURE", host=found[1], rank=None, rank_basis="")
 
 
+#: What the standard library throws because of the program itself, never because of a peer.
+_OWN_FAULTS = ("std::bad_alloc", "std::bad_array_new_length", "std::out_of_range", "std::length_error", "std::bad_function_call",
+               "std::bad_variant_access", "std::bad_optional_access")  # fmt: skip
+
+
 def _thrown(name: str, following: Following, make: Fact) -> Iterator[Fact]:
     """An exception that C++ did not catch; those of torch, gloo and the standard library may follow from a peer."""
     own = (split_prefix(row) for row in following(4))
     what = next(
         (hit for row in own if row.rank == make.rank and (hit := re.search(r"what\(\): +(.*)", row.text))), None
     )
-    if what is not None and not name.startswith(("c10::", "gloo::", "std::")):
+    if what is not None and (name in _OWN_FAULTS or not name.startswith(("c10::", "gloo::", "std::"))):
         yield make.clone(kind=Kind.EXCEPTION, name=name, detail=what[1][:600])
 
 
@@ -502,10 +560,13 @@ def _stalled(following: Following, make: Fact) -> Iterator[Fact]:
     """Horovod's stall_inspector.cc, 0.20 to 0.28: for each rank the tensors that it lacks."""
     yield make.clone(kind=Kind.NOTE, name="stall_report", rank=None)
     for raw in following(64):
-        found = re.search(r"(?:^|[\s>:])(\d+): ?\[([A-Za-z].*)", raw)
+        found = re.search(r"(?:^|[\s>:])(!?)(\d+): ?\[([A-Za-z].*)", raw)
         if found is None:
             return
-        yield make.clone(kind=Kind.ACCUSED, name="horovod", peers=(int(found[1]),), detail=found[2][:200], rank=None)
+        marked = {"completed": 1} if found[1] else {}
+        yield make.clone(
+            kind=Kind.ACCUSED, name="horovod", peers=(int(found[2]),), detail=found[3][:200], rank=None, **marked
+        )
 
 
 _RAS_NEXT = re.compile(r"#\d+-\d+ |[A-Z]+$|[A-Z][a-z]+$|=+\s*$")
@@ -774,7 +835,7 @@ _PERCENT = re.compile(
 )
 _WORLD = re.compile(
     r"\b(?:mpirun|mpiexec|horovodrun)\b.* -(?:np?|-np) (\d{1,6})\b|(?<![A-Za-z_])(?:WORLD_SIZE|world[_ ]size|distributed_world_size"
-    r"|num_processes|NTasks)['\"]?\s*[=:]+\s*['\"]?(\d{1,6})\b|ncclguard: observes the (\d{1,6}) ranks of this job",
+    r"|num_processes|NTasks)['\"]?\s*[=:]+\s*['\"]?(\d{1,6})\b|MEMBER: \d+/(\d{1,6})\b|ncclguard: observes the (\d{1,6}) ranks of this job",
     re.IGNORECASE,
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ MOST = 100_000
 # The rank of the speaker, as Lightning, Megatron, Ray Train, Slurm, vLLM and JAX programs print it; not of a peer.
 _OWN_RANK = re.compile(
     r"(?<!for )(?<!from )(?<!to )(?<!by )(?<!of )(?<!remote )(?<!peer )"
-    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)"
+    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)|^rank[= ](?=\d+ world(?:_size)?[= ]\d)"
     r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
 )
 _LOCAL_RANK = re.compile(r"\b(?:LOCAL_RANK|local[ _]rank)[ =:]+(\d{1,4})\b")
@@ -41,7 +41,7 @@ _NEXT_COMMAND = re.compile(r"[$#+>] |={3,}|-{3}|[\w.\-]+@\S+ ?.*[$#] |.*\bkubect
 _LISTED = re.compile(r"^(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d+ ")  # a row of `kubectl get pods`
 # "gpu-17: ranks 8-15", as launchers and people write it; "NODE_RANK: 2" in `kubectl describe` of a pod
 _RANGES = re.compile(
-    r"(?<![\w.\-])([A-Za-z][\w.\-]*\w): (?:node_rank \d+ -> )?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
+    r"(?<![\w.\-])([A-Za-z][\w.\-]*\w)(?:: | ?[=\-]> |(?<=\d) (?:has |holds |runs )?)(?:node_rank \d+ -> )?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
 )
 _RANGES_ON = re.compile(
     r"\b[Rr]anks? (\d{1,6})(?:-|\.\.)(\d{1,6}) (?:\w+ )?on (?:node |host |pod )?([a-z][\w.\-]*\d)\b"
@@ -87,6 +87,9 @@ _JOINS = re.compile(r"\binit_process_group: .*?\brank=(\d{1,6}), world_size=(\d{
 _PLACED = re.compile(r"ip=([\d.]+), pid=(\d{1,9})\) world_rank=(\d{1,6})")
 _ON_HOST = re.compile(
     r"(?<!to )(?<!remote )(?<!for )(?<!from )\bhost(?:name)?(?:[=:] ?| )([A-Za-z][\w.\-]*\d[\w.\-]*)(?!:\d)\b"
+)
+_HOST_OF_RANK = re.compile(
+    r"^([A-Za-z][\w\-]*\d[\w.\-]*):? (?=\S*RANK|SLURM_)|\b(?:SLURMD_NODENAME|HOSTNAME|NODE_?NAME)[=:] ?([A-Za-z][\w.\-]*\d[\w.\-]*)"
 )
 _TASK_ON = re.compile(r"\b(?:task|rank|process) (\d{1,6}) on (?:node |host )?([A-Za-z][\w.\-]*\d[\w.\-]*\w)")
 # SGLang (python/sglang/srt/utils/common.py, 0.4 to 0.5)
@@ -144,6 +147,7 @@ class RankMap:
     by_device: dict[str, int] = field(default_factory=dict)  # host -> the same, if NCCL's devices are local ranks
     places: dict[str, int] = field(default_factory=dict)  # name of an engine's process -> its rank
     parallel: dict[str, int] = field(default_factory=dict)  # sizes of groups that an engine states: tp, pp, dp, ep
+    replicas: bool = False  # the log is of several copies of one engine
     shared: bool = False  # vLLM's engines share the experts of one model, and so one world
     _engines: dict[int, int] = field(default_factory=dict)  # pid of an engine -> its place among vLLM's replicas
     _buses: dict[tuple[str, str], int] = field(default_factory=dict)  # (host, bus as NCCL prints it)
@@ -154,6 +158,7 @@ class RankMap:
     _local_of: dict[int, int] = field(default_factory=dict)  # pid -> local rank, NOBODY where two nodes have it
     _nodes: dict[str, int] = field(default_factory=dict)  # scope -> node, of DeepSpeed's launcher
     _of_host: set[str] = field(default_factory=set)  # those of these scopes that are hosts of which a line tells it
+    _started: list[dict[int, int]] = field(default_factory=list)  # pid -> its number, of each list of an input
     _assigned: bool = False  # torchrun's store gives the nodes their ranks, whatever they were given
     _of_group: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, rank) -> the group's size
 
@@ -164,6 +169,13 @@ class RankMap:
         if pid is not None:
             for where in {host, ""}:
                 _prove(self.processes, (where, pid), rank)
+
+    def listed(self, started: Mapping[int, int], hosts: Mapping[int, str]) -> None:
+        """Note what an input lists: its processes, if they are numbered from 0 on, and the hosts of ranks."""
+        if len(started) > 1 and set(started.values()) == set(range(len(started))):
+            self._started.append(dict(started))
+        for rank, host in hosts.items() if len(hosts) > 1 else ():
+            self.hosts.setdefault(host, set()).add(rank)
 
     def read(self, text: str, prefix: Prefix, source: Source, following: Callable[[int], Sequence[str]]) -> None:
         """Note what a line proves."""
@@ -199,6 +211,8 @@ class RankMap:
             self.hosts.setdefault(found[1], set()).add(rank)
             if (local := _LOCAL_RANK.search(text)) and not _TROUBLE.search(text):
                 _prove(self.first, found[1], rank - int(local[1]))
+        elif rank is not None and (found := _HOST_OF_RANK.search(text)):
+            self.hosts.setdefault(found[1] or found[2], set()).add(rank)
         if rank is not None:
             self.speakers.setdefault(scope, set()).add(rank)
         self._assigned |= "rdzv" in text and _BACKEND.search(text) is not None
@@ -300,10 +314,11 @@ class RankMap:
         elif "spawned with command" in text and (spawned := _SPAWNED.search(text)):
             _prove(self._local, (scope, int(spawned[1])), int(spawned[2]))
         elif mapping := _MAPPING.search(text):
-            lists = [numbers for numbers in re.findall(r"\[([\d, ]+)\]", mapping[1])]
+            lists = re.findall(r"['\"]([^'\"]+)['\"]: \[([\d, ]+)\]", mapping[1])
             node = self._nodes.get(scope, NOBODY)
-            if 0 <= node < len(lists):
-                _prove(self.first, scope, int(re.split(r"\D+", lists[node])[0]))
+            told_of = [(scope, lists[node][1])] if 0 <= node < len(lists) else lists
+            for host, numbers in told_of:
+                _prove(self.first, host, int(re.split(r"\D+", numbers)[0]))
         elif node_rank := _NODE_RANK.search(text):
             if told := _HOST_TOLD.search(text):
                 scope = next(filter(None, told.groups()))
@@ -333,6 +348,10 @@ class RankMap:
         first = self.first.get(host, NOBODY)
         return found | set(range(first, first + local_size)) if first >= 0 and local_size else found
 
+    def place_of(self, name: str) -> int | None:
+        """Return the rank behind the name of an engine's process; a place in one of several copies is none."""
+        return places.rank_of(name, self.parallel) if "[rank=" in name or not self.replicas else None
+
     def pod_of(self, fact: Fact) -> str:
         """Return the pod that a message of Kubernetes without a name is about, as far as the lines around it tell."""
         listed = _LISTED.search(fact.text)
@@ -355,9 +374,13 @@ class RankMap:
             dict(self.processes), {host: set(ranks) for host, ranks in self.hosts.items()},
             {name: set(ranks) for name, ranks in self.speakers.items()},
             self.environments if of_ranks else {}, first=dict(self.first),
-            places={name: rank for name in self._names if (rank := places.rank_of(name, self.parallel)) is not None},
+            places={name: rank for name in self._names if (rank := self.place_of(name)) is not None},
+            replicas=self.replicas,
             parallel=self.parallel,
         )  # fmt: skip
+        for started in self._started if len(self._started) == 1 else ():  # all processes of the job
+            for pid, number in started.items() if len(started) == stated_world else ():
+                found.process(pid, number)
         if len({*self._of_group.values(), *([stated_world] if stated_world else [])}) == 1:  # the group is the job
             for pid, rank in self._of_group:
                 found.process(pid, rank)
@@ -453,7 +476,10 @@ class RankMap:
 
     def _gpu_of(self, fact: Fact) -> int | None:
         """Return the rank on the GPU of a message of the driver, whose bus NCCL prints without its colons."""
-        bus, device = (["", "", *fact.name.lower().split(":")] if fact.kind is Kind.XID else ["", ""])[-2:]
+        name = fact.name if fact.kind is Kind.XID else ""
+        if fact.name == "hardware" and (told := _BUS_OF.search(fact.detail)):
+            name = told[1]
+        bus, device = ["", "", *name.lower().split(":")][-2:]
         key = f"{bus}{device[:2]}0".lstrip("0")
         host = fact.where.split(".")[0]
         known = {name.split(".")[0] for name, _ in self._buses if name}
@@ -538,7 +564,7 @@ def place_rank(known: RankMap, fact: Fact, local_size: int | None) -> None:
         if ("DP" in at or known.parallel.get("dp", 1) > 1) and fact.rank is not None and not one:
             fact.rank, fact.rank_basis, fact.group_rank = None, "", fact.rank
         return
-    rank = places.rank_of(fact.place, known.parallel)
+    rank = known.place_of(fact.place)
     if fact.rank_basis == "text" and fact.rank is not None:
         return
     if rank is not None:

@@ -18,6 +18,7 @@ import codecs
 import functools
 import importlib
 import io
+import itertools
 import json
 import os.path
 import re
@@ -378,7 +379,7 @@ _OUTER = tuple(
         r"(?P<dashed>[A-Za-z]\w*-[\w.\-]+): (?=\[[\d\-]{10} [\d:,]+\] \[[A-Z]+\] \[\w+\.py:\d+:|\[[EWIF] \w+\.cpp:\d+\])",  # pdsh too
         r"(?!EI\d{4}:)(?P<pdsh>(?:[A-Za-z][\w.\-]*\d[\w.\-]*|\d{1,3}(?:\.\d{1,3}){3})): (?=\[|Traceback|  |\w+Error|std|[EWIF]\d{4} |\S+:\d+:\d+ \[)",
         r"[Rr]ank[ _=:\-]?(?P<own>\d{1,6}): ",
-        r"(?:\[[\d/:\-]+\] )?\[TRT-LLM\] \[RANK (?P<mpi>\d{1,6})\] (?:\[[A-Z]\] )?",
+        r"(?:\[[\d/:\-]+\] )?\[TRT-LLM\] ?(?:\[\w+\] ?){0,2}\[RANK (?P<mpi>\d{1,6})\] (?:\[[A-Z]\] )?",
         r"(?:[0-9a-f]{6,12} \|\| )?\[rank=(?P<determined>\d{1,6})\] ",  # Determined
         r"rank=(?P<pairs>\d{1,6}) (?:[\w.\-]+=\S+ ){0,4}(?=(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL) )",  # loggers of pairs
         r"(?:\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? (?:\| )?)?[Rr]ank[ _=:\-]{1,3}(?P<said>\d{1,6}) \| +(?=\S)",  # loguru and others, in columns
@@ -402,6 +403,9 @@ _STARTS = re.compile(
 _QUOTED = re.compile(r"(?:INFO|DEBUG)\b[^'\"`]*['\"`](?:\[rank\d+\]:)?\s?\[[EWF]")
 #: A line within data that a program prints: in a block indented behind bars or >>>, or in a dictionary of Python.
 _DATA = re.compile(r"\s+>>> |\s+\| (?!.*\|\s*$)|\{'\w+': .*\[rank\d+\]:\s?\[[EWF]")
+#: A row of a table of Markdown, and the line below its head: what stands in one is quoted.
+_CELLS = re.compile(r"\s*\|.*\|\s*$")
+_RULE = re.compile(r"(?m)^\s*\|(?:\s*:?-{3,}:?\s*\|)+\s*$")
 #: Python 3.11 and newer indent the exceptions of a group the same way.
 _GROUP = b"Exception Group Traceback"
 _DIGITS = re.compile(r"\d+")
@@ -677,7 +681,7 @@ def _width(lines: Sequence[str]) -> int:
 
 def _alike(first: str, second: str) -> bool:
     """Return whether two lines begin with the same words: two records of one kind, not one in two pieces."""
-    return _DIGITS.sub("", first[:20]) == _DIGITS.sub("", second[:20])
+    return _DIGITS.sub("", first[:40])[:16] == _DIGITS.sub("", second[:40])[:16]
 
 
 def _other(own: Prefix, before: Prefix) -> bool:
@@ -713,7 +717,8 @@ def join(lines: Sequence[str], at: int) -> tuple[int, int, str]:
     partial, opening = start.partial, start.text
     skipped = 0
     for index in range(first + 1, min(len(lines), first + 1 + MAX_JOINED)):
-        full = bool(width) and len(lines[index - 1].rstrip()) >= width - 1
+        above_it = lines[index - 1].rstrip()
+        full = bool(width) and len(above_it) >= width - 1 and (best[0] > 0 or not above_it.endswith("."))
         if last >= at and best[0] == 0 and not full and not partial:
             break
         line = lines[index]
@@ -800,22 +805,31 @@ NEEDLES: tuple[bytes, ...] = (
     b"crimer rank", b"| client |", b"createLink", b"heartbeat", b"has been open for", b"Progress tracker", b"no-restart decision",
     b"found NaN in", b"Unexpected result", b"DeadLock detected", b"health check", b"Health check", b"TIMED OUT", b"aborted (timeout)",
     b"[ready ranks", b"Process name: ", b"died from signal", b"exited with", b"died with", b"ranks arrived", b"Missing ranks", b"missing ranks", b"Stalled ranks", b"submitted to be", b"Executor failed", b"core initialization", b"core proc", b"Waiting for path", b"] failed.", b"workers failed", b"WorkerProc", b"actor died", b"actor is dead",
-    b"lost communication", b"aicore", b"aivector", b"exit=0", b"Command execution", b"Container rank", b"exit_code=0", b"blocked for more than", b"TERM_", b"no response from peer", b"torchft", b"for process ", b"localUserrank", b"nfs: server", b"Lustre: ", b"ossible transient", b"ossible persistent", b"hardware fault", b"MainThread stack", b"succeeded", b"terminate called", b"first noticed rank", b"doom: ", b"STRAGGLER DETECT", b"etected stragglers", b"to store for rank", b"stalled for longer", b"/health", b"esum", b"oaded checkpoint", b"estored all", b"Worker exit type", b"pressure (OOM)", b"marked dead", b"parallel_size=", b"couldn't get a response",
+    b"lost communication", b"aicore", b"aivector", b"exit=0", b"Command execution", b"Container rank", b"exit_code=0", b"blocked for more than", b"TERM_", b"no response from peer", b"torchft", b"for process ", b"localUserrank", b"nfs: server", b"Lustre: ", b"ossible transient", b"ossible persistent", b"hardware fault", b"MainThread stack", b"succeeded", b"terminate called", b"first noticed rank", b"doom: ", b"STRAGGLER DETECT", b"etected stragglers", b"to store for rank", b"stalled for longer", b"/health", b"esum", b"heck sum", b"crc", b"CRC", b"hash", b"digest", b"ingerprint", b"sha256", b"md5", b"ismatch", b"nconsisten", b"oaded checkpoint", b"estored all", b"Worker exit type", b"pressure (OOM)", b"marked dead", b"parallel_size=", b"couldn't get a response",
     # kernel, driver, cluster
-    b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"instance-action", b"NRT_EXEC_HW_ERR", b"Uncorrectable HBM", b"uncorrectable HBM", b"atastrophic event", b"MULTI BIT ECC", b"Sending SIGBUS", b"encountered timeout", b"no progress on stream", b"Error Snippet", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core", b"ink is Up", b"[<0>] ", b"FailedScheduling", b"(Pdb)", b" Killed  ", b'seq": ', b" seq=", b"egmentation fault", b"ipdb>", b"maintenance-event", b"PREEMPTED",
+    b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"instance-action", b"NRT_EXEC_HW_ERR", b"Uncorrectable HBM", b"uncorrectable HBM", b"atastrophic event", b"MULTI BIT ECC", b"Sending SIGBUS", b"encountered timeout", b"no progress on stream", b"Error Snippet", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core", b"ink is Up", b"[<0>] ", b"FailedScheduling", b"state=s", b"hard-reset", b"critical device", b"H/W error", b"reset device", b"hardware error", b"wedged", b"Reason: ", b"(Pdb)", b" Killed  ", b'seq": ', b" seq=", b"egmentation fault", b"ipdb>", b"maintenance-event", b"PREEMPTED",
     b"Losing connection", b"ircuit breaker", b"node-failure", b"lost contact", b"segfault at", b"SIGINT", b"^C",
     b"NETDEV WATCHDOG", b"ink is Down", b"definitely down", b"NodeNotReady", b"setting DOWN", b"on failed node", b"state set to", b"now DOWN", b"set DOWN", b"is DOWN", b"marked DOWN", b"State=DOWN", b"Evict", b"Preempt",
 )  # fmt: skip
 # What a job prints while it starts; looked for in the first blocks only.
 STARTING: tuple[bytes, ...] = (
     b"orld_size", b"orld size", b"ORLD_SIZE", b"um_processes", b"nodes", b"NODES", b"num_machines", b"proc_per_node",
-    b"proc-per-node", b"torchrun", b"distributed.run", b"distributed.launch", b"accelerate launch", b"ft_launcher", b"elastic/", b"Pods", b" pods", b"osts", b"achines", b"Knoten", b"Rechner", "台".encode(), "节点".encode(), "ノード".encode(), "机".encode(), "узл".encode(), "машин".encode(), b"group_world_size", b"rdzv", b"ode-rank", b"ode_rank", b"ODE_RANK", b"SLURM_PROCID", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"process_id=", b"Name: ", b"py-spy dump", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"atches", b"per epoch", b"per_epoch", b"loader) ", b"dmesg", b"journalctl", b" GPUs", b"-rank ", b".md", b".rst", b" git ", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link", b":00.0",
+    b"proc-per-node", b"torchrun", b"distributed.run", b"distributed.launch", b"accelerate launch", b"ft_launcher", b"elastic/", b"Pods", b" pods", b"osts", b"achines", b"Knoten", b"Rechner", "台".encode(), "节点".encode(), "ノード".encode(), "机".encode(), "узл".encode(), "машин".encode(), b"group_world_size", b"rdzv", b"ode-rank", b"ode_rank", b"rank_mapping", b"ODE_RANK", b"SLURM_PROCID", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"process_id=", b"Name: ", b"py-spy dump", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"atches", b"per epoch", b"per_epoch", b"loader) ", b"dmesg", b"journalctl", b" GPUs", b"-rank ", b".md", b".rst", b" git ", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link", b":00.0",
 )  # fmt: skip
 STARTING_BYTES = 16 << 20
 
 #: Ray's prefix, and torch's behind it: which process is which rank.
 _PROCESS_BYTES = re.compile(rb"pid=(\d{1,9})(?:, ip=[\d.]+)?\)(?:\x1b\[0m)? \[rank(\d{1,6})\]")
 _RANK_BYTES = re.compile(rb"\[rank(\d{1,6})\]")
+#: The processes that a launcher has started, in their order ("[2] launched pid=4423"), and the host of each rank, as
+#: `srun -l hostname` and `mpirun --tag-output hostname` print it.
+_STARTED_BYTES = re.compile(
+    rb"(?m)^(?![^\n]*[Ll]oad)[^\n|]{0,60}?(?:\[(\d{1,5})\]|\b(?:[Ww]orker|[Pp]rocess|[Cc]hild|[Tt]ask|[Pp]roc)[ #]?(\d{1,5}))"
+    rb"(?: ->|:|=)? (?:[a-z]+ ){0,3}\(?(?:pid|PID)[ =:]{1,2}(\d{2,9})\b"
+)
+_HOST_BYTES = re.compile(
+    rb"(?m)^\s*(?:\[1,(\d{1,6})\]<stdout>:|(?:[Rr]ank[ =#]?)?(\d{1,6})(?:: | -> | => | @ | on ))([A-Za-z][\w\-]*\d[\w.\-]*)\s*$"
+)
 _ERROR_HEAD = re.compile(rb"\[rank(\d{1,6})\]:(?:\s?\[[EF][^\n]*)?$")
 _TASK = re.compile(rb"^\s*(\d{1,6}): \S", re.MULTILINE)
 _DIGIT_BYTES = re.compile(rb"\d+")
@@ -967,6 +981,8 @@ class Scanner:
         self.size = 0
         self.ranks: set[int] = set()
         self.processes: dict[int, int] = {}  # pid -> rank, by prefixes
+        self.started: dict[int, int] = {}  # pid -> its place in what a launcher has started
+        self.hosts: dict[int, str] = {}  # rank -> host, of a list
         self.tasks: set[int] = set()
         self.cut: int | None = None  # the rank whose error line is the last one: it may have been cut off
         self.open_line = 0  # the number of a last line that has no end
@@ -1014,6 +1030,9 @@ class Scanner:
         self.ranks.update(int(number) for number in _RANK_BYTES.findall(data))
         if b"pid=" in data and self.size <= STARTING_BYTES:
             self.processes.update((int(found[1]), int(found[2])) for found in _PROCESS_BYTES.finditer(data))
+        if self.size <= STARTING_BYTES:
+            self.started.update((int(hit[3]), int(hit[1] or hit[2])) for hit in _STARTED_BYTES.finditer(data))
+            self.hosts.update((int(hit[1] or hit[2]), hit[3].decode()) for hit in _HOST_BYTES.finditer(data))
         self.tasks.update(int(number) for number in _TASK.findall(data))
 
     def _read(self, limit: int) -> Iterator[Record]:
@@ -1097,6 +1116,10 @@ class Scanner:
             return _lines(buffer[end : end + FOLLOW_BYTES])[1 : count + 1]
 
         line = split_prefix(text)
+        if _CELLS.match(lines[at]) and any(
+            _RULE.match(row) for row in itertools.takewhile(_CELLS.match, lines[:at][::-1])
+        ):
+            return end, []
         if _QUOTED.match(line.text) or (_DATA.match(line.text) and _GROUP not in buffer):
             return end, []
         records = []
