@@ -24,7 +24,9 @@ from ncclguard_explain.records import Prefix, headless, message_of, split_prefix
 
 Following = Callable[[int], Sequence[str]]
 
-_EXCEPTION = re.compile(r"^(?!(?:NOTE|INFO|DEBUG|WARN|WARNING|ERROR|CRITICAL|FATAL)\b)(?P<type>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<text>.*))?$")
+_EXCEPTION = re.compile(
+    r"^(?!(?:NOTE|INFO|DEBUG|WARN|WARNING|ERROR|CRITICAL|FATAL)\b)(?P<type>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<text>.*))?$"
+)
 #: Errors of the guard itself, which every rank raises that waited.
 _OF_GUARD = frozenset(["CollectiveFailed", "CollectiveTimeout", "CollectiveMismatch", "PeerFailed", "PeerLost"])
 # vLLM's and SGLang's loggers, which head every line of a traceback.
@@ -46,10 +48,12 @@ _TABLE_HEAD = re.compile(
     r"(?i:\b(?:crc(?:32)?|check ?sums?|hash(?:es)?|digests?|sha(?:1|256)|md5|fingerprints?)\b|mismatch|\bdiffer|inconsisten|not (?:the same|equal|identical))"
 )
 _TABLE_ENTRY = re.compile(
-    r"(?:(?:rank|process|proc|replica|worker|device)[ _#]?|(?<![\w.:\-/\[]))(\d{1,5})(?: ?[:=] ?| ?-> ?|: ?rank=)((?:torch\.Size\()?\[[\d, ]*\]|\([\d, ]+\)|(?:0x)?[0-9a-f]{6,})(?![\w.:])", re.IGNORECASE
+    r"(?:(?:rank|process|proc|replica|worker|device)[ _#]?|(?<![\w.:\-/\[]))(\d{1,5})(?: ?[:=] ?| ?-> ?|: ?rank=)((?:torch\.Size\()?\[[\d, ]*\]|\([\d, ]+\)|(?:0x)?[0-9a-f]{6,})(?![\w.:])",
+    re.IGNORECASE,
 )
 _TABLE_SIDE = re.compile(
-    r"((?:torch\.Size\()?\[[\d, ]*\]|\([\d, ]+\)|\b(?:0x)?[0-9a-f]{6,})\)?(?: ?[:=]| ?->| on)? (?:ranks?|replicas?|process(?:es)?|workers?):? \[?(\d[\d,\- ]*)", re.IGNORECASE
+    r"((?:torch\.Size\()?\[[\d, ]*\]|\([\d, ]+\)|\b(?:0x)?[0-9a-f]{6,})\)?(?: ?[:=]| ?->| on)? (?:ranks?|replicas?|process(?:es)?|workers?):? \[?(\d[\d,\- ]*)",
+    re.IGNORECASE,
 )
 _SUMMARY_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: (\d+)\)")
 _SUMMARY_EXIT = re.compile(r"exitcode\s*: (-?\d+) \(pid: (\d+)\)")
@@ -80,6 +84,8 @@ def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[l
     """Return the facts of the message that a record opens, and whether it was one: then no row need be tried on it."""
     if _PANEL in text and (incident := _verdict(_unframed(text, following), make)) is not None:
         return [incident.clone(**_of_panel(following)) if "─" in text else incident], True
+    if text.startswith("frame #"):  # of C++, in which classes of errors are names of functions
+        return [], True
     if "Traceback (most" in text:
         fact = _traceback(text, prefix, following, make)
         return ([fact] if fact is not None else []), True
@@ -163,11 +169,32 @@ _VERDICT = re.compile(
 )
 
 
-def _verdict(text: str, make: Fact) -> Fact | None:
-    """The incident that a text of the guard tells of, where it names ranks."""
-    found = _VERDICT.search(text[:4000])
+#: What the ranks agreed on where they could name nobody.
+_NOBODY = re.compile(
+    r"ncclguard incident \S+:? (?P<rest>(?P<op>\w+)\((?:[^():]|\([^()]*\))*\)? ?(?:failed after|stood still for|在|停滞了) "
+    r"[\d.e+-]+ s(?: ?后 ?失 ?败)? ?[:：] ?.*)",
+    re.DOTALL,
+)
+_SIDES = re.compile(r"no side is a majority|nothing tells who is wrong|不占多数|没有一方占多数|无从判断哪一方错了")
+_NETWORK = [f": {said(WORD[Cause.NETWORK], language)}" for language in LANGUAGES]
+
+
+def _of_nobody(text: str, make: Fact) -> Fact | None:
+    """The incident that a log line or a panel of the guard tells of, and that names nobody."""
+    found = _NOBODY.search(text[:4000])
     if found is None:
         return None
+    detail = re.split(r"\. |。| \(rank \d+ reports", found["rest"])[0].strip(" .。")[:600]
+    network = any(word in detail.replace("：", ": ") for word in _NETWORK)
+    name = Cause.DIVERGED if _SIDES.search(detail) else Cause.NETWORK if network else Cause.UNKNOWN
+    return make.clone(kind=Kind.GUARD, name=name.value, work=Work(found["op"]), detail=detail, text=text[:600])
+
+
+def _verdict(text: str, make: Fact) -> Fact | None:
+    """The incident that a text of the guard tells of."""
+    found = _VERDICT.search(text[:4000])
+    if found is None:
+        return _of_nobody(text, make)
     stops = () if _PANEL in text else _ADVISED  # a panel says more before it says what to do
     ends = [at for advice in stops if (at := text.find(advice, found.end())) > 0]
     blamed = [(_ranks_of(one["ranks"]), _WORDS[one["what"]]) for one in _BLAMED.finditer(found["named"])]
@@ -544,7 +571,9 @@ def _stalled(following: Following, make: Fact) -> Iterator[Fact]:
         if found is None:
             return
         marked = {"completed": 1} if found[1] else {}
-        yield make.clone(kind=Kind.ACCUSED, name="horovod", peers=(int(found[2]),), detail=found[3][:200], rank=None, **marked)
+        yield make.clone(
+            kind=Kind.ACCUSED, name="horovod", peers=(int(found[2]),), detail=found[3][:200], rank=None, **marked
+        )
 
 
 _RAS_NEXT = re.compile(r"#\d+-\d+ |[A-Z]+$|[A-Z][a-z]+$|=+\s*$")
