@@ -130,3 +130,10 @@ def test_frames_of_cpp_that_construct_an_error_are_no_exception(explain_lines: E
     frame = "frame #{n}: c10::{name}::{name}(c10::SourceLocation, std::string) + 0x72 (0x7fa99 in /x/libc10.so)"
     names = ("DistError", "DistNetworkError", "DistStoreError", "OutOfMemoryError")
     assert not explain_lines([frame.format(n=n, name=name) for n, name in enumerate(names)]).incident
+
+
+def test_a_job_that_has_told_of_itself_is_not_advised_to(explain_lines: Explain) -> None:
+    lines = [line for rank in (0, 1, 3) for line in timeout(rank)]
+    assert any("ncclguard.watch()" in text for text in explain_lines(lines).advice)
+    told = f"ncclguard incident 7c1-0-gloo-9.0: {FAILED}: rank 2 late. (rank 0 reports it)"
+    assert not any("ncclguard.watch()" in text for text in explain_lines([told, *lines]).advice)
