@@ -634,7 +634,9 @@ def written_incidents(evidence: Evidence) -> list[Fact]:
 def guard_incidents(evidence: Evidence) -> list[Fact]:
     """Return ncclguard's incidents once each, the latest last: from its own JSON, or else what logs tell of them."""
     found: dict[str, Fact] = {}
-    for fact in written_incidents(evidence) or evidence.of(Kind.GUARD):
+    told = written_incidents(evidence) or evidence.of(Kind.GUARD)
+    # Who interrupts a job that hangs gives each rank an exception that is no rank's fault.
+    for fact in [fact for fact in told if "KeyboardInterrupt" not in fact.text] or told:
         before = found.pop(fact.detail, fact)
         found[fact.detail] = fact if fact.advice else before  # the panel says more than the other lines
     return list(found.values())
@@ -1370,6 +1372,9 @@ def _first_verdict(evidence: Evidence, world: World) -> Verdict:
             return _beside(verdict, evidence, world)
         if verdict is not None:
             unnamed.append(verdict)
+    agreed = next((verdict for verdict in unnamed if verdict.rule == "ncclguard incident"), None)
+    if agreed is not None:  # while they lived they could name nobody: no silence afterwards can
+        return agreed
     for rule in LAST_RULES:
         verdict = rule(evidence, world)
         if verdict is not None and verdict.culprits:

@@ -296,11 +296,16 @@ _GUARDED = tr(
 
 
 def advise(
-    cause_class: str, verdict: Verdict, timeout_ms: int | None, stacks: bool, own: Fact | None = None
+    cause_class: str,
+    verdict: Verdict,
+    timeout_ms: int | None,
+    stacks: bool,
+    own: Fact | None = None,
+    guarded: bool = False,
 ) -> list[str]:
     """Return what to do next, the most telling first; the last lines are about getting more evidence.
 
-    An incident of ncclguard's own has been told what to do already, which is all that is said then.
+    `guarded`: the job has told of itself, so that it needs no advice to. An incident of ncclguard's own has been told what to do already, which is all that is said then.
     """
     if own is not None and own.advice:
         return [received(advice) for advice in own.advice]
@@ -329,4 +334,4 @@ def advise(
         lines.append(text)
     lines += [] if stacks else [_STACKS]
     lines += [_MORE] if cause_class == "unknown" else []
-    return [*lines, _GUARDED]
+    return lines if guarded else [*lines, _GUARDED]

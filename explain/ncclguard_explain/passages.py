@@ -92,6 +92,8 @@ def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[l
     """Return the facts of the message that a record opens, and whether it was one: then no row need be tried on it."""
     if _PANEL in text and (incident := _verdict(_unframed(text, following), make)) is not None:
         return [incident.clone(**_of_panel(following)) if "─" in text else incident], True
+    if text.startswith("frame #"):  # of C++, in which classes of errors are names of functions
+        return [], True
     if "Traceback (most" in text:
         fact = _traceback(text, prefix, following, make)
         return ([fact] if fact is not None else []), True
@@ -183,11 +185,32 @@ _VERDICT = re.compile(
 )
 
 
-def _verdict(text: str, make: Fact) -> Fact | None:
-    """The incident that a text of the guard tells of, where it names ranks."""
-    found = _VERDICT.search(text[:4000])
+#: What the ranks agreed on where they could name nobody.
+_NOBODY = re.compile(
+    r"ncclguard incident \S+:? (?P<rest>(?P<op>\w+)\((?:[^():]|\([^()]*\))*\)? ?(?:failed after|stood still for|在|停滞了) "
+    r"[\d.e+-]+ s(?: ?后 ?失 ?败)? ?[:：] ?.*)",
+    re.DOTALL,
+)
+_SIDES = re.compile(r"no side is a majority|nothing tells who is wrong|不占多数|没有一方占多数|无从判断哪一方错了")
+_NETWORK = [f": {said(WORD[Cause.NETWORK], language)}" for language in LANGUAGES]
+
+
+def _of_nobody(text: str, make: Fact) -> Fact | None:
+    """The incident that a log line or a panel of the guard tells of, and that names nobody."""
+    found = _NOBODY.search(text[:4000])
     if found is None:
         return None
+    detail = re.split(r"\. |。| \(rank \d+ reports", found["rest"])[0].strip(" .。")[:600]
+    network = any(word in detail.replace("：", ": ") for word in _NETWORK)
+    name = Cause.DIVERGED if _SIDES.search(detail) else Cause.NETWORK if network else Cause.UNKNOWN
+    return make.clone(kind=Kind.GUARD, name=name.value, work=Work(found["op"]), detail=detail, text=text[:600])
+
+
+def _verdict(text: str, make: Fact) -> Fact | None:
+    """The incident that a text of the guard tells of."""
+    found = _VERDICT.search(text[:4000])
+    if found is None:
+        return _of_nobody(text, make)
     stops = () if _PANEL in text else _ADVISED  # a panel says more before it says what to do
     ends = [at for advice in stops if (at := text.find(advice, found.end())) > 0]
     blamed = [(_ranks_of(one["ranks"]), _WORDS[one["what"]]) for one in _BLAMED.finditer(found["named"])]

@@ -9,9 +9,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 from ncclguard_explain.arithmetic import ModelSizes, explain_numel
 from ncclguard_explain.cause import WORD, Cause
@@ -209,7 +209,7 @@ def diagnose(
     work, group = _collective(evidence, verdict)
     quiet = _QUIET | ({Kind.PEER_CLOSED, Kind.STORE_LOST} if ended_in_order(evidence) else set())
     seen = bool(verdict.culprits or verdict.places or verdict.sides or finding.facts or work)
-    seen = seen or any(fact.kind not in quiet for fact in evidence.facts)
+    seen = seen or any(fact.kind not in quiet for fact in evidence.facts) and not only_interrupted(evidence, quiet)
     incident = seen or bool(evidence.broken_off)
     timeout = _timeout(evidence, work)
     decision = decide(evidence, verdict, finding, cause)
@@ -243,7 +243,9 @@ def diagnose(
         sides=tuple(Side(what=what, ranks=ranks) for what, ranks in verdict.sides),
         evidence=tuple(_mention(fact) for fact in evidence_facts[:LISTED]),
         consequences=tuple(_mention(fact) for fact in consequences[:LISTED]),
-        advice=tuple(advise(finding.name, verdict, timeout, bool(stacks), own)) if incident else (),
+        advice=tuple(advise(finding.name, verdict, timeout, bool(stacks), own, bool(guard_incidents(evidence))))
+        if incident
+        else (),
         arithmetic=tuple(explain_numel(work, model, zero)) if work else (),
         stacks=stacks[:LISTED],
         effective_timeout_ms=timeout,
@@ -254,6 +256,28 @@ def diagnose(
         bytes_read=evidence.bytes_read,
         notes=tuple(_notes(evidence, world, consequences)),
         events=tuple(_event(fact) for fact in evidence.facts[:5000]),
+    )
+
+
+#: Exceptions of ranks and launchers that somebody interrupts, and where a rank waits for others when that comes.
+_INTERRUPTIONS: Final = frozenset(
+    ["KeyboardInterrupt", "SignalException", "torch.distributed.elastic.multiprocessing.api.SignalException"]
+)
+_WAITS: Final = re.compile(
+    r"distributed_c10d\.py|torch/autograd/|torch/cuda/|/store\.py| in (?:wait|barrier|synchronize)\b"
+)
+
+
+def only_interrupted(evidence: Evidence, quiet: AbstractSet[Kind]) -> bool:
+    """Return whether somebody has interrupted a job, and no rank of it is seen to have waited for another one."""
+    raised = evidence.of(Kind.EXCEPTION)
+    return (
+        any(fact.name == "KeyboardInterrupt" and fact.rank is not None for fact in raised)
+        and all(
+            fact.kind in quiet or fact.name in _INTERRUPTIONS or fact.kind is Kind.ENDED_BY_LAUNCHER
+            for fact in evidence.facts
+        )
+        and not any(_WAITS.search(frame) for fact in raised for frame in fact.frames[-4:])
     )
 
 

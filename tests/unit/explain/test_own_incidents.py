@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from explain_logs import timeout
 
 from ncclguard.incident.model import Incident
 from ncclguard.incident.report import show
 from ncclguard_explain import Report, explain
 from ncclguard_explain.language import choose
+
+Explain = Callable[..., Report]
 
 WATCHED = Path(__file__).parents[3] / "docs" / "gallery" / "watch-late"
 WRITTEN = json.loads((WATCHED / "incident.json").read_text())
@@ -70,3 +74,66 @@ def test_of_several_incidents_the_latest_is_told_and_the_others_are_named(tmp_pa
         "2 incidents of ncclguard are in these inputs, and the answer is about the latest"
     )
     assert "b.json: barrier() failed after 3 s: rank 1 late" in report.notes[0]
+
+
+FAILED = "all_reduce(Float [4], group 0 default_pg, number 9) stood still for 4.02 s"
+#: What torch prints of a rank that somebody interrupts while it is at work of its own.
+INTERRUPTED = [
+    "[rank{rank}]: Traceback (most recent call last):",
+    '[rank{rank}]:   File "/job/train.py", line 40, in <module>',
+    "[rank{rank}]:     main()",
+    '[rank{rank}]:   File "/job/train.py", line 31, in main',
+    "[rank{rank}]:     {line}",
+    "[rank{rank}]: KeyboardInterrupt",
+]
+
+
+def interrupted(rank: int, line: str = "batch = augment(rows)") -> list[str]:
+    return [row.format(rank=rank, line=line) for row in INTERRUPTED]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "the ranks called different operations, and no side is a majority.",
+        "the ranks were in different operations, and nothing tells who is wrong.",
+    ],
+)
+def test_where_the_ranks_could_name_nobody_a_silent_one_is_not_named(told: str, explain_lines: Explain) -> None:
+    """Rank 0 ended without a word, and the others say what they waited for."""
+    lines = [f"ncclguard incident 7c1-0-gloo-9.0: {FAILED}: {told} (rank 1 reports it)"]
+    lines += [line for rank in range(1, 8) for line in timeout(rank)]
+    assert explain_lines(lines[1:]).culprits == (0,)  # what silence says
+    report = explain_lines(lines)
+    assert (report.culprits, report.cause.value) == ((), "diverged")
+    assert told.rstrip(".") in report.reason
+
+
+def test_who_interrupts_a_job_that_hangs_changes_nothing_of_its_incident(explain_lines: Explain) -> None:
+    lines = [
+        f"ncclguard incident 7c1-0-gloo-9.0: {FAILED}: rank 2 late. (rank 0 reports it)",
+        f"ncclguard incident 7c1-0-gloo-9.1: {FAILED}: rank 2 raised KeyboardInterrupt at train.py:31. (rank 0 reports it)",
+        *interrupted(2),
+    ]
+    report = explain_lines(lines)
+    assert (report.culprits, report.cause.value) == ((2,), "late")
+
+
+def test_a_healthy_job_that_somebody_interrupts_is_no_incident(explain_lines: Explain) -> None:
+    assert not explain_lines([*interrupted(0), *interrupted(1)]).incident
+    in_a_collective = [*interrupted(0), *interrupted(1)]
+    in_a_collective[4:4] = ['[rank0]:   File "/x/torch/distributed/distributed_c10d.py", line 3252, in all_reduce']
+    assert explain_lines(in_a_collective).incident
+
+
+def test_frames_of_cpp_that_construct_an_error_are_no_exception(explain_lines: Explain) -> None:
+    frame = "frame #{n}: c10::{name}::{name}(c10::SourceLocation, std::string) + 0x72 (0x7fa99 in /x/libc10.so)"
+    names = ("DistError", "DistNetworkError", "DistStoreError", "OutOfMemoryError")
+    assert not explain_lines([frame.format(n=n, name=name) for n, name in enumerate(names)]).incident
+
+
+def test_a_job_that_has_told_of_itself_is_not_advised_to(explain_lines: Explain) -> None:
+    lines = [line for rank in (0, 1, 3) for line in timeout(rank)]
+    assert any("ncclguard.watch()" in text for text in explain_lines(lines).advice)
+    told = f"ncclguard incident 7c1-0-gloo-9.0: {FAILED}: rank 2 late. (rank 0 reports it)"
+    assert not any("ncclguard.watch()" in text for text in explain_lines([told, *lines]).advice)
