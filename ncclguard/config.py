@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from ncclguard.arguments import LONGEST, SHORTEST
 from ncclguard.errors import GuardConfigError
 from ncclguard.spelling import meant
 from ncclguard_explain import language
@@ -36,10 +37,6 @@ OTHER_VARIABLES = frozenset(
         "NCCLGUARD_RUN_DIR",
     }
 )
-#: torch counts time limits in whole milliseconds, and takes 0 for none at all.
-SHORTEST = 0.001
-#: Seconds, about 31 years; C++ clocks count nanoseconds in 64 bits and overflow not far above.
-LONGEST = 1e9
 #: Operations from one exchange of statistics to the next where `statistics_every` is not set.
 STATISTICS_EVERY = 100
 
