@@ -161,6 +161,26 @@ def _is_programs(filename: str) -> bool:
     return not filename.startswith(("<frozen", *_INSTALLED)) and not is_own_file(filename)
 
 
+def innermost_of_program(frames: Sequence[str]) -> int | None:
+    """Return which of some frames, as other ranks have sent them, is the program's own innermost; None where none is.
+
+    Told by the names of files and what this process has imported: a file system may be what holds the job up.
+
+    >>> innermost_of_program(("train.py:67 in main: next(it)", "torch/utils/data/dataloader.py:725 in __next__"))
+    0
+    """
+    return next((number for number in reversed(range(len(frames))) if _is_of_program(frames[number])), None)
+
+
+def _is_of_program(frame: str) -> bool:
+    top = re.split(r"[/:]", frame, maxsplit=1)[0].removesuffix(".py")
+    if top.startswith(("<", "...")) or top in ("torch", "ncclguard") or top in sys.stdlib_module_names:
+        return False
+    module = sys.modules.get(top)
+    where = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    return where is None or _is_programs(where)
+
+
 def describe_exception(error: BaseException) -> str:
     """Return one line of bounded length: ``torch.OutOfMemoryError at train.py:211 in step: CUDA out of memory. ...``.
 

@@ -657,6 +657,17 @@ def test_the_stack_of_a_thread_is_shown_with_its_name() -> None:
     assert "thread MainThread: ray.py:3 in loop" in render_html(told)
 
 
+@pytest.mark.parametrize(("inner", "first"), [(8, "train.py:67 in main"), (9, "train.py:67 in main ...")])
+def test_the_programs_own_innermost_frame_is_shown_however_deep_the_libraries_are(inner: int, first: str) -> None:
+    stack = ("train.py:9 in <module>", "train.py:67 in main", *[f"torch/nn/f.py:{n} in f" for n in range(inner)])
+    found = incident()
+    late = found.ranks[2].model_copy(update={"stack": stack})
+    lines = str(found.model_copy(update={"ranks": (*found.ranks[:2], late)})).splitlines()
+    at = next(number for number, line in enumerate(lines) if "innermost last" in line)
+    assert [line.strip() for line in lines[at + 1 : at + 10]] == [first, *stack[-8:]]
+    assert f"({inner - 7} outer frames left out)" in lines[at]
+
+
 def test_long_texts_of_a_table_may_be_cut_into_lines() -> None:
     """At 1,280 pixels nothing of the ranks' table is out of sight; short ones are never cut."""
     page = render_html(document())
