@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import random
 import re
 import resource
@@ -644,6 +645,17 @@ def test_a_file_that_is_not_there_is_told_without_its_number(
 ) -> None:
     assert main([str(tmp_path / "none.json")]) == 2
     assert capsys.readouterr().err == f"ncclguard report: {tmp_path / 'none.json'}: no such file or folder\n"
+
+
+def test_of_a_folder_its_newest_report_is_proposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"ncclguard report: {tmp_path}: this is a folder: give a file\n"
+    for number in (2, 1):
+        report = tmp_path / f"incident-{number}.json"
+        report.touch()
+        os.utime(report, (0, 9 - number))
+    assert main([str(tmp_path)]) == 2
+    assert f"give a file, such as its newest report, {tmp_path / 'incident-1.json'}\n" in capsys.readouterr().err
 
 
 def test_the_stack_of_a_thread_is_shown_with_its_name() -> None:
