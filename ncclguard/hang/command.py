@@ -264,7 +264,7 @@ def _report(jobs: Sequence[Job], looks: dict[int, list[Look]], spy: str | None, 
             told = {} if place is None else {name: getattr(place, name) for name in place.__dataclass_fields__}
             rows.append(
                 RankRow(rank=member.rank, host=host, pid=member.process.pid, state=seen.state, motion=seen.motion,
-                        trouble=seen.trouble, gloo=seen.gloo, **told)
+                        trouble=seen.trouble, gloo=seen.gloo, watched=any(one.watched for one in own), **told)
             )  # fmt: skip
         rows = _with_members(rows, job)
         ended = [EndedRow(rank=one.rank, host=host, exit_code=one.code) for one in job.ended]
