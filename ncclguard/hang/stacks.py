@@ -212,7 +212,7 @@ def programs_line(stack: Sequence[str]) -> int | None:
 
     That is one of a file in no package; of a program that is installed, the innermost of neither torch, Ray nor Python.
 
-    >>> programs_line(["train.py:67 main", "torch/utils/data/dataloader.py:725 __next__", "selectors.py:415 select"])
+    >>> programs_line(["train.py:67 main", "torch/utils/data/dataloader.py:725 __next__"])
     0
     """
     others = [number for number, frame in enumerate(stack) if ":" in frame and not _is_torchs_or_pythons(frame)]
