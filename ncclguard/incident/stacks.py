@@ -64,8 +64,8 @@ def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
 
     May be called from any thread; the main thread may sit in a native call, as long as that has released the GIL. Runs
     of frames inside this library are folded into one line, and of more than ``limit`` lines the innermost are kept,
-    under a first line that counts the others. Source lines are read from disk when they were not before, and left out
-    where that takes longer than READ_WITHIN.
+    and the program's own innermost, with a line that counts the others. Source lines are read from disk when they were
+    not before, and left out where that takes longer than READ_WITHIN.
 
     >>> "main_thread_stack" in main_thread_stack()[-1]
     True
@@ -88,8 +88,11 @@ def _lines(spots: Sequence[_Spot], limit: int) -> tuple[str, ...]:
         else:
             lines += [spot.text() for spot in some]
     if len(lines) > limit:
-        left_out = len(lines) - limit + 1
-        lines = [*lines[: limit - 1], f"... {_count(left_out, 'line')} further out ..."]
+        own = next(filter(_is_of_program, lines[: limit - 1]), None)
+        further = [] if own else list(filter(_is_of_program, lines))[:1]
+        kept = limit - 1 - len(further)
+        left_out = len(lines) - kept - len(further)
+        lines = [*lines[:kept], f"... {_count(left_out, 'line')} further out ...", *further]
     return tuple(reversed(lines))
 
 
