@@ -88,8 +88,8 @@ def _lines(spots: Sequence[_Spot], limit: int) -> tuple[str, ...]:
         else:
             lines += [spot.text() for spot in some]
     if len(lines) > limit:
-        own = next(filter(_is_of_program, lines[: limit - 1]), None)
-        further = [] if own else list(filter(_is_of_program, lines))[:1]
+        deep = not any(map(_is_of_program, lines[: limit - 1]))
+        further = list(filter(_is_of_program, lines))[:1] if deep else []
         kept = limit - 1 - len(further)
         left_out = len(lines) - kept - len(further)
         lines = [*lines[:kept], f"... {_count(left_out, 'line')} further out ...", *further]
