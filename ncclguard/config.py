@@ -6,6 +6,7 @@ import logging
 import math
 import numbers
 import os
+import signal
 import threading
 from datetime import timedelta
 from typing import Annotated, Any, Literal, cast
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from ncclguard.arguments import LONGEST, SHORTEST
 from ncclguard.errors import GuardConfigError
 from ncclguard.spelling import meant
 from ncclguard_explain import language
@@ -36,10 +38,6 @@ OTHER_VARIABLES = frozenset(
         "NCCLGUARD_RUN_DIR",
     }
 )
-#: torch counts time limits in whole milliseconds, and takes 0 for none at all.
-SHORTEST = 0.001
-#: Seconds, about 31 years; C++ clocks count nanoseconds in 64 bits and overflow not far above.
-LONGEST = 1e9
 #: Operations from one exchange of statistics to the next where `statistics_every` is not set.
 STATISTICS_EVERY = 100
 
@@ -68,7 +66,7 @@ def seconds(value: float | timedelta | None, what: str) -> float | None:
     value = float(value)
     if not math.isfinite(value) or value <= 0:
         text = told(
-            "{what} must be a positive, finite time, got {value:g} s: give None for the default limit",
+            "{what} must be a positive, finite time, got {value:g} s: give for example 600",
             what=what,
             value=value,
         )
@@ -137,6 +135,21 @@ def _language(value: object) -> object:
         raise ValueError(told("there is no such language")) from None
 
 
+def _stack_signal(value: object) -> object:
+    """Convert the name of a signal, of those for which `faulthandler.register` takes a handler."""
+    if value is None:  # the text none of a variable
+        return "none"
+    if isinstance(value, str) and value not in ("auto", "none"):
+        found = getattr(signal, value, None)
+        if not isinstance(found, signal.Signals) or found in _NOT_HANDLED:
+            raise ValueError(told("there is no signal of this name that a program can handle"))
+    return value
+
+
+#: The signals that no handler gets, and those of faults, which `faulthandler.register` refuses.
+_NOT_HANDLED = frozenset(
+    (signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+)
 Seconds = Annotated[float, BeforeValidator(_time)]
 Count = Annotated[int, BeforeValidator(_count)]
 
@@ -234,7 +247,7 @@ class GuardConfig(BaseSettings):
     poll_active: Seconds = _setting(
         0.05, "s", tr("1 ms to 0.2 s, at most poll_idle"), "period of the monitor while a call is pending", le=0.2
     )
-    stack_signal: str = _setting(
+    stack_signal: Annotated[str, BeforeValidator(_stack_signal)] = _setting(
         "auto",
         "",
         tr("auto, none, or a signal's name such as SIGUSR2"),
@@ -315,6 +328,7 @@ class GuardConfig(BaseSettings):
     )
 
     def __init__(self, **values: Any) -> None:
+        _refuse_texts(values)
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -442,7 +456,7 @@ def _explain(error: ValidationError, given: dict[str, Any]) -> str:
             text = tr(
                 "{setting} is {value}; allowed: {allowed}",
                 setting=name if name in given else variable,
-                value=repr(item["input"]),
+                value=repr("none" if item["input"] is None and name not in given else item["input"]),
                 allowed=allowed_values(name),
             )
             if item["type"] == "value_error":  # our own: pydantic's say in English what is allowed
@@ -456,6 +470,20 @@ def _explain(error: ValidationError, given: dict[str, Any]) -> str:
     if text.endswith("?"):
         return told("{text} All settings are in docs/configuration.md.", text=text)
     return told("{text}. All settings are in docs/configuration.md.", text=text)
+
+
+def _refuse_texts(given: dict[str, Any]) -> None:
+    """Refuse text for a number: only a variable's text is read as one."""
+    for name, value in given.items():
+        field = GuardConfig.model_fields.get(name)
+        if field is None or not isinstance(value, str):
+            continue
+        extra = field.json_schema_extra
+        if (isinstance(extra, dict) and extra["unit"]) or type(field.default) in (int, float):
+            text = tr("{setting} is {value}; allowed: {allowed}",
+                      setting=name, value=repr(value), allowed=allowed_values(name))  # fmt: skip
+            text = tr("{text} ({why})", text=text, why=tr("it is text, not a number"))
+            raise GuardConfigError(told("{text}. All settings are in docs/configuration.md.", text=text))
 
 
 def allowed_values(field: str) -> str:

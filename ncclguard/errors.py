@@ -17,7 +17,6 @@ TypeError or ValueError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ncclguard_explain.cause import WORD, Cause
@@ -25,6 +24,7 @@ from ncclguard_explain.language import Message, joined, read, received, told, tr
 from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
+    from ncclguard.incident.model import Incident
     from ncclguard.outcome import Outcome
     from ncclguard.replicas import ReplicaReport
 
@@ -155,7 +155,7 @@ def sentence(outcome: Outcome) -> str:
         who = ranks_text(outcome.participants)
         return told("{op} succeeded on {ranks} in {seconds:.3g} s.", op=op, ranks=who, seconds=seconds)
     if outcome.incident is not None:
-        return read(outcome.incident.summary)
+        return headline(outcome.incident)
     why = _blamed(outcome.cause, outcome.culprits)
     return told("{op} failed after {seconds:.3g} s: {cause}.", op=op, seconds=seconds, cause=why)
 
@@ -172,17 +172,19 @@ def _text(kind: str, outcome: Outcome) -> str:
     if kind == "timeout":  # in every language in words that programs look for in the errors of torch's own backends
         head = tr("{op} ({op_id}) timed out (collective timeout after {seconds:.3g} s)", **what, seconds=seconds)
     if incident is not None:
-        summary = read(incident.summary)
-        if len({text for text, _ in incident.sides}) > 1:
-            summary = f"{summary} {_called(incident.sides)}"
+        summary = headline(incident)
         return told("{head}: {summary} {advice}", head=head, summary=summary, advice=read(incident.advice))
     who = _blamed(outcome.cause or Cause.UNKNOWN, outcome.culprits)
     return told("{head}: {cause}. See the logs of all ranks: no incident could be recorded here.", head=head, cause=who)
 
 
-def _called(sides: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    """Say which ranks called what, of the largest sides of a mismatch."""
+def headline(incident: Incident) -> str:
+    """Say in one line what happened, and of a mismatch what the largest sides called."""
+    summary = read(incident.summary)
+    if len({text for text, _ in incident.sides}) < 2:
+        return summary
     calls = [
-        tr("{ranks} called {operation}", ranks=ranks_text(ranks), operation=received(text)) for text, ranks in sides[:4]
+        tr("{ranks} called {operation}", ranks=ranks_text(ranks), operation=received(text))
+        for text, ranks in incident.sides[:4]
     ]
-    return told("{meaning}.", meaning=joined("; ", calls).capitalised())
+    return f"{summary} {told('{meaning}.', meaning=joined('; ', calls).capitalised())}"

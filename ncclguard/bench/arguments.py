@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from ncclguard.config import seconds
+from ncclguard.arguments import positive_seconds, whole_from
 from ncclguard.errors import GuardConfigError
 from ncclguard_explain.command_line import described
 
@@ -189,32 +189,6 @@ def _size(text: str) -> Size:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _count(least: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is too small; the least is {least}")
-        return value
-
-    return whole_number
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return value
-
-
-def _limit(text: str) -> float:
-    value = float(text)
-    try:
-        seconds(value, "it")
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} s is not a positive time from 1 ms to 1e9 s") from None
-    return value
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser, with every option and its default in its help text."""
     parser = _Parser(
@@ -251,20 +225,22 @@ def build_parser() -> argparse.ArgumentParser:
         help="the guarded group checks before each operation that all ranks call the same (default: --rounds)",
     )
     what.add_argument(
-        "--iters", type=_count(1), metavar="N", help="timed calls per variant and size (default: by time)"
+        "--iters", type=whole_from(1), metavar="N", help="timed calls per variant and size (default: by time)"
     )
     what.add_argument(
-        "--warmup", type=_count(0), metavar="N", help="untimed cycles per size (default: 1 to 3, by size)"
+        "--warmup", type=whole_from(0), metavar="N", help="untimed cycles per size (default: 1 to 3, by size)"
     )
-    what.add_argument("--seconds", type=_positive, help="time for each size without --iters (default: 3; one size: 10)")
     what.add_argument(
-        "--timeout", type=_limit, help="limit for one call, in seconds (default: 300; --fault late, stop: 5)"
+        "--seconds", type=positive_seconds, help="time for each size without --iters (default: 3; one size: 10)"
+    )
+    what.add_argument(
+        "--timeout", type=positive_seconds, help="limit for one call, in seconds (default: 300; --fault late, stop: 5)"
     )
 
     where = parser.add_argument_group("where")
     where.add_argument(
         "--ranks",
-        type=_count(1),
+        type=whole_from(1),
         metavar="N",
         help="ranks to start when no launcher did (default: one per GPU, without a GPU 2; with --fault 4)",
     )
@@ -278,7 +254,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     fault = parser.add_argument_group("rehearsal")
     fault.add_argument("--fault", choices=FAULTS, help="make one rank misbehave and show what the guard says and does")
-    fault.add_argument("--rank", type=_count(0), metavar="R", help="the rank that misbehaves (default: 2)")
+    fault.add_argument("--rank", type=whole_from(0), metavar="R", help="the rank that misbehaves (default: 2)")
     return described(parser, EXAMPLES, EXIT_CODES)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.coordination.liveness import Neighbours, Sight, silent_cause
 from ncclguard.coordination.store import AgreementStore, HighWaterMarks
+from ncclguard.incident.stacks import innermost_of_program
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Operation, Phase, Report, TroubleKind
 from ncclguard_explain.cause import Cause
@@ -306,5 +307,7 @@ def whereabouts(report: Report) -> str:
         return f"it waits in {report.elsewhere}"
     stack = report.details.get("stack")
     if isinstance(stack, (list, tuple)) and stack:
-        return f"it is at {stack[-1]}"
+        own = innermost_of_program(stack)
+        inside = "" if own in (None, len(stack) - 1) else f"{stack[own]}, in "
+        return f"it is at {inside}{stack[-1]}"
     return "where it is, is unknown"

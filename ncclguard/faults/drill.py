@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from rich.cells import cell_len
 
+from ncclguard.arguments import positive_seconds, whole_from
 from ncclguard.config import GuardConfig
 from ncclguard.errors import GuardConfigError
 from ncclguard.faults import drill_channel
@@ -348,7 +349,7 @@ def build_parser() -> argparse.ArgumentParser:
         f"Refuses to run unless {PERMISSION}=1 is set.",
     )
     made.add_argument("--fault", required=True, choices=sorted(PARAMETERS), help="what happens to the rank")
-    made.add_argument("--rank", type=int, help="the global rank that is struck (built-in job: by the seed)")
+    made.add_argument("--rank", type=whole_from(0), help="the global rank that is struck (built-in job: by the seed)")
     made.add_argument(
         "--engine",
         metavar="NAME",
@@ -356,24 +357,26 @@ def build_parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--op",
-        type=int,
+        type=whole_from(0),
         help="its guarded operation at which it strikes, from 0, or where the job only has watch(), its collective in the "
         "default group (default: by the seed); of an engine, its update (default 1, the second)",
     )
     made.add_argument(
         "--raw", action="store_true", help="--op counts those collectives, also where the job makes guarded calls"
     )
-    made.add_argument("--seconds", type=float, help="how long late, stop, gil, partition and slow last")
+    made.add_argument("--seconds", type=positive_seconds, help="how long late, stop, gil, partition and slow last")
     made.add_argument("--factor", type=float, help="how many times as long a slow rank takes for a step (default 1.5)")
     made.add_argument("--of", choices=("shape", "dtype"), help="what differs in a mismatch")
     made.add_argument("--seed", type=int, default=0, help="chooses what is not given; 0 by default")
     made.add_argument(
-        "--limit", type=float, help="time limit of the built-in job's collectives (default 5), or publish (15), in s"
+        "--limit",
+        type=positive_seconds,
+        help="time limit of the built-in job's collectives (default 5), or publish (15), in s",
     )
     made.add_argument(
-        "--ranks", type=int, default=_RANKS, help="ranks of the built-in job, or a trainer and its engines"
+        "--ranks", type=whole_from(2), default=_RANKS, help="ranks of the built-in job, or a trainer and its engines"
     )
-    made.add_argument("--timeout", type=float, default=900.0, help="end the job after this many seconds")
+    made.add_argument("--timeout", type=positive_seconds, default=900.0, help="end the job after this many seconds")
     made.add_argument(
         "--json", metavar="FILE", help="write the findings as JSON too; - for stdout, which then holds nothing else"
     )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence, Set as AbstractSet
 from pathlib import Path
 
+from ncclguard.arguments import positive_seconds, whole_from
 from ncclguard.hang.hosts import ask, ask_ray, call_here, kubectl_hosts, slurm_hosts, ssh_hosts
 from ncclguard.hang.launches import Launches
 from ncclguard.hang.looks import NO_RIGHT, Lines, Look, find_spy, helper_places, look, observe
@@ -88,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--pid",
-        type=int,
+        type=whole_from(1),
         action="append",
         metavar="PID",
         help="look only at the jobs of this rank or launcher; again for more",
@@ -103,13 +104,13 @@ def build_parser() -> argparse.ArgumentParser:
                        help="look on all nodes of a Ray cluster, by a task on each; without ADDRESS of this host's cluster")  # fmt: skip
     made.add_argument("--call", metavar="COMMAND",
                       help="how ncclguard is called on the other hosts; in pods `ncclguard`, else as this one was")  # fmt: skip
-    made.add_argument("--watch", type=float, metavar="SECONDS",
+    made.add_argument("--watch", type=positive_seconds, metavar="SECONDS",
                       help="look again every so many seconds, and report once a job stands where it stood before")  # fmt: skip
     made.add_argument("--exit-code", action="store_true", help="return what was found as exit code, for scripts")
     made.add_argument(
         "--collect", metavar="DIR", help="write what is seen on this host to a file in DIR, for a report on all hosts"
     )
-    made.add_argument("--seconds", type=float, default=SECONDS, metavar="S",
+    made.add_argument("--seconds", type=positive_seconds, default=SECONDS, metavar="S",
                       help=f"how long ranks have to stand still before one is named ({SECONDS:g} by default)")  # fmt: skip
     return described(made, EXAMPLES, EXIT_CODES)
 
@@ -263,7 +264,7 @@ def _report(jobs: Sequence[Job], looks: dict[int, list[Look]], spy: str | None, 
             told = {} if place is None else {name: getattr(place, name) for name in place.__dataclass_fields__}
             rows.append(
                 RankRow(rank=member.rank, host=host, pid=member.process.pid, state=seen.state, motion=seen.motion,
-                        trouble=seen.trouble, gloo=seen.gloo, **told)
+                        trouble=seen.trouble, gloo=seen.gloo, watched=any(one.watched for one in own), **told)
             )  # fmt: skip
         rows = _with_members(rows, job)
         ended = [EndedRow(rank=one.rank, host=host, exit_code=one.code) for one in job.ended]

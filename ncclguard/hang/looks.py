@@ -40,6 +40,8 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")
 NO_RIGHT = tr("no right to read its memory")
 #: The same, where there is no Python any more, or none yet.
 NO_PYTHON = tr("no Python in it, or none that py-spy can read")
+#: The name of the thread that `watch` has.
+_WATCH: Final = "ncclguard-watch"
 #: The description of the default process group.
 _DEFAULT: Final = b"default_pg"
 #: The kernel's functions in which a thread waits for one of several files or sockets.
@@ -76,6 +78,7 @@ class Look:
     trouble: Message | str = ""
     rank: int | None = None  # the value of the program's outermost local variable of that name
     own_threads: frozenset[int] = frozenset()  # those of this library, which `watch` has and guarded calls
+    watched: bool = False  # by `watch`, as the name of one of them tells
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,8 @@ def _look(pid: int, started: Mapping[int, Sequence[tuple[int, int]]], spy: str |
         (frame.rank for one in threads if one.tid == pid for frame in one.frames if frame.rank is not None), None
     )
     own = frozenset(one.tid for one in threads if one.name.startswith("ncclguard"))
-    return Look(time.monotonic(), counters, place, thread, tuple(one.tid for one in threads), "", rank, own)
+    watched = any(one.name == _WATCH for one in threads)
+    return Look(time.monotonic(), counters, place, thread, tuple(one.tid for one in threads), "", rank, own, watched)
 
 
 def _membership(pid: int, address: int) -> tuple[tuple[int, int] | None, bool]:

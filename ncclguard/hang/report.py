@@ -43,7 +43,7 @@ class RankRow(BaseModel, frozen=True):
 
     `kind`, `op`, `world`, `peer`, `holds_gil`, `stack`, `serves` and `group` say where it stands, null without a stack;
     `members` are the ranks of that group, empty where they are not known. `gloo` says whether it communicates by gloo
-    alone.
+    alone, `watched` whether its program has called `watch()`.
     """
 
     rank: int
@@ -61,6 +61,7 @@ class RankRow(BaseModel, frozen=True):
     group: tuple[int, int] | None = None
     members: tuple[int, ...] = ()
     gloo: bool = False
+    watched: bool = False
     trouble: Prose = ""
 
     @property
@@ -185,7 +186,7 @@ def text_of(report: HangReport) -> Iterator[str]:
     for trouble, hosts in same.items():
         shown = ", ".join(hosts[:_SHOWN]) + (", ..." if len(hosts) > _SHOWN else "")
         yield say(tr("No ranks from {hosts}: {trouble}", hosts=shown, trouble=trouble))
-    if any(job.stands for job in report.jobs):
+    if any(job.stands and _would_be_watched(job) for job in report.jobs):
         yield say(
             tr("Next time: `ncclguard.watch()` in the program says this by itself, seconds after a limit of yours.")
         )
@@ -220,6 +221,12 @@ def _job_text(job: JobReport) -> Iterator[str]:
         yield say(tr("Why ({confidence} confidence): {reason}.", confidence=confidence, reason=job.reason))
     if job.next_step:
         yield say(tr("Next: {text}", text=job.next_step))
+
+
+def _would_be_watched(job: JobReport) -> bool:
+    """Return whether `watch()` would tell of it: ranks stand in what it observes, and their program does without."""
+    observed = any(row.kind in (Kind.COLLECTIVE, Kind.P2P, Kind.BACKWARD, Kind.DEVICE) for row in job.ranks)
+    return observed and not any(row.watched for row in job.ranks)
 
 
 def _note(row: RankRow) -> Message | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -204,6 +205,24 @@ def short(file: str) -> str:
     """
     inside = _PACKAGES.sub("", file)
     return inside if inside != file else file.rpartition("/")[2]
+
+
+def programs_line(stack: Sequence[str]) -> int | None:
+    """Return which frame of a stack is the program's own innermost, None where no frame is.
+
+    That is one of a file in no package; of a program that is installed, the innermost of neither torch, Ray nor Python.
+
+    >>> programs_line(["train.py:67 main", "torch/utils/data/dataloader.py:725 __next__"])
+    0
+    """
+    others = [number for number, frame in enumerate(stack) if ":" in frame and not _is_torchs_or_pythons(frame)]
+    own = [number for number in others if "/" not in stack[number]]
+    return max(own or others, default=None)
+
+
+def _is_torchs_or_pythons(frame: str) -> bool:
+    top = re.split(r"[/:]", frame, maxsplit=1)[0].removesuffix(".py")
+    return top in ("torch", "ray") or top.startswith("<") or top in sys.stdlib_module_names
 
 
 def parse(text: str) -> list[Thread]:

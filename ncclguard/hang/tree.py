@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ncclguard.hang.names import names_of
+from ncclguard.hang.stacks import programs_line
 from ncclguard_explain.language import say, told
 
 
@@ -65,7 +66,9 @@ def _in_common(stacks: Sequence[tuple[str, ...]], begin: int) -> int:
 
 
 def lines_of(nodes: Sequence[Node], notes: Mapping[int, str], shown: int = 3) -> Iterator[str]:
-    """Return the tree for people: of calls without a branch the innermost ones; `notes` say what ranks stand in.
+    """Return the tree for people: of calls without a branch the innermost ones, and the program's own innermost.
+
+    `notes` say what ranks stand in.
 
     >>> list(lines_of(merge(groups_of({0: ["a", "b"], 1: ["a", "c"], 2: ["a", "b"]})), {1: "asleep"}))
     ['ranks 0-2: a', '  ranks 0, 2: b', '  rank 1: c (asleep)']
@@ -75,10 +78,22 @@ def lines_of(nodes: Sequence[Node], notes: Mapping[int, str], shown: int = 3) ->
     left = [(node, "") for node in reversed(nodes)]
     while left:
         node, indent = left.pop()
-        frames = ([*node.frames[:1], "..."] if indent == "" and len(node.frames) > shown + 1 else []) + (
-            node.frames[-shown:] if len(node.frames) > shown else node.frames
-        )
+        first = indent == "" and len(node.frames) > shown + 1
+        frames = _shown(node.frames, len(node.frames) - shown, first)
         ended = {notes[rank] for rank in node.ranks if rank in notes} if not node.branches else set()
         note = f" ({'; '.join(sorted(ended))})" if ended else ""
         yield f"{indent}{say(names_of(node.ranks))}: {' -> '.join(frames) or told('here')}{note}"
         left += [(branch, indent + "  ") for branch in reversed(node.branches)]
+
+
+def _shown(frames: Sequence[str], begin: int, first: bool) -> list[str]:
+    """Return the frames from a number on, before them the program's own innermost, and the `first` one where wanted."""
+    begin = max(begin, 0)
+    chosen = {0} if first else set()
+    own = programs_line(frames)
+    if own is not None and own < begin:
+        chosen.add(own)
+    found: list[str] = []
+    for number in sorted(chosen):
+        found += [frames[number], "..."] if number + 1 not in (*chosen, begin) else [frames[number]]
+    return [*found, *frames[begin:]]

@@ -16,7 +16,7 @@ from typing import Final
 from ncclguard.environment.ras import Communicator
 from ncclguard.hang.launches import behind, counts_of, strayed
 from ncclguard.hang.names import names_of
-from ncclguard.hang.stacks import INSIDE, RAY_REPORT, Kind, Motion, Place
+from ncclguard.hang.stacks import INSIDE, RAY_REPORT, Kind, Motion, Place, programs_line
 from ncclguard_explain.cause import ADVICE, WORD, Cause
 from ncclguard_explain.language import Message, joined, tr
 
@@ -241,14 +241,16 @@ def _where(some: Sequence[Seen]) -> Message:
 
 
 def _at(one: Seen) -> str:
-    """Return the program's own line, and torch's function after it."""
+    """Return the program's own line, and after it torch's function or the innermost line, where that is another."""
     if one.place is None:
         return "?"
     *outer, last = one.place.stack
-    if not one.place.inside:
+    own = programs_line(one.place.stack)
+    if own == len(outer) or not outer:
         return last
-    own = [frame for frame in outer if not frame.startswith(("torch/", "ray/"))] or outer
-    return " -> ".join([*own[-1:], last])
+    if own is None and not one.place.inside:
+        return last
+    return f"{outer[-1 if own is None else own]} -> {last}"
 
 
 def _stopped(evidence: Evidence) -> Verdict | None:

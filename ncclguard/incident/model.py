@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, field_validator
 
+from ncclguard.incident.stacks import innermost_of_program
 from ncclguard_explain.cause import MEANING, SEE_LOST, WORD, Cause
 from ncclguard_explain.language import Message, joined, read, said, say, told, tr
 from ncclguard_explain.ranks import FEW_RANKS, SHOWN_GROUPS, Hosts, duration, ranks_text, runs
@@ -108,7 +109,7 @@ def _size(report: RankReport) -> int:
 
 #: Raised with every change of a field's name or meaning.
 SCHEMA_VERSION = 1
-#: Frames of a culprit's stack that are shown, the innermost; all are in the JSON.
+#: Frames of a culprit's stack that are shown, the innermost, beside the program's own innermost; all are in the JSON.
 SHOWN_FRAMES = 8
 #: How the note of a culprit begins that is at the same place as another one, whose number follows.
 SAME_STACK = "its stack is that of rank "
@@ -438,11 +439,15 @@ def _culprit(group: Sequence[RankReport], placed: Hosts) -> list[str]:
         lines.append(f"    {said(_since(_called(line, report.call_site), report.age if report.inside else None))}")
     if report.stack:
         left_out = len(report.stack) - SHOWN_FRAMES
+        shown, own = report.stack[-SHOWN_FRAMES:], innermost_of_program(report.stack)
+        if own is not None and own < left_out:
+            left_out -= 1
+            shown = (report.stack[own] if own == left_out else f"{report.stack[own]} ...", *shown)
         thread = tr("main thread") if report.thread is None else tr("thread {name}", name=repr(report.thread))
         stack = told("{thread}, innermost last:", thread=thread)
         if left_out > 0:
             stack = told("{thread}, innermost last ({count} outer frames left out):", thread=thread, count=left_out)
-        lines += [f"    {stack}", *(f"      {_indented(frame)}" for frame in report.stack[-SHOWN_FRAMES:])]
+        lines += [f"    {stack}", *(f"      {_indented(frame)}" for frame in shown)]
         if len(report.threads) > 1:
             lines.append(f"    {told('and {count} other threads: see to_json()', count=len(report.threads))}")
         elif report.threads:

@@ -474,16 +474,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         except (OSError, ValueError, PageError) as error:  # pydantic's ValidationError is a ValueError
             name = error.filename if isinstance(error, OSError) and error.filename else file
-            print(f"ncclguard report: {name}: {_refused(error)}", file=sys.stderr)
+            print(f"ncclguard report: {name}: {_refused(error, file)}", file=sys.stderr)
             return UNUSABLE
         print(page)
     return 0
 
 
-def _refused(error: Exception) -> str:
+def _refused(error: Exception, file: Path) -> str:
     """Say why a file is no report, without pydantic's list of what it lacks."""
     if isinstance(error, FileNotFoundError):
         return told("no such file or folder")
+    if isinstance(error, IsADirectoryError):
+        reports = sorted(file.glob("incident-*.json"), key=lambda one: one.stat().st_mtime)
+        if reports:
+            return told("this is a folder: give a file, such as its newest report, {file}", file=reports[-1])
+        return told("this is a folder: give a file")
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

@@ -64,8 +64,8 @@ def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
 
     May be called from any thread; the main thread may sit in a native call, as long as that has released the GIL. Runs
     of frames inside this library are folded into one line, and of more than ``limit`` lines the innermost are kept,
-    under a first line that counts the others. Source lines are read from disk when they were not before, and left out
-    where that takes longer than READ_WITHIN.
+    and the program's own innermost, with a line that counts the others. Source lines are read from disk when they were
+    not before, and left out where that takes longer than READ_WITHIN.
 
     >>> "main_thread_stack" in main_thread_stack()[-1]
     True
@@ -88,8 +88,11 @@ def _lines(spots: Sequence[_Spot], limit: int) -> tuple[str, ...]:
         else:
             lines += [spot.text() for spot in some]
     if len(lines) > limit:
-        left_out = len(lines) - limit + 1
-        lines = [*lines[: limit - 1], f"... {_count(left_out, 'line')} further out ..."]
+        deep = not any(map(_is_of_program, lines[: limit - 1]))
+        further = list(filter(_is_of_program, lines))[:1] if deep else []
+        kept = limit - 1 - len(further)
+        left_out = len(lines) - kept - len(further)
+        lines = [*lines[:kept], f"... {_count(left_out, 'line')} further out ...", *further]
     return tuple(reversed(lines))
 
 
@@ -159,6 +162,26 @@ def _is_packages(filename: str) -> bool:
 
 def _is_programs(filename: str) -> bool:
     return not filename.startswith(("<frozen", *_INSTALLED)) and not is_own_file(filename)
+
+
+def innermost_of_program(frames: Sequence[str]) -> int | None:
+    """Return which of some frames, as other ranks have sent them, is the program's own innermost; None where none is.
+
+    Told by the names of files and what this process has imported: a file system may be what holds the job up.
+
+    >>> innermost_of_program(("train.py:67 in main: next(it)", "torch/utils/data/dataloader.py:725 in __next__"))
+    0
+    """
+    return next((number for number in reversed(range(len(frames))) if _is_of_program(frames[number])), None)
+
+
+def _is_of_program(frame: str) -> bool:
+    top = re.split(r"[/:]", frame, maxsplit=1)[0].removesuffix(".py")
+    if top.startswith(("<", "...")) or top in ("torch", "ncclguard") or top in sys.stdlib_module_names:
+        return False
+    module = sys.modules.get(top)
+    where = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    return where is None or _is_programs(where)
 
 
 def describe_exception(error: BaseException) -> str:

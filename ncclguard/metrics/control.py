@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ncclguard.arguments import seconds_or_zero
 from ncclguard.metrics.settings import SETTINGS
 from ncclguard_explain.command_line import described
 
@@ -281,7 +282,7 @@ def _wait(job: str, path: Path, proposal: int, values: dict[str, float | None], 
     print(
         f"{text} is proposed; {where} will take it with the next exchange: every {every}th operation of a group has one"
     )
-    return 1 if seconds > 0 else 0
+    return 1
 
 
 def _assignment(text: str) -> tuple[str, float | None]:
@@ -309,5 +310,7 @@ def build_parser() -> argparse.ArgumentParser:
         "settings", nargs="+", metavar="NAME=VALUE", help=f"{', '.join(SETTINGS)}; seconds or a number, or none"
     )
     parser.add_argument("--job", help="name of the job; not needed when there is one on this host")
-    parser.add_argument("--wait", type=float, default=30.0, help="seconds to wait for the agreement (default 30)")
+    parser.add_argument(
+        "--wait", type=seconds_or_zero, default=30.0, help="seconds to wait for the agreement (default 30)"
+    )
     return described(parser, EXAMPLES, EXIT_CODES)

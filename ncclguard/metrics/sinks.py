@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -479,6 +480,11 @@ def _given(one: Any) -> Sink:
 def _check(text: str, name: str, detail: str) -> None:
     if name not in PACKAGES:
         raise ValueError(f"there is no sink {text!r}: use one of {', '.join(PACKAGES)}, an object or a function")
+    if name == "log" and detail:
+        raise ValueError(f"the sink {text!r} takes nothing after its name: write 'log'")
+    if name in ("jsonl", "tensorboard"):
+        for other in set(re.findall(r"{.*?}", detail)) - {"{rank}"}:
+            raise ValueError(f"the sink {text!r} has {other}, which stands for nothing: write {{rank}} for the rank")
     if name == "jsonl" and not detail:
         raise ValueError("the sink 'jsonl' needs a path: write 'jsonl:guard-{rank}.jsonl'")
     if name == "prometheus" and detail and not (detail.isdecimal() and int(detail) < 65536):

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ncclguard.arguments import positive_seconds
 from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlError, ask, choose
 from ncclguard.metrics.records import ChannelStatus, SlowRanks, channel_text, slow_text
@@ -107,7 +108,9 @@ def build_parser() -> argparse.ArgumentParser:
         "exchange of statistics, and who is awaited as of the last inquiry",
     )
     parser.add_argument("--once", action="store_true", help="show one picture and end")
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between two pictures (default 1)")
+    parser.add_argument(
+        "--interval", type=positive_seconds, default=1.0, help="seconds between two pictures (default 1)"
+    )
     return described(parser, EXAMPLES, EXIT_CODES)
 
 

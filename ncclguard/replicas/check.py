@@ -473,6 +473,13 @@ def _unravelled(place: int, shape: Sequence[int]) -> tuple[int, ...]:
 # ---------------------------------------------------------------------- for programs
 
 
+def check_on_difference(on_difference: object) -> None:
+    """Raise GuardConfigError for what is no `on_difference`."""
+    if on_difference not in get_args(OnDifference):
+        refusal = told('on_difference must be "report", "repair" or "stop", got {value}', value=repr(on_difference))
+        raise GuardConfigError(refusal)
+
+
 @dataclass(frozen=True)
 class Options:
     """Options of `check_replicas` and of a step's checks, checked. Raises GuardConfigError for those that cannot be."""
@@ -485,11 +492,7 @@ class Options:
     def __post_init__(self) -> None:
         if not self.models:
             raise GuardConfigError(told("there is no model whose replicas could be compared: give one"))
-        if self.on_difference not in get_args(OnDifference):
-            text = told(
-                'on_difference must be "report", "repair" or "stop", got {value}', value=repr(self.on_difference)
-            )
-            raise GuardConfigError(text)
+        check_on_difference(self.on_difference)
         if isinstance(self.ignore, str) or not all(isinstance(one, str) for one in self.ignore):
             raise GuardConfigError(told('ignore must be a list of names or patterns, such as ["*.running_mean"]'))
         refuse_partitioned(self.models, self.optimizers)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ncclguard import lifecycle
+from ncclguard.arguments import positive_seconds, whole_from
 from ncclguard.config import current_config
 from ncclguard.coordination.store import StoreUnavailable
 from ncclguard.torch_compat import elastic
@@ -261,9 +262,9 @@ def build_parser() -> argparse.ArgumentParser:
         own.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **said)
 
     text = "Seconds in which the survivors of a lost rank must have gone on; else all are ended, as by torchrun."
-    option("go-on-within", type=float, default=WITHIN, help=text)
+    option("go-on-within", type=positive_seconds, default=WITHIN, help=text)
     text = "Processes of this host that wait to take a lost rank's place; they have imported torch."
-    own.add_argument("--spares", type=int, default=0, help=text)
+    own.add_argument("--spares", type=whole_from(0), default=0, help=text)
     option(
         "stand-by",
         action="store_true",
@@ -272,11 +273,11 @@ def build_parser() -> argparse.ArgumentParser:
         "A launcher that is started again with a --node-rank that had ranks in the job stands by too.",
     )
     text = "How many lost ranks of this host are started again, once no spare is left."
-    option("restart-lost", type=int, default=0, help=text)
+    option("restart-lost", type=whole_from(0), default=0, help=text)
     text = "End all when more ranks of this host were lost within --losses-within seconds; 0: no limit."
-    option("max-losses", type=int, default=0, help=text)
+    option("max-losses", type=whole_from(0), default=0, help=text)
     text = "Seconds in which the losses of --max-losses are counted."
-    option("losses-within", type=float, default=PERIOD, help=text)
+    option("losses-within", type=positive_seconds, default=PERIOD, help=text)
     parser = argparse.ArgumentParser(
         prog="ncclguard run",
         description="Start a training as torchrun does, with torchrun's options, and leave alone the ranks that go on without a "

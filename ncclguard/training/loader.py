@@ -17,7 +17,8 @@ class ElasticLoader:
     used, is all there is to keep: `state_dict()` has it, and a step that is done again with fewer ranks begins there.
     `seed`, and `shuffle` (True): the permutation, equal on all ranks. `batch_size` may be changed between two steps on
     all ranks alike. All else goes to torch's DataLoader; its worker processes, if any, start again when the ranks or
-    the batch size change. Raises ValueError for a data set without samples or a batch size below 1.
+    the batch size change. Raises ValueError for a data set without samples or a batch size below 1, TypeError for
+    what is neither.
 
     >>> loader = ElasticLoader(range(10), batch_size=2, shuffle=False)
     >>> loader.take(ranks=(0, 1, 3), rank=3)
@@ -37,6 +38,8 @@ class ElasticLoader:
                 f"ElasticLoader takes a data set with a length and samples by number, not {type(dataset).__name__}: put its "
                 "samples into a list"
             )
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+            raise TypeError(f"batch_size must be a whole number, not {type(batch_size).__name__}: give for example 32")
         self.dataset = dataset
         self.batch_size = batch_size
         self.position = 0

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -34,7 +34,7 @@ from ncclguard.incident.model import MembershipChange
 from ncclguard.outcome import Outcome
 from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.replicas import ReplicaReport
-from ncclguard.replicas.check import OnDifference, Options, PeriodicCheck, SafeExchange
+from ncclguard.replicas.check import OnDifference, Options, PeriodicCheck, SafeExchange, check_on_difference
 from ncclguard.replicas.tensors import several
 from ncclguard.torch_compat import zero
 from ncclguard.training import declaration, joining
@@ -82,6 +82,11 @@ def refuse_foreign(*given: Any, copies: int = 0) -> None:
             )
 
 
+def _check_whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise GuardConfigError(f"{name} is {value!r}: it must be a whole number, at least {least}")
+
+
 class ResilientStep:
     """The callable that `resilient_step` makes of a function.
 
@@ -113,8 +118,12 @@ class ResilientStep:
         on_difference: OnDifference = "report",
         ignore: Sequence[str] = (),
     ) -> None:
-        if copies < 0:
-            raise GuardConfigError(f"copies is {copies}: it must be at least 0")
+        _check_whole("copies", copies, 0)
+        _check_whole("min_ranks", min_ranks, 1)
+        check_on_difference(on_difference)
+        for name, called in (("on_change", on_change), ("load", load)):
+            if called is not None and not callable(called):
+                raise GuardConfigError(f"{name} is {called!r}: it must be a function")
         if accumulates and (copies or load is not None):
             raise GuardConfigError(
                 "a lost rank's part of accumulated gradients cannot be had: have all backwards of an optimizer's step "
@@ -122,8 +131,6 @@ class ResilientStep:
             )
         if on_lost not in ("continue", "fail"):
             raise GuardConfigError(told('on_lost must be "continue" or "fail", got {value}', value=repr(on_lost)))
-        if min_ranks < 1:
-            raise GuardConfigError(f"min_ranks is {min_ranks}: it must be at least 1")
         if on_lost == "continue":
             refuse_foreign(model, optimizer, copies=copies)
         functools.update_wrapper(self, function)
@@ -135,7 +142,13 @@ class ResilientStep:
                 f"loader is a {type(loader).__name__}: make it an ncclguard.ElasticLoader of its data set"
             )
         self._loader = loader
-        self._kept = (keep,) if hasattr(keep, "state_dict") else tuple(keep)
+        several_kept = isinstance(keep, Iterable) and not hasattr(keep, "state_dict")
+        self._kept = tuple(keep) if several_kept else (keep,)
+        for kept in self._kept:
+            if not hasattr(kept, "state_dict") or not hasattr(kept, "load_state_dict"):
+                raise GuardConfigError(
+                    f"keep has a {type(kept).__name__}: it takes what has a state_dict, one or several, such as a scheduler"
+                )
         self._on_change = on_change
         self._continues = on_lost == "continue"
         self._min_ranks = min_ranks

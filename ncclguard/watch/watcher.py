@@ -31,7 +31,7 @@ from ncclguard.coordination.store import AgreementStore
 from ncclguard.deadlines.stopping import Stop
 from ncclguard.engine import runtime
 from ncclguard.environment.network import launched_ranks
-from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError, error_for
+from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError, error_for, headline
 from ncclguard.groups import check_group
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import process_state
@@ -47,7 +47,7 @@ from ncclguard.watch.pace import Sampler, SlowSearch
 from ncclguard.watch.recorder import Pending, Recorder
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.host import read_file
-from ncclguard_explain.language import read, say, told, tr
+from ncclguard_explain.language import say, told, tr
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -554,14 +554,12 @@ class Watcher:
             self._over = self._over or bool(verdict is not None and verdict.departed)
             return
         if any(incidents.says_nothing_new(incident, known) for known in self._settings.incidents):
-            text = told("incident {name} has gone on: {text}", name=incident.id, text=read(incident.summary))
+            text = told("incident {name} has gone on: {text}", name=incident.id, text=headline(incident))
             log.warning("ncclguard: %s", text)
             return
         self._over = self._over or self._settings.abort or bool(verdict is not None and verdict.departed)
         self._settings.incidents.append(incident)
-        log.error(
-            "ncclguard incident %s: %s %s", incident.id, read(incident.summary), _whose_report(incident, self._rank)
-        )
+        log.error("ncclguard incident %s: %s %s", incident.id, headline(incident), _whose_report(incident, self._rank))
         for listener in events.listeners:
             listener.incident_found(incident)
         if self._settings.on_incident is not None:

@@ -428,6 +428,15 @@ def never_joins(_: str, ready: Callable[[], None]) -> None:
     join()
 
 
+def watched(_: str, ready: Callable[[], None]) -> None:
+    """Have one rank be late in a program that calls `watch`."""
+    import ncclguard
+
+    ncclguard.watch(timeout=LONG)
+    join()
+    raw("sleep", ready)
+
+
 def never_comes(_: str, ready: Callable[[], None]) -> None:
     if os.environ["RANK"] == str(STRUCK):
         os._exit(3)
@@ -463,7 +472,7 @@ JOBS: dict[str, Callable[[str, Callable[[], None]], None]] = {
     "healthy-evaluate": healthy_evaluate,
     "healthy-child": healthy_child,
 }
-EARLY = {"never-joins": never_joins, "never-comes": never_comes, "called": called}
+EARLY = {"never-joins": never_joins, "never-comes": never_comes, "called": called, "watched": watched}
 
 
 def main(case: str, ready: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ncclguard.hang.command import NothingToReport, look_here, main, merged
-from ncclguard.hang.report import HangReport, JobReport
+from ncclguard.hang.report import HangReport, JobReport, text_of
 from ncclguard_explain.cause import Cause
 from tests.ports import free_port
 
@@ -139,6 +139,16 @@ def test_the_struck_rank_is_named_and_nobody_else(start: Start, case: str, cause
     stack = next(group.stack for group in job.groups if STRUCK in group.ranks)
     assert place in stack[-1], stack
     assert job.next_step
+
+
+@pytest.mark.parametrize("case", ["raw:sleep", "watched", "never-joins"])
+def test_watch_is_proposed_where_it_would_have_told_and_is_not_there(start: Start, case: str) -> None:
+    """Where ranks only join the job it tells nothing."""
+    pids = start(case)
+    settled(pids)
+    report = look_here(pids_of=set(pids))
+    assert report.jobs[0].culprits == (STRUCK,), report
+    assert any("watch()" in line for line in text_of(report)) == (case == "raw:sleep"), report
 
 
 @pytest.mark.parametrize("case", ["beside", "beside-one"])

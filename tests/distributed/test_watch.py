@@ -484,3 +484,20 @@ def test_a_rank_that_waits_for_the_members_of_a_new_group_is_not_late() -> None:
     assert (str(incident.cause), incident.culprits) == ("diverged", ()), incident
     assert [ranks for _, ranks in incident.sides] == [(0, 1, 3), (2,)]
     assert incident.sides[1][0] == "new_group(ranks 2-3)"
+
+
+def calls_another() -> None:
+    ng.watch(timeout=2)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(3))
+    else:
+        dist.barrier()
+
+
+def test_of_two_ranks_that_diverge_the_line_in_the_log_of_each_shows_both_sides() -> None:
+    result = faults.run_ranks(calls_another, 2, timeout=60)
+    for rank in result:
+        line = next(line for line in rank.output.splitlines() if line.startswith("ncclguard incident "))
+        assert "no side is a majority. Rank 0 called all_reduce(Float [3]" in line, str(result)
+        assert "; rank 1 called barrier(group 0 default_pg, number 1)." in line, str(result)

@@ -289,3 +289,31 @@ def test_a_command_that_needs_no_torch_does_not_wait_for_it(command: str) -> Non
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert done.stderr.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["hang", "--seconds", value] for value in ("nan", "0", "-1", "inf", "soon")),
+        ["hang", "--watch", "-1"],
+        ["hang", "--pid", "0"],
+        *(["drill", "--fault", "late", name, "0"] for name in ("--timeout", "--limit", "--ranks", "--seconds")),
+        *(["drill", "--fault", "late", name, "-1"] for name in ("--rank", "--op")),
+        *(["top", "--once", "--interval", value] for value in ("0", "-2", "nan")),
+        *(["doctor", "--wait", value] for value in ("-3", "nan")),
+        *(["set", "timeout=none", "--wait", value] for value in ("-1", "nan")),
+        *(["run", name, "-1", "train.py"] for name in ("--spares", "--restart-lost", "--max-losses")),
+        *(["run", name, "0", "train.py"] for name in ("--go-on-within", "--losses-within")),
+    ],
+    ids=" ".join,
+)
+def test_a_number_that_cannot_be_is_refused_in_one_sentence(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        main(words)
+    assert refusal.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(
+        rf"ncclguard {words[0]}: error: argument --.*: '(.*)' is no (number of seconds|whole number) from .*", last
+    )

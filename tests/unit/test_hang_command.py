@@ -390,3 +390,13 @@ def test_thousands_of_ranks_are_a_few_lines() -> None:
         "  ranks 0-4320, 4322-9999: train.py:2 step -> all_reduce",
         "  rank 4321: train.py:9 save (asleep)",
     ]
+
+
+def test_a_branch_that_ends_in_libraries_shows_the_programs_line() -> None:
+    waits = [f"torch/utils/data/dataloader.py:{n} get" for n in range(5)] + ["selectors.py:415 select"]
+    stacks = {0: ("train.py:105 <module>", "train.py:70 main", "backward")}
+    stacks[1] = ("train.py:105 <module>", "train.py:67 main", *waits)
+    assert list(lines_of(merge(groups_of(stacks)), {}))[2] == (
+        "  rank 1: train.py:67 main -> ... -> torch/utils/data/dataloader.py:3 get -> "
+        "torch/utils/data/dataloader.py:4 get -> selectors.py:415 select"
+    )

@@ -254,6 +254,14 @@ def test_of_a_call_in_torchs_own_code_the_programs_line_is_told() -> None:
     assert "at train.py:2 step -> all_gather_single;" in judge(job(rank(2, SLEEP), inner)).reason
 
 
+def test_of_a_wait_in_libraries_the_programs_line_is_told_too() -> None:
+    inner = Place(
+        Kind.LOADER, stack=("train.py:67 main", "torch/utils/data/dataloader.py:1 f", "selectors.py:415 select")
+    )
+    reason = judge(job(rank(2, inner))).reason
+    assert "rank 2 waiting for a data loader, at train.py:67 main -> selectors.py:415 select" in reason
+
+
 def test_of_other_hosts_ranks_that_were_not_seen_less_is_said() -> None:
     for place in (SLEEP, replace(SLEEP, holds_gil=True), EXIT):
         verdict = judge(Evidence(8, [rank(0), rank(1), rank(2, place)]))

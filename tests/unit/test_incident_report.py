@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import random
 import re
 import resource
@@ -646,6 +647,17 @@ def test_a_file_that_is_not_there_is_told_without_its_number(
     assert capsys.readouterr().err == f"ncclguard report: {tmp_path / 'none.json'}: no such file or folder\n"
 
 
+def test_of_a_folder_its_newest_report_is_proposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"ncclguard report: {tmp_path}: this is a folder: give a file\n"
+    for number in (2, 1):
+        report = tmp_path / f"incident-{number}.json"
+        report.touch()
+        os.utime(report, (0, 9 - number))
+    assert main([str(tmp_path)]) == 2
+    assert f"give a file, such as its newest report, {tmp_path / 'incident-1.json'}\n" in capsys.readouterr().err
+
+
 def test_the_stack_of_a_thread_is_shown_with_its_name() -> None:
     found = incident()
     late = found.ranks[2].model_copy(update={"thread": "train", "threads": (("MainThread", ("ray.py:3 in loop",)),)})
@@ -655,6 +667,17 @@ def test_the_stack_of_a_thread_is_shown_with_its_name() -> None:
     assert "thread 'train', innermost last:" in str(told.incident)
     assert "thread train: stack, innermost: train.py:8 in save" in render_html(told)
     assert "thread MainThread: ray.py:3 in loop" in render_html(told)
+
+
+@pytest.mark.parametrize(("inner", "first"), [(8, "train.py:67 in main"), (9, "train.py:67 in main ...")])
+def test_the_programs_own_innermost_frame_is_shown_however_deep_the_libraries_are(inner: int, first: str) -> None:
+    stack = ("train.py:9 in <module>", "train.py:67 in main", *[f"torch/nn/f.py:{n} in f" for n in range(inner)])
+    found = incident()
+    late = found.ranks[2].model_copy(update={"stack": stack})
+    lines = str(found.model_copy(update={"ranks": (*found.ranks[:2], late)})).splitlines()
+    at = next(number for number, line in enumerate(lines) if "innermost last" in line)
+    assert [line.strip() for line in lines[at + 1 : at + 10]] == [first, *stack[-8:]]
+    assert f"({inner - 7} outer frames left out)" in lines[at]
 
 
 def test_long_texts_of_a_table_may_be_cut_into_lines() -> None:

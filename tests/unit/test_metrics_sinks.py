@@ -167,6 +167,10 @@ def test_a_name_that_is_none_is_refused(wrong: str) -> None:
 def test_what_is_no_sink_is_refused() -> None:
     with pytest.raises(TypeError, match="a sink must be a name"):
         make_sinks([42], rank=0)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="'log:x' takes nothing after its name"):
+        make_sinks(["log:x"], rank=0)
+    with pytest.raises(ValueError, match=r"has \{rnk\}, which stands for nothing: write \{rank\}"):
+        make_sinks(["jsonl:a-{rnk}-{rank}.jsonl"], rank=0)
 
 
 def test_a_sink_without_its_package_or_folder_is_left_out(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -274,3 +275,16 @@ def test_source_lines_of_code_that_torch_has_generated() -> None:
     graph.output(graph.call_function(hook, (graph.placeholder("x"),)))
     torch.fx.GraphModule(Module(), graph)(torch.ones(1))
     assert any(line.startswith("<eval_with_key>") and "in forward: hook" in line for line in seen[0]), seen[0]
+
+
+def test_of_a_deep_stack_the_programs_innermost_line_is_kept() -> None:
+    """A recursion in a library is deeper than the lines that are sent."""
+    names: dict[str, object] = {}
+    source = "def deep(n, last):\n    return deep(n - 1, last) if n else last()\n"
+    exec(compile(source, str(Path(torch.__file__).with_name("recursion.py")), "exec"), names)  # noqa: S102 - as a library
+    deep = names["deep"]
+    lines = deep(20, lambda: stacks._lines(stacks._spots(sys._getframe().f_back), 8))  # type: ignore[operator]
+    assert len(lines) == 8
+    assert f"{HERE}:" in lines[0] and "in test_of_a_deep_stack" in lines[0]
+    assert re.fullmatch(r"\.\.\. \d+ lines further out \.\.\.", lines[1])
+    assert all("recursion.py" in line for line in lines[2:])

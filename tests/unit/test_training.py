@@ -98,9 +98,25 @@ def test_a_loader_without_samples_is_refused(length: int, batch: int) -> None:
         ng.ElasticLoader(Indices(length), batch)
 
 
+def test_a_batch_size_that_is_no_whole_number_is_refused() -> None:
+    with pytest.raises(TypeError, match="batch_size must be a whole number, not str"):
+        ng.ElasticLoader(Indices(3), "8")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
-    [({"on_lost": "shrink"}, "on_lost must be .* got 'shrink'"), ({"min_ranks": 0}, "min_ranks is")],
+    [
+        ({"on_lost": "shrink"}, "on_lost must be .* got 'shrink'"),
+        ({"min_ranks": 0}, "min_ranks is 0: it must be a whole number, at least 1"),
+        ({"min_ranks": "2"}, "min_ranks is '2'"),
+        ({"copies": -1}, "copies is -1"),
+        ({"copies": 1.5}, "copies is 1.5"),
+        ({"keep": 3}, "keep has a int"),
+        ({"keep": [3]}, "keep has a int"),
+        ({"on_change": 3}, "on_change is 3: it must be a function"),
+        ({"load": "last.pt"}, "load is 'last.pt'"),
+        ({"on_difference": "x"}, "on_difference must be .* got 'x'"),
+    ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, object], told: str) -> None:
     with pytest.raises(ng.GuardConfigError, match=told):

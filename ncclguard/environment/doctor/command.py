@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ncclguard.arguments import seconds_or_zero
 from ncclguard.environment.doctor.checks import (
     HOST_CHECKS,
     JOB_CHECKS,
@@ -95,7 +96,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--plot", metavar="FILE", help="write a rank x rank heat map (needs matplotlib)")
     parser.add_argument("--fail-on-warnings", action="store_true", help="exit with code 1 on a warning")
-    parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="wait for other ranks, default: 60")
+    parser.add_argument(
+        "--wait", type=seconds_or_zero, default=60.0, metavar="SECONDS", help="wait for other ranks, default: 60"
+    )
     return described(parser, EXAMPLES, EXIT_CODES)
 
 
