@@ -305,7 +305,8 @@ def advise(
 ) -> list[str]:
     """Return what to do next, the most telling first; the last lines are about getting more evidence.
 
-    `guarded`: the job has told of itself, so that it needs no advice to. An incident of ncclguard's own has been told what to do already, which is all that is said then.
+    `guarded`: the job has told of itself, so that it needs no advice to. An incident of ncclguard's own has been told
+    what to do already, which is all that is said then.
     """
     if own is not None and own.advice:
         return [received(advice) for advice in own.advice]
