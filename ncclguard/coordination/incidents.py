@@ -207,11 +207,14 @@ def _advice_on_stuck(culprits: Sequence[RankReport], state: Subject) -> Message 
 
 
 def _in_torchs_own(rank: RankReport) -> bool:
-    """Return whether this rank is missing because it is inside a collective that the guard does not see."""
+    """Return whether this rank is missing because it is inside a collective that the guard does not see.
+
+    One that is in a call of its own here is not: on a guarded backend all calls come through torch's functions.
+    """
     called = (_TORCHS_OWN.search(frame) for frame in rank.stack)
     return (
         rank.cause in (Cause.LATE, Cause.DIVERGED)
-        and not rank.note
+        and not (rank.note or rank.inside)
         and any(each and "group" not in each[1] for each in called)
     )
 
