@@ -233,7 +233,8 @@ class Termination:
         # The main thread may hold any lock, so another thread does the work, started without Python's own locks. Where
         # a program's handler has replaced this one and calls it, it does nothing, like the default action.
         if signal.getsignal(signal.SIGTERM) is self._ours:
-            _thread.start_new_thread(self._end, ())
+            with contextlib.suppress(RuntimeError):  # the program ends by itself: Python 3.12 starts no threads then
+                _thread.start_new_thread(self._end, ())
 
     def _end(self) -> None:
         if not self._begun.acquire(blocking=False):

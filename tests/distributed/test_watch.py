@@ -12,7 +12,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -466,6 +466,38 @@ def test_sys_exit_in_a_callback_ends_neither_the_watch_nor_the_program_and_is_sa
     for rank in result:
         assert rank.reports == {"found": [[1], [1]], "active": True}, str(result)
         assert "on_incident called sys.exit(), which ends no program from the thread it is called in" in rank.output
+
+
+def blocks_in_its_callback(on_hang: Literal["report", "abort"]) -> None:
+    """Rank 1 is late twice, and rank 0's callback, a request without a limit, never returns."""
+    forever = threading.Event()
+
+    def ask_a_service(incident: ng.Incident) -> None:
+        if dist.get_rank() == 0:
+            forever.wait()
+
+    handle = ng.watch(timeout=1.5, on_hang=on_hang, on_incident=ask_a_service)
+    dist.init_process_group("gloo")
+    for _ in range(2):
+        if dist.get_rank() == 1:
+            time.sleep(5)
+        dist.all_reduce(torch.ones(10))
+    ng.safe_barrier(timeout=30)
+    faults.report(found=[list(incident.culprits) for incident in handle.incidents], active=handle.active)
+
+
+@recorded
+def test_after_a_callback_that_does_not_return_later_hangs_are_reported_on_all_ranks() -> None:
+    result = faults.run_ranks(blocks_in_its_callback, 3, args=["report"], timeout=60).check()
+    assert [rank.reports for rank in result] == [{"found": [[1], [1]], "active": True}] * 3, str(result)
+
+
+@recorded
+def test_an_abort_does_not_wait_for_a_callback() -> None:
+    result = faults.run_ranks(blocks_in_its_callback, 3, args=["abort"], timeout=60)
+    assert not result.still_running, str(result)
+    assert [rank.exit_code for rank in result] == [1] * 3, str(result)
+    assert "ending the collectives of this process" in result[0].output
 
 
 def leaves_out_a_group() -> None:
