@@ -24,6 +24,8 @@ from ncclguard.protocol.decision import (
     TroubleKind,
     Verdict,
     ended_from_outside,
+    interrupted_from_outside,
+    is_interrupt,
 )
 from ncclguard_explain.cause import ADVICE, ADVICE_WATCHED, SEE_LOST, WORD, Cause
 from ncclguard_explain.language import Message, joined, tr
@@ -64,9 +66,13 @@ def summarise(
     hosts = {**known, **{report.rank: report.host for report in said if report.host}}
     placed = Hosts(hosts, (report.rank for report in said))
     told = model.bounded(said, causes)
-    outside = not causes and not verdict.sides and ended_from_outside(reports, departed, silent)
-    if outside:
-        advice: Message | str = _ENDED
+    nobody = not causes and not verdict.sides
+    interrupted = nobody and not state.guarded and interrupted_from_outside(reports, departed, silent)
+    outside = interrupted or (nobody and ended_from_outside(reports, departed, silent))
+    if interrupted:
+        advice: Message | str = _INTERRUPTED
+    elif outside:
+        advice = _ENDED
     elif _share_gpu(reports):
         advice = _ONE_GPU
     else:
@@ -87,13 +93,13 @@ def summarise(
         participants=verdict.participants,
         ranks=told,
         hosts=model.unsaid_hosts(hosts, told),
-        summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed),
+        summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed, state.key),
         advice=advice,
         further="" if outside else _further(text, verdict.cause, state, resumed, told),
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),
     )
-    sent_away = outside or (bool(causes) and all(rank in departed and departed[rank].terminated for rank in causes))
+    sent_away = outside or (bool(causes) and all(rank in departed and _sent_away(departed[rank]) for rank in causes))
     first = next((one.id for one in reported if _is_sequel(one, incident, state.guarded, sent_away)), None)
     if first is None and not state.guarded:
         first = _operation_of_errors(incident)  # of whose verdict this rank may not have heard yet
@@ -105,8 +111,8 @@ def summarise(
 def _is_sequel(known: Incident, later: Incident, guarded: bool, sent_away: bool) -> bool:
     """Return whether a later incident has no report of its own.
 
-    `sent_away`: whom it names were sent SIGTERM. Where they stood in what a known incident was about, the job has been
-    ended for that one.
+    `sent_away`: whom it names were sent SIGTERM or SIGINT. Where they stood in what a known incident was about, the job
+    has been ended for that one.
     """
     if guarded:
         return goes_on(known, later)
@@ -323,6 +329,17 @@ _ENDED = tr(
 )
 
 
+#: What to do where that was Ctrl-C.
+_INTERRUPTED = tr(
+    "No rank is blamed, because no limit had passed. If the job hung, see in this report's JSON what a rank that had not "
+    "come was doing, and give `watch()` a shorter `timeout`: the next hang is told before anybody ends it."
+)
+
+
+def _sent_away(departure: Departure) -> bool:
+    return departure.terminated or is_interrupt(departure)
+
+
 #: What to do where NCCL says "Duplicate GPU detected" (src/init.cc): a program without this line, mostly.
 _ONE_GPU = tr(
     'Two ranks have chosen one GPU, which NCCL refuses: call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before '
@@ -511,6 +528,7 @@ def _summary(
     silent: Silent,
     guarded: bool,
     placed: Hosts,
+    channel: str,
 ) -> str:
     operation = text or tr("operation")
     # What is only watched goes on, and may complete.
@@ -549,6 +567,8 @@ def _summary(
             "side is a majority.",
             failed=failed,
         )
+    if verdict.cause is Cause.UNKNOWN and not guarded and interrupted_from_outside(reports, departed, silent):
+        return _said_of_interrupted(failed, channel, verdict.sequence, departed, placed)
     if verdict.cause is Cause.UNKNOWN and ended_from_outside(reports, departed, silent):
         return tr("{failed}: all ranks were ended from outside, with SIGTERM.", failed=failed)
     if verdict.cause is Cause.DIVERGED and _has_majority(verdict.sides):
@@ -567,6 +587,21 @@ def _summary(
         failed = tr("{failed} although every rank was in it", failed=failed)
     cause = tr("{cause} ({details})", cause=cause, details=found) if found else cause
     return tr("{failed}: {because}.", failed=failed, because=cause)
+
+
+def _said_of_interrupted(
+    failed: Message, channel: str, sequence: int, departed: Mapping[int, Departure], placed: Hosts
+) -> Message:
+    """Say also who had not issued what the others waited in: a fact, and before the limit no fault."""
+    issued = {rank: said.watched.issued for rank, said in departed.items() if said.watched is not None}
+    missing = [rank for rank, numbers in issued.items() if numbers.get(channel, sequence) < sequence]
+    if not missing:
+        return tr("{failed}: all ranks were ended from outside, with Ctrl-C.", failed=failed)
+    return tr(
+        "{failed}: all ranks were ended from outside, with Ctrl-C; {ranks} had not come to it.",
+        failed=failed,
+        ranks=placed.text(sorted(missing)),
+    )
 
 
 def _broken(reports: Mapping[int, Report]) -> Message:

@@ -307,6 +307,7 @@ class Watcher:
         self._closing = False
         self._warned_blind = False
         self._standing: tuple[Pending, ...] = ()  # collectives that stand still now
+        self._stood = -math.inf  # time.monotonic() when some did last
         self._sampler = Sampler(Recorder(), rank, self._in_guarded_call, self._config.slow_ranks == "watch")
         self._search = SlowSearch(monitor, self._sampler, self._slow_found)
         self._slow: deque[tuple[SlowRanks | None, int]] = deque()  # findings not told of here yet, and who judged
@@ -383,7 +384,8 @@ class Watcher:
         if not _from_collective(error):
             return text
         text = text if is_consequence(text) else f"{text} {BROKEN}"
-        if self._over or self._closing:
+        moved = time.monotonic() - self._stood > STILL
+        if self._over or self._closing or (moved and isinstance(error, KeyboardInterrupt)):
             return text
         self._broke(text)
         self._state.settled.wait(LAST_WORDS)
@@ -491,6 +493,8 @@ class Watcher:
             # What was read before the counter moved says nothing any more.
             if p.key in still and self._examined.get(p.key, ((-1, -1), 0.0))[0] == counters[p.key]
         )
+        if self._standing:
+            self._stood = now
         waiting = [p for p in self._standing if self._told.get(p.channel) != p.sequence and self._concerns(p)]
         oldest = max(waiting, key=self._state.age, default=None)
         self._state.wait_in(None if oldest is None else open_call(oldest, self._state.age(oldest), self._limit(oldest)))

@@ -411,15 +411,15 @@ def test_an_abort_ends_the_collectives_so_that_the_ranks_end_by_themselves(stall
     assert [rank.exit_code for rank in stalled] == [1] * 4, str(stalled)
 
 
-def hangs_and_is_ended() -> None:
-    """Rank 1 does not come; once that is known, all ranks are sent SIGTERM, as by `scancel` or the end of `torchrun`."""
+def hangs_and_is_ended(number: int) -> None:
+    """Rank 1 does not come; once that is known, all ranks are sent a signal, as by `scancel`, `torchrun` or Ctrl-C."""
     rank = int(os.environ["RANK"])
     pids: list[int] = [0] * 3
 
     def end(incident: ng.Incident) -> None:
         faults.report(**{f"incident {incident.id}": list(incident.culprits)})
         if rank == 0:
-            threading.Timer(2.0, lambda: [os.kill(pid, signal.SIGTERM) for pid in pids]).start()
+            threading.Timer(2.0, lambda: [os.kill(pid, number) for pid in pids]).start()
 
     ng.watch(timeout=2, on_incident=end)
     dist.init_process_group("gloo")
@@ -430,16 +430,40 @@ def hangs_and_is_ended() -> None:
 
 
 @recorded
-def test_the_end_of_a_job_that_hangs_is_no_second_incident(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_end_of_a_job_that_hangs_is_no_second_incident(number: signal.Signals, tmp_path: Path) -> None:
     """One incident, one panel, and the log's answer is the rank that was late, not those that were ended after it."""
-    result = faults.run_ranks(hangs_and_is_ended, 3, timeout=60)
+    result = faults.run_ranks(hangs_and_is_ended, 3, args=[int(number)], timeout=60)
     known = [{key: named for key, named in rank.reports.items() if key.startswith("incident")} for rank in result]
     assert [list(named.values()) for named in known] == [[[1]]] * 3, str(result)
     log = "".join(rank.output for rank in result)
     assert log.count("╭─ ncclguard incident") == 1, log
     assert log.count("ended from outside, with SIGTERM") <= 1, log
     (tmp_path / "job.log").write_text(log)
-    assert explain([os.fspath(tmp_path / "job.log")]).culprits == (1,)
+    if number == signal.SIGTERM:
+        assert explain([os.fspath(tmp_path / "job.log")]).culprits == (1,)
+
+
+def is_interrupted_before_its_limit() -> None:
+    """Rank 1 does not come, and after three seconds of a limit of 60 somebody presses Ctrl-C."""
+    pids: list[int] = [0] * 3
+    ng.watch(timeout=60, on_incident=told("incident"))
+    dist.init_process_group("gloo")
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 1:
+        threading.Timer(3.0, lambda: [os.kill(pid, signal.SIGINT) for pid in pids]).start()
+        time.sleep(60)
+    dist.all_reduce(torch.ones(10))
+
+
+@recorded
+def test_ctrl_c_before_the_limit_is_told_as_what_it_is() -> None:
+    result = faults.run_ranks(is_interrupted_before_its_limit, 3, timeout=60)
+    for rank in (0, 2):
+        incident = ng.Incident.from_json(result[rank].reports["incident"]["json"])
+        assert (str(incident.cause), incident.culprits) == ("unknown", ()), str(result)
+        assert "with Ctrl-C; rank 1 had not come to it" in incident.summary
+        assert "KeyboardInterrupt" in str(incident.ranks[1].exception)
 
 
 def calls_exit_in_its_callback() -> None:
