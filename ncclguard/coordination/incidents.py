@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
 
 from pydantic import ValidationError
 
@@ -31,6 +32,8 @@ from ncclguard_explain.cause import ADVICE, ADVICE_WATCHED, SEE_LOST, WORD, Caus
 from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ranks import FEW_RANKS, Hosts, ranks_text
 
+#: In a report's details: by channel, the thread of the program, other than the main one, that issued its collectives.
+ISSUERS: Final = "issuers"
 #: Broken connections that a summary names.
 SHOWN_ENDS = 4
 
@@ -57,7 +60,7 @@ def summarise(
     op_id = f"{state.key}/{verdict.sequence}"
     resumed = verdict.action is Action.RESUME and bool(causes)
     said = [
-        _rank(rank, verdict, reports, departed, silent, causes, state.sightings.get(rank, {}))
+        _rank(rank, verdict, reports, departed, silent, causes, state.sightings.get(rank, {}), state.key)
         for rank in sorted({*reports, *departed, *silent})
     ]
     absent = sorted({*departed, *silent} - reports.keys())
@@ -411,6 +414,7 @@ def _rank(
     silent: Silent,
     causes: Mapping[int, Cause],
     sighting: Mapping[str, object],
+    channel: str,
 ) -> RankReport:
     cause = causes.get(rank)
     report = reports.get(rank)
@@ -425,6 +429,13 @@ def _rank(
     raised = trouble.text if trouble is not None and (cause is Cause.FAILED or repeated) else None
     # Where a rank was when it said that it leaves, such as the traceback, tells more than where it is while it ends.
     stack = (left.details.get("stack") if left is not None else None) or details.get("stack")
+    thread, threads = str(details.get("thread") or "") or None, _threads(details)
+    if stack is not details.get("stack"):
+        thread = None
+    elif issuer := _issuer(details, channel, threads):
+        main = [(thread or "MainThread", _frames(stack))]
+        thread, stack = issuer
+        threads = (*main, *(one for one in threads if one[0] not in (thread, main[0][0])))
     notes = (
         _elsewhere(report),
         left.text if left is not None and left.cause is not Cause.FAILED else "",
@@ -444,12 +455,19 @@ def _rank(
         peer=trouble.peer if trouble is not None and trouble.peer >= 0 else None,
         exception=raised or (left.text if left is not None and left.cause is Cause.FAILED else None),
         stack=_frames(stack) if cause is not None else (),
-        thread=(str(details.get("thread") or "") or None)
-        if cause is not None and stack is details.get("stack")
-        else None,
-        threads=_threads(details) if cause is not None else (),
+        thread=thread if cause is not None else None,
+        threads=threads if cause is not None else (),
         note="; ".join(filter(None, notes)) or None,
     )
+
+
+def _issuer(
+    details: Mapping[str, object], channel: str, threads: Sequence[tuple[str, tuple[str, ...]]]
+) -> tuple[str, tuple[str, ...]] | None:
+    """Return the other thread that issues the collectives of a channel, which is the one that holds it up."""
+    issuers = details.get(ISSUERS)
+    name = issuers.get(channel) if isinstance(issuers, Mapping) else None
+    return next((one for one in threads if one[0] == name and one[0] != details.get("thread")), None)
 
 
 def _elsewhere(report: Report) -> str:

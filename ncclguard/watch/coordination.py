@@ -16,6 +16,7 @@ from typing import Final
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall, Subject, Summarise
+from ncclguard.coordination.incidents import ISSUERS
 from ncclguard.coordination.inquiry import Question, not_answering, not_come
 from ncclguard.coordination.liveness import silent_cause
 from ncclguard.coordination.monitor import Monitor
@@ -23,7 +24,7 @@ from ncclguard.coordination.store import AgreementStore, HighWaterMarks
 from ncclguard.engine.description import CALLER
 from ncclguard.incident import model
 from ncclguard.incident.model import Incident
-from ncclguard.incident.stacks import call_site_of
+from ncclguard.incident.stacks import call_site_of, programs_thread
 from ncclguard.protocol.decision import (
     INTERRUPTED,
     Departure,
@@ -182,6 +183,8 @@ class WatchState(GroupState):
             report = replace(report, age=self.age(oldest))
         elif latest is not None:
             details |= {"last": latest.text, CALLER: latest.thread}
+        threads = observation.threads.items()
+        details[ISSUERS] = {channel: name for channel, one in threads if (name := programs_thread(one))}
         if observation.message:
             details[MESSAGE] = observation.message
         if lifecycle.was_interrupted():

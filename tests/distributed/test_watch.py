@@ -524,6 +524,37 @@ def test_an_abort_does_not_wait_for_a_callback() -> None:
     assert "ending the collectives of this process" in result[0].output
 
 
+def writes_checkpoints_in_a_thread() -> None:
+    """Rank 1's other thread, which has a group of its own, does not come to its second barrier; training goes on."""
+    ng.watch(timeout=3, on_incident=told("incident"))
+    dist.init_process_group("gloo")
+    group = dist.new_group()
+
+    def write() -> None:
+        dist.barrier(group)
+        if dist.get_rank() == 1:
+            time.sleep(8)
+        dist.barrier(group)
+
+    writer = threading.Thread(target=write, name="checkpoints")
+    writer.start()
+    for _ in range(80):
+        dist.all_reduce(torch.ones(10))
+        time.sleep(0.1)
+    writer.join()
+
+
+@recorded
+def test_the_stack_is_that_of_the_thread_which_holds_its_group_up() -> None:
+    result = faults.run_ranks(writes_checkpoints_in_a_thread, 3, timeout=60).check()
+    incident = ng.Incident.from_json(result[0].reports["incident"]["json"])
+    assert (str(incident.cause), incident.culprits) == ("late", (1,)), incident
+    assert incident.ranks[1].thread == "checkpoints"
+    assert any("time.sleep(8)" in frame for frame in incident.ranks[1].stack), incident.ranks[1]
+    assert [name for name, _ in incident.ranks[1].threads] == ["MainThread"]
+    assert "thread 'checkpoints', innermost last" in str(incident)
+
+
 def leaves_out_a_group() -> None:
     """Rank 3 does not call the `new_group` that rank 2 waits in."""
     ng.watch(timeout=3, on_incident=told("incident"))
