@@ -527,6 +527,13 @@ def membership_changed(change: MembershipChange, participants: Collection[int]) 
         runtime.membership_changed(change, participants)
 
 
+def given_up(ranks: Collection[int]) -> None:
+    """These ranks, which do not run, are about to be ended by their launcher: their loss is no incident of its own."""
+    runtime = _runtime
+    if runtime is not None:
+        runtime._sequels.given_up(ranks)
+
+
 def builder(device: torch.device, towards: str = "") -> Builder:
     """The builder of communicators for tensors on this device. Raises GuardConfigError for a device without one.
 
