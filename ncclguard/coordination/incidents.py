@@ -286,11 +286,12 @@ def goes_on(known: Incident, later: Incident) -> bool:
 def says_nothing_new(later: Incident, known: Incident) -> bool:
     """Return whether a later incident is about a known one's collective, and says the same or nothing.
 
-    A collective breaks later than it was known to be stuck, and by then those who broke it may have ended unseen.
+    A collective breaks later than it was known to be stuck, and by then those who broke it may have ended unseen; or
+    all have come, and an abort because of the known incident has broken it where that is not known yet.
     """
     if later.op_id != known.op_id:
         return False
-    nothing = later.cause is Cause.UNKNOWN and not later.culprits
+    nothing = later.cause in (Cause.UNKNOWN, Cause.NETWORK) and not later.culprits
     return nothing or (later.cause, later.culprits) == (known.cause, known.culprits)
 
 

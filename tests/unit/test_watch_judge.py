@@ -330,6 +330,7 @@ def test_what_breaks_after_its_incident_and_is_not_understood_is_no_second_one()
     )  # fmt: skip
     broke = first.model_copy(update={"id": "0-2.1", "generation": 1, "cause": Cause.UNKNOWN})
     assert says_nothing_new(broke, first)
+    assert says_nothing_new(broke.model_copy(update={"cause": Cause.NETWORK}), first), "an abort broke it elsewhere"
     assert says_nothing_new(first.model_copy(update={"generation": 1}), first)
     assert not says_nothing_new(broke.model_copy(update={"op_id": "0:gloo/3"}), first)
     assert not says_nothing_new(broke.model_copy(update={"cause": Cause.LOST, "culprits": (1,)}), first)
