@@ -338,7 +338,8 @@ def test_the_line_that_a_rank_logs_of_a_failed_call_on_a_guarded_backend_is_chin
     work = GuardedWork("all_reduce", [], None)
     text = tr("{operation} on process group {group}", operation="all_reduce", group="0")
     with caplog.at_level(logging.ERROR, "ncclguard"), pytest.raises(type(error)):
-        queue.issue(Task(text, fail, work), True)
+        queue.issue(Task(text, fail, work), False)
+        work.wait()
     queue.close("the test is over")
     assert caplog.messages == [f"ncclguard: 进程组 0 上的 all_reduce 失败：{error}"]
 
