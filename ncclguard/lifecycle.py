@@ -226,6 +226,8 @@ class Termination:
                     return
                 # From the fork until `forget_in_child`, a child writes to this socket too: its signals do not count.
                 own = any(_CREDENTIALS.unpack(data)[0] == os.getpid() for _, _, data in extra)
+                if own and signal.SIGINT in heard:
+                    _note_interrupt()
                 if own and signal.SIGTERM in heard and signal.getsignal(signal.SIGTERM) is self._ours:
                     self._end()
 
@@ -233,7 +235,8 @@ class Termination:
         # The main thread may hold any lock, so another thread does the work, started without Python's own locks. Where
         # a program's handler has replaced this one and calls it, it does nothing, like the default action.
         if signal.getsignal(signal.SIGTERM) is self._ours:
-            _thread.start_new_thread(self._end, ())
+            with contextlib.suppress(RuntimeError):  # the program ends by itself: Python 3.12 starts no threads then
+                _thread.start_new_thread(self._end, ())
 
     def _end(self) -> None:
         if not self._begun.acquire(blocking=False):
@@ -256,6 +259,19 @@ class Termination:
             if current not in (-1, writer.fileno()):  # set by somebody else since
                 signal.set_wakeup_fd(current)
         writer.close()
+
+
+_interrupted = False
+
+
+def _note_interrupt() -> None:
+    global _interrupted
+    _interrupted = True
+
+
+def was_interrupted() -> bool:
+    """Return whether SIGINT has come, as far as it is listened for: the main thread may sit in a C call since."""
+    return _interrupted
 
 
 def _default_action() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
 
 from pydantic import ValidationError
 
@@ -24,11 +25,15 @@ from ncclguard.protocol.decision import (
     TroubleKind,
     Verdict,
     ended_from_outside,
+    interrupted_from_outside,
+    is_interrupt,
 )
 from ncclguard_explain.cause import ADVICE, ADVICE_WATCHED, SEE_LOST, WORD, Cause
 from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ranks import FEW_RANKS, Hosts, ranks_text
 
+#: In a report's details: by channel, the thread of the program, other than the main one, that issued its collectives.
+ISSUERS: Final = "issuers"
 #: Broken connections that a summary names.
 SHOWN_ENDS = 4
 
@@ -55,7 +60,7 @@ def summarise(
     op_id = f"{state.key}/{verdict.sequence}"
     resumed = verdict.action is Action.RESUME and bool(causes)
     said = [
-        _rank(rank, verdict, reports, departed, silent, causes, state.sightings.get(rank, {}))
+        _rank(rank, verdict, reports, departed, silent, causes, state.sightings.get(rank, {}), state.key)
         for rank in sorted({*reports, *departed, *silent})
     ]
     absent = sorted({*departed, *silent} - reports.keys())
@@ -64,9 +69,13 @@ def summarise(
     hosts = {**known, **{report.rank: report.host for report in said if report.host}}
     placed = Hosts(hosts, (report.rank for report in said))
     told = model.bounded(said, causes)
-    outside = not causes and not verdict.sides and ended_from_outside(reports, departed, silent)
-    if outside:
-        advice: Message | str = _ENDED
+    nobody = not causes and not verdict.sides
+    interrupted = nobody and not state.guarded and interrupted_from_outside(reports, departed, silent)
+    outside = interrupted or (nobody and ended_from_outside(reports, departed, silent))
+    if interrupted:
+        advice: Message | str = _INTERRUPTED
+    elif outside:
+        advice = _ENDED
     elif _share_gpu(reports):
         advice = _ONE_GPU
     else:
@@ -87,13 +96,13 @@ def summarise(
         participants=verdict.participants,
         ranks=told,
         hosts=model.unsaid_hosts(hosts, told),
-        summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed),
+        summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed, state.key),
         advice=advice,
         further="" if outside else _further(text, verdict.cause, state, resumed, told),
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),
     )
-    sent_away = outside or (bool(causes) and all(rank in departed and departed[rank].terminated for rank in causes))
+    sent_away = outside or (bool(causes) and all(rank in departed and _sent_away(departed[rank]) for rank in causes))
     first = next((one.id for one in reported if _is_sequel(one, incident, state.guarded, sent_away)), None)
     if first is None and not state.guarded:
         first = _operation_of_errors(incident)  # of whose verdict this rank may not have heard yet
@@ -105,8 +114,8 @@ def summarise(
 def _is_sequel(known: Incident, later: Incident, guarded: bool, sent_away: bool) -> bool:
     """Return whether a later incident has no report of its own.
 
-    `sent_away`: whom it names were sent SIGTERM. Where they stood in what a known incident was about, the job has been
-    ended for that one.
+    `sent_away`: whom it names were sent SIGTERM or SIGINT. Where they stood in what a known incident was about, the job
+    has been ended for that one.
     """
     if guarded:
         return goes_on(known, later)
@@ -207,11 +216,14 @@ def _advice_on_stuck(culprits: Sequence[RankReport], state: Subject) -> Message 
 
 
 def _in_torchs_own(rank: RankReport) -> bool:
-    """Return whether this rank is missing because it is inside a collective that the guard does not see."""
+    """Return whether this rank is missing because it is inside a collective that the guard does not see.
+
+    One that is in a call of its own here is not: on a guarded backend all calls come through torch's functions.
+    """
     called = (_TORCHS_OWN.search(frame) for frame in rank.stack)
     return (
         rank.cause in (Cause.LATE, Cause.DIVERGED)
-        and not rank.note
+        and not (rank.note or rank.inside)
         and any(each and "group" not in each[1] for each in called)
     )
 
@@ -274,11 +286,12 @@ def goes_on(known: Incident, later: Incident) -> bool:
 def says_nothing_new(later: Incident, known: Incident) -> bool:
     """Return whether a later incident is about a known one's collective, and says the same or nothing.
 
-    A collective breaks later than it was known to be stuck, and by then those who broke it may have ended unseen.
+    A collective breaks later than it was known to be stuck, and by then those who broke it may have ended unseen; or
+    all have come, and an abort because of the known incident has broken it where that is not known yet.
     """
     if later.op_id != known.op_id:
         return False
-    nothing = later.cause is Cause.UNKNOWN and not later.culprits
+    nothing = later.cause in (Cause.UNKNOWN, Cause.NETWORK) and not later.culprits
     return nothing or (later.cause, later.culprits) == (known.cause, known.culprits)
 
 
@@ -318,6 +331,17 @@ _ENDED = tr(
     "See why the job was ended: its launcher's or scheduler's log tells who did (a time limit, a cancelled job, another "
     "worker that failed). No rank of it is to blame."
 )
+
+
+#: What to do where that was Ctrl-C.
+_INTERRUPTED = tr(
+    "No rank is blamed, because no limit had passed. If the job hung, see in this report's JSON what a rank that had not "
+    "come was doing, and give `watch()` a shorter `timeout`: the next hang is told before anybody ends it."
+)
+
+
+def _sent_away(departure: Departure) -> bool:
+    return departure.terminated or is_interrupt(departure)
 
 
 #: What to do where NCCL says "Duplicate GPU detected" (src/init.cc): a program without this line, mostly.
@@ -391,6 +415,7 @@ def _rank(
     silent: Silent,
     causes: Mapping[int, Cause],
     sighting: Mapping[str, object],
+    channel: str,
 ) -> RankReport:
     cause = causes.get(rank)
     report = reports.get(rank)
@@ -405,6 +430,13 @@ def _rank(
     raised = trouble.text if trouble is not None and (cause is Cause.FAILED or repeated) else None
     # Where a rank was when it said that it leaves, such as the traceback, tells more than where it is while it ends.
     stack = (left.details.get("stack") if left is not None else None) or details.get("stack")
+    thread, threads = str(details.get("thread") or "") or None, _threads(details)
+    if stack is not details.get("stack"):
+        thread = None
+    elif issuer := _issuer(details, channel, threads):
+        main = [(thread or "MainThread", _frames(stack))]
+        thread, stack = issuer
+        threads = (*main, *(one for one in threads if one[0] not in (thread, main[0][0])))
     notes = (
         _elsewhere(report),
         left.text if left is not None and left.cause is not Cause.FAILED else "",
@@ -424,12 +456,19 @@ def _rank(
         peer=trouble.peer if trouble is not None and trouble.peer >= 0 else None,
         exception=raised or (left.text if left is not None and left.cause is Cause.FAILED else None),
         stack=_frames(stack) if cause is not None else (),
-        thread=(str(details.get("thread") or "") or None)
-        if cause is not None and stack is details.get("stack")
-        else None,
-        threads=_threads(details) if cause is not None else (),
+        thread=thread if cause is not None else None,
+        threads=threads if cause is not None else (),
         note="; ".join(filter(None, notes)) or None,
     )
+
+
+def _issuer(
+    details: Mapping[str, object], channel: str, threads: Sequence[tuple[str, tuple[str, ...]]]
+) -> tuple[str, tuple[str, ...]] | None:
+    """Return the other thread that issues the collectives of a channel, which is the one that holds it up."""
+    issuers = details.get(ISSUERS)
+    name = issuers.get(channel) if isinstance(issuers, Mapping) else None
+    return next((one for one in threads if one[0] == name and one[0] != details.get("thread")), None)
 
 
 def _elsewhere(report: Report) -> str:
@@ -508,6 +547,7 @@ def _summary(
     silent: Silent,
     guarded: bool,
     placed: Hosts,
+    channel: str,
 ) -> str:
     operation = text or tr("operation")
     # What is only watched goes on, and may complete.
@@ -546,6 +586,8 @@ def _summary(
             "side is a majority.",
             failed=failed,
         )
+    if verdict.cause is Cause.UNKNOWN and not guarded and interrupted_from_outside(reports, departed, silent):
+        return _said_of_interrupted(failed, channel, verdict.sequence, departed, placed)
     if verdict.cause is Cause.UNKNOWN and ended_from_outside(reports, departed, silent):
         return tr("{failed}: all ranks were ended from outside, with SIGTERM.", failed=failed)
     if verdict.cause is Cause.DIVERGED and _has_majority(verdict.sides):
@@ -564,6 +606,21 @@ def _summary(
         failed = tr("{failed} although every rank was in it", failed=failed)
     cause = tr("{cause} ({details})", cause=cause, details=found) if found else cause
     return tr("{failed}: {because}.", failed=failed, because=cause)
+
+
+def _said_of_interrupted(
+    failed: Message, channel: str, sequence: int, departed: Mapping[int, Departure], placed: Hosts
+) -> Message:
+    """Say also who had not issued what the others waited in: a fact, and before the limit no fault."""
+    issued = {rank: said.watched.issued for rank, said in departed.items() if said.watched is not None}
+    missing = [rank for rank, numbers in issued.items() if numbers.get(channel, sequence) < sequence]
+    if not missing:
+        return tr("{failed}: all ranks were ended from outside, with Ctrl-C.", failed=failed)
+    return tr(
+        "{failed}: all ranks were ended from outside, with Ctrl-C; {ranks} had not come to it.",
+        failed=failed,
+        ranks=placed.text(sorted(missing)),
+    )
 
 
 def _broken(reports: Mapping[int, Report]) -> Message:

@@ -27,7 +27,7 @@ from ncclguard.coordination.store import AgreementStore, Departures, Entries, Ha
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import Offer
 from ncclguard.protocol import codec
-from ncclguard.protocol.decision import Departure, Report, TroubleKind
+from ncclguard.protocol.decision import Departure, Report, TroubleKind, is_interrupt
 from ncclguard.protocol.group_key import GroupKey
 from ncclguard.protocol.timing import Timing
 from ncclguard_explain.cause import WORD, Cause
@@ -484,7 +484,7 @@ class Monitor:
             done[state.key] = state.member.completed
             state.terminated = departure.text if departure.terminated else ""
             leave_result(self._store.below(f"{state.key}/result"), state)
-            if departure.cause is Cause.EXITED:
+            if departure.cause is Cause.EXITED or is_interrupt(departure):
                 departure = replace(departure, watched=state.last_words() or departure.watched)
         self.witness(departure, done)
         self._left.set()

@@ -15,6 +15,7 @@ from typing import Final
 
 from ncclguard import events, lifecycle, torch_compat
 from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall
+from ncclguard.coordination.incidents import ISSUERS
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.incident.stacks import call_site_of, main_thread_stack, other_threads, programs_thread, thread_stack
 from ncclguard.incident.timeline import KEPT, PastTuple, snapshot
@@ -94,7 +95,8 @@ class Description:
             "call": "" if call is None else call.text,
             "dead_threads": lifecycle.dead_threads(),
         }
-        if report.phase is Phase.NONE:  # not in it: this may be the rank that is looked for
+        # Not in it: this may be the rank that is looked for, and so may another of its threads where those issue too.
+        if report.phase is Phase.NONE or report.details.get(ISSUERS):
             others = [one for one in other_threads() if one[0] != thread]
             details["threads"] = [["MainThread", list(main_thread_stack())], *others] if thread else others
         details |= report.details

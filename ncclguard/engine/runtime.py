@@ -68,7 +68,7 @@ KNOWN_WITHIN = 0.25
 #: Seconds that the end of the monitor may take.
 STOP_WITHIN = 1.0
 #: Seconds that a report in the making may hold the exit up.
-REPORT_WITHIN = 2.0
+REPORT_WITHIN = 5.0
 #: The lowest ranks of an operation, one of which writes its report unless several of them are gone or to blame.
 WRITERS = 2
 #: What a call gets that comes too late, from another thread.
@@ -83,6 +83,9 @@ class Watcher(Protocol):
 
     def uncaught(self, error: BaseException, text: str) -> str:
         """An exception ends the program; returns `text`, that exception in words, with what more is known of it."""
+
+    def finish_callbacks(self) -> None:
+        """Give the program's functions that have been begun a moment to return."""
 
 
 class Runtime:
@@ -252,7 +255,7 @@ class Runtime:
             if self._left:
                 return
             self._left = True
-            self.termination.uninstall()
+            _leaving.append(self)
             closing, self._groups = [group for _, group in self._groups.values()], {}
         try:
             if job:
@@ -277,6 +280,10 @@ class Runtime:
                 self._writer.wait(REPORT_WITHIN)
         except Exception:
             log.exception("ncclguard: leaving failed; the process goes on to its end")
+        finally:
+            # Not before: a launcher sends SIGTERM as soon as one rank is gone, and the report is still being written.
+            self.termination.uninstall()
+            _leaving.remove(self)
 
     def announce(self, cause: Cause, text: str, stack: tuple[str, ...] = (), terminated: bool = False) -> None:
         """Tell the others at once that this process is about to end; `told` when others made it."""
@@ -290,6 +297,8 @@ class Runtime:
         if self.rank == 0 and self.world.has_store:  # which the others need for their verdict
             self.monitor.settle(self.monitor.timing.leave, self.monitor.timing.linger)
         self._writer.wait(REPORT_WITHIN)
+        if self.watcher is not None:
+            self.watcher.finish_callbacks()
 
     def _follows(self) -> bool:
         """Return whether this process gives a group outside the job up because of a fault of others."""
@@ -385,6 +394,8 @@ _forked = False
 _destroyed: Counter[str] = Counter()
 #: Writers of groups outside the job that have ended, whose reports may still be in the making.
 _writers: deque[Writer] = deque(maxlen=AT_MOST)
+#: Those that are in `leave`.
+_leaving: list[Runtime] = []
 _starting = threading.Lock()
 _beginning = threading.Lock()  # the runtime of a group outside the job
 
@@ -531,6 +542,13 @@ def membership_changed(change: MembershipChange, participants: Collection[int]) 
         runtime.membership_changed(change, participants)
 
 
+def given_up(ranks: Collection[int]) -> None:
+    """These ranks, which do not run, are about to be ended by their launcher: their loss is no incident of its own."""
+    runtime = _runtime
+    if runtime is not None:
+        runtime._sequels.given_up(ranks)
+
+
 def builder(device: torch.device, towards: str = "") -> Builder:
     """The builder of communicators for tensors on this device. Raises GuardConfigError for a device without one.
 
@@ -617,7 +635,7 @@ def _announce(error: BaseException) -> None:
 
 
 def _terminate() -> None:
-    for each in _all():
+    for each in (*_all(), *_leaving):
         each.terminate()
 
 

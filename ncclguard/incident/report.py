@@ -247,6 +247,7 @@ class Sequels:
         self._cases: deque[_Case] = deque(maxlen=AT_MOST)
         self._changes: deque[tuple[MembershipChange, dict[int, int], frozenset[int]]] = deque(maxlen=AT_MOST)
         self._returns: dict[int, int] = {}  # how often a rank has come back, so that its second loss is another
+        self._given_up: dict[int, int] = {}
 
     def known(self, incident: Incident) -> bool:
         """Return whether this incident only says that ranks are gone, of whose loss there is one already."""
@@ -260,11 +261,20 @@ class Sequels:
     def found(self, incident: Incident, writer: int, session: str) -> None:
         """An agreed incident of this session, which `writer` reports; by the monitor, maybe late."""
         with self._lock:
-            case = _Case(incident, writer, session, self._lives(_lost(incident)))
+            given_up = self._given_up.keys() & {*incident.culprits}
+            case = _Case(incident, writer, session, self._lives({*_lost(incident), *given_up}))
             self._cases.append(case)
             for change, lives, participants in self._changes:
                 if case.concerned(change, lives):
                     self._tell(case, change, participants)
+
+    def given_up(self, ranks: Collection[int]) -> None:
+        """These ranks do not run, and their launcher ends them: no other loss than what the incident has named."""
+        with self._lock:
+            lives = self._lives(ranks)
+            self._given_up |= lives
+            for case in self._cases:
+                case.lives |= {rank: life for rank, life in lives.items() if rank in case.incident.culprits}
 
     def changed(self, change: MembershipChange, participants: Collection[int]) -> None:
         """All ranks that take part now, global ranks, have agreed on this."""
@@ -278,6 +288,7 @@ class Sequels:
                     self._hand_over(case, change, frozenset(participants))
             if change.kind == "rejoined":
                 self._returns |= {rank: life + 1 for rank, life in lives.items()}
+                self._given_up = {rank: life for rank, life in self._given_up.items() if rank not in lives}
 
     def _lives(self, ranks: Collection[int]) -> dict[int, int]:
         return {rank: self._returns.get(rank, 0) for rank in ranks}
@@ -314,7 +325,7 @@ class _Case:
         self.session = session
         self.changes: list[MembershipChange] = []
         self._writer = writer
-        self.lives = lives
+        self.lives = dict(lives)
         self._since: frozenset[int] | None = None  # ranks that have been there ever since
 
     @property

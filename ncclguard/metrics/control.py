@@ -35,6 +35,9 @@ MAX_QUESTION = 65536
 #: Seconds for one connection, so that a silent client does not keep the others out.
 PATIENCE = 2.0
 SUFFIX = ".sock"
+#: Seconds that a socket nobody answers at has been there before it is taken for a dead one: between bind(2) and
+#: listen(2) nobody answers either.
+BEGINS_WITHIN = 60.0
 
 
 #: Answers a question; both are dictionaries that JSON can carry.
@@ -69,6 +72,7 @@ class ControlSocket:
             self._path.unlink()
 
     def _serve(self) -> None:
+        _remove_all_dead(self._path.parent)
         waiting = select.poll()  # select() takes no descriptor above 1023, and loaders may keep more files open
         for each in (self._listener, self._stop):
             waiting.register(each, select.POLLIN)
@@ -144,6 +148,15 @@ def _remove_dead(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     raise FileExistsError(f"another process answers at {path}: give setup_nccl_monitoring another job name")
+
+
+def _remove_all_dead(folder: Path) -> None:
+    """Remove what killed processes of any job have left: nobody else does."""
+    before = time.time() - BEGINS_WITHIN
+    for path in folder.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(OSError):  # another rank of the host was faster
+            if path.lstat().st_mtime < before and not _is_open(path):
+                path.unlink()
 
 
 def _peer(connection: socket.socket) -> int:

@@ -38,7 +38,7 @@ from ncclguard.process_group.any_source import Waiting
 from ncclguard.process_group.operations import Operation, PartOperation, Perform
 from ncclguard.process_group.operators import serve_cpp_callers
 from ncclguard.process_group.work_queue import GuardedWork, Task, WorkQueue
-from ncclguard_explain.language import told
+from ncclguard_explain.language import told, tr
 from ncclguard_explain.ranks import ranks_text
 
 
@@ -574,7 +574,8 @@ class GuardedProcessGroup(dist.ProcessGroup):
         self, queue: WorkQueue, op: str, tensor: torch.Tensor | None, results: Any, perform: Perform, blocking: bool
     ) -> GuardedWork:
         device = None if tensor is None else tensor.device
-        text = f"{op} on process group {self._name or torch_compat.group_name(self._identity)}"
+        name = self._name or torch_compat.group_name(self._identity)
+        text = tr("{operation} on process group {group}", operation=op, group=name)
         work = GuardedWork(text, results, device)
         stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
         together = self._coalescing

@@ -30,6 +30,7 @@ from ncclguard.deadlines import engine_section
 from ncclguard.errors import CollectiveFailed, GuardError
 from ncclguard.outcome import Outcome
 from ncclguard.transport.memory import drained
+from ncclguard_explain.language import told
 
 
 class NotComplete(RuntimeError, TimeoutError):
@@ -430,7 +431,7 @@ class WorkQueue:
                 task.context.run(task.run)
         except BaseException as raised:  # noqa: BLE001
             self._record(raised)
-            log.error("ncclguard: %s failed: %s", task.text, raised)
+            log.error("ncclguard: %s", told("{operation} failed: {error}", operation=task.text, error=str(raised)))
             return raised
         return None
 

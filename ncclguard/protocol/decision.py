@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from statistics import median
+from typing import Final
 
 from ncclguard_explain.cause import Cause
 
@@ -270,6 +271,21 @@ def waits_outside(reports: Mapping[int, Report]) -> dict[int, Report]:
 def ended_from_outside(reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Silent) -> bool:
     """Return whether no rank is left and some were sent SIGTERM: a scheduler, a launcher or a person ended the job."""
     return not silent and reports.keys() <= departed.keys() and any(d.terminated for d in departed.values())
+
+
+#: In a report's details: this rank was sent SIGINT, whatever its main thread is in.
+INTERRUPTED: Final = "interrupted"
+
+
+def is_interrupt(departure: Departure) -> bool:
+    """Return whether a rank ended with KeyboardInterrupt."""
+    return departure.cause is Cause.FAILED and departure.text.startswith(KeyboardInterrupt.__name__)
+
+
+def interrupted_from_outside(reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Silent) -> bool:
+    """Return whether every rank was sent SIGINT or SIGTERM, and one has ended thereby: Ctrl-C on the whole job."""
+    ended = all(rank in departed or bool(report.details.get(INTERRUPTED)) for rank, report in reports.items())
+    return ended and not silent and any(map(is_interrupt, departed.values()))
 
 
 def decide(

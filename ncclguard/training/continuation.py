@@ -255,6 +255,7 @@ class Continuation:
             return False
         if stuck:
             log.warning("ncclguard: %s given up: its process does not run", ranks_text(stuck))
+            runtime.given_up(stuck)
             declaration.going_on(self.rank, self.lost, stuck, ranks=self.ranks)
         return True
 

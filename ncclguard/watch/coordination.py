@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ncclguard import torch_compat
+from ncclguard import lifecycle, torch_compat
 from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall, Subject, Summarise
+from ncclguard.coordination.incidents import ISSUERS
 from ncclguard.coordination.inquiry import Question, not_answering, not_come
 from ncclguard.coordination.liveness import silent_cause
 from ncclguard.coordination.monitor import Monitor
@@ -23,8 +24,9 @@ from ncclguard.coordination.store import AgreementStore, HighWaterMarks
 from ncclguard.engine.description import CALLER
 from ncclguard.incident import model
 from ncclguard.incident.model import Incident
-from ncclguard.incident.stacks import call_site_of
+from ncclguard.incident.stacks import call_site_of, programs_thread
 from ncclguard.protocol.decision import (
+    INTERRUPTED,
     Departure,
     Issued,
     Phase,
@@ -35,6 +37,7 @@ from ncclguard.protocol.decision import (
     Waiting,
     Watched,
     elsewhere_long_enough,
+    is_interrupt,
 )
 from ncclguard.protocol.member import Member
 from ncclguard.watch.judge import MESSAGE, STARTED, analyse, expired, has_issued, is_consequence, verdict_of
@@ -180,8 +183,12 @@ class WatchState(GroupState):
             report = replace(report, age=self.age(oldest))
         elif latest is not None:
             details |= {"last": latest.text, CALLER: latest.thread}
+        threads = observation.threads.items()
+        details[ISSUERS] = {channel: name for channel, one in threads if (name := programs_thread(one))}
         if observation.message:
             details[MESSAGE] = observation.message
+        if lifecycle.was_interrupted():
+            details[INTERRUPTED] = True
         if self.broken and latest is not None:
             waits = [_waiting(latest, (time.time_ns() - latest.issued) / 1e9 if latest.issued else 0.0, broken=True)]
             details["call"] = latest.text
@@ -383,7 +390,7 @@ class WatchCoordination:
             self._looked = now
             self._state.read()
         awaited = any(departure.rank in pending.ranks for pending in self._state.observation.pending)
-        if departure.cause is Cause.EXITED or departure.terminated:
+        if departure.cause is Cause.EXITED or departure.terminated or is_interrupt(departure):
             return self._in_vain(departure, known)
         return awaited or (departure.cause is Cause.LOST and known >= LOST_GRACE)
 
@@ -392,7 +399,7 @@ class WatchCoordination:
         awaited = {pending.channel: pending.sequence for pending in self.waiting if departure.rank in pending.ranks}
         if not awaited:
             return False
-        if departure.watched is None:
+        if departure.watched is None or (is_interrupt(departure) and known < LEFT_GRACE):  # others were sent it too
             return known >= LEFT_GRACE
         return known >= ISSUED_GRACE or not has_issued(departure, awaited)
 

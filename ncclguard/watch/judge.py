@@ -29,6 +29,8 @@ from ncclguard.protocol.decision import (
     Watched,
     divergence,
     ended_from_outside,
+    interrupted_from_outside,
+    is_interrupt,
     largest_first,
 )
 from ncclguard.torch_compat.groups import broken_collective
@@ -110,7 +112,7 @@ def analyse(
         return _finding(_channel_with(stalled, {*spent}), stalled, spent, (), reports, waits)
     channel = _oldest(stalled, waits)
     # A receive may wait for another tag, or for any rank; what broke before all had come is no fault of the network.
-    known = not (silent or "->" in channel or ended_from_outside(reports, departed, silent))
+    known = not (silent or "->" in channel or _ended_from_outside(reports, departed, silent))
     known = known and not any(is_repeat(d.text) for d in departed.values())
     known = known and _all_entered(channel, stalled, reports, waits)
     if known and _connects(channel, waits):
@@ -193,9 +195,9 @@ def _gone(
     """Ranks that left or died while somebody waited for them.
 
     One that ended because its collective broke, or with the error of a guarded call, is a consequence, and so is one
-    that left beside one that died, or that the launcher ended while another rank gives no sign of life, or with all the
-    others. One that left after it had issued all that is waited for counts with `spent` only: rather somebody else is
-    to blame.
+    that left beside one that died, or that the launcher or Ctrl-C ended while another rank gives no sign of life, or
+    with all the others. One that left after it had issued all that is waited for counts with `spent` only: rather
+    somebody else is to blame.
     """
     broken = (TroubleKind.DEPARTED, TroubleKind.TRANSPORT)
     told = any(r.trouble is not None and r.trouble.kind in broken for r in reports.values())
@@ -207,15 +209,21 @@ def _gone(
         and not (d.cause is Cause.FAILED and (is_consequence(d.text) or is_repeat(d.text)))
         and (spent or not has_issued(d, {c: sequence for c, (sequence, m) in stalled.items() if rank in m}))
     }
-    consequence = silent or ended_from_outside(reports, departed, silent)
+    consequence = silent or _ended_from_outside(reports, departed, silent)
     for sent_away in (False,) if consequence else (False, True):  # launchers end all when one is gone
         for cause in (Cause.FAILED, Cause.LOST, Cause.EXITED):
             ranks: dict[int, Cause] = {
-                rank: cause for rank, d in found.items() if d.cause is cause and d.terminated is sent_away
+                rank: cause
+                for rank, d in found.items()
+                if d.cause is cause and (d.terminated or is_interrupt(d)) is sent_away
             }
             if ranks:
                 return ranks
     return {}
+
+
+def _ended_from_outside(reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Silent) -> bool:
+    return ended_from_outside(reports, departed, silent) or interrupted_from_outside(reports, departed, silent)
 
 
 def _mismatch(

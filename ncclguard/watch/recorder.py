@@ -69,6 +69,7 @@ class Observation:
     done: dict[str, int] = field(default_factory=dict)
     recent: tuple[Pending, ...] = ()  # the last collectives issued in any group, ended or not, the latest last
     message: str = ""  # NCCL's send or receive that the device waits in, in words
+    threads: dict[str, int] = field(default_factory=dict)  # by channel, which issued its last collective
 
     @property
     def latest(self) -> Pending | None:
@@ -159,6 +160,7 @@ class Recorder:
         done: dict[str, int] = {}
         recent: list[tuple[int, tuple[str, tuple[int, ...], dict[str, Any], str]]] = []
         message = ""
+        threads: dict[str, int] = {}
         for recorder in self._recorders:
             trace = torch_compat.recorder_dump(recorder, entries=True)
             dump = (trace or {}).get("entries", ())
@@ -174,6 +176,7 @@ class Recorder:
                 message = message or messages.get(own.name, "")
                 if entries:
                     self._connected.add(channel)
+                    threads[channel] = int(entries[-1].get("thread_id") or 0)
                 waiting = [entry for entry in entries if not torch_compat.recorded_end(entry)]
                 issued[channel] = done[channel] = _issued(own, entries)
                 last = entries[-RECENT:]
@@ -187,7 +190,7 @@ class Recorder:
         _observe_transfers(pending, issued, done)
         recent.sort(key=lambda item: item[0])
         latest = tuple(_pending(*found) for _, found in recent[-RECENT:])
-        return Observation(tuple(pending), issued, done, latest, message)
+        return Observation(tuple(pending), issued, done, latest, message, threads)
 
     def _learn_groups(self) -> None:
         groups = tuple(_told_apart(group) for group in torch_compat.known_groups())

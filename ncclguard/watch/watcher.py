@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -193,6 +194,10 @@ LAST_WORDS: float = 2.0
 BROKEN_GRACE: float = 3.0
 #: The same, once nothing can be agreed any more: the others, who decide alone too, are to find this process alive.
 LINGER: float = 1.0
+#: Seconds after which a function of the program that has not returned is warned of, and those that the end of the
+#: program waits for one.
+CALLBACK_TAKES: float = 10.0
+CALLBACK_ENDS: float = 2.0
 
 
 #: Called in the watcher's thread with each verdict that has an incident: that, the number of verdicts so far, what is
@@ -215,6 +220,66 @@ class Settings:
     slow: SlowRanks | None = None
 
 
+class Callbacks:
+    """Calls functions of the program one after another, in a thread of its own: one that blocks holds up no watch.
+
+    Used by the watcher's thread, except `finish`.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[str, Callable[[], None]]] = deque()
+        self._condition = threading.Condition()
+        self._thread: threading.Thread | None = None  # while there is something to call
+        self._began = math.inf  # time.monotonic() of the call in progress that has not been warned of
+
+    def call(self, name: str, function: Callable[[], None]) -> None:
+        """Have `function` called once the earlier ones have returned, and return at once."""
+        with self._condition:
+            self._waiting.append((name, function))
+            if self._thread is not None:
+                return
+            self._thread = threading.Thread(target=self._run, name="ncclguard-callbacks", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the program has ended: Python 3.12 starts no threads any more
+            self._run()
+
+    def warn(self, now: float) -> None:
+        """Say once that a call takes long."""
+        with self._condition:
+            if now - self._began < CALLBACK_TAKES:
+                return
+            self._began = math.inf
+            name = self._waiting[0][0]
+        text = told(
+            "{name} has not returned for {seconds:g} s: the watch goes on, but later calls of on_incident and on_slow wait "
+            "for it; give what it does a time limit",
+            name=name,
+            seconds=CALLBACK_TAKES,
+        )
+        log.warning("ncclguard: %s", text)
+
+    def finish(self, seconds: float) -> None:
+        """Give what has been begun so long to return."""
+        with self._condition:
+            if self._thread is not threading.current_thread():
+                self._condition.wait_for(lambda: self._thread is None, seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                if not self._waiting:
+                    self._thread, self._began = None, math.inf
+                    self._condition.notify_all()
+                    return
+                name, function = self._waiting[0]
+                self._began = time.monotonic()
+            with _kept_alive(name):
+                function()
+            with self._condition:
+                self._waiting.popleft()
+
+
 class Watcher:
     """`start`, then `close`; `uncaught` with an exception that is about to end the program."""
 
@@ -233,6 +298,7 @@ class Watcher:
         self._told: dict[str, int] = {}  # channel -> number of the collective that the last incident was about
         # What this rank had issued last when it heard of the last incident.
         self._last_told: tuple[str, int] | None = None
+        self._callbacks = Callbacks()
         self._over = False  # aborted, or a rank is gone: what breaks from now on is a consequence
         self._asked_at: float | None = None
         # What an agreement has let go on: its channel and number, and the age at which it is asked about again.
@@ -241,6 +307,7 @@ class Watcher:
         self._closing = False
         self._warned_blind = False
         self._standing: tuple[Pending, ...] = ()  # collectives that stand still now
+        self._stood = -math.inf  # time.monotonic() when some did last
         self._sampler = Sampler(Recorder(), rank, self._in_guarded_call, self._config.slow_ranks == "watch")
         self._search = SlowSearch(monitor, self._sampler, self._slow_found)
         self._slow: deque[tuple[SlowRanks | None, int]] = deque()  # findings not told of here yet, and who judged
@@ -280,7 +347,12 @@ class Watcher:
         self._wakes()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(1.0)
+        self.finish_callbacks()
         self._state.observe_no_more()
+
+    def finish_callbacks(self) -> None:
+        """Give functions of the program that have been begun a moment to return: the process is about to end."""
+        self._callbacks.finish(CALLBACK_ENDS)
 
     def slow(self) -> SlowRanks | None:
         """Return who makes the job slow, as all ranks know it."""
@@ -312,7 +384,8 @@ class Watcher:
         if not _from_collective(error):
             return text
         text = text if is_consequence(text) else f"{text} {BROKEN}"
-        if self._over or self._closing:
+        moved = time.monotonic() - self._stood > STILL
+        if self._over or self._closing or (moved and isinstance(error, KeyboardInterrupt)):
             return text
         self._broke(text)
         self._state.settled.wait(LAST_WORDS)
@@ -349,6 +422,7 @@ class Watcher:
                 self._tell_of_slow()
                 self._look(time.monotonic())
                 self._go_alone(time.monotonic())
+                self._callbacks.warn(time.monotonic())
             except Exception:
                 log.exception("ncclguard: watch() of rank %d met an unexpected error and goes on", self._rank)
                 time.sleep(period)
@@ -390,8 +464,7 @@ class Watcher:
             for listener in events.listeners:
                 listener.slow_found(slow)
             if self._settings.on_slow is not None:
-                with _kept_alive("on_slow"):
-                    self._settings.on_slow(slow)
+                self._callbacks.call("on_slow", partial(self._settings.on_slow, slow))
 
     def _wakes(self) -> None:
         self._processes.wake()
@@ -420,6 +493,8 @@ class Watcher:
             # What was read before the counter moved says nothing any more.
             if p.key in still and self._examined.get(p.key, ((-1, -1), 0.0))[0] == counters[p.key]
         )
+        if self._standing:
+            self._stood = now
         waiting = [p for p in self._standing if self._told.get(p.channel) != p.sequence and self._concerns(p)]
         oldest = max(waiting, key=self._state.age, default=None)
         self._state.wait_in(None if oldest is None else open_call(oldest, self._state.age(oldest), self._limit(oldest)))
@@ -563,8 +638,7 @@ class Watcher:
         for listener in events.listeners:
             listener.incident_found(incident)
         if self._settings.on_incident is not None:
-            with _kept_alive("on_incident"):
-                self._settings.on_incident(incident)
+            self._callbacks.call("on_incident", partial(self._settings.on_incident, incident))
         if self._settings.abort:
             self._abort(incident)
 
@@ -797,8 +871,9 @@ def watch(
     When a collective has not progressed for `timeout` (seconds or timedelta; None: phase, then ``NCCLGUARD_TIMEOUT``,
     then by its size), or at once when a rank it needs died, raised or left, or called another collective, the ranks
     agree on who is to blame and the incident is reported as for a guarded call, and given to `on_incident` on every
-    rank, in a thread of the library. ``on_hang="abort"`` then also ends the job's collectives with an error, for good,
-    so that a launcher can restart it. `group`: escalate only what is pending on this group; None: on all of them.
+    rank, in a thread of the library that nothing waits for. ``on_hang="abort"`` then also ends the job's collectives
+    with an error, for good, so that a launcher can restart it. `group`: escalate only what is pending on this group;
+    None: on all of them.
 
     Ranks that do not hang but are slow are named in the log of the first rank, in `Watch.slow`, and given to `on_slow`
     on every rank, likewise; None once nobody is slow any more.

@@ -8,12 +8,15 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import ncclguard as ng
 from ncclguard import faults
+from ncclguard.engine import runtime
+from ncclguard.incident import report
 
 CULPRIT = 2
 
@@ -112,3 +115,25 @@ def killed_under_torchrun(folder: str) -> None:
     Path(folder, f"rank{dist.get_rank()}").touch()
     time.sleep(60)
     sys.exit("torchrun did not end this rank")
+
+
+def ended_while_it_reports() -> None:
+    """Rank 1 is killed; rank 0 ends by gloo's error, and its launcher's SIGTERM comes while its report is in the making."""
+    ng.watch(timeout=60)
+    dist.init_process_group("gloo")
+    here, shown = runtime.current(), report.show
+
+    def slowly(*arguments: Any) -> None:
+        while not here._left:  # the program's end has come first
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        shown(*arguments)
+
+    report.show = slowly
+    dist.all_reduce(torch.ones(10))
+    while len(here.monitor.neighbours.here) < dist.get_world_size() - 1:
+        time.sleep(0.05)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(10))

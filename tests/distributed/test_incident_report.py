@@ -94,6 +94,13 @@ def test_sigterm_is_told_to_the_others_and_ends_the_rank_as_before() -> None:
     assert "was sent SIGTERM" in result[0].output  # in the panel
 
 
+def test_sigterm_while_a_rank_ends_by_itself_does_not_cut_its_report_off(tmp_path: Path) -> None:
+    env = {"NCCLGUARD_REPORT_DIR": str(tmp_path)}
+    result = faults.run_ranks(f"{CASES}:ended_while_it_reports", 2, env=env, timeout=60)
+    assert [document.incident.culprits for document in documents(tmp_path)] == [(1,)], str(result)
+    assert "─ ncclguard incident" in result[0].output
+
+
 def test_ranks_that_torchrun_ends_because_of_a_killed_one_are_not_blamed(tmp_path: Path) -> None:
     reports = tmp_path / "reports"
     result = faults.run_ranks(

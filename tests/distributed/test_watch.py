@@ -12,7 +12,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -411,15 +411,15 @@ def test_an_abort_ends_the_collectives_so_that_the_ranks_end_by_themselves(stall
     assert [rank.exit_code for rank in stalled] == [1] * 4, str(stalled)
 
 
-def hangs_and_is_ended() -> None:
-    """Rank 1 does not come; once that is known, all ranks are sent SIGTERM, as by `scancel` or the end of `torchrun`."""
+def hangs_and_is_ended(number: int) -> None:
+    """Rank 1 does not come; once that is known, all ranks are sent a signal, as by `scancel`, `torchrun` or Ctrl-C."""
     rank = int(os.environ["RANK"])
     pids: list[int] = [0] * 3
 
     def end(incident: ng.Incident) -> None:
         faults.report(**{f"incident {incident.id}": list(incident.culprits)})
         if rank == 0:
-            threading.Timer(2.0, lambda: [os.kill(pid, signal.SIGTERM) for pid in pids]).start()
+            threading.Timer(2.0, lambda: [os.kill(pid, number) for pid in pids]).start()
 
     ng.watch(timeout=2, on_incident=end)
     dist.init_process_group("gloo")
@@ -430,16 +430,40 @@ def hangs_and_is_ended() -> None:
 
 
 @recorded
-def test_the_end_of_a_job_that_hangs_is_no_second_incident(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_end_of_a_job_that_hangs_is_no_second_incident(number: signal.Signals, tmp_path: Path) -> None:
     """One incident, one panel, and the log's answer is the rank that was late, not those that were ended after it."""
-    result = faults.run_ranks(hangs_and_is_ended, 3, timeout=60)
+    result = faults.run_ranks(hangs_and_is_ended, 3, args=[int(number)], timeout=60)
     known = [{key: named for key, named in rank.reports.items() if key.startswith("incident")} for rank in result]
     assert [list(named.values()) for named in known] == [[[1]]] * 3, str(result)
     log = "".join(rank.output for rank in result)
     assert log.count("╭─ ncclguard incident") == 1, log
     assert log.count("ended from outside, with SIGTERM") <= 1, log
     (tmp_path / "job.log").write_text(log)
-    assert explain([os.fspath(tmp_path / "job.log")]).culprits == (1,)
+    if number == signal.SIGTERM:
+        assert explain([os.fspath(tmp_path / "job.log")]).culprits == (1,)
+
+
+def is_interrupted_before_its_limit() -> None:
+    """Rank 1 does not come, and after three seconds of a limit of 60 somebody presses Ctrl-C."""
+    pids: list[int] = [0] * 3
+    ng.watch(timeout=60, on_incident=told("incident"))
+    dist.init_process_group("gloo")
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 1:
+        threading.Timer(3.0, lambda: [os.kill(pid, signal.SIGINT) for pid in pids]).start()
+        time.sleep(60)
+    dist.all_reduce(torch.ones(10))
+
+
+@recorded
+def test_ctrl_c_before_the_limit_is_told_as_what_it_is() -> None:
+    result = faults.run_ranks(is_interrupted_before_its_limit, 3, timeout=60)
+    for rank in (0, 2):
+        incident = ng.Incident.from_json(result[rank].reports["incident"]["json"])
+        assert (str(incident.cause), incident.culprits) == ("unknown", ()), str(result)
+        assert "with Ctrl-C; rank 1 had not come to it" in incident.summary
+        assert "KeyboardInterrupt" in str(incident.ranks[1].exception)
 
 
 def calls_exit_in_its_callback() -> None:
@@ -466,6 +490,69 @@ def test_sys_exit_in_a_callback_ends_neither_the_watch_nor_the_program_and_is_sa
     for rank in result:
         assert rank.reports == {"found": [[1], [1]], "active": True}, str(result)
         assert "on_incident called sys.exit(), which ends no program from the thread it is called in" in rank.output
+
+
+def blocks_in_its_callback(on_hang: Literal["report", "abort"]) -> None:
+    """Rank 1 is late twice, and rank 0's callback, a request without a limit, never returns."""
+    forever = threading.Event()
+
+    def ask_a_service(incident: ng.Incident) -> None:
+        if dist.get_rank() == 0:
+            forever.wait()
+
+    handle = ng.watch(timeout=1.5, on_hang=on_hang, on_incident=ask_a_service)
+    dist.init_process_group("gloo")
+    for _ in range(2):
+        if dist.get_rank() == 1:
+            time.sleep(5)
+        dist.all_reduce(torch.ones(10))
+    ng.safe_barrier(timeout=30)
+    faults.report(found=[list(incident.culprits) for incident in handle.incidents], active=handle.active)
+
+
+@recorded
+def test_after_a_callback_that_does_not_return_later_hangs_are_reported_on_all_ranks() -> None:
+    result = faults.run_ranks(blocks_in_its_callback, 3, args=["report"], timeout=60).check()
+    assert [rank.reports for rank in result] == [{"found": [[1], [1]], "active": True}] * 3, str(result)
+
+
+@recorded
+def test_an_abort_does_not_wait_for_a_callback() -> None:
+    result = faults.run_ranks(blocks_in_its_callback, 3, args=["abort"], timeout=60)
+    assert not result.still_running, str(result)
+    assert [rank.exit_code for rank in result] == [1] * 3, str(result)
+    assert "ending the collectives of this process" in result[0].output
+
+
+def writes_checkpoints_in_a_thread() -> None:
+    """Rank 1's other thread, which has a group of its own, does not come to its second barrier; training goes on."""
+    ng.watch(timeout=3, on_incident=told("incident"))
+    dist.init_process_group("gloo")
+    group = dist.new_group()
+
+    def write() -> None:
+        dist.barrier(group)
+        if dist.get_rank() == 1:
+            time.sleep(8)
+        dist.barrier(group)
+
+    writer = threading.Thread(target=write, name="checkpoints")
+    writer.start()
+    for _ in range(80):
+        dist.all_reduce(torch.ones(10))
+        time.sleep(0.1)
+    writer.join()
+
+
+@recorded
+def test_the_stack_is_that_of_the_thread_which_holds_its_group_up() -> None:
+    result = faults.run_ranks(writes_checkpoints_in_a_thread, 3, timeout=60).check()
+    incident = ng.Incident.from_json(result[0].reports["incident"]["json"])
+    assert (str(incident.cause), incident.culprits) == ("late", (1,)), incident
+    assert incident.ranks[1].thread == "checkpoints"
+    assert any("time.sleep(8)" in frame for frame in incident.ranks[1].stack), incident.ranks[1]
+    assert [name for name, _ in incident.ranks[1].threads] == ["MainThread"]
+    assert "thread 'checkpoints', innermost last" in str(incident)
 
 
 def leaves_out_a_group() -> None:

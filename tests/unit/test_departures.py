@@ -192,3 +192,19 @@ def test_a_rank_that_is_lost_while_nobody_waits_holds_up_no_operation() -> None:
     decided = Verdict(0, 0, Action.FAIL, Cause.LOST, ((2, Cause.LOST),), (0, 1, 3))
     found = Incident.from_json(incidents.summarise(decided, {}, gone, {}, group))
     assert found.summary == "rank 2 lost; no rank was waiting in a collective of torch's own."
+
+
+TORCHS = ["train.py:9 in step: dist.barrier()", "torch/distributed/distributed_c10d.py:5 in barrier: work.wait()"]
+
+
+@pytest.mark.parametrize("entered", [True, False])
+def test_only_a_rank_that_has_not_entered_is_told_to_wait_in_a_collective_of_torchs_own(entered: bool) -> None:
+    """On the backend "ncclguard" every call comes through torch's functions, also the one that differs."""
+    odd = replace(waiting(1), details={"stack": TORCHS}, operation=Operation(7, 2, "all_reduce()"))
+    late = Trouble(TroubleKind.DEADLINE)
+    reports = {rank: replace(waiting(rank), trouble=late) for rank in (0, 2, 3)}
+    reports[1] = odd if entered else Report(1, 0, 6, details={"stack": TORCHS})
+    decided = decide(0, (0, 1, 2, 3), reports, {}, {})
+    found = incidents.summarise(decided, reports, {}, {}, GroupState("0:cpu", 0, (0, 1, 2, 3)))
+    assert decided.culprit_ranks == (1,)
+    assert ("a collective of torch's own" in Incident.from_json(found).advice) is not entered

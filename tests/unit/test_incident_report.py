@@ -611,6 +611,20 @@ class TestAfterwards:
         job.change("rejoined", (0,), step=7)
         assert not sequel.known(found)  # now it would be the loss of its new process
 
+    @pytest.mark.parametrize("heard_late", [False, True])
+    def test_the_end_of_a_stuck_rank_by_its_launcher_is_no_loss_of_its_own(self, heard_late: bool, job: Job) -> None:
+        sequel = job.sequels[1]
+        stuck = incident(id="ab-1.0", cause=Cause.STUCK, culprits=(3,), participants=(0, 1, 2, 3))
+        ended = stuck.model_copy(update={"id": "ab-2.0", "cause": Cause.LOST, "participants": (0, 1, 2)})
+        if heard_late:
+            sequel.given_up((3,))
+        sequel.found(stuck, 0, "ab")
+        assert sequel.known(ended) is heard_late
+        sequel.given_up((3,))
+        assert sequel.known(ended)
+        job.change("rejoined", (3,), step=7)
+        assert not sequel.known(ended)
+
     def test_an_incident_that_is_heard_of_late_says_it_too(self, job: Job) -> None:
         """The monitor may hear of the survivors' own verdict after they have gone on."""
         job.change("went on", (3,))

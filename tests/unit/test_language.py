@@ -31,6 +31,7 @@ from ncclguard.incident.page import render_html
 from ncclguard.incident.report import folded, show
 from ncclguard.incident.timeline import Document
 from ncclguard.outcome import of_incident
+from ncclguard.process_group.work_queue import GuardedWork, Task, WorkQueue
 from ncclguard.watch.coordination import WatchCoordination
 from ncclguard_explain import explain, language
 from ncclguard_explain.cause import ADVICE, MEANING, WORD, Cause
@@ -322,6 +323,25 @@ def test_errors_say_what_happened_in_chinese(chinese: None) -> None:
         "all_reduce（0:cpu:865c6391/7）超时，timed out (collective timeout after 3 s)：all_reduce(float32[100000]"
     )
     assert "rank 2 迟到。先看它的调用栈" in str(error)
+
+
+def test_the_line_that_a_rank_logs_of_a_failed_call_on_a_guarded_backend_is_chinese(
+    chinese: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    incident = document(ROOT / "docs" / "gallery" / "late" / "incident.json").incident
+    error = error_for(of_incident(incident, 3.0, torn=False))
+
+    def fail() -> None:
+        raise error
+
+    queue = WorkQueue("collectives", lambda outcome: None)
+    work = GuardedWork("all_reduce", [], None)
+    text = tr("{operation} on process group {group}", operation="all_reduce", group="0")
+    with caplog.at_level(logging.ERROR, "ncclguard"), pytest.raises(type(error)):
+        queue.issue(Task(text, fail, work), False)
+        work.wait()
+    queue.close("the test is over")
+    assert caplog.messages == [f"ncclguard: 进程组 0 上的 all_reduce 失败：{error}"]
 
 
 def test_str_of_an_incident_is_for_people_and_its_fields_are_data(chinese: None) -> None:

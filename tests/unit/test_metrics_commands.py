@@ -89,6 +89,25 @@ def test_a_job_of_which_only_sockets_of_killed_processes_are_left_is_none(serve:
     assert control.choose(None) == ("job1", {rank: folder / f"job1.{rank}.sock" for rank in (0, 1)})
 
 
+def test_a_rank_removes_what_killed_processes_of_other_jobs_have_left_but_nothing_new(
+    serve: Serve, folder: Path
+) -> None:
+    """A new one that nobody answers at may be about to: between bind(2) and listen(2)."""
+    folder.mkdir(mode=0o700)
+    for name in ("old.0.sock", "new.0.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as left:
+            left.bind(str(folder / name))
+    living = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    living.bind(str(folder / "living.0.sock"))
+    living.listen()
+    for name in ("old.0.sock", "living.0.sock"):
+        os.utime(folder / name, (1.0, 1.0))
+    serve()
+    control.ask(folder / "job1.0.sock", {"command": "status"})
+    assert sorted(path.name for path in folder.iterdir()) == ["job1.0.sock", "living.0.sock", "new.0.sock"]
+    living.close()
+
+
 def test_closing_removes_the_socket_and_ends_the_thread(serve: Serve, folder: Path) -> None:
     serve().close()
     assert list(folder.iterdir()) == []

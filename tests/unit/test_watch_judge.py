@@ -12,7 +12,7 @@ from ncclguard.coordination.incidents import says_nothing_new
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
 from ncclguard.protocol import codec
-from ncclguard.protocol.decision import Departure, Issued, Report, Trouble, TroubleKind, Waiting, Watched
+from ncclguard.protocol.decision import INTERRUPTED, Departure, Issued, Report, Trouble, TroubleKind, Waiting, Watched
 from ncclguard.watch.judge import (
     BROKEN,
     CONNECTS_WITHIN,
@@ -330,6 +330,7 @@ def test_what_breaks_after_its_incident_and_is_not_understood_is_no_second_one()
     )  # fmt: skip
     broke = first.model_copy(update={"id": "0-2.1", "generation": 1, "cause": Cause.UNKNOWN})
     assert says_nothing_new(broke, first)
+    assert says_nothing_new(broke.model_copy(update={"cause": Cause.NETWORK}), first), "an abort broke it elsewhere"
     assert says_nothing_new(first.model_copy(update={"generation": 1}), first)
     assert not says_nothing_new(broke.model_copy(update={"op_id": "0:gloo/3"}), first)
     assert not says_nothing_new(broke.model_copy(update={"cause": Cause.LOST, "culprits": (1,)}), first)
@@ -346,6 +347,18 @@ def test_where_all_ranks_were_sent_sigterm_nobody_is_named_for_it() -> None:
     assert set(judged(*broke, departed=ended, overdue=False).causes) == {1, 2, 3}
     late = [*broke[:3], said(3, done={"0:gloo": 6})]
     assert judged(*late, departed=ended | {0: ended[1]}, overdue=True).causes == {3: Cause.LATE}
+
+
+def test_ctrl_c_on_all_ranks_is_nobodys_fault_and_on_one_it_is_that_ranks() -> None:
+    """The rank that was not in a collective raises first; the others' main threads sit in C++, but have the signal."""
+    key = {1: Departure(1, Cause.FAILED, "KeyboardInterrupt at train.py:82 in main", watched=Watched())}
+    waiting = [said(rank, world(7), details={INTERRUPTED: True}) for rank in (0, 2, 3)]
+    found = judged(*waiting, departed=key, overdue=False)
+    assert (found.causes, found.cause) == ({}, Cause.UNKNOWN)
+    alone = [said(rank, world(7)) for rank in (0, 2, 3)]
+    assert judged(*alone, departed=key, overdue=False).causes == {1: Cause.FAILED}
+    raised = {2: Departure(2, Cause.FAILED, "ValueError: bad batch")}
+    assert judged(*waiting[::2], departed=key | raised, overdue=False).causes == {2: Cause.FAILED}
 
 
 def test_the_error_of_a_guarded_call_is_no_cause_of_its_own() -> None:
