@@ -432,8 +432,10 @@ def _queued(dumps: Mapping[int, Dump], waiting: Mapping[int, Entry]) -> bool:
 def _main_group(
     pending: Mapping[str, Mapping[int, Entry]], culprits: tuple[int, ...], members: Mapping[str, set[int]]
 ) -> str | None:
-    """Return the group the incident is about: one with a culprit in it for which alone it waits, most ranks waiting,
-    longest pending. Where others than the culprits are lacking too, they may wait in another group for these."""
+    """Return the group the incident is about: one that waits for culprits alone, most ranks waiting, longest pending.
+
+    Where others than the culprits are lacking too, these may wait in another group for them.
+    """
     if not pending:
         return None
 
