@@ -68,6 +68,8 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         return _without(verdict, finding.facts, tr("a GPU or its link is broken: the next run on it would fail again"))
     if cause is Cause.DIVERGED or (name in _DIFFER and sure):
         return Decision("fix-code", tr("ranks do not make the same calls; a restart comes to the same place"))
+    if name == "store_rendezvous" and _only_waited(evidence):
+        return Decision("unknown", tr("some did not come to the others, or left them, and nothing tells why"))
     if name in _SET_UP:
         return Decision("fix-environment", tr("the job cannot work on these hosts as they are set up"))
     if name == "network_fabric":
@@ -79,9 +81,13 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
                 "transfers of several hosts failed with several peers each: the fabric between them, not one host"
             )
             return Decision("restart", reason)
+        if evidence.of(Kind.NOTE, name="switch_up"):
+            return Decision("restart", tr("a link of the fabric had gone down and is up again"))
         if sure:
             return Decision("fix-environment", tr("the fabric reports errors that torch cannot mend"))
         return Decision("unknown", tr("a connection broke, and nothing says whether a process or the network ended it"))
+    if verdict.rule == "tool: slow":
+        return _without(verdict, [], tr("its GPU is slower than the others, and the job was stopped for that"))
     if verdict.rule == "ncclguard incident" and cause is Cause.LATE:
         return Decision("fix-code", tr("the awaited rank was at work of its own; its stack says which"))
     if name in _AT_WORK and sure and verdict.rule == "stacks" and not evidence.of(*EXPIRED, Kind.ENGINE_WAIT):
@@ -121,6 +127,21 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
     return Decision("unknown", tr("the inputs do not tell why a rank was missing"))
 
 
+#: What waits for others to come, or has lost the host of the store.
+_WAITED = re.compile(r"waiting for clients|Rendezvous(?:Timeout|Closed)Error|store based barrier|to store for rank")
+
+
+def _only_waited(evidence: Evidence) -> bool:
+    """Return whether the store's clients only tell that they waited, or lost it, and no task or pod of its fault."""
+    facts = evidence.of(Kind.RENDEZVOUS, Kind.STORE_BARRIER)
+    since = {fact.source: fact.line for fact in reversed(facts)}
+    ended = evidence.of(Kind.EXIT, Kind.LAUNCHER) + evidence.of(Kind.NOTE, name="tasks_ended")
+    ended = [fact for fact in ended if fact.line < since.get(fact.source, fact.line + 1)]
+    ended += evidence.of(Kind.NOTE, name="not started") + evidence.of(Kind.ENVIRONMENT)
+    worked = bool(evidence.of(Kind.STORE_LOST, Kind.JOINED))  # then it had been reached before
+    return not ended and all(_WAITED.search(fact.text) or (worked and "ConnectionError" in fact.text) for fact in facts)
+
+
 _PEER = re.compile(r"\bpeer ([\d.]+|[\da-f:]+)(?=<|\b)")
 
 
@@ -142,7 +163,7 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
         return Decision("fix-environment", tr("the node ran out of a resource that the job uses; it would again"))
     taken = [fact for fact in events if fact.name != "TIME LIMIT"]
     broken = [fact for fact in taken if fact.name in _BROKEN_NODE]
-    if broken:
+    if broken and not evidence.of(Kind.NOTE, name="taken_back"):
         decision = _without(verdict, broken, tr("the node failed"))
         if decision.action == "restart-without":
             return decision
@@ -180,6 +201,8 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
             "one process met an instruction that its processor lacks: the program is built for another one than that host's"
         )
         return _without(verdict, [], reason)
+    if -7 in numbers and evidence.of(Kind.NOTE, name="shm_full"):
+        return Decision("fix-environment", tr("a process found no shared memory: /dev/shm is full"))
     if numbers & {-11, -4, -8, -7}:
         return Decision("unknown", tr("a process crashed in native code, and nothing says where"))
     if cause is Cause.LOST and (-9 in numbers or verdict.rule == "ras"):

@@ -115,6 +115,7 @@ def by_tool(evidence: Evidence, world: World) -> Verdict | None:
     weaker = None
     for rule in (
         _lost_instance,
+        _apart_from_first,
         _listed,
         _absent_from_mesh,
         _awaited_experts,
@@ -184,6 +185,21 @@ def _listed(evidence: Evidence, world: World) -> Verdict | None:
         several = name == "restarted" and len(named) > 1  # two jobs share the coordinator's port
         return _verdict(name, named, facts, "medium" if several or (name == "unhealthy" and not died) else "high")
     return None
+
+
+def _apart_from_first(evidence: Evidence, world: World) -> Verdict | None:
+    """JAX compares what each process brings to a barrier with what process 0 sent: the minority is elsewhere."""
+    facts = [
+        fact
+        for fact in evidence.of(Kind.EXCEPTION)
+        if "sync_global_devices name mismatch" in fact.detail and fact.rank is not None
+    ]
+    differ = {fact.rank for fact in facts if fact.rank is not None}
+    others = set(range(world.size or 0)) - differ
+    if not facts or 0 not in others or len(differ) == len(others):
+        return None
+    odd = differ if len(differ) < len(others) else others
+    return _verdict("program", odd, facts, "medium") if len(odd) == 1 or odd == differ else None
 
 
 def _lost_instance(evidence: Evidence, world: World) -> Verdict | None:

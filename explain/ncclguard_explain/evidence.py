@@ -314,6 +314,10 @@ class Collector:
             )
             self._cannot(source, why)
             return
+        servers = plain.get("server_list") if isinstance(plain, dict) else None
+        if isinstance(servers, list) and (count := evidence.ranks.table(servers)):
+            evidence.stated_world = max(evidence.stated_world or 0, count)
+            return
         make = Fact(Kind.NOTE, source.name, 0, "", source.index)
         if source.rank is not None and not source.rank_is_local:
             make.rank, make.rank_basis = source.rank, "file"
@@ -447,6 +451,8 @@ class Collector:
         _mark_ended_well(evidence)
         _give_to_their_ranks(evidence)
         _mark_stepped_over(evidence)
+        _mark_moving(evidence)
+        _mark_shut_down(evidence)
         _mark_survived(evidence, self._counting())
         _mark_idle(evidence)
         over = {fact.source: max(fact.line, fact.until) for fact in evidence.of(Kind.NOTE, name="barrier_completed")}
@@ -736,6 +742,38 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
             or again
             and any(one.line > again[0] for one in after)
         ):
+            fact.kind = Kind.RETRIED
+
+
+_CLOCK = re.compile(r"(?<![\d:])\d{1,2}:\d\d(?::\d\d)?(?!\d)")
+
+
+def _mark_moving(evidence: Evidence) -> None:
+    """Count stacks as no sign of a hang where the job's log steps on behind the time at which they were taken."""
+    taken = max((fact.detail for fact in evidence.of(Kind.NOTE, name="stacks taken")), default=None)
+    stacks = evidence.of(Kind.STACK)
+    if taken is None or any(fact.kind not in _OF_A_HEALTHY_JOB | {Kind.STACK} for fact in evidence.facts):
+        return
+    there = {fact.source for fact in stacks}
+    steps = [fact for fact in evidence.of(Kind.ALIVE) if fact.source not in there and fact.number is not None]
+    clocks = {fact.number: clock[0].zfill(5) for fact in steps if (clock := _CLOCK.search(fact.text))}
+    if len([clock for clock in clocks.values() if clock[: len(taken)] > taken]) > 2:
+        for fact in stacks:
+            fact.kind = Kind.RETRIED
+
+
+#: What the other processes of an engine say when it has been told to end.
+_OF_AN_END = frozenset({Kind.WORKER_DIED, Kind.ENGINE_END, Kind.ENGINE_WAIT})
+
+
+def _mark_shut_down(evidence: Evidence) -> None:
+    """Count as survived what an engine's processes say of each other behind its end in order, if nothing was before."""
+    ends: dict[int, int] = {}
+    for note in evidence.of(Kind.NOTE, name="shut_down"):
+        ends.setdefault(note.source, note.line)
+    accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB | {Kind.TEARDOWN}]
+    if all(fact.kind in _OF_AN_END and fact.line > ends.get(fact.source, fact.line) for fact in accusing):
+        for fact in accusing:
             fact.kind = Kind.RETRIED
 
 

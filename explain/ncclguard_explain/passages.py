@@ -312,12 +312,25 @@ def _raised(make: Fact, name: str, detail: str, text: str, frames: list[str]) ->
     return make.clone(kind=Kind.EXCEPTION, name=name, **told)
 
 
+#: What a program says of itself behind its traceback.
+_OWN_END = re.compile(
+    r"(?i)\b(?:unhandled|uncaught|exception|crash(?:ed)?|fatal|abort(?:ed|ing))\b.{0,40}(?<![\-_])local[_ ]rank[ =:]+(\d{1,4})\b"
+)
 #: Words by which the further lines of an exception's text tell of another process.
 _OF_OTHERS = re.compile(r"peer|remote|[Cc]losed|[Tt]imed? ?out")
 
 
 def with_rest(fact: Fact, prefix: Prefix, rows: Sequence[str]) -> Fact:
-    """Return an exception of a rank with what the lines of its text after the first say of other processes."""
+    """Return an exception of a rank with what the lines of its text after the first say of other processes.
+
+    Of one without a rank with the local rank that the program's next lines give it.
+    """
+    if fact.rank is None and fact.local_rank is None and prefix.place == "":
+        for own in map(split_prefix, rows[:4]):
+            if "Traceback" in own.text:
+                break
+            if own.tag == prefix.tag and own.rank is None and (told := _OWN_END.search(own.text)):
+                return fact.clone(local_rank=int(told[1]))
     rest = [split_prefix(row) for row in rows[:6]] if fact.kind is Kind.EXCEPTION and prefix.basis == "prefix" else []
     for own in rest:
         body = message_of(own.text)
@@ -611,7 +624,10 @@ def _ras_text(text: str, following: Following, make: Fact) -> Iterator[Fact]:
     rows = list(itertools.takewhile(lambda row: _RAS_NEXT.match(row) is None, rows))
     if "operation counts" in text:
         op = re.search(r"different (\w+) operation counts", text)
-        base = base.clone(work=Work(op[1].upper()) if op and op[1] != "collective" else None)
+        if op is None or op[1] == "collective":  # NCCL 2.27 heads the counts with the operation
+            heads = [hit for row in rows if (hit := re.match(r"\s*(\w+) operation counts:", row))]
+            op = heads[0] if len(heads) == 1 else None
+        base = base.clone(work=Work(op[1].upper()) if op else None)
         counts = [(int(hit[1] or 1), int(hit[2])) for row in rows if (hit := _LAUNCHED.search(row))]
         listed = [hit for row in rows if (hit := _RAS_RANK.search(row))]
         if len(counts) > 1:
@@ -887,6 +903,10 @@ _RAISED_AT = re.compile(r"[\w.]*(?:Error|Exception)\b: ")  # the message of an e
 _SERVES = re.compile(
     r"\"POST /\S* HTTP/\d[\d.]*\" 200|Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s|Decode batch.*gen throughput \(token/s\): (?!0\.0+,)"
 )
+#: A note beside stacks on when they were taken.
+_STACKS_AT = re.compile(
+    r"(?i)\b(?:stack(?: ?trace)?s?|dumps?|dumped|py-?spy|pystack)\b[^.;\d]{0,40}?(?<![\d:])(\d{1,2}:\d\d(?::\d\d)?)\b"
+)
 _STEP = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|batch)\b\W{0,3}\d", re.IGNORECASE)
 _STEP_NUMBER = re.compile(
     r"\b(?:(?:global_?)?step|iter(?:ation)?)\b\W{0,3}(\d{1,9})\b|\bepoch\b\W{0,3}(\d{1,9})\b", re.IGNORECASE
@@ -979,6 +999,8 @@ def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
     `last`: the line is among the last ones of its file.
     """
     phase = phase_of(text)
+    if last and (taken := _STACKS_AT.search(text)):
+        yield make.clone(kind=Kind.NOTE, name="stacks taken", detail=taken[1].zfill(5))
     found = None
     for found in _BAR.finditer(text):
         pass  # a line of several bars: the last one counts

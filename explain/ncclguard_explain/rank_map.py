@@ -43,6 +43,9 @@ _LISTED = re.compile(r"^(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d+ ")  # a ro
 _RANGES = re.compile(
     r"(?<![\w.\-])([A-Za-z][\w.\-]*\w)(?:: | ?[=\-]> |(?<=\d) (?:has |holds |runs )?)(?:node_rank \d+ -> )?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
 )
+_LISTED_ON = re.compile(
+    r"(?<![\w.\-])([A-Za-z][\w.\-]*\d\w*)(?:: | ?[=\-]> )(?:global )?ranks (\d{1,6}(?:, ?\d{1,6})+)\b"
+)
 _RANGES_ON = re.compile(
     r"\b[Rr]anks? (\d{1,6})(?:-|\.\.)(\d{1,6}) (?:\w+ )?on (?:node |host |pod )?([a-z][\w.\-]*\d)\b"
 )
@@ -56,11 +59,12 @@ _SENDS = re.compile(r"Channel \d+(?:/\d+)? ?: (\d+)\[\w+\] -> (\d+)\[\w+\] \[(se
 _ENGINE = re.compile(r"EngineCore_DP(\d{1,6})$")
 _NODE_OF_POD = re.compile(r"^\s+NODE_RANK: +(\d{1,5})\b")
 _OF_GROUP = re.compile(r"\[rank (\d{1,6})/(\d{1,6})\]")  # vLLM: in a group of that size
+_OF_GLOO = re.compile(r"\[Gloo\] Rank (\d{1,6}) is connected to (\d{1,6}) peer ranks")
 _PROCESS = re.compile(
-    r"(?<!local )(?<!from )(?<!for )(?<!to )(?<!remote )\b[Rr]ank[ =:]+(?P<rank>\d{1,6})\b[^|;]{0,40}?\bpid[ =:]+(?P<pid>\d{1,9})\b"
+    r"(?<!local )(?<!from )(?<!for )(?<!to )(?<!remote )(?:\b|\b(?:global|GLOBAL|world|WORLD)_)(?:[Rr]ank|RANK)[ =:]+(?P<rank>\d{1,6})\b[^|;]{0,40}?\bpid[ =:]+(?P<pid>\d{1,9})\b"
 )
 _LISTED_RANK = re.compile(
-    r"\bpid[ =:]+(\d{1,9})\b[^|;]{0,120}?(?:(?<![A-Z_])RANK[=:]|(?<![\w\-])(?:--(?:global[_-])?rank[ =]|rank=))(\d{1,6})\b"
+    r"\bpid[ =:]+(\d{1,9})\b[^|;]{0,120}?(?:(?<![A-Z_])RANK[=:]|(?<![\w\-])(?:--(?:global[_-])?rank[ =]|(?:(?:global|world)[_ ])?rank=|(?:global|world)[_ ]rank:? ?))(\d{1,6})\b"
 )
 # A command line behind its process, as shells report an end ("a.sh: line 3: 4188 Killed  python ...") and ps lists it.
 # With `--multiprocessing-distributed` of torch's ImageNet example it is the node that has this rank.
@@ -162,6 +166,8 @@ class RankMap:
     _assigned: bool = False  # torchrun's store gives the nodes their ranks, whatever they were given
     _of_group: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, rank) -> the group's size
 
+    _of_gloo: dict[tuple[str, int, int], int] = field(default_factory=dict)  # (host, pid, rank) -> the group's size
+
     # --- reading ---
 
     def process(self, pid: int | None, rank: int, host: str = "") -> None:
@@ -176,6 +182,22 @@ class RankMap:
             self._started.append(dict(started))
         for rank, host in hosts.items() if len(hosts) > 1 else ():
             self.hosts.setdefault(host, set()).add(rank)
+
+    def table(self, servers: Sequence[object]) -> int:
+        """Note the ranks of HCCL's rank table, by server and device; return how many it has."""
+        count = 0
+        for server in servers:
+            name, devices = (
+                (server.get("server_id"), server.get("device")) if isinstance(server, Mapping) else ("", None)
+            )
+            for device in devices if isinstance(devices, list) else ():
+                rank, at = (
+                    str(device.get(name)) if isinstance(device, Mapping) else "" for name in ("rank_id", "device_id")
+                )
+                if rank.isdecimal() and at.isdecimal():
+                    _prove(self.first, str(name), max(int(rank) - int(at), NOBODY))
+                    count += 1
+        return count
 
     def read(self, text: str, prefix: Prefix, source: Source, following: Callable[[int], Sequence[str]]) -> None:
         """Note what a line proves."""
@@ -222,6 +244,8 @@ class RankMap:
             spans = _RANGES.findall(text) + [(host, low, high) for low, high, host in _RANGES_ON.findall(text)]
             if row := _TABLE.match(text):
                 spans += [(name, row[3], row[4]) for name in row.groups()[:2] if name]
+            for host, listed in _LISTED_ON.findall(text):
+                self.hosts.setdefault(host, set()).update(int(number) for number in listed.split(","))
             for host, low, high in spans:
                 if int(low) <= int(high) < int(low) + 4096:
                     self.hosts.setdefault(host, set()).update(range(int(low), int(high) + 1))
@@ -281,6 +305,10 @@ class RankMap:
         if of_group := _OF_GROUP.search(text):
             if prefix.pid is not None and len(self._of_group) < MOST:
                 self._of_group[prefix.pid, int(of_group[1])] = int(of_group[2])
+            return None
+        if of_gloo := _OF_GLOO.search(text):
+            if prefix.pid is not None and len(self._of_gloo) < MOST:
+                self._of_gloo[prefix.host, prefix.pid, int(of_gloo[1])] = int(of_gloo[2]) + 1
             return None
         for listed in _PROCESS.finditer(text):
             self.process(int(listed["pid"]), int(listed["rank"]), prefix.host)
@@ -384,6 +412,10 @@ class RankMap:
         if len({*self._of_group.values(), *([stated_world] if stated_world else [])}) == 1:  # the group is the job
             for pid, rank in self._of_group:
                 found.process(pid, rank)
+        whole = [member for member, size in self._of_gloo.items() if size == stated_world]
+        if len({rank for *_, rank in whole}) == len(whole):  # else several groups have this size, and none is the job
+            for host, number, rank in whole:
+                found.process(number, rank, host)
         local_ranks: dict[str, set[int]] = {}
         for (scope, _), local in self._local.items():
             local_ranks.setdefault(scope, set()).add(local)

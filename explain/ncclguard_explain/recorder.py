@@ -432,13 +432,17 @@ def _queued(dumps: Mapping[int, Dump], waiting: Mapping[int, Entry]) -> bool:
 def _main_group(
     pending: Mapping[str, Mapping[int, Entry]], culprits: tuple[int, ...], members: Mapping[str, set[int]]
 ) -> str | None:
-    """Return the group the incident is about: one with a culprit in it, most ranks waiting, longest pending."""
+    """Return the group the incident is about: one that waits for culprits alone, most ranks waiting, longest pending.
+
+    Where others than the culprits are lacking too, these may wait in another group for them.
+    """
     if not pending:
         return None
 
-    def weight(name: str) -> tuple[int, int, int]:
+    def weight(name: str) -> tuple[int, bool, int, int]:
         return (
             sum(rank in members.get(name, set()) for rank in culprits),
+            members.get(name, set()) - set(pending[name]) <= set(culprits),
             len(pending[name]),
             -min(entry.created_ns for entry in pending[name].values()),
         )

@@ -49,7 +49,7 @@ _NODE_NAME = re.compile(r"(?:^|[^a-z])(?:node|host|worker|pod)[_\-.]?(\d{1,5})(?
 #: Words of the JSON documents that are read whole: dumps, torchelastic's error files, Kubernetes, RAS, our incidents.
 _DOCUMENTS = (
     b'"entries"', b'"pg_config"', b'"pg_status"', b'"extraInfo"', b'"involvedObject"', b'"communicators"', b'"containerStatuses"',
-    b'"culprits"',
+    b'"culprits"', b'"server_list"',
 )  # fmt: skip
 
 
@@ -806,6 +806,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"found NaN in", b"Unexpected result", b"DeadLock detected", b"health check", b"Health check", b"TIMED OUT", b"aborted (timeout)",
     b"[ready ranks", b"Process name: ", b"died from signal", b"exited with", b"died with", b"ranks arrived", b"Missing ranks", b"missing ranks", b"Stalled ranks", b"submitted to be", b"Executor failed", b"core initialization", b"core proc", b"Waiting for path", b"] failed.", b"workers failed", b"WorkerProc", b"actor died", b"actor is dead",
     b"lost communication", b"aicore", b"aivector", b"exit=0", b"Command execution", b"Container rank", b"exit_code=0", b"blocked for more than", b"TERM_", b"no response from peer", b"torchft", b"for process ", b"localUserrank", b"nfs: server", b"Lustre: ", b"ossible transient", b"ossible persistent", b"hardware fault", b"MainThread stack", b"succeeded", b"terminate called", b"first noticed rank", b"doom: ", b"STRAGGLER DETECT", b"etected stragglers", b"to store for rank", b"stalled for longer", b"/health", b"esum", b"heck sum", b"crc", b"CRC", b"hash", b"digest", b"ingerprint", b"sha256", b"md5", b"ismatch", b"nconsisten", b"oaded checkpoint", b"estored all", b"Worker exit type", b"pressure (OOM)", b"marked dead", b"parallel_size=", b"couldn't get a response",
+    b"] Shutdown ", b"-IF_UP: ", b"-UPDOWN: ", b"% /dev/shm", b"preemption notice", b"pot interruption",
     # kernel, driver, cluster
     b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"instance-action", b"NRT_EXEC_HW_ERR", b"Uncorrectable HBM", b"uncorrectable HBM", b"atastrophic event", b"MULTI BIT ECC", b"Sending SIGBUS", b"encountered timeout", b"no progress on stream", b"Error Snippet", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core", b"ink is Up", b"[<0>] ", b"FailedScheduling", b"state=s", b"hard-reset", b"critical device", b"H/W error", b"reset device", b"hardware error", b"wedged", b"Reason: ", b"(Pdb)", b" Killed  ", b'seq": ', b" seq=", b"egmentation fault", b"ipdb>", b"maintenance-event", b"PREEMPTED",
     b"Losing connection", b"ircuit breaker", b"node-failure", b"lost contact", b"segfault at", b"SIGINT", b"^C",
