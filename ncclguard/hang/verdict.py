@@ -92,12 +92,13 @@ class Seen:
     def waits(self) -> bool:
         """Tell whether it waits for its peers: inside of what they have to call too, and has not moved.
 
-        Who joins a job, or asks the store or Ray, does that again and again, and wakes up for it.
+        Who joins a job, or asks the store or Ray, does that again and again, and wakes up for it; and works for it where
+        the process has the store, or where the machine is slow.
         """
         if self.place is None or self.stopped or self.place.kind not in INSIDE:
             return False
         asks = self.place.kind in (Kind.SETUP, Kind.STORE) or self.place.op == RAY_REPORT
-        return self.motion is Motion.STILL or (asks and self.motion is Motion.WAKING)
+        return self.motion is Motion.STILL or (asks and self.motion in (Motion.WAKING, Motion.SPINNING))
 
     @property
     def may_wait(self) -> bool:

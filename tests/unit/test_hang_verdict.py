@@ -66,6 +66,12 @@ def test_the_rank_that_is_not_where_the_others_wait_is_named(
     assert (verdict.culprits, verdict.cause, verdict.confidence) == ((2,), cause, confidence)
 
 
+def test_who_joins_a_job_and_has_the_store_is_at_work_and_waits() -> None:
+    seen = [rank(0, SETUP, Motion.SPINNING), rank(1, SETUP, Motion.WAKING), rank(2, SLEEP), rank(3, SETUP)]
+    verdict = judge(Evidence(4, seen))
+    assert (verdict.culprits, verdict.cause) == ((2,), Cause.LATE)
+
+
 def test_ranks_that_all_ask_for_a_lock_file_do_not_move() -> None:
     """A compilation of torch's extensions that was ended leaves its file behind, and all ask for it for ever."""
     baton = Place(Kind.LOCK, stack=("train.py:6 <module>", "torch/utils/file_baton.py:50 wait"))
