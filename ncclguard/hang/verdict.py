@@ -92,8 +92,8 @@ class Seen:
     def waits(self) -> bool:
         """Tell whether it waits for its peers: inside of what they have to call too, and has not moved.
 
-        Who joins a job, or asks the store or Ray, does that again and again, and wakes up for it; and works for it where
-        the process has the store, or where the machine is slow.
+        Who joins a job, or asks the store or Ray, does that again and again, and wakes up for it; and works for it
+        where the process has the store, or where the machine is slow.
         """
         if self.place is None or self.stopped or self.place.kind not in INSIDE:
             return False
