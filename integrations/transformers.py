@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from ncclguard.integrations.accelerate import refuse_sharded, resilient_step
 from torch.utils.data import DataLoader
 
 from ncclguard import lifecycle
@@ -112,8 +113,6 @@ class ResilientTraining:
     training_options: ClassVar[dict[str, Any]] = {}
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from ncclguard.integrations.accelerate import refuse_sharded
-
         if lifecycle.is_joining():
             raise GuardConfigError(
                 "a new rank cannot come to the others' place in the loop of a Trainer: leave out --spares and "
@@ -238,8 +237,6 @@ class ResilientTraining:
 
     def _go_on(self: Any, function: Callable[..., Any], *models: Any, **options: Any) -> Any:
         """Call a function as a resilient step, of which there is one for each name."""
-        from ncclguard.integrations.accelerate import resilient_step
-
         known = vars(self).setdefault(_STEPS, {})
         if function.__name__ not in known:
             decorate = resilient_step(self.accelerator, *models, **options, **self.training_options)

@@ -466,6 +466,16 @@ def test_ctrl_c_before_the_limit_is_told_as_what_it_is() -> None:
         assert "KeyboardInterrupt" in str(incident.ranks[1].exception)
 
 
+def be_late_twice() -> None:
+    """Rank 1 comes late to two collectives; then the ranks meet."""
+    dist.init_process_group("gloo")
+    for _ in range(2):
+        if dist.get_rank() == 1:
+            time.sleep(5)
+        dist.all_reduce(torch.ones(10))
+    ng.safe_barrier(timeout=30)
+
+
 def calls_exit_in_its_callback() -> None:
     """Rank 1 is late twice, longer than the limit; the program wants to end at the first time, in the wrong thread."""
     found = []
@@ -475,12 +485,7 @@ def calls_exit_in_its_callback() -> None:
         sys.exit(3)
 
     handle = ng.watch(timeout=1.5, on_incident=end)
-    dist.init_process_group("gloo")
-    for _ in range(2):
-        if dist.get_rank() == 1:
-            time.sleep(5)
-        dist.all_reduce(torch.ones(10))
-    ng.safe_barrier(timeout=30)
+    be_late_twice()
     faults.report(found=found, active=handle.active)
 
 
@@ -501,12 +506,7 @@ def blocks_in_its_callback(on_hang: Literal["report", "abort"]) -> None:
             forever.wait()
 
     handle = ng.watch(timeout=1.5, on_hang=on_hang, on_incident=ask_a_service)
-    dist.init_process_group("gloo")
-    for _ in range(2):
-        if dist.get_rank() == 1:
-            time.sleep(5)
-        dist.all_reduce(torch.ones(10))
-    ng.safe_barrier(timeout=30)
+    be_late_twice()
     faults.report(found=[list(incident.culprits) for incident in handle.incidents], active=handle.active)
 
 
