@@ -455,19 +455,26 @@ def _looks_again(one: Seen) -> bool:
 def _awaited(some: Sequence[Seen], where: Message) -> Verdict:
     """Name nobody: the others wait for ranks that work, or of which it is not known what they do."""
     working = [one.rank for one in some if one.motion in (Motion.MOVING, Motion.SPINNING)]
+    resting = [one.rank for one in some if one.rank not in working]
     ranks = [one.rank for one in some]
     if working:
         summary = tr(
             "The others wait for {ranks}, at work as far as can be seen; nobody is to blame.",
             ranks=names_of(working),
         )
+        if resting:
+            summary = tr(
+                "The others wait for {ranks}, at work as far as can be seen, or for {others}, where nothing moves; which of them holds them up cannot be told.",
+                ranks=names_of(working),
+                others=names_of(resting),
+            )
         step: Message | str = tr(
             "Look again in a minute, or with --seconds 60: the same place in each look is no progress."
         )
     else:
         summary = tr("The others wait for {ranks}; what happens there cannot be told.", ranks=names_of(ranks))
         step = next((one.trouble for one in some if one.trouble), "") or ADVICE[Cause.UNKNOWN]
-    return Verdict((), Cause.UNKNOWN, "low", True, summary, where, step, tuple(working or ranks))
+    return Verdict((), Cause.UNKNOWN, "low", True, summary, where, step, tuple(ranks))
 
 
 def _held_up_by(evidence: Evidence, outside: Sequence[Seen], where: Message, confidence: str) -> Verdict:

@@ -300,6 +300,12 @@ def test_a_rank_at_work_is_awaited() -> None:
     assert "at work" in verdict.summary
 
 
+def test_a_rank_that_stands_still_is_shown_beside_those_at_work() -> None:
+    verdict = judge(Evidence(4, [rank(0, SLEEP, Motion.MOVING), rank(1), rank(2, SLEEP), rank(3)]))
+    assert (verdict.culprits, verdict.awaited) == ((), (0, 2))
+    assert "at work" in verdict.summary and "rank 2, where nothing moves" in verdict.summary
+
+
 def test_ranks_of_other_hosts_are_asked_for() -> None:
     verdict = judge(Evidence(8, [rank(n) for n in range(4)]))
     assert verdict.awaited == (4, 5, 6, 7)
