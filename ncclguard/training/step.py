@@ -179,8 +179,8 @@ class ResilientStep:
         enroll(self)
         declaration.watch_end()
         self._keepers = self._what_a_try_may_change()
-        for one in self._optimizers:
-            one.register_step_pre_hook(self._before_optimizer)
+        for one in self._optimizers:  # that of Accelerate has no hooks of its own, and in it the one that steps
+            getattr(one, "optimizer", one).register_step_pre_hook(self._before_optimizer)
         if copies or load is not None or has_shards(self._models):
             _uncalled.append(weakref.ref(self))
 

@@ -197,6 +197,9 @@ def refused(port: int) -> None:
             optimizer.step()
 
     step = resilient_step(accelerator, model, optimizer)(one)
+    fails = ng.resilient_step(model, optimizer, on_lost="fail", check_every=1)(one)
+    for _ in range(2 * PARTS):
+        fails(torch.ones(MICRO, WIDTH))
     sharding = SimpleNamespace(distributed_type="DistributedType.FSDP")
     faults.report(
         plain=told(lambda: ng.resilient_step(model, optimizer)(one)),
@@ -204,6 +207,7 @@ def refused(port: int) -> None:
         accumulates=told(lambda: resilient_step(accelerator, model, optimizer, accumulates=True)),
         sharded=told(lambda: resilient_step(sharding, model, optimizer)),
         met=step.group is not None,
+        failing=[fails.completed, fails.group is None],
         between=told(
             lambda: resilient_step(accelerator, model, optimizer, loader=ng.ElasticLoader(Rows(), MICRO))(
                 lambda batch: one(batch[0])

@@ -166,6 +166,7 @@ def test_what_cannot_go_on_is_refused_before_a_rank_waits_for_another() -> None:
     for rank in job:
         found = rank.reports
         assert not found["met"], job
+        assert found["failing"] == [2 * PARTS, True]  # with on_lost="fail" there is nothing to refuse
         assert found["plain"].startswith("GuardConfigError: AcceleratedOptimizer: Accelerate counts the ranks itself")
         assert "inside an iteration over a prepared dataloader" in found["iterating"]
         assert "FSDP" in found["sharded"]
