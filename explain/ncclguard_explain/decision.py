@@ -154,6 +154,9 @@ def _of_the_whole_fabric(facts: Sequence[Fact]) -> bool:
     return len(told) > 2 and all(len(peers) > 1 for peers in told.values()) and not set.intersection(*told.values())
 
 
+_NO_NUMBER = re.compile(r"(?:found|result) (?:nan|inf)", re.IGNORECASE)
+
+
 def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause) -> Decision:
     events, facts = evidence.of(Kind.SCHEDULER), finding.facts
     memory = any(fact.name in OUT_OF_MEMORY or "memory" in fact.detail for fact in events)
@@ -185,6 +188,8 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
         return Decision("fix-code", tr("a rank needs more memory than its GPU has; a restart comes to the same place"))
     if any(word in text for word in _ENVIRONMENT):
         return Decision("fix-environment", tr("a rank lacks a file, module, connection, space or memory of its host"))
+    if evidence.of(Kind.ACCUSED, name="nan") and all(_NO_NUMBER.search(fact.detail) for fact in raised):
+        return Decision("unknown", tr("a rank found no numbers in its own values: its data, the program or its GPU"))
     if raised:
         return Decision("fix-code", tr("a rank raised; a restart comes to the same place"))
     if any(f.kind in (Kind.CUDA, Kind.WATCHDOG_EXCEPTION, Kind.XID) or f.name == "cuda" for f in facts):

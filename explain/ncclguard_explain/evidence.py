@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ncclguard_explain import passages, places
+from ncclguard_explain.census import LABEL
 from ncclguard_explain.facts import EXPIRED, MAX_RANK, WAITING, Fact, Group, Kind, Work, united
 from ncclguard_explain.jobs import Signs
 from ncclguard_explain.language import joined, received, tr
@@ -534,6 +535,9 @@ class Collector:
         for fact in evidence.facts:
             if fact.rank is not None:
                 continue
+            if fact.source in evidence.ranks.labelled and (label := LABEL.match(fact.text)) is not None:
+                fact.rank, fact.rank_basis = int(label[1]), "prefix"
+                continue
             known = evidence.ranks.rank_of(fact, one_node, evidence.local_size)
             if known is not None:
                 fact.rank, fact.rank_basis = known
@@ -726,12 +730,13 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
         warned = fact.kind is Kind.NCCL_WARN
         steps = [one for one in after if one.kind is not Kind.PHASE and one.name in ("train", "serve")]
         answers = [one for one in after if one.name in ("serve", "generate") and one.kind is Kind.ALIVE]
+        generated = places.is_parent(fact.place) and any('"POST ' in one.text for one in answers)
         # Who prints the steps of the job speaks for all its ranks, which meet in each; one step may still be in flight.
         job = len({one.detail for one in steps}) > 1
         complete = any(
             one.name == "finished" and one.rank in (fact.rank, *[None] * (warned or fact.rank == 0 or job))
             for one in after
-        ) or (fact.rank is None and len(answers) > 2 and answers == after[-len(answers) :])
+        ) or (fact.rank is None and len(answers) > (1 if generated else 2) and answers == after[-len(answers) :])
         flapped = fact.name == "ib_async" and warned and job
         if (
             complete

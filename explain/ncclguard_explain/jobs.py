@@ -31,7 +31,7 @@ _TRAINING = re.compile(
 #: A command of a shell, a notebook or an interpreter that runs a program by itself.
 _PLAIN = re.compile(
     rb"(?m)^(?:\([\w.\- ]+\) ?)?(?:\[?[\w.\-]+@[\w.\-]+[:\s~\]][^$#%\n]{0,80}[$#%] ?|\$ |% |>>> |In ?\[\d+\]: ?|PS [A-Z]:[^>\n]{0,120}> ?|[A-Z]:\\[^>\n]{0,120}> ?)"
-    rb"(?:(?:export|time|nice|env|sudo) )*(?:[A-Z_]+=\S* )*(?:\S*/)?(?:python[\d.]*|ipython3?|uv run|poetry run|pytest|bash|sh|\./|%run|!python)"
+    rb"(?:(?:export|time|nice|env|sudo) )*(?:[A-Z_]+=\S* )*(?:\S*/)?(?:python[\d.]*|ipython3?|uv run|poetry run|pytest|bash|sh|\./|%run|!python)|(?m:^Cell In ?\[\d+\], line \d)"
 )
 #: Servers, databases and their timers, and what builds images: programs that train nothing.
 _SERVER = re.compile(
@@ -41,6 +41,8 @@ _SERVER = re.compile(
 _OF_JOBS = re.compile(
     r"python|pt_|ray|VLLM|sglang|triton|trt|mpi|orted|torch|accelerate|deepspeed|slurm|train|julia|java|jax|uv|conda|ba?sh\b|xla|tpu|megatron"
 )
+#: Lines of what is no run of a program: a build's of an image (BuildKit), and those of rules for alerts.
+_NO_RUN = re.compile(r"#\d+ (?:[\d.]+ |ERROR|\[)|(?:- )?(?:alert|expr|annotations|summary|description|record): ")
 _KILLED = re.compile(r"\bprocess \d+ \(([^)]+)\)|\btask=([^,]+)")
 #: Cards through which jobs speak; other links come and go on any host.
 _FABRIC = re.compile(r"mlx|\bib\w*\d|hfi|\befa|\brdma|roce|\bena\b", re.IGNORECASE)
@@ -78,6 +80,8 @@ class Signs:
 
     def foreign(self, fact: Fact) -> bool:
         """Return whether a fact is of a program or a host on which nothing tells of a job."""
+        if _NO_RUN.match(fact.text):
+            return True
         if self.job or (self._rank and (self._training or not self._server)):
             return False
         if fact.kind is Kind.KERNEL_OOM:

@@ -34,6 +34,8 @@ _LOGGER = re.compile(r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +[\d\-]+ [\d:.,]+ 
 _OF_RANK = re.compile(r"\(most recent call last\): \(RANK (\d+)\)")  # torch/distributed/checkpoint/api.py
 _HYDRA = re.compile(r"RANK (\d+) PID (\d+) RUNNING AT (\S+)")  # MPICH hydra 3.0 to 4.2, Intel MPI
 _ON_RANK = re.compile(r"\bon rank (\d{1,6})\b(?! (?:failed|died|timed))")
+#: A traceback that Ray hands on: the process in which it was raised.
+_RAY_TASK = re.compile(r"ray\.exceptions\.RayTaskError\(.*?\(pid=(\d{1,9}), ip=([\d.]+)[,)]")
 _THROWN = re.compile(r"terminate called after throwing an instance of '([\w:]+)'")
 _KILLED_BY = re.compile(r"KILLED BY SIGNAL: (\d+)")
 # Open MPI's mpirun, 1.6 to 4.1, and horovodrun, which says the code before
@@ -374,6 +376,8 @@ def _traceback(text: str, prefix: Prefix, following: Following, make: Fact) -> F
         if not body or body.startswith((" ", "\t", "^")):
             frames += _frames(body)[:1]
             continue
+        if task := _RAY_TASK.match(body):
+            make = make.clone(pid=int(task[1]), host=task[2], place="")
         if (
             body.startswith(("Traceback", "ray.exceptions.RayTaskError("))
             or "direct cause" in body

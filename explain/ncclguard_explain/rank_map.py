@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ncclguard_explain import places
+from ncclguard_explain.census import Census
 from ncclguard_explain.facts import MAX_RANK, Fact, Kind
 from ncclguard_explain.records import Prefix, Source, split_prefix
 
@@ -167,6 +168,9 @@ class RankMap:
     _of_group: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, rank) -> the group's size
 
     _of_gloo: dict[tuple[str, int, int], int] = field(default_factory=dict)  # (host, pid, rank) -> the group's size
+    _per_node: set[int] = field(default_factory=set)  # the numbers of processes that DeepSpeed's launchers start
+    labelled: frozenset[int] = frozenset()  # inputs of which each line begins with its rank
+    _census: Census = field(default_factory=Census)
 
     # --- reading ---
 
@@ -221,6 +225,9 @@ class RankMap:
             self._names.add(prefix.place)
             if prefix.pid is not None and len(self._actors) < MOST:
                 self._actors.setdefault(prefix.place, set()).add((prefix.host, prefix.pid))
+        announces = "ank" in text or "RANK" in text or "PROCID" in text or prefix.basis in ("task", "launcher")
+        if announces and rank is None and not _TROUBLE.search(text):
+            self._census.read(text, prefix, source.index)
         if rank is None and (
             "ank" in text or "RANK" in text or "PROCID" in text or "process: " in text or "process_id=" in text
         ):
@@ -354,6 +361,7 @@ class RankMap:
             per_node, accelerate = _PER_NODE.search(text), _ACCELERATE.search(text)
             if "num_local_procs" in text:
                 _prove(self._nodes, scope, int(node_rank[1]))
+                self._per_node |= {int(per_node[1])} if per_node else set()
             elif per_node and not _ASSIGNED_BY_STORE.search(text):
                 _prove(self.first, scope, int(node_rank[1]) * int(per_node[1]))
             elif accelerate and int(accelerate[1]) % max(int(accelerate[2]), 1) == 0:
@@ -405,6 +413,7 @@ class RankMap:
             places={name: rank for name in self._names if (rank := self.place_of(name)) is not None},
             replicas=self.replicas,
             parallel=self.parallel,
+            labelled=self._census.labelled(),
         )  # fmt: skip
         for started in self._started if len(self._started) == 1 else ():  # all processes of the job
             for pid, number in started.items() if len(started) == stated_world else ():
@@ -417,6 +426,9 @@ class RankMap:
             for host, number, rank in whole:
                 found.process(number, rank, host)
         local_ranks: dict[str, set[int]] = {}
+        if len(self._per_node) == 1 and sorted(self._nodes.values()) == [*range(len(self._nodes))]:
+            for scope, node in self._nodes.items():
+                _prove(found.first, scope, node * next(iter(self._per_node)))
         for (scope, _), local in self._local.items():
             local_ranks.setdefault(scope, set()).add(local)
         for scope, ranks in local_ranks.items():
@@ -435,6 +447,9 @@ class RankMap:
         if self.shared and self.parallel.get("tp") == 1 and self.parallel.get("pp", 1) == 1:
             for pid, place in self._engines.items():  # a worker of its own is no process of its own
                 found.process(pid, place)
+        highest = max((fact.rank for fact in facts if fact.rank is not None), default=0)
+        for host, pid, rank in self._census.proved(stated_world, highest):
+            found.process(pid, rank, host)
         for members in self._actors.values():
             unknown = [one for one in members if one not in found.processes]
             known = {found.processes[one] for one in members if one in found.processes} - {NOBODY}

@@ -370,7 +370,7 @@ def _collective(evidence: Evidence, verdict: Verdict) -> tuple[Work | None, Grou
             if fits and row.group_key in (None, group.key if group else None):
                 work = united(work, row.work)
         return work, group
-    for fact in evidence.of(Kind.FINGERPRINT, Kind.DESYNC, Kind.RECORDER, Kind.ASYNC_ERROR):
+    for fact in evidence.of(Kind.FINGERPRINT, Kind.DESYNC, Kind.RECORDER, Kind.ASYNC_ERROR, Kind.BARRIER_MISSING):
         of_victim = fact.rank not in culprits or len(culprits) > 1
         if fact.work is not None and fact.work.op is not None and of_victim and fact.name != "absent":
             numbered = fact.work.seq is not None or fact.number is None
