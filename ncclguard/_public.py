@@ -44,7 +44,7 @@ from ncclguard.process_group.joined import join as join
 from ncclguard.replicas import ReplicaReport as ReplicaReport, check_replicas as check_replicas
 from ncclguard.torch_compat import compiler
 from ncclguard.training import ElasticLoader as ElasticLoader, resilient_step as resilient_step
-from ncclguard.watch import point_to_point
+from ncclguard.watch import monitored_barriers, point_to_point
 from ncclguard.watch.watcher import watch as watch
 from ncclguard_explain.cause import Cause as Cause
 
@@ -56,3 +56,4 @@ def install() -> None:
     enqueued.register()
     runtime.install()
     point_to_point.start()
+    monitored_barriers.start()

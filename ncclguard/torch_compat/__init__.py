@@ -32,6 +32,7 @@ from ncclguard.torch_compat.groups import (
     group_of as group_of,
     group_ranks as group_ranks,
     is_member as is_member,
+    is_of_limit as is_of_limit,
     keep_scaler as keep_scaler,
     known_groups as known_groups,
     limit_passed as limit_passed,
@@ -73,7 +74,11 @@ from ncclguard.torch_compat.nccl import (
     spin_limit as spin_limit,
     switch_recorders_on as switch_recorders_on,
 )
-from ncclguard.torch_compat.point_to_point import awaited_works as awaited_works, note_transfers as note_transfers
+from ncclguard.torch_compat.point_to_point import (
+    awaited_works as awaited_works,
+    note_monitored_barriers as note_monitored_barriers,
+    note_transfers as note_transfers,
+)
 from ncclguard.torch_compat.stores import (
     PrefixStore as PrefixStore,
     Store as Store,

@@ -520,13 +520,21 @@ def broken_collective(text: str) -> bool:
     return _BROKEN.search(text) is not None
 
 
-_LIMIT: Final = re.compile(r"Timed out waiting (\d+)ms for")
+_LIMIT: Final = re.compile(r"(?:Timed out waiting|failed to pass monitoredBarrier in) (\d+) ?ms")
 
 
 def limit_passed(text: str) -> float | None:
     """Return the limit of torch's own, in seconds, that an exception's text says has passed; None for another text."""
     found = _LIMIT.search(text)
     return None if found is None else int(found[1]) / 1000
+
+
+def is_of_limit(text: str) -> bool:
+    """Return whether a limit of torch's own has ended a collective, by an exception's text, on this rank or another.
+
+    gloo tells only rank 0 the limit of a monitored barrier and who was missing, and the other ranks to ask rank 0.
+    """
+    return limit_passed(text) is not None or "successfully reached monitoredBarrier" in text
 
 
 def from_collective(error: BaseException) -> bool:

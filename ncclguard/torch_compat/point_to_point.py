@@ -1,4 +1,4 @@
-"""Sends and receives, which torch's flight recorder does not see on gloo: noted where Python hands them to C++.
+"""Sends, receives and monitored barriers: torch's flight recorder of gloo has none, so they are noted in Python.
 
 torch issues them from Python only, by three methods of `ProcessGroup`, and a program waits in `wait` of a work. These
 methods are replaced by functions that call them: `torch.distributed.isend` and its siblings stay the objects that they
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from threading import get_ident
 from typing import Any, Final
@@ -26,6 +27,26 @@ _METHODS: Final = ("send", "recv", "recv_anysource")
 def awaited_works() -> dict[int, dist.Work]:
     """Return, for each thread that waits for a work of torch, that work, by ``threading.get_ident()``."""
     return {thread: work for thread, work in tuple(_awaited.items()) if work is not None}
+
+
+def note_monitored_barriers(entered: Callable[[dist.ProcessGroup], AbstractContextManager[None]]) -> None:
+    """Have each monitored barrier of a group in the context that `entered(group)` returns; once for each process.
+
+    A process group that is written in Python and has a method of its own is not seen.
+    """
+    kind: Any = dist.ProcessGroup  # whose stubs do not have the method
+    original = kind.monitored_barrier
+    if getattr(original, "_ncclguard_wrapped", False):
+        return
+
+    @functools.wraps(original)
+    def monitored_barrier(self: Any, *args: Any, **kwargs: Any) -> None:
+        with entered(self):
+            original(self, *args, **kwargs)
+
+    made: Any = monitored_barrier
+    made._ncclguard_wrapped = True
+    kind.monitored_barrier = made
 
 
 def note_transfers(note: Note) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ncclguard import torch_compat
 from ncclguard.deadlines.stopping import backends
+from ncclguard.watch.monitored_barriers import MonitoredBarrier, monitored_barriers
 from ncclguard.watch.point_to_point import Transfer, transfers
 
 #: Operations of which the inputs must have equal sizes and dtypes on all ranks: where a list of tensors is not even,
@@ -129,6 +130,7 @@ class Recorder:
                 self._moved[channel] = (issued, now)
             found[channel] = (issued, -1)
         found |= {transfer.pair.channel: (transfer.number, -1) for _, transfer in transfers.awaited()}
+        found |= {barrier.channel: (barrier.number, -1) for barrier in monitored_barriers.waiting()}
         return found
 
     def flight(self) -> tuple[int, bool] | None:
@@ -145,7 +147,8 @@ class Recorder:
             for counters in trace.get("pg_status", {}).values():
                 begun, ended = (int(counters[f"last_{what}_collective"]) for what in ("enqueued", "completed"))
                 issued, waits = issued + max(begun, 0), waits or begun > ended
-        return issued, waits or any(True for _ in transfers.awaited())
+        waits = waits or any(True for _ in transfers.awaited()) or bool(monitored_barriers.waiting())
+        return issued, waits
 
     def errors(self) -> dict[str, str]:
         """Channels whose backend has found an error by itself, with its kind: see `torch_compat.backend_error`."""
@@ -188,8 +191,11 @@ class Recorder:
         self._observe_connecting(pending, issued, done)
         self._observe_blind(pending, issued, done)
         _observe_transfers(pending, issued, done)
+        _observe_monitored_barriers(pending, issued, done)
         recent.sort(key=lambda item: item[0])
         latest = tuple(_pending(*found) for _, found in recent[-RECENT:])
+        if (failed := monitored_barriers.failed) is not None:  # behind which this thread has issued nothing yet
+            latest = (*latest, _entered(failed))
         return Observation(tuple(pending), issued, done, latest, message, threads)
 
     def _learn_groups(self) -> None:
@@ -360,7 +366,9 @@ def _issued(channel: _Channel, entries: list[dict[str, Any]]) -> int:
 def _collectives_issued(channel: _Channel) -> int:
     """The backend's own counter, without what gloo counts with its collectives."""
     number = torch_compat.sequence_number(channel.group, channel.backend) or 0
-    return number - transfers.total(channel.group) if channel.backend == "gloo" else number
+    if channel.backend != "gloo":
+        return number
+    return number - transfers.total(channel.group) - monitored_barriers.messages(channel.group, number)
 
 
 def _observe_transfers(pending: list[Pending], issued: dict[str, int], done: dict[str, int]) -> None:
@@ -372,6 +380,22 @@ def _observe_transfers(pending: list[Pending], issued: dict[str, int], done: dic
         issued.setdefault(channel, transfer.number)
         done[channel] = transfer.number - 1
         pending.append(_waited_for(transfer, thread))
+
+
+def _observe_monitored_barriers(pending: list[Pending], issued: dict[str, int], done: dict[str, int]) -> None:
+    for channel, number in monitored_barriers.issued().items():
+        issued[channel] = done[channel] = number
+    for barrier in monitored_barriers.waiting():
+        with contextlib.suppress(ValueError):  # its group was destroyed meanwhile
+            pending.append(_entered(barrier))
+            done[barrier.channel] = barrier.number - 1
+
+
+def _entered(barrier: MonitoredBarrier) -> Pending:
+    channel = barrier.channel
+    return Pending(
+        channel, barrier.ranks, barrier.number, 0, barrier.text, 0, barrier.thread, channel, issued=barrier.since
+    )
 
 
 def _waited_for(transfer: Transfer, thread: int) -> Pending:

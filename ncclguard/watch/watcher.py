@@ -402,7 +402,7 @@ class Watcher:
 
     def _broke(self, text: str) -> None:
         self._state.broke(text)
-        self._ask(TroubleKind.TRANSPORT if torch_compat.limit_passed(text) is None else TroubleKind.DEADLINE, text)
+        self._ask(TroubleKind.DEADLINE if torch_compat.is_of_limit(text) else TroubleKind.TRANSPORT, text)
 
     # ------------------------------------------------------------------ the thread
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -89,7 +90,32 @@ def large(hold: Callable[[], None]) -> None:
     dist.barrier()
 
 
-STEPS = {step.__name__: step for step in (pipeline, exchange, mesh, receives_before_a_collective, large)}
+def monitored(hold: Callable[[], None]) -> None:
+    """A barrier that gloo makes of messages in C++, with a limit of its own behind that of the watch."""
+    hold()
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+
+
+def monitored_before_a_collective(hold: Callable[[], None]) -> None:
+    """gloo counts its messages with the collectives, more of them on rank 0."""
+    for _ in range(3):
+        dist.monitored_barrier()
+    hold()
+    dist.all_reduce(torch.ones(1))
+
+
+STEPS = {
+    step.__name__: step
+    for step in (
+        pipeline,
+        exchange,
+        mesh,
+        receives_before_a_collective,
+        large,
+        monitored,
+        monitored_before_a_collective,
+    )
+}
 
 
 def holds(name: str, culprit: int) -> None:
@@ -117,6 +143,9 @@ def holds(name: str, culprit: int) -> None:
         pytest.param(receives_before_a_collective, 2, id="a collective after sends"),
         pytest.param(receives_before_a_collective, 1, id="a collective after receives"),
         pytest.param(large, 1, id="the receiver of a large tensor"),
+        pytest.param(monitored, 2, id="a monitored barrier"),
+        pytest.param(monitored, 0, id="a monitored barrier without the rank that asks all others"),
+        pytest.param(monitored_before_a_collective, 0, id="a collective after monitored barriers"),
     ],
 )
 def test_a_chain_of_waits_ends_at_the_rank_that_waits_for_nobody(step: Callable[..., None], culprit: int) -> None:
@@ -139,3 +168,22 @@ def test_a_chain_of_waits_ends_at_the_rank_that_waits_for_nobody(step: Callable[
         "recv" in str(other) or "send" in str(other) or "all_reduce" in str(other) or "barrier" in str(other)
         for other in others
     )
+
+
+def passes_its_own_limit() -> None:
+    """A monitored barrier that ends before the limit of the watch, with an exception that ends the program."""
+    ng.watch(timeout=60, on_incident=told("late"))
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        time.sleep(AWAY)
+    dist.monitored_barrier(timeout=timedelta(seconds=2))
+
+
+def test_who_missed_a_monitored_barrier_is_named_when_that_ends_it() -> None:
+    """gloo tells the other ranks that rank 0 is to blame; and the collective before the barrier had ended."""
+    result = faults.run_ranks(passes_its_own_limit, 3, timeout=60)
+    for rank in (0, 2):
+        incident = ng.Incident.from_json(result[rank].reports["late"]["json"])
+        assert (str(incident.cause), incident.culprits, incident.agreed) == ("late", (1,), True), incident
+        assert "monitored_barrier" in incident.summary and "all_reduce" not in incident.summary, incident
