@@ -41,7 +41,7 @@ def _channel(group: dist.ProcessGroup) -> str:
 
 
 class MonitoredBarriers:
-    """Those that were entered since `start`; any thread."""
+    """The monitored barriers that were entered since `start`; any thread."""
 
     def __init__(self) -> None:
         self.forget()
@@ -82,7 +82,7 @@ class MonitoredBarriers:
                     self._messages[group] = self._messages.get(group, 0) + _number(group) - before
 
     def waiting(self) -> list[MonitoredBarrier]:
-        """Return those that threads are in at this moment."""
+        """Return the barriers that threads are in at this moment."""
         return [one for one, _ in tuple(self._inside.values())]
 
     def issued(self) -> dict[str, int]:
