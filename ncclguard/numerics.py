@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ncclguard import lifecycle
 from ncclguard.coordination.nonfinite import NO_SIGN, NonFinite, NonFinites, Tensor
 from ncclguard.engine import runtime
 from ncclguard.engine.inputs import Counted, non_finite
 from ncclguard.spelling import hinted
-from ncclguard.torch_compat import autograd, sharding
+from ncclguard.torch_compat import autograd
 from ncclguard_explain.language import told
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 log = logging.getLogger("ncclguard")
 
@@ -80,7 +84,7 @@ class NumericsWatch:
         self._handles: list[Any] = []
         self._forgets: list[Callable[[], None]] = []
         self._parameters = dict(model.named_parameters())
-        self._shards = {name: one for name, one in self._parameters.items() if isinstance(one, DTensor)}
+        self._shards = {name: one for name, one in self._parameters.items() if _is_dtensor(one)}
         self._half = any(one.dtype is torch.float16 for one in self._parameters.values())
         if on_found is not None:
             self._forgets.append(self._findings.listen(self._scope, on_found))
@@ -177,6 +181,10 @@ class NumericsWatch:
         return lambda called, args, output: self._carefully(look, output) if called is module else None
 
     def _hook_gathered(self, model: nn.Module) -> None:
+        if "torch.distributed.fsdp" not in sys.modules:
+            return
+        from ncclguard.torch_compat import sharding
+
         for name, parameter in sharding.gathered_parameters(model):
             self._hook(name, parameter)
 
@@ -206,7 +214,7 @@ class NumericsWatch:
 
     def _look(self, tensor: Tensor, value: torch.Tensor) -> None:
         value = value.detach()
-        if isinstance(value, DTensor):
+        if _is_dtensor(value):
             value = value.to_local()
         if value.layout is torch.sparse_coo:
             value = value._values()
@@ -329,8 +337,14 @@ def watch_numerics(
     return NumericsWatch(model, on_found)
 
 
+def _is_dtensor(tensor: torch.Tensor) -> TypeIs[DTensor]:
+    """Return whether a tensor is spread over a mesh; none is without that module, whose import takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    found: torch.Tensor = parameter.to_local() if _is_dtensor(parameter) else parameter
     return found.detach()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 
 from ncclguard import config
 from ncclguard.environment import network
@@ -21,6 +22,9 @@ from ncclguard.faults import fork, launcher
 
 hypothesis.settings.register_profile("ncclguard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ncclguard")
+# A second thread would save nothing with the small tensors of tests, and beside other tests the first one waits, spinning,
+# until it is given a core: a training that takes 0.2 s took 10 s of both cores.
+torch.set_num_threads(1)
 # For torchrun and other programs that tests start: faults/launcher.py says why.
 os.environ.setdefault("RES_OPTIONS", network.RES_OPTIONS)
 # A test that kills a rank while DeepSpeed builds an extension leaves a lock for which all later tests would wait:

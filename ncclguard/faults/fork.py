@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import runpy
@@ -123,6 +124,7 @@ def _run(
     arguments: list[str], env: dict[str, str], output: str, entrance: list[str], folder: str, python: str
 ) -> NoReturn:
     """Run the function in the fork and end, like an ordinary process in directory, environment and output."""
+    gc.freeze()  # a collection would write into each object that the server has imported, and so copy all of its memory
     os.setsid()
     _mark(env[JOB_VARIABLE])
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

@@ -15,10 +15,7 @@ from ncclguard import faults, torch_compat
 from ncclguard.engine import runtime
 from ncclguard.process_group import GuardedProcessGroup, redirected
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
-    pytest.mark.usefixtures("own_processes"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 STEPS = 4
 LIMIT = 3.0
@@ -105,9 +102,12 @@ def train_and_evaluate() -> None:
 
 
 def test_losses_are_those_of_plain_gloo() -> None:
-    """Under `init_distributed(dist_backend="ncclguard")`, for ZeRO 1, 2 and 3; and with evaluations in between."""
+    """Under `init_distributed(dist_backend="ncclguard")`, for ZeRO 1, 2 and 3; and with evaluations in between.
+
+    The guarded ranks are processes of their own, which end like any program's.
+    """
     plain = faults.run_ranks(train, 2, args=["gloo"], timeout=110)
-    guarded = faults.run_ranks(train, 2, args=["ncclguard"], timeout=110)
+    guarded = faults.run_ranks(train, 2, args=["ncclguard"], timeout=110, launcher="processes")
     evaluated = faults.run_ranks(train_and_evaluate, 2, timeout=110)
     for rank in range(2):
         expected = plain[rank].reports

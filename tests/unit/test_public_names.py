@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -79,3 +81,12 @@ def test_the_arguments_of_the_guarded_collectives(name: str) -> None:
 @pytest.mark.parametrize("name", ["faults", "weights"])
 def test_packages_that_are_documented_are_there_without_an_import_of_their_own(name: str) -> None:
     assert getattr(ncclguard, name).__name__ == f"ncclguard.{name}"
+
+
+@pytest.mark.processes
+def test_the_import_takes_nothing_that_shards_parameters_along() -> None:
+    """torch.distributed.tensor and FSDP, and what these import, take half a second of a core."""
+    names = ["sympy", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"]
+    look = f"import sys, ncclguard, torch; assert ncclguard.watch_numerics; print([n for n in {names} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "[]\n"
