@@ -114,7 +114,7 @@ def versions(suite: Suite, source: Path | None) -> dict[str, str]:
     found = {name: importlib.metadata.version(name) for name in names if name not in ("pytest", "expecttest")}
     if suite.repository is None or source is None:
         return found
-    return found | {suite.repository.url.rpartition("/")[2]: commit_of(source)}
+    return found | {"/".join(suite.repository.url.split("/")[-2:]): commit_of(source)}
 
 
 def commit_of(source: Path) -> str:

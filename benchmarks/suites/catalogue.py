@@ -131,17 +131,18 @@ def of_repository(
     return Suite(about, needed, " ".join(needed), repository.parts, ranks, repository, place)
 
 
-def of_torch(about: str, *files: str, place: str = "gloo") -> Suite:
-    """Return the suite of files in torch's test/distributed, which start four ranks."""
+def of_torch(about: str, *files: str, place: str = "gloo", plugin: str = "", ranks: tuple[int, ...] = (4,)) -> Suite:
+    """Return the suite of files in torch's test/distributed; without a `plugin` of pytest they start four ranks."""
     repository = Repository(
         "https://github.com/pytorch/pytorch",
         "cf30153c4c131c8164ee7798e5022d810682e2cb",  # 2.13.0; `torch.version.git_version` has another torch's
         tuple(f"test/distributed/{file}" for file in files),
-        ("--noconftest",),  # which is for pytest 7
-        {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "1000"},  # the recorder's limit is below it
+        ("--noconftest", *(("-p", f"benchmarks.suites.programs.{plugin}") if plugin else ())),  # theirs is for pytest 7
+        # The recorder's limit is below this one.
+        {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "1000", "WORLD_SIZE": "{ranks}"},
         each=120 if place == "gloo" else 300,  # an emulated GPU takes its time
     )
-    return of_repository(about, ("torch", "expecttest"), repository, (4,), place)
+    return of_repository(about, ("torch", "expecttest"), repository, ranks, place)
 
 
 SUITES: Final = {
@@ -171,6 +172,7 @@ SUITES: Final = {
         "torch's tests of process groups and functional collectives",
         "test_c10d_common.py", "test_c10d_gloo.py", "test_c10d_logger.py", "test_c10d_object_collectives.py",
         "test_c10d_pypg.py", "test_c10d_spawn_gloo.py", "test_functional_api.py", "test_device_mesh.py",
+        "test_pg_wrapper.py", "test_backends.py", "test_store.py",
     ),
     "torch-training": of_torch(
         "torch's tests of uneven inputs (`Join`), of `ZeroRedundancyOptimizer` and of what is made of collectives",
@@ -182,7 +184,20 @@ SUITES: Final = {
         "torch's tests of FSDP2 and `replicate` on GPUs, which ask for NCCL", "_composable/**/test_*.py", place="nccl",
     ),
     "torch-checkpoint": of_torch("torch's tests of distributed checkpoints", "checkpoint/**/test_*.py"),
-    "torch-pipelining": of_torch("torch's tests of pipelines", "pipelining/test_*.py"),
+    "torch-pipelining": of_torch(
+        "torch's tests of pipelines between ranks, on CPUs",
+        "pipelining/test_schedule_multiproc.py", "pipelining/test_stage.py", plugin="pipelining_plugin", ranks=(4, 2),
+    ),
+    "torch-npu-pipelining": of_repository(
+        "torch's tests of pipelines as torch_npu has them, on CPUs",
+        ("torch", "expecttest"),
+        Repository(
+            "https://github.com/Ascend/pytorch", "9e73e708ab9350d203475609f36f8a43f6a0c2ab",
+            ("test/distributed/pipelining/test_schedule_multiproc.py",),
+            ("--noconftest", "-p", "benchmarks.suites.programs.pipelining_plugin"),
+            {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "1000", "WORLD_SIZE": "{ranks}"}, each=60,
+        ), (2, 4),
+    ),
     "deepspeed": of_repository(
         "DeepSpeed's unit tests of its collectives and of ZeRO, on CPUs",
         ("deepspeed",),

@@ -132,13 +132,60 @@ def test_makes_one():
     dist.destroy_process_group()
 
 def test_makes_one_of_gloos_class():
-    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=50.0)  # torch's wrapper gives it seconds
     assert group.name() == "ncclguard" and group.allreduce(torch.ones(1)).wait()
 
 def test_hangs():
     rank = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
     rank.start()
     rank.join()
+"""
+
+
+@pytest.mark.processes
+def test_pipelines_of_ranks_that_want_gpus_run_on_cpus_and_one_that_fails_leaves_the_next_alone(tmp_path: Path) -> None:
+    pytest.importorskip("expecttest", reason="torch's classes of tests need it")
+    (tmp_path / "test_pipelines.py").write_text(PIPELINES)
+    command = (str(tmp_path / "test_pipelines.py"), "-p", "benchmarks.suites.programs.pipelining_plugin")
+    part = Part("pipelines", command, 500, {"SUITES_LIMIT": "60", "WORLD_SIZE": "2"}, pytest=True)
+    ends = suites.run(part, "ncclguard", tmp_path)
+    assert {name: end["end"] for name, end in ends.items()} == {
+        "Pipelines::test_1_fails": "failed",
+        "Pipelines::test_2_passes": "passed",
+    }
+    assert "this one fails" in ends["Pipelines::test_1_fails"]["said"]
+
+
+PIPELINES = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal import common_distributed
+from torch.testing._internal.common_distributed import requires_nccl
+from torch.testing._internal.common_utils import skip_but_pass_in_sandcastle_if
+
+Continuous = getattr(common_distributed, "MultiProcContinuousTest", None) or common_distributed.MultiProcContinousTest
+
+class Pipelines(Continuous):
+    @classmethod
+    def backend_str(cls):
+        return "nccl"
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.device = torch.device(f"cuda:{cls.rank % torch.cuda.device_count()}")
+
+    @requires_nccl()
+    @skip_but_pass_in_sandcastle_if(torch.cuda.device_count() < 2, "2 GPUs are needed")
+    def test_1_fails(self):
+        raise ValueError("this one fails")
+
+    @requires_nccl()
+    @skip_but_pass_in_sandcastle_if(torch.cuda.device_count() < 2, "2 GPUs are needed")
+    def test_2_passes(self):
+        total = torch.ones(1, device=self.device)
+        dist.all_reduce(total)
+        assert total.item() == self.world_size == dist.get_world_size() == 2 and dist.get_rank() == self.rank
 """
 
 

@@ -5,6 +5,7 @@ A suite asks for SUITES_PLACE ("gloo" or "nccl") by its name, or leaves the choi
 name. So does gloo's own class, of which torch's tests of gloo make groups without a job.
 """
 
+import datetime
 import functools
 import importlib.util
 import inspect
@@ -85,6 +86,8 @@ def class_in_its_place(module: Any) -> Any:
             from ncclguard.torch_compat import new_outside_group
 
             timeout = getattr(options, "_timeout", given.get("timeout", module.default_pg_timeout))
+            if not isinstance(timeout, datetime.timedelta):  # gloo's class takes a number of seconds too
+                timeout = datetime.timedelta(seconds=timeout)
             return new_outside_group(BACKEND, store, rank, size, f"made {next(numbers)}", timeout)
 
     return ProcessGroupGloo
