@@ -51,11 +51,17 @@ _SET_UP = ("shared_memory", "p2p_acs_iommu", "network_interface", "store_rendezv
 _AT_WORK = ("checkpoint_io", "slow_rank_side_work", "timeout_too_short")
 
 
+#: The words of ncclguard's own incident, in each of its languages, where the launcher or Ctrl-C ended the job.
+_FROM_OUTSIDE = re.compile(r"were ended from outside|被(?:从)?外部")
+
+
 def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause) -> Decision:
     """Return the decision that the verdict, its cause and the class of cause lead to."""
     name, sure = finding.name, finding.confidence != "low"
     if finding.action == "restart-without":
         return _without(verdict, finding.facts, finding.reason)
+    if verdict.rule == "ncclguard incident" and any(_FROM_OUTSIDE.search(fact.text) for fact in verdict.facts):
+        return Decision("unknown", tr("the job was ended from outside while ranks waited; why they waited is not told"))
     if finding.action and not (
         finding.action == "unknown" and (evidence.of(Kind.KERNEL_OOM) or own_exceptions(evidence))
     ):

@@ -137,3 +137,13 @@ def test_a_job_that_has_told_of_itself_is_not_advised_to(explain_lines: Explain)
     assert any("ncclguard.watch()" in text for text in explain_lines(lines).advice)
     told = f"ncclguard incident 7c1-0-gloo-9.0: {FAILED}: rank 2 late. (rank 0 reports it)"
     assert not any("ncclguard.watch()" in text for text in explain_lines([told, *lines]).advice)
+
+
+@pytest.mark.parametrize(
+    "why", ["all ranks were ended from outside, with Ctrl-C; rank 1 had not come to it", "the rank did not come"]
+)
+def test_an_end_from_outside_is_told_as_one(explain_lines: Explain, why: str) -> None:
+    line = "ncclguard incident 1f3fcaed-0-gloo-19.0: all_reduce(Float [], group 0 default_pg, number 19) stood still for 13.9 s: {}. (rank 0 reports it)"
+    report = explain_lines([line.format(why), "[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:38313"])
+    assert report.culprits == () and report.decision == "unknown"
+    assert ("from outside" in report.decision_reason) == ("outside" in why)
