@@ -638,8 +638,9 @@ def guard_incidents(evidence: Evidence) -> list[Fact]:
     told = written_incidents(evidence) or evidence.of(Kind.GUARD)
     # Who interrupts a job that hangs gives each rank an exception that is no rank's fault.
     for fact in [fact for fact in told if "KeyboardInterrupt" not in fact.text] or told:
-        before = found.pop(fact.detail, fact)
-        found[fact.detail] = fact if fact.advice else before  # the panel says more than the other lines
+        name = re.split(r"\. |。", fact.detail)[0]  # an error and a panel go on in different ways
+        before = found.pop(name, fact)
+        found[name] = fact if fact.advice else before  # the panel says more than the other lines
     return list(found.values())
 
 

@@ -13,6 +13,7 @@ from explain_logs import timeout
 from ncclguard.incident.model import Incident
 from ncclguard.incident.report import show
 from ncclguard_explain import Report, explain
+from ncclguard_explain.cause import ADVICE, Cause
 from ncclguard_explain.language import choose
 
 Explain = Callable[..., Report]
@@ -147,3 +148,14 @@ def test_an_end_from_outside_is_told_as_one(explain_lines: Explain, why: str) ->
     report = explain_lines([line.format(why), "[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:38313"])
     assert report.culprits == () and report.decision == "unknown"
     assert ("from outside" in report.decision_reason) == ("outside" in why)
+
+
+def test_an_error_that_says_more_than_the_panel_is_of_the_same_incident(explain_lines: Explain) -> None:
+    said = "all_reduce(float32[], SUM) failed after 0.00484 s: rank 1 diverged."
+    sides = "Ranks 0, 2 called all_reduce(float32[], SUM); rank 1 called all_reduce(float32[3], SUM)."
+    frame = '[rank0]:   File "/job/train.py", line 9, in <module>'
+    error = f"[rank0]: ncclguard.errors.CollectiveMismatch: failure of all_reduce (0:cpu/19) after 0.066 s: {said} {sides} {ADVICE[Cause.DIVERGED]}"
+    panel = [f"╭─ ncclguard incident 710735a8-0-cpu-19.0 {'─' * 30}╮", f"│ {said} │", "│ cause: diverged │", "╰" + "─" * 70 + "╯"]
+    report = explain_lines(["[rank0]: Traceback (most recent call last):", frame, error, *panel])
+    assert report.culprits == (1,)
+    assert not any("2 incidents" in note for note in report.notes), report.notes
