@@ -44,7 +44,8 @@ _NEXT_COMMAND = re.compile(r"[+$]+ \S")
 #: Several copies of one server, of which the log is: each counts its processes from 0 on.
 _REPLICAS = re.compile(
     r"\bkubectl .*\blogs\b.* (?:-l|--selector|--all-pods|deploy(?:ment)?s?/)|\b(?i:replicas?[=: ]+|--replicas[= ])(?:[2-9]|\d\d)\b|"
-    r"\b(?:[2-9]|\d\d|two|three|four|eight) (?:\w+ ){0,2}replicas\b"
+    r"\b(?:[2-9]|\d\d|two|three|four|eight) (?:\w+ ){0,2}replicas\b|"
+    r"\bworker(?:s|-urls)?['\"]?[=: ]+\[?['\"]?https?://[^\s,'\"]+['\"]?[, ]+['\"]?https?://"
 )
 #: Pods that a cluster runs on each of its nodes, beside those of the job.
 _OF_CLUSTER = re.compile(
@@ -354,7 +355,8 @@ class Collector:
             evidence.hosts.add(prefix.host)
         text = record.text
         evidence.replicated |= "torchft" in text
-        evidence.ranks.replicas |= ("kubectl" in text or "eplica" in text) and _REPLICAS.search(text) is not None
+        some = "kubectl" in text or "eplica" in text or "://" in text
+        evidence.ranks.replicas |= some and _REPLICAS.search(text) is not None
         evidence.several_nodes |= passages.of_several_nodes(text)
         evidence.starts_ranks = evidence.starts_ranks or passages.starts_ranks(text)
         if (agent := passages.agent_of(text)) is not None and len(evidence.agents) < 100:
@@ -451,6 +453,7 @@ class Collector:
         _mark_healed(evidence)
         _mark_ended_well(evidence)
         _give_to_their_ranks(evidence)
+        _give_to_who_crashed(evidence)
         _mark_stepped_over(evidence)
         _mark_moving(evidence)
         _mark_shut_down(evidence)
@@ -682,6 +685,15 @@ def _mark_stepped_over(evidence: Evidence) -> None:
     if _steps_on(last, end, [fact for fact in evidence.of(Kind.ALIVE) if fact.after_symptom and fact.name == "train"]):
         for fact in accusing:
             fact.kind = Kind.RETRIED
+
+
+def _give_to_who_crashed(evidence: Evidence) -> None:
+    """Count an end by SIGSEGV of which nobody says whose it is for the one rank of which the kernel tells it."""
+    crashed = {fact.rank for fact in evidence.of(Kind.NOTE, name="segfault")}
+    ends = [fact for fact in evidence.of(Kind.LAUNCHER, Kind.EXIT) if fact.number == -11]
+    if len(crashed) == 1 and all(fact.rank in {None, *crashed} for fact in ends):
+        for fact in ends:
+            fact.rank = fact.rank if fact.rank is not None else next(iter(crashed))
 
 
 def _give_to_their_ranks(evidence: Evidence) -> None:

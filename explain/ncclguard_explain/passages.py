@@ -33,7 +33,12 @@ _OF_GUARD = frozenset(["CollectiveFailed", "CollectiveTimeout", "CollectiveMisma
 _LOGGER = re.compile(r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +[\d\-]+ [\d:.,]+ \[[^\]]{1,80}\] ?")
 _OF_RANK = re.compile(r"\(most recent call last\): \(RANK (\d+)\)")  # torch/distributed/checkpoint/api.py
 _HYDRA = re.compile(r"RANK (\d+) PID (\d+) RUNNING AT (\S+)")  # MPICH hydra 3.0 to 4.2, Intel MPI
-_ON_RANK = re.compile(r"\bon rank (\d{1,6})\b(?! (?:failed|died|timed))")
+_ON_RANK = re.compile(r"(?:\bon rank |^\[Rank:(?=\d+\] FATAL ERROR))(\d{1,6})\b(?! (?:failed|died|timed))")
+#: What faulthandler says of a signal that nobody sends to a process, before it prints the stack, and the signal.
+_CRASHES = {
+    f"Fatal Python error: {words}": -number
+    for words, number in {"Segmentation fault": 11, "Bus error": 7, "Floating": 8, "Illegal instruction": 4}.items()
+}
 #: A traceback that Ray hands on: the process in which it was raised.
 _RAY_TASK = re.compile(r"ray\.exceptions\.RayTaskError\(.*?\(pid=(\d{1,9}), ip=([\d.]+)[,)]")
 _THROWN = re.compile(r"terminate called after throwing an instance of '([\w:]+)'")
@@ -108,7 +113,12 @@ def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[l
             return [], True
         thread = _MAIN_THREAD.search(text)  # its number is that of the process
         fact = _stack(following, make.clone(pid=int(thread[1])) if thread else make)
-        return ([fact] if fact is not None else []), fact is not None
+        crashed = [
+            make.clone(kind=Kind.LAUNCHER, name="event", number=number)
+            for words, number in _CRASHES.items()
+            if words in text
+        ]
+        return [*([fact] if fact is not None else []), *crashed], fact is not None
     if ("(local_rank: " in text or "first observed failure" in text) and "failed (exitcode" not in text:
         found = list(_summary(text, following, make))
         return found, bool(found)

@@ -750,7 +750,7 @@ ROWS: tuple[Row, ...] = (
         (("Stalled ops: HorovodAllreduce_g_0 [missing ranks: 3, 5]", {"name": "horovod", "peers": (3, 5)}),), fields={"name": "horovod"}),
     Row(Kind.ACCUSED, "Horovod horovod/common/operations.cc, 0.9 to 0.15", r"(?P<detail>[\w./\-]+)!? ?\[ready ranks: (?P<peers>[\d, ]+)\]", "[ready ranks",
         (("HorovodAllreduce_g_0 [ready ranks: 5, 0, 2]", {"name": "horovod_ready", "peers": (5, 0, 2)}),), fields={"name": "horovod_ready"}),
-    Row(Kind.SCHEDULER, "Ray, 2.5 to 2.50: the end of a node", r"(?:its node has died|node with node id:?.{0,80}?address: ?(?P<host>[\w.:\-]+).{0,40}?marked dead|actor's node was terminated unexpectedly)(?P<detail>.{0,120})", "",
+    Row(Kind.SCHEDULER, "Ray, 2.5 to 2.50: the end of a node", r"(?:its node has died|node with node id:?.{0,80}?address: ?(?P<host>[\w.:\-]+).{0,40}?marked dead(?! because.{0,80}(?:idle|expected) termination)|actor's node was terminated unexpectedly)(?P<detail>.{0,120})", "",
         (("The node with node id: 0f2a and address: 10.0.3.7 and node name: 10.0.3.7 has been marked dead because the detector has missed too many heartbeats from it.", {"host": "10.0.3.7", "name": "NODE FAILURE"}),),
         fields={"name": "NODE FAILURE", "rank": None, "rank_basis": ""}, more=_ray_node),
     Row(Kind.ACCUSED, "Ray Train (python/ray/train/v2/_internal/execution/checkpoint/sync_actor.py, 2.47 to 2.60)", r"[Tt]he following ranks have not called it: \[(?P<peers>[\d, ]+)\]", "have not called it",
@@ -807,7 +807,8 @@ ROWS: tuple[Row, ...] = (
         (("##### Command execution on worker 2 failed with exit status 137. Continuing.", {"rank": 2, "number": -9}), ("##### Command execution on worker 0 failed with exit status 134. Continuing.", {"number": -6})),
         fields={"name": "event", "rank_basis": "launcher"}, more=lambda found, text, fact: fact.clone(number=128 - (fact.number or 0)) if 128 < (fact.number or 0) < 160 else fact),
     Row(Kind.LAUNCHER, "PaddlePaddle paddle.distributed.launch, 2.3 to 3.1", r"Container rank (?P<rank>\d+) status failed .*\bcode (?P<number>-?\d+)", "Container rank",
-        (("Container rank 3 status failed cmd ['/usr/bin/python3', '-u', 'run.py'] code -9 log log/workerlog.3", {"rank": 3, "number": -9}),), fields={"name": "first", "rank_basis": "launcher"}),
+        (("Container rank 3 status failed cmd ['/usr/bin/python3', '-u', 'run.py'] code -9 log log/workerlog.3", {"rank": 3, "number": -9}), ("Container rank 0 status failed cmd ['python'] code 1 log log/workerlog.0", {"rank": None, "number": 1})),
+        fields={"name": "first", "rank_basis": "launcher"}, more=lambda found, text, fact: fact if (fact.number or 0) < 0 or fact.rank else fact.clone(rank=None, rank_basis="")),  # it tells the first in its list of those that have failed
     Row(Kind.LAUNCHER, "IBM Spectrum LSF jsrun, 10", r"One or more process \(first noticed rank (?P<rank>\d+)\) terminated with signal (?P<number>\d+)", "first noticed rank",
         (("ERROR:  One or more process (first noticed rank 37) terminated with signal 9", {"rank": 37, "number": -9}),), fields={"name": "first", "rank_basis": "launcher"},
         more=lambda found, text, fact: fact.clone(kind=Kind.ENDED_BY_LAUNCHER) if fact.number == 15 else fact.clone(number=-(fact.number or 0))),

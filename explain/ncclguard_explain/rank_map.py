@@ -326,7 +326,9 @@ class RankMap:
             if own := _ENVIRONMENT.search(text):
                 self.environments.setdefault(scope, set()).add(int(own[1] or own[2]))
                 self.worlds |= {int(size[1])} if (size := _WORLD.search(text)) else set()
-                self.with_local |= {int(own[1] or own[2])} if _LOCAL_RANK.search(text) else set()
+                if _LOCAL_RANK.search(text):  # of a process, and not of a container
+                    self.with_local |= {int(own[1] or own[2])}
+                    self.process(prefix.pid, int(own[1] or own[2]), prefix.host)
             return None
         rank = int(found[1])
         self.process(prefix.pid, rank, prefix.host)

@@ -110,3 +110,50 @@ def test_values_that_are_no_numbers_do_not_convict_the_program(explain_lines: Ex
         ["[rank5]: RuntimeError: Rank 5, node n7, device 5, iteration 61: Unexpected result inf (message='found inf in local grad norm for bucket #3')"]
     )  # fmt: skip
     assert (report.culprits, report.decision) == ((5,), "unknown")
+
+
+def test_a_crash_that_faulthandler_tells_is_the_end_of_its_rank(explain_lines: Explain) -> None:
+    placed = [f"(TrainController pid=33) - (ip=10.0.0.{rank // 2}, pid=188{rank % 2}) world_rank={rank}, local_rank={rank % 2}, node_rank={rank // 2}" for rank in range(4)]  # fmt: skip
+    crash = [
+        "(RayTrainWorker pid=1881, ip=10.0.0.1) Fatal Python error: {}",
+        "(RayTrainWorker pid=1881, ip=10.0.0.1) ",
+        "(RayTrainWorker pid=1881, ip=10.0.0.1) Current thread 0x00007f01 (most recent call first):",
+        '(RayTrainWorker pid=1881, ip=10.0.0.1)   File "/opt/reader.py", line 175 in get_batch',
+    ]
+    for words, named in (("Bus error", (3,)), ("Segmentation fault", (3,)), ("Aborted", ())):
+        assert explain_lines([*placed, crash[0].format(words), *crash[1:]]).culprits == named, words
+
+
+@pytest.mark.parametrize("urls", [1, 2])
+def test_a_place_in_one_of_several_engines_behind_a_router_is_no_rank(explain_lines: Explain, urls: int) -> None:
+    workers = ", ".join(f'"http://10.0.0.{number}:30000"' for number in range(urls))
+    raised = [
+        "[2026-06-30 12:44:01 TP3] Scheduler hit an exception: Traceback (most recent call last):",
+        '  File "sglang/srt/mem_cache/radix_cache.py", line 488, in dec_lock_ref',
+        "AttributeError: 'NoneType' object has no attribute 'lock_ref'",
+    ]
+    report = explain_lines([f"sgl_router: policy=cache_aware workers=[{workers}]", *raised])
+    assert report.culprits == ((3,) if urls == 1 else ())
+
+
+def test_an_end_that_nobody_claims_is_of_the_rank_of_which_the_kernel_tells_a_crash(explain_lines: Explain) -> None:
+    lines = [
+        *announced(FORMS["sentence"]),
+        "[99120.4121] python3[402]: segfault at 18 ip 00007f2a11 sp 00007ffd error 4 in libdecord.so[7f2a10+3a]",
+        "[2026-02-20 09:00:03,100] [ERROR] [launch.py:325:sigkill_handler] ['python3', 't.py', '--local_rank=3'] exits with return code = -11",
+    ]
+    assert explain_lines(lines).culprits == (2,)
+    assert explain_lines([*lines, lines[-2].replace("402", "401")]).culprits == ()
+
+
+def test_the_first_container_in_paddles_list_is_not_named_for_it(explain_lines: Explain) -> None:
+    failed = "Container rank {} status failed cmd ['python', 't.py'] code {} log log/workerlog.{}"
+    for rank, code, named in ((0, 1, ()), (0, -9, (0,))):
+        assert explain_lines(["global_step: 7, loss: 2.1", failed.format(rank, code, rank)]).culprits == named
+
+
+def test_a_node_that_ray_gives_back_is_no_incident(explain_lines: Explain) -> None:
+    gone = "(raylet) The node with node id: 44ab and address: 10.1.1.12 and node name: 10.1.1.12 has been marked dead because it was drained: {}."
+    ended = "(TrainController pid=771) RunState: FINISHED, rank=0, world_size=32"
+    assert not explain_lines([ended, gone.format("idle termination. This is an expected termination")]).incident
+    assert explain_lines([ended, gone.format("the detector has missed too many heartbeats from it")]).incident

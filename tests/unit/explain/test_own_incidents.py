@@ -155,7 +155,12 @@ def test_an_error_that_says_more_than_the_panel_is_of_the_same_incident(explain_
     sides = "Ranks 0, 2 called all_reduce(float32[], SUM); rank 1 called all_reduce(float32[3], SUM)."
     frame = '[rank0]:   File "/job/train.py", line 9, in <module>'
     error = f"[rank0]: ncclguard.errors.CollectiveMismatch: failure of all_reduce (0:cpu/19) after 0.066 s: {said} {sides} {ADVICE[Cause.DIVERGED]}"
-    panel = [f"╭─ ncclguard incident 710735a8-0-cpu-19.0 {'─' * 30}╮", f"│ {said} │", "│ cause: diverged │", "╰" + "─" * 70 + "╯"]
+    panel = [
+        f"╭─ ncclguard incident 710735a8-0-cpu-19.0 {'─' * 30}╮",
+        f"│ {said} │",
+        "│ cause: diverged │",
+        "╰" + "─" * 70 + "╯",
+    ]
     report = explain_lines(["[rank0]: Traceback (most recent call last):", frame, error, *panel])
     assert report.culprits == (1,)
     assert not any("2 incidents" in note for note in report.notes), report.notes
