@@ -42,6 +42,8 @@ NO_RIGHT = tr("no right to read its memory")
 NO_PYTHON = tr("no Python in it, or none that py-spy can read")
 #: The name of the thread that `watch` has.
 _WATCH: Final = "ncclguard-watch"
+#: The name of the thread of torch's TCPStore, where it is.
+_STORE: Final = "pt_tcpstore"
 #: The description of the default process group.
 _DEFAULT: Final = b"default_pg"
 #: The kernel's functions in which a thread waits for one of several files or sockets.
@@ -58,6 +60,8 @@ class Counters:
     helpers: int  # CPU ticks of the processes that it has started, also of those that have ended
     names: frozenset[str] = frozenset()  # of its threads
     running: frozenset[int] = frozenset()  # the threads that ran, or could have run
+    transfers: Mapping[int, int] = field(default_factory=dict)  # the part of `transferred` of each thread
+    stores: frozenset[int] = frozenset()  # the threads of torch's store, which answers all ranks
 
     @property
     def is_gloo(self) -> bool:
@@ -240,18 +244,23 @@ def count(pid: int, started: Mapping[int, Sequence[tuple[int, int]]]) -> Counter
     if found is None:
         return None
     threads: dict[int, tuple[int, int]] = {}
-    names, running = set(), set()
+    names, running, stores, transfers = set(), set(), set(), {}
     try:
         for name in os.listdir(f"{folder}/task"):
             own = _stat(f"{folder}/task/{name}")
             if own is not None:
                 names.add(own[0])
                 running |= {int(name)} if own[1][0] == "R" else set()
+                stores |= {int(name)} if own[0].startswith(_STORE) else set()
+                transfers[int(name)] = _transferred(f"{folder}/task/{name}") or 0
                 threads[int(name)] = int(own[1][11]) + int(own[1][12]), _switches(f"{folder}/task/{name}")
     except OSError:
         return None
     helpers = sum(map(int, found[1][13:15])) + _ticks_below(pid, started)
-    return Counters(found[1][0], threads, _transferred(folder), helpers, frozenset(names), frozenset(running))
+    return Counters(
+        found[1][0], threads, _transferred(folder), helpers, frozenset(names), frozenset(running), transfers,
+        frozenset(stores),
+    )  # fmt: skip
 
 
 def started_by() -> dict[int, list[tuple[int, int]]]:
@@ -310,8 +319,9 @@ def _moved(before: Look, after: Look) -> Motion:
     """Return what a rank has done between two looks.
 
     Of the threads that run Python all count, and of the others (NCCL's and gloo's, which may spin while they wait)
-    none, where py-spy tells them apart. Nor do this library's own, which write the report of what stands still: while
-    they are at work, what the process reads, writes and starts is theirs.
+    none, where py-spy tells them apart. Nor do this library's own, which ask the other ranks and write the report of
+    what stands still, nor torch's store: what these read and write is left out, and all that the process reads, writes
+    and starts while this library is at work.
     """
     old, new = before.counters, after.counters
     if old is None or new is None or (before.place is None) != (after.place is None):
@@ -327,6 +337,8 @@ def _moved(before: Look, after: Look) -> Motion:
     idle = max(IDLE_LOAD * seconds * _TICKS, 2)
     seen = old.transferred is not None and new.transferred is not None and own_ticks <= idle
     transferred = (new.transferred or 0) - (old.transferred or 0) if seen else 0
+    for tid in (after.own_threads | new.stores) & old.transfers.keys() & new.transfers.keys():
+        transferred -= new.transfers[tid] - old.transfers[tid]
     works = max(ticks, new.helpers - old.helpers if own_ticks <= idle else 0) > idle
     if works or transferred / seconds > IDLE_BYTES or after.thread in new.running:
         kind = after.place.kind if after.place is not None else Kind.PYTHON

@@ -55,6 +55,24 @@ def test_a_report_that_is_being_written_moves_no_rank() -> None:
     assert observe([replace(one, own_threads=frozenset([12])) for one in looks]).motion is Motion.STILL
 
 
+@pytest.mark.parametrize("who", ["this library", "torch's store", "the program"])
+def test_what_the_watch_and_the_store_transfer_moves_no_rank(who: str) -> None:
+    """They ask and answer all the time, with many ranks for megabytes a second, and hardly compute for it."""
+    stores = frozenset([12]) if who == "torch's store" else frozenset[int]()
+    looks = [
+        Look(
+            float(second),
+            Counters("S", {10: (0, 5), 12: (0, 9)}, 10**6 * second, 0, transfers={10: 0, 12: 10**6 * second}, stores=stores),
+            BACKWARD,
+            10,
+            (10, 12),
+            own_threads=frozenset([12]) if who == "this library" else frozenset[int](),
+        )
+        for second in range(2)
+    ]  # fmt: skip
+    assert (observe(looks).motion is Motion.STILL) is (who != "the program")
+
+
 def test_a_look_that_failed_between_two_others_says_nothing() -> None:
     counted = Counters("S", {10: (0, 5)}, None, 0)
     looks = [Look(float(second), counted, None if second == 1 else BACKWARD, 10, (10,)) for second in range(3)]
