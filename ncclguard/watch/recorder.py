@@ -195,7 +195,8 @@ class Recorder:
         recent.sort(key=lambda item: item[0])
         latest = tuple(_pending(*found) for _, found in recent[-RECENT:])
         if (failed := monitored_barriers.failed) is not None:  # behind which this thread has issued nothing yet
-            latest = (*latest, _entered(failed))
+            with contextlib.suppress(ValueError):  # its group was destroyed meanwhile
+                latest = (*latest, _entered(failed))
         return Observation(tuple(pending), issued, done, latest, message, threads)
 
     def _learn_groups(self) -> None:
