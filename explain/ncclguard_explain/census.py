@@ -16,53 +16,11 @@ _SHOWN: Final = 60
 MOST_LINES: Final = 50_000
 #: Words before "rank" with which it is another number than the rank in the job, or of another process.
 _OTHER: Final = frozenset(
-    [
-        "local",
-        "node",
-        "machine",
-        "group",
-        "tensor",
-        "parallel",
-        "tp",
-        "pp",
-        "dp",
-        "cp",
-        "ep",
-        "mp",
-        "sp",
-        "etp",
-        "replica",
-        "host",
-        "cross",
-        "stage",
-        "pipeline",
-        "data",
-        "expert",
-        "context",
-        "model",
-        "shard",
-        "sub",
-        "intra",
-        "inter",
-        "remote",
-        "peer",
-        "src",
-        "source",
-        "dst",
-        "root",
-        "from",
-        "to",
-        "for",
-        "by",
-        "of",
-        "other",
-        "master",
-        "neighbor",
-        "sequence",
-        "attn",
-        "moe",
-    ]
-)
+    ["local", "node", "machine", "group", "tensor", "parallel", "tp", "pp", "dp", "cp", "ep", "mp", "sp", "etp",
+     "replica", "host", "cross", "stage", "pipeline", "data", "expert", "context", "model", "shard", "sub", "intra",
+     "inter", "remote", "peer", "src", "source", "dst", "root", "from", "to", "for", "by", "of", "other", "master",
+     "neighbor", "sequence", "attn", "moe"]
+)  # fmt: skip
 _RANK = re.compile(
     r"(?:(?<![A-Za-z])([A-Za-z]+)[ _\-])?(?<![A-Za-z])(?:[Rr]ank|RANK|PROCID)(?:[ =:#\]]{1,3}|' ?: ?|\()(\d{1,6})\b(?!/\d+\])"
 )
@@ -91,11 +49,11 @@ class Census:
         if self._lines >= MOST_LINES:
             return
         self._lines += 1
-        found = [*_RANK.finditer(text)]
-        told = [one for one in found if (one[1] or "").lower() not in _OTHER]
-        told = told or [one for one in found if (one[1] or "").lower() == "local"]
-        rank = int(told[0][2]) if told and len({one[2] for one in told}) == 1 else None
-        is_local = rank is not None and (told[0][1] or "").lower() == "local"
+        found = [((one[1] or "").lower(), one) for one in _RANK.finditer(text)]
+        told = [one for word, one in found if word not in _OTHER]
+        is_local = not told
+        told = told or [one for word, one in found if word == "local"]
+        rank = int(told[0][2]) if len({one[2] for one in told}) == 1 else None
         if (label := LABEL.match(text)) is not None and rank is not None and not is_local:
             self._labels.setdefault(source, set()).add(rank if rank == int(label[1]) else _WRONG)
         pids = {int(next(filter(None, one.groups()))) for one in _PID.finditer(text)}
@@ -106,7 +64,7 @@ class Census:
             start, end = told[0].start(2), told[0].end(2)
             form = text[max(start - _SHOWN, 0) : start] + "*" + text[end : end + 8]
         elif not told and prefix.basis in ("task", "launcher") and prefix.rank is not None:
-            rank, form = prefix.rank, text[:_SHOWN]
+            rank, form, is_local = prefix.rank, text[:_SHOWN], False
         else:
             return
         form = ("local " if is_local else "") + _DIGITS.sub("0", form)

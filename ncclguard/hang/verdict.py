@@ -458,16 +458,18 @@ def _awaited(some: Sequence[Seen], where: Message) -> Verdict:
     resting = [one.rank for one in some if one.rank not in working]
     ranks = [one.rank for one in some]
     if working:
-        summary = tr(
-            "The others wait for {ranks}, at work as far as can be seen; nobody is to blame.",
-            ranks=names_of(working),
-        )
-        if resting:
-            summary = tr(
+        summary = (
+            tr(
                 "The others wait for {ranks}, at work as far as can be seen, or for {others}, where nothing moves; which of them holds them up cannot be told.",
                 ranks=names_of(working),
                 others=names_of(resting),
             )
+            if resting
+            else tr(
+                "The others wait for {ranks}, at work as far as can be seen; nobody is to blame.",
+                ranks=names_of(working),
+            )
+        )
         step: Message | str = tr(
             "Look again in a minute, or with --seconds 60: the same place in each look is no progress."
         )
