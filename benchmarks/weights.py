@@ -28,8 +28,13 @@ def compare(port: int, mb: int, bucket: float, rounds: int) -> None:
     staging = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     took: dict[str, list[float]] = {"plain": [], "channel": [], "empty": []}
     end = Sender(address, timeout=300, bucket_mb=bucket) if rank == 0 else Receiver(address, engine=f"engine {rank}")
-    if isinstance(end, Sender):
-        end.wait_for(size - 1, within=60)
+    if isinstance(end, Sender):  # an engine asks to be a member once it waits for a version
+        assert end.wait_for(size - 1, within=60)
+        published = end.publish({"one": torch.ones(1)}, "first")
+        assert published, published
+    else:
+        first = end.next(timeout=90)
+        assert first is not None and len(dict(first)) == 1 and first.commit()
     for round_ in range(rounds):
         for what in ("plain", "channel", "empty"):
             dist.barrier()
@@ -39,9 +44,10 @@ def compare(port: int, mb: int, bucket: float, rounds: int) -> None:
                 for tensor in sent.values():
                     dist.broadcast(tensor, 0)
             elif isinstance(end, Sender):
-                assert end.publish(sent, f"{what} {round_}")
+                published = end.publish(sent, f"{what} {round_}")
+                assert published, published
             else:
-                update = end.next(into=staging)
+                update = end.next(timeout=300, into=staging)
                 assert update is not None and len(dict(update)) == len(sent) and update.commit()
             dist.barrier()
             took[what].append(time.perf_counter() - began)

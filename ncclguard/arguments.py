@@ -58,3 +58,16 @@ def whole_from(least: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def assignment(text: str) -> str:
+    """Return `NAME=VALUE` as it is.
+
+    >>> assignment("RUN")
+    Traceback (most recent call last):
+    ...
+    argparse.ArgumentTypeError: 'RUN' is no NAME=VALUE, such as RUN=7
+    """
+    if not text.partition("=")[0] or "=" not in text:
+        raise ArgumentTypeError(told("{value} is no NAME=VALUE, such as RUN=7", value=repr(text)))
+    return text

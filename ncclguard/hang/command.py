@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence, Set as AbstractSet
 from pathlib import Path
 
-from ncclguard.arguments import positive_seconds, whole_from
+from ncclguard.arguments import assignment, positive_seconds, whole_from
 from ncclguard.hang.hosts import ask, ask_ray, call_here, kubectl_hosts, slurm_hosts, ssh_hosts
 from ncclguard.hang.launches import Launches
 from ncclguard.hang.looks import NO_RIGHT, Lines, Look, find_spy, helper_places, look, observe
@@ -94,7 +94,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PID",
         help="look only at the jobs of this rank or launcher; again for more",
     )
-    made.add_argument("--environ", metavar="NAME=VALUE", help="look only at ranks that were started with this variable")
+    made.add_argument(
+        "--environ",
+        type=assignment,
+        metavar="NAME=VALUE",
+        help="look only at ranks that were started with this variable",
+    )
     where = made.add_mutually_exclusive_group()
     where.add_argument("--slurm", metavar="JOBID", help="look on all nodes of a job of Slurm, by srun --overlap")
     where.add_argument("--kubectl", metavar="SELECTOR",

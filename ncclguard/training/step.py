@@ -490,12 +490,19 @@ def resilient_step(*models: Any, **options: Any) -> Any:
     >>> train(torch.ones(3, 2))
     True
     """
-    if len(models) == 1 and not options and callable(models[0]) and not isinstance(models[0], nn.Module):
+    if len(models) == 1 and not options and callable(models[0]) and not isinstance(models[0], (nn.Module, type)):
         return ResilientStep(models[0])
     for given in filter(is_time, models):
         raise TypeError(
             f"resilient_step takes models and optimizers, not {given!r}: a limit is given by its name, timeout={given!r}"
         )
+    for given in models:
+        if isinstance(given, type):
+            text = told(
+                "resilient_step takes models and optimizers, not the class {name}: give what it makes, {name}(...)",
+                name=given.__name__,
+            )
+            raise TypeError(text)
 
     def wrap(function: Callable[..., Any]) -> ResilientStep:
         return ResilientStep(function, *models, **options)

@@ -46,6 +46,9 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a limit for a function": (
         lambda: ng.resilient_evaluate(300), TypeError, "function that evaluates, not int: a limit is given by its name, timeout=300",  # type: ignore[call-overload]
     ),
+    "a class of models": (
+        lambda: ng.resilient_step(torch.nn.Linear), TypeError, r"not the class Linear: give what it makes, Linear\(\.\.\.\)",
+    ),
     "op as a list": (lambda: ng.safe_all_reduce(T, [1]), TypeError, "op must be a torch.distributed.ReduceOp"),
     "op for the dtype": (lambda: ng.safe_all_reduce(T, ReduceOp.BAND), ValueError, "BAND needs an integer"),
     "PREMUL_SUM": (
