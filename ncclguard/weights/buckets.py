@@ -15,6 +15,8 @@ LARGE: Final = 1 << 20
 _ALIGNED: Final = 16
 #: Numbers of 64 bits in a row of a digest's table.
 _ROW: Final = 4096
+#: Rows whose sums are made together on CPUs: half a MiB, which the second sum finds in the processor's cache.
+_ROWS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +136,20 @@ class Digest:
         for part in parts:
             whole = part.numel() // (8 * _ROW) * (8 * _ROW)
             if whole:
-                table = part[:whole].view(torch.int64).view(-1, _ROW)
-                for sums in (table.sum(0), table.sum(1)):
+                for sums in _sums(part[:whole].view(torch.int64).view(-1, _ROW)):
                     self._hash.update(sums.cpu().numpy().data)
             self._hash.update(part[whole:].cpu().numpy().data)
 
     def text(self) -> str:
         return self._hash.hexdigest()
+
+
+def _sums(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of the columns and those of the rows of a table."""
+    if table.is_cuda:
+        return table.sum(0), table.sum(1)
+    columns, rows = torch.zeros_like(table[0]), table.new_empty(len(table))
+    for part, sums in zip(table.split(_ROWS), rows.split(_ROWS), strict=True):
+        columns += part.sum(0)
+        torch.sum(part, 1, out=sums)
+    return columns, rows

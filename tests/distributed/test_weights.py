@@ -20,7 +20,7 @@ from ncclguard import faults, torch_compat
 from ncclguard.coordination.store import AgreementStore
 from ncclguard.weights import Receiver, Sender
 from ncclguard.weights.board import Board
-from ncclguard.weights.buckets import Digest, Header, arriving, bucketed
+from ncclguard.weights.buckets import Digest, Header, Piece, arriving, bucketed
 from tests.ports import free_port
 
 #: Of a `publish`, of which the first of three tries has a third.
@@ -587,6 +587,23 @@ def test_tensors_at_any_place_of_a_storage_are_sent_and_arrive_where_they_fit() 
             assert torch.equal(tensor, state[name]), name
             assert name == "small" or tensor.data_ptr() == into[name].data_ptr()
     assert digests[0].text() == digests[1].text()
+
+
+@pytest.mark.parametrize("place", [0, 4096 * 8 * 16 - 1, 4096 * 8 * 35 + 7, 4096 * 8 * 37 - 1, 4096 * 8 * 37 + 4])
+def test_a_digest_changes_with_any_byte_and_any_exchange_of_two(place: int) -> None:
+    sent = torch.arange(4096 * 8 * 37 + 5, dtype=torch.int64).mul_(7).to(torch.uint8)  # 37 rows and a rest
+    other, moved = sent.clone(), sent.clone()
+    other[place] ^= 1
+    moved[[place, 4096 * 8 * 20 + 9]] = sent[[4096 * 8 * 20 + 9, place]]
+    header = Header((Piece("a", tuple(sent.shape), "uint8", sent.numel(), -1),), 0)
+    texts = []
+    for part in (sent, sent.clone(), other, moved):
+        digest = Digest()
+        digest.add(header, [part])
+        texts.append(digest.text())
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+    assert (texts[0] == texts[3]) == torch.equal(sent, moved)
 
 
 def wrong() -> None:
