@@ -149,7 +149,7 @@ def _sums(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if table.is_cuda:
         return table.sum(0), table.sum(1)
     columns, rows = torch.zeros_like(table[0]), table.new_empty(len(table))
-    for part, sums in zip(table.split(_ROWS), rows.split(_ROWS), strict=True):
+    for part, sums in zip(torch.split(table, _ROWS), torch.split(rows, _ROWS), strict=True):
         columns += part.sum(0)
         torch.sum(part, 1, out=sums)
     return columns, rows
