@@ -26,6 +26,7 @@ from ncclguard.evaluation.runner import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
 from ncclguard.process_group import redirected
 from ncclguard.training import ResilientStep
+from ncclguard.training.step import check_options
 from ncclguard_explain.language import told
 
 log = logging.getLogger("ncclguard")
@@ -54,7 +55,7 @@ def patch_accelerator(
     >>> accelerator.gather_for_metrics([1, 2])
     [1, 2]
     """
-    _check_ranks(accelerator)
+    _check(accelerator, "patch_accelerator(accelerator)", *_PATCHED)
     gathering = seconds(timeout, "timeout")
     waiting = seconds(barrier_timeout, "barrier_timeout")
     unpatch_accelerator(accelerator)
@@ -84,14 +85,21 @@ def resilient_evaluate(accelerator: Any, **options: Any) -> Callable[[Callable[.
     >>> evaluate(None, step=7)
     1.0 7
     """
-    _check_ranks(accelerator)
+    _check(accelerator, "@resilient_evaluate(accelerator)", "log")
     return _resilient_evaluate(**{"monitor": accelerator, **options})
 
 
-def _check_ranks(accelerator: Any) -> None:
-    """Warn where a launcher started several ranks and Accelerate takes each of them for a program of its own."""
+def _check(accelerator: Any, call: str, *needed: str) -> None:
+    """Raise TypeError for what is no accelerator, such as the function under a decorator without its argument.
+
+    Warns where a launcher started several ranks and Accelerate takes each of them for a program of its own.
+    """
+    if isinstance(accelerator, type) or any(not hasattr(accelerator, name) for name in needed):
+        kind = getattr(accelerator, "__qualname__", type(accelerator).__name__)
+        raise TypeError(f"{kind} is no Accelerator: give the one that the program has made, {call}")
     started = launched_ranks(os.environ)
-    if getattr(accelerator, "num_processes", None) == 1 and started is not None and started[1] > 1:
+    alone = not dist.is_initialized() or dist.get_world_size() == 1  # others may have been lost since
+    if alone and getattr(accelerator, "num_processes", None) == 1 and started is not None and started[1] > 1:
         text = told(
             "ncclguard: a launcher started {count} ranks, and this Accelerator knows of one, so that each rank "
             "evaluates and trains by itself: set ACCELERATE_USE_CPU=true on a host without GPUs, or see "
@@ -147,8 +155,9 @@ def resilient_step(accelerator: Any, *models: Any, **options: Any) -> Callable[[
     >>> train.completed
     1
     """
-    _check_ranks(accelerator)
+    _check(accelerator, "@resilient_step(accelerator, model, optimizer)", "distributed_type")
     refuse_sharded(accelerator)
+    check_options(options)
     if options.get("accumulates"):
         raise GuardConfigError(_BETWEEN)
     kept = options.get("keep", ())

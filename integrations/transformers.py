@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from ncclguard.integrations.accelerate import refuse_sharded, resilient_step
 from torch.utils.data import DataLoader
 
 from ncclguard import lifecycle
@@ -24,7 +23,9 @@ from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.evaluation import Action, GuardedEvaluation, record_partial, resilient_evaluate
 from ncclguard.evaluation.decision import metrics_of
 from ncclguard.evaluation.state import Restore
+from ncclguard.integrations.accelerate import refuse_sharded, resilient_step
 from ncclguard.training import ElasticLoader
+from ncclguard.training.step import check_options
 
 _GUARDS = "_ncclguard_guards"  # attribute of a trainer
 
@@ -53,6 +54,11 @@ class ResilientEvaluation:
 
     evaluation_options: ClassVar[dict[str, Any]] = {}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _refuse_hidden(cls, ResilientEvaluation, "evaluate")
+        resilient_evaluate(**cls.evaluation_options)  # refuses now what it would behind the first epoch
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         return _evaluate(self, super().evaluate, args, kwargs)  # type: ignore[misc]
 
@@ -60,11 +66,28 @@ class ResilientEvaluation:
         return _predict(self, super().predict, args, kwargs)  # type: ignore[misc]
 
 
+def _refuse_hidden(cls: type, mixin: type, method: str) -> None:
+    """Raise TypeError for a class in which the trainer comes before the mixin, which then would do nothing."""
+    before, after = (
+        [one for one in part if method in vars(one) and not issubclass(one, mixin)]
+        for part in (cls.__mro__[: cls.__mro__.index(mixin)], cls.__mro__[cls.__mro__.index(mixin) + 1 :])
+    )
+    if before and not after:
+        raise TypeError(
+            f"{cls.__name__} has {before[-1].__name__} before {mixin.__name__}, whose methods are never called then: write "
+            f"class {cls.__name__}({mixin.__name__}, {before[-1].__name__})"
+        )
+
+
 def patch_trainer(trainer: Any, **options: Any) -> None:
     """Do to a trainer that exists what `ResilientEvaluation` does to a class.
 
-    `options` are those of `ncclguard.resilient_evaluate`; patching again replaces them.
+    `options` are those of `ncclguard.resilient_evaluate`; patching again replaces them. Raises TypeError for what is no
+    trainer.
     """
+    if isinstance(trainer, type) or not hasattr(trainer, "evaluate"):
+        kind = getattr(trainer, "__qualname__", type(trainer).__name__)
+        raise TypeError(f"{kind} is no trainer: give the one that the program has made, or use ResilientEvaluation")
     unpatch_trainer(trainer)
     trainer.evaluation_options = options
     for name, around in (("evaluate", _evaluate), ("predict", _predict)):
@@ -111,6 +134,11 @@ class ResilientTraining:
     """
 
     training_options: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _refuse_hidden(cls, ResilientTraining, "train")
+        check_options(cls.training_options)
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         if lifecycle.is_joining():
@@ -245,7 +273,7 @@ class ResilientTraining:
         if self.is_world_process_zero() and not self.state.is_world_process_zero:
             from transformers import PrinterCallback, ProgressCallback
 
-            self.state.is_world_process_zero = True
+            self.state.is_world_process_zero = self.state.is_local_process_zero = True
             if self.pop_callback(ProgressCallback) is not None:  # which has no bar here
                 self.add_callback(PrinterCallback)
         return result

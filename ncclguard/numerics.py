@@ -334,6 +334,12 @@ def watch_numerics(
             "model must be a torch.nn.Module, not {kind}: give the model that is trained", kind=type(model).__name__
         )
         raise TypeError(text)
+    if on_found is not None and not callable(on_found):
+        text = told(
+            "on_found must be a function that takes a tuple of NonFinite, not {kind}: give one, or none",
+            kind=type(on_found).__name__,
+        )
+        raise TypeError(text)
     return NumericsWatch(model, on_found)
 
 

@@ -290,13 +290,22 @@ def is_taken(error: BaseException) -> bool:
 
 def launched(arguments: Any) -> tuple[list[str], int]:
     """Return the command of each rank by these arguments, and the number of ranks on this host. Raises ValueError."""
-    config, command, rest = torchrun.config_from_args(arguments)
+    ranks, command, rest = configured(arguments)
     if callable(command):
         text = "--run-path is a function of the launcher's; a rank that may be replaced has a command"
         raise ValueError(text)  # noqa: TRY004 - a wrong option
+    return [str(command), *map(str, rest)], ranks
+
+
+def configured(arguments: Any) -> tuple[int, Any, list[Any]]:
+    """Return the number of ranks on this host, the entrypoint and its arguments.
+
+    Raises ValueError or RuntimeError for arguments that cannot be.
+    """
+    config, command, rest = torchrun.config_from_args(arguments)
     if config.nproc_per_node < 1:
         raise ValueError(f"--nproc-per-node {arguments.nproc_per_node} is no process: give 1 or more")
-    return [str(command), *map(str, rest)], int(config.nproc_per_node)
+    return int(config.nproc_per_node), command, rest
 
 
 def store_address(arguments: Any) -> tuple[str, int]:

@@ -297,12 +297,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
     stands_by = arguments.stand_by
-    if stands_by:
-        try:
+    try:
+        elastic.configured(arguments)
+        if stands_by:
             elastic.store_address(arguments)
             elastic.launched(arguments)
-        except (ValueError, RuntimeError) as error:
-            parser.error(str(error))
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
     folder = tempfile.mkdtemp(prefix="ncclguard-run-")
     limits = Limits(arguments.go_on_within, arguments.restart_lost, arguments.max_losses, arguments.losses_within)
     survivors = Survivors(folder, limits, other_hosts=str(arguments.nnodes) != "1")

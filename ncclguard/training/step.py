@@ -11,6 +11,7 @@ all of them are complete.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import time
@@ -36,6 +37,7 @@ from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.replicas import ReplicaReport
 from ncclguard.replicas.check import OnDifference, Options, PeriodicCheck, SafeExchange, check_on_difference
 from ncclguard.replicas.tensors import several
+from ncclguard.spelling import no_argument
 from ncclguard.torch_compat import zero
 from ncclguard.training import declaration, joining
 from ncclguard.training.continuation import Continuation, enroll, has_shards
@@ -496,6 +498,7 @@ def resilient_step(*models: Any, **options: Any) -> Any:
         raise TypeError(
             f"resilient_step takes models and optimizers, not {given!r}: a limit is given by its name, timeout={given!r}"
         )
+    check_options(options)
     for given in models:
         if isinstance(given, type):
             text = told(
@@ -508,3 +511,11 @@ def resilient_step(*models: Any, **options: Any) -> Any:
         return ResilientStep(function, *models, **options)
 
     return wrap
+
+
+def check_options(options: Iterable[str]) -> None:
+    """Raise TypeError for an option that `resilient_step` does not have."""
+    known = [name for name, one in inspect.signature(ResilientStep).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            raise no_argument("resilient_step", name, known)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,7 @@ from ncclguard import faults
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
-from ncclguard.integrations.accelerate import resilient_evaluate
-
+from ncclguard.integrations.accelerate import patch_accelerator, resilient_evaluate, resilient_step
 from tests.integrations.evaluation_parts import CASES, CULPRIT, check, check_without_guard, without_guard
 
 PROGRAM = Path(__file__).with_name("accelerate_cases.py")
@@ -59,3 +60,13 @@ def test_an_accelerator_that_knows_of_no_other_rank_is_warned_of(
     monkeypatch.setenv("WORLD_SIZE", started)
     resilient_evaluate(SimpleNamespace(num_processes=known, log=print))
     assert ("this Accelerator knows of one" in caplog.text) == ((started, known) == ("2", 1))
+
+
+@pytest.mark.parametrize("given", [lambda: None, None, SimpleNamespace])
+@pytest.mark.parametrize("taken", [resilient_evaluate, patch_accelerator, resilient_step])
+def test_what_is_no_accelerator_is_refused(taken: Callable[[Any], object], given: object) -> None:
+    """The function under `@resilient_evaluate` without its argument was taken, and an evaluation never ran."""
+    with pytest.raises(
+        TypeError, match=r"is no Accelerator: give the one that the program has made, @?\w+\(accelerator"
+    ):
+        taken(given)

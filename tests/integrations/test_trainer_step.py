@@ -40,7 +40,7 @@ def check(folder: Path, kills: list[Kill], job: faults.JobResult, begin: int = 0
     expected = [[rank for rank in range(SIZE) if step < first.get(rank, STEPS)] for step in range(STEPS)]
     losses, evaluated, parameters = undisturbed(expected)
     left = [rank for rank in range(SIZE) if rank not in first]
-    ends = {rank: [len(left), place, place == 0, place == 0] for place, rank in enumerate(left)}
+    ends = {rank: [len(left), place, *[place == 0] * 3] for place, rank in enumerate(left)}
     assert job.values("end") == ends, job
     position = 0
     for step, members in enumerate(expected):

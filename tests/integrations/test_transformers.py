@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from ncclguard import faults
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
+from ncclguard.integrations.transformers import ResilientEvaluation, ResilientTraining, patch_trainer
 from tests.integrations.evaluation_parts import CASES, CULPRIT, check, check_without_guard, without_guard
 
 PROGRAM = Path(__file__).with_name("transformers_cases.py")
@@ -85,3 +87,50 @@ def test_without_the_guard_the_job_ends() -> None:
     ended = without_guard(PROGRAM)
     check_without_guard(ended)
     assert ended["batches"].values("caught")[CULPRIT] == ""  # rank 2 has all it wanted, and goes on to train
+
+
+class Trainer:
+    """Stands for transformers.Trainer, which is not needed to see the order of classes."""
+
+    def evaluate(self) -> dict[str, float]:
+        return {}
+
+    def train(self) -> None: ...
+
+
+@pytest.mark.parametrize("mixin", [ResilientEvaluation, ResilientTraining])
+def test_a_mixin_behind_the_trainer_is_refused(mixin: type) -> None:
+    """It would do nothing, without a word."""
+    with pytest.raises(
+        TypeError, match=rf"whose methods are never called then: write class My\({mixin.__name__}, Trainer"
+    ):
+        type("My", (Trainer, mixin), {})
+
+    class Logs:
+        def evaluate(self) -> Any:
+            return super().evaluate()  # type: ignore[misc]
+
+        train = evaluate
+
+    between = type("Between", (mixin,), {})
+    type("My", (Logs, between, Trainer), {})
+
+
+@pytest.mark.parametrize(
+    ("mixin", "options"),
+    [
+        (ResilientEvaluation, {"time_out": 3}),
+        (ResilientEvaluation, {"timeout": "3 min"}),
+        (ResilientTraining, {"min_rank": 1}),
+    ],
+)
+def test_options_of_a_mixin_are_refused_before_an_epoch_is_trained(mixin: type, options: dict[str, Any]) -> None:
+    name = "evaluation_options" if mixin is ResilientEvaluation else "training_options"
+    with pytest.raises((TypeError, ValueError), match="did you mean|must be seconds"):
+        type("My", (mixin, Trainer), {name: options})
+
+
+@pytest.mark.parametrize("given", [Trainer, None, 3])
+def test_what_is_no_trainer_is_refused(given: object) -> None:
+    with pytest.raises(TypeError, match="is no trainer: give the one that the program has made"):
+        patch_trainer(given)

@@ -140,7 +140,13 @@ def train(kills: list[Kill], port: int, folder: str, resume: bool, evaluates: bo
     )
     made.train(resume_from_checkpoint=resume)
     faults.report(
-        end=[made.args.world_size, made.args.process_index, made.state.is_world_process_zero, made.args.should_save],
+        end=[
+            made.args.world_size,
+            made.args.process_index,
+            made.state.is_world_process_zero,
+            made.state.is_local_process_zero,  # without which no line of a loss is printed
+            made.args.should_save,
+        ],
         parameters=[p.flatten().tolist() for p in made.model.parameters()],
         callbacks=sorted(type(each).__name__ for each in made.callback_handler.callbacks),
         flos=made.state.total_flos,

@@ -49,6 +49,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a class of models": (
         lambda: ng.resilient_step(torch.nn.Linear), TypeError, r"not the class Linear: give what it makes, Linear\(\.\.\.\)",
     ),
+    "a misspelt option of a step": (
+        lambda: ng.resilient_step(torch.nn.Linear(1, 1), loaders=1), TypeError, r"resilient_step has no argument 'loaders': did you mean loader=",
+    ),
+    "no function for numbers": (
+        lambda: ng.watch_numerics(torch.nn.Linear(1, 1), on_found="x"), TypeError, "on_found must be a function .*, not str: give one",  # type: ignore[arg-type]
+    ),
     "op as a list": (lambda: ng.safe_all_reduce(T, [1]), TypeError, "op must be a torch.distributed.ReduceOp"),
     "op for the dtype": (lambda: ng.safe_all_reduce(T, ReduceOp.BAND), ValueError, "BAND needs an integer"),
     "PREMUL_SUM": (

@@ -742,6 +742,14 @@ def test_a_host_cannot_stand_by_without_an_address_or_a_process(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [["--nproc-per-node", "foo"], ["--nproc-per-node", "0"], ["--nnodes", "few"]])
+def test_a_launcher_refuses_a_number_that_cannot_be(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        launcher.main([*options, "train.py"])
+    assert raised.value.code == 2
+    assert options[1] in capsys.readouterr().err
+
+
 def test_who_stands_by_where_nobody_listens_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
