@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from ncclguard.integrations.accelerate import refuse_sharded, resilient_step
 from torch.utils.data import DataLoader
 
 from ncclguard import lifecycle
@@ -23,7 +24,6 @@ from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.evaluation import Action, GuardedEvaluation, record_partial, resilient_evaluate
 from ncclguard.evaluation.decision import metrics_of
 from ncclguard.evaluation.state import Restore
-from ncclguard.integrations.accelerate import refuse_sharded, resilient_step
 from ncclguard.training import ElasticLoader
 from ncclguard.training.step import check_options
 

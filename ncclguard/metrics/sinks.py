@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -462,6 +463,9 @@ def make_sinks(wanted: Iterable[SinkLike], rank: int) -> list[Sink]:
         except Exception as error:  # noqa: BLE001 - a missing package, a port that is taken, a folder that cannot be written, ...
             package = PACKAGES[name] if isinstance(error, ImportError) else ""
             advice = f"install it with: pip install {package}" if package else "the job goes on without this sink"
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+                port = f"prometheus:{{{int(detail)} + int(os.environ.get('LOCAL_RANK', 0))}}"
+                advice = f'where a host has several ranks give each a port of its own: f"{port}"'
             log.warning("ncclguard: monitoring goes without %r (%s: %s); %s", sink, type(error).__name__, error, advice)
     return made
 

@@ -14,6 +14,7 @@ from ncclguard import faults
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
 from ncclguard.integrations.accelerate import patch_accelerator, resilient_evaluate, resilient_step
+
 from tests.integrations.evaluation_parts import CASES, CULPRIT, check, check_without_guard, without_guard
 
 PROGRAM = Path(__file__).with_name("accelerate_cases.py")

@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
 from ncclguard.integrations.transformers import ResilientEvaluation, ResilientTraining, patch_trainer
+
 from tests.integrations.evaluation_parts import CASES, CULPRIT, check, check_without_guard, without_guard
 
 PROGRAM = Path(__file__).with_name("transformers_cases.py")

@@ -173,6 +173,14 @@ def test_what_is_no_sink_is_refused() -> None:
         make_sinks(["jsonl:a-{rnk}-{rank}.jsonl"], rank=0)
 
 
+def test_of_a_port_that_is_taken_it_says_how_each_rank_has_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    first = PrometheusSink(0)
+    assert make_sinks([f"prometheus:{first.port}"], rank=1) == []
+    assert f'give each a port of its own: f"prometheus:{{{first.port} + int(' in caplog.text
+    first.close()
+
+
 def test_a_sink_without_its_package_or_folder_is_left_out(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
