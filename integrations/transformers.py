@@ -57,7 +57,8 @@ class ResilientEvaluation:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _refuse_hidden(cls, ResilientEvaluation, "evaluate")
-        resilient_evaluate(**cls.evaluation_options)  # refuses now what it would behind the first epoch
+        if isinstance(cls.evaluation_options, dict):  # refused now, not behind the first epoch
+            resilient_evaluate(**cls.evaluation_options)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         return _evaluate(self, super().evaluate, args, kwargs)  # type: ignore[misc]
@@ -138,7 +139,8 @@ class ResilientTraining:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _refuse_hidden(cls, ResilientTraining, "train")
-        check_options(cls.training_options)
+        if isinstance(cls.training_options, dict):
+            check_options(cls.training_options)
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         if lifecycle.is_joining():

@@ -129,6 +129,7 @@ def test_options_of_a_mixin_are_refused_before_an_epoch_is_trained(mixin: type, 
     name = "evaluation_options" if mixin is ResilientEvaluation else "training_options"
     with pytest.raises((TypeError, ValueError), match="did you mean|must be seconds"):
         type("My", (mixin, Trainer), {name: options})
+    type("My", (mixin, Trainer), {name: property(lambda _: options)})  # each instance has its own
 
 
 @pytest.mark.parametrize("given", [Trainer, None, 3])
