@@ -6,7 +6,7 @@ import os
 import signal
 import warnings
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
@@ -77,10 +77,12 @@ class Striking(ResilientTraining, Trainer):  # type: ignore[misc]
         super()._save_rng_state(output_dir)
 
 
-class Evaluating(Striking, ResilientEvaluation):
-    """Its evaluations survive what is no lost rank."""
+class Around(ResilientEvaluation, Striking):
+    """Has evaluations that survive by themselves."""
 
-    evaluation_options: ClassVar[dict[str, Any]] = {"timeout": 30, "barrier_timeout": 30}
+
+class Inside(ResilientTraining, ResilientEvaluation, Trainer):  # type: ignore[misc]
+    """Has them inside a step."""
 
 
 class Telling(TrainerCallback):  # type: ignore[misc]
@@ -117,9 +119,7 @@ def trainer(folder: str, kind: type[Striking] = Striking, **options: Any) -> Str
         "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 1, "eval_strategy": "steps",
         "eval_steps": 1, "report_to": [], "use_cpu": True, "seed": 7, "weight_decay": 0.01, **options,
     }  # fmt: skip
-    made = Striking(
-        make(), TrainingArguments(folder, **given), train_dataset=Rows(SAMPLES), eval_dataset=Rows(HELD_OUT)
-    )
+    made = kind(make(), TrainingArguments(folder, **given), train_dataset=Rows(SAMPLES), eval_dataset=Rows(HELD_OUT))
     made.add_callback(Telling(made))
     return made
 
@@ -130,10 +130,10 @@ def join(port: int) -> None:
     dist.init_process_group("ncclguard")
 
 
-def train(kills: list[Kill], port: int, folder: str, resume: bool, evaluates: bool) -> None:
+def train(kills: list[Kill], port: int, folder: str, resume: bool) -> None:
     """Two micro-batches a step, an evaluation and a checkpoint after each."""
     join(port)
-    made = trainer(folder, Evaluating if evaluates else Striking)
+    made = trainer(folder)
     made.mine = [tuple(kill[1:]) for kill in kills if kill[0] == dist.get_rank()]
     made.model.model.layers[0].mlp.up_proj.weight.register_hook(
         lambda _: made.strike("backward", made.state.global_step)
@@ -219,9 +219,11 @@ def refused(port: int, folder: str) -> None:
         "tokens": {"include_num_input_tokens_seen": "all"},
     }.items():
         found[name] = told(trainer(folder, **options).train)
+    for kind in (Around, Inside):
+        found[kind.__name__] = told(trainer(folder, kind).train)
     made = trainer(folder)
     patch_trainer(made)
-    found["evaluation"] = told(made.train)
+    found["patched"] = told(made.train)
     unpatch_trainer(made)
     os.environ["NCCLGUARD_JOINS"] = "1"
     found["joins"] = told(made.train)
