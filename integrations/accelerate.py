@@ -89,14 +89,16 @@ def resilient_evaluate(accelerator: Any, **options: Any) -> Callable[[Callable[.
     return _resilient_evaluate(**{"monitor": accelerator, **options})
 
 
-def _check(accelerator: Any, call: str, *needed: str) -> None:
-    """Raise TypeError for what is no accelerator, such as the function under a decorator without its argument.
+def refuse_other(given: Any, kind: str, instead: str, *needed: str) -> None:
+    """Raise TypeError for what is none of a kind, such as its class, or the function under a bare decorator."""
+    if isinstance(given, type) or any(not hasattr(given, name) for name in needed):
+        name = getattr(given, "__qualname__", type(given).__name__)
+        raise TypeError(f"{name} is no {kind}: give the one that the program has made, {instead}")
 
-    Warns where a launcher started several ranks and Accelerate takes each of them for a program of its own.
-    """
-    if isinstance(accelerator, type) or any(not hasattr(accelerator, name) for name in needed):
-        kind = getattr(accelerator, "__qualname__", type(accelerator).__name__)
-        raise TypeError(f"{kind} is no Accelerator: give the one that the program has made, {call}")
+
+def _check(accelerator: Any, call: str, *needed: str) -> None:
+    """Refuse what is no accelerator; warn of one that takes each of several started ranks for its own program."""
+    refuse_other(accelerator, "Accelerator", call, *needed)
     started = launched_ranks(os.environ)
     alone = not dist.is_initialized() or dist.get_world_size() == 1  # others may have been lost since
     if alone and getattr(accelerator, "num_processes", None) == 1 and started is not None and started[1] > 1:

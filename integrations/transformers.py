@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from ncclguard.integrations.accelerate import refuse_sharded, resilient_step
+from ncclguard.integrations.accelerate import refuse_other, refuse_sharded, resilient_step
 from torch.utils.data import DataLoader
 
 from ncclguard import lifecycle
@@ -69,9 +69,10 @@ class ResilientEvaluation:
 
 def _refuse_hidden(cls: type, mixin: type, method: str) -> None:
     """Raise TypeError for a class in which the trainer comes before the mixin, which then would do nothing."""
+    place = cls.__mro__.index(mixin)
     before, after = (
         [one for one in part if method in vars(one) and not issubclass(one, mixin)]
-        for part in (cls.__mro__[: cls.__mro__.index(mixin)], cls.__mro__[cls.__mro__.index(mixin) + 1 :])
+        for part in (cls.__mro__[:place], cls.__mro__[place + 1 :])
     )
     if before and not after:
         raise TypeError(
@@ -86,9 +87,7 @@ def patch_trainer(trainer: Any, **options: Any) -> None:
     `options` are those of `ncclguard.resilient_evaluate`; patching again replaces them. Raises TypeError for what is no
     trainer.
     """
-    if isinstance(trainer, type) or not hasattr(trainer, "evaluate"):
-        kind = getattr(trainer, "__qualname__", type(trainer).__name__)
-        raise TypeError(f"{kind} is no trainer: give the one that the program has made, or use ResilientEvaluation")
+    refuse_other(trainer, "trainer", "or use ResilientEvaluation", "evaluate")
     unpatch_trainer(trainer)
     trainer.evaluation_options = options
     for name, around in (("evaluate", _evaluate), ("predict", _predict)):

@@ -298,10 +298,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
     stands_by = arguments.stand_by
     try:
-        elastic.configured(arguments)
         if stands_by:
             elastic.store_address(arguments)
             elastic.launched(arguments)
+        else:
+            elastic.configured(arguments)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     folder = tempfile.mkdtemp(prefix="ncclguard-run-")
