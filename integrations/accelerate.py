@@ -232,10 +232,10 @@ class _Step(ResilientStep):
                 "the samples of a lost rank to nobody. Give resilient_step a loader=ncclguard.ElasticLoader(dataset, "
                 "batch_size), which is not prepared"
             )
-        try:
-            return super().__call__(*args, **kwargs)
-        finally:
-            take_part(self._accelerator, self)  # a rank may have been lost behind the optimizer's step
+        return super().__call__(*args, **kwargs)
+
+    def count_ranks(self) -> None:
+        take_part(self._accelerator, self)
 
 
 def take_part(accelerator: Any, step: ResilientStep) -> None:

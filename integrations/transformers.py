@@ -153,11 +153,6 @@ class ResilientTraining:
                 "ResilientTraining takes the Trainer's steps as transformers 5.24 makes them (a method `_run_epoch`), which "
                 "this version does not: take a newer transformers, or write the loop with Accelerate"
             )
-        if isinstance(self, ResilientEvaluation) or hasattr(vars(self).get("evaluate"), "__ncclguard__"):
-            raise GuardConfigError(
-                "an evaluation that survives by itself needs all ranks, and ends the job once one is lost: leave it out, "
-                "ResilientTraining does an evaluation again without a lost rank"
-            )
         if self.args.train_sampling_strategy not in ("random", "sequential"):
             raise GuardConfigError(
                 "ResilientTraining has its samples in random or sequential order, and not by "

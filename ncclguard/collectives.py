@@ -23,7 +23,7 @@ from ncclguard.engine.call import (
     unpickled,
 )
 from ncclguard.engine.chunking import EMPTY, ONE, ChunkPlan
-from ncclguard.engine.dispatch import alone, check_carried, run
+from ncclguard.engine.dispatch import OWN, Queue, alone, check_carried, run
 from ncclguard.engine.execution import Refused
 from ncclguard.engine.table import (
     ALL_GATHER,
@@ -252,14 +252,14 @@ def safe_all_gather_object(
         object_list[0] = obj
         return alone(ALL_GATHER_OBJECT, terms, data)
     with engine_section():
-        return _all_gather_object(terms, object_list, data)
+        return gather_objects(terms, object_list, data)
 
 
-def _all_gather_object(terms: Terms, object_list: list[Any], data: torch.Tensor) -> Outcome:
+def gather_objects(terms: Terms, object_list: list[Any], data: torch.Tensor, queue: Queue = OWN) -> Outcome:
     """Gather the sizes, then the bytes, padded to the largest."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in terms.ranks]
     size = torch.tensor([data.numel()], dtype=torch.int64)
-    outcome = run(ALL_GATHER_OBJECT, Arguments(size, sizes), terms, ONE, detail="sizes", key=("sizes",))
+    outcome = run(ALL_GATHER_OBJECT, Arguments(size, sizes), terms, ONE, detail="sizes", key=("sizes",), queue=queue)
     if outcome.failed:
         return outcome
     longest = int(max(int(size) for size in sizes))
@@ -273,7 +273,9 @@ def _all_gather_object(terms: Terms, object_list: list[Any], data: torch.Tensor)
         padded, refused = _without_memory(longest), _refused(ALL_GATHER_OBJECT, terms, cut, error)
     arguments = Arguments(padded, slots)
     key = ("bytes", longest)
-    outcome = run(ALL_GATHER_OBJECT, arguments, terms, cut, detail=f"{longest} bytes", key=key, work=refused)
+    outcome = run(
+        ALL_GATHER_OBJECT, arguments, terms, cut, detail=f"{longest} bytes", key=key, work=refused, queue=queue
+    )
     if not outcome.failed:
         places = [place for place, rank in enumerate(terms.ranks) if rank in outcome.participants]
         objects = [unpickled(slots[place][: int(sizes[place])]) for place in places]
@@ -310,16 +312,19 @@ def safe_broadcast_object_list(
     sending = terms.rank == source
     data = pickled(object_list) if sending else torch.empty(0, dtype=torch.uint8)
     with engine_section():
-        return _broadcast_object_list(terms, object_list, data, source)
+        return broadcast_objects(terms, object_list, data, source)
 
 
-def _broadcast_object_list(terms: Terms, object_list: list[Any], data: torch.Tensor, source: int) -> Outcome:
+def broadcast_objects(
+    terms: Terms, object_list: list[Any], data: torch.Tensor, source: int, queue: Queue = OWN
+) -> Outcome:
     """Broadcast the size, then the bytes."""
     sending = terms.rank == source
     size = torch.tensor([data.numel()], dtype=torch.int64)
     whose = (source, len(object_list))
     detail = f"size of {len(object_list)} object{'s' * (len(object_list) != 1)}, src={source}"
-    outcome = run(BROADCAST_OBJECT_LIST, Arguments(size, root=source), terms, ONE, detail=detail, key=("size", *whose))
+    arguments = Arguments(size, root=source)
+    outcome = run(BROADCAST_OBJECT_LIST, arguments, terms, ONE, detail=detail, key=("size", *whose), queue=queue)
     if outcome.failed:
         return outcome
     numel = int(size)
@@ -330,7 +335,7 @@ def _broadcast_object_list(terms: Terms, object_list: list[Any], data: torch.Ten
         received, refused = _without_memory(numel), _refused(BROADCAST_OBJECT_LIST, terms, cut, error)
     arguments = Arguments(received, root=source)
     detail, key = f"{numel} bytes, src={source}", ("bytes", numel, *whose)
-    outcome = run(BROADCAST_OBJECT_LIST, arguments, terms, cut, detail=detail, key=key, work=refused)
+    outcome = run(BROADCAST_OBJECT_LIST, arguments, terms, cut, detail=detail, key=key, work=refused, queue=queue)
     if not (sending or outcome.failed):
         object_list[:] = unpickled(received)
     return outcome

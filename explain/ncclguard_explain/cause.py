@@ -55,7 +55,10 @@ _COMPARE = tr(
     "Compare what the ranks called: a branch, a batch count or a shape depends on the rank. Make it equal, or agree on it "
     "first."
 )
-_LEFT = tr("That rank finished or left early: it had fewer steps or batches, or returned before the others.")
+_LEFT = tr(
+    "That rank finished or left early: it had fewer steps or batches, returned before the others, or called `sys.exit`, "
+    "whose text is in its own output only."
+)
 
 #: What a person should do next, by cause.
 ADVICE = {

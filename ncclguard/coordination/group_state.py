@@ -381,7 +381,7 @@ def _explains(standing: Trouble, report: Report) -> bool:
     if report.operation is None:
         return report.trouble is None
     mismatch = report.trouble is not None and report.trouble.kind is TroubleKind.MISMATCH
-    return standing.kind is TroubleKind.RAISED and mismatch
+    return standing.kind in (TroubleKind.RAISED, TroubleKind.GAVE_UP) and mismatch
 
 
 #: Groups that keep a state of another kind, by their key: the one of `watch`.

@@ -271,7 +271,7 @@ def goes_on(known: Incident, later: Incident) -> bool:
     known incident, whose outcome its program had left unread, or it stands at the same place in a later try of the
     same evaluation. One that answered neither time is taken for the same while its process and its stack are.
     """
-    if _only_raise_its_error(known, later) or _shows_its_side(known, later):
+    if _only_raise_its_error(known, later) or _shows_its_side(known, later) or _names_the_same_dead(known, later):
         return True
     if (known.cause, known.culprits) != (later.cause, later.culprits) or not known.culprits:
         return False
@@ -311,6 +311,13 @@ def _operation_of_errors(later: Incident) -> str | None:
     if later.cause is not Cause.UNKNOWN or later.culprits or not raised or not all(map(is_repeat, raised)):
         return None
     return raised[0].partition("(")[2].rstrip(")")
+
+
+def _names_the_same_dead(known: Incident, later: Incident) -> bool:
+    """Return whether all that a later incident names were lost before in its session, to which nobody returns."""
+    lost = {report.rank for report in known.ranks if report.cause is Cause.LOST}
+    same_session = known.id.partition("-")[0] == later.id.partition("-")[0]
+    return same_session and later.cause is Cause.LOST and bool(later.culprits) and lost.issuperset(later.culprits)
 
 
 def _shows_its_side(known: Incident, later: Incident) -> bool:

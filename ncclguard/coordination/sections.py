@@ -29,7 +29,7 @@ class News:
     """The word of one rank about a section."""
 
     rank: int
-    kind: TroubleKind  # RAISED or FINISHED
+    kind: TroubleKind  # RAISED, GAVE_UP or FINISHED
     text: str
 
 
@@ -55,13 +55,18 @@ class Sections:
             self._name, self._since, self._members = name, time.monotonic(), members
             self._standing = self._unsaid = None
 
-    def leave(self, raised: str = "") -> None:
-        """This rank calls nothing of the section any more: it raised what `raised` describes, or finished."""
+    def leave(self, raised: str = "", *, follows: bool = False) -> None:
+        """This rank calls nothing of the section any more: it raised what `raised` describes, or finished.
+
+        `follows`: what it raised is the failure of a collective, which may be another rank's fault.
+        """
         with self._lock:
             name, self._name = self._name, ""
             if not name:
                 return
-            kind = TroubleKind.RAISED if raised else TroubleKind.FINISHED
+            kind = TroubleKind.FINISHED
+            if raised:
+                kind = TroubleKind.GAVE_UP if follows else TroubleKind.RAISED
             self._standing = Trouble(kind, raised or f"it has finished {name}")
             self._unsaid = (time.monotonic() + (0.0 if raised else FINISHED_AFTER), name, self._standing)
         if raised:

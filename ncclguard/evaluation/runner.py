@@ -26,12 +26,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from ncclguard import process_group, torch_compat
-from ncclguard.collectives import safe_all_gather_object, safe_broadcast_object_list
+from ncclguard import lifecycle, process_group, torch_compat
+from ncclguard.collectives import broadcast_objects, gather_objects
 from ncclguard.config import current_config, is_time, seconds
 from ncclguard.coordination.incidents import begins_evaluation
 from ncclguard.coordination.sections import Sections
-from ncclguard.engine import runtime
+from ncclguard.deadlines import engine_section
+from ncclguard.engine import call, runtime
+from ncclguard.engine.dispatch import OWN, Queue
 from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError
 from ncclguard.evaluation import decision, state
 from ncclguard.evaluation.decision import (
@@ -55,6 +57,7 @@ from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import describe_exception
 from ncclguard.outcome import Outcome
 from ncclguard.phases import inside_section
+from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.spelling import meant, no_argument
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import joined, say, told, tr
@@ -71,9 +74,18 @@ BatchSize = str | Callable[[int], object] | None
 
 
 def members_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return the global ranks that evaluate together; (0,) for a process alone. Raises as `group_of` does."""
+    """Return the global ranks that evaluate together, without those that the group goes on without.
+
+    It is (0,) for a process alone, and only itself for a new process that the others of the job have not taken in yet.
+    Raises as `group_of` does.
+    """
     chosen = group_of(group)
-    return (0,) if chosen is None else torch_compat.group_ranks(chosen)
+    if chosen is None:
+        return (0,)
+    if lifecycle.is_joining():
+        return (dist.get_rank(),)
+    survivors = chosen.survivors if isinstance(chosen, GuardedProcessGroup) else None
+    return torch_compat.group_ranks(chosen) if survivors is None else survivors
 
 
 @contextmanager
@@ -95,7 +107,7 @@ def one_try(name: str, members: tuple[int, ...], timeout: float) -> Iterator[pro
         with inside_section(name, timeout), redirection:
             yield redirection
     except BaseException as error:
-        sections.leave(_in_words(error))
+        sections.leave(_in_words(error), follows=failed_collective(error, redirection.failures) is not None)
         raise
     sections.leave()
 
@@ -412,6 +424,15 @@ class Ended:
     report: EvaluationReport
     logging_rank: int
     error: Exception | None = None  # of the meeting that failed, where the job cannot go on
+    gone: bool = False  # because a process is gone, as all know: without it the others may evaluate again
+
+
+class Stopped(Exception):
+    """An evaluation ended because the job cannot go on as it is; its cause is the error to raise then."""
+
+    def __init__(self, ended: Ended, tell: Callable[[], None]) -> None:
+        super().__init__(ended.report.headline)
+        self.ended, self.tell = ended, tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -666,8 +687,9 @@ class Evaluation:
             result = self._options.fallback
         given = self._options.fallback is not NOT_EVALUATED
         report = EvaluationReport(self._label, action, tuple(self._failures), self._attempts, done, total, given)
-        error = meeting.error if isinstance(meeting, NotMet) and action is Action.STOP else None
-        return Ended(result, report, self._logging_rank, error)
+        if not isinstance(meeting, NotMet) or action is not Action.STOP:
+            return Ended(result, report, self._logging_rank)
+        return Ended(result, report, self._logging_rank, meeting.error, meeting.gone and meeting.agreed)
 
     # ------------------------------------------------------------------ meeting
 
@@ -687,22 +709,32 @@ class Evaluation:
 
     def _gather(self, value: Any, name: str, timeout: float, *, repeat: bool) -> Meeting:
         """Exchange an object with all ranks; with `repeat`, wait for ranks whose try has only just failed."""
-        group = self._options.group
 
         def once() -> tuple[Outcome, tuple[Any, ...]]:
             slots: list[Any] = [None] * len(self._members)
-            outcome = safe_all_gather_object(slots, value, group, timeout=timeout, name=name, on_lost="fail")
+            data, (terms, queue) = call.pickled(value), self._terms(timeout, name)
+            with engine_section():
+                outcome = gather_objects(terms, slots, data, queue)
             return outcome, tuple(slots)
 
         return Met((value,)) if len(self._members) == 1 else meet(once, repeat)
 
+    def _terms(self, timeout: float, name: str) -> tuple[call.Terms, Queue]:
+        """Return what a meeting has in common with any other collective, and the sequence that it belongs to."""
+        group = group_of(self._options.group)
+        terms = call.terms_of(group, timeout, 0, atomic=True, on_lost="fail", name=name)
+        if isinstance(group, GuardedProcessGroup) and group.survivors is not None:
+            return group.among_survivors(terms, "evaluation")
+        return terms, OWN
+
     def _tell(self, value: Any, source: int, name: str) -> Meeting:
         """Give all ranks the object of global rank `source`; the other ranks wait for it here."""
-        timeout, group = self._options.timeout, self._options.group
 
         def once() -> tuple[Outcome, tuple[Any, ...]]:
             slots = [value]
-            outcome = safe_broadcast_object_list(slots, source, group, timeout=timeout, name=name, on_lost="fail")
+            data, (terms, queue) = call.pickled(slots), self._terms(self._options.timeout, name)
+            with engine_section():
+                outcome = broadcast_objects(terms, slots, data, source, queue)
             return outcome, tuple(slots)
 
         return Met((value,)) if len(self._members) == 1 else meet(once, repeat=True)
@@ -876,9 +908,37 @@ class GuardedEvaluation:
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function, options = self._function, self._options
         if recording():  # a part of another evaluation, which survives or fails as a whole
-            return function(*args, **kwargs)
+            return self._function(*args, **kwargs)
+        group = group_of(self._options.group)
+        again = group.again if isinstance(group, GuardedProcessGroup) else None
+        inside = again is not None and again.running
+        stops: list[Stopped] = []
+
+        def evaluate() -> Any:
+            ended, tell = self._evaluate(args, kwargs)
+            if ended.report.action is not Action.STOP:
+                tell()
+                return ended.result
+            stops.append(Stopped(ended, tell))
+            raise stops[-1] from stopped(ended)
+
+        try:
+            return evaluate() if again is None or inside else again(evaluate)
+        except Exception as error:
+            if not stops:
+                raise
+            if not (inside and stops[-1].ended.gone):  # else the step around it says what comes of that
+                stops[-1].tell()
+            self._save()
+            if isinstance(error, Stopped):
+                assert error.__cause__ is not None
+                raise error.__cause__ from None
+            raise
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ended, Callable[[], None]]:
+        """Return how the evaluation ended, and what tells people of that."""
+        function, options = self._function, self._options
         owner = self._owner if self._owner is not None or not args else args[0]
         check_batch_size(owner, options.batch_size, f"{getattr(function, '__name__', 'evaluate')}()")
         step = step_of(function, owner, args, kwargs)
@@ -912,10 +972,7 @@ class GuardedEvaluation:
         with uncounted():
             ended = Evaluation(job).run()
         self.report = ended.report
-        self._tell(ended, sink, step)
-        if ended.report.action is Action.STOP:
-            self._stop(ended)
-        return ended.result
+        return ended, functools.partial(self._tell, ended, sink, step)
 
     def _tell(self, ended: Ended, sink: Any, step: int | None) -> None:
         """Log on one rank the metrics and the report, and on all that the evaluation failed."""
@@ -929,17 +986,18 @@ class GuardedEvaluation:
         if rank == ended.logging_rank:
             log_to(sink, metrics_of(report, self._options.metric_prefix), step)
 
-    def _stop(self, ended: Ended) -> None:
-        if self._options.save is not None:
-            log.error("ncclguard: a rank is gone: saving a checkpoint on the survivors before the job ends")
-            try:
-                with process_group.redirected(
-                    timeout=self._options.timeout
-                ):  # those that need the rank that is gone end at once
-                    self._options.save()
-            except Exception:
-                log.exception("ncclguard: the checkpoint could not be saved; the job ends with the report")
-        raise stopped(ended)
+    def _save(self) -> None:
+        """Save a checkpoint before the job ends, where the program wants that."""
+        if self._options.save is None:
+            return
+        log.error("ncclguard: a rank is gone: saving a checkpoint on the survivors before the job ends")
+        try:
+            with process_group.redirected(
+                timeout=self._options.timeout
+            ):  # those that need the rank that is gone end at once
+                self._options.save()
+        except Exception:
+            log.exception("ncclguard: the checkpoint could not be saved; the job ends with the report")
 
 
 def check_runs(function: Callable[..., Any]) -> None:

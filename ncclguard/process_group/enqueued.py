@@ -372,14 +372,14 @@ class EnqueuedProcessGroup(GuardedProcessGroup):
         if joined and limit is not None:
             limit += _CONNECT_WITHIN  # whoever could not connect is here before those that wait for it there
         said = torch.tensor([failures.life, connecting, not connecting, broken, tries, ended, mark, -mark])
-        operation = self._operation(said, limit, self._queue, lane=f"nccl-{self._lane}", name="meeting of the hosts")
+        operation = self._operation(said, limit, self._queue, lane="nccl", name="meeting of the hosts")
         operation.all_reduce(said, ReduceOp.MAX)()
         life, connects, commits, failed, most, stopped, largest, smallest = said.tolist()
         return _Met(life, connects, commits, failed, most, stopped, largest == -smallest)
 
     def _compare(self) -> None:
         """Raise CollectiveMismatch on all ranks: what they have enqueued differs, though all of it has ended."""
-        operation = self._operation(None, None, self._queue, lane=f"nccl-{self._lane}", name="meeting of the hosts")
+        operation = self._operation(None, None, self._queue, lane="nccl", name="meeting of the hosts")
         try:
             operation.barrier(**self._carrier._enqueued_here())()
         finally:

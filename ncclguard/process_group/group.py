@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from ncclguard import lifecycle, torch_compat
 from ncclguard.config import current_config
 from ncclguard.coordination.envelopes import Box, Envelope
 from ncclguard.engine import dispatch, runtime
-from ncclguard.engine.call import terms_of
+from ncclguard.engine.call import Terms, terms_of
 from ncclguard.engine.chunking import ChunkPlan
 from ncclguard.engine.dispatch import Queue
 from ncclguard.engine.execution import divided
@@ -104,6 +104,18 @@ ANY, SHORTEST = -1, 0.001
 Tensors = Sequence[torch.Tensor]
 
 
+class Again(Protocol):
+    """A way to run parts of the program that the other ranks do again when one is lost."""
+
+    @property
+    def running(self) -> bool:
+        """Return whether such a part runs now, which an exception of it has to reach."""
+
+    def __call__(self, part: Callable[[], Any], /) -> Any:
+        """Return what `part` returns; where it raises because a rank is lost, all others call it once more."""
+        raise NotImplementedError
+
+
 class GuardedProcessGroup(dist.ProcessGroup):
     """A `torch.distributed.ProcessGroup` over the engine.
 
@@ -123,6 +135,8 @@ class GuardedProcessGroup(dist.ProcessGroup):
     on_lost: Literal["fail", "shrink"] = "fail"
     #: Global ranks that took part in the last collective that succeeded; empty before the first.
     participants: tuple[int, ...] = ()
+    #: What does a part of the program again without ranks that are lost in it; None where nothing does.
+    again: Again | None = None
 
     def __init__(self, rank: int, size: int, timeout: float | None = None, stands_for: Any = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # torch's stub lacks the form for subclasses
@@ -237,6 +251,17 @@ class GuardedProcessGroup(dist.ProcessGroup):
         smaller._lane = self._lane
         self._pairs.clear()
         return smaller
+
+    @property
+    def survivors(self) -> tuple[int, ...] | None:
+        """The global ranks that go on, in order; None before it went on without one."""
+        return self._survivors
+
+    def among_survivors(self, terms: Terms, lane: str = "") -> tuple[Terms, Queue]:
+        """Return the terms of a collective of those that go on, and its sequence: the group's, or one beside it."""
+        if self._survivors is not None:
+            terms = terms._replace(ranks=self._survivors, solo=len(self._survivors) == 1)
+        return terms, Queue(f"{lane}-{self._lane}" if lane else self._lane, self._survivors)
 
     def _smaller_one(self, survivors: tuple[int, ...]) -> GuardedProcessGroup:
         return GuardedProcessGroup(
@@ -532,11 +557,8 @@ class GuardedProcessGroup(dist.ProcessGroup):
         numel, whole = 0 if tensor is None else tensor.numel(), self.whole
         on_lost = whole.on_lost if pair is None else "fail"
         terms = terms_of(self._identity, self.limit(timeout), numel, atomic=True, on_lost=on_lost, name=name)
-        index = self._index
-        if self._survivors is not None:
-            terms = terms._replace(ranks=self._survivors, solo=len(self._survivors) == 1)
-            index = self._survivors.index(dist.get_rank())
-        queue = Queue(lane or self._lane, self._survivors)
+        terms, queue = self.among_survivors(terms, lane)
+        index = self._index if self._survivors is None else self._survivors.index(dist.get_rank())
         if pair is not None:
             source, target = (terms.ranks[self._place(place)] for place in pair)
             queue = Queue(f"{self._lane}:{source}>{target}", tuple(sorted((source, target))))

@@ -51,6 +51,7 @@ class TroubleKind(str, Enum):
     MISMATCH = "mismatch"
     RAISED = "raised"
     REPEATED = "repeated"  # it raised the error of an earlier verdict, which is no fault of its own
+    GAVE_UP = "gave up"  # it left the section that the others are still in with such an error
     DEPARTED = "departed"
     OVERDUE = "overdue"  # its limit had passed before its turn came: it was issued long before
     UNANSWERED = "unanswered"  # no verdict came in time: the call has returned with a local one
@@ -386,13 +387,20 @@ def _blame(
         for rank, r in reports.items()
         if r.trouble is not None and r.trouble.kind is TroubleKind.RAISED
     }
+    gave_up = {
+        rank: Cause.FAILED
+        for rank, r in reports.items()
+        if r.trouble is not None and r.trouble.kind is TroubleKind.GAVE_UP
+    }
     gone = {rank: d.cause for rank, d in departed.items() if rank in members and d.done < sequence and not d.follows}
     by_themselves = {rank: cause for rank, cause in gone.items() if not departed[rank].terminated}
     # One that never answered did not even announce its end.
-    if by_themselves or raised or silent or ended_from_outside(reports, departed, silent):
+    if by_themselves or raised or gave_up or silent or ended_from_outside(reports, departed, silent):
         gone = by_themselves
     if raised or gone:
         return {**gone, **raised}, ()
+    if gave_up:  # the reason is in another verdict: named where there is nobody else
+        return gave_up, ()
     if any(r.returned for r in entered.values()):  # what one caller was told holds for all of them
         return {}, ()
     odd, sides = divergence(entered)

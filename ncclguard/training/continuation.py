@@ -71,7 +71,8 @@ def enroll(step: Step) -> None:
     _steps.append(weakref.ref(step, _steps.remove))
 
 
-def _living() -> list[Step]:
+def living() -> list[Step]:
+    """Return the steps that somebody holds, in the order in which they were made."""
     return [step for reference in _steps if (step := reference()) is not None]
 
 
@@ -129,6 +130,7 @@ class Continuation:
         self._members = self.ranks  # of the session: those that are gone, too
         self._counted = self.ranks  # of whom half have to be left where a host is silent, the same on all ranks
         self.calls = 0  # of resilient steps, in their order, the same on all ranks
+        self.running = 0  # steps that are in progress: one may call another
         self.meetings = 0
         self.failures: list[Outcome] = []
         self._min_ranks = min_ranks
@@ -447,7 +449,7 @@ class Continuation:
             )
         if state is not None:
             self.lost, self._waiting.places = list(state["lost"]), state["places"]
-            own = joining.numbered(_living())
+            own = joining.numbered(living())
             for name, said in state["steps"].items():
                 if name in own:
                     own[name].take_state(said)
@@ -456,7 +458,7 @@ class Continuation:
         self.group.barrier().wait()
 
     def _state(self) -> dict[str, Any]:
-        steps = {name: one.state_for_newcomer() for name, one in joining.numbered(_living()).items()}
+        steps = {name: one.state_for_newcomer() for name, one in joining.numbered(living()).items()}
         return {"steps": steps, "lost": self.lost, "places": self._waiting.places}
 
     def _leave_out(self, newcomer: int, error: CollectiveFailed) -> None:

@@ -40,7 +40,7 @@ from ncclguard.replicas.tensors import several
 from ncclguard.spelling import no_argument
 from ncclguard.torch_compat import zero
 from ncclguard.training import declaration, joining
-from ncclguard.training.continuation import Continuation, enroll, has_shards
+from ncclguard.training.continuation import Continuation, enroll, has_shards, living
 from ncclguard.training.loader import ElasticLoader
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import told
@@ -200,13 +200,19 @@ class ResilientStep:
         going = self._continuation
         if going is None or going.group not in torch_compat.known_groups():
             going = self._continuation = self._begin()
-        if self._inside:  # called by itself, or from another resilient step that survives or fails as a whole
+        if self._inside:
             raise GuardError("a resilient step cannot contain itself: call the function that it was made of")
+        if going is not None and going.running and not self.trains:
+            return self._function(*args, **kwargs)  # a part of a step that survives or fails as a whole
         self._inside = True
+        if going is not None:
+            going.running += 1
         try:
             return self._run(going, args, kwargs)
         finally:
             self._inside = False
+            if going is not None:
+                going.running -= 1
 
     def _run(self, going: Continuation | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         started = time.monotonic()
@@ -280,6 +286,11 @@ class ResilientStep:
                 'resilient_step goes on without a rank on groups of the backends "ncclguard" and "ncclguard-nccl": '
                 'call init_process_group("ncclguard"), or "ncclguard-nccl" where all tensors are on GPUs'
             )
+        if self._min_ranks > dist.get_world_size(group):
+            raise GuardConfigError(
+                f"min_ranks is {self._min_ranks}, and there are {dist.get_world_size(group)} ranks, so that the first loss "
+                "would end the job: give the fewest that it is to go on with"
+            )
         going = _continuations.get(id(group))
         if going is None or going.group is not group:
             joins = lifecycle.is_joining()
@@ -295,8 +306,9 @@ class ResilientStep:
                     "program with `ncclguard run`, which takes torchrun's arguments"
                 )
                 log.warning("%s", text)
-            if joins and self._on_change is not None:
-                self._on_change(len(going.ranks) - 1, len(going.ranks))
+            group.again = _Again(going, group)
+            if joins:
+                self._changed(going, len(going.ranks) - 1)
         going.adopt(self._models)
         self._shards = going.protect(self._models, self._optimizers, self._copies, self._load)
         if self._shards is not None and self._given is not None:
@@ -335,13 +347,12 @@ class ResilientStep:
 
     def _without_lost(self, going: Continuation, error: BaseException | None, started: float) -> None:
         before, known = going.ranks, going.calls
-        counts = going.go_on(error, f"{'after' if error is None else 'again'} step {known}")
+        going.go_on(error, f"{'after' if error is None else 'again'} step {known}")
         lost = tuple(rank for rank in before if rank not in going.ranks)
         taken = time.monotonic() - started
         self.losses.append((lost, taken))
         self._tell("went on", lost, taken, going, going.ranks[0])
-        if self._on_change is not None:
-            self._on_change(*counts)
+        self._changed(going, len(before))
 
     def _admit(self, going: Continuation) -> bool:
         started, before = time.monotonic(), going.ranks
@@ -360,9 +371,28 @@ class ResilientStep:
             self._tell("rejoined", (newcomer,), taken, going, speaker, self.completed + 1)
         elif going.rank == speaker:
             log.warning("ncclguard: rank %d was lost again while it joined, %.1f s", newcomer, taken)
-        if self._on_change is not None and len(going.ranks) != len(before):
-            self._on_change(len(before), len(going.ranks))
+        if len(going.ranks) != len(before):
+            self._changed(going, len(before))
         return True
+
+    def _changed(self, going: Continuation, before: int) -> None:
+        """Have all steps of the group count the ranks that take part now, whichever of them was in progress."""
+        steps = [one for one in living() if isinstance(one, ResilientStep) and one._is_of(going)]
+        told: list[OnChange] = []
+        for step in steps:
+            step.count_ranks()
+        for step in steps:
+            if step._on_change is not None and step._on_change not in told:
+                told.append(step._on_change)
+                step._on_change(before, len(going.ranks))
+
+    def _is_of(self, going: Continuation) -> bool:
+        if self._continuation is None:  # not called yet
+            return self._continues and (self._group or group_of(None)) is going.group
+        return self._continuation is going
+
+    def count_ranks(self) -> None:
+        """Tell what counts ranks itself, such as an Accelerator, of those that take part now."""
 
     def _tell(
         self,
@@ -449,6 +479,25 @@ class ResilientStep:
             state.hyperparameters(self._optimizers),
             state.states_of(self._kept),
         ]
+
+
+class _Again:
+    """A step for parts of the program that are none, such as an evaluation that survives."""
+
+    def __init__(self, going: Continuation, group: GuardedProcessGroup) -> None:
+        self._going = going
+        self._step = ResilientStep(_call, group=group)
+
+    @property
+    def running(self) -> bool:
+        return bool(self._going.running)
+
+    def __call__(self, part: Callable[[], Any], /) -> Any:
+        return self._step(part)
+
+
+def _call(part: Callable[[], Any]) -> Any:
+    return part()
 
 
 @overload

@@ -95,6 +95,8 @@ def train(kills: list[Kill], floor: int, port: int) -> None:
     optimizer.register_step_pre_hook(lambda *_: strike.at("optimizer"))
     torch.manual_seed(100 + rank)
     changes, counts = [], list[int]()
+    with pytest.raises(ng.GuardConfigError, match="min_ranks is 5, and there are 4 ranks"):
+        ng.resilient_step(wrapped, optimizer, min_ranks=SIZE + 1)(lambda: pytest.fail("the step was run"))()
 
     @ng.resilient_step(
         wrapped, optimizer, loader=loader, keep=[scheduler], min_ranks=floor,

@@ -211,6 +211,16 @@ def test_departure_and_exception_are_both_named_and_the_lost_rank_gives_the_caus
     assert found.culprits == ((1, Cause.FAILED), (2, Cause.LOST))
 
 
+def test_who_gave_up_a_section_because_of_another_verdict_is_named_only_where_nobody_else_is() -> None:
+    gave_up = entered(1, trouble=Trouble(TroubleKind.GAVE_UP, "PeerLost: rank 2 lost"))
+    found = verdict_on(entered(0), gave_up, departed={2: Departure(2, Cause.LOST)})
+    assert (found.cause, found.culprits) == (Cause.LOST, ((2, Cause.LOST),))
+    found = verdict_on(entered(0), gave_up, entered(2, trouble=RAISED))
+    assert (found.cause, found.culprits) == (Cause.FAILED, ((2, Cause.FAILED),))
+    found = verdict_on(entered(0), gave_up, entered(2))
+    assert (found.cause, found.culprits) == (Cause.FAILED, ((1, Cause.FAILED),))
+
+
 def test_diverged_names_those_outside_the_strict_majority_without_waiting_for_a_deadline() -> None:
     found = verdict_on(entered(0), entered(1), entered(2, fingerprint=9, trouble=Trouble(TroubleKind.MISMATCH)))
     assert (found.action, found.cause, found.culprits) == (Action.FAIL, Cause.DIVERGED, ((2, Cause.DIVERGED),))

@@ -59,6 +59,20 @@ def test_the_error_of_a_failure_that_nobody_looked_at_is_no_new_fault(exceptions
     assert goes_on(incident(Cause.LATE, late(1)), incident(Cause.FAILED, *raised)) == same
 
 
+def test_a_rank_that_is_lost_is_lost_once_in_a_session() -> None:
+    """The evaluation in which it was killed fails, and then the ranks' meeting about that."""
+
+    def lost(*ranks: int) -> Incident:
+        return incident(Cause.LOST, *(late(rank, cause=Cause.LOST, calls=None, state="departed") for rank in ranks))
+
+    assert goes_on(lost(1, 2), lost(1))
+    assert not goes_on(lost(1), lost(1, 2)), "one more"
+    assert not goes_on(lost(1), lost(1).model_copy(update={"id": "6f-0-3.0"})), "a new process has taken its place"
+    raised = incident(Cause.LOST, late(1, cause=Cause.LOST), late(2, cause=Cause.FAILED))
+    assert not goes_on(lost(1), raised)
+    assert not goes_on(incident(Cause.LATE, late(1, cause=Cause.LATE)), lost(1))
+
+
 def in_try(number: int, line: int = 4, step: int = 5) -> Incident:
     text = f"all_gather_object(67 bytes, name='evaluation evaluate() at step {step}, beginning of try {number}')"
     return incident(Cause.LATE, late(1, calls=7 + number, operation=text, stack=(f"eval.py:{line} in evaluate",)))

@@ -60,6 +60,14 @@ def test_a_rank_that_raises_says_so_once_and_reports_it_until_all_have_met() -> 
     assert sections.standing() is None
 
 
+def test_a_rank_that_left_because_a_collective_failed_says_that_it_is_not_its_own_fault() -> None:
+    sections, posted = inside(2), []
+    sections.leave("PeerLost: rank 1 lost", follows=True)
+    sections.step(time.monotonic(), posted.append, [])
+    assert posted[0]["what"] == "gave up"
+    assert sections.standing() == Trouble(TroubleKind.GAVE_UP, "PeerLost: rank 1 lost")
+
+
 def test_a_rank_that_finished_says_so_only_when_nobody_follows() -> None:
     sections, posted = inside(2), []
     sections.leave()
