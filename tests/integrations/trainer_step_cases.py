@@ -12,7 +12,7 @@ os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 import torch
 import torch.distributed as dist
-from ncclguard.integrations.transformers import ResilientEvaluation, ResilientTraining, patch_trainer, unpatch_trainer
+from ncclguard.integrations.transformers import ResilientEvaluation, ResilientTraining, patch_trainer
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import ncclguard as ng
@@ -50,7 +50,7 @@ def make() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape))
 
 
-class Striking(ResilientTraining, Trainer):  # type: ignore[misc]
+class Strikes:
     """Kills its rank at one moment of one step."""
 
     mine: Any = ()
@@ -60,29 +60,36 @@ class Striking(ResilientTraining, Trainer):  # type: ignore[misc]
         if (step, moment) in self.mine:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+    def _get_num_items_in_batch(self: Any, batch_samples: Any, device: Any) -> Any:
         if len(batch_samples) == PARTS and batch_samples[0]:  # a step's own, and not one of an evaluation
             self.strike("count", self.state.global_step)
             self.parts = 0
-        return super()._get_num_items_in_batch(batch_samples, device)
+        return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.model.training:
             self.strike(("forward", "second")[self.parts], self.state.global_step)
             self.parts += 1
-        return super().compute_loss(*args, **kwargs)
+        return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
-    def _save_rng_state(self, output_dir: str) -> None:
+    def _save_rng_state(self: Any, output_dir: str) -> None:
         self.strike("saving", self.state.global_step - 1)
-        super()._save_rng_state(output_dir)
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
 
 
-class Around(ResilientEvaluation, Striking):
-    """Has evaluations that survive by themselves."""
+class Striking(Strikes, ResilientTraining, Trainer):  # type: ignore[misc]
+    """Goes on."""
 
 
-class Inside(ResilientTraining, ResilientEvaluation, Trainer):  # type: ignore[misc]
+class Around(Strikes, ResilientEvaluation, ResilientTraining, Trainer):  # type: ignore[misc]
+    """Has evaluations that survive, around the steps."""
+
+
+class Inside(Strikes, ResilientTraining, ResilientEvaluation, Trainer):  # type: ignore[misc]
     """Has them inside a step."""
+
+
+KINDS = {kind.__name__: kind for kind in (Striking, Around, Inside)}
 
 
 class Telling(TrainerCallback):  # type: ignore[misc]
@@ -113,7 +120,7 @@ class Telling(TrainerCallback):  # type: ignore[misc]
             faults.report(**{f"evaluated {step}": [logs["eval_loss"], args.world_size]})
 
 
-def trainer(folder: str, kind: type[Striking] = Striking, **options: Any) -> Striking:
+def trainer(folder: str, kind: type[Any] = Striking, **options: Any) -> Any:
     given = {
         "per_device_train_batch_size": MICRO, "gradient_accumulation_steps": PARTS, "per_device_eval_batch_size": EVALUATED,
         "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 1, "eval_strategy": "steps",
@@ -130,10 +137,12 @@ def join(port: int) -> None:
     dist.init_process_group("ncclguard")
 
 
-def train(kills: list[Kill], port: int, folder: str, resume: bool) -> None:
+def train(kills: list[Kill], port: int, folder: str, resume: bool, kind: str) -> None:
     """Two micro-batches a step, an evaluation and a checkpoint after each."""
     join(port)
-    made = trainer(folder)
+    made = trainer(folder, KINDS.get(kind, Striking))
+    if kind == "patched":
+        patch_trainer(made)
     made.mine = [tuple(kill[1:]) for kill in kills if kill[0] == dist.get_rank()]
     made.model.model.layers[0].mlp.up_proj.weight.register_hook(
         lambda _: made.strike("backward", made.state.global_step)
@@ -219,12 +228,7 @@ def refused(port: int, folder: str) -> None:
         "tokens": {"include_num_input_tokens_seen": "all"},
     }.items():
         found[name] = told(trainer(folder, **options).train)
-    for kind in (Around, Inside):
-        found[kind.__name__] = told(trainer(folder, kind).train)
     made = trainer(folder)
-    patch_trainer(made)
-    found["patched"] = told(made.train)
-    unpatch_trainer(made)
     os.environ["NCCLGUARD_JOINS"] = "1"
     found["joins"] = told(made.train)
     faults.report(**found, made=Path(folder).exists())
