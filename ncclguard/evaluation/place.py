@@ -118,25 +118,15 @@ def _count(*_: Any) -> None:
     _updates += 1
 
 
-def counted() -> int:
-    """Return the number of optimizer steps so far, for a process that takes a lost rank's place."""
-    return _updates
-
-
-def count_on(updates: int) -> None:
-    """Count on from what another process has counted."""
-    global _updates
-    _updates = updates
-
-
 @contextmanager
 def uncounted() -> Iterator[None]:
     """Run a block whose optimizer steps are not those of the training, such as an evaluation that fits a probe."""
-    before = counted()
+    global _updates
+    before = _updates
     try:
         yield
     finally:
-        count_on(before)
+        _updates = before
 
 
 def step_of(evaluate: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -170,6 +160,21 @@ class _Counter:
 _counters: dict[tuple[tuple[int, ...], str], _Counter] = {}
 #: By the ranks of a group: the functions in which all have met, in the order in which they first did.
 _met: dict[tuple[int, ...], list[str]] = {}
+
+
+def position() -> dict[str, Any]:
+    """Return where this process is in its evaluations, for one that takes a lost rank's place."""
+    counters = {key: (counter.at, counter.repeated) for key, counter in _counters.items()}
+    return {"updates": _updates, "counters": counters, "met": {key: [*met] for key, met in _met.items()}}
+
+
+def take_position(said: dict[str, Any]) -> None:
+    """Go on where another process is."""
+    global _updates
+    _updates = said["updates"]
+    for key, (at, repeated) in said["counters"].items():
+        _counters[key] = _Counter(at, repeated)
+    _met.update(said["met"])
 
 
 class Places:

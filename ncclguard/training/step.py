@@ -427,7 +427,7 @@ class ResilientStep:
         models_are_whole = self._shards is None or self._shards.models_are_whole
         return {
             "completed": self.completed,
-            "updates": place.counted(),
+            "evaluations": place.position(),
             "models": [joining.model_state(model) for model in self._models] if models_are_whole else [],
             "modes": [[module.training for module in model.modules()] for model in self._models],
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers] if whole else [],
@@ -439,7 +439,7 @@ class ResilientStep:
     def take_state(self, state: dict[str, Any]) -> None:
         """On the new rank; its random numbers are made of its own seed and the number of completed steps."""
         self.completed, self._given = state["completed"], state["shards"]
-        place.count_on(state["updates"])
+        place.take_position(state["evaluations"])
         whole = self._given is None
         for model, values in zip(self._models if state["models"] else (), state["models"], strict=True):
             joining.take_model_state(model, values)

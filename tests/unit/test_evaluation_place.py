@@ -12,16 +12,17 @@ import torch
 from torch import nn
 
 import ncclguard as ng
+from ncclguard.evaluation import place as module
 from ncclguard.evaluation.place import (
     Place,
     Places,
     behind,
-    count_on,
-    counted,
     described,
     elsewhere,
+    position,
     start_counting,
     step_of,
+    take_position,
     uncounted,
 )
 
@@ -111,9 +112,28 @@ def test_places_follow_training_so_that_a_skipped_evaluation_shifts_nothing() ->
     assert label(None) == f"{first}, number 3 there"
     optimizer.step()
     assert label(None) == f"evaluation evaluate() after {int(first.split()[3]) + 1} optimizer steps"
-    count_on(counted() + 500)  # as a process that takes a lost rank's place does
-    assert label(None) == f"evaluation evaluate() after {int(first.split()[3]) + 501} optimizer steps"
-    count_on(counted() - 500)
+
+
+def test_who_takes_a_lost_ranks_place_is_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In optimizer steps, in the evaluations at one step, and in the order in which the functions were first called."""
+
+    def other() -> None: ...
+
+    members = (60, 61)
+    for name, empty in (("_counters", {}), ("_met", {}), ("_updates", 7)):
+        monkeypatch.setattr(module, name, empty)
+    for function, step in ((evaluate, None), (other, 5), (other, 5)):
+        places = Places(function)
+        places.meet([places.next(step, members)] * 2, members)
+    said = position()
+    theirs = [Places(evaluate).next(None, members), Places(other).next(5, members)]
+    for name, empty in (("_counters", {}), ("_met", {}), ("_updates", 0)):
+        monkeypatch.setattr(module, name, empty)
+    take_position(said)
+    mine = [Places(evaluate).next(None, members), Places(other).next(5, members)]
+    assert [(p.at, p.repeated, p.known) for p in mine] == [((None, 7), 1, 0), ((5, 0), 2, 1)]
+    assert [p.evaluation for p in mine] == [p.evaluation for p in theirs]
+    assert not behind([mine[1], theirs[1]])
 
 
 def test_after_one_was_left_out_all_count_on_from_the_furthest() -> None:
