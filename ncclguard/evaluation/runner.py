@@ -1030,7 +1030,8 @@ def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options:
     `fallback`: returned when all tries failed (`NOT_EVALUATED`, which is NaN, alone and as a loss and an accuracy).
     `monitor`: where metrics go, else `self.monitor`; `metric_prefix` ("eval/"). `accept_partial`, `combine(parts)`: see
     `record_partial`. `same_result`: all ranks return what the first one found. `on_lost`: "fail" raises when a process
-    is gone; "checkpoint" calls `save()` on the survivors before. `group`: who evaluates together (default: all).
+    is gone; "checkpoint" calls `save()` on the survivors before; where a `resilient_step` goes on without it, they
+    evaluate again. `group`: who evaluates together (default: all).
     `models`, `loaders`, `keepers`: whose state is kept, besides what the owner and the arguments hold and the function
     itself names.
     An evaluation that one rank leaves out is skipped on the others, which meet it again in the next one.
