@@ -17,6 +17,7 @@ from ncclguard.environment.doctor.command import _NAMES, main
 from ncclguard_explain import language
 from ncclguard_explain.language import joined, say, tr
 from ncclguard_explain.ras import NoWitness
+from tests.ports import free_port
 
 #: Two English words in a row; commands stand in backticks or behind a colon.
 SENTENCE = re.compile(r"\b[a-z]{2,} [a-z]{2,}\b")
@@ -66,7 +67,10 @@ def test_every_sentence_of_a_check_is_in_the_catalogue(path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_no_sentence_of_the_table_stays_english(chinese: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_sentence_of_the_table_stays_english(
+    chinese: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))  # the usual one may be held by a program whose name is English
     main([])
     table, _, pasted = capsys.readouterr().out.partition("```text")
     assert "检查项" in table and "共享内存" in table and "时限，单位 s" in table
