@@ -177,6 +177,7 @@ def refuse(hosts: faults.Hosts, end: list[Any]) -> bool:
     return int(counters[0]) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(REASON is not None, reason=f"network namespaces are not available: {REASON}")
 def test_connections_that_break_at_one_end_80_times_under_load_end_no_process() -> None:
     """40 times ``ss -K``, 40 times a firewall's reset: no process dies, every call resumes or fails with one verdict."""

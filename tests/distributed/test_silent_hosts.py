@@ -67,6 +67,7 @@ def test_a_rank_is_killed_elsewhere_before_the_host_is_known_to_be_silent(hosts:
     assert job.made_by(STEPS).pop().endswith("by (0, 1, 3)")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hosts", [5], indirect=True)
 def test_fewer_than_half_do_not_go_on_also_where_hosts_fall_silent_one_by_one(hosts: Hosts, tmp_path: Path) -> None:

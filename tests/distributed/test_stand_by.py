@@ -75,6 +75,7 @@ def test_a_host_that_stands_by_takes_the_place_of_one_that_is_lost(
     assert sorted(re.findall(r"takes the place of rank (\d)", job.said(2))) == ["2", "3"]
 
 
+@pytest.mark.thorough
 def test_ranks_that_are_started_again_have_no_second_training_beside_them(hosts: Hosts, tmp_path: Path) -> None:
     """All of the job's own ranks were lost, and one that had joined from elsewhere would go on alone.
 
@@ -233,6 +234,7 @@ def test_a_spare_of_the_same_host_comes_first(hosts: Hosts, tmp_path: Path) -> N
     assert "takes the place" not in job.said(2)
 
 
+@pytest.mark.thorough
 def test_who_comes_too_late_for_its_own_place_is_not_started_again(hosts: Hosts, tmp_path: Path) -> None:
     place_is_taken = tmp_path / "taken"
     options, env = {1: ["--restart-lost", "3"]}, {1: {"STARTS_WHEN": str(place_is_taken)}}
