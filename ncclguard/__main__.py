@@ -90,7 +90,17 @@ def _run(words: Sequence[str]) -> int:
         text = told("there is no command {name}: {hint}", name=repr(name), hint=hint)
         print(f"ncclguard: {text}", file=sys.stderr)
         return USAGE
-    return int(importlib.import_module(command.module).main(rest))
+    try:
+        module = importlib.import_module(command.module)
+    except ModuleNotFoundError as error:
+        package = (error.name or "ncclguard").partition(".")[0]
+        if package.startswith("ncclguard"):
+            raise
+        package = package.replace("_", "-")
+        text = told("{name} needs {package}, which is not installed: pip install {package}", name=name, package=package)
+        print(f"ncclguard: {text}", file=sys.stderr)
+        return USAGE
+    return int(module.main(rest))
 
 
 def usage() -> str:

@@ -102,7 +102,7 @@ def one_try(name: str, members: tuple[int, ...], timeout: float) -> Iterator[pro
             yield redirection
         return
     sections = _sections()
-    sections.enter(name, members)
+    sections.enter(f"{name} of {ranks_text(members)}", members)  # who are fewer when a lost rank's try is made again
     try:
         with inside_section(name, timeout), redirection:
             yield redirection
@@ -414,6 +414,7 @@ class Job:
     options: Options
     terms: Terms
     places: Places
+    goes_on: bool = False  # the others evaluate again where a rank ends
 
 
 @dataclass(frozen=True)
@@ -687,6 +688,9 @@ class Evaluation:
             result = self._options.fallback
         given = self._options.fallback is not NOT_EVALUATED
         report = EvaluationReport(self._label, action, tuple(self._failures), self._attempts, done, total, given)
+        if action is Action.STOP and isinstance(meeting, Met) and self._job.goes_on and self._interruption is None:
+            # A rank's program ends, as it says: all others wait for that, to go on without it by one verdict.
+            meeting = self._gather(None, f"{self._label}, going on", self._options.barrier_timeout, repeat=True)
         if not isinstance(meeting, NotMet) or action is not Action.STOP:
             return Ended(result, report, self._logging_rank)
         return Ended(result, report, self._logging_rank, meeting.error, meeting.gone and meeting.agreed)
@@ -916,7 +920,7 @@ class GuardedEvaluation:
         stops: list[Stopped] = []
 
         def evaluate() -> Any:
-            ended, tell = self._evaluate(args, kwargs)
+            ended, tell = self._evaluate(args, kwargs, again is not None)
             if ended.report.action is not Action.STOP:
                 tell()
                 return ended.result
@@ -936,7 +940,9 @@ class GuardedEvaluation:
                 raise error.__cause__ from None
             raise
 
-    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ended, Callable[[], None]]:
+    def _evaluate(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], goes_on: bool
+    ) -> tuple[Ended, Callable[[], None]]:
         """Return how the evaluation ended, and what tells people of that."""
         function, options = self._function, self._options
         owner = self._owner if self._owner is not None or not args else args[0]
@@ -968,6 +974,7 @@ class GuardedEvaluation:
             ),
             options=options,
             terms=Terms(self.enabled, self.divisor, self.single_rank, sink is not None),
+            goes_on=goes_on,
         )
         with uncounted():
             ended = Evaluation(job).run()

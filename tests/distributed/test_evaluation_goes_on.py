@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -72,10 +73,18 @@ def train(kills: list[Kill], port: int, options: dict[str, Any]) -> None:
     def count(batch_size: int = 8) -> tuple[int, Any]:
         strike.at("inside")
         tries.append(batch_size)
+        if (strike.step, rank) == (options.get("exits_at"), options.get("exits")):
+            raise SystemExit(options["code"])
+        if options.get("slow") == rank and len(tries) > strike.step + 1:  # the try that is made again
+            time.sleep(2)
         if batch_size > options.get("fits", 8) and rank == options["small"]:
             raise torch.OutOfMemoryError("out of memory")
         ones = torch.ones(1)
         dist.all_reduce(ones)
+        if len(one.ranks) > 1 and not options.get("single"):
+            there = [None] * len(one.ranks)
+            dist.all_gather_object(there, rank, group=one.group)
+            assert tuple(there) == one.ranks
         return int(ones), Dying(strike)
 
     save = {"on_lost": "checkpoint", "save": lambda: saved.append(strike.step)} if options.get("saves") else {}
@@ -129,6 +138,24 @@ def test_without_a_lost_rank_memory_that_is_short_still_makes_batches_smaller() 
     for rank in (0, 2, 3):
         assert job[rank].reports["results"] == [3, 3, 3, 3], job
         assert job[rank].reports["tries"][-2:] == [8, 4], job
+
+
+def test_a_slow_rank_in_the_evaluation_that_is_made_again_fails_nothing() -> None:
+    """The others do not take what it said of the try before, which it gave up too, for this one."""
+    job = run([(1, 1, "inside")], slow=2)
+    for rank in (0, 2, 3):
+        assert job[rank].reports["results"] == [4, 3, 3, 3], job
+        assert job[rank].reports["tries"] == [8] * 5, job
+        assert job[rank].output.count("─ ncclguard incident") == (rank == 0), job[rank].output
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_all_others_go_on_without_a_rank_that_calls_sys_exit_in_an_evaluation(code: int) -> None:
+    job = run([], exits=2, exits_at=1, code=code)
+    assert job[2].exit_code == code, job
+    for rank in (0, 1, 3):
+        assert job[rank].reports["results"] == [4, 3, 3, 3], job
+        assert job[rank].exit_code == 0, job
 
 
 def test_the_rank_that_was_to_evaluate_alone_is_lost() -> None:

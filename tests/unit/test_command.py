@@ -75,6 +75,19 @@ def test_a_misspelt_command_is_told_which_is_meant(capsys: pytest.CaptureFixture
     assert "there is no command 'explian': did you mean explain?" in capsys.readouterr().err
 
 
+def test_a_command_that_lacks_a_package_says_which(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where ncclguard was installed without its dependencies, for `ncclguard report`."""
+    (tmp_path / "needy.py").write_text("import no_such_package.part\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(COMMANDS, "needy", Command("needy", ""))
+    assert main(["needy"]) == 2
+    assert capsys.readouterr().err == (
+        "ncclguard: needy needs no-such-package, which is not installed: pip install no-such-package\n"
+    )
+
+
 TREE = Path(__file__).resolve().parents[2]
 PIPED = (
     ("--help",), ("env",), ("env", "both"), ("doctor",), ("run --help",), ("completion bash",),
