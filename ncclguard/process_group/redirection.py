@@ -91,7 +91,8 @@ class redirected:
                     target = _target_of(group)
                     if target is not None:
                         target.enter_scope(self._limit, self._failures.append)
-                        detours.append(_Detour(group, target, _routes.get(group)))
+                        detours.append(_Detour(group, target, _routes.get(group), target.one_by_one))
+                        target.one_by_one = True  # what is enqueued and fails on one rank would meet what comes behind it
                         if target is not group:
                             _routes[group] = target
                 _update()
@@ -119,12 +120,14 @@ class _Detour(NamedTuple):
     group: dist.ProcessGroup
     target: GuardedProcessGroup
     before: GuardedProcessGroup | None
+    one_by_one: bool  # whether the target's collectives had a verdict each
 
 
 def _leave(detours: Sequence[_Detour]) -> None:
     """Have collectives go where they went before these."""
-    for group, target, before in reversed(detours):
+    for group, target, before, one_by_one in reversed(detours):
         target.leave_scope()
+        target.one_by_one = one_by_one
         if before is not None:
             _routes[group] = before
         elif target is not group:

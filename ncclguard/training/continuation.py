@@ -218,8 +218,8 @@ class Continuation:
         """Return whether a collective has gone on without a rank that still counts here."""
         return len(self.group.participants) not in (0, len(self.ranks))
 
-    def go_on(self, because: BaseException | None, what: str) -> tuple[int, int]:
-        """Meet the other survivors and make them the ones that take part; returns how many there were, and are.
+    def go_on(self, because: BaseException | None, what: str) -> None:
+        """Meet the other survivors and make them the ones that take part.
 
         Raises `because`, or what kept the survivors from meeting, where the job cannot go on.
         """
@@ -238,7 +238,6 @@ class Continuation:
         for wrapper in self._wrappers:
             torch_compat.move_ddp(wrapper, self.taking_part)
         self._now_without(lost)
-        return len(before), len(after)
 
     def gives_up(self, outcome: Outcome) -> bool:
         """Go on without ranks that do not answer and are not known to be gone; False where that cannot be.

@@ -23,7 +23,7 @@ Kill = tuple[int, int, str]
 def run(kills: list[Kill], **options: Any) -> faults.JobResult:
     """Four ranks; the store is hosted here, as a launcher's agent hosts it, so that rank 0 may be killed too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return faults.run_ranks(train, SIZE, args=[kills, store.port, options], timeout=40)
+    return faults.run_ranks(train, SIZE, args=[kills, store.port, options], timeout=60)
 
 
 class Strike:
@@ -53,9 +53,10 @@ def train(kills: list[Kill], port: int, options: dict[str, Any]) -> None:
     """An evaluation after each step, of how many ranks are there; some ranks run out of memory in it where that is asked."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
-    dist.init_process_group("ncclguard")
+    device, backend = options.get("device", "cpu"), options.get("backend", "ncclguard")
+    dist.init_process_group(backend)
     rank, strike = dist.get_rank(), Strike(kills)
-    wrapped = DistributedDataParallel(torch.nn.Linear(3, 1))
+    wrapped = DistributedDataParallel(torch.nn.Linear(3, 1).to(device))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     changes: list[list[int]] = []
     saved: list[int] = []
@@ -66,7 +67,7 @@ def train(kills: list[Kill], port: int, options: dict[str, Any]) -> None:
     )
     def one() -> None:
         optimizer.zero_grad()
-        wrapped(torch.ones(2, 3)).sum().backward()
+        wrapped(torch.ones(2, 3, device=device)).sum().backward()
         strike.at("train")
         optimizer.step()
 
@@ -79,7 +80,7 @@ def train(kills: list[Kill], port: int, options: dict[str, Any]) -> None:
             time.sleep(2)
         if batch_size > options.get("fits", 8) and rank == options["small"]:
             raise torch.OutOfMemoryError("out of memory")
-        ones = torch.ones(1)
+        ones = torch.ones(1, device=device)
         dist.all_reduce(ones)
         if len(one.ranks) > 1 and not options.get("single"):
             there = [None] * len(one.ranks)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
-from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join, leave, run_together
+from tests.distributed.test_evaluation_goes_on import Kill, train
+from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join, leave, run_together, share_gpu
 
 pytestmark = NEEDS_GPU
 
@@ -63,3 +66,24 @@ def test_out_of_memory_on_one_rank(always: bool) -> None:
         assert rank.reports["tries"] == 2
         assert (rank.reports["result"] is None) is always
     assert len({str(rank.reports["result"]) for rank in result}) == 1
+
+
+def train_and_evaluate(kills: list[Kill], port: int, options: dict[str, Any]) -> None:
+    share_gpu()
+    torch.cuda.set_device(0)
+    train(kills, port, options)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("backend", ["ncclguard", "ncclguard-nccl"])
+def test_all_others_evaluate_again_when_a_rank_is_killed_in_one(backend: str) -> None:
+    """Also where collectives are only enqueued: in a step, and in two evaluations, in which another runs out of memory."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    kills = [(2, 1, "train"), (0, 2, "inside")]
+    options = {"backend": backend, "device": "cuda", "fits": 4, "small": 1}
+    env = {**SHARED_GPU, "NCCLGUARD_REPORT_DIR": "none"}
+    job = faults.run_ranks(train_and_evaluate, 4, args=[kills, store.port, options], env=env, timeout=120)
+    for rank in (1, 3):
+        assert job[rank].reports["results"] == [4, 3, 2, 2], job
+        assert job[rank].reports["tries"][-2:] == [8, 4], job
+        assert "cause: network" not in job[rank].output, job[rank].output
