@@ -92,7 +92,8 @@ class redirected:
                     if target is not None:
                         target.enter_scope(self._limit, self._failures.append)
                         detours.append(_Detour(group, target, _routes.get(group), target.one_by_one))
-                        target.one_by_one = True  # what is enqueued and fails on one rank would meet what comes behind it
+                        # Where a rank raises, what others have enqueued for it would meet what comes behind the scope.
+                        target.one_by_one = True
                         if target is not group:
                             _routes[group] = target
                 _update()
