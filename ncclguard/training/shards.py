@@ -712,7 +712,7 @@ def _become_part(group: Any, whole: GuardedProcessGroup) -> None:
     """Have a group of a mesh carried by the group of the steps. Raises GuardConfigError for another backend's."""
     if group is whole:
         return
-    if not (isinstance(group, GuardedProcessGroup) and group.one_by_one and whole.one_by_one):
+    if not (isinstance(group, GuardedProcessGroup) and type(group).one_by_one and type(whole).one_by_one):
         raise GuardConfigError(
             'a model with replicas (HSDP) goes on without a rank on the backend "ncclguard" only: call '
             'init_process_group("ncclguard"), and init_device_mesh without another backend'

@@ -51,7 +51,7 @@ class ZeroStates:
         found = zero.obstacle(self._optimizer, group)
         if len(optimizers) > 1 or load is not None or any(sharding.shards_parameters(model) for model in models):
             found = "it goes on as the only optimizer of a step, of models that are not sharded, and without load"
-        elif not group.one_by_one:
+        elif not type(group).one_by_one:
             found = 'it has not been tried on "ncclguard-nccl": use "ncclguard"'
         if found:
             raise GuardConfigError(f"ZeroRedundancyOptimizer cannot go on without a rank: {found}")
