@@ -133,9 +133,8 @@ def torchrun(*arguments: str, ranks: int = 4) -> tuple[str, ...]:
     [
         "kill",
         "late",
-        "size",
         "group",
-        *(pytest.param(name, marks=THOROUGH) for name in ("raise", "exit", "gil", "stop")),
+        *(pytest.param(name, marks=THOROUGH) for name in ("size", "raise", "exit", "gil", "stop")),
     ],
 )
 def test_a_rank_of_an_unchanged_program_is_named(fault: str, tmp_path: Path, job: str) -> None:

@@ -39,6 +39,7 @@ def test_the_others_go_on_without_a_host_that_falls_silent(hosts: Hosts, tmp_pat
     assert re.search(r"went on without ranks 4-5 after \d", job.said(0))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_a_host_that_was_given_up_ends_when_it_is_back(hosts: Hosts, tmp_path: Path) -> None:
     """It is back when the others have gone on, and before it has given up itself; they are not disturbed."""

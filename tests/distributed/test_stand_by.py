@@ -264,6 +264,7 @@ def test_who_is_not_started_again_on_its_own_host_is_not_on_another_either(hosts
     assert "takes the place of rank 4" not in job.said(2)
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_started_again_stands_by_for_its_own_places(hosts: Hosts, tmp_path: Path) -> None:
     """As a pod is: with the same command."""
     job = Job.begun(hosts, tmp_path, "ddp", steps=STEPS)

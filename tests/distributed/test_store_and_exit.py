@@ -70,7 +70,9 @@ def ends(mode: str) -> None:
         time.sleep(0.3)
 
 
-@pytest.mark.parametrize("mode", ["destroy", "leave", "uneven"])
+@pytest.mark.parametrize(
+    "mode", ["destroy", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("leave", "uneven"))]
+)
 def test_a_normal_end_has_exit_code_0(mode: str) -> None:
     """With and without destroy_process_group, together and one after the other."""
     for _ in range(3):
