@@ -133,6 +133,7 @@ def _slowly() -> str:
 def limited() -> None:
     dist.init_process_group("gloo")
     slots: list[Any] = [None] * dist.get_world_size()
+    ng.safe_barrier(timeout=30).raise_if_failed()  # has the ranks connected, for which a busy machine takes long
     with ng.nccl_timeout_handler(0.7):
         outcome = told(ng.safe_all_gather_object(slots, Slow(), timeout=30))
     faults.report(found=[outcome, slots, told(ng.safe_barrier(timeout=30))])
