@@ -13,7 +13,7 @@ class Target:
     """A guarded group, as far as a scope enters and leaves it."""
 
     def __init__(self) -> None:
-        self.scopes = 0
+        self.scopes, self.one_by_one = 0, False
 
     def enter_scope(self, limit: float | None, failed: Any) -> None:
         self.scopes += 1
@@ -39,4 +39,4 @@ def test_a_group_that_cannot_be_redirected_leaves_none_of_the_others_redirected(
     monkeypatch.setattr(scope, "_groups", groups)
     with pytest.raises(RuntimeError, match="destroyed meanwhile"), scope:
         pytest.fail("entered")
-    assert (target.scopes, dict(redirection._routes), updates) == (0, {}, [0])
+    assert (target.scopes, target.one_by_one, dict(redirection._routes), updates) == (0, False, {}, [0])
