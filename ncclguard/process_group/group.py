@@ -113,7 +113,6 @@ class Again(Protocol):
 
     def __call__(self, part: Callable[[], Any], /) -> Any:
         """Return what `part` returns; where it raises because a rank is lost, all others call it once more."""
-        raise NotImplementedError
 
 
 class GuardedProcessGroup(dist.ProcessGroup):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from typing import Any
 
@@ -14,28 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
+from tests.distributed.test_training import Kill, Strike
 
 SIZE, STEPS = 4, 4
-#: Rank, step, moment: in the step that trains, or in the evaluation behind it, at its beginning, inside or at its end.
-Kill = tuple[int, int, str]
 
 
 def run(kills: list[Kill], **options: Any) -> faults.JobResult:
-    """Four ranks; the store is hosted here, as a launcher's agent hosts it, so that rank 0 may be killed too."""
+    """Four ranks; the store is hosted here, as a launcher's agent hosts it, so that rank 0 may be killed too.
+
+    The moments: "train", or of the evaluation behind that step "beginning", "inside" and "end".
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return faults.run_ranks(train, SIZE, args=[kills, store.port, options], timeout=60)
-
-
-class Strike:
-    """Kills its rank at one moment of one step."""
-
-    def __init__(self, kills: list[Kill]) -> None:
-        self.mine = [tuple(kill[1:]) for kill in kills if kill[0] == dist.get_rank()]
-        self.step = 0
-
-    def at(self, moment: str) -> None:
-        if (self.step, moment) in self.mine:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Dying:

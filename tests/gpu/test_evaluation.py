@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
 from ncclguard import faults
-from tests.distributed.test_evaluation_goes_on import Kill, train
+from tests.distributed.test_evaluation_goes_on import train
+from tests.distributed.test_training import Kill
 from tests.gpu.parts import NEEDS_GPU, SHARED_GPU, join, leave, run_together, share_gpu
 
 pytestmark = NEEDS_GPU
