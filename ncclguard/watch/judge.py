@@ -7,6 +7,7 @@ is decided is who is to blame, and only that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -15,6 +16,7 @@ from ncclguard.errors import is_repeat
 from ncclguard.protocol.decision import (
     MAKES_GROUP,
     PRECEDENCE,
+    TELLING_AFTER,
     Action,
     Departure,
     Issued,
@@ -100,13 +102,15 @@ def analyse(
         channel, odd, sides = mismatch
         return _finding(channel, stalled, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
     if overdue:
-        found = _missing(stalled, reports, silent, waits)
+        standing = _standing(waits)
+        held_up = _stalled(standing)
+        found = _missing(held_up, reports, silent, standing)
         if found is not None:
             channel, causes, sides = found
-            return _finding(channel, stalled, causes, sides, reports, waits, Cause.DIVERGED)
-        behind = _behind(stalled, reports, waits)
+            return _finding(channel, held_up, causes, sides, reports, standing, Cause.DIVERGED)
+        behind = _behind(held_up, reports, standing)
         if behind is not None and None not in silent.values():
-            return _finding(behind[0], stalled, behind[1], (), reports, waits)
+            return _finding(behind[0], held_up, behind[1], (), reports, standing)
     spent = _gone(stalled, departed, reports, silent, spent=True)
     if spent:
         return _finding(_channel_with(stalled, {*spent}), stalled, spent, (), reports, waits)
@@ -172,6 +176,19 @@ def _stalled(waits: Mapping[int, tuple[Waiting, ...]]) -> dict[str, tuple[int, t
         lowest = found.get(wait.channel, (wait.sequence, ()))[0]
         found[wait.channel] = (min(lowest, wait.sequence), wait.members)
     return found
+
+
+def _standing(waits: Mapping[int, tuple[Waiting, ...]]) -> dict[int, tuple[Waiting, ...]]:
+    """The waits, without those in channels in which nobody has waited for long.
+
+    The ranks' reports are of different moments, and a rank that holds one group up may be at work in another, in its
+    other threads: what it is in there for a moment does not tell where it is.
+    """
+    ages: dict[str, float] = {}
+    for wait in (wait for items in waits.values() for wait in items):
+        ages[wait.channel] = max(ages.get(wait.channel, 0.0), math.inf if wait.broken else wait.age)
+    least = min(TELLING_AFTER, max(ages.values(), default=0.0) / 2)
+    return {rank: tuple(wait for wait in items if ages[wait.channel] >= least) for rank, items in waits.items()}
 
 
 def _oldest(stalled: Mapping[str, object], waits: Mapping[int, tuple[Waiting, ...]]) -> str:

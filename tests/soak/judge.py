@@ -108,9 +108,12 @@ def fitting(plan: Plan, call: Call, size: int, told: Mapping[int, Mapping[str, A
     """Where the fault determines what is said of it."""
     victim, before = plan.victim, plan.delay < 0
     if plan.fault == "cut":
-        wanted = (False, "unknown", plan.on_host(size)) if away(plan) else (True, "None", [])
+        wanted = [(False, "unknown", plan.on_host(size))] if away(plan) else [(True, "None", [])]
+        if away(plan) and any(one["seconds"] > plan.seconds for one in told.values()):
+            # On a busy machine the host may be back before the verdict, and say that it was told something else.
+            wanted += [(False, "unknown", [])]
         for rank, one in told.items():
-            if one["agreed"] and (one["ok"], one["cause"], one["culprits"]) != wanted:
+            if one["agreed"] and (one["ok"], one["cause"], one["culprits"]) not in wanted:
                 yield f"rank {rank} was told {one}, not {wanted}"
         return
     short = plan.fault == "stop" and call.timeout == GENEROUS

@@ -151,6 +151,37 @@ def test_who_only_passes_the_delay_on_is_not_named() -> None:
     assert (found.causes, found.channel) == ({2: Cause.LATE}, "b:nccl")
 
 
+def aged(report: Report, **ages: float) -> Report:
+    """The report with these ages of what it waits in, by the name of its group."""
+    assert report.watched is not None
+    waits = tuple(replace(w, age=ages.get(w.channel.partition(":")[0], w.age)) for w in report.watched.waits)
+    return replace(report, watched=replace(report.watched, waits=waits))
+
+
+def test_who_is_at_work_in_another_group_meanwhile_does_not_wait_there() -> None:
+    """Group a stands still for 1, whose other thread trains in group b, a moment ahead of 3 and of 2, in neither."""
+    side, steps = ("a:gloo", (0, 1, 2), 2, "barrier"), ("b:gloo", WORLD, 40, "all_reduce")
+    found = judged(
+        aged(said(0, side, done={"b:gloo": 39})),
+        aged(said(1, steps, done={"a:gloo": 1}), b=0.05),
+        aged(said(2, side, steps), b=0.02),
+        said(3, done={"b:gloo": 39}),
+    )
+    assert (found.causes, found.channel, found.sides) == ({1: Cause.LATE}, "a:gloo", ())
+    assert found.reports[1].elsewhere == ""
+
+
+def test_who_has_waited_in_another_group_for_as_long_does() -> None:
+    side, steps = ("a:gloo", (0, 1, 2), 2, "barrier"), ("b:gloo", WORLD, 40, "all_reduce")
+    found = judged(
+        said(0, side, done={"b:gloo": 39}),
+        aged(said(1, steps, done={"a:gloo": 1}), b=1.5),
+        said(2, side, done={"b:gloo": 39}),
+        said(3, done={"b:gloo": 39}),
+    )
+    assert (found.causes, found.channel) == ({3: Cause.LATE}, "b:gloo")
+
+
 def test_a_cycle_shows_both_sides_and_names_nobody() -> None:
     left, right = ("a:nccl", (0, 1), 3, "all_gather"), ("b:nccl", (0, 1), 9, "all_reduce")
     found = judged(said(0, left, done={"b:nccl": 8}), said(1, right, done={"a:nccl": 2}))
