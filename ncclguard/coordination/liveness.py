@@ -29,7 +29,7 @@ from enum import Enum
 from ncclguard import lifecycle
 from ncclguard.coordination.store import BATCH, AgreementStore, Entries, Stored
 from ncclguard.environment.network import address_towards
-from ncclguard.incident.stacks import Offer, observe, process_state
+from ncclguard.incident.stacks import Offer, exit_status, observe, process_state
 from ncclguard.protocol.decision import Departure
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import tr
@@ -336,7 +336,8 @@ def look_here(peer: Identity) -> tuple[Sight, str]:
             "{who} does not exist any more: its pid belongs to a process that was started later", who=who
         )
     if letter in "ZX":
-        return Sight.GONE, tr("{who} has ended: it is a zombie, its parent has not collected it yet", who=who)
+        how = exit_status(peer.pid) or tr("its parent has not collected it yet")
+        return Sight.GONE, tr("{who} has ended: {how}", who=who, how=how)
     if letter in "Tt":
         if letter == "t":
             return Sight.STOPPED, tr("{who} is stopped (by a debugger)", who=who)

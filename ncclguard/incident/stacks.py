@@ -505,6 +505,20 @@ def process_state(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[19])
 
 
+def exit_status(pid: int) -> str:
+    """Return how a process ended, while its parent has not collected it yet; empty when that cannot be seen."""
+    fields = read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    if len(fields) < 50 or fields[0] not in ("Z", "X"):
+        return ""
+    status = int(fields[49])  # field 52 of proc(5), 0 to those who may not see it
+    if os.WIFSIGNALED(status):
+        try:
+            return tr("killed by {signal}", signal=signal.Signals(os.WTERMSIG(status)).name)
+        except ValueError:
+            return tr("killed by signal {number}", number=os.WTERMSIG(status))
+    return tr("exit code {code}", code=os.WEXITSTATUS(status)) if status else ""
+
+
 def processor_waits(pid: int) -> dict[str, float]:
     """Return for how many seconds each thread of a process, by its native id, has waited for a processor so far.
 

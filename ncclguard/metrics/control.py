@@ -221,13 +221,15 @@ def choose(wanted: str | None) -> tuple[str, dict[int, Path]]:
     known = (
         f"there are {', '.join(found)}"
         if found
-        else "there is none: call setup_nccl_monitoring() or watch() in the program"
+        else "one can be once its program calls setup_nccl_monitoring() or watch()"
     )
     if wanted is not None:
         raise ControlError(f"there is no job {wanted!r} of this user on this host; {known}")
     if len(found) == 1:
         return next(iter(found.items()))
-    raise ControlError(f"name the job with --job; {known}")
+    raise ControlError(
+        f"name the job with --job; {known}" if found else f"no job of this user here can be asked; {known}"
+    )
 
 
 def first_answer(ranks: dict[int, Path], question: dict[str, Any]) -> tuple[Path, dict[str, Any]]:

@@ -308,6 +308,12 @@ def configured(arguments: Any) -> tuple[int, Any, list[Any]]:
     return int(config.nproc_per_node), command, rest
 
 
+def check_script(arguments: Any) -> None:
+    """Raise ValueError where the script is no file: each rank would say so, and then torch at length."""
+    if not (arguments.module or arguments.no_python or arguments.run_path or Path(arguments.training_script).exists()):
+        raise ValueError(f"there is no file {arguments.training_script} here: give a script, or -m and a module")
+
+
 def store_address(arguments: Any) -> tuple[str, int]:
     """Return the address of the store of agents and ranks, by these parsed arguments. Raises ValueError without one."""
     if arguments.standalone or arguments.rdzv_backend != "static" or arguments.rdzv_endpoint:

@@ -118,7 +118,7 @@ class Survivors:
         running = [rank for rank in members if codes[rank] is None]
         go_on = bool(declared) and all(said is not None for said in declared.values())
         for rank in ended:
-            self._ended(rank, codes[rank] or 0, now, running if go_on else [])
+            self._ended(rank, codes[rank] or 0, now, running if go_on else [], host.spares() > 0)
         if not go_on:
             # Nobody is left here, or somebody does not go on; but a new process may still come to the others elsewhere.
             joining = self._other_hosts and any(codes[rank] is None for rank in self._newcomers)
@@ -136,7 +136,11 @@ class Survivors:
             return "wait"
         # All have ended. One that was killed when the others had nothing to agree on any more does not matter either;
         # one that raised then does.
-        return None if any(loss.code > 0 for loss in self._unconfirmed) else "succeeded"
+        if any(loss.code > 0 for loss in self._unconfirmed):
+            return None
+        if self._newcomers:
+            say(f"the training has ended before the new process of {ranks_text(sorted(self._newcomers))} had joined it")
+        return "succeeded"
 
     def taking_part(self, ranks: Iterable[int]) -> set[int] | None:
         """Return who takes part by what these ranks of this host have said last; None where nobody has said it."""
@@ -156,7 +160,7 @@ class Survivors:
                 say(f"rank {rank} does not run, and the others go on without it: its process is ended")
                 host.kill(rank)
 
-    def _ended(self, rank: int, code: int, now: float, running: list[int]) -> None:
+    def _ended(self, rank: int, code: int, now: float, running: list[int], spare: bool) -> None:
         kind, text, same = declaration.withdraw(self._folder, rank)
         why = f"it ended with {text}" if text else f"it ended with exit code {code}"
         if kind == "mismatch":
@@ -181,7 +185,7 @@ class Survivors:
             if running:
                 say(f"rank {rank} has ended with exit code {code}; {ranks_text(running)} may go on without it")
         self._down[rank] = reason
-        if reason and running:
+        if reason and running and (spare or self._limits.restarts or self._other_hosts):  # else nobody expects it
             say(f"rank {rank} is not started again: {reason}")
         if reason and kind not in ("taken", "device") and self._store is not None:  # nor on a host that stands by
             with contextlib.suppress(StoreUnavailable):
@@ -303,6 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             elastic.launched(arguments)
         else:
             elastic.configured(arguments)
+        elastic.check_script(arguments)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     folder = tempfile.mkdtemp(prefix="ncclguard-run-")

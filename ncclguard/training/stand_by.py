@@ -146,7 +146,8 @@ def run(address: Address, command: Sequence[str], count: int, folder: str, say: 
     """Stand by until the job ends; 1 where ranks failed here and none ended well, or the store did not answer."""
     for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(name, _stop)
-    say(f"{count} processes stand by for the job at {address[0]}:{address[1]}")
+    standing = "1 process stands" if count == 1 else f"{count} processes stand"
+    say(f"{standing} by for the job at {address[0]}:{address[1]}")
     if not _is_there(address, time.monotonic() + BEGINS_WITHIN):
         say(
             f"nobody listens at {address[0]}:{address[1]} after {BEGINS_WITHIN:.0f} s; is that the first host's address?"

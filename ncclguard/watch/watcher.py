@@ -35,7 +35,7 @@ from ncclguard.environment.network import launched_ranks
 from ncclguard.errors import CollectiveFailed, GuardConfigError, GuardError, error_for, headline
 from ncclguard.groups import check_group
 from ncclguard.incident.model import Incident
-from ncclguard.incident.stacks import process_state
+from ncclguard.incident.stacks import exit_status, process_state
 from ncclguard.metrics.monitoring import show_watched
 from ncclguard.metrics.records import OpenOperation, SlowRanks, slow_text
 from ncclguard.outcome import of_incident
@@ -47,7 +47,6 @@ from ncclguard.watch.judge import BROKEN, is_consequence
 from ncclguard.watch.pace import Sampler, SlowSearch
 from ncclguard.watch.recorder import Pending, Recorder
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.host import read_file
 from ncclguard_explain.language import say, told, tr
 
 if TYPE_CHECKING:
@@ -130,22 +129,6 @@ class Processes:
         text = tr("process {pid} of rank {rank} on {host} has ended", pid=peer.pid, rank=rank, host=peer.host)
         how = exit_status(peer.pid)
         return f"{text}: {how}" if how else text
-
-
-def exit_status(pid: int) -> str:
-    """Return how a process ended, while its parent has not collected it yet; empty when that cannot be seen."""
-    fields = read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    if len(fields) < 50 or fields[0] not in ("Z", "X"):
-        return ""
-    status = int(fields[49])  # field 52 of proc(5), 0 to those who may not see it
-    if os.WIFSIGNALED(status):
-        import signal
-
-        try:
-            return tr("killed by {signal}", signal=signal.Signals(os.WTERMSIG(status)).name)
-        except ValueError:
-            return tr("killed by signal {number}", number=os.WTERMSIG(status))
-    return tr("exit code {code}", code=os.WEXITSTATUS(status)) if status else ""
 
 
 def interrupt(

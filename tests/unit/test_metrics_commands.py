@@ -178,7 +178,7 @@ def test_a_proposal_contains_those_before_it(serve: Serve, capsys: pytest.Captur
 
 def test_the_job_must_be_known_and_named_when_there_are_two(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     assert ncclguard(["top", "--once"]) == 2
-    assert "call setup_nccl_monitoring()" in capsys.readouterr().err
+    assert "can be asked; one can be once its program calls setup_nccl_monitoring()" in capsys.readouterr().err
     serve("job1")
     serve("job2")
     assert ncclguard(["top", "--once"]) == 2

@@ -396,6 +396,32 @@ def test_who_would_end_in_the_same_way_is_not_started_again(
     assert "rank 1 is not started again: it ended with what it raised" in capsys.readouterr().err
 
 
+def test_where_nothing_was_asked_for_nobody_hears_that_a_rank_is_not_started_again(
+    folder: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged = Judged(folder, clock)
+    for rank in range(3):
+        declaration.going_on(rank, ())
+    ends_with(folder, 1, "mismatch")
+    assert judged.judge({0: None, 1: 1, 2: None}) == "wait"
+    said = capsys.readouterr().err
+    assert "rank 1 has ended with exit code 1" in said
+    assert "not started again" not in said
+
+
+def test_a_new_process_that_was_not_in_time_is_told_of(
+    folder: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged = Judged(folder, clock, restarts=1)
+    for rank in range(2):
+        declaration.going_on(rank, ())
+    assert judged.judge({0: None, 1: -9}) == "wait"
+    declaration.going_on(0, (1,))
+    assert judged.judge({0: None, 1: None}) == "wait"
+    assert judged.judge({0: 0, 1: None}) == "succeeded"
+    assert "ended before the new process of rank 1 had joined it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_the_same_exception_twice_is_not_tried_a_third_time(told: bool, folder: Path, clock: Clock) -> None:
     judged = Judged(folder, clock, restarts=9)
@@ -737,7 +763,7 @@ def test_a_host_cannot_stand_by_without_an_address_or_a_process(
     options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as raised:
-        launcher.main(["--stand-by", *options, "train.py"])
+        launcher.main(["--stand-by", *options, __file__])
     assert raised.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -745,9 +771,17 @@ def test_a_host_cannot_stand_by_without_an_address_or_a_process(
 @pytest.mark.parametrize("options", [["--nproc-per-node", "foo"], ["--nproc-per-node", "0"], ["--nnodes", "few"]])
 def test_a_launcher_refuses_a_number_that_cannot_be(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        launcher.main([*options, "train.py"])
+        launcher.main([*options, __file__])
     assert raised.value.code == 2
     assert options[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--stand-by"]])
+def test_a_script_that_is_not_there_is_said_once(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        launcher.main([*options, "no_such.py"])
+    assert raised.value.code == 2
+    assert "there is no file no_such.py here" in capsys.readouterr().err
 
 
 def test_who_stands_by_where_nobody_listens_says_so(
@@ -757,7 +791,7 @@ def test_who_stands_by_where_nobody_listens_says_so(
     monkeypatch.setattr(stand_by.signal, "signal", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     port = free_port()
-    assert launcher.main(["--stand-by", "--master-addr", "127.0.0.1", "--master-port", str(port), "train.py"]) == 1
+    assert launcher.main(["--stand-by", "--master-addr", "127.0.0.1", "--master-port", str(port), __file__]) == 1
     assert f"nobody listens at 127.0.0.1:{port}" in capsys.readouterr().err
 
 
