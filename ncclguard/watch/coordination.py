@@ -27,6 +27,7 @@ from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import call_site_of, programs_thread
 from ncclguard.protocol.decision import (
     INTERRUPTED,
+    TELLING_AFTER,
     Departure,
     Issued,
     Phase,
@@ -125,10 +126,8 @@ class WatchState(GroupState):
 
     def torchs_own(self) -> Watched:
         """Return also what this rank waits in, each since it was issued."""
-        observation, now = self.read(), time.time_ns()
-        waits = [
-            _waiting(p, max(self.age(p), (now - p.issued) / 1e9 if p.issued else 0.0)) for p in observation.pending
-        ]
+        observation = self.read()
+        waits = [_waiting(p, max(self.age(p), _since_issued(p))) for p in observation.pending]
         return Watched(waits=tuple(waits), issued=observation.issued)
 
     # ------------------------------------------------------------------ the agreement
@@ -173,7 +172,8 @@ class WatchState(GroupState):
 
     def _with_evidence(self, report: Report) -> Report:
         observation = self.read()
-        waits = [_waiting(p, self.age(p)) for p in observation.pending]
+        # What this rank has just read first may have stood for as long as tells where a rank is.
+        waits = [_waiting(p, max(self.age(p), min(_since_issued(p), TELLING_AFTER))) for p in observation.pending]
         latest = observation.latest
         oldest = max(observation.pending, key=self.age, default=None)
         details: dict[str, object] = {}
@@ -190,7 +190,7 @@ class WatchState(GroupState):
         if lifecycle.was_interrupted():
             details[INTERRUPTED] = True
         if self.broken and latest is not None:
-            waits = [_waiting(latest, (time.time_ns() - latest.issued) / 1e9 if latest.issued else 0.0, broken=True)]
+            waits = [_waiting(latest, _since_issued(latest), broken=True)]
             details["call"] = latest.text
         call = latest if self.broken else oldest
         limit = torch_compat.limit_passed(self.broken)  # shorter than ours, and what the verdict is about
@@ -224,6 +224,10 @@ def _waiting(pending: Pending, age: float, broken: bool = False) -> Waiting:
     return Waiting(
         pending.channel, pending.ranks, pending.sequence, pending.fingerprint, pending.text, round(age, 3), broken
     )
+
+
+def _since_issued(pending: Pending) -> float:
+    return (time.time_ns() - pending.issued) / 1e9 if pending.issued else 0.0
 
 
 def _recent(observation: Observation) -> tuple[Issued, ...]:

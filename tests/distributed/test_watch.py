@@ -555,6 +555,27 @@ def test_the_stack_is_that_of_the_thread_which_holds_its_group_up() -> None:
     assert "thread 'checkpoints', innermost last" in str(incident)
 
 
+def is_late_in_another_group() -> None:
+    """Rank 0 waits for rank 1 in one group, and that for rank 2 in another, with the shortest limit."""
+    ng.watch(timeout=1, on_incident=told("incident"))
+    dist.init_process_group("gloo")
+    left, right = dist.new_group([0, 1]), dist.new_group([1, 2])
+    dist.barrier()
+    if dist.get_rank() == 2:
+        time.sleep(5)
+    if dist.get_rank() >= 1:
+        dist.barrier(right)
+    if dist.get_rank() <= 1:
+        dist.barrier(left)
+
+
+@recorded
+def test_with_the_shortest_limit_too_who_passes_the_delay_on_is_not_named() -> None:
+    result = faults.run_ranks(is_late_in_another_group, 3, timeout=60).check()
+    incident = ng.Incident.from_json(result[0].reports["incident"]["json"])
+    assert (str(incident.cause), incident.culprits) == ("late", (2,)), incident
+
+
 def leaves_out_a_group() -> None:
     """Rank 3 does not call the `new_group` that rank 2 waits in."""
     ng.watch(timeout=3, on_incident=told("incident"))

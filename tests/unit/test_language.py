@@ -328,7 +328,9 @@ def test_errors_say_what_happened_in_chinese(chinese: None) -> None:
 def test_a_call_that_hardly_began_is_told_the_limit_that_passed() -> None:
     incident = document(ROOT / "docs" / "gallery" / "late" / "incident.json").incident
     assert incident.timeout
-    assert f"(collective timeout after {incident.timeout:.3g} s)" in str(error_for(of_incident(incident, 2e-4, torn=False)))
+    assert f"(collective timeout after {incident.timeout:.3g} s)" in str(
+        error_for(of_incident(incident, 2e-4, torn=False))
+    )
 
 
 def test_the_line_that_a_rank_logs_of_a_failed_call_on_a_guarded_backend_is_chinese(
