@@ -261,16 +261,22 @@ class ResilientTraining:
         """Call a function as a resilient step, of which there is one for each name."""
         known = vars(self).setdefault(_STEPS, {})
         if function.__name__ not in known:
-            decorate = resilient_step(self.accelerator, *models, **options, **self.training_options)
+            options |= self.training_options | {"on_change": self._ranks_changed}
+            decorate = resilient_step(self.accelerator, *models, **options)
             known[function.__name__] = decorate(lambda *batch, function: function(*batch))
-        result = known[function.__name__](function=function)
+        return known[function.__name__](function=function)
+
+    def _ranks_changed(self: Any, before: int, now: int) -> None:
+        """Have the first rank that is left print the Trainer's lines, that of what is done again among them."""
         if self.is_world_process_zero() and not self.state.is_world_process_zero:
             from transformers import PrinterCallback, ProgressCallback
 
             self.state.is_world_process_zero = self.state.is_local_process_zero = True
             if self.pop_callback(ProgressCallback) is not None:  # which has no bar here
                 self.add_callback(PrinterCallback)
-        return result
+        told = self.training_options.get("on_change")
+        if told is not None:
+            told(before, now)
 
 
 _STEPS, _POSITION = "_ncclguard_steps", "elastic_loader.json"

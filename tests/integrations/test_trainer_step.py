@@ -92,6 +92,9 @@ def test_ranks_are_killed_in_and_before_evaluations_that_survive(kind: str, tmp_
     job = run(tmp_path, kills, kind=kind)
     check(tmp_path, kills, job)
     assert "the job cannot go on" not in job[1].output, job[1].output
+    assert [rank.output.count("'eval_loss':") for rank in job] == [1, STEPS - 1, 0, 0], (
+        job
+    )  # that which is done again too
 
 
 def test_a_checkpoint_knows_which_samples_come_next(tmp_path: Path) -> None:
