@@ -84,13 +84,15 @@ ADVICE = {
 
 #: The same where it differs for a collective that the guard only watches.
 ADVICE_WATCHED = {
-    Cause.LOST: tr(
-        "{see} Restart the job: the groups of this rank are unusable. On gloo a rank that calls with another size than the "
-        "others aborts itself (SIGABRT).",
-        see=SEE_LOST,
-    ),
+    Cause.LOST: tr("{see} Restart the job: the groups of this rank are unusable.", see=SEE_LOST),
     Cause.NETWORK: tr(
         "{network} In a call with a source or destination compare that first: it is not recorded.",
         network=ADVICE[Cause.NETWORK],
     ),
 }
+
+#: That of a watched rank that is lost, where nothing says that it has not aborted.
+ADVICE_ABORTED = tr(
+    "{lost} On gloo a rank that calls with another size than the others aborts itself (SIGABRT).",
+    lost=ADVICE_WATCHED[Cause.LOST],
+)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from ncclguard_explain.cause import ADVICE, ADVICE_WATCHED, WORD, Cause
+from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_WATCHED, WORD, Cause
 from ncclguard_explain.facts import MAX_RANK, Fact, Kind, Work
 from ncclguard_explain.language import LANGUAGES, beside, said, tr
 from ncclguard_explain.patterns import numbers, parse_text, warning_class
@@ -187,7 +187,9 @@ _WORDS |= {"raised": Cause.FAILED, "抛出": Cause.FAILED}
 _NAMED = rf"rank(?:s)? (?P<ranks>\d[\d,、 -]*?) (?P<what>{'|'.join(_WORDS)})(?![a-z])"
 _BLAMED = re.compile(_NAMED)
 _ADVISED = [
-    str(said(text, language)) for text in (*ADVICE.values(), *ADVICE_WATCHED.values()) for language in LANGUAGES
+    str(said(text, language))
+    for text in (*ADVICE.values(), *ADVICE_WATCHED.values(), ADVICE_ABORTED)
+    for language in LANGUAGES
 ]
 # What ranks have agreed on says after how long, what one rank finds alone does not; a call that starts again went on.
 _VERDICT = re.compile(

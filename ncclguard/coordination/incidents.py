@@ -28,7 +28,7 @@ from ncclguard.protocol.decision import (
     interrupted_from_outside,
     is_interrupt,
 )
-from ncclguard_explain.cause import ADVICE, ADVICE_WATCHED, SEE_LOST, WORD, Cause
+from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_WATCHED, SEE_LOST, WORD, Cause
 from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ranks import FEW_RANKS, Hosts, ranks_text
 
@@ -139,6 +139,10 @@ def alone(
 ) -> Incident:
     """Return what one rank can say without a verdict."""
     op_id = f"{state.key}/{sequence}"
+    ranks = tuple(
+        RankReport(rank=rank, state="departed", cause=found, note=(evidence or {}).get(rank) or None)
+        for rank, found in sorted(causes.items())
+    )
     return Incident(
         id=_identifier(state, f"{op_id}.{state.member.generation}.rank{state.member.rank}"),
         device=torch_compat.emulated_device(),
@@ -152,14 +156,11 @@ def alone(
         agreed=agreed,
         attempts=1,
         participants=state.member.participants,
-        ranks=tuple(
-            RankReport(rank=rank, state="departed", cause=found, note=(evidence or {}).get(rank) or None)
-            for rank, found in sorted(causes.items())
-        ),
+        ranks=ranks,
         summary=tr(
             "{operation} failed: {because}; {why}.", operation=text, because=_because(causes) or WORD[cause], why=why
         ),
-        advice=_advice(cause, state, text),
+        advice=_advice(cause, state, text, ranks=ranks),
         further=_further(text, cause, state),
     )
 
@@ -172,6 +173,9 @@ def _advice(
     advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
     if cause is Cause.STUCK:
         return _advice_on_stuck([one for one in ranks if one.cause is cause], state) or advice
+    if cause is Cause.LOST and not state.guarded:
+        ends = [one.note or "" for one in ranks if one.cause is cause]
+        return advice if ends and all(map(_OTHER_END.search, ends)) else ADVICE_ABORTED
     astray = state.guarded and any(map(_in_torchs_own, ranks))
     if begins_evaluation(text):
         if cause is Cause.LATE or astray:
@@ -370,6 +374,8 @@ _TRY = re.compile(r"='(evaluation .*), (?:beginning of )?try (\d+)'")
 
 #: A frame of a collective of torch, and of what makes or ends groups.
 _TORCHS_OWN = re.compile(r"torch/distributed/distributed_c10d\.py:\d+ in ([a-z]\w*)")
+#: How the evidence reads of a process that is known not to have been ended by abort(3).
+_OTHER_END = re.compile(r"killed by (?!SIGABRT)|: exit code \d")
 #: The label of an evaluation that nothing but its number tells from the one before it.
 _BY_NUMBER = re.compile(r" optimizer steps, number \d+ there, beginning of try 1'")
 

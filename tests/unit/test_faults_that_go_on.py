@@ -105,6 +105,18 @@ def test_the_coordinator_says_which_incident_is_repeated() -> None:
     assert again.repeats == first.id
 
 
+@pytest.mark.parametrize(
+    ("how", "may_have_aborted"),
+    [("", True), (": killed by SIGABRT", True), (": killed by SIGKILL", False), (": exit code 3", False)],
+)
+def test_the_advice_speaks_of_gloos_abort_only_where_that_may_be(how: str, may_have_aborted: bool) -> None:
+    state = WatchState("watch", 0, (0, 1))
+    gone = {1: Departure(1, Cause.LOST, f"process 51 of rank 1 on a has ended{how}")}
+    verdict = Verdict(0, 1, Action.FAIL, Cause.LOST, ((1, Cause.LOST),), (0, 1))
+    incident = Incident.from_json(summarise(verdict, {0: entered(0)}, gone, {}, state))
+    assert ("SIGABRT" in incident.advice) is may_have_aborted
+
+
 @pytest.mark.parametrize(("culprits", "sequel"), [((), True), ((0, 1), True), ((2,), False)])
 def test_the_end_of_ranks_that_were_sent_sigterm_in_a_known_standstill_is_no_incident_of_its_own(
     culprits: tuple[int, ...], sequel: bool
