@@ -26,6 +26,7 @@ _FOLLOWS = re.compile(
     r"initializing process group in store|Connection closed by peer|Connection reset by peer|Broken pipe"
     r"|Socket Timeout|[Tt]imed out waiting|atchdog caught|caught collective|communicator was aborted"
     r"|remote process exited|ncclRemoteError|pair closure|monitoredBarrier|Detected mismatch between coll"
+    r"|running the callback: (?:\w+\.)*(?:PeerLost|PeerFailed|Collective(?:Failed|Mismatch|Timeout)):"
     r"|wait timeout after|Timeout waiting for key|store->get|client socket has timed out|waiting for clients"
     r"|WorkNCCL|timed out in blocking|NCCL operations have failed|collective operation timeout|work sequence id"
     r"|function error: Hccl|Worker failure: |handshake_setup_failed|Read timed out\. \(read timeout"
@@ -627,6 +628,21 @@ def by_guard(evidence: Evidence, world: World) -> Verdict | None:
     )
 
 
+#: The words of ncclguard's own incident, in each of its languages, where the launcher or Ctrl-C ended the job.
+FROM_OUTSIDE = re.compile(r"were ended from outside|被(?:从)?外部")
+_STOOD_STILL = re.compile(r"stood still for|停滞了")
+
+
+def _without_its_end(evidence: Evidence, incidents: list[Fact]) -> list[Fact]:
+    """Return incidents without one that only says that a job was ended which stood still by the one before it."""
+    if len(incidents) < 2 or not FROM_OUTSIDE.search(incidents[-1].text):
+        return incidents
+    before = incidents[-2]
+    steps = evidence.of(Kind.ALIVE, Kind.PROGRESS)
+    went_on = any(fact.source == before.source and fact.line > before.line for fact in steps)
+    return incidents if went_on or not _STOOD_STILL.search(before.text) else incidents[:-1]
+
+
 def written_incidents(evidence: Evidence) -> list[Fact]:
     """Return ncclguard's incidents from its own JSON, the latest last."""
     return sorted((f for f in evidence.of(Kind.GUARD) if f.completed is not None), key=lambda fact: fact.when or 0.0)
@@ -639,9 +655,14 @@ def guard_incidents(evidence: Evidence) -> list[Fact]:
     # Who interrupts a job that hangs gives each rank an exception that is no rank's fault.
     for fact in [fact for fact in told if "KeyboardInterrupt" not in fact.text] or told:
         name = re.split(r"\. |。", fact.detail)[0]  # an error and a panel go on in different ways
+        longer = next((known for known in found if known.startswith(name) or name.startswith(known)), name)
+        if len(longer) < len(name):
+            found[name] = found.pop(longer).clone(detail=fact.detail)
+        elif longer != name:
+            name, fact = longer, fact.clone(detail=found[longer].detail)
         before = found.pop(name, fact)
         found[name] = fact if fact.advice else before  # the panel says more than the other lines
-    return list(found.values())
+    return _without_its_end(evidence, list(found.values()))
 
 
 def by_traces(evidence: Evidence, world: World) -> Verdict | None:

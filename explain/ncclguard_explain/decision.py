@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ncclguard_explain import engines, places
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.causes import OUT_OF_MEMORY, Finding
-from ncclguard_explain.culprits import follows_from_peers, own_exceptions
+from ncclguard_explain.culprits import FROM_OUTSIDE, follows_from_peers, own_exceptions
 from ncclguard_explain.evidence import Evidence
 from ncclguard_explain.facts import EXPIRED, Fact, Kind, Verdict
 from ncclguard_explain.language import joined, received, tr
@@ -51,16 +51,12 @@ _SET_UP = ("shared_memory", "p2p_acs_iommu", "network_interface", "store_rendezv
 _AT_WORK = ("checkpoint_io", "slow_rank_side_work", "timeout_too_short")
 
 
-#: The words of ncclguard's own incident, in each of its languages, where the launcher or Ctrl-C ended the job.
-_FROM_OUTSIDE = re.compile(r"were ended from outside|被(?:从)?外部")
-
-
 def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause) -> Decision:
     """Return the decision that the verdict, its cause and the class of cause lead to."""
     name, sure = finding.name, finding.confidence != "low"
     if finding.action == "restart-without":
         return _without(verdict, finding.facts, finding.reason)
-    if verdict.rule == "ncclguard incident" and any(_FROM_OUTSIDE.search(fact.text) for fact in verdict.facts):
+    if verdict.rule == "ncclguard incident" and any(FROM_OUTSIDE.search(fact.text) for fact in verdict.facts):
         return Decision("unknown", tr("the job was ended from outside while ranks waited; why they waited is not told"))
     if finding.action and not (
         finding.action == "unknown" and (evidence.of(Kind.KERNEL_OOM) or own_exceptions(evidence))
@@ -185,6 +181,8 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
     raised = own_exceptions(evidence) + evidence.of(Kind.ENGINE_END, name="echo") + engines.accused_of_raising(evidence)
     parents = [f for f in evidence.of(Kind.EXCEPTION) if f.place and places.is_parent(f.place)]  # a server's engine
     parents = [fact for fact in parents if not raised and not follows_from_peers(fact.name, fact.detail)]
+    if verdict.rule == "ncclguard incident" and cause is Cause.FAILED:
+        raised += verdict.facts  # which says what the rank raised
     text = " ".join(f"{fact.name} {fact.detail}" for fact in raised + parents)
     if any(word in text for word in _MEMORY) and _OTHER_PROCESS.search(text):
         return Decision(

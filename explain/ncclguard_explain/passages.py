@@ -29,6 +29,7 @@ _EXCEPTION = re.compile(
 )
 #: Errors of the guard itself, which every rank raises that waited.
 _OF_GUARD = frozenset(["CollectiveFailed", "CollectiveTimeout", "CollectiveMismatch", "PeerFailed", "PeerLost"])
+_HANDED_ON = re.compile(r"Got the following error when running the callback: ((?:\w+\.)*[A-Z]\w*): (.*)", re.DOTALL)
 # vLLM's and SGLang's loggers, which head every line of a traceback.
 _LOGGER = re.compile(r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +[\d\-]+ [\d:.,]+ \[[^\]]{1,80}\] ?")
 _OF_RANK = re.compile(r"\(most recent call last\): \(RANK (\d+)\)")  # torch/distributed/checkpoint/api.py
@@ -191,6 +192,7 @@ _ADVISED = [
     for text in (*ADVICE.values(), *ADVICE_WATCHED.values(), ADVICE_ABORTED)
     for language in LANGUAGES
 ]
+_CAUSES = [f" {str(said(tr('cause: {cause}', cause=''), language)).strip()}" for language in LANGUAGES]
 # What ranks have agreed on says after how long, what one rank finds alone does not; a call that starts again went on.
 _VERDICT = re.compile(
     r"(?P<op>\w+)\((?:[^():]|\([^()]*\))*\)? ?(?:failed after|stood still for|在|停滞了) [\d.e+-]+ s"
@@ -225,7 +227,7 @@ def _verdict(text: str, make: Fact) -> Fact | None:
     found = _VERDICT.search(text[:4000])
     if found is None:
         return _of_nobody(text, make)
-    stops = () if _PANEL in text else _ADVISED  # a panel says more before it says what to do
+    stops = _CAUSES if _PANEL in text else _ADVISED  # a panel says more before it says what to do
     ends = [at for advice in stops if (at := text.find(advice, found.end())) > 0]
     blamed = [(_ranks_of(one["ranks"]), _WORDS[one["what"]]) for one in _BLAMED.finditer(found["named"])]
     return make.clone(
@@ -321,6 +323,9 @@ def _raised(make: Fact, name: str, detail: str, text: str, frames: list[str]) ->
     told = {"detail": detail[:600], "text": text[:600], "frames": tuple(frames[-12:])}
     if make.rank is None and (place := _ON_RANK.search(detail)):
         make = make.clone(rank=int(place[1]), rank_basis="text")
+    # torch hands on in a RuntimeError what a hook of DDP's raised.
+    handed_on = _HANDED_ON.match(detail)
+    name, detail = handed_on.groups() if handed_on else (name, detail)
     if name.rsplit(".", 1)[-1] in _OF_GUARD and (found := _verdict(detail, make)) is not None:
         return found
     return make.clone(kind=Kind.EXCEPTION, name=name, **told)
@@ -914,6 +919,8 @@ _STARTS_RANKS = re.compile(
 #: The process that speaks for torchrun's agent of a node, as Python's and torch's logging head its lines.
 _AGENT = re.compile(r"\b[EWI]\d{4} [\d:.]+ (\d+) \S*torch/distributed/elastic/")
 _PEERS = re.compile(r"Expected number of connected peer ranks is ?: (\d{1,6})")  # gloo/rendezvous/context.cc
+#: The guard's own lines about an evaluation, whose names have a step.
+_OF_GUARD_AT = re.compile(r"ncclguard (?:incident|evaluation) |='evaluation ")
 _RAISED_AT = re.compile(r"[\w.]*(?:Error|Exception)\b: ")  # the message of an exception may tell the step
 #: What an engine prints every few seconds while it makes tokens (vLLM, SGLang), and a server of each answer.
 _SERVES = re.compile(
@@ -1031,7 +1038,11 @@ def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
             seconds=_duration(found["spent"]),
             after_symptom=last,
         )
-    elif last and (_SERVES.search(text) or _STEP.search(text)) and _RAISED_AT.match(text) is None:
+    elif (
+        last
+        and (_SERVES.search(text) or _STEP.search(text))
+        and not (_RAISED_AT.match(text) or _OF_GUARD_AT.search(text))
+    ):
         name = "serve" if _SERVES.search(text) else phase or "train"
         numbered = min(_STEP_NUMBER.finditer(text), key=lambda one: one[1] is None, default=None)
         number = int(numbered[1] or numbered[2]) if numbered else None

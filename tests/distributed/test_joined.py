@@ -35,7 +35,7 @@ def store() -> Iterator[str]:
         assert process.stdout.readline() == f"ncclguard store: listening at tcp://{address}\n"
         yield f"tcp://{address}"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def jobs() -> tuple[int, int]:

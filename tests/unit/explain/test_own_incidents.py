@@ -164,3 +164,66 @@ def test_an_error_that_says_more_than_the_panel_is_of_the_same_incident(explain_
     report = explain_lines(["[rank0]: Traceback (most recent call last):", frame, error, *panel])
     assert report.culprits == (1,)
     assert not any("2 incidents" in note for note in report.notes), report.notes
+
+
+def of_panel(identifier: str, *said: str) -> list[str]:
+    """A panel whose lines are wrapped, as the terminal makes it."""
+    return [f"╭─ ncclguard incident {identifier} {'─' * 30}╮", *(f"│ {line} │" for line in said), "╰" + "─" * 70 + "╯"]
+
+
+SAID = "all_reduce(float32[68], SUM) failed after 0.0395 s: rank 1 raised ValueError at pl.py:15 in training_step:"
+
+
+def test_the_panel_of_a_rank_that_raised_says_what_to_the_end_of_its_sentence(explain_lines: Explain) -> None:
+    panel = of_panel(
+        "c58331bf-0-cpu-27.0", SAID, "bad batch.", "cause: failed, raised an exception while the others waited"
+    )
+    report = explain_lines(panel)
+    assert report.culprits == (1,)
+    assert report.reason.endswith("in training_step: bad batch")
+    assert (report.decision, report.confidence) == ("fix-code", "high")
+
+
+def test_the_error_that_a_hook_of_ddp_hands_on_is_that_of_its_incident(explain_lines: Explain) -> None:
+    """Rank 0's RuntimeError is no failure of its own, and the incident is one, whoever tells of it."""
+    traceback = [
+        "[rank1]: Traceback (most recent call last):",
+        '[rank1]:   File "/job/pl.py", line 15, in training_step',
+        "[rank1]: ValueError: bad batch",
+        "[rank0]: Traceback (most recent call last):",
+        '[rank0]:   File "/job/pl.py", line 29, in <module>',
+        (
+            "[rank0]: RuntimeError: Got the following error when running the callback: PeerFailed: failure of all_reduce "
+            f"(0:cpu:backend:c4a31b5e/27) after 0.0702 s: {SAID} bad batch. {ADVICE[Cause.FAILED]}"
+        ),
+    ]
+    panel = of_panel(
+        "c58331bf-0-cpu-27.0", SAID, "bad batch.", "cause: failed, raised an exception while the others waited"
+    )
+    for lines in (traceback, [*traceback[:3], *panel, *traceback[3:]]):
+        report = explain_lines(lines)
+        assert (report.culprits, report.cause.value) == ((1,), "failed")
+        assert not any("2 incidents" in note for note in report.notes), report.notes
+
+
+@pytest.mark.parametrize("steps_on", [False, True])
+def test_a_job_that_is_ended_while_it_stands_still_stood_still_for_what_was_told_before(
+    steps_on: bool, explain_lines: Explain
+) -> None:
+    lines = [
+        (
+            "ncclguard incident 5b2e6f38-0-gloo-10.0: all_reduce(Float [68], group 0 default_pg, number 10) stood still for 6.03 s: "
+            "the ranks called different operations, and no side is a majority. Rank 0 called all_gather_object(sizes, "
+            "name='evaluation evaluate() at step 3, beginning of try 1'); rank 1 called all_reduce(Float [68]). (rank 0 reports it)"
+        ),
+        "ncclguard: all_gather_object(sizes, name='evaluation evaluate() at step 3, beginning of try 1') has been waiting for 30 s",
+        *[f"step {step}: loss 2.{step}" for step in range(11, 40) if steps_on],
+        *of_panel(
+            "5b2e6f38-0-cpu-c4a31b5e-1.0",
+            "all_gather_object(sizes, name='evaluation evaluate() at step 3, beginning of try 1') failed after 69 s:",
+            "all ranks were ended from outside, with SIGTERM.",
+            "cause: unknown, there is no evidence",
+        ),
+    ]
+    report = explain_lines(lines)
+    assert (report.cause.value, report.decision) == (("unknown", "unknown") if steps_on else ("diverged", "fix-code"))
