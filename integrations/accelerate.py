@@ -25,6 +25,7 @@ from ncclguard.evaluation import GuardedEvaluation, resilient_evaluate as _resil
 from ncclguard.evaluation.runner import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
 from ncclguard.process_group import redirected
+from ncclguard.spelling import hinted, refuse_other
 from ncclguard.training import ResilientStep
 from ncclguard.training.step import check_options
 from ncclguard_explain.language import told
@@ -34,6 +35,7 @@ log = logging.getLogger("ncclguard")
 _PATCHED = ("gather_for_metrics", "wait_for_everyone")
 
 
+@hinted
 def patch_accelerator(
     accelerator: Any, *, timeout: float | timedelta = 1800, barrier_timeout: float | timedelta = 300
 ) -> None:
@@ -87,13 +89,6 @@ def resilient_evaluate(accelerator: Any, **options: Any) -> Callable[[Callable[.
     """
     _check(accelerator, "@resilient_evaluate(accelerator)", "log")
     return _resilient_evaluate(**{"monitor": accelerator, **options})
-
-
-def refuse_other(given: Any, kind: str, instead: str, *needed: str) -> None:
-    """Raise TypeError for what is none of a kind, such as its class, or the function under a bare decorator."""
-    if isinstance(given, type) or any(not hasattr(given, name) for name in needed):
-        name = getattr(given, "__qualname__", type(given).__name__)
-        raise TypeError(f"{name} is no {kind}: give the one that the program has made, {instead}")
 
 
 def _check(accelerator: Any, call: str, *needed: str) -> None:

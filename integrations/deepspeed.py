@@ -19,6 +19,7 @@ from torch import nn
 from ncclguard.evaluation import NOT_EVALUATED, GuardedEvaluation, resilient_evaluate
 from ncclguard.evaluation.runner import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
+from ncclguard.spelling import refuse_other
 
 
 def patch_trainer(
@@ -36,8 +37,8 @@ def patch_trainer(
 
     `trainer` has the usual shape: `trainer.model` is the engine, `trainer.monitor.log_metrics(metrics, step)` takes
     metrics; both may be absent. Options as for `ncclguard.resilient_evaluate`, times in seconds or as timedelta.
-    Patching again replaces the options. Raises AttributeError for a trainer without `evaluate`, else as
-    `resilient_evaluate` does.
+    Patching again replaces the options. Raises TypeError for what has no `evaluate`, else as `resilient_evaluate`
+    does.
 
     >>> class Trainer:
     ...     def evaluate(self, step=None):
@@ -48,6 +49,7 @@ def patch_trainer(
     >>> loss, accuracy, guarded.report.failed
     (nan, nan, True)
     """
+    refuse_other(trainer, "trainer", "which has a method `evaluate`", "evaluate")
     unpatch_trainer(trainer)
     guarded = resilient_evaluate(
         trainer.evaluate,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from ncclguard.integrations.accelerate import refuse_other, refuse_sharded, resilient_step
+from ncclguard.integrations.accelerate import refuse_sharded, resilient_step
 from torch.utils.data import DataLoader
 
 from ncclguard import lifecycle
@@ -24,6 +24,7 @@ from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.evaluation import Action, GuardedEvaluation, record_partial, resilient_evaluate
 from ncclguard.evaluation.decision import metrics_of
 from ncclguard.evaluation.state import Restore
+from ncclguard.spelling import refuse_other
 from ncclguard.training import ElasticLoader
 from ncclguard.training.step import check_options
 
@@ -57,8 +58,8 @@ class ResilientEvaluation:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _refuse_hidden(cls, ResilientEvaluation, "evaluate")
-        if isinstance(cls.evaluation_options, dict):  # refused now, not behind the first epoch
-            resilient_evaluate(**cls.evaluation_options)
+        if not isinstance(cls.evaluation_options, property):  # refused now, not behind the first epoch
+            resilient_evaluate(**_options_of(cls, "evaluation_options"))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         return _evaluate(self, super().evaluate, args, kwargs)  # type: ignore[misc]
@@ -81,6 +82,13 @@ def _refuse_hidden(cls: type, mixin: type, method: str) -> None:
         )
 
 
+def _options_of(holder: Any, name: str) -> dict[str, Any]:
+    options = getattr(holder, name)
+    if not isinstance(options, dict):
+        raise TypeError(f"{name} must be a dict of options, not {type(options).__name__}")
+    return options
+
+
 def patch_trainer(trainer: Any, **options: Any) -> None:
     """Do to a trainer that exists what `ResilientEvaluation` does to a class.
 
@@ -88,6 +96,7 @@ def patch_trainer(trainer: Any, **options: Any) -> None:
     trainer.
     """
     refuse_other(trainer, "trainer", "or use ResilientEvaluation", "evaluate")
+    resilient_evaluate(**options)  # refused now, not behind the first epoch
     unpatch_trainer(trainer)
     trainer.evaluation_options = options
     for name, around in (("evaluate", _evaluate), ("predict", _predict)):
@@ -138,8 +147,8 @@ class ResilientTraining:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _refuse_hidden(cls, ResilientTraining, "train")
-        if isinstance(cls.training_options, dict):
-            check_options(cls.training_options)
+        if not isinstance(cls.training_options, property):
+            check_options(_options_of(cls, "training_options"), _OF_A_TRAINER)
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         if lifecycle.is_joining():
@@ -261,7 +270,7 @@ class ResilientTraining:
         """Call a function as a resilient step, of which there is one for each name."""
         known = vars(self).setdefault(_STEPS, {})
         if function.__name__ not in known:
-            options |= self.training_options | {"on_change": self._ranks_changed}
+            options |= _options_of(self, "training_options") | {"on_change": self._ranks_changed}
             decorate = resilient_step(self.accelerator, *models, **options)
             known[function.__name__] = decorate(lambda *batch, function: function(*batch))
         return known[function.__name__](function=function)
@@ -279,6 +288,8 @@ class ResilientTraining:
             told(before, now)
 
 
+#: Options of `resilient_step` that the mixin gives itself.
+_OF_A_TRAINER = ("loader",)
 _STEPS, _POSITION = "_ncclguard_steps", "elastic_loader.json"
 
 
@@ -339,7 +350,7 @@ def _guard(trainer: Any, name: str, function: Callable[..., Any]) -> GuardedEval
             "same_result": name == "evaluate",
             "keepers": (functools.partial(_keep, trainer),),
         }
-        options |= trainer.evaluation_options
+        options |= _options_of(trainer, "evaluation_options")
         guards[name] = resilient_evaluate(types.MethodType(function, trainer), **options)
     found: GuardedEvaluation = guards[name]
     return found

@@ -57,3 +57,12 @@ def hinted(function: Callable[P, R]) -> Callable[P, R]:
             raise
 
     return call
+
+
+def refuse_other(given: object, kind: str, instead: str, *needed: str) -> None:
+    """Raise TypeError for what is none of a kind, such as its class, or the function under a bare decorator."""
+    what = f"{given.__qualname__} is a class" if isinstance(given, type) else ""
+    if not what and any(not hasattr(given, name) for name in needed):
+        what = f"{getattr(given, '__qualname__', type(given).__name__)} is no {kind}"
+    if what:
+        raise TypeError(f"{what}: give the {kind} that the program has made, {instead}")

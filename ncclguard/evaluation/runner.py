@@ -389,6 +389,22 @@ class Options:
             raise TypeError(text)
         if self.max_attempts < 1:
             raise GuardConfigError(told("max_attempts must be at least 1, got {value}", value=self.max_attempts))
+        for name in ("models", "loaders", "keepers"):
+            given = getattr(self, name)
+            if isinstance(given, torch.nn.Module) or not isinstance(given, Iterable):
+                text = told("{name} must be a list, not {kind}: {name}=[...]", name=name, kind=type(given).__name__)
+                raise TypeError(text)
+        if not (self.combine is None or callable(self.combine)):
+            raise TypeError(
+                told("combine must be a function of the parts, not {kind}", kind=type(self.combine).__name__)
+            )
+        if not (self.batch_size is None or isinstance(self.batch_size, str) or callable(self.batch_size)):
+            text = told(
+                "batch_size must say where it is, such as {example}, or be a function that gets the divisor, not {kind}",
+                example='"args.eval_batch_size"',
+                kind=type(self.batch_size).__name__,
+            )
+            raise TypeError(text)
         if (group := check_group(self.group)) is not None and is_outside(group):
             text = told(
                 "group= is one outside the job, which cannot evaluate together: give a group of the job, or none"

@@ -143,7 +143,7 @@ class _Voucher:
 
 
 def run(address: Address, command: Sequence[str], count: int, folder: str, say: Say) -> int:
-    """Stand by until the job ends; 1 where ranks failed here and none ended well, or the store did not answer."""
+    """Stand by until the job ends; 1 where ranks failed here and none ended well, or nobody answers."""
     for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(name, _stop)
     standing = "1 process stands" if count == 1 else f"{count} processes stand"
@@ -163,6 +163,10 @@ def run(address: Address, command: Sequence[str], count: int, folder: str, say: 
             signal.signal(name, signal.SIG_IGN)
         _end(processes)
     codes = [process.code for process in processes if process.joined or process.unanswered]
+    failed = [process for process in processes if process.rank is not None and (process.code or 0) > 0]
+    if failed and not codes:
+        say("no process stands by any more: each that got a place has failed before it had joined")
+        return 1
     return 0 if not codes or 0 in codes else 1
 
 

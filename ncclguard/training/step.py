@@ -16,7 +16,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -562,9 +562,10 @@ def resilient_step(*models: Any, **options: Any) -> Any:
     return wrap
 
 
-def check_options(options: Iterable[str]) -> None:
-    """Raise TypeError for an option that `resilient_step` does not have."""
+def check_options(options: Iterable[str], without: Collection[str] = ()) -> None:
+    """Raise TypeError for an option that `resilient_step` does not have, or that is not for the caller."""
     known = [name for name, one in inspect.signature(ResilientStep).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    known = [name for name in known if name not in without]
     for name in options:
         if name not in known:
             raise no_argument("resilient_step", name, known)

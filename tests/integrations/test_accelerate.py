@@ -67,7 +67,5 @@ def test_an_accelerator_that_knows_of_no_other_rank_is_warned_of(
 @pytest.mark.parametrize("taken", [resilient_evaluate, patch_accelerator, resilient_step])
 def test_what_is_no_accelerator_is_refused(taken: Callable[[Any], object], given: object) -> None:
     """The function under `@resilient_evaluate` without its argument was taken, and an evaluation never ran."""
-    with pytest.raises(
-        TypeError, match=r"is no Accelerator: give the one that the program has made, @?\w+\(accelerator"
-    ):
+    with pytest.raises(TypeError, match=r"give the Accelerator that the program has made, @?\w+\(accelerator"):
         taken(given)

@@ -7,13 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ncclguard import faults
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
-from ncclguard.integrations.transformers import ResilientEvaluation, ResilientTraining, patch_trainer
+from ncclguard.integrations import deepspeed
+from ncclguard.integrations.transformers import (
+    ResilientEvaluation,
+    ResilientTraining,
+    SurvivingEvaluation,
+    patch_trainer,
+)
 
 from tests.integrations.evaluation_parts import CASES, CULPRIT, check, check_without_guard, without_guard
 
@@ -123,16 +130,43 @@ def test_a_mixin_behind_the_trainer_is_refused(mixin: type) -> None:
         (ResilientEvaluation, {"time_out": 3}),
         (ResilientEvaluation, {"timeout": "3 min"}),
         (ResilientTraining, {"min_rank": 1}),
+        (ResilientEvaluation, [5]),
+        (ResilientTraining, None),
     ],
 )
-def test_options_of_a_mixin_are_refused_before_an_epoch_is_trained(mixin: type, options: dict[str, Any]) -> None:
+def test_options_of_a_mixin_are_refused_before_an_epoch_is_trained(mixin: type, options: Any) -> None:
     name = "evaluation_options" if mixin is ResilientEvaluation else "training_options"
-    with pytest.raises((TypeError, ValueError), match="did you mean|must be seconds"):
+    with pytest.raises((TypeError, ValueError), match="did you mean|must be (?:seconds|a dict)"):
         type("My", (mixin, Trainer), {name: options})
     type("My", (mixin, Trainer), {name: property(lambda _: options)})  # each instance has its own
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"timout": 5}, "did you mean timeout="),
+        ({"timeout": "5"}, "must be seconds"),
+        ({"models": torch.nn.Linear(1, 1)}, r"models must be a list, not Linear"),
+        ({"combine": 1}, "combine must be a function"),
+        ({"batch_size": 16}, "batch_size must say where it is"),
+    ],
+)
+@pytest.mark.parametrize("patch", [patch_trainer, SurvivingEvaluation, deepspeed.patch_trainer])
+def test_options_of_a_patch_are_refused_before_the_first_evaluation(
+    patch: Any, options: dict[str, Any], said: str
+) -> None:
+    trainer = Trainer()
+    with pytest.raises((TypeError, ValueError), match=said):
+        patch(trainer, **options)
+    assert "evaluate" not in vars(trainer)
+
+
+def test_the_loader_of_a_trainer_is_not_for_the_caller() -> None:
+    with pytest.raises(TypeError, match="'loader'"):
+        type("My", (ResilientTraining, Trainer), {"training_options": {"loader": 1}})
+
+
 @pytest.mark.parametrize("given", [Trainer, None, 3])
 def test_what_is_no_trainer_is_refused(given: object) -> None:
-    with pytest.raises(TypeError, match="is no trainer: give the one that the program has made"):
+    with pytest.raises(TypeError, match="give the trainer that the program has made"):
         patch_trainer(given)

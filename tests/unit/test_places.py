@@ -194,3 +194,28 @@ def test_a_process_that_has_got_a_place_holds_no_descriptor_of_its_launcher_any_
     process.look(str(tmp_path), 1.0)
     process.look(str(tmp_path), 2.0)
     assert (process.rank, len(os.listdir("/proc/self/fd"))) == (3, before)
+
+
+@pytest.mark.parametrize(("joined", "ended", "code"), [(False, 1, 1), (False, 0, 0), (False, -9, 0), (True, 1, 1)])
+def test_a_host_whose_processes_fail_before_they_join_does_not_leave_in_silence(
+    joined: bool, ended: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Popen:
+        pid = 1
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def wait(self, _: float | None = None) -> int:
+            return ended
+
+    def watch(_: object, processes: list[stand_by._Process], *__: object) -> None:
+        processes[0].rank, processes[0].joined = 1, joined
+
+    said: list[str] = []
+    monkeypatch.setattr(stand_by.subprocess, "Popen", Popen)
+    monkeypatch.setattr(stand_by, "_watch", watch)
+    monkeypatch.setattr(stand_by, "_is_there", lambda *_: True)
+    monkeypatch.setattr(stand_by.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(stand_by._Process, "end", lambda *_: None)
+    assert stand_by.run(("127.0.0.1", 1), ["train.py"], 1, "", said.append) == code
+    assert any("no process stands by any more" in line for line in said) == (code == 1 and not joined)
