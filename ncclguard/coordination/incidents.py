@@ -34,6 +34,8 @@ from ncclguard_explain.ranks import FEW_RANKS, Hosts, ranks_text
 
 #: In a report's details: by channel, the thread of the program, other than the main one, that issued its collectives.
 ISSUERS: Final = "issuers"
+#: The group of a watch's incident while no rank waits in a collective of torch's own.
+NOBODY_WAITS: Final = "job"
 #: Broken connections that a summary names.
 SHOWN_ENDS = 4
 
@@ -120,6 +122,8 @@ def _is_sequel(known: Incident, later: Incident, guarded: bool, sent_away: bool)
     if guarded:
         return goes_on(known, later)
     if sent_away and known.op_id == later.op_id:
+        return True
+    if later.group == NOBODY_WAITS and _names_the_same_dead(known, later):  # a guarded call has told of it
         return True
     return says_nothing_new(later, known) or _only_raise_its_error(known, later)
 

@@ -299,8 +299,14 @@ def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def take_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     """Write a survivor's parameters and buffers over these. Raises GuardError for another model."""
     own = model_state(model)
-    if own.keys() != state.keys() or any(own[name].shape != value.shape for name, value in state.items()):
-        raise GuardError("the model of the new rank is not that of the others: make it alike on all ranks")
+    here, there = ({name: tuple(value.shape) for name, value in one.items()} for one in (own, state))
+    odd = next((name for name in [*there, *here] if here.get(name) != there.get(name)), None)
+    if odd is not None:
+        shapes = [str(found[odd]) if odd in found else "not there" for found in (here, there)]
+        raise GuardError(
+            f"the model of the new rank is not that of the others: {odd} is {shapes[0]} here and {shapes[1]} on them; make it "
+            "alike on all ranks"
+        )
     with torch.no_grad():
         for name, value in state.items():
             own[name].copy_(value)

@@ -16,7 +16,7 @@ from typing import Final
 
 from ncclguard import lifecycle, torch_compat
 from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall, Subject, Summarise
-from ncclguard.coordination.incidents import ISSUERS
+from ncclguard.coordination.incidents import ISSUERS, NOBODY_WAITS
 from ncclguard.coordination.inquiry import Question, not_answering, not_come
 from ncclguard.coordination.liveness import silent_cause
 from ncclguard.coordination.monitor import Monitor
@@ -155,7 +155,7 @@ class WatchState(GroupState):
         verdict = verdict_of(finding, generation, members, departed=departed, expired=overdue, coordinator=coordinator)
         if verdict.cause is None:
             return verdict
-        named = _Named(finding.channel or "job", self)
+        named = _Named(finding.channel or NOBODY_WAITS, self)
         incident = summarise(verdict, finding.reports, departed, silent, named)
         return replace(verdict, sides=model.sides(verdict.sides), incident=incident)
 

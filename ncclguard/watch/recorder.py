@@ -41,6 +41,8 @@ _EQUAL_TYPES: Final = frozenset({"all_to_all", "gather"})
 #: Collectives of which a rank says what they were after they have ended: a mismatch
 #: may end on some ranks, with rubbish.
 RECENT: Final = 8
+#: The backend each of whose collectives has a verdict of its own: there is nothing for a watch to find.
+GUARDED: Final = "ncclguard"
 #: Frames in which a thread waits for a collective, for the fallback.
 _WAITING: Final = ("torch.distributed.distributed_c10d", "torch.autograd.graph", "torch.autograd")
 
@@ -96,6 +98,7 @@ class Recorder:
         self._recorders: tuple[str, ...] = ()
         self._covered: set[str] = set()  # recorders that have shown something
         self._connected: set[str] = set()  # channels of which it is known, or not asked any more
+        self._guarded = False  # has groups each of whose collectives the guard carries
         self._blind: dict[str, int] = {}  # channel -> collectives issued on it
         self._moved: dict[str, tuple[int, float]] = {}  # channel -> sequence number, when it was first seen
         torch_compat.on_destroy(_note_all)
@@ -139,6 +142,8 @@ class Recorder:
         None where it has groups of another backend than gloo: a device has not come to what its host has issued.
         """
         self._learn_groups()
+        if self._guarded:
+            return None
         issued, waits = 0, False
         for recorder in self._recorders:
             trace = torch_compat.recorder_dump(recorder, entries=False) if recorder == "gloo" else None
@@ -207,9 +212,10 @@ class Recorder:
         for group, name, connected in groups:
             ranks = torch_compat.recorded_ranks(group)
             if len(ranks) > 1 and connected:
-                for backend in sorted(_backends(group)):
+                for backend in sorted(_backends(group) - {GUARDED}):
                     recorder = torch_compat.recorder_name(group, backend)
                     channels[f"{name}:{backend}"] = _Channel(group, name, backend, recorder, ranks)
+        self._guarded = any(GUARDED in _backends(group) for group, *_ in groups)
         self._channels = channels
         self._recorders = tuple(sorted({channel.recorder for channel in channels.values()}))
         self._covered &= set(self._recorders)

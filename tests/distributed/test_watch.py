@@ -111,6 +111,32 @@ def test_a_rank_that_ends_is_named_on_every_survivor(fault: str) -> None:
     assert "on_lost" not in incident.advice  # which only guarded calls have
 
 
+def dies_in_a_guarded_call(backend: str) -> None:
+    """Rank 1 is killed while the others are in a guarded call, and they do not wait in any other."""
+    ng.watch(timeout=5, on_incident=told("watched"))
+    dist.init_process_group(backend)
+    for _ in range(5):
+        dist.all_reduce(torch.ones(3))
+    time.sleep(1.0)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    outcome = ng.safe_all_reduce(torch.ones(3), timeout=20)
+    faults.report(cause=str(outcome.cause), culprits=list(outcome.culprits))
+    time.sleep(3.0)
+    os._exit(0)
+
+
+@recorded
+@pytest.mark.parametrize("backend", ["gloo", "ncclguard"])
+def test_who_was_lost_in_a_guarded_call_has_one_panel(backend: str) -> None:
+    result = faults.run_ranks(dies_in_a_guarded_call, 3, args=[backend], timeout=60)
+    for rank in (0, 2):
+        assert (result[rank].reports["cause"], result[rank].reports["culprits"]) == ("lost", [1]), result
+        assert "watched" not in result[rank].reports, result
+        assert "torch's flight recorder does not cover" not in result[rank].output, result
+    assert sum(rank.output.count("╭─ ncclguard incident") for rank in result) == 1, result
+
+
 def in_phases() -> None:
     """Rank 1 comes 5 s late to each of three collectives: in a phase, issued in one and waited for outside, in none."""
     watching = ng.watch()
