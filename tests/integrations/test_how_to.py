@@ -26,10 +26,10 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: What the pages leave to the reader, for their programs to begin with.
 PRELUDES = {
     "deepspeed.md": """
-import deepspeed
 import torch
 class Trainer:
     def __init__(self):
+        import deepspeed
         model = torch.nn.Linear(16, 4)
         config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
         self.model = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]

@@ -805,3 +805,17 @@ def test_another_host_meets_at_torchruns_port_where_none_is_given() -> None:
 def test_a_data_set_without_a_length_is_refused() -> None:
     with pytest.raises(TypeError, match="a data set with a length and samples by number, not list_iterator"):
         ng.ElasticLoader(iter([1]), batch_size=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (nn.Linear(4, 3), r"parameter weight is \(3, 4\) here and \(2, 4\) on them"),
+        (nn.Linear(4, 2, bias=False), r"parameter bias is not there here and \(2,\) on them"),
+    ],
+)
+def test_where_a_new_ranks_model_is_another_the_first_parameter_that_differs_is_named(
+    other: nn.Module, said: str
+) -> None:
+    with pytest.raises(ng.GuardError, match=said):
+        joining.take_model_state(other, joining.model_state(nn.Linear(4, 2)))
