@@ -662,7 +662,24 @@ def guard_incidents(evidence: Evidence) -> list[Fact]:
             name, fact = longer, fact.clone(detail=found[longer].detail)
         before = found.pop(name, fact)
         found[name] = fact if fact.advice else before  # the panel says more than the other lines
-    return _without_its_end(evidence, list(found.values()))
+    return _without_its_end(evidence, _once_lost(found.values()))
+
+
+def _once_lost(incidents: Iterable[Fact]) -> list[Fact]:
+    """Return the incidents, of those by which the same ranks were lost the one that its panel tells of.
+
+    Whatever waits for such a rank afterwards ends with it, too.
+    """
+    kept: list[Fact] = []
+    for fact in incidents:
+        same = next(
+            (n for n, one in enumerate(kept) if one.name == fact.name == "lost" and one.peers == fact.peers), None
+        )
+        if same is None:
+            kept.append(fact)
+        elif fact.advice and not kept[same].advice:
+            kept[same] = fact
+    return kept
 
 
 def by_traces(evidence: Evidence, world: World) -> Verdict | None:

@@ -227,3 +227,15 @@ def test_a_job_that_is_ended_while_it_stands_still_stood_still_for_what_was_told
     ]
     report = explain_lines(lines)
     assert (report.cause.value, report.decision) == (("unknown", "unknown") if steps_on else ("diverged", "fix-code"))
+
+
+def test_what_ends_behind_a_lost_rank_is_no_second_incident(explain_lines: Explain) -> None:
+    told = "all_gather(float32[1], phase='evaluation evaluate() at step 3, try 1') failed after 0.282 s: rank 1 lost."
+    report = explain_lines(
+        [
+            "ncclguard: the fault of incident e2a6c99b-0-cpu-1.0 goes on: all_gather_object(sizes) failed after 0.0046 s: rank 1 lost.",
+            *of_panel("e2a6c99b-0-cpu-1.0", told, "cause: lost, its process or host is gone"),
+        ]
+    )
+    assert (report.culprits, report.collective and report.collective.op) == ((1,), "all_gather")
+    assert not any("2 incidents" in note for note in report.notes), report.notes
