@@ -26,7 +26,7 @@ _FOLLOWS = re.compile(
     r"initializing process group in store|Connection closed by peer|Connection reset by peer|Broken pipe"
     r"|Socket Timeout|[Tt]imed out waiting|atchdog caught|caught collective|communicator was aborted"
     r"|remote process exited|ncclRemoteError|pair closure|monitoredBarrier|Detected mismatch between coll"
-    r"|running the callback: (?:\w+\.)*(?:PeerLost|PeerFailed|Collective(?:Failed|Mismatch|Timeout)):"
+    r"|\b(?:PeerLost|PeerFailed|Collective(?:Failed|Mismatch|Timeout)): "
     r"|wait timeout after|Timeout waiting for key|store->get|client socket has timed out|waiting for clients"
     r"|WorkNCCL|timed out in blocking|NCCL operations have failed|collective operation timeout|work sequence id"
     r"|function error: Hccl|Worker failure: |handshake_setup_failed|Read timed out\. \(read timeout"

@@ -29,7 +29,10 @@ _EXCEPTION = re.compile(
 )
 #: Errors of the guard itself, which every rank raises that waited.
 _OF_GUARD = frozenset(["CollectiveFailed", "CollectiveTimeout", "CollectiveMismatch", "PeerFailed", "PeerLost"])
-_HANDED_ON = re.compile(r"Got the following error when running the callback: ((?:\w+\.)*[A-Z]\w*): (.*)", re.DOTALL)
+_HANDED_ON = re.compile(
+    rf"(?:Got the following error when running the callback: )?((?:\w+\.)*(?:{'|'.join(sorted(_OF_GUARD))})): (.*)",
+    re.DOTALL,
+)
 # vLLM's and SGLang's loggers, which head every line of a traceback.
 _LOGGER = re.compile(r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +[\d\-]+ [\d:.,]+ \[[^\]]{1,80}\] ?")
 _OF_RANK = re.compile(r"\(most recent call last\): \(RANK (\d+)\)")  # torch/distributed/checkpoint/api.py
@@ -323,7 +326,7 @@ def _raised(make: Fact, name: str, detail: str, text: str, frames: list[str]) ->
     told = {"detail": detail[:600], "text": text[:600], "frames": tuple(frames[-12:])}
     if make.rank is None and (place := _ON_RANK.search(detail)):
         make = make.clone(rank=int(place[1]), rank_basis="text")
-    # torch hands on in a RuntimeError what a hook of DDP's raised.
+    # torch hands on in a RuntimeError what a hook of DDP's, or a wait in the backward pass, raised.
     handed_on = _HANDED_ON.match(detail)
     name, detail = handed_on.groups() if handed_on else (name, detail)
     if name.rsplit(".", 1)[-1] in _OF_GUARD and (found := _verdict(detail, make)) is not None:

@@ -184,7 +184,8 @@ def test_the_panel_of_a_rank_that_raised_says_what_to_the_end_of_its_sentence(ex
     assert (report.decision, report.confidence) == ("fix-code", "high")
 
 
-def test_the_error_that_a_hook_of_ddp_hands_on_is_that_of_its_incident(explain_lines: Explain) -> None:
+@pytest.mark.parametrize("by", ["Got the following error when running the callback: ", ""])
+def test_the_error_that_torch_hands_on_is_that_of_its_incident(by: str, explain_lines: Explain) -> None:
     """Rank 0's RuntimeError is no failure of its own, and the incident is one, whoever tells of it."""
     traceback = [
         "[rank1]: Traceback (most recent call last):",
@@ -193,7 +194,7 @@ def test_the_error_that_a_hook_of_ddp_hands_on_is_that_of_its_incident(explain_l
         "[rank0]: Traceback (most recent call last):",
         '[rank0]:   File "/job/pl.py", line 29, in <module>',
         (
-            "[rank0]: RuntimeError: Got the following error when running the callback: PeerFailed: failure of all_reduce "
+            f"[rank0]: RuntimeError: {by}PeerFailed: failure of all_reduce "
             f"(0:cpu:backend:c4a31b5e/27) after 0.0702 s: {SAID} bad batch. {ADVICE[Cause.FAILED]}"
         ),
     ]
