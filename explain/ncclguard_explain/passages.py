@@ -1028,9 +1028,9 @@ def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
     if last and (taken := _STACKS_AT.search(text)):
         yield make.clone(kind=Kind.NOTE, name="stacks taken", detail=taken[1].zfill(5))
     found = None
-    for found in _BAR.finditer(text):
+    for found in _BAR.finditer(text) if "%|" in text else ():
         pass  # a line of several bars: the last one counts
-    if found is None:
+    if found is None and "%" in text:
         found = _PERCENT.search(text)
     if found is not None:
         yield make.clone(

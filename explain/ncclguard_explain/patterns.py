@@ -33,7 +33,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One format."""
+    """One format; a text of it has one of the words of `anchor`, which are separated by "|"."""
 
     kind: Kind
     source: str
@@ -44,10 +44,11 @@ class Row:
     fields: Values = field(default_factory=dict)
     more: Callable[[re.Match[str], str, Fact], Fact | None] | None = None
     pattern: re.Pattern[str] = field(init=False, repr=False)
-    joined: str = field(init=False, repr=False)
+    needles: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "joined", self.anchor.replace(" ", ""))
+        words = self.anchor.split("|")
+        object.__setattr__(self, "needles", tuple(dict.fromkeys([*words, *(word.replace(" ", "") for word in words)])))
         object.__setattr__(self, "pattern", re.compile(self.regex.replace(" ?", " ").replace(" ", r"\s*")))
 
 
@@ -361,6 +362,15 @@ _WATCHDOG = (
     "operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=9, NumelOut=9, Timeout(ms)=600000) ran for 600029 milliseconds "
     "before timing out."
 )
+
+_ITS_PROCESS = re.compile(r"\bprocess\s*\(?pid[ =](\d+)")
+
+
+def _will_end(found: re.Match[str], text: str, fact: Fact) -> Fact:
+    own = _ITS_PROCESS.search(text, found.start())
+    wide = "hard-kill" in text or "peer" in text or "all ranks" in text
+    return fact.clone(detail="all" if wide else "", **({} if own is None else {"pid": int(own[1])}))
+
 
 ROWS: tuple[Row, ...] = (
     # --- torch's collectives -------------------------------------------------------------------------------------
@@ -765,15 +775,15 @@ ROWS: tuple[Row, ...] = (
         (("2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons at node (ID: 3f, IP: 10.0.3.7) over the last time period.", {"host": "10.0.3.7", "number": 2}),),
         fields={"name": "ray", "rank": None, "rank_basis": ""}),
     Row(Kind.NOTE, "watchdogs and monitors that announce that they end a process themselves (nvidia-resiliency-ext, TensorRT-LLM, torch and others)",
-        r"(?=(?:.*?\bprocess \(?pid[ =](?P<pid>\d+))?)(?i:\bprocess \(?pid[ =]\d+\)? will be (?:terminated|killed|aborted)|hard-kill|"
+        r"(?i:\bprocess \(?pid[ =]\d+\)? will be (?:terminated|killed|aborted)|hard-kill|"
         r"(?:watchdog|hang\b|hang[- ]?detect|hung|monitor|heartbeat|stall|timed? ?out|no progress|unresponsive|stuck)[^|]{0,160}?"
         r"(?:\b(?:hard-)?killing\b|\b(?:aborting|terminating)\b|\b(?:will|going to|to) (?:now )?(?:be )?(?:kill|abort|terminat)(?:e|ed)?\b|\bsending SIG(?:KILL|ABRT|TERM)\b|\btaking the entire process down)|"
-        r"\b(?:killing|aborting|terminating|sending SIG(?:KILL|ABRT|TERM) to)\b[^|]{0,120}\b(?:watchdog|hang|hung|stuck|stalled|unresponsive|heartbeats?|no progress|timed out|timeout)\b)", "",
+        r"\b(?:killing|aborting|terminating|sending SIG(?:KILL|ABRT|TERM) to)\b[^|]{0,120}\b(?:watchdog|hang|hung|stuck|stalled|unresponsive|heartbeats?|no progress|timed out|timeout)\b)", "kill|Kill|KILL|bort|BORT|erminat|ERMINAT|entire process",
         (("[RankMonitorServer:2] Rank process (pid=4412) will be terminated with signal SIGKILL", {"pid": 4412, "name": "will_end"}),
          ("[TRT-LLM] [RANK 2] [E] hard-killing and propagating to peer ranks.", {"detail": "all"}),
          ("[rank3] training watchdog: no progress for 900 s, killing this process", {"name": "will_end"}), ("[health] killing rank 3: no heartbeat for 120 s", {})),
         ("Slurm: Killing JobId=77 on failed node h7", "retry after a timeout of 3 s"),
-        fields={"name": "will_end"}, more=lambda found, text, fact: fact.clone(detail="all" if "hard-kill" in text or "peer" in text or "all ranks" in text else "")),
+        fields={"name": "will_end"}, more=_will_end),
     # --- processes that die, as launchers tell it -------------------------------------------------------------------
     Row(Kind.EXIT, f"{_ELASTIC}, 1.9 to 2.15", r"failed \(exitcode: (?P<number>-?\d+)\)(?: for binary located at .*? with)? local_rank: (?P<local_rank>\d+) \((?:pid|process ID): (?P<pid>\d+|…)\)", "local_rank: ",
         (
@@ -874,7 +884,7 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.NOTE, "Linux arch/x86/mm/fault.c (dmesg), 4.x to 6.x", r"\[(?P<pid>\d+)\]: segfault at .* in (?P<detail>lib(?!c\b|c-|pthread)[^\s\[]+)\[", "segfault at",
         (("[812900.4] python3[1423]: segfault at 7f3a00000018 ip 00007f52c1d0a33b sp 00007ffe6c1b7d10 error 4 in libnvjpeg.so.12.4.0.76[7f52c1c00000+3a1000]", {"pid": 1423, "detail": "libnvjpeg.so.12.4.0.76"}),),
         ("python3[77]: segfault at 0 ip 00007f52 sp 00007ffe error 4 in libc.so.6[7f52c1c00000+3a1000]",), fields={"name": "segfault", "rank": None, "rank_basis": ""}),
-    Row(Kind.NOTE, "Linux amd_iommu (dmesg)", r"(?P<detail>.*(?:IO_PAGE_FAULT).*)", "", (("AMD-Vi: Event logged [IO_PAGE_FAULT device=3b:00.0 domain=0x1]", {"name": "iommu_fault"}),), fields={"name": "iommu_fault"}),
+    Row(Kind.NOTE, "Linux amd_iommu (dmesg)", r"(?P<detail>.*(?:IO_PAGE_FAULT).*)", "IO_PAGE_FAULT", (("AMD-Vi: Event logged [IO_PAGE_FAULT device=3b:00.0 domain=0x1]", {"name": "iommu_fault"}),), fields={"name": "iommu_fault"}),
     Row(Kind.KERNEL_OOM, "Linux mm/oom_kill.c (dmesg), 4.x to 6.x", r"(?P<detail>(?:[Oo]ut of memory: Killed process (?P<pid>\d+)|Memory cgroup out of memory: Kill(?:ed)? process (?P<inside>\d+)|oom-kill:|oom_reaper: reaped process).*)", "",
         (("[ 99.1] Out of memory: Killed process 4100 (python) total-vm:99kB", {"pid": 4100}), ("Memory cgroup out of memory: Killed process 77 (python3) total-vm:1kB", {"pid": 77})),
         more=lambda found, text, fact: fact if found["inside"] is None else fact.clone(pid=int(found["inside"]))),
@@ -894,7 +904,7 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.NOTE, "Megatron-LM megatron/core/rerun_state_machine.py, 0.9 to 0.16", r"[Pp]ossible (?:transient|persistent) error|persistent hardware fault", "rerun",
         (("[rerun_state_machine] First rerun: unexpected result is not reproducible within the tolerance. Possible transient error!", {"name": "corruption"}),), fields={"name": "corruption"}),
     Row(Kind.NIC, "Linux mlx5, bonding, e1000, netdev (dmesg)",
-        r"(?P<detail>mlx\d_core \S+.*?(?:[Ll]ink (?:[Dd]own|DOWN)|health compromised|reset|device's health|FW fatal|timeout)|\S+: (?:NIC )?[Ll]ink is [Dd]own.*|\S+: link status definitely down.*|NETDEV WATCHDOG.*)", "",
+        r"(?P<detail>mlx\d_core \S+.*?(?:[Ll]ink (?:[Dd]own|DOWN)|health compromised|reset|device's health|FW fatal|timeout)|\S+: (?:NIC )?[Ll]ink is [Dd]own.*|\S+: link status definitely down.*|NETDEV WATCHDOG.*)", "mlx|ink is |link status|NETDEV WATCHDOG",
         (("[ 881.2] mlx5_core 0000:3b:00.0: mlx5_health_try_recover: reset requested", {}), ("[ 9.1] mlx5_core 0000:3b:00.0 ens1: Link down", {}), ("NETDEV WATCHDOG: ens5 (ena): transmit queue 0 timed out", {}))),
     Row(Kind.NOTE, "Linux mlx5, e1000, netdev (dmesg)", r"(?P<detail>mlx\d_core \S+(?: \w+)?|\S+): (?:NIC )?[Ll]ink (?:is )?[Uu]p\b", "ink ",
         (("[ 563.0] mlx5_core 0000:9a:00.0 ibs4: Link up", {"name": "link_up", "detail": "mlx5_core 0000:9a:00.0 ibs4"}),), fields={"name": "link_up", "rank": None, "rank_basis": ""}),
@@ -923,7 +933,7 @@ ROWS: tuple[Row, ...] = (
         r"^(?=.*\bstep\"?[=:] ?(?P<number>\d+)\b)(?:.*[\s{,\"])?rank\"?[=:] ?(?P<rank>\d+)\b.*?[\s,\"](?:coll(?:ective)?_)?seq(?:_id|_num)?\"?[=:] ?(?P<enqueued>\d+)\b", "seq",
         (('{"ev": "heartbeat", "node": "mc-088", "rank": 707, "world": 1024, "step": 44122, "stage": "dataloader.wait", "coll_seq": 881280}', {"rank": 707, "enqueued": 881280, "number": 44122, "name": "snapshot"}),
          ("ts=07:08:20 rank=7 step=44122 stage=dp_allgather seq=881281", {"rank": 7, "enqueued": 881281})), fields={"name": "snapshot"}),
-    Row(Kind.NOTE, "programs that say how many batches each of their ranks has", r"(?i:(?<!skipped\s)(?<!dropped\s)(?<!bad\s)\b(?:\w*batches|steps[ _]per[ _]epoch|len\(\w*(?:loader|sampler)\)))(?: per rank)?[\"']? ?[:=]+ ?(?P<number>\d+)\b", "",
+    Row(Kind.NOTE, "programs that say how many batches each of their ranks has", r"(?i:(?<!skipped\s)(?<!dropped\s)(?<!bad\s)\b(?:\w*batches|steps[ _]per[ _]epoch|len\(\w*(?:loader|sampler)\)))(?: per rank)?[\"']? ?[:=]+ ?(?P<number>\d+)\b", "atches|ATCHES|teps|TEPS|len(|LEN(",
         (("[rank3]: number of batches: 1249", {"rank": 3, "number": 1249, "name": "batches"}), ("[rank 6] Anzahl Trainingsbatches: 1250 (Sampler: eigener)", {"number": 1250}), ("[rank0]: len(train_loader) = 88", {"number": 88})), fields={"name": "batches"}),
     # Thrown by none: the interpreter ends threads that ask for its lock while it is gone, below C++ frames.
     Row(Kind.NOTE, "libstdc++, as a Python process ends beside torch's threads (seen with torch 2.13, gloo)", r"^(?:\[.{0,40}\]:?)?terminate called without an active exception", "terminate called",
@@ -933,7 +943,7 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.CUDA, "Intel compute-runtime (drm_neo.cpp), 23.30 to 25.40", r"(?P<detail>Segmentation fault from GPU at .*)", "fault from GPU",
         (("[rank2]: Segmentation fault from GPU at 0xff00000c3f2a0000, ctx_id: 1 (CCS) type: 0 (NotPresent), level: 1 (PDE), access: 1 (Write), banned: 1, aborting.", {"rank": 2}),)),
     Row(Kind.CUDA, "AWS Neuron runtime (NRT), 2.15 to 2.27; Intel Gaudi (Habana), 1.10 to 1.22; Huawei CANN, 7.x to 8.x",
-        r"(?P<detail>.{0,80}(?:NRT_EXEC_HW_ERR_\w+|[Uu]ncorrectable HBM memory error|[Cc]atastrophic event: device is in hard reset|Device reset has occurred|HBM MULTI BIT ECC).*)", "",
+        r"(?P<detail>.{0,80}(?:NRT_EXEC_HW_ERR_\w+|[Uu]ncorrectable HBM memory error|[Cc]atastrophic event: device is in hard reset|Device reset has occurred|HBM MULTI BIT ECC).*)", "NRT_EXEC_HW_ERR|ncorrectable HBM|atastrophic event|Device reset has|HBM MULTI BIT",
         (('[rank3]: RuntimeError: Execution failed, status=1200 message="NRT_EXEC_HW_ERR_HBM_UE"', {"rank": 3, "name": "hardware"}),
          ("[rank3]: RuntimeError: [Rank:3] FATAL ERROR :: MODULE:PT_DEVMEM Received catastrophic event: device is in hard reset. synStatus=1", {"rank": 3, "name": "hardware"}),
          ("[rank3]: HBM MULTI BIT ECC, Uncorrectable ECC. The memory address is 0x12c1", {"rank": 3, "name": "hardware"})), fields={"name": "hardware"}),
@@ -953,7 +963,7 @@ ROWS: tuple[Row, ...] = (
         (("TDRV:exec_consume_tpb_status_notifications (FATAL-RT-UNDEFINED-STATE) encountered timeout, 120 sec, on worker [ND 0][NC 0]", {"name": "kernel", "seconds": 120.0}),
          ("[08:46:18.3][HCL ][error][tid:8893] checkTerminationSignal: rank 3: no progress on stream archStreamIdx 0 for 300 seconds, comm 0", {"rank": 3, "name": "kernel"})), fields={"name": "kernel"},
         more=lambda found, text, fact: fact.clone(seconds=float(found["s"])) if found["s"] else fact),
-    Row(Kind.CUDA, "CUDA runtime and NVIDIA driver", r"(?P<detail>.{0,60}(?:uncorrectable (?:NVLink )?(?:ECC )?error|ECC error|fallen off the bus|GPU is lost).*)", "",
+    Row(Kind.CUDA, "CUDA runtime and NVIDIA driver", r"(?P<detail>.{0,60}(?:uncorrectable (?:NVLink )?(?:ECC )?error|ECC error|fallen off the bus|GPU is lost).*)", "uncorrectable|ECC error|fallen off|GPU is lost",
         (("[rank3]: RuntimeError: CUDA error: uncorrectable ECC error encountered", {"rank": 3, "name": "hardware"}),), fields={"name": "hardware"}),
     # --- frameworks  ---
     Row(Kind.UNUSED, "torch/csrc/distributed/c10d/reducer.cpp, 1.5 to 2.15", r"(?:Parameter indices|Parameters) which did not receive grad for rank (?P<rank>\d+): ?(?P<detail>.{0,200})", "not receive grad",
@@ -970,7 +980,7 @@ ROWS: tuple[Row, ...] = (
         (("RuntimeError: CUDA error: an illegal memory access was encountered", {"detail": "an illegal memory access was encountered"}),
          (":0:rocdevice.cpp :3030: 4819 us: Callback: Queue 0x7f6a aborting with error : HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation resulted in a hardware exception. code: 0x1016", {})),
         more=lambda found, text, fact: fact.clone(detail=(fact.detail or found["other"] or fact.name)[:200], name="")),
-    Row(Kind.RETRIED, "trainers", r"\b(?:[Rr]etrying\b|[Rr]etry \d|[Rr]etry with\b|will be retried)|\(caught\b|\bHandling \w+ error \(.*\)\. Ignoring|(?:rror|imeout|imed out|ailed)\b.{0,120}?\battempt (?P<nth>\d+)/(?!(?P=nth)\b)\d+|\bcaught[,:] (?=.*(?:[Rr]etr|[Ss]kip|[Cc]ontinu|[Ii]gnor|memory))|Decreasing batch size to", "",
+    Row(Kind.RETRIED, "trainers", r"\b(?:[Rr]etrying\b|[Rr]etry \d|[Rr]etry with\b|will be retried)|\(caught\b|\bHandling \w+ error \(.*\)\. Ignoring|(?:rror|imeout|imed out|ailed)\b.{0,120}?\battempt (?P<nth>\d+)/(?!(?P=nth)\b)\d+|\bcaught[,:] (?=.*(?:[Rr]etr|[Ss]kip|[Cc]ontinu|[Ii]gnor|memory))|Decreasing batch size to", "etry|retried|(caught|Handling |attempt |caught|Decreasing batch",
         (("[rank2]: retrying the batch after ValueError", {"rank": 2}), ('WARNING:root:Handling webdataset error (UnidentifiedImageError("x")). Ignoring.', {}),
          ("WARNING - shards - s3://b/shard-17.tar: ReadTimeoutError on endpoint URL, attempt 3/10", {})), ("exceeded error retry count after 35 attempts",)),
     Row(Kind.NOTE, "CPython Modules/faulthandler.c (dump_traceback_later), 3.8 to 3.14", r"(?:^|\]:)Timeout \((?P<delta>\d+:\d\d:\d\d)\S*\)!", "imeout",
@@ -999,7 +1009,10 @@ def parse_text(text: str, make: Fact) -> Iterator[Fact]:
     make = make.clone(group=group, group_rank=inner)
     taken: list[tuple[int, int]] = []
     for row in ROWS:
-        if row.anchor not in text and row.joined not in text:
+        for needle in row.needles:
+            if needle in text:
+                break
+        else:
             continue
         target = text if row.kind is not Kind.EXCEPTION else message_of(text)
         shift = len(text) - len(target)
