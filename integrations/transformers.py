@@ -11,7 +11,7 @@ import copy
 import functools
 import json
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,7 +58,7 @@ class ResilientEvaluation:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _refuse_hidden(cls, ResilientEvaluation, "evaluate")
-        if not isinstance(cls.evaluation_options, property):  # refused now, not behind the first epoch
+        if _are_said(cls.evaluation_options):  # refused now, not behind the first epoch
             resilient_evaluate(**_options_of(cls, "evaluation_options"))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,8 +84,22 @@ def _refuse_hidden(cls: type, mixin: type, method: str) -> None:
 
 def _options_of(holder: Any, name: str) -> dict[str, Any]:
     options = getattr(holder, name)
-    if not isinstance(options, dict):
+    if not isinstance(options, Mapping):
         raise TypeError(f"{name} must be a dict of options, not {type(options).__name__}")
+    return dict(options)
+
+
+def _are_said(options: Any) -> bool:
+    """Return whether a class has options, and not a property of its instances, or None for what they set themselves."""
+    return options is not None and not hasattr(options, "__get__")
+
+
+def _training_options(holder: Any) -> dict[str, Any]:
+    options = _options_of(holder, "training_options")
+    check_options(options, _OF_A_TRAINER)
+    told = options.get("on_change")
+    if not (told is None or callable(told)):
+        raise TypeError(f"on_change must be a function of two numbers of ranks, not {type(told).__name__}")
     return options
 
 
@@ -147,8 +161,8 @@ class ResilientTraining:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _refuse_hidden(cls, ResilientTraining, "train")
-        if not isinstance(cls.training_options, property):
-            check_options(_options_of(cls, "training_options"), _OF_A_TRAINER)
+        if _are_said(cls.training_options):
+            _training_options(cls)
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         if lifecycle.is_joining():
@@ -270,22 +284,27 @@ class ResilientTraining:
         """Call a function as a resilient step, of which there is one for each name."""
         known = vars(self).setdefault(_STEPS, {})
         if function.__name__ not in known:
-            options |= _options_of(self, "training_options") | {"on_change": self._ranks_changed}
+            options |= _training_options(self) | {"on_change": self._ranks_changed}
             decorate = resilient_step(self.accelerator, *models, **options)
             known[function.__name__] = decorate(lambda *batch, function: function(*batch))
-        return known[function.__name__](function=function)
+        result = known[function.__name__](function=function)
+        self._prints()  # an evaluation that is tried again has put back who did
+        return result
 
     def _ranks_changed(self: Any, before: int, now: int) -> None:
-        """Have the first rank that is left print the Trainer's lines, that of what is done again among them."""
+        self._prints()  # at once, for the line of what is done again
+        told = self.training_options.get("on_change")
+        if told is not None:
+            told(before, now)
+
+    def _prints(self: Any) -> None:
+        """Have the first rank that is left print the Trainer's lines."""
         if self.is_world_process_zero() and not self.state.is_world_process_zero:
             from transformers import PrinterCallback, ProgressCallback
 
             self.state.is_world_process_zero = self.state.is_local_process_zero = True
             if self.pop_callback(ProgressCallback) is not None:  # which has no bar here
                 self.add_callback(PrinterCallback)
-        told = self.training_options.get("on_change")
-        if told is not None:
-            told(before, now)
 
 
 #: Options of `resilient_step` that the mixin gives itself.

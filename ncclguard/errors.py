@@ -171,7 +171,8 @@ def _text(kind: str, outcome: Outcome) -> str:
     head = tr("failure of {op} ({op_id}) after {seconds:.3g} s", **what, seconds=seconds)
     if kind == "timeout":  # in every language in words that programs look for in the errors of torch's own backends
         # A call that was issued behind the one that waited ends with it, hardly begun.
-        seconds = max(seconds, (incident is not None and incident.timeout) or 0.0)
+        if incident is not None and incident.deadline_expired:
+            seconds = max(seconds, incident.timeout or 0.0)
         head = tr("{op} ({op_id}) timed out (collective timeout after {seconds:.3g} s)", **what, seconds=seconds)
     if incident is not None:
         summary = headline(incident)

@@ -169,12 +169,7 @@ def guard(case: Case) -> Finding | None:
     known = [fact for fact in facts if fact.name in names]
     return _first(
         *(
-            (
-                known,
-                names[f.name],
-                "high" if f.name in ("failed", "lost") else "medium",
-                tr("the ranks agreed on the cause {cause}", cause=WORD[Cause(f.name)]),
-            )
+            (known, names[f.name], "medium", tr("the ranks agreed on the cause {cause}", cause=WORD[Cause(f.name)]))
             for f in known
         )
     )

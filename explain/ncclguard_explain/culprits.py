@@ -9,6 +9,7 @@ and says what would overturn it. `causes` and `decision` use the functions that 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -631,16 +632,24 @@ def by_guard(evidence: Evidence, world: World) -> Verdict | None:
 #: The words of ncclguard's own incident, in each of its languages, where the launcher or Ctrl-C ended the job.
 FROM_OUTSIDE = re.compile(r"were ended from outside|被(?:从)?外部")
 _STOOD_STILL = re.compile(r"stood still for|停滞了")
+_ENDS_CALL = re.compile(r" ?(?:failed after|stood still for|在|停滞了) ?\d")
+_SESSION = re.compile(r"incident ([0-9a-f]{8})-")
 
 
 def _without_its_end(evidence: Evidence, incidents: list[Fact]) -> list[Fact]:
-    """Return incidents without one that only says that a job was ended which stood still by the one before it."""
+    """Return incidents without one that only says that a job was ended in what the one before it had told of."""
     if len(incidents) < 2 or not FROM_OUTSIDE.search(incidents[-1].text):
         return incidents
-    before = incidents[-2]
-    steps = evidence.of(Kind.ALIVE, Kind.PROGRESS)
-    went_on = any(fact.source == before.source and fact.line > before.line for fact in steps)
-    return incidents if went_on or not _STOOD_STILL.search(before.text) else incidents[:-1]
+    before, last = incidents[-2:]
+    call = _ENDS_CALL.split(last.detail)[0]
+    told = _STOOD_STILL.search(before.text) and call and call in before.text
+    return incidents[:-1] if told and not _stepped(evidence, before, last) else incidents
+
+
+def _stepped(evidence: Evidence, before: Fact, later: Fact) -> bool:
+    """Return whether the program has gone on between two lines of a log."""
+    steps = (fact for fact in evidence.of(Kind.ALIVE, Kind.PROGRESS) if fact.source == before.source)
+    return any(before.line < fact.line < (later.line if later.source == before.source else math.inf) for fact in steps)
 
 
 def written_incidents(evidence: Evidence) -> list[Fact]:
@@ -655,30 +664,30 @@ def guard_incidents(evidence: Evidence) -> list[Fact]:
     # Who interrupts a job that hangs gives each rank an exception that is no rank's fault.
     for fact in [fact for fact in told if "KeyboardInterrupt" not in fact.text] or told:
         name = re.split(r"\. |。", fact.detail)[0]  # an error and a panel go on in different ways
-        longer = next((known for known in found if known.startswith(name) or name.startswith(known)), name)
+        longer = next((known for known in found if name and (known.startswith(name) or name.startswith(known))), name)
         if len(longer) < len(name):
             found[name] = found.pop(longer).clone(detail=fact.detail)
         elif longer != name:
             name, fact = longer, fact.clone(detail=found[longer].detail)
         before = found.pop(name, fact)
         found[name] = fact if fact.advice else before  # the panel says more than the other lines
-    return _without_its_end(evidence, _once_lost(found.values()))
+    return _without_its_end(evidence, _once_lost(evidence, found.values()))
 
 
-def _once_lost(incidents: Iterable[Fact]) -> list[Fact]:
-    """Return the incidents, of those by which the same ranks were lost the one that its panel tells of.
+def _once_lost(evidence: Evidence, incidents: Iterable[Fact]) -> list[Fact]:
+    """Return the incidents, of those by which the same ranks were lost at once the one that its panel tells of.
 
-    Whatever waits for such a rank afterwards ends with it, too.
+    Whatever waits for such a rank ends with it, too.
     """
     kept: list[Fact] = []
     for fact in incidents:
-        same = next(
-            (n for n, one in enumerate(kept) if one.name == fact.name == "lost" and one.peers == fact.peers), None
-        )
-        if same is None:
+        before = kept[-1] if kept else fact
+        sessions = {found[1] for one in (before, fact) if (found := _SESSION.search(one.text))}
+        same = kept and before.name == fact.name == "lost" and before.peers == fact.peers and len(sessions) < 2
+        if not same or _stepped(evidence, before, fact):
             kept.append(fact)
-        elif fact.advice and not kept[same].advice:
-            kept[same] = fact
+        elif fact.advice and not before.advice:
+            kept[-1] = fact
     return kept
 
 

@@ -156,6 +156,8 @@ def _of_the_whole_fabric(facts: Sequence[Fact]) -> bool:
     return len(told) > 2 and all(len(peers) > 1 for peers in told.values()) and not set.intersection(*told.values())
 
 
+#: What a rank raised, in the words of ncclguard's incident.
+_RAISED = re.compile(r"(?:raised|抛出) ?((?:\w+\.)*[A-Z]\w*)(?: at \S+ in [^:]+)?(?:: (.*))?")
 _NO_NUMBER = re.compile(r"(?:found|result) (?:nan|inf)", re.IGNORECASE)
 
 
@@ -182,7 +184,8 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
     parents = [f for f in evidence.of(Kind.EXCEPTION) if f.place and places.is_parent(f.place)]  # a server's engine
     parents = [fact for fact in parents if not raised and not follows_from_peers(fact.name, fact.detail)]
     if verdict.rule == "ncclguard incident" and cause is Cause.FAILED:
-        raised += verdict.facts  # which says what the rank raised
+        told = [(fact, found) for fact in verdict.facts if (found := _RAISED.search(fact.detail))]
+        raised += [fact for fact, found in told if not follows_from_peers(found[1], found[2] or "")]
     text = " ".join(f"{fact.name} {fact.detail}" for fact in raised + parents)
     if any(word in text for word in _MEMORY) and _OTHER_PROCESS.search(text):
         return Decision(

@@ -195,7 +195,7 @@ _ADVISED = [
     for text in (*ADVICE.values(), *ADVICE_WATCHED.values(), ADVICE_ABORTED)
     for language in LANGUAGES
 ]
-_CAUSES = [f" {str(said(tr('cause: {cause}', cause=''), language)).strip()}" for language in LANGUAGES]
+_CAUSES = [f" {said(tr('cause: {cause}', cause=word), language)}" for word in WORD.values() for language in LANGUAGES]
 # What ranks have agreed on says after how long, what one rank finds alone does not; a call that starts again went on.
 _VERDICT = re.compile(
     r"(?P<op>\w+)\((?:[^():]|\([^()]*\))*\)? ?(?:failed after|stood still for|在|停滞了) [\d.e+-]+ s"

@@ -36,6 +36,8 @@ from ncclguard_explain.ranks import FEW_RANKS, Hosts, ranks_text
 ISSUERS: Final = "issuers"
 #: The group of a watch's incident while no rank waits in a collective of torch's own.
 NOBODY_WAITS: Final = "job"
+#: The backend each of whose collectives has a verdict of its own.
+GUARDED: Final = "ncclguard"
 #: Broken connections that a summary names.
 SHOWN_ENDS = 4
 
@@ -123,9 +125,14 @@ def _is_sequel(known: Incident, later: Incident, guarded: bool, sent_away: bool)
         return goes_on(known, later)
     if sent_away and known.op_id == later.op_id:
         return True
-    if later.group == NOBODY_WAITS and _names_the_same_dead(known, later):  # a guarded call has told of it
+    if is_of_guarded_calls(later) and _names_the_same_dead(known, later):
         return True
     return says_nothing_new(later, known) or _only_raise_its_error(known, later)
+
+
+def is_of_guarded_calls(incident: Incident) -> bool:
+    """Return whether an incident of a watch is about no collective but the guard's own, whose verdicts tell of it."""
+    return incident.group == NOBODY_WAITS or incident.group.rpartition(":")[2] == GUARDED
 
 
 def alone(

@@ -391,7 +391,8 @@ class Options:
             raise GuardConfigError(told("max_attempts must be at least 1, got {value}", value=self.max_attempts))
         for name in ("models", "loaders", "keepers"):
             given = getattr(self, name)
-            if isinstance(given, torch.nn.Module) or not isinstance(given, Iterable):
+            one = isinstance(given, (str, torch.nn.Module, DataLoader)) and not isinstance(given, torch.nn.ModuleList)
+            if one or not isinstance(given, Iterable):
                 text = told("{name} must be a list, not {kind}: {name}=[...]", name=name, kind=type(given).__name__)
                 raise TypeError(text)
         if not (self.combine is None or callable(self.combine)):

@@ -163,8 +163,8 @@ def run(address: Address, command: Sequence[str], count: int, folder: str, say: 
             signal.signal(name, signal.SIG_IGN)
         _end(processes)
     codes = [process.code for process in processes if process.joined or process.unanswered]
-    failed = [process for process in processes if process.rank is not None and (process.code or 0) > 0]
-    if failed and not codes:
+    failed = any(process.rank is not None and process.code not in (0, -signal.SIGKILL) for process in processes)
+    if failed and not codes and _is_there(address, time.monotonic() + 1.0):  # else the job has ended meanwhile
         say("no process stands by any more: each that got a place has failed before it had joined")
         return 1
     return 0 if not codes or 0 in codes else 1

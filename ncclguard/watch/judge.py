@@ -7,11 +7,11 @@ is decided is who is to blame, and only that.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ncclguard.coordination.incidents import ISSUERS
 from ncclguard.errors import is_repeat
 from ncclguard.protocol.decision import (
     MAKES_GROUP,
@@ -102,15 +102,13 @@ def analyse(
         channel, odd, sides = mismatch
         return _finding(channel, stalled, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
     if overdue:
-        standing = _standing(waits)
-        held_up = _stalled(standing)
-        found = _missing(held_up, reports, silent, standing)
+        found = _missing(stalled, reports, silent, waits)
         if found is not None:
             channel, causes, sides = found
-            return _finding(channel, held_up, causes, sides, reports, standing, Cause.DIVERGED)
-        behind = _behind(held_up, reports, standing)
+            return _finding(channel, stalled, causes, sides, reports, waits, Cause.DIVERGED)
+        behind = _behind(stalled, reports, waits)
         if behind is not None and None not in silent.values():
-            return _finding(behind[0], held_up, behind[1], (), reports, standing)
+            return _finding(behind[0], stalled, behind[1], (), reports, waits)
     spent = _gone(stalled, departed, reports, silent, spent=True)
     if spent:
         return _finding(_channel_with(stalled, {*spent}), stalled, spent, (), reports, waits)
@@ -178,17 +176,23 @@ def _stalled(waits: Mapping[int, tuple[Waiting, ...]]) -> dict[str, tuple[int, t
     return found
 
 
-def _standing(waits: Mapping[int, tuple[Waiting, ...]]) -> dict[int, tuple[Waiting, ...]]:
-    """The waits, without those in channels in which nobody has waited for long.
+def _standing(
+    stalled: Mapping[str, tuple[int, tuple[int, ...]]], waits: Mapping[int, tuple[Waiting, ...]], silent: Silent
+) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """The channels in which somebody has waited for long, or that have a member which gives no sign of life.
 
-    The ranks' reports are of different moments, and a rank that holds one group up may be at work in another, in its
-    other threads: what it is in there for a moment does not tell where it is.
+    The ranks' reports are of different moments: in a channel that is at work, who has not come may just be about to.
     """
     ages: dict[str, float] = {}
     for wait in (wait for items in waits.values() for wait in items):
-        ages[wait.channel] = max(ages.get(wait.channel, 0.0), math.inf if wait.broken else wait.age)
+        ages[wait.channel] = max(ages.get(wait.channel, 0.0), wait.age)
     least = min(TELLING_AFTER, max(ages.values(), default=0.0) / 2)
-    return {rank: tuple(wait for wait in items if ages[wait.channel] >= least) for rank, items in waits.items()}
+    broken = {wait.channel for items in waits.values() for wait in items if wait.broken}
+    return {
+        channel: found
+        for channel, found in stalled.items()
+        if ages[channel] >= least or channel in broken or any(silent.get(rank) is not None for rank in found[1])
+    }
 
 
 def _oldest(stalled: Mapping[str, object], waits: Mapping[int, tuple[Waiting, ...]]) -> str:
@@ -281,10 +285,32 @@ def _missing(
     silent: Silent,
     waits: Mapping[int, tuple[Waiting, ...]],
 ) -> tuple[str, dict[int, Cause], Sides] | None:
-    """Members that have not entered what the others wait in; one that waits elsewhere only passes the delay on."""
+    """Members that have not entered what the others wait in; one that waits elsewhere only passes the delay on.
+
+    Nobody is named where one of those waits in a channel in which nobody has waited for long: that may be at work.
+    """
+    standing = _standing(stalled, waits, silent)
+    found, passing_on = _absent(standing, reports, silent, waits)
+    if found is not None:
+        return *found, ()
+    moves = any(
+        waits[rank] and not any(wait.channel in standing for wait in waits[rank]) and not reports[rank].elsewhere
+        for rank in passing_on
+    )
+    known = passing_on and not moves and None not in silent.values()
+    return _cycle(stalled, passing_on, waits, reports) if known else None
+
+
+def _absent(
+    channels: Mapping[str, tuple[int, tuple[int, ...]]],
+    reports: Mapping[int, Report],
+    silent: Silent,
+    waits: Mapping[int, tuple[Waiting, ...]],
+) -> tuple[tuple[str, dict[int, Cause]] | None, dict[int, str]]:
+    """Return the channel that lacks the most ranks, with these, and who waits elsewhere, in what."""
     passing_on: dict[int, str] = {}
     best: tuple[str, dict[int, Cause]] | None = None
-    for channel, (sequence, members) in sorted(stalled.items()):
+    for channel, (sequence, members) in sorted(channels.items()):
         causes: dict[int, Cause] = {}
         for rank in members:
             if rank in silent:
@@ -292,18 +318,23 @@ def _missing(
                 if cause is not None:
                     causes[rank] = cause
             elif rank in reports and not _entered(reports[rank], waits[rank], channel, sequence):
-                elsewhere = (
-                    reports[rank].elsewhere or _message(reports[rank]) or next((w.text for w in waits[rank]), "")
-                )
+                elsewhere = _elsewhere(reports[rank], waits[rank], channel)
                 if elsewhere:
                     passing_on[rank] = elsewhere
                 else:
                     causes[rank] = Cause.UNKNOWN if reports[rank].watched is None else Cause.LATE
         if causes and (best is None or len(causes) > len(best[1])):
             best = channel, causes
-    if best is not None:
-        return *best, ()
-    return _cycle(stalled, passing_on, waits, reports) if passing_on and None not in silent.values() else None
+    return best, passing_on
+
+
+def _elsewhere(report: Report, waits: tuple[Waiting, ...], channel: str) -> str:
+    """Return what keeps a rank from this channel, in words: what another of its threads is in does not."""
+    said = report.details.get(ISSUERS)
+    threads = said if isinstance(said, Mapping) else {}
+    own = threads.get(channel)  # known where it is one of the program's own besides the main thread
+    waits = tuple(w for w in waits if w.channel != channel and (own is None or threads.get(w.channel) == own))
+    return report.elsewhere or _message(report) or next((wait.text for wait in waits), "")
 
 
 def _behind(
@@ -405,7 +436,7 @@ def _project(
     found = {}
     for rank, report in reports.items():
         wait = next((wait for wait in waits[rank] if wait.channel == channel), None)
-        elsewhere = report.elsewhere or next((w.text for w in waits[rank] if w.channel != channel), _message(report))
+        elsewhere = _elsewhere(report, waits[rank], channel)
         if wait is None:
             done = _done(report, channel)
             found[rank] = replace(report, operation=None, phase=Phase.NONE, done=done or 0, elsewhere=elsewhere)

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from ncclguard import torch_compat
+from ncclguard.coordination.incidents import GUARDED
 from ncclguard.deadlines.stopping import backends
 from ncclguard.watch.monitored_barriers import MonitoredBarrier, monitored_barriers
 from ncclguard.watch.point_to_point import Transfer, transfers
@@ -41,8 +42,6 @@ _EQUAL_TYPES: Final = frozenset({"all_to_all", "gather"})
 #: Collectives of which a rank says what they were after they have ended: a mismatch
 #: may end on some ranks, with rubbish.
 RECENT: Final = 8
-#: The backend each of whose collectives has a verdict of its own: there is nothing for a watch to find.
-GUARDED: Final = "ncclguard"
 #: Frames in which a thread waits for a collective, for the fallback.
 _WAITING: Final = ("torch.distributed.distributed_c10d", "torch.autograd.graph", "torch.autograd")
 
@@ -98,7 +97,6 @@ class Recorder:
         self._recorders: tuple[str, ...] = ()
         self._covered: set[str] = set()  # recorders that have shown something
         self._connected: set[str] = set()  # channels of which it is known, or not asked any more
-        self._guarded = False  # has groups each of whose collectives the guard carries
         self._blind: dict[str, int] = {}  # channel -> collectives issued on it
         self._moved: dict[str, tuple[int, float]] = {}  # channel -> sequence number, when it was first seen
         torch_compat.on_destroy(_note_all)
@@ -108,9 +106,14 @@ class Recorder:
     def blind(self) -> tuple[str, ...]:
         """Channels with collectives that no recorder covers: of these only sequence numbers are known.
 
-        Not one whose first collective has not come back yet: NCCL connects in it, and is recorded when it has.
+        Not one whose first collective has not come back yet: NCCL connects in it, and is recorded when it has. Nor one
+        of the guard's own backend, which says by itself what was called.
         """
-        return tuple(channel for channel, issued in self._blind.items() if issued > 1)
+        return tuple(
+            channel
+            for channel, issued in self._blind.items()
+            if issued > 1 and self._channels[channel].backend != GUARDED
+        )
 
     def status(self) -> dict[str, tuple[int, int]]:
         """For each group the last collective issued and ended, under a key of the recorder's own; takes about 50 µs."""
@@ -142,8 +145,6 @@ class Recorder:
         None where it has groups of another backend than gloo: a device has not come to what its host has issued.
         """
         self._learn_groups()
-        if self._guarded:
-            return None
         issued, waits = 0, False
         for recorder in self._recorders:
             trace = torch_compat.recorder_dump(recorder, entries=False) if recorder == "gloo" else None
@@ -212,10 +213,9 @@ class Recorder:
         for group, name, connected in groups:
             ranks = torch_compat.recorded_ranks(group)
             if len(ranks) > 1 and connected:
-                for backend in sorted(_backends(group) - {GUARDED}):
+                for backend in sorted(_backends(group)):
                     recorder = torch_compat.recorder_name(group, backend)
                     channels[f"{name}:{backend}"] = _Channel(group, name, backend, recorder, ranks)
-        self._guarded = any(GUARDED in _backends(group) for group, *_ in groups)
         self._channels = channels
         self._recorders = tuple(sorted({channel.recorder for channel in channels.values()}))
         self._covered &= set(self._recorders)

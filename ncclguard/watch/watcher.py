@@ -608,7 +608,9 @@ class Watcher:
         observation = self._state.observation
         self._told |= {p.channel: p.sequence for p in observation.pending}
         self._last_told = _number(observation.latest)
-        if incident.repeats is not None:  # of which the monitor of one rank has told
+        repeats = incident.repeats is not None  # of which the monitor of one rank has told
+        known = any(one.id == incident.repeats for one in self._settings.incidents)
+        if repeats and (known or not incidents.is_of_guarded_calls(incident)):
             self._over = self._over or bool(verdict is not None and verdict.departed)
             return
         if any(incidents.says_nothing_new(incident, known) for known in self._settings.incidents):
@@ -617,9 +619,12 @@ class Watcher:
             return
         self._over = self._over or self._settings.abort or bool(verdict is not None and verdict.departed)
         self._settings.incidents.append(incident)
-        log.error("ncclguard incident %s: %s %s", incident.id, headline(incident), _whose_report(incident, self._rank))
-        for listener in events.listeners:
-            listener.incident_found(incident)
+        if not repeats:  # else a guarded call has; what is to be done about it is for the watch all the same
+            log.error(
+                "ncclguard incident %s: %s %s", incident.id, headline(incident), _whose_report(incident, self._rank)
+            )
+            for listener in events.listeners:
+                listener.incident_found(incident)
         if self._settings.on_incident is not None:
             self._callbacks.call("on_incident", partial(self._settings.on_incident, incident))
         if self._settings.abort:

@@ -132,9 +132,44 @@ def test_who_was_lost_in_a_guarded_call_has_one_panel(backend: str) -> None:
     result = faults.run_ranks(dies_in_a_guarded_call, 3, args=[backend], timeout=60)
     for rank in (0, 2):
         assert (result[rank].reports["cause"], result[rank].reports["culprits"]) == ("lost", [1]), result
-        assert "watched" not in result[rank].reports, result
+        watched = ng.Incident.from_json(result[rank].reports["watched"]["json"])  # the program is told all the same
+        assert (watched.culprits, watched.repeats is not None) == ((1,), True), result
         assert "torch's flight recorder does not cover" not in result[rank].output, result
     assert sum(rank.output.count("╭─ ncclguard incident") for rank in result) == 1, result
+
+
+def dies_in_a_guarded_call_beside_an_abort() -> None:
+    ng.watch(timeout=5, on_hang="abort")
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(3))
+    time.sleep(1.0)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ng.safe_all_reduce(torch.ones(3), timeout=20)
+    time.sleep(4.0)
+    os._exit(0)
+
+
+def test_an_abort_is_for_a_rank_that_was_lost_in_a_guarded_call_too() -> None:
+    result = faults.run_ranks(dies_in_a_guarded_call_beside_an_abort, 3, timeout=60)
+    for rank in (0, 2):
+        assert "ending the collectives of this process" in result[rank].output, result
+
+
+def is_late_on_the_guards_backend() -> None:
+    ng.watch(timeout=2, on_incident=told("watched"))
+    dist.init_process_group("ncclguard")
+    for _ in range(3):
+        dist.all_reduce(torch.ones(3))
+    if dist.get_rank() == 1:
+        time.sleep(6.0)
+    dist.all_reduce(torch.ones(3))
+
+
+def test_the_limit_of_a_watch_is_for_the_guards_own_backend_too() -> None:
+    result = faults.run_ranks(is_late_on_the_guards_backend, 3, timeout=60).check()
+    incident = ng.Incident.from_json(result[0].reports["watched"]["json"])
+    assert (str(incident.cause), incident.culprits) == ("late", (1,)), result
 
 
 def in_phases() -> None:

@@ -131,7 +131,7 @@ def test_a_mixin_behind_the_trainer_is_refused(mixin: type) -> None:
         (ResilientEvaluation, {"timeout": "3 min"}),
         (ResilientTraining, {"min_rank": 1}),
         (ResilientEvaluation, [5]),
-        (ResilientTraining, None),
+        (ResilientTraining, 3),
     ],
 )
 def test_options_of_a_mixin_are_refused_before_an_epoch_is_trained(mixin: type, options: Any) -> None:

@@ -196,9 +196,19 @@ def test_a_process_that_has_got_a_place_holds_no_descriptor_of_its_launcher_any_
     assert (process.rank, len(os.listdir("/proc/self/fd"))) == (3, before)
 
 
-@pytest.mark.parametrize(("joined", "ended", "code"), [(False, 1, 1), (False, 0, 0), (False, -9, 0), (True, 1, 1)])
+@pytest.mark.parametrize(
+    ("joined", "ended", "goes_on", "code"),
+    [
+        (False, 1, True, 1),
+        (False, -11, True, 1),
+        (False, 1, False, 0),
+        (False, 0, True, 0),
+        (False, -9, True, 0),
+        (True, 1, True, 1),
+    ],
+)
 def test_a_host_whose_processes_fail_before_they_join_does_not_leave_in_silence(
-    joined: bool, ended: int, code: int, monkeypatch: pytest.MonkeyPatch
+    joined: bool, ended: int, goes_on: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Popen:
         pid = 1
@@ -214,7 +224,8 @@ def test_a_host_whose_processes_fail_before_they_join_does_not_leave_in_silence(
     said: list[str] = []
     monkeypatch.setattr(stand_by.subprocess, "Popen", Popen)
     monkeypatch.setattr(stand_by, "_watch", watch)
-    monkeypatch.setattr(stand_by, "_is_there", lambda *_: True)
+    there = iter([True, goes_on])
+    monkeypatch.setattr(stand_by, "_is_there", lambda *_: next(there))
     monkeypatch.setattr(stand_by.signal, "signal", lambda *_: None)
     monkeypatch.setattr(stand_by._Process, "end", lambda *_: None)
     assert stand_by.run(("127.0.0.1", 1), ["train.py"], 1, "", said.append) == code
