@@ -133,7 +133,7 @@ def test_who_was_lost_in_a_guarded_call_has_one_panel(backend: str) -> None:
     for rank in (0, 2):
         assert (result[rank].reports["cause"], result[rank].reports["culprits"]) == ("lost", [1]), result
         watched = ng.Incident.from_json(result[rank].reports["watched"]["json"])  # the program is told all the same
-        assert (watched.culprits, watched.repeats is not None) == ((1,), True), result
+        assert watched.culprits == (1,), result
         assert "torch's flight recorder does not cover" not in result[rank].output, result
     assert sum(rank.output.count("╭─ ncclguard incident") for rank in result) == 1, result
 
