@@ -216,7 +216,7 @@ def test_a_port_that_is_taken_is_said_in_a_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         launcher = start(
-            tmp_path, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank", "0", "script.py",
+            tmp_path, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank", "0", __file__,
             merged=True,
         )  # fmt: skip
         said, _ = launcher.communicate(timeout=120)
