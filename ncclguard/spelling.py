@@ -1,4 +1,4 @@
-"""The name that was meant where somebody misspelt one."""
+"""Errors of wrong calls: what was meant where a name was misspelt, or something else was given."""
 
 from __future__ import annotations
 

@@ -496,18 +496,22 @@ def parse_spied(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str,
     return stack, tuple(others)
 
 
+def _stat_of(pid: int) -> list[str]:
+    """Fields 3 and on of /proc/<pid>/stat; the name in field 2 may contain spaces and parentheses."""
+    return read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
 def process_state(pid: int) -> tuple[str, int] | None:
     """The state letter and the start ticks of a process, /proc/<pid>/stat fields 3 and 22; None if /proc has none."""
-    text = read_file(f"/proc/{pid}/stat")
-    if not text:
+    fields = _stat_of(pid)
+    if not fields:
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name in field 2 may contain spaces and parentheses
     return fields[0], int(fields[19])
 
 
 def exit_status(pid: int) -> str:
     """Return how a process ended, while its parent has not collected it yet; empty when that cannot be seen."""
-    fields = read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = _stat_of(pid)
     if len(fields) < 50 or fields[0] not in ("Z", "X"):
         return ""
     status = int(fields[49])  # field 52 of proc(5), 0 to those who may not see it
