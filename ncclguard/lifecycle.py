@@ -156,6 +156,7 @@ class Termination:
         self._ours = self._handle  # one object: a bound method is a new one each time
         self._begun = _thread.allocate_lock()
         self._writer: socket.socket | None = None
+        self._listener: threading.Thread | None = None
         self._installed = False
         self._masks = threading.local()  # signal masks of the threads that are forking
 
@@ -179,6 +180,9 @@ class Termination:
         if signal.getsignal(signal.SIGTERM) is self._ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._close()
+        if self._listener is not None:
+            self._listener.join(1.0)  # at once, unless it is about to end this process
+            self._listener = None
 
     def forget_in_child(self) -> None:
         """Restore SIGTERM's default action in a forked child, such as a data loader's worker.
@@ -216,7 +220,8 @@ class Termination:
             writer.close()
             return
         self._writer = writer
-        threading.Thread(target=self._watch, args=(reader,), name="ncclguard-sigterm", daemon=True).start()
+        self._listener = threading.Thread(target=self._watch, args=(reader,), name="ncclguard-sigterm", daemon=True)
+        self._listener.start()
 
     def _watch(self, reader: socket.socket) -> None:
         with reader:

@@ -127,6 +127,9 @@ def _run(
     gc.freeze()  # a collection would write into each object that the server has imported, and so copy all of its memory
     os.setsid()
     _mark(env[JOB_VARIABLE])
+    launching = multiprocessing.parent_process()
+    if launching is None or not launching.is_alive():
+        os._exit(1)  # who cleans up after it may have looked for the mark before it was there
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

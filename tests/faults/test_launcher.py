@@ -152,24 +152,50 @@ with faults.start_ranks("time:sleep", 2, args=[600], timeout=600, launcher={laun
     print(job.pid(0), job.pid(1), job._directory, flush=True)
     job.wait()
 """
-    parent = subprocess.Popen(
-        [sys.executable, "-c", launching], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert parent.stdout is not None
-        *pids, directory = parent.stdout.readline().split()
-        parent.send_signal(number)
-        _, errors = parent.communicate(timeout=LIMIT)
-        until_gone([int(pid) for pid in pids])
-        deadline = time.monotonic() + LIMIT
-        while Path(directory).exists():
-            assert time.monotonic() < deadline, f"{directory} was left behind"
-            time.sleep(0.02)
-    finally:
-        parent.kill()
-        parent.wait(timeout=LIMIT)
+    errors = until_all_have_ended(launching, number)
     if number is signal.SIGINT:
         assert "KeyboardInterrupt" in errors
+
+
+def test_a_fork_that_begins_after_its_launching_process_was_killed_ends_too(tmp_path: Path) -> None:
+    """It says too late which job it is of: everything that bears the job's name has been ended, but its file is there."""
+    (tmp_path / "begins_late.py").write_text(
+        "import time\nfrom ncclguard.faults import fork\n\n_run = fork._run\n\n\n"
+        "def run(arguments, env, output, *others):\n    time.sleep(2)\n    _run(arguments, env, '/dev/null', *others)\n"
+    )
+    until_all_have_ended(
+        f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import begins_late
+from ncclguard import faults
+faults.fork._run = begins_late.run
+with faults.start_ranks("time:sleep", 2, args=[600], timeout=600, launcher="fork") as job:
+    print(job.pid(0), job.pid(1), job._directory, flush=True)
+    job.wait()
+""",
+        signal.SIGKILL,
+    )
+
+
+def until_all_have_ended(launching: str, number: signal.Signals) -> str:
+    """Run a program that prints its ranks' pids and its directory, send it a signal; return its errors."""
+    with subprocess.Popen(
+        [sys.executable, "-c", launching], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            *pids, directory = parent.stdout.readline().split()
+            parent.send_signal(number)
+            _, errors = parent.communicate(timeout=LIMIT)
+            until_gone([int(pid) for pid in pids])
+            deadline = time.monotonic() + LIMIT
+            while Path(directory).exists():
+                assert time.monotonic() < deadline, f"{directory} was left behind"
+                time.sleep(0.02)
+        finally:
+            parent.kill()
+    return str(errors)
 
 
 def test_leaving_the_block_ends_ranks_that_still_run(tmp_path: Path) -> None:
