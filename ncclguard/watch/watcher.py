@@ -368,7 +368,7 @@ class Watcher:
             return text
         text = text if is_consequence(text) else f"{text} {BROKEN}"
         moved = time.monotonic() - self._stood > STILL
-        if self._over or self._closing or (moved and isinstance(error, KeyboardInterrupt)):
+        if self._is_over() or self._closing or (moved and isinstance(error, KeyboardInterrupt)):
             return text
         self._broke(text)
         self._state.settled.wait(LAST_WORDS)
@@ -385,7 +385,12 @@ class Watcher:
 
     def _broke(self, text: str) -> None:
         self._state.broke(text)
-        self._ask(TroubleKind.DEADLINE if torch_compat.is_of_limit(text) else TroubleKind.TRANSPORT, text)
+        kind = TroubleKind.DEADLINE if torch_compat.is_of_limit(text) else TroubleKind.TRANSPORT
+        self._ask(kind, text, unless=self._is_over)
+
+    def _is_over(self) -> bool:
+        """Return whether what breaks from now on is a consequence; a verdict may have come and not been delivered."""
+        return self._over or any(one.departed and one.incident for one in tuple(self._state.verdicts))
 
     # ------------------------------------------------------------------ the thread
 
@@ -565,10 +570,10 @@ class Watcher:
         phases = phases_of(pending.thread, pending.issued or time.time_ns())
         return resolve_timeout(self._settings.timeout if own is None else own(), pending.numel, phases=phases)
 
-    def _ask(self, kind: TroubleKind, text: str) -> None:
+    def _ask(self, kind: TroubleKind, text: str, unless: Callable[[], bool] = lambda: False) -> None:
         state = self._state
-        with state.condition:
-            if state.member.trouble is not None:
+        with state.condition:  # in which verdicts are adopted
+            if state.member.trouble is not None or unless():
                 return
             generation = state.member.generation
             state.settled.clear()

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ncclguard as ng
 from ncclguard import faults
 from ncclguard.engine import runtime
+from ncclguard.watch import watcher
 
 
 def meet(what: str, among: int) -> None:
@@ -143,8 +144,16 @@ def test_a_failure_that_nobody_looked_at_is_reported_once_and_raised_by_the_next
     assert [report["incident"]["culprits"] for report in reports] == [[1]]
 
 
-def fewer_batches(watched: float) -> None:
+def fewer_batches(watched: float, delivered_after: float) -> None:
     """The README's pattern; rank 1 has fewer batches, so that it waits in the barrier and the others in DDP's C++."""
+    deliver = watcher.Watcher._deliver
+
+    def deliver_late(self: watcher.Watcher) -> None:
+        if self._state.verdicts:
+            time.sleep(delivered_after)
+        deliver(self)
+
+    watcher.Watcher._deliver = deliver_late  # type: ignore[method-assign]
     dist.init_process_group("gloo")
     ng.watch(timeout=watched)
     model = DistributedDataParallel(torch.nn.Linear(16, 4))
@@ -153,12 +162,16 @@ def fewer_batches(watched: float) -> None:
     ng.safe_barrier(timeout=4).raise_if_failed()
 
 
-@pytest.mark.parametrize(("watched", "named"), [(30, []), (2, [[1]])])
+@pytest.mark.parametrize(("watched", "delivered_after", "named"), [(30, 0, []), (30, 5, []), (2, 0, [[1]])])
 def test_ranks_that_wait_in_ddp_for_one_with_fewer_batches_are_not_late(
-    watched: float, named: list[list[int]], tmp_path: Path
+    watched: float, delivered_after: float, named: list[list[int]], tmp_path: Path
 ) -> None:
-    """Both sides are shown; only `watch`, which has the majority on its side, names rank 1, and once."""
-    result = faults.run_ranks(fewer_batches, 3, args=[watched], timeout=90, env={"NCCLGUARD_REPORT_DIR": str(tmp_path)})
+    """Both sides are shown; only `watch`, which has the majority on its side, names rank 1, and once.
+
+    Rank 1's end breaks what the others wait in, also before a watch has told of the verdict on that end.
+    """
+    args, env = [watched, delivered_after], {"NCCLGUARD_REPORT_DIR": str(tmp_path)}
+    result = faults.run_ranks(fewer_batches, 3, args=args, timeout=90, env=env)
     assert "CollectiveMismatch" in result[1].output and "nothing tells who is wrong" in result[1].output, result
     assert "Ranks 0, 2 called all_reduce(" in result[1].output and "rank 1 called barrier()" in result[1].output, result
     (incident,) = [json.loads(file.read_text())["incident"] for file in tmp_path.glob("*.json")]
