@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import functools
 import json
 import types
@@ -58,6 +59,7 @@ class ResilientEvaluation:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _refuse_hidden(cls, ResilientEvaluation, "evaluate")
+        _refuse_misspelt(cls, "evaluation_options")
         if _are_said(cls.evaluation_options):  # refused now, not behind the first epoch
             resilient_evaluate(**_options_of(cls, "evaluation_options"))
 
@@ -80,6 +82,13 @@ def _refuse_hidden(cls: type, mixin: type, method: str) -> None:
             f"{cls.__name__} has {before[-1].__name__} before {mixin.__name__}, whose methods are never called then: write "
             f"class {cls.__name__}({mixin.__name__}, {before[-1].__name__})"
         )
+
+
+def _refuse_misspelt(cls: type, name: str) -> None:
+    """Raise TypeError for a class with options under a similar name, which nobody would read."""
+    for given, value in vars(cls).items():
+        if given != name and isinstance(value, Mapping) and difflib.get_close_matches(given, [name], cutoff=0.9):
+            raise TypeError(f"{cls.__name__}.{given} is nothing that its base classes know: did you mean {name}?")
 
 
 def _options_of(holder: Any, name: str) -> dict[str, Any]:
@@ -161,6 +170,7 @@ class ResilientTraining:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _refuse_hidden(cls, ResilientTraining, "train")
+        _refuse_misspelt(cls, "training_options")
         if _are_said(cls.training_options):
             _training_options(cls)
 

@@ -101,6 +101,7 @@ class Survivors:
         self._down: dict[int, str] = {}  # ranks without a process -> why it is not started again, or nothing
         self._newcomers: dict[int, int] = {}  # ranks whose process has not joined yet -> how many there were before
         self._lives: Counter[int] = Counter()  # of the new processes of each rank
+        self._there: set[int] | None = None  # who takes part, as all ranks of this host have said
         for file in Path(self._folder).iterdir():
             file.unlink()
 
@@ -112,6 +113,7 @@ class Survivors:
         ended = [rank for rank, code in codes.items() if code and rank not in self._down]
         members = [rank for rank in codes if rank not in ended and rank not in self._down]
         members = [rank for rank in members if rank not in self._newcomers]
+        self._say_who_is_back(codes, members)
         if not (ended or self._down or self._losses or declaration.given_up(self._folder, members)):
             return None
         declared = {rank: declaration.read(self._folder, rank) for rank in members}
@@ -153,6 +155,18 @@ class Survivors:
             return self._guests.look(places.beneath(store), time.monotonic())
         except StoreUnavailable:
             return set(), set()  # the host with the store has ended
+
+    def _say_who_is_back(self, codes: Codes, members: Iterable[int]) -> None:
+        """Say once that a process of another host has taken the place of a lost rank, of this host or of another."""
+        said = [declaration.taking_part(self._folder, rank) for rank in members if codes[rank] is None]
+        known = [set(ranks) for ranks in said if ranks is not None]
+        if not known or len(known) < len(said):
+            return
+        there, before = set.intersection(*known), self._there
+        self._there = there
+        back = sorted(rank for rank in there - (there if before is None else before) if codes.get(rank, 0) is not None)
+        if back:
+            say(f"{ranks_text(back)} {'take' if back[1:] else 'takes'} part again, in a process of another host")
 
     def _end_given_up(self, codes: Codes, declared: Iterable[int], host: Host) -> None:
         for rank in declaration.given_up(self._folder, declared):
@@ -269,8 +283,10 @@ def build_parser() -> argparse.ArgumentParser:
     option("go-on-within", type=positive_seconds, default=WITHIN, help=text)
     text = "Processes of this host that wait to take a lost rank's place; they have imported torch."
     own.add_argument("--spares", type=whole_from(0), default=0, help=text)
-    option(
-        "stand-by",
+    own.add_argument(
+        "--stand-by",
+        "--stand_by",
+        "--standby",
         action="store_true",
         help="This host has no ranks: its --nproc-per-node processes wait to take the places of ranks that are lost "
         "elsewhere and not started again there. --master-addr and --master-port as on the others. "
@@ -292,6 +308,15 @@ def build_parser() -> argparse.ArgumentParser:
     return described(parser, EXAMPLES, EXIT_CODES)
 
 
+def _check_has_no_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Raise ValueError for options about the ranks of a host where it stands by, and has none."""
+    about = ("spares", "restart_lost", "go_on_within", "max_losses", "losses_within")
+    given = [name for name in about if getattr(arguments, name) != parser.get_default(name)]
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{options} is about a host's own ranks, of which one that stands by has none: leave it out")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a training script on several ranks, as torchrun does; returns the exit code."""
     lacking = elastic.check()
@@ -303,6 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stands_by = arguments.stand_by
     try:
         if stands_by:
+            _check_has_no_ranks(parser, arguments)
             elastic.store_address(arguments)
             elastic.launched(arguments)
         else:

@@ -139,6 +139,8 @@ def test_options_of_a_mixin_are_refused_before_an_epoch_is_trained(mixin: type, 
     with pytest.raises((TypeError, ValueError), match="did you mean|must be (?:seconds|a dict)"):
         type("My", (mixin, Trainer), {name: options})
     type("My", (mixin, Trainer), {name: property(lambda _: options)})  # each instance has its own
+    with pytest.raises(TypeError, match=f"My.{name[:-1]} is nothing that its base classes know: did you mean {name}"):
+        type("My", (mixin, Trainer), {name[:-1]: {}})
 
 
 @pytest.mark.parametrize(

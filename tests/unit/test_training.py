@@ -409,6 +409,29 @@ def test_where_nothing_was_asked_for_nobody_hears_that_a_rank_is_not_started_aga
     assert "not started again" not in said
 
 
+def test_who_takes_part_again_in_a_process_of_another_host_is_told_once(
+    folder: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 is of this host, rank 2 of one that is lost as a whole; rank 0 hears of them before rank 3 does."""
+    judged = Judged(folder, clock)
+    codes: dict[int, int | None] = {0: None, 1: None, 3: None}
+    for rank in codes:
+        declaration.going_on(rank, (), ranks=(0, 1, 2, 3))
+    judged.judge(codes)
+    codes[1] = -9
+    judged.judge(codes)
+    for rank in (0, 3):
+        declaration.going_on(rank, (1, 2), ranks=(0, 3))
+        judged.judge(codes)
+    assert "again" not in capsys.readouterr().err
+    for rank, said in ((0, ""), (3, "ranks 1-2 take part again, in a process of another host")):
+        declaration.going_on(rank, (1, 2), ranks=(0, 1, 2, 3))
+        for _ in range(2):
+            judged.judge(codes)
+        assert said in (told := capsys.readouterr().err)
+        assert told.count("again") == bool(said)
+
+
 def test_a_new_process_that_was_not_in_time_is_told_of(
     folder: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -757,6 +780,7 @@ def test_the_example_writes_each_sample_once_however_often_the_writing_rank_chan
         (["--nproc-per-node", "0"], "give 1 or more"),
         (["--nproc-per-node", "foo"], "foo"),
         (["--run-path"], "--run-path"),
+        (["--spares", "2"], "--spares is about a host's own ranks"),
     ],
 )
 def test_a_host_cannot_stand_by_without_an_address_or_a_process(
