@@ -355,7 +355,7 @@ def misplaced(address: str, what: str) -> None:
     if what != "size":
         time.sleep({2: 1, 3: 2 if what == "zero" else 0}.get(number, 0))
     try:
-        group = ng.join(address, name=what, rank=rank[number], world_size=mine, timeout=8)
+        group = ng.join(address, name=what, rank=rank[number], world_size=mine, timeout=8 if what != "size" else 40)
         faults.report(ok=bool(ng.safe_barrier(group, timeout=20)))
     except ng.GuardError as error:
         faults.report(text=str(error), kind=type(error).__name__)
@@ -371,7 +371,7 @@ def test_a_rank_that_is_taken_and_another_number_of_ranks_are_told_at_once(store
     result = faults.run_ranks(misplaced, 4, args=[store, "size"], timeout=60).check()
     texts = [rank.reports["text"] for rank in result]
     assert sum("world_size is " in text for text in texts) >= 3, texts  # its own, or what the others raised
-    assert result.seconds < 12, result
+    assert result.seconds < 30, result
 
 
 def test_a_second_rank_0_is_told_of(store: str) -> None:

@@ -349,7 +349,7 @@ def leaves(address: str) -> None:
 def test_an_engine_that_leaves_is_not_waited_for(store: str) -> None:
     said = faults.run_ranks(leaves, 3, args=[store], timeout=60).check()[0].reports
     assert said["engines"] == [["engine 1", "engine 2"], ["engine 1"]], said
-    assert said["seconds"] < 3 and said["left_out"] == [], said
+    assert said["seconds"] < 10 and said["left_out"] == [], said
     assert {group.partition(":")[0] for group in said["groups"]} == {"channel leaves"}, said  # of both epochs
 
 

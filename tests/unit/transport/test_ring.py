@@ -277,7 +277,7 @@ def test_a_peer_that_trickles_does_not_hold_a_wait_beyond_its_slice(direct: bool
             link.socket.send(bytes([byte]))
             start = time.monotonic()
             assert not pending.wait(0.01)
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < 5.0
 
 
 @pytest.mark.slow
