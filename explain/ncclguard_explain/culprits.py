@@ -14,7 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ncclguard_explain import engines, places
+from ncclguard_explain import engines, incident_text, places
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.evidence import Evidence, Row, World
 from ncclguard_explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict, Work, united
@@ -27,7 +27,7 @@ _FOLLOWS = re.compile(
     r"initializing process group in store|Connection closed by peer|Connection reset by peer|Broken pipe"
     r"|Socket Timeout|[Tt]imed out waiting|atchdog caught|caught collective|communicator was aborted"
     r"|remote process exited|ncclRemoteError|pair closure|monitoredBarrier|Detected mismatch between coll"
-    r"|\b(?:PeerLost|PeerFailed|Collective(?:Failed|Mismatch|Timeout)): "
+    rf"|\b(?:{'|'.join(incident_text.ERRORS)}): "
     r"|wait timeout after|Timeout waiting for key|store->get|client socket has timed out|waiting for clients"
     r"|WorkNCCL|timed out in blocking|NCCL operations have failed|collective operation timeout|work sequence id"
     r"|function error: Hccl|Worker failure: |handshake_setup_failed|Read timed out\. \(read timeout"
@@ -47,7 +47,7 @@ _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
      "SystemExit", "CalledProcessError", "DistStoreError", "DistNetworkError", "DistBackendError", "BrokenPipeError",
      "ConnectionResetError", "ConnectionRefusedError", "EOFError", "RendezvousConnectionError", "GeneratorExit",
-     "CollectiveFingerPrint", "PeerLost", "PeerFailed", "CollectiveFailed", "CollectiveMismatch", "CollectiveTimeout",
+     "CollectiveFingerPrint", *incident_text.ERRORS,
      "RayTaskError", "TimeoutError", "GetTimeoutError", "RayChannelTimeoutError", "RayChannelError", "EngineDeadError",
      "EngineGenerateError", "KVTransferError", "ActorDiedError", "RayActorError", "ActorUnavailableError",
      "WorkerCrashedError", "NodeDiedError", "RendezvousTimeoutError", "RendezvousClosedError", "CheckpointException",
@@ -629,20 +629,16 @@ def by_guard(evidence: Evidence, world: World) -> Verdict | None:
     )
 
 
-#: The words of ncclguard's own incident, in each of its languages, where the launcher or Ctrl-C ended the job.
-FROM_OUTSIDE = re.compile(r"were ended from outside|被(?:从)?外部")
-_STOOD_STILL = re.compile(r"stood still for|停滞了")
-_ENDS_CALL = re.compile(r" ?(?:failed after|stood still for|在|停滞了) ?\d")
 _SESSION = re.compile(r"incident ([0-9a-f]{8})-")
 
 
 def _without_its_end(evidence: Evidence, incidents: list[Fact]) -> list[Fact]:
     """Return incidents without one that only says that a job was ended in what the one before it had told of."""
-    if len(incidents) < 2 or not FROM_OUTSIDE.search(incidents[-1].text):
+    if len(incidents) < 2 or not incident_text.FROM_OUTSIDE.search(incidents[-1].text):
         return incidents
     before, last = incidents[-2:]
-    call = _ENDS_CALL.split(last.detail)[0]
-    told = _STOOD_STILL.search(before.text) and call and call in before.text
+    call = incident_text.ENDS_CALL.split(last.detail)[0]
+    told = incident_text.STOOD_STILL.search(before.text) and call and call in before.text
     return incidents[:-1] if told and not _stepped(evidence, before, last) else incidents
 
 

@@ -16,10 +16,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ncclguard_explain import engines, places
+from ncclguard_explain import engines, incident_text, places
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.causes import OUT_OF_MEMORY, Finding
-from ncclguard_explain.culprits import FROM_OUTSIDE, follows_from_peers, own_exceptions
+from ncclguard_explain.culprits import follows_from_peers, own_exceptions
 from ncclguard_explain.evidence import Evidence
 from ncclguard_explain.facts import EXPIRED, Fact, Kind, Verdict
 from ncclguard_explain.language import joined, received, tr
@@ -56,7 +56,9 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
     name, sure = finding.name, finding.confidence != "low"
     if finding.action == "restart-without":
         return _without(verdict, finding.facts, finding.reason)
-    if verdict.rule == "ncclguard incident" and any(FROM_OUTSIDE.search(fact.text) for fact in verdict.facts):
+    if verdict.rule == "ncclguard incident" and any(
+        incident_text.FROM_OUTSIDE.search(fact.text) for fact in verdict.facts
+    ):
         return Decision("unknown", tr("the job was ended from outside while ranks waited; why they waited is not told"))
     if finding.action and not (
         finding.action == "unknown" and (evidence.of(Kind.KERNEL_OOM) or own_exceptions(evidence))

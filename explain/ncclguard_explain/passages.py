@@ -12,26 +12,17 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_WATCHED, WORD, Cause
-from ncclguard_explain.facts import MAX_RANK, Fact, Kind, Work
-from ncclguard_explain.language import LANGUAGES, beside, said, tr
+from ncclguard_explain import incident_text
+from ncclguard_explain.facts import Fact, Kind, Work
 from ncclguard_explain.patterns import numbers, parse_text, warning_class
-from ncclguard_explain.records import Prefix, headless, message_of, split_prefix
-
-Following = Callable[[int], Sequence[str]]
+from ncclguard_explain.records import Following, Prefix, headless, message_of, split_prefix
 
 _EXCEPTION = re.compile(
     r"^(?!(?:NOTE|INFO|DEBUG|WARN|WARNING|ERROR|CRITICAL|FATAL)\b)(?P<type>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<text>.*))?$"
-)
-#: Errors of the guard itself, which every rank raises that waited.
-_OF_GUARD = frozenset(["CollectiveFailed", "CollectiveTimeout", "CollectiveMismatch", "PeerFailed", "PeerLost"])
-_HANDED_ON = re.compile(
-    rf"(?:Got the following error when running the callback: )?((?:\w+\.)*(?:{'|'.join(sorted(_OF_GUARD))})): (.*)",
-    re.DOTALL,
 )
 # vLLM's and SGLang's loggers, which head every line of a traceback.
 _LOGGER = re.compile(r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +[\d\-]+ [\d:.,]+ \[[^\]]{1,80}\] ?")
@@ -101,8 +92,8 @@ _NOT_STARTED = re.compile(
 
 def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[list[Fact], bool]:
     """Return the facts of the message that a record opens, and whether it was one: then no row need be tried on it."""
-    if _PANEL in text and (incident := _verdict(_unframed(text, following), make)) is not None:
-        return [incident.clone(**_of_panel(following)) if "─" in text else incident], True
+    if incident_text.HEAD in text and (incident := incident_text.read(text, following, make)) is not None:
+        return [incident], True
     if text.startswith("frame #"):  # of C++, in which classes of errors are names of functions
         return [], True
     if "Traceback (most" in text:
@@ -183,113 +174,6 @@ def read(text: str, prefix: Prefix, following: Following, make: Fact) -> tuple[l
     return [], False
 
 
-# --- ncclguard's verdict in its own words, in any of its languages: an error, a log line, a panel ---
-
-_PANEL = "ncclguard incident "
-_WORDS = {str(said(word, language)): cause for cause, word in WORD.items() for language in LANGUAGES}
-_WORDS |= {"raised": Cause.FAILED, "抛出": Cause.FAILED}
-_NAMED = rf"rank(?:s)? (?P<ranks>\d[\d,、 -]*?) (?P<what>{'|'.join(_WORDS)})(?![a-z])"
-_BLAMED = re.compile(_NAMED)
-_ADVISED = [
-    str(said(text, language))
-    for text in (*ADVICE.values(), *ADVICE_WATCHED.values(), ADVICE_ABORTED)
-    for language in LANGUAGES
-]
-_CAUSES = [f" {said(tr('cause: {cause}', cause=word), language)}" for word in WORD.values() for language in LANGUAGES]
-# What ranks have agreed on says after how long, what one rank finds alone does not; a call that starts again went on.
-_VERDICT = re.compile(
-    r"(?P<op>\w+)\((?:[^():]|\([^()]*\))*\)? ?(?:failed after|stood still for|在|停滞了) [\d.e+-]+ s"
-    rf"(?: ?后 ?失 ?败)? ?[:：] ?(?P<named>{_NAMED.replace('?P<ranks>', '').replace('?P<what>', '')}"
-    rf"(?:(?:; |；){_NAMED.replace('?P<ranks>', '').replace('?P<what>', '')})*)"
-)
-
-
-#: What the ranks agreed on where they could name nobody.
-_NOBODY = re.compile(
-    r"ncclguard incident \S+:? (?P<rest>(?P<op>\w+)\((?:[^():]|\([^()]*\))*\)? ?(?:failed after|stood still for|在|停滞了) "
-    r"[\d.e+-]+ s(?: ?后 ?失 ?败)? ?[:：] ?.*)",
-    re.DOTALL,
-)
-_SIDES = re.compile(r"no side is a majority|nothing tells who is wrong|不占多数|没有一方占多数|无从判断哪一方错了")
-_NETWORK = [f": {said(WORD[Cause.NETWORK], language)}" for language in LANGUAGES]
-
-
-def _of_nobody(text: str, make: Fact) -> Fact | None:
-    """The incident that a log line or a panel of the guard tells of, and that names nobody."""
-    found = _NOBODY.search(text[:4000])
-    if found is None:
-        return None
-    detail = re.split(r"\. |。| \(rank \d+ reports", found["rest"])[0].strip(" .。")[:600]
-    network = any(word in detail.replace("：", ": ") for word in _NETWORK)
-    name = Cause.DIVERGED if _SIDES.search(detail) else Cause.NETWORK if network else Cause.UNKNOWN
-    return make.clone(kind=Kind.GUARD, name=name.value, work=Work(found["op"]), detail=detail, text=text[:600])
-
-
-def _verdict(text: str, make: Fact) -> Fact | None:
-    """The incident that a text of the guard tells of."""
-    found = _VERDICT.search(text[:4000])
-    if found is None:
-        return _of_nobody(text, make)
-    stops = _CAUSES if _PANEL in text else _ADVISED  # a panel says more before it says what to do
-    ends = [at for advice in stops if (at := text.find(advice, found.end())) > 0]
-    blamed = [(_ranks_of(one["ranks"]), _WORDS[one["what"]]) for one in _BLAMED.finditer(found["named"])]
-    return make.clone(
-        kind=Kind.GUARD,
-        name=blamed[0][1].value,
-        peers=tuple(rank for ranks, _ in blamed for rank in ranks),
-        work=Work(found["op"]),
-        detail=text[found.start() : min(ends, default=found.end())].strip(" .。")[:600],
-        text=text[:600],
-    )
-
-
-def _ranks_of(text: str) -> list[int]:
-    """The ranks of "0-2, 5" or "0-2、5"; none where that are more than a job has."""
-    runs = [[int(number) for number in part.split("-")] for part in re.split("[,、] ?", text)]
-    return [rank for run in runs if run[-1] < MAX_RANK for rank in range(run[0], run[-1] + 1)]
-
-
-def _unframed(text: str, following: Following) -> str:
-    """The line, and of a panel the beginning of what stands in it: it is cut into lines, of which some are joined."""
-    if "─" not in text:
-        return text
-    return re.sub(r"[│─╭╮╰╯\s]+", " ", " ".join([text, *following(6)]))
-
-
-_DO, _NEXT = tr("what to do: {advice}", advice=""), tr("next time: {advice}", advice="")
-_STACKS = [str(said(tr("{thread}, innermost last:", thread=""), language)).rstrip(":：") for language in LANGUAGES]
-
-
-def _begins(line: str, text: str) -> str | None:
-    """Return what follows the beginning of a panel's line in any language, up to its first figure, or None."""
-    heads = (str(said(text, language)).strip().partition("0")[0] for language in LANGUAGES)
-    return next((line[len(head) :].strip() for head in heads if line.startswith(head)), None)
-
-
-def _of_panel(following: Following) -> dict[str, tuple[str, ...]]:
-    """The advice of a panel, and the first stack in it: a line that is indented less than its frames ends that."""
-    advice: list[str] = []
-    frames: list[str] = []
-    deep, open_ = 0, False
-    for row in following(80):
-        body = row.partition("│")[2].rpartition("│")[0][1:].rstrip()
-        line = body.strip()
-        if "╰" in row:
-            break
-        if line.endswith((":", "：")) and any(head in line for head in _STACKS):
-            deep = 0 if frames else len(body) - len(line)
-        elif deep and len(body) - len(line) > deep:
-            frames.append(line)
-            continue
-        begun = next((rest for head in (_DO, _NEXT) if (rest := _begins(line, head)) is not None), None)
-        if begun is not None:
-            advice.append(begun)
-        elif open_ and not line.startswith(("(", "（")):
-            advice[-1] = beside(f"{advice[-1]} ", line)
-        open_ = bool(advice) and not line.startswith(("(", "（"))
-    return {"advice": tuple(advice), "frames": tuple(frames[-12:])}
-
-
 def _table(text: str, following: Following, make: Fact) -> Fact | None:
     """Return who differs in a table that one process prints of all: checksums, shapes; nobody where all agree.
 
@@ -326,11 +210,8 @@ def _raised(make: Fact, name: str, detail: str, text: str, frames: list[str]) ->
     told = {"detail": detail[:600], "text": text[:600], "frames": tuple(frames[-12:])}
     if make.rank is None and (place := _ON_RANK.search(detail)):
         make = make.clone(rank=int(place[1]), rank_basis="text")
-    # torch hands on in a RuntimeError what a hook of DDP's, or a wait in the backward pass, raised.
-    handed_on = _HANDED_ON.match(detail)
-    name, detail = handed_on.groups() if handed_on else (name, detail)
-    if name.rsplit(".", 1)[-1] in _OF_GUARD and (found := _verdict(detail, make)) is not None:
-        return found
+    if (incident := incident_text.read_error(name, detail, make)) is not None:
+        return incident
     return make.clone(kind=Kind.EXCEPTION, name=name, **told)
 
 

@@ -31,6 +31,9 @@ from typing import Any, BinaryIO, cast
 
 from ncclguard_explain.language import tr
 
+#: Returns so many raw lines behind a record, or fewer.
+Following = Callable[[int], Sequence[str]]
+
 BLOCK = 1 << 20
 _SNIFF = 1 << 16
 _SKIP = frozenset(
@@ -961,7 +964,7 @@ class Record:
     source: Source
     number: int
     prefix: Prefix
-    following: Callable[[int], Sequence[str]]
+    following: Following
     context: bool = False
     last: bool = False
 

@@ -1,0 +1,128 @@
+"""ncclguard's own incidents in its own words, in any of its languages: an error, a log line, a panel.
+
+What the ranks have agreed on says after how long; what one rank finds alone does not. A call that starts again went on.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_WATCHED, WORD, Cause
+from ncclguard_explain.facts import MAX_RANK, Fact, Kind, Work
+from ncclguard_explain.language import LANGUAGES, beside, said, tr
+from ncclguard_explain.records import Following
+
+#: A panel and a log line have this in them.
+HEAD = "ncclguard incident "
+#: The guard's errors, which every rank raises that waited.
+ERRORS = ("CollectiveFailed", "CollectiveMismatch", "CollectiveTimeout", "PeerFailed", "PeerLost")
+#: Words of an incident in which the launcher or Ctrl-C ended the job.
+FROM_OUTSIDE = re.compile(r"were ended from outside|被(?:从)?外部")
+#: Words of an incident that `watch()` tells of.
+STOOD_STILL = re.compile(r"stood still for|停滞了")
+#: The words between a call and how long it had taken.
+ENDS_CALL = re.compile(r" ?(?:failed after|stood still for|在|停滞了) ?(?=\d)")
+
+_HANDED_ON = re.compile(
+    rf"(?:Got the following error when running the callback: )?((?:\w+\.)*(?:{'|'.join(ERRORS)})): (.*)", re.DOTALL
+)
+_WORDS = {str(said(word, language)): cause for cause, word in WORD.items() for language in LANGUAGES}
+_WORDS |= {"raised": Cause.FAILED, "抛出": Cause.FAILED}
+_NAMED = rf"rank(?:s)? \d[\d,、 -]*? (?:{'|'.join(_WORDS)})(?![a-z])"
+_BLAMED = re.compile(rf"rank(?:s)? (?P<ranks>\d[\d,、 -]*?) (?P<what>{'|'.join(_WORDS)})(?![a-z])")
+_ADVISED = [
+    str(said(text, language))
+    for text in (*ADVICE.values(), *ADVICE_WATCHED.values(), ADVICE_ABORTED)
+    for language in LANGUAGES
+]
+_CAUSES = [f" {said(tr('cause: {cause}', cause=word), language)}" for word in WORD.values() for language in LANGUAGES]
+_CALL = rf"(?P<op>\w+)\((?:[^():]|\([^()]*\))*\)?{ENDS_CALL.pattern}[\d.e+-]+ s(?: ?后 ?失 ?败)? ?[:：] ?"
+_VERDICT = re.compile(rf"{_CALL}(?P<named>{_NAMED}(?:(?:; |；){_NAMED})*)")
+#: What the ranks agreed on where they could name nobody.
+_NOBODY = re.compile(rf"{HEAD}\S+:? (?P<rest>{_CALL}.*)", re.DOTALL)
+_SIDES = re.compile(r"no side is a majority|nothing tells who is wrong|不占多数|没有一方占多数|无从判断哪一方错了")
+_NETWORK = [f": {said(WORD[Cause.NETWORK], language)}" for language in LANGUAGES]
+_DO, _NEXT = tr("what to do: {advice}", advice=""), tr("next time: {advice}", advice="")
+_STACKS = [str(said(tr("{thread}, innermost last:", thread=""), language)).rstrip(":：") for language in LANGUAGES]
+
+
+def read(text: str, following: Following, make: Fact) -> Fact | None:
+    """Return the incident of a log line, or of the panel that it begins; None where the line tells of none."""
+    if "─" not in text:
+        return _verdict(text, make)
+    # A panel is cut into lines, of which some are joined.
+    found = _verdict(re.sub(r"[│─╭╮╰╯\s]+", " ", " ".join([text, *following(6)])), make)
+    return None if found is None else found.clone(**_of_panel(following))
+
+
+def read_error(name: str, detail: str, make: Fact) -> Fact | None:
+    """Return the incident of an exception's type and text; None where it is none of the guard's.
+
+    torch hands on in a RuntimeError what a hook of DDP's, or a wait in the backward pass, raised.
+    """
+    handed_on = _HANDED_ON.match(detail)
+    name, detail = handed_on.groups() if handed_on else (name, detail)
+    return _verdict(detail, make) if name.rsplit(".", 1)[-1] in ERRORS else None
+
+
+def _verdict(text: str, make: Fact) -> Fact | None:
+    found = _VERDICT.search(text[:4000])
+    if found is None:
+        return _of_nobody(text, make)
+    stops = _CAUSES if HEAD in text else _ADVISED  # a panel says more before it says what to do
+    ends = [at for advice in stops if (at := text.find(advice, found.end())) > 0]
+    blamed = [(_ranks_of(one["ranks"]), _WORDS[one["what"]]) for one in _BLAMED.finditer(found["named"])]
+    return make.clone(
+        kind=Kind.GUARD,
+        name=blamed[0][1].value,
+        peers=tuple(rank for ranks, _ in blamed for rank in ranks),
+        work=Work(found["op"]),
+        detail=text[found.start() : min(ends, default=found.end())].strip(" .。")[:600],
+        text=text[:600],
+    )
+
+
+def _of_nobody(text: str, make: Fact) -> Fact | None:
+    found = _NOBODY.search(text[:4000])
+    if found is None:
+        return None
+    detail = re.split(r"\. |。| \(rank \d+ reports", found["rest"])[0].strip(" .。")[:600]
+    network = any(word in detail.replace("：", ": ") for word in _NETWORK)
+    name = Cause.DIVERGED if _SIDES.search(detail) else Cause.NETWORK if network else Cause.UNKNOWN
+    return make.clone(kind=Kind.GUARD, name=name.value, work=Work(found["op"]), detail=detail, text=text[:600])
+
+
+def _ranks_of(text: str) -> list[int]:
+    """The ranks of "0-2, 5" or "0-2、5"; none where that are more than a job has."""
+    runs = [[int(number) for number in part.split("-")] for part in re.split("[,、] ?", text)]
+    return [rank for run in runs if run[-1] < MAX_RANK for rank in range(run[0], run[-1] + 1)]
+
+
+def _begins(line: str, text: str) -> str | None:
+    """Return what follows the beginning of a panel's line in any language, up to its first figure, or None."""
+    heads = (str(said(text, language)).strip().partition("0")[0] for language in LANGUAGES)
+    return next((line[len(head) :].strip() for head in heads if line.startswith(head)), None)
+
+
+def _of_panel(following: Following) -> dict[str, tuple[str, ...]]:
+    """The advice of a panel, and the first stack in it: a line that is indented less than its frames ends that."""
+    advice: list[str] = []
+    frames: list[str] = []
+    deep, open_ = 0, False
+    for row in following(80):
+        body = row.partition("│")[2].rpartition("│")[0][1:].rstrip()
+        line = body.strip()
+        if "╰" in row:
+            break
+        if line.endswith((":", "：")) and any(head in line for head in _STACKS):
+            deep = 0 if frames else len(body) - len(line)
+        elif deep and len(body) - len(line) > deep:
+            frames.append(line)
+            continue
+        begun = next((rest for head in (_DO, _NEXT) if (rest := _begins(line, head)) is not None), None)
+        if begun is not None:
+            advice.append(begun)
+        elif open_ and not line.startswith(("(", "（")):
+            advice[-1] = beside(f"{advice[-1]} ", line)
+        open_ = bool(advice) and not line.startswith(("(", "（"))
+    return {"advice": tuple(advice), "frames": tuple(frames[-12:])}
