@@ -316,7 +316,7 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         exits = {} if announced - exits.keys() else exits  # another rank ends them all: this one only carries it out
     broken, sticky = hardware_errors(evidence), sticky_cuda(evidence)
     ends = evidence.of(Kind.LAUNCHER, name="first") + evidence.of(Kind.LAUNCHER, name="aborted")
-    ends += evidence.of(Kind.ENGINE_END, name="abort")
+    ends += evidence.of(Kind.ENGINE_END, name="abort") + evidence.of(Kind.EXIT, name="local")
     expired = {key for fact in evidence.of(*EXPIRED) for key in (("source", fact.source), ("rank", fact.rank))}
     expired |= {("rank", rank) for rank in lost_a_peer(evidence)}
     ends = [  # their own watchdogs abort the ranks that waited, or whose peer is gone
@@ -329,7 +329,7 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         there = {fact.source for fact in ends}  # the runtime aborts the process whose kernel or GPU fails
         broken, sticky = (
             [
-                fact.clone(rank=ends[0].rank, rank_basis="launcher")
+                fact.clone(rank=ends[0].rank, rank_basis="local" if ends[0].rank_basis == "local" else "launcher")
                 if fact.source in there and fact.kind is not Kind.XID
                 else fact
                 for fact in facts
@@ -378,7 +378,7 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         first = next(fact for fact in facts if fact.rank is not None)
         reason = tr("{ranks} {what}: {text}", ranks=ranks_text(ranks), what=what, text=_failure_text(first)[:300])
         if found is None or not found.culprits:
-            basis = {fact.rank_basis for fact in facts if fact.rank is not None}
+            basis = {fact.rank_basis for fact in facts if fact.rank is not None} - {"group"}
             overturned = [
                 tr(
                     "a failure of another rank that happened before, in a log that is not here; then that of {ranks} "

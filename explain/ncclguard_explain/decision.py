@@ -43,8 +43,11 @@ _ENVIRONMENT = ("ModuleNotFoundError", "ImportError", "PermissionError", "FileNo
                 "No space left", "Read-only file system", "Stale file handle", "OSError", "CalledProcessError",
                 "killed by signal: Killed", "killed by signal: Bus error",
                 "PytorchStreamWriter failed", "unexpected pos", "Disk quota exceeded", "Input/output error")  # fmt: skip
-#: torch/c10/cuda/CUDACachingAllocator.cpp names the other processes on the GPU, and leaves the own one out.
-_OTHER_PROCESS = re.compile(r"\bProcess \d+ has [\d.]+ GiB memory in use\b.*\bthis process has\b")
+#: torch/c10/cuda/CUDACachingAllocator.cpp names the other processes on the GPU, and its own where it knows its number.
+_OTHER_PROCESS = re.compile(
+    r"\bProcess (\d+) has [\d.]+ GiB memory in use\b(?:(?!Tried to allocate).)*\b"
+    r"(?:this process has|Process (?!\1\b)\d+ has [\d.]+ GiB)\b"
+)
 _BROKEN_NODE = ("NodeNotReady", "NodeLost", "NODE FAILURE", "NodeShutdown", "DeviceUnhealthy", "TaintManagerEviction")
 _DIFFER = ("mismatch_shape_or_op", "rank_divergence", "unequal_batches", "unused_params")
 _SET_UP = ("shared_memory", "p2p_acs_iommu", "network_interface", "store_rendezvous")

@@ -18,7 +18,7 @@ from ncclguard_explain.facts import EXPIRED, MAX_RANK, WAITING, Fact, Group, Kin
 from ncclguard_explain.jobs import Signs
 from ncclguard_explain.language import joined, received, tr
 from ncclguard_explain.patterns import parse_text
-from ncclguard_explain.rank_map import OF_A_HOST, RankMap, place_rank
+from ncclguard_explain.rank_map import NOBODY, OF_A_HOST, RankMap, place_rank
 from ncclguard_explain.recorder import DUMP_LIMIT, Dump, dump_from, is_dump, load_plain
 from ncclguard_explain.records import BINARY, Recoder, Record, Scanner, Source, UnusableInput, blocks, read_all
 
@@ -503,6 +503,7 @@ class Collector:
         evidence.ranks = evidence.ranks.settled(
             evidence.facts, evidence.sources, evidence.stated_world, evidence.local_size
         )
+        _leave_out_other_worlds(evidence)
         names = self._names(evidence)
         texts = {source.index for source in evidence.sources if source.kind == "text"}
         evidence.source_ranks = {index: rank for index, rank in names.items() if rank is not None and index in texts}
@@ -591,6 +592,24 @@ class Collector:
             else:
                 names[source.index] = source.rank
         return names
+
+
+def _leave_out_other_worlds(evidence: Evidence) -> None:
+    """Take the ranks of a process whose number in a group is higher than its rank: the group has other jobs' processes.
+
+    So have the workers of an engine in the group over which a trainer sends its weights: the rank is one of the engine.
+    """
+    others = {
+        fact.rank
+        for fact in evidence.of(*WAITING, Kind.ASYNC_ERROR, Kind.WATCHDOG_EXCEPTION)
+        if fact.rank is not None and fact.rank_basis == "prefix" and (fact.group_rank or 0) > fact.rank
+    }
+    for fact in evidence.facts:
+        if fact.rank in others and fact.rank_basis == "prefix":
+            fact.rank, fact.rank_basis = None, ""
+    evidence.seen_ranks -= others
+    for process in [process for process, rank in evidence.ranks.processes.items() if rank in others]:
+        evidence.ranks.processes[process] = NOBODY
 
 
 def _is_of_the_kernel(fact: Fact) -> bool:

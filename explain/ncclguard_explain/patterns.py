@@ -996,15 +996,17 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 
-_CODE = re.compile(r"`[^`]{12,}`")
+_QUOTED = re.compile(
+    r"`[^`]{12,}`|(?i:\b(?:you|we|users?|they)\b (?:\w+ ){0,3}?(?:see|get|find|read)s? (?:\w+ ){0,4})[\"“][^\"”]{12,}[\"”]"
+)
 
 
 def parse_text(text: str, make: Fact) -> Iterator[Fact]:
     """Yield the facts of one record, in the order of the rows; `make` carries its place, rank and clock.
 
-    What stands in backticks is quoted: by documentation, by a message that advises.
+    What stands in backticks is quoted, and what somebody says that one will see: by documentation, by advice.
     """
-    quoted = [found.span() for found in _CODE.finditer(text)] if "`" in text else []
+    quoted = [found.span() for found in _QUOTED.finditer(text)] if any(mark in text for mark in '`"“') else []
     group, inner = group_of(text)
     make = make.clone(group=group, group_rank=inner)
     taken: list[tuple[int, int]] = []

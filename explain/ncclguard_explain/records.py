@@ -393,6 +393,7 @@ _HEAD = re.compile(
     r"\[rank\d{1,6}\]:(?=\s?\[[EWIF])|\[rank\d{1,6}\]: |"
     r"(?<![\]:\s])(?<!\]: )\[[EWIF](?:\d{3,4} \d\d:\d\d:[\d.]+)? ?\w+\.(?:cpp|hpp|cc):\d+\]|"
     r"[\w.\-]+:\d+:\d+ \[\d+\] (?:NCCL (?:INFO|WARN)|\S+:\d+ NCCL WARN)|"
+    r"(?<=\])\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?(?: (?:ATTN_CP|MOE_DP|DP|PP|CP|TP|EP)\d+)+\] |"  # SGLang's, behind a progress bar
     r"(?<=[^\s\]:])\s*Traceback \(most recent call last\):|(?<=\s)(?:ERROR|WARNING|INFO):torch[\w.]*:"
 )
 _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\d{4} \d\d:\d\d:\d\d")

@@ -780,6 +780,8 @@ def test_memory_of_a_device_that_is_broken_is_left_out(explain_lines: Explain, t
         ("RuntimeError: the size of tensor a must match", "fix-code"),
         ("torch.OutOfMemoryError: CUDA out of memory. Process 902 has 11.40 GiB memory in use. Including non-PyTorch memory, this process has 66.87 GiB memory in use.",
          "fix-environment"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Process 902 has 61.40 GiB memory in use. Process 977 has 12.1 GiB memory in use. Of the allocated memory 11 GiB is",
+         "fix-environment"),
         ("torch.OutOfMemoryError: CUDA out of memory. Process 902 has 72.68 GiB memory in use. Of the allocated memory 66.9 GiB is", "fix-code"),
     ],
 )  # fmt: skip

@@ -199,6 +199,45 @@ def test_a_rank_that_aborts_on_a_node_where_nobody_waited_is_named_by_its_fault(
     assert explain_lines(logs, world_size=16).culprits == ()
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_watchdogs_error_of_its_device_is_of_the_only_local_rank_that_aborts(
+    explain_lines: Explain, nodes: int
+) -> None:
+    """torch 2.1 prints the number in the group alone, and a launcher that is cut off the local rank."""
+    error = "CUDA error: uncorrectable ECC error encountered"
+    lines = [
+        f"{nodes} nodes: torchrun --nnodes={nodes} --nproc_per_node=2 train.py",
+        f"[E ProcessGroupNCCL.cpp:916] [Rank 1] NCCL watchdog thread terminated with exception: {error}",
+        "[2026-07-19 22:40:19,996] torch.distributed.elastic.multiprocessing.api: [ERROR] failed (exitcode: -6) local_rank: 1 (pid: 3105) of binary: python",
+    ]
+    assert explain_lines(lines).culprits == ((1,) if nodes == 1 else ())
+
+
+def test_behind_a_progress_bar_a_scheduler_of_sglang_says_its_place(explain_lines: Explain) -> None:
+    bar = "  9%|#9        | 2/23 [00:07<01:11,  3.41s/it]"
+    error = [
+        '  File "/srv/sglang/srt/model_runner.py", line 397, in capture',
+        "    out = run()",
+        "ValueError: bad shape",
+    ]
+    lines = [f"{bar}[2026-02-23 10:35:12 TP1] Scheduler hit an exception: Traceback (most recent call last):", *error]
+    assert explain_lines(lines, world_size=8).culprits == (1,)
+
+
+def test_a_number_in_a_group_above_its_rank_is_of_a_group_of_several_jobs(explain_lines: Explain) -> None:
+    """The workers of engines are each rank 0 of their own, and have other numbers in the group with the trainer."""
+    work = "WorkNCCL(SeqNum=1, OpType=BROADCAST, NumelIn=512, NumelOut=512, Timeout(ms)=1800000)"
+    lines = [
+        f"(Engine pid=7{number}, ip=10.0.0.{number}) [rank0]:[E1224 13:23:02.98 ProcessGroupNCCL.cpp:542] [Rank {number}] "
+        f"Collective {work} raised the following async exception: NCCL error: remote process exited"
+        for number in (8, 9)
+    ]
+    died = ["ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+            "\tclass_name: Engine", "\tactor_id: f274", "\tpid: 78", "\tip: 10.0.0.8"]  # fmt: skip
+    report = explain_lines([*lines, *died])
+    assert (report.culprits, report.places) == ((), ("Engine pid 78 (10.0.0.8)",))
+
+
 SECTION = "[WARNING] [RankMonitorServer:{}@n1] Section '{}' has been open for 300.0 seconds. Timeout is 300.00 seconds."
 OUTSIDE = "[WARNING] [RankMonitorServer:{}@n1] Was out of section for 302.40 seconds. Timeout is 300.00 seconds."
 

@@ -67,6 +67,18 @@ def test_aborts_of_some_ranks_are_an_incident(explain_lines: Explain) -> None:
     assert explain_lines([line for rank in range(3) for line in _abort(rank, 4, rank + 1)]).incident
 
 
+def test_aborts_of_some_ranks_behind_a_test_that_passed_are_its_end(explain_lines: Explain) -> None:
+    lines = [line for rank in range(3) for line in _abort(rank, 4, rank + 1)]
+    assert not explain_lines([*lines, "--- PASS: TestTraining (184.11s)", "PASS"]).incident
+    assert explain_lines([*lines, "--- FAIL: TestTraining (184.11s)", "FAIL"]).incident
+
+
+@pytest.mark.parametrize("quoted", ['when it is not, you will see "{}" and the process is killed', "[rank1]: {}"])
+def test_a_message_that_somebody_says_one_will_see_has_not_been_seen(explain_lines: Explain, quoted: str) -> None:
+    text = "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"
+    assert explain_lines([quoted.format(text)]).incident is not quoted.startswith("when")
+
+
 def test_a_store_that_is_gone_before_anybody_finished_is_an_incident(explain_lines: Explain) -> None:
     gone = "[rank3]:[W611 02:40:13.0 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=71): Failed to recv, got 0 bytes"
     assert explain_lines(["step 1 loss 2.0", gone]).incident
