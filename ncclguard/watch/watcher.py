@@ -169,7 +169,7 @@ HURRIED_STILL: float = 0.25
 HURRIED_LOOK: float = 0.1
 #: Seconds between two readings of the recorder while it does.
 AGAIN: float = 5.0
-#: Seconds after a reason to ask at which a rank goes by what it sees alone, when no verdict can come.
+#: Seconds after a reason to ask, at least, at which a rank goes by what it sees alone, when no verdict can come.
 ALONE_AFTER: float = 4.0
 #: Seconds that an exception which ends the program waits for the verdict on who caused it.
 LAST_WORDS: float = 2.0
@@ -661,7 +661,8 @@ class Watcher:
             rank: evidence for rank, evidence in gone.items() if evidence and not self._coordination.left_well(rank)
         }
         lonely = bool(self._state.unavailable) and (bool(gone) or now - asked >= 0.5)
-        overdue = trouble.kind is TroubleKind.DEADLINE and now - asked >= ALONE_AFTER
+        waits = max(ALONE_AFTER, self._monitor.caller_waits())  # longer while the store answers: a rank may be slow
+        overdue = trouble.kind is TroubleKind.DEADLINE and now - asked >= waits
         if not (lonely or overdue):
             return
         self._asked_at = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import logging.handlers
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -290,6 +292,36 @@ def test_without_watch_a_killed_rank_is_named_by_nobody() -> None:
 def hold_gil(seconds: float) -> None:
     """As `pickle.loads` of a large checkpoint does: no thread of the interpreter runs."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # PyDLL keeps the GIL during the call
+
+
+def is_late_while_its_monitor_waits_for_the_network() -> None:
+    """As with a slow name server or store: the interpreter runs, but for 6 s the others get no answer."""
+    dist.init_process_group("gloo")
+    ng.watch(timeout=2)
+    monitor = runtime.current().monitor
+    assert monitor.session_ready.wait(30)
+    dist.all_reduce(torch.ones(2))
+    if dist.get_rank() == CULPRIT:
+        ours, _other = socket.socketpair()
+        step, end = monitor._step, time.monotonic() + 6
+
+        def waits_first(now: float) -> None:
+            if (left := end - time.monotonic()) > 0:
+                ours.settimeout(left)
+                with pytest.raises(TimeoutError):
+                    ours.recv(1)
+            step(now)
+
+        monitor._step = waits_first  # type: ignore[method-assign]
+        time.sleep(9)
+    dist.all_reduce(torch.ones(2))
+
+
+def test_a_rank_whose_monitor_waits_for_the_network_is_waited_for_and_not_called_stuck(tmp_path: Path) -> None:
+    env = {"NCCLGUARD_REPORT_DIR": str(tmp_path)}
+    result = faults.run_ranks(is_late_while_its_monitor_waits_for_the_network, 3, timeout=90, env=env).check()
+    (incident,) = [json.loads(file.read_text())["incident"] for file in tmp_path.glob("*.json")]
+    assert (incident["cause"], incident["culprits"]) == ("late", [CULPRIT]), result
 
 
 def killed_beside_a_silent_one() -> None:
