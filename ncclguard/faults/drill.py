@@ -151,6 +151,9 @@ class Findings:
         if self.known_by:
             who = ranks_text(self.named) if self.named else tr("nobody")
             judged = tr("right") if self.right else tr("wrong: it was rank {rank}", rank=self.rank)
+            if self.named == (self.rank,) and not self.right:
+                causes = joined(", ", map(_word, EXPECTED[self.fault]))
+                judged = tr("the right rank, by a wrong cause: it was {cause}", cause=causes)
             named = tr("{who}, {cause}: {judged}", who=who, cause=_word(self.cause), judged=judged)
             found += [("named", named), ("said", self.summary)]
         if self.alone:

@@ -41,6 +41,7 @@ def found(**changed: object) -> Findings:
         found(),
         found(known_by={0: 0.2}, named=(), cause="different verdicts", alone=(0, 1), torn=(1,), went_on={}),
         found(named=(1,), raw=True, went_on={}),
+        found(cause="stuck"),
         found(cause="gone", summary=language.tr("{operation} went on without {ranks}", operation="all_reduce", ranks="rank 2")),
         found(fault="late", known_by={}),
         found(fault="reset", known_by={}),
@@ -58,6 +59,17 @@ def test_no_sentence_of_the_findings_stays_english(findings: Findings, chinese: 
     assert not [line for line in lines if SENTENCE.search(CODE.sub("", line))], lines
     assert all(re.search(r"[\u4e00-\u9fff]", line) for line in lines)
     assert all("\u4e00" > letter for what, text in findings.lines() for letter in f"{what}{text}"), "data is English"
+
+
+def test_the_struck_rank_by_another_cause_is_told_apart_from_another_rank() -> None:
+    said = {
+        name: dict(found(**how).lines())["named"]
+        for name, how in {"cause": {"cause": "stuck"}, "rank": {"named": (1,)}}.items()
+    }
+    assert said == {
+        "cause": "rank 2, stuck: the right rank, by a wrong cause: it was lost",
+        "rank": "rank 1, lost: wrong: it was rank 2",
+    }
 
 
 def channel(**changed: object) -> ChannelFindings:
