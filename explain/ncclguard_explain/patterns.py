@@ -212,6 +212,8 @@ def nccl_error_family(text: str) -> str | None:
 
 
 def _warning(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
+    if "ras/client_support.cc" in text:  # nobody can ask RAS on this host; the job does not need it
+        return None
     fact.name = warning_class(fact.detail)
     status = re.search(r"(?:with error |status=(?:\w+\()?)(\d+)", fact.detail)
     fact.number = int(status[1]) if status else None
@@ -529,7 +531,7 @@ ROWS: tuple[Row, ...] = (
         (("[W socket.cpp:601] [c10d] The client socket has failed to connect to any network address of (node0, 29500). Will retry.", {}),), fields={"name": "address"}),
     Row(Kind.RENDEZVOUS, "torch/distributed/elastic/rendezvous, 1.9 to 2.15", r"RendezvousConnectionError|RendezvousTimeoutError|RendezvousClosedError", "Rendezvous",
         (("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError", {}),), fields={"name": "connect"}),
-    Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/socket.cpp, 1.9 to 2.15", r"(?:The server socket has failed to (?:listen|bind)|EADDRINUSE|Address already in use)(?P<detail>.*)", "",
+    Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/socket.cpp, 1.9 to 2.15", r"^(?!.*\bras/client_support\.cc).*?(?:The server socket has failed to (?:listen|bind)|EADDRINUSE|Address already in use)(?P<detail>.*)", "",
         (("RuntimeError: The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).", {"name": "port"}),), fields={"name": "port"}),
     Row(Kind.STORE_TIMEOUT, "torch/csrc/distributed/c10d/TCPStore.cpp, 2.2 to 2.15", r"wait timeout after (?P<ms>\d+) ?ms, keys: (?P<name>\S.*)", "wait timeout",
         (("torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /default_pg/0//cuda/ready", {"seconds": 300.0}),)),
@@ -700,6 +702,8 @@ ROWS: tuple[Row, ...] = (
         (("[HeartbeatAbnormal]local rank [10.0.3.5/1]: crimer rank [10.0.3.7/2] status[LOST] by informer rank [10.0.3.8/3]", {"name": "location", "local_rank": 2}),), fields={"name": "location", "rank": None, "rank_basis": ""}),
     Row(Kind.TIMEOUT, "Huawei CANN (HCCL), LINK_ERROR_INFO, 7.x to 8.x", r"\| ?[\d.]+\((?P<peers>\d+)\) \| \d+ \| [\d.]+\((?P<own>\d+)\) \| \d+ \| (?:client|server) \| (?P<detail>time ?out)", "| time",
         (("| 192.0.2.9(0) | 16666 | 192.0.3.8(1) | 32344 | client | time out | DISABLE |", {"peers": (0,), "rank": 1}),), fields={"name": "hccl"}, more=lambda found, text, fact: fact.clone(detail="")),
+    Row(Kind.EXCEPTION, "Huawei CANN, 6.x to 8.x: another process has the device", r"EJ0001: .{0,60}?(?P<detail>Failed to initialize the HCCP process.*)", "EJ0001",
+        (("EJ0001: 2026-05-21-14:22:19.167.645 Failed to initialize the HCCP process. Reason: Maybe the last training process is running.", {"name": "EJ0001"}),), fields={"name": "EJ0001"}),
     Row(Kind.TIMEOUT, "Huawei CANN (HCCL), links, 6.x to 8.x", r"createLink para: ?rank\[\d+\]-localUserrank\[(?P<own>\d+)\].{0,120}?(?:remoteRank|dst_rank)\[\d+\]-remoteUserrank\[(?P<peers>\d+)\](?:.{0,80}?tag\[(?P<detail>[^\]]*)\])?", "createLink para",
         (("Transport init error! createLink para:rank[1]-localUserrank[1]-localIpAddr[10.0.0.1], remoteRank[0]-remoteUserrank[0]-remoteIpAddr[10.0.0.2], tag[HcomAllReduce_6629]", {"peers": (0,), "rank": 1}),), fields={"name": "hccl"}),
     Row(Kind.TIMEOUT, "Huawei CANN (HCCL), the links of EI0006, 7.x to 8.x", r"localUserrank\[(?P<group_rank>\d+)\].{0,60}?remote rank:? ?\[(?P<peers>\d+)\](?:.{0,120}?timeout:? ?\[?(?P<seconds>\d+) ?s)?", "localUserrank",
@@ -873,6 +877,8 @@ ROWS: tuple[Row, ...] = (
         r"(?<!of\s)(?<!for\s)\b[Rr]ank[ =:#]*(?P<rank>\d{1,6})\)?(?:,? \(?pid[ =:]?(?P<pid>\d+)\)?,?)? (?:has |was )?(?:exited|died|terminated|crashed|killed|ended) (?:with|by|on|from) (?:(?:exit )?(?:code|status)[ =:]*(?P<number>-?\d{1,3})\b|signal[ =:]*(?P<signal>(?:SIG)?[A-Z]+|\d{1,2})\b)", "",
         (("worker 4 (rank 4) exited with code -11 after 3211s", {"rank": 4, "number": -11}), ("rank 7 (pid 4188) was killed by signal 9", {"rank": 7, "pid": 4188, "number": -9}), ("Rank 2 exited with status 139", {"rank": 2, "number": -11})),
         ("rank 3 exited with code 0",), fields={"name": "first", "rank_basis": "launcher"}, more=_ended),
+    Row(Kind.EXCEPTION, "Ray src/ray/util/logging.cc, 2.0 to 2.60", r"Unhandled exception: (?P<name>\S+?)\. what\(\): (?P<detail>.+)", "Unhandled exception",
+        (("[2026-01-02 15:40:11,227 E 19045 21937] logging.cc:97: Unhandled exception: St12out_of_range. what(): no such key", {"name": "St12out_of_range", "detail": "no such key"}),)),
     Row(Kind.WORKER_DIED, "Ray, 2.0 to 2.50",
         r"(?P<detail>(?:worker died|SYSTEM_ERROR|The actor (?:is dead|died)|ActorDiedError|RayActorError|WorkerCrashedError|NodeDiedError|ActorUnavailableError).*)", "",
         (("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", {}),), fields={"rank": None, "rank_basis": ""}),

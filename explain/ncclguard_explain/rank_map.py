@@ -216,6 +216,8 @@ class RankMap:
         rank = prefix.rank if prefix.basis == "prefix" and (prefix.rank or 0) < MAX_RANK else None
         if rank is not None and not places.coordinates(prefix.place):
             self.process(prefix.pid, rank, prefix.host)
+            if prefix.local_rank is not None:  # torchrun --tee, in front of the rank's own
+                _prove(self.first, scope, max(rank - prefix.local_rank, NOBODY))
         headed = rank if prefix.basis != "launcher" else prefix.rank  # mpirun's own number in front of a line
         if "pid" in text and headed is not None and (own := _OWN_PID.match(text)):
             self.process(int(own[1]), headed)

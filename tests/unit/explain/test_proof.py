@@ -213,6 +213,45 @@ def test_a_watchdogs_error_of_its_device_is_of_the_only_local_rank_that_aborts(
     assert explain_lines(lines).culprits == ((1,) if nodes == 1 else ())
 
 
+def test_the_local_rank_in_front_of_a_rank_tells_the_first_of_its_node(explain_lines: Explain) -> None:
+    """Of one fault the lines that torchrun marks with the local rank alone are not another rank's."""
+    error = "Process group watchdog thread terminated with exception: CUDA error: uncorrectable ECC error encountered"
+    lines = [
+        f"[default4]:[rank12]:[E817 09:22:51.480013413 ProcessGroupNCCL.cpp:1515] [PG 0 (default_pg) Rank 12] {error}",
+        f"[default4]:  what():  [PG 0 (default_pg) Rank 12] {error}",
+    ]
+    assert explain_lines(lines).culprits == (12,)
+
+
+def test_actors_that_raised_what_a_collective_returned_have_not_died_first(explain_lines: Explain) -> None:
+    raised = "[2026-11-02 15:40:11,227 E 4{0} 2{0}] logging.cc:97: Unhandled exception: N3c105ErrorE. what(): Collective call returned error"
+    lines = [
+        f"(Worker pid=4{rank}) Setting up process group for: env:// [rank={rank}, world_size=4]" for rank in range(4)
+    ]
+    lines += [f"(Worker pid=4{rank}) {raised.format(rank)}" for rank in range(2)]
+    died = ["ray.exceptions.RayActorError: The actor died unexpectedly before finishing this task.", "\tclass_name: Worker",
+            "\tactor_id: e99f", "\tpid: 40", "\tip: 172.17.0.2"]  # fmt: skip
+    assert explain_lines([*lines, *died]).culprits == ()
+    assert explain_lines([lines[0], *died]).culprits == (0,)
+
+
+def test_who_finds_its_device_taken_is_named(explain_lines: Explain) -> None:
+    lines = [
+        "RuntimeError: [ERROR] HCCL error in: torch_npu/csrc/distributed/ProcessGroupHCCL.cpp:64",
+        "[ERROR] 2026-05-21-14:22:19 (PID:71002, Device:5, RankID:5) ERR02200 DIST call hccl api failed.",
+        "EJ0001: 2026-05-21-14:22:19.167.645 Failed to initialize the HCCP process. Reason: Maybe the last training process is running.",
+        "[2026-05-21 14:22:25,640] torch.distributed.elastic.multiprocessing.api: [ERROR] failed (exitcode: 1) local_rank: 5 (pid: 71002) of binary: python",
+    ]
+    report = explain_lines(lines, world_size=8)
+    assert (report.culprits, report.decision) == ((5,), "fix-environment")
+
+
+def test_horovods_stalled_ranks_are_read_between_empty_lines(explain_lines: Explain) -> None:
+    head = "[2026-01-16 09:15:44.301288: W horovod/common/stall_inspector.cc:105] One or more tensors were submitted to be reduced"
+    lines = [f"[1,0]<stderr>:{line}" for line in (head, "Stalled ranks:", "3: [HorovodAllreduce_grads_12_0 ...]")]
+    assert explain_lines([row for line in lines for row in (line, "")], world_size=4).culprits == (3,)
+
+
 def test_behind_a_progress_bar_a_scheduler_of_sglang_says_its_place(explain_lines: Explain) -> None:
     bar = "  9%|#9        | 2/23 [00:07<01:11,  3.41s/it]"
     error = [

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from explain_logs import timeout
 
 from ncclguard_explain import Report, explain
 
@@ -77,6 +78,18 @@ def test_aborts_of_some_ranks_behind_a_test_that_passed_are_its_end(explain_line
 def test_a_message_that_somebody_says_one_will_see_has_not_been_seen(explain_lines: Explain, quoted: str) -> None:
     text = "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"
     assert explain_lines([quoted.format(text)]).incident is not quoted.startswith("when")
+
+
+def test_a_trace_of_zero_3_that_changed_is_no_incident_by_itself(explain_lines: Explain) -> None:
+    changed = "Invalidate trace cache @ step 7: expected module 12, but got module 5"
+    assert not explain_lines([changed, "saving the final model ..."]).incident
+    report = explain_lines([changed, *timeout(0)])
+    assert (report.incident, report.cause_class) == (True, "rank_divergence")
+
+
+def test_a_port_of_nccls_ras_that_is_taken_keeps_nobody_out(explain_lines: Explain) -> None:
+    warned = "n1:23:23 [0] ras/client_support.cc:160 NCCL WARN Call to bind failed: Address already in use"
+    assert not explain_lines([warned]).incident
 
 
 def test_a_store_that_is_gone_before_anybody_finished_is_an_incident(explain_lines: Explain) -> None:
