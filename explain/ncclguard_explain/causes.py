@@ -331,7 +331,7 @@ def divergence(case: Case) -> Finding | None:
         if fact.rank is not None and fact.frames:
             stacks.setdefault(fact.rank, phase_of(" ".join(fact.frames)) or fact.frames[-1])
     apart = evidence.of(Kind.STACK) if len(set(stacks.values())) > 1 else []
-    trace = evidence.of(Kind.TRACE_INVALIDATED) if evidence.of(*WAITING, *EXPIRED) else []  # healthy jobs print it too
+    trace = evidence.of(Kind.TRACE_INVALIDATED)
     return _first(
         (trace, name, "medium", tr("DeepSpeed's ZeRO-3 trace changed: the modules that run depend on the batch")),
         (sat, name, "medium", tr("the ranks that are behind sat in another collective")),

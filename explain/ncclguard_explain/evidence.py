@@ -452,6 +452,7 @@ class Collector:
         _drop_other_days(evidence)
         _mark_healed(evidence)
         _mark_ended_well(evidence)
+        _mark_traced_anew(evidence)
         _give_to_their_ranks(evidence)
         _give_to_who_crashed(evidence)
         _mark_stepped_over(evidence)
@@ -691,6 +692,16 @@ def _mark_ended_well(evidence: Evidence) -> None:
     }  # fmt: skip
     if ends and all(fact.line < ends.get(fact.source, 0) for fact in accusing):
         for fact in accusing:
+            fact.kind = Kind.RETRIED
+
+
+def _mark_traced_anew(evidence: Evidence) -> None:
+    """Count a changed trace of DeepSpeed's, which healthy jobs print too, as survived where the job has gone on."""
+    last: dict[int, int] = {}
+    for fact in evidence.of(Kind.ALIVE, Kind.PROGRESS, Kind.PHASE):
+        last[fact.source] = max(fact.line, last.get(fact.source, 0))
+    for fact in evidence.of(Kind.TRACE_INVALIDATED) if not evidence.of(*WAITING, *EXPIRED) else ():
+        if max(fact.line, fact.until) < last.get(fact.source, 0):
             fact.kind = Kind.RETRIED
 
 

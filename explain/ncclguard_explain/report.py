@@ -191,7 +191,7 @@ _HOROVOD = re.compile(r"(?i:allreduce|allgather|broadcast|alltoall|reducescatter
 # What stands in the logs of healthy jobs too.
 _QUIET = frozenset(
     {Kind.PROGRESS, Kind.PHASE, Kind.NCCL_INFO, Kind.NOTE, Kind.STACK, Kind.DATALOADER, Kind.JOINED, Kind.ALIVE,
-     Kind.RETRIED, Kind.TRACE_INVALIDATED}
+     Kind.RETRIED}
 )  # fmt: skip
 
 

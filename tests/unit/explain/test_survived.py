@@ -82,7 +82,8 @@ def test_a_message_that_somebody_says_one_will_see_has_not_been_seen(explain_lin
 
 def test_a_trace_of_zero_3_that_changed_is_no_incident_by_itself(explain_lines: Explain) -> None:
     changed = "Invalidate trace cache @ step 7: expected module 12, but got module 5"
-    assert not explain_lines([changed, "saving the final model ..."]).incident
+    assert not explain_lines([changed, "step 510 loss 1.9", "saving the final model ..."]).incident
+    assert explain_lines(["step 6 loss 2.0", changed]).incident, "it is the last that was heard"
     report = explain_lines([changed, *timeout(0)])
     assert (report.incident, report.cause_class) == (True, "rank_divergence")
 
