@@ -368,7 +368,7 @@ class Watcher:
             return text
         text = text if is_consequence(text) else f"{text} {BROKEN}"
         moved = time.monotonic() - self._stood > STILL
-        if self._is_over() or self._closing or (moved and isinstance(error, KeyboardInterrupt)):
+        if self._over or self._closing or (moved and isinstance(error, KeyboardInterrupt)):
             return text
         self._broke(text)
         self._state.settled.wait(LAST_WORDS)
