@@ -596,9 +596,9 @@ class Collector:
 
 
 def _leave_out_other_worlds(evidence: Evidence) -> None:
-    """Take the ranks of a process whose number in a group is higher than its rank: the group has other jobs' processes.
+    """Leave without a rank whoever has a higher number in a group than its rank: the group has processes of other jobs.
 
-    So have the workers of an engine in the group over which a trainer sends its weights: the rank is one of the engine.
+    An engine's worker in the group over which a trainer sends its weights is such a one: its rank is the engine's.
     """
     others = {
         fact.rank
