@@ -430,18 +430,9 @@ def observe(pid: int, given: Offer | None) -> Fetched:
     found = fetch(pid, given)
     if _status(pid).get("State", "?")[:1] in "ZXTt?":
         return found
-    monitor = 0 if given is None else given.thread
-    place = _place_of(pid, monitor)
     time.sleep(LOOK_AGAIN)
     if found.written and given is not None and _goes_on(found.written, _have_written(pid, given)):
         note = tr("{note}; it went on between two looks: it runs", note=found.note)
-        return replace(found, runs=True, note=note)
-    if place and place == _place_of(pid, monitor) and not place.startswith("futex"):  # as the GIL is
-        note = tr(
-            "{note}; this library's thread in it waits for something else than the interpreter (in {place})",
-            note=found.note,
-            place=place,
-        )
         return replace(found, runs=True, note=note)
     took, later = time.monotonic() - began, processor_waits(pid)
     waited = max((later[thread] - before for thread, before in waits.items() if thread in later), default=0.0)
@@ -621,12 +612,7 @@ def _status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, value in pairs}
 
 
-def _place_of(pid: int, thread: int) -> str:
-    """Return where in the kernel a thread of a process sleeps; empty where it does not, or that may not be seen."""
-    text = read_file(f"/proc/{pid}/task/{thread}/wchan").strip()
-    return "" if text == "0" else text
-
-
 def _wchan(pid: int) -> str:
-    place = _place_of(pid, pid)
-    return f", in {place}" if place else ""
+    """Return where in the kernel its main thread sleeps, where that may be seen."""
+    text = read_file(f"/proc/{pid}/wchan").strip()
+    return f", in {text}" if text not in ("", "0") else ""
