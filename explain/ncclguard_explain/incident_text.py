@@ -28,8 +28,8 @@ _HANDED_ON = re.compile(
 )
 _WORDS = {str(said(word, language)): cause for cause, word in WORD.items() for language in LANGUAGES}
 _WORDS |= {"raised": Cause.FAILED, "抛出": Cause.FAILED}
-_NAMED = rf"rank(?:s)? \d[\d,、 -]*? (?:{'|'.join(_WORDS)})(?![a-z])"
-_BLAMED = re.compile(rf"rank(?:s)? (?P<ranks>\d[\d,、 -]*?) (?P<what>{'|'.join(_WORDS)})(?![a-z])")
+_BLAMED = re.compile(rf"rank(?:s)? (\d[\d,、 -]*?) ({'|'.join(_WORDS)})(?![a-z])")
+_NAMED = _BLAMED.pattern.replace(" (", " (?:")
 _ADVISED = [
     str(said(text, language))
     for text in (*ADVICE.values(), *ADVICE_WATCHED.values(), ADVICE_ABORTED)
@@ -71,7 +71,7 @@ def _verdict(text: str, make: Fact) -> Fact | None:
         return _of_nobody(text, make)
     stops = _CAUSES if HEAD in text else _ADVISED  # a panel says more before it says what to do
     ends = [at for advice in stops if (at := text.find(advice, found.end())) > 0]
-    blamed = [(_ranks_of(one["ranks"]), _WORDS[one["what"]]) for one in _BLAMED.finditer(found["named"])]
+    blamed = [(_ranks_of(ranks), _WORDS[what]) for ranks, what in _BLAMED.findall(found["named"])]
     return make.clone(
         kind=Kind.GUARD,
         name=blamed[0][1].value,

@@ -502,10 +502,10 @@ def _stalled(following: Following, make: Fact) -> Iterator[Fact]:
     yield make.clone(kind=Kind.NOTE, name="stall_report", rank=None)
     for raw in following(64):
         found = re.search(r"(?:^|[\s>:])(!?)(\d+): ?\[([A-Za-z].*)", raw)
-        if found is None and raw.strip():
-            return
-        if found is None:
+        if not raw.strip():
             continue
+        if found is None:
+            return
         marked = {"completed": 1} if found[1] else {}
         yield make.clone(
             kind=Kind.ACCUSED, name="horovod", peers=(int(found[2]),), detail=found[3][:200], rank=None, **marked

@@ -211,8 +211,12 @@ def nccl_error_family(text: str) -> str | None:
     return next((family for word, family in _FAILURES if word in text), None) if kind == "other" else kind
 
 
+#: Of the port at which NCCL's RAS is asked: where another job has it nobody can ask, which the job does not need.
+_RAS_PORT = "ras/client_support.cc"
+
+
 def _warning(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
-    if "ras/client_support.cc" in text:  # nobody can ask RAS on this host; the job does not need it
+    if _RAS_PORT in text:
         return None
     fact.name = warning_class(fact.detail)
     status = re.search(r"(?:with error |status=(?:\w+\()?)(\d+)", fact.detail)
@@ -531,8 +535,8 @@ ROWS: tuple[Row, ...] = (
         (("[W socket.cpp:601] [c10d] The client socket has failed to connect to any network address of (node0, 29500). Will retry.", {}),), fields={"name": "address"}),
     Row(Kind.RENDEZVOUS, "torch/distributed/elastic/rendezvous, 1.9 to 2.15", r"RendezvousConnectionError|RendezvousTimeoutError|RendezvousClosedError", "Rendezvous",
         (("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError", {}),), fields={"name": "connect"}),
-    Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/socket.cpp, 1.9 to 2.15", r"^(?!.*\bras/client_support\.cc).*?(?:The server socket has failed to (?:listen|bind)|EADDRINUSE|Address already in use)(?P<detail>.*)", "",
-        (("RuntimeError: The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).", {"name": "port"}),), fields={"name": "port"}),
+    Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/socket.cpp, 1.9 to 2.15", r"(?:The server socket has failed to (?:listen|bind)|EADDRINUSE|Address already in use)(?P<detail>.*)", "",
+        (("RuntimeError: The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).", {"name": "port"}),), fields={"name": "port"}, more=lambda found, text, fact: None if _RAS_PORT in text else fact),
     Row(Kind.STORE_TIMEOUT, "torch/csrc/distributed/c10d/TCPStore.cpp, 2.2 to 2.15", r"wait timeout after (?P<ms>\d+) ?ms, keys: (?P<name>\S.*)", "wait timeout",
         (("torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /default_pg/0//cuda/ready", {"seconds": 300.0}),)),
     Row(Kind.STORE_TIMEOUT, "torch/csrc/distributed/c10d/FileStore.cpp and PrefixStore.cpp", r"Timeout waiting for key: (?P<name>\S+) after (?P<ms>\d+) ?ms", "waiting for key",

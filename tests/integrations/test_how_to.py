@@ -231,9 +231,8 @@ def test_a_rank_that_lightning_has_started_is_named(tmp_path: Path) -> None:
     """
     page = ROOT / "docs" / "how-to" / "lightning.md"
     needed(page)
-    (tmp_path / "train.py").write_text(
-        program(page).replace("timeout=300", "timeout=8")
-    )  # torch's store may take 5 s to connect
+    limit = "timeout=8"  # torch's store may take 5 s to connect
+    (tmp_path / "train.py").write_text(program(page).replace("timeout=300", limit))
     torchrun, alone = blocks("lightning.md")
     drill = "NCCLGUARD_ALLOW_DRILL=1 ncclguard drill --rank 1 --raw"
     for command in (torchrun, alone):
