@@ -361,6 +361,8 @@ _RAY = re.compile(  # Ray, vLLM
 _CANN = re.compile(
     r"(?:\[(?:ERROR|WARNING|INFO|EVENT)\] )?[A-Z]{2,12}\((?P<module>\d{1,9}),[\w.\-]+\):|E[A-Z]\d{4}: \[PID: (?P<error>\d{1,9})\]"
 )
+#: SGLang heads a line with the time and its places in groups.
+_SGLANG = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?(?P<coordinates>(?: (?:ATTN_CP|MOE_DP|DP|PP|CP|TP|EP)\d+)+)\] ?"
 #: What may stand in front of a line, outermost first, as often as it comes. The named groups are kept.
 _OUTER = tuple(
     re.compile(pattern)
@@ -369,7 +371,7 @@ _OUTER = tuple(
         r"\[(?:(?:\d+|prterun-[\w.\-]+@\d+),)?(?:mpirank:)?(?P<task>\d{1,6})(?:,[^\]]*)?\]<std(?:out|err)>:\s?",  # mpirun --tag-output, SageMaker, horovodrun
         r"\s*(?P<srun>\d{1,6}): (?=\S)",  # srun -l
         r"\[(?P<host>[A-Za-z][\w.\-]*):(?P<place>\d{1,6})\]:\s?",
-        r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?(?P<coordinates>(?: (?:ATTN_CP|MOE_DP|DP|PP|CP|TP|EP)\d+)+)\] ?",  # SGLang
+        _SGLANG,
         r"\[(?!rank\d)(?:default|[A-Za-z_]\w*?)(?P<local>\d{1,4})\]:",  # torchrun --tee, with the role's name
         r"\[pod/(?P<pod>[^\]\s]+)\] ?",  # kubectl logs --prefix
         r"(?:(?P<container>[A-Za-z][\w./-]*\d[\w./-]*)|[\w./-]+)\s*\|(?: |$)(?!\d)",  # docker compose, SageMaker
@@ -393,7 +395,7 @@ _HEAD = re.compile(
     r"\[rank\d{1,6}\]:(?=\s?\[[EWIF])|\[rank\d{1,6}\]: |"
     r"(?<![\]:\s])(?<!\]: )\[[EWIF](?:\d{3,4} \d\d:\d\d:[\d.]+)? ?\w+\.(?:cpp|hpp|cc):\d+\]|"
     r"[\w.\-]+:\d+:\d+ \[\d+\] (?:NCCL (?:INFO|WARN)|\S+:\d+ NCCL WARN)|"
-    r"(?<=\])\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?(?: (?:ATTN_CP|MOE_DP|DP|PP|CP|TP|EP)\d+)+\] |"  # SGLang's, behind a progress bar
+    rf"(?<=\])(?:{_SGLANG})|"  # behind a progress bar
     r"(?<=[^\s\]:])\s*Traceback \(most recent call last\):|(?<=\s)(?:ERROR|WARNING|INFO):torch[\w.]*:"
 )
 _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\d{4} \d\d:\d\d:\d\d")
