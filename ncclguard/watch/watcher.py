@@ -390,7 +390,9 @@ class Watcher:
 
     def _is_over(self) -> bool:
         """Return whether what breaks from now on is a consequence; a verdict may have come and not been delivered."""
-        return self._over or any(one.departed and one.incident for one in tuple(self._state.verdicts))
+        # Where others have been told already, they may have ended what this rank waits in.
+        ends = self._settings.abort or bool(limits)
+        return self._over or any(one.incident and (ends or one.departed) for one in tuple(self._state.verdicts))
 
     # ------------------------------------------------------------------ the thread
 
@@ -502,6 +504,7 @@ class Watcher:
                         limit=limit,
                         rank=self._rank,
                     ),
+                    unless=lambda: bool(self._state.verdicts),  # which may be about this one
                 )
                 break
 
