@@ -163,8 +163,9 @@ def held_up(folder: str) -> None:
     """Rank 1 comes to its evaluation once the others have given it up; twice, and a third time all are in time."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    ng.safe_barrier(timeout=60).raise_if_failed()  # on a busy machine the ranks come here seconds apart
 
-    @ng.resilient_evaluate(timeout=1.5, barrier_timeout=1.5, max_attempts=2)
+    @ng.resilient_evaluate(timeout=4.0, barrier_timeout=4.0, max_attempts=2)
     def evaluate(step: int) -> float:
         while rank == 1 and not Path(folder, f"given up {step}").exists():
             time.sleep(0.05)

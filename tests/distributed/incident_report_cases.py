@@ -43,8 +43,8 @@ def late_then_raises() -> None:
     dist.init_process_group("gloo")
     steps(5)
     if dist.get_rank() == CULPRIT:
-        slow_checkpoint(4.0)
-    waits("late", timeout=2.0)
+        slow_checkpoint(10.0)
+    waits("late", timeout=3.0)
     steps(1)
     if dist.get_rank() == CULPRIT:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
@@ -56,8 +56,8 @@ def one_is_late() -> None:
     steps(2)
     handler_that_calls_the_one_before()
     if dist.get_rank() == CULPRIT:
-        slow_checkpoint(3.0)
-    waits("late", timeout=1.0)
+        slow_checkpoint(10.0)
+    waits("late", timeout=3.0)
     dist.destroy_process_group()
 
 

@@ -82,8 +82,9 @@ def inodes(found: list[socket.socket]) -> set[int]:
 def alarm_around_all_reduce() -> None:
     rank = join()
     tensor = torch.ones(4)
+    dist.barrier()  # the ranks start apart
     if rank == 1:
-        time.sleep(2.5)
+        time.sleep(6)
         dist.all_reduce(tensor)
         return
 
@@ -121,7 +122,7 @@ def wait_then_go_on() -> None:
 
 def abort_and_shutdown() -> None:
     rank = join()
-    group = new_gloo("own", timeout=4.0)
+    group = new_gloo("own", timeout=12.0)  # it holds for connecting too
     if rank == 1:
         faults.wait_until_told("leave")
         return
@@ -246,8 +247,9 @@ def other_sizes() -> None:
 
 def wait_less_than_a_millisecond() -> None:
     rank = join()
+    dist.barrier()  # the ranks start apart
     if rank == 1:
-        time.sleep(2.0)
+        time.sleep(5)
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert work is not None
     start = time.monotonic()
@@ -345,7 +347,7 @@ def serve_and_misbehave(what: str) -> None:
     faults.wait_until_told("go")
     if what == "hold the GIL":
         faults.report(holding=1)
-        ctypes.PyDLL(None).sleep(6)  # unlike CDLL, PyDLL does not release the GIL
+        ctypes.PyDLL(None).sleep(12)  # unlike CDLL, PyDLL does not release the GIL
         faults.report(held=1)
     else:
         faults.wait_until_told("leave")

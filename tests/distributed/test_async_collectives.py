@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ncclguard as ng
-from ncclguard import faults
+from ncclguard import faults, torch_compat
 
 
 def ordered() -> None:
@@ -71,11 +71,13 @@ def slow_callback() -> None:
         if rank == 0 and len(seen) == 1:
             released.wait(30)
 
-    if rank == 1:  # so that rank 0 has its hooks in place before the first one can end
-        time.sleep(0.5)
+    store = torch_compat.default_store()
+    if rank == 1:  # rank 0 has its hooks in place before the first one can end
+        store.wait(["hooked"])
     works: list[Any] = [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(2)]
     futures = [work.get_future().then(hook) for work in works]
     if rank == 0:
+        store.set("hooked", "1")
         while not seen:
             time.sleep(0.01)
     works.append(dist.all_reduce(torch.ones(100_000), async_op=True))  # while the hook is running
@@ -129,11 +131,11 @@ def test_a_callback_may_wait_for_the_future_of_a_collective_that_it_issues() -> 
 
 def overdue() -> None:
     """Twelve collectives are pending when their limit passes, because rank 2 issues all of its own too late."""
-    dist.init_process_group("ncclguard", timeout=timedelta(seconds=1.5))
+    dist.init_process_group("ncclguard", timeout=timedelta(seconds=4))
     rank = dist.get_rank()
-    dist.barrier()
+    ng.safe_barrier(timeout=60).raise_if_failed()  # the ranks start apart, on a busy machine by more than the limit
     if rank == 2:
-        time.sleep(3)
+        time.sleep(10)
     works: list[Any] = [dist.all_reduce(torch.ones(10), async_op=True) for _ in range(12)]
     culprits: set[int] = set()
     failed = 0

@@ -19,10 +19,11 @@ from ncclguard import faults
 def under_ddp() -> None:
     """Rank 1 is late for the third step; the others wait in what DDP has issued, in C++."""
     dist.init_process_group("ncclguard")
+    ng.safe_barrier(timeout=60).raise_if_failed()  # the ranks start apart
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     for number in range(3):
         if dist.get_rank() == 1 and number == 2:
-            time.sleep(6.0)
+            time.sleep(12.0)
         step(model)
 
 
@@ -33,11 +34,12 @@ def step(model: torch.nn.Module) -> None:
 def in_an_evaluation() -> None:
     """Rank 1 is late in the evaluation; the others wait in a collective of torch that is carried by the guard."""
     dist.init_process_group("gloo")
+    ng.safe_barrier(timeout=60).raise_if_failed()  # the ranks start apart
 
-    @ng.resilient_evaluate(timeout=2, barrier_timeout=20, max_attempts=1)
+    @ng.resilient_evaluate(timeout=5, barrier_timeout=20, max_attempts=1)
     def evaluate() -> float:
         if dist.get_rank() == 1:
-            time.sleep(6.0)
+            time.sleep(12.0)
         return gather()
 
     evaluate()
@@ -54,7 +56,7 @@ def gather() -> float:
 def test_the_place_of_a_waiting_rank_is_a_line_of_the_program(
     program: Callable[[], None], function: str, tmp_path: Path
 ) -> None:
-    variables = {"NCCLGUARD_TIMEOUT": "2", "NCCLGUARD_REPORT_DIR": str(tmp_path)}
+    variables = {"NCCLGUARD_TIMEOUT": "5", "NCCLGUARD_REPORT_DIR": str(tmp_path)}
     result = faults.run_ranks(program, 3, env=variables, timeout=90)
     incidents = [json.loads(file.read_text())["incident"] for file in tmp_path.rglob("*.json")]
     places = [report["call_site"] for incident in incidents for report in incident["ranks"] if report["call_site"]]

@@ -108,7 +108,11 @@ def strike(fault: str) -> None:
      ("sigterm", "lost")],
 )  # fmt: skip
 def test_one_verdict_for_a_trainer_and_engines_of_other_jobs(store: str, fault: str, cause: str) -> None:
-    result = faults.run_ranks(sends_weights, 4, args=[store, fault], timeout=60 if fault != "stop" else 25)
+    with faults.start_ranks(sends_weights, 4, args=[store, fault], timeout=90) as job:
+        if fault == "stop":
+            job.wait_for("job", ranks=[0, 1], seconds=80)
+            job.send_signal(2, signal.SIGKILL)
+        result = job.wait(20 if fault == "stop" else None)
     for rank in (0, 2):
         said = result[rank].reports
         assert said["first"], result
@@ -149,7 +153,10 @@ def test_all_have_the_verdict_of_one_that_has_the_store_and_ends_at_once() -> No
 
 def test_one_that_ends_for_want_of_a_verdict_is_not_called_lost() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
-    result = faults.run_ranks(ends_at_once, 3, args=[address, "stopped"], timeout=30)
+    with faults.start_ranks(ends_at_once, 3, args=[address, "stopped"], timeout=90) as job:
+        job.wait_for("cause", ranks=[1, 2], seconds=80)
+        job.send_signal(0, signal.SIGKILL)
+        result = job.wait()
     for rank in (1, 2):
         assert result[rank].reports == {"cause": "unknown", "culprits": [], "agreed": False}, result
 
@@ -163,8 +170,8 @@ def in_two_groups(address: str) -> None:
         late = (round_ % 2, round_ % 3)  # the group and, in it, the rank that does not come in time
         for n, group in enumerate(groups):
             if round_ % 4 == 3 and (n, group.rank()) == late:
-                time.sleep(1.5)
-            outcome = ng.safe_all_reduce(torch.ones(4), group=group, timeout=0.7 if round_ % 4 == 3 else 20)
+                time.sleep(7)
+            outcome = ng.safe_all_reduce(torch.ones(4), group=group, timeout=3 if round_ % 4 == 3 else 20)
             verdicts.append([round_, n, "None" if outcome.ok else str(outcome.cause), *outcome.culprits])
         own = ng.safe_all_reduce(torch.ones(2), timeout=20)
         verdicts.append([round_, "job", str(own.cause), *own.culprits])
@@ -186,6 +193,8 @@ def missing(address: str, absent: int, how: str) -> None:
     rank = int(os.environ["RANK"])
     if rank == absent:
         return
+    faults.report(ready=True)
+    faults.wait_until_told("go")
     began = time.monotonic()
     try:
         ng.join(address, name=f"missing {absent} {how}", rank=rank, world_size=3, timeout=4)
@@ -193,9 +202,17 @@ def missing(address: str, absent: int, how: str) -> None:
         faults.report(error=type(error).__name__, text=str(error), seconds=time.monotonic() - began)
 
 
+def without(absent: int, address: str, how: str) -> faults.JobResult:
+    """The end of two ranks that join at the same time, however far apart they have started, and of one that does not."""
+    with faults.start_ranks(missing, 3, args=[address, absent, how], timeout=90) as job:
+        job.wait_for("ready", ranks={0, 1, 2} - {absent})
+        job.tell("go")
+        return job.wait().check()
+
+
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_does_not_come_is_named_within_the_limit(store: str, absent: int) -> None:
-    result = faults.run_ranks(missing, 3, args=[store, absent, "store"], timeout=60).check()
+    result = without(absent, store, "store")
     for rank in {0, 1, 2} - {absent}:
         said = result[rank].reports
         assert said["seconds"] < 4 + 2, result
@@ -206,10 +223,10 @@ def test_a_rank_that_does_not_come_is_named_within_the_limit(store: str, absent:
 
 
 def test_where_nobody_listens_rank_0_has_the_store_and_the_others_are_told_when_it_does_not_come() -> None:
-    result = faults.run_ranks(missing, 3, args=[f"tcp://127.0.0.1:{free_port()}", 2, "own"], timeout=60).check()
+    result = without(2, f"tcp://127.0.0.1:{free_port()}", "own")
     assert "rank 2 of 3 did not come" in result[0].reports["text"], result
     assert "this process, rank 0, has the store of group" in result[0].output
-    result = faults.run_ranks(missing, 3, args=[f"tcp://127.0.0.1:{free_port()}", 0, "own"], timeout=60).check()
+    result = without(0, f"tcp://127.0.0.1:{free_port()}", "own")
     assert "no store has answered at tcp://127.0.0.1:" in result[1].reports["text"], result
 
 
@@ -283,7 +300,11 @@ def made_by_hand(port: int, backend: str, fault: str) -> None:
     rank, size = jobs()
     if rank >= 0:
         store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=30), wait_for_workers=False)
-        named = {"timeout": timedelta(seconds=LIMIT)}
+        store.set(f"here {rank}", "")
+        store.wait([f"here {number}" for number in range(size)])  # rank 0 has connected the job's gloo before
+        named = {
+            "timeout": timedelta(seconds=LIMIT if backend == "ncclguard" else 30)
+        }  # that of gloo is for connecting
         keys = dist.PrefixStore("weights", store)
         group, _ = c10d._new_process_group_helper(size, rank, [], c10d.Backend(backend), keys, "weights", **named)
         c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
@@ -303,7 +324,9 @@ def made_by_hand(port: int, backend: str, fault: str) -> None:
             except ng.CollectiveFailed as error:
                 faults.report(**told(error.outcome))
         faults.report(arrived=bool((weights == 7.0).all()))
-        time.sleep(1)  # the store is rank 0's
+        store.set(f"done {rank}", "")
+        while rank == 0 and not store.check([f"done {number}" for number in range(size)]):
+            time.sleep(0.05)  # the store is rank 0's
 
 
 @pytest.mark.parametrize("backend", ["ncclguard", "gloo"])

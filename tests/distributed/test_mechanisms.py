@@ -26,8 +26,8 @@ UNGUARDED = {"NCCLGUARD_AUTOSTART": "0"}
 CASES = Path(__file__).with_name("mechanisms_cases.py")
 
 
-def ask(port: int, handler: str) -> str:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
+def ask(port: int, handler: str, within: float) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=within)
     try:
         connection.request("POST", f"/handler/{handler}")
         return "answered" if connection.getresponse().status == 200 else "refused"
@@ -38,7 +38,7 @@ def ask(port: int, handler: str) -> str:
 
 
 def test_an_alarm_around_all_reduce_raises_only_after_the_operation_completed() -> None:
-    """Rank 1 is 2.5 s late, the alarm is set to 0.5 s: it raises when all is done, late and a false failure."""
+    """Rank 1 is 6 s late, the alarm is set to 0.5 s: it raises when all is done, late and a false failure."""
     reports = faults.run_ranks(f"{CASES}:alarm_around_all_reduce", 2, env=UNGUARDED, timeout=60).check()[0].reports
     assert reports["raised"]
     assert reports["tensor"] == [2.0] * 4  # the operation that "timed out" has succeeded
@@ -63,7 +63,7 @@ def test_wait_with_a_limit_abandons_the_operation_which_later_writes_into_the_te
 
 
 def test_abort_and_shutdown_of_gloo_unblock_nothing_and_deleting_the_group_blocks() -> None:
-    """The group's timeout is 4 s: only then does its destructor come back."""
+    """The group's timeout is 12 s: only then does its destructor come back."""
     with faults.start_ranks(f"{CASES}:abort_and_shutdown", 2, env=UNGUARDED, timeout=60) as job:
         job.wait_for("deleted", [0])
         job.tell("leave")
@@ -159,7 +159,7 @@ def test_another_size_ends_the_receiver_of_the_longer_message_with_sigabrt() -> 
 def test_a_wait_of_less_than_a_millisecond_has_no_limit_at_all() -> None:
     reports = faults.run_ranks(f"{CASES}:wait_less_than_a_millisecond", 2, env=UNGUARDED, timeout=60).check()[0].reports
     assert reports["error"] == ""
-    assert reports["after"] > 0.5  # rank 1 was two seconds late
+    assert reports["after"] > 0.5  # rank 1 was five seconds late
 
 
 def test_a_blocked_wait_has_released_the_gil_so_another_thread_reads_the_main_threads_stack() -> None:
@@ -225,12 +225,12 @@ def test_the_worker_server_answers_a_ping_with_the_gil_held_but_no_traceback_and
 ) -> None:
     with faults.start_ranks(f"{CASES}:serve_and_misbehave", 1, args=[what], env=UNGUARDED, timeout=90) as job:
         port = job.wait_for("port")[0]
-        assert (ask(port, "ping"), ask(port, "dump_traceback")) == ("answered", "answered")
+        assert (ask(port, "ping", 20), ask(port, "dump_traceback", 20)) == ("answered", "answered")
         job.tell("go")
         if what == "hold the GIL":
             job.wait_for("holding")
             time.sleep(0.3)
-            answers = (ask(port, "ping"), ask(port, "dump_traceback"))
+            answers = (ask(port, "ping", 5), ask(port, "dump_traceback", 1))
             still_held = "held" not in job.reports(0)
             assert still_held, "the machine was faster than this test: it has shown nothing"
             assert answers == ("answered", "silent")
@@ -238,7 +238,7 @@ def test_the_worker_server_answers_a_ping_with_the_gil_held_but_no_traceback_and
             job.send_signal(0, signal.SIGSTOP)
             while psutil.Process(job.pid(0)).status() != psutil.STATUS_STOPPED:
                 time.sleep(0.01)
-            assert (ask(port, "ping"), ask(port, "dump_traceback")) == ("silent", "silent")
+            assert (ask(port, "ping", 1), ask(port, "dump_traceback", 1)) == ("silent", "silent")
             job.send_signal(0, signal.SIGCONT)
             job.tell("leave")
         job.wait().check()

@@ -69,7 +69,7 @@ def monitored(log: str) -> None:
 
     for _ in range(3 * EVERY):  # rank 1 is slow to arrive
         if rank == 1:
-            time.sleep(0.02)
+            time.sleep(0.2)
         ng.safe_all_reduce(torch.ones(400)).raise_if_failed()
     table = the_exchange().table
     assert table is not None
@@ -164,13 +164,13 @@ def of_all(job: dict[str, Any], name: str, ranks: tuple[int, ...] = (0, 1, 2)) -
 
 
 def test_the_rank_that_comes_last_is_named_on_all_ranks(job: dict[str, Any]) -> None:
-    """20 ms in each of 30 operations, by what each rank waited itself."""
+    """0.2 s in each of 30 operations, by what each rank waited itself."""
     assert of_all(job, "table").endswith("/30")
     slowest, last, behind, held_up = of_all(job, "rows")[0]
     assert slowest == 1
     assert last >= 24
-    assert behind >= 0.012
-    assert held_up >= 0.3
+    assert behind >= 0.12
+    assert held_up >= 3
 
 
 def test_set_changes_all_ranks_after_the_same_operation(job: dict[str, Any]) -> None:
@@ -337,7 +337,7 @@ def unset(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A job with the default configuration, and `ncclguard set` beside it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
-        with faults.start_ranks(by_default, 2, args=[0.005], timeout=100) as started:
+        with faults.start_ranks(by_default, 2, args=[0.05], timeout=100) as started:
             started.wait_for("rows")
             found = {"set": run("set", "timeout=77", "warn_after=0.5", "stuck_timeout=70", "--wait", "60")}
             found["top"] = run("top", "--once")
@@ -350,12 +350,12 @@ def unset(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_late_rank_is_named_without_any_setting(unset: dict[str, Any]) -> None:
-    """5 ms in each of 100 operations, of which the table has the last 32."""
+    """50 ms in each of 100 operations, of which the table has the last 32."""
     assert of_all(unset, "table", (0, 1)).endswith(f"/{STATISTICS_EVERY}")
     slowest, last, behind = of_all(unset, "rows", (0, 1))[0]
     assert slowest == 1
     assert last >= 24
-    assert behind >= 0.003
+    assert behind >= 0.03
     code, text = unset["top"]
     assert code == 0
     assert "job monitored: 1 of 2 ranks are on this host" in text
@@ -400,7 +400,7 @@ def with_one_rank_that_serves() -> None:
         ng.setup_nccl_monitoring(lambda record: None, job="monitored")
     for _ in range(2 * EVERY):
         if rank == 2:  # comes last
-            time.sleep(0.02)
+            time.sleep(0.2)
         ng.safe_all_reduce(torch.ones(4)).raise_if_failed()
     faults.report(exchanged=True)
     if rank == 3:

@@ -62,8 +62,8 @@ def ignored() -> None:
     rank, slots = dist.get_rank(), [None] * dist.get_world_size()
     ng.safe_barrier(timeout=30).raise_if_failed()
     if rank == 1:
-        time.sleep(2)
-    ng.safe_all_gather_object(slots, rank, timeout=0.5)  # nobody looks at what it returned
+        time.sleep(8)
+    ng.safe_all_gather_object(slots, rank, timeout=3)  # nobody looks at what it returned
     raised = []
     for _ in range(2):
         try:
@@ -71,8 +71,8 @@ def ignored() -> None:
         except ng.CollectiveTimeout as error:
             raised.append(error.outcome.op)
     if rank == 1:
-        time.sleep(2)
-    ng.safe_barrier(timeout=0.5)  # nor at this one, and no call comes after it
+        time.sleep(8)
+    ng.safe_barrier(timeout=3)  # nor at this one, and no call comes after it
     faults.report(raised=raised)
     dist.destroy_process_group()
 
@@ -90,9 +90,10 @@ def test_a_failure_that_nobody_looked_at_is_raised_by_the_next_call_and_logged_a
 def half_ignored() -> None:
     """Only rank 0 does not look at the failure of the first call; the others look, and go on."""
     dist.init_process_group("gloo")
+    ng.safe_barrier(timeout=60).raise_if_failed()  # the ranks start apart
     if dist.get_rank() == 1:
-        time.sleep(2)
-    first = ng.safe_barrier(timeout=0.5)
+        time.sleep(8)
+    first = ng.safe_barrier(timeout=3)
     if dist.get_rank() != 0:
         first.acknowledge()
     try:

@@ -17,7 +17,7 @@ from ncclguard import faults
 from ncclguard.engine import runtime
 
 LATE = 4
-TIMEOUT = 8.0
+TIMEOUT = 15.0
 
 
 class Counting:

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 import ncclguard as ng
-from ncclguard import faults
+from ncclguard import faults, torch_compat
 from ncclguard.coordination.group_state import GroupState
+from ncclguard.engine import runtime
 from ncclguard.engine.execution import AllReduce
 from ncclguard.faults.injection import reset_own_connections
 from ncclguard.transport.base import Communicator, Pending
@@ -64,16 +65,20 @@ def test_a_failure_that_one_rank_looked_at_shifts_no_later_call() -> None:
 def no_turn() -> None:
     """On rank 0 a thread waits in a barrier for rank 1 while the main thread calls something else, which gets no turn."""
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, store = dist.get_rank(), torch_compat.default_store()
     ng.safe_barrier(timeout=30).raise_if_failed()
     if rank == 0:
         thread = threading.Thread(target=lambda: ng.safe_barrier(timeout=30).raise_if_failed())
+        group = runtime.current().group(dist.group.WORLD, torch.device("cpu"))
+        before = group.calls
         thread.start()
-        time.sleep(0.3)  # it is in: rank 1 comes after 2 s
+        while group.calls == before:  # the thread has the turn from then on
+            time.sleep(0.01)
         first = summed(1.0, timeout=0.2)
+        store.set("refused", "1")
         thread.join()
     else:
-        time.sleep(2)
+        store.wait(["refused"])
         ng.safe_barrier(timeout=30).raise_if_failed()
         first = summed(1.0, timeout=20)
     faults.report(found=[first, summed(10.0, timeout=20), summed(100.0, timeout=20)])

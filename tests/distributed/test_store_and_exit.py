@@ -110,7 +110,7 @@ def test_a_thread_that_goes_on_after_the_departure_does_not_start_the_guard_agai
     """A monitor that starts while the interpreter ends comes back from the store into nothing: SIGABRT, in 7 of 10 exits."""
     result = faults.run_ranks(a_thread_that_goes_on, 3, args=[how], timeout=60)
     assert [rank.end for rank in result.ranks] == ["exit 0"] * 3, result
-    assert result.seconds < 30
+    assert not result.timed_out
     if how == "destroy":
         assert [rank.reports["refused"] for rank in result.ranks] == [True] * 3, result
 
@@ -151,9 +151,10 @@ def over(init_method: str) -> None:
     dist.init_process_group(
         "gloo", init_method=init_method, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
     )
+    ng.safe_barrier(timeout=60).raise_if_failed()  # on a busy machine the ranks come here seconds apart
     if dist.get_rank() == 1:
-        time.sleep(1.5)
-    failed = ng.safe_barrier(timeout=0.5)
+        time.sleep(7)
+    failed = ng.safe_barrier(timeout=3)
     faults.report(
         failed=[failed.ok, str(failed.cause), list(failed.culprits)]
     )  # before the next: unread failures raise there

@@ -54,7 +54,7 @@ def stuck(own_timeout: float) -> None:
         second = summed(own_timeout)
         stream.open.set()
     else:
-        second = summed(2)
+        second = summed(6)
     faults.report(found=[first, second, summed(30)])
     dist.destroy_process_group()
 
@@ -69,7 +69,7 @@ def test_a_rank_whose_stream_is_stuck_is_late_and_has_the_verdict_of_the_others(
 
 
 def test_a_rank_whose_stream_is_stuck_until_its_own_deadline_is_late_too() -> None:
-    found = faults.run_ranks(stuck, 3, args=[1], timeout=50).check().values("found")
+    found = faults.run_ranks(stuck, 3, args=[3], timeout=50).check().values("found")
     for rank in range(3):
         assert found[rank][1] == [False, True, "late", [1], 1.0], found
         assert found[rank][2] == [True, True, "None", [], 3.0], found

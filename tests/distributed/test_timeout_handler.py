@@ -29,7 +29,7 @@ def unrecorded() -> faults.JobResult:
 @pytest.fixture(scope="module")
 def job() -> faults.JobResult:
     variables = {"TORCH_FR_BUFFER_SIZE": "2000"}  # off by default before torch 2.11
-    return faults.run_ranks(f"{CASES}:rank_program", 3, env=variables, timeout=100)
+    return faults.run_ranks(f"{CASES}:rank_program", 3, env=variables, timeout=280)
 
 
 @pytest.fixture(params=[0, 1], ids=["rank0", "rank1"])
@@ -181,7 +181,7 @@ def test_a_rank_that_comes_when_the_others_have_given_up_names_itself_before_it_
     for rank in (0, 1):
         ((cause, culprits, torn, text),) = result[rank].reports["told"]
         assert (cause, culprits, torn) == ("unknown", [], True)
-        assert "limit of 0.5 s passed" in text
+        assert "limit of 3 s passed" in text
     late = result[2].reports["told"]
     assert len(late) == 2
     for cause, culprits, torn, text in late:

@@ -193,7 +193,7 @@ def check(kills: list[Kill], expected: list[list[int]]) -> None:
     assert all(end[1] == len(survivors) for end in ends.values()), ends
     changed = [list(map(len, pair)) for pair in zip([[*range(SIZE)], *expected], expected, strict=False)]
     assert all(end[2] == [pair for pair in changed if pair[0] != pair[1]] for end in ends.values()), (ends, changed)
-    assert all(seconds < 5 for end in ends.values() for seconds in end[3]), ends
+    assert all(seconds < 20 for end in ends.values() for seconds in end[3]), ends
     assert len(set(job.values("parameters").values())) == 1  # to the last bit
     known = [len(members) for members in [*expected[1:], survivors]]
     for counts in job.values("counts").values():

@@ -46,19 +46,20 @@ def wait_for_a_late_rank() -> None:
     lines = lines_of_this_rank()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    ng.safe_barrier(timeout=20).raise_if_failed()
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    lines.clear()  # on a busy machine the ranks come to the first barrier seconds apart
     if rank == 2:
-        load_the_next_shard(5.0)
+        load_the_next_shard(7.0)
     outcome = ng.safe_barrier(timeout=40)
     faults.report(ok=outcome.ok, lines=[line for line in lines if "has been waiting" in line])
 
 
 def test_one_rank_says_who_is_awaited_and_where_it_is_and_the_call_goes_on() -> None:
-    result = faults.run_ranks(wait_for_a_late_rank, 4, env={"NCCLGUARD_WARN_AFTER": "2"}, timeout=90)
+    result = faults.run_ranks(wait_for_a_late_rank, 4, env={"NCCLGUARD_WARN_AFTER": "4"}, timeout=90)
     assert result.values("ok") == dict.fromkeys(range(4), True), result
     logged = [line for lines in result.values("lines").values() for line in lines]
-    # A rank that is idle looks twice a second at what it is asked.
-    assert len([line for line in logged if re.search("waiting for [23] s", line)]) == 1, logged
+    # A rank that is idle looks twice a second at what it is asked; the next line would come after twice the time.
+    assert len([line for line in logged if re.search("waiting for [4-7] s", line)]) == 1, logged
     assert all("rank 2 has not come: it is at" in line and "load_the_next_shard" in line for line in logged), logged
 
 

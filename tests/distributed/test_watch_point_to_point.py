@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import ncclguard as ng
 from ncclguard import faults
 
-LIMIT = 3.0
+LIMIT = 6.0
 #: For which the culprit stays away; the others know within the limit and two seconds.
-AWAY = LIMIT + 5.0
+AWAY = LIMIT + 4.0
 
 
 def told(key: str) -> Any:
@@ -121,8 +121,12 @@ STEPS = {
 def holds(name: str, culprit: int) -> None:
     """A step with a slow rank within the limit, then one with that rank late."""
     step = STEPS[name]
-    watch = ng.watch(timeout=LIMIT, on_incident=told("late"))
+    ng.watch(timeout=60)  # torch before 2.11 records gloo's collectives from its start or not at all
     dist.init_process_group("gloo")
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    watch = ng.watch(
+        timeout=LIMIT, on_incident=told("late")
+    )  # only now: on a busy machine the ranks begin seconds apart
     dist.barrier()
     step(lambda: time.sleep(1.5) if dist.get_rank() == culprit else None)
     faults.report(healthy=len(watch.incidents))
@@ -176,8 +180,8 @@ def passes_its_own_limit() -> None:
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
     if dist.get_rank() == 1:
-        time.sleep(AWAY)
-    dist.monitored_barrier(timeout=timedelta(seconds=2))
+        time.sleep(AWAY + 8.0)  # it does not come while the end of the others is looked into, however slow that is
+    dist.monitored_barrier(timeout=timedelta(seconds=LIMIT))
 
 
 def test_who_missed_a_monitored_barrier_is_named_when_that_ends_it() -> None:

@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 
 import ncclguard as ng
 from ncclguard import faults, torch_compat
+from ncclguard.engine import runtime
 
 REASON = faults.namespaces_available()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"network namespaces are not available: {REASON}")
@@ -137,7 +138,9 @@ def killed_across_hosts() -> None:
     rank = dist.get_rank()
     for _ in range(2):
         ng.safe_barrier().raise_if_failed()
-    time.sleep(1.5)  # the neighbours have reached each other's ports by then
+    probes = runtime.current().monitor.neighbours._liveness._probes
+    while sum(probe.reached for probe in list(probes.values())) < 2:  # a port that was never reached is no evidence
+        time.sleep(0.05)
     faults.report(ready=True)
     if rank == 1:
         faults.wait_until_told("never", seconds=60)
@@ -175,18 +178,18 @@ def asks_the_store_in_an_outage() -> None:
 
 
 def test_a_request_to_the_store_that_an_outage_held_up_goes_on_soon_after_it() -> None:
-    """By itself the kernel sends it again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: 2.7 s after the network is back."""
+    """By itself the kernel sends it again after 0.2, 0.6, 1.4, 3.0, 6.2 and 12.6 s: 5.6 s after the network is back."""
     with faults.Hosts(2) as hosts, faults.start_ranks(asks_the_store_in_an_outage, 2, hosts=hosts, timeout=90) as job:
         job.wait_for("ready", seconds=60)
         hosts.partition("host1")
         job.tell("cut")
-        time.sleep(3.5)
+        time.sleep(7)
         hosts.heal("host1")
         healed = time.monotonic()  # one clock for all namespaces
         answered = job.wait_for("answered", [1], seconds=30)[1]
         job.tell("over")
         job.wait()
-    assert answered - healed < 1.6, answered - healed
+    assert answered - healed < 4, answered - healed
 
 
 def exchanges_in_an_outage() -> None:
@@ -201,12 +204,12 @@ def exchanges_in_an_outage() -> None:
 
 
 def test_an_operation_that_an_outage_held_up_goes_on_soon_after_it() -> None:
-    """By itself the kernel sends its bytes again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: 2.7 s after the network is back."""
+    """By itself the kernel sends its bytes again after 0.2, 0.6, 1.4, 3.0, 6.2 and 12.6 s: 5.6 s after the network is back."""
     with faults.Hosts(2) as hosts, faults.start_ranks(exchanges_in_an_outage, 2, hosts=hosts, timeout=90) as job:
         job.wait_for("ready", seconds=60)
         hosts.partition("host1")
         job.tell("cut")
-        time.sleep(3.5)
+        time.sleep(7)
         hosts.heal("host1")
         healed = time.monotonic()  # one clock for all namespaces
         ended = job.wait_for("ended", seconds=30)
@@ -214,7 +217,7 @@ def test_an_operation_that_an_outage_held_up_goes_on_soon_after_it() -> None:
         job.tell("over")
         job.wait()
     assert outcomes == {0: True, 1: True}
-    assert max(ended.values()) - healed < 1.6, {rank: at - healed for rank, at in ended.items()}
+    assert max(ended.values()) - healed < 4, {rank: at - healed for rank, at in ended.items()}
 
 
 def stops_behind_an_outage() -> None:

@@ -22,7 +22,7 @@ print(server.getsockname()[1], flush=True)
 peer, _ = server.accept()
 for line in sys.stdin:
     if line == "cut\\n":
-        cut_off(float(1.5))
+        cut_off(5.0)
     else:
         peer.sendall(line.encode())
     print("done", flush=True)

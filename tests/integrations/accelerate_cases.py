@@ -21,9 +21,9 @@ import ncclguard as ng
 from ncclguard import faults
 from ncclguard.evaluation import NOT_EVALUATED
 from tests.integrations.evaluation_parts import (
+    CONNECTED_WITHIN,
     CULPRIT,
     GIVEN_UP,
-    LIMIT,
     TIMEOUT,
     Fault,
     Model,
@@ -150,7 +150,7 @@ def told(call: Any) -> list[Any]:
 def unguarded(name: str) -> None:
     """A step of training, an evaluation with the fault, two more steps; plain gloo with a short limit."""
     start_together()
-    loop = Loop(LIMIT)
+    loop = Loop(CONNECTED_WITHIN)
     loop.train()
     attempt(loop.fault, name, loop.evaluate)
     faults.report(losses=[loop.train(), loop.train()])

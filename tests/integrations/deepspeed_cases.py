@@ -19,8 +19,8 @@ from ncclguard.integrations.deepspeed import patch_trainer
 from ncclguard import faults
 from ncclguard.evaluation import NOT_EVALUATED
 from tests.integrations.evaluation_parts import (
+    CONNECTED_WITHIN,
     CULPRIT,
-    LIMIT,
     TIMEOUT,
     Fault,
     attempt,
@@ -115,7 +115,7 @@ def guarded(stages: list[int], names: list[str]) -> None:
 def unguarded(name: str, stage: int) -> None:
     """A step of training, an evaluation with the fault, two more steps; plain gloo with a short limit."""
     start_together()
-    deepspeed.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=LIMIT))
+    deepspeed.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=CONNECTED_WITHIN))
     trainer = Trainer(stage)
     trainer.train()
     attempt(trainer.fault, name, trainer.evaluate)

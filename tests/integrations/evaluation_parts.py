@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ncclguard import faults
+from ncclguard import faults, torch_compat
 from ncclguard.faults.injection import reset_own_connections, store_ports
 from ncclguard.torch_compat.sockets import connections
 from tests import gloo_aborts
 
 CULPRIT = 2
 TIMEOUT = 4.0
-LIMIT = 6.0  # of the process group where there is no guard
+CONNECTED_WITHIN = 60.0  # the limit of the process group where there is no guard, as far as the evaluation
+LIMIT = 6.0  # and from there on
 BOUND = 60.0  # what an evaluation without a guard, and the training after it, may take before the job is ended
 UNCAUGHT = "metric, not caught"
 GIVEN_UP = ("metric", "batches", "skip")
@@ -148,6 +150,8 @@ def check(found: dict[int, dict[str, Any]], name: str) -> None:
 
 def attempt(fault: Fault, name: str, evaluate: Callable[[], Any]) -> None:
     """An evaluation with a fault and no guard, on connections that training uses as well."""
+    for group in torch_compat.known_groups():
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=LIMIT))
     fault.older = store_ports()
     fault.begin("metric" if name == UNCAUGHT else name)
     faults.report(evaluating=True)

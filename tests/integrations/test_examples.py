@@ -25,7 +25,7 @@ def run(*command: str) -> str:
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        output, _ = process.communicate(timeout=110)
+        output, _ = process.communicate(timeout=150)
     finally:
         if process.poll() is None:  # the launcher's ranks lead sessions of their own: it has to end them itself
             process.terminate()
@@ -59,7 +59,7 @@ def test_training_survives_an_evaluation(script: str, needs: str, fault: str, sa
         "--fault",
         fault,
         "--timeout",
-        "4",
+        "10",
     )
     assert "evaluation evaluate() at step 20" in output
     assert all(text in output for text in said), output
@@ -72,6 +72,6 @@ def test_the_deepspeed_launcher_starts_it_too() -> None:
     if launcher is None:
         pytest.skip("DeepSpeed is not installed")
     script = str(EXAMPLES / "train_deepspeed.py")
-    output = run(sys.executable, launcher, "--num_accelerators", "2", script, "--fault", "metric", "--timeout", "4")
+    output = run(sys.executable, launcher, "--num_accelerators", "2", script, "--fault", "metric", "--timeout", "10")
     assert NOT_EVALUATED in output
     assert "step 30:" in output

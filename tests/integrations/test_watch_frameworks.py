@@ -13,7 +13,7 @@ from ncclguard.faults.job import JobResult
 from tests.integrations.evaluation_parts import CULPRIT
 
 PROGRAM = Path(__file__).with_name("watch_cases.py")
-LIMIT = 2.0
+LIMIT = 6.0
 #: case -> the package it needs, and the first collective of a step, in which the others wait
 FRAMEWORKS = {
     "fsdp2": ("torch", "all_gather"),
@@ -52,7 +52,7 @@ def test_a_late_rank_and_a_killed_one_are_named(framework: str) -> None:
     """Late beyond the limit: named, and the training goes on. Killed: named at once, and nobody hangs."""
     package, collective = FRAMEWORKS[framework]
     pytest.importorskip(package)
-    job = faults.run_ranks(f"{PROGRAM}:late_and_killed", 3, args=[framework], timeout=90)
+    job = faults.run_ranks(f"{PROGRAM}:late_and_killed", 3, args=[framework], timeout=200)
     assert list(job.values("incidents").values()) == [[0, 1, 0]] * 3, str(job)
     check_late(named(job, "late", (0, 1, 2)), collective)
     killed = named(job, "killed", (0, 1))
@@ -61,7 +61,7 @@ def test_a_late_rank_and_a_killed_one_are_named(framework: str) -> None:
     for rank in (0, 1):
         reports = job[rank].reports
         assert reports["late"]["at"] - job[CULPRIT].reports["late_from"] < LIMIT + 3
-        assert reports["killed"]["at"] - job[CULPRIT].reports["killed_at"] < 5  # 0.1 to 0.2 s on a busy machine
+        assert reports["killed"]["at"] - job[CULPRIT].reports["killed_at"] < 15  # of a limit of 60 s
         assert job[rank].exit_code == 1, str(job)
     assert job[CULPRIT].signal is signal.SIGKILL
     assert not job.still_running
@@ -73,7 +73,7 @@ def test_abort_ends_a_training_that_nothing_else_would_end(framework: str) -> No
     """The late rank is alive and keeps its connections: without the abort the others would wait for torch's 1800 s."""
     package, collective = FRAMEWORKS[framework]
     pytest.importorskip(package)
-    job = faults.run_ranks(f"{PROGRAM}:hangs", 3, args=[framework], timeout=90)
+    job = faults.run_ranks(f"{PROGRAM}:hangs", 3, args=[framework], timeout=200)
     check_late(named(job, "late", (0, 1, 2)), collective)
     for rank in (0, 1):
         assert job[rank].reports["ended_at"] - job[CULPRIT].reports["late_from"] < LIMIT + 5, str(job)

@@ -23,9 +23,9 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 from ncclguard import faults
 from tests.integrations.evaluation_parts import (
+    CONNECTED_WITHIN,
     CULPRIT,
     GIVEN_UP,
-    LIMIT,
     TIMEOUT,
     Fault,
     Model,
@@ -241,7 +241,8 @@ def _has_wandb() -> bool:
 def unguarded(name: str) -> None:
     """Two steps of training, an evaluation with the fault, one more step; plain gloo with a short limit."""
     start_together()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))  # the Trainer's ddp_timeout is not for CPUs
+    # The Trainer's ddp_timeout is not for CPUs.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=CONNECTED_WITHIN))
     with tempfile.TemporaryDirectory() as folder:
         made = trainer(Careless, folder, [name])
         made.train()

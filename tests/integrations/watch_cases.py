@@ -21,7 +21,7 @@ from tests.integrations.evaluation_parts import CULPRIT, Block, Model, zero_engi
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
-LIMIT = 2.0
+LIMIT = 6.0
 Step = Callable[[torch.Tensor], object]
 
 
@@ -33,7 +33,7 @@ def late_and_killed(framework: str) -> None:
     late = ng.watch(timeout=LIMIT, on_incident=told("late"))
     train(step, 2)
     if dist.get_rank() == CULPRIT:
-        load_the_next_shard(LIMIT + 2)
+        load_the_next_shard(LIMIT + 4)
     train(step, 2)
     killed = ng.watch(timeout=60, on_hang="abort", on_incident=told("killed"))
     train(step, 2)

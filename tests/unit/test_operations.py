@@ -294,9 +294,10 @@ def validate(name: str, text: str) -> dict[str, Any]:
 def one_comes_late() -> None:
     """A rank of a job in which the second one comes after the limit."""
     dist.init_process_group("gloo")
+    ng.safe_barrier(timeout=60).raise_if_failed()  # the ranks start apart
     if dist.get_rank() == 1:
-        time.sleep(3.0)
-    assert not ng.safe_all_reduce(torch.ones(10), timeout=1.0)
+        time.sleep(8.0)
+    assert not ng.safe_all_reduce(torch.ones(10), timeout=3.0)
     dist.destroy_process_group()
 
 
