@@ -30,7 +30,6 @@ from ncclguard import lifecycle
 from ncclguard.coordination.store import BATCH, AgreementStore, Entries, Stored
 from ncclguard.environment.network import address_towards
 from ncclguard.incident.stacks import Offer, exit_status, observe, process_state
-from ncclguard.protocol.decision import Departure
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import tr
 
@@ -480,8 +479,8 @@ class Neighbours:
         key = self._liveness.identity.host_key
         self.here = [one for rank, one in self._known.items() if one.host_key == key and rank != self._rank]
 
-    def departures(self, within: float = 0.0) -> list[Departure]:
-        """Ranks seen here whose process is gone: positive evidence, never silence.
+    def departures(self, within: float = 0.0) -> list[tuple[int, str]]:
+        """Ranks seen here whose process is gone, with the evidence: never silence.
 
         One rank of the host looks at the others every `within` seconds: with each at all, 64 ranks that wait would keep
         a core busy with /proc.
@@ -495,7 +494,7 @@ class Neighbours:
             evidence = self.gone(rank)  # which a caller's thread may have asked before
             if evidence:
                 self._told.add(rank)
-                found.append(Departure(rank, Cause.LOST, evidence))
+                found.append((rank, evidence))
         return found
 
     def first_here(self) -> bool:

@@ -189,7 +189,8 @@ class Monitor:
             self._follows = follows
             self._leaving = Departure(self.rank, cause, text, details=details or {}, terminated=terminated)
             if self.session_ready.is_set() and (cause is Cause.EXITED or terminated):
-                self._store.tell_host(f"left/{self.rank}", "1")  # for those that cannot ask the store any more
+                # For those that cannot ask the store any more, and for the end before the monitor's next turn.
+                self._store.tell_host(f"left/{self.rank}", cause.value)
         self._wake.set()
         return self._left.wait(seconds)
 
@@ -228,9 +229,21 @@ class Monitor:
         told = self._store.told_here(f"{key}/alone/{rank}") if self.session_ready.is_set() else None
         return told is not None and float(told) >= since
 
-    def left(self, rank: int) -> bool:
-        """Return whether a rank of this host has told it that it ends as it should; known without the store."""
-        return self.session_ready.is_set() and self._store.told_here(f"left/{rank}") is not None
+    def left(self, rank: int) -> Cause | None:
+        """Return how a rank of this host has told it that it ends as it should, or None; known without the store."""
+        told = self._store.told_here(f"left/{rank}") if self.session_ready.is_set() else None
+        return None if told is None else Cause(told)
+
+    def seen_gone(self, rank: int, evidence: str, details: Mapping[str, object] | None = None) -> Departure:
+        """Return the departure of a rank of this host that is gone without a word in the store."""
+        left = self.left(rank)
+        terminated = left is Cause.LOST
+        return Departure(rank, left or Cause.LOST, evidence, details=details or {}, terminated=terminated)
+
+    def in_call_with(self, rank: int) -> bool:
+        """Return whether this process is in a guarded call that a rank is part of, which ends if that one is gone."""
+        states = [state for state in self.states() if state.guarded and state.call is not None]
+        return any(rank in state.member.participants for state in states)
 
     def awaited(self, seconds: float) -> list[dict[str, Any]] | None:
         """Return who is awaited in open operations, see `Inquiries.awaited`; None: no answer in time."""
@@ -254,6 +267,16 @@ class Monitor:
                 now, slept = time.monotonic(), time.monotonic() - now
                 self._connection.pace.met(max(0.0, slept - interval), now)  # the machine is busy, or the interpreter
             self._wake.clear()
+        self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        """Where the process is ended before this thread had a turn."""
+        if self._leaving is None or self._left.is_set() or not self.session_ready.is_set() or self.unavailable:
+            return
+        try:
+            self._announce_departure(self._leaving)
+        except StoreUnavailable as error:
+            self._lose_store(str(error))
 
     def _interval(self) -> float:
         timing = self.timing
@@ -385,6 +408,10 @@ class Monitor:
         self.unavailable = tr("the store cannot be used any more ({why})", why=why)
         log.warning("ncclguard: rank %d: %s; verdicts are local from now on", self.rank, self.unavailable)
         self._left.set()
+        for key, revocation in list(self._revocations.items()):
+            if revocation.step_without_store():
+                del self._revocations[key]
+                self._settings.publish(revocation)
         for state in self.states():
             state.make_unavailable(self.unavailable)
 
@@ -490,9 +517,9 @@ class Monitor:
         self._left.set()
 
     def _witness_departures(self) -> None:
-        for departure in self.neighbours.departures(self.timing.period):
-            if departure.rank not in self._departures:
-                self.witness(departure)
+        for rank, evidence in self.neighbours.departures(self.timing.period):
+            if rank not in self._departures:
+                self.witness(self.seen_gone(rank, evidence))
 
     def _apply_departures(self) -> None:
         for state in self.states() if self._departures else ():
@@ -536,11 +563,12 @@ class Monitor:
             self._departures.read(self._store, within, self._departed, in_portions=not decides)
         return self._departures.all()
 
-    def witness(self, departure: Departure, done: dict[str, int] | None = None) -> None:
-        """Enter a departure for all; from the monitor's own thread only."""
+    def witness(self, departure: Departure, done: dict[str, int] | None = None) -> Departure:
+        """Enter a departure for all, and return it as it was entered first; from the monitor's own thread only."""
         count = self._departures.post(self._store, departure, done or {})
         if count:
             self.post({"kind": "departed", "count": count})
+        return self._departures.all()[departure.rank]
 
     def describe(self, state: GroupState, report: Report) -> Report:
         return self._settings.describe(state, report)

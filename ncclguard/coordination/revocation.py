@@ -213,7 +213,20 @@ class Revocation:
             self._store.put(
                 "histories", histories(self._reports, gone, verdict.culprit_ranks)
             )  # before the verdict, on the same connection
-        return self._end(codec.loads_verdict(self._store.first("verdict", codec.dumps(verdict))), now)
+        text = self._store.first("verdict", codec.dumps(verdict))
+        self._store.tell_host("verdict", text)
+        return self._end(codec.loads_verdict(text), now)
+
+    def step_without_store(self) -> bool:
+        """Adopt the verdict where a rank of this host has told it; True once it is."""
+        text = self._store.told_here("verdict")
+        if text is None:
+            return False
+        try:
+            self._adopt(codec.loads_verdict(text))
+        except StoreUnavailable:  # it has to have the result from there
+            return False
+        return True
 
     def _answer(self, describe: Describe, now: float) -> None:
         began = time.monotonic()
@@ -281,7 +294,9 @@ class Revocation:
 
     def histories(self) -> str | None:
         """Return what the ranks remember of their last operations, left by the coordinator beside its verdict."""
-        return self._store.read("histories")
+        with contextlib.suppress(StoreUnavailable):  # the verdict is there
+            return self._store.read("histories")
+        return None
 
     def _end(self, verdict: Verdict, now: float) -> bool:
         """Adopt the verdict; in the process that may have the store only once the others have, or after a moment.

@@ -480,7 +480,8 @@ class WorkQueue:
 
     def join(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        for thread in (self._thread, self._caller):
+        for name in ("_thread", "_caller"):  # which the first may only just have started
+            thread: threading.Thread | None = getattr(self, name)
             if thread is not None and thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(0.0, end - time.monotonic()))
 

@@ -268,12 +268,14 @@ _WAITING = "running"  # the state, in an incident, of a rank that is in the coll
 ABORTED = "killed by SIGABRT"
 #: Seconds after a process ended without a goodbye at which that is an incident although nobody waits in a collective.
 LOST_GRACE = 0.7
+#: The same of one that a guarded call of this rank waits for.
+GUARDED_GRACE = 5.0
 #: Collectives before the one it waits in that a rank compares with what the others called.
 COMPARED = 2
 #: Collectives of a group whose callers are kept in the store, each in a key of its own until a later one needs it.
 KEPT_OPEN = 4
 #: Seconds after which a process that ended is spoken of although the monitor has not come to it: the store blocks.
-SPEAK_AFTER = 0.3
+SPEAK_AFTER = 1.0
 
 
 @dataclass(kw_only=True)
@@ -330,13 +332,17 @@ class WatchCoordination:
 
     def left_well(self, rank: int) -> bool:
         """Return whether a rank of this host has ended as it should, and nothing here waits for it."""
-        return self._monitor.left(rank) and not any(rank in pending.ranks for pending in self.waiting)
+        return self._monitor.left(rank) is not None and not any(rank in pending.ranks for pending in self.waiting)
 
     def overdue(self, now: float) -> None:
         """Speak of an ended process by oneself, where the monitor does not: the store does not answer then."""
+        if self._state.verdicts:  # it may have ended because of that, and the next is asked about after its delivery
+            return
         with self._lock:
             left = {
-                r: e for r, (e, seen) in self._ended.items() if self._monitor.unavailable or now - seen > SPEAK_AFTER
+                rank: evidence
+                for rank, (evidence, seen) in self._ended.items()
+                if self._monitor.unavailable or now - seen > self._grace(rank, SPEAK_AFTER)
             }
             for rank in left:
                 del self._ended[rank]
@@ -365,14 +371,16 @@ class WatchCoordination:
     def _look_at_departures(self, now: float) -> None:
         if not (self._ended or self.waiting or self._state.member.trouble or self._known.keys() - self._handled):
             return
+        if self._state.verdicts:  # a rank may have ended because of one that is still to be delivered here
+            return
         with self._lock:
             ended = dict(self._ended)
         departed = self._monitor.read_departures()
         for rank, (evidence, _) in ended.items():
             if rank not in departed:
-                departed[rank] = self._departure(rank, evidence)
-                self._monitor.witness(departed[rank])
-                self._lost(rank, evidence)
+                departed[rank] = self._monitor.witness(self._departure(rank, evidence))
+                if departed[rank].cause is Cause.LOST:
+                    self._lost(rank, evidence)
             with self._lock:  # only now: where the store is gone, what is above fails, and `overdue` speaks of them
                 self._ended.pop(rank, None)
         participants = self._state.member.participants
@@ -396,7 +404,11 @@ class WatchCoordination:
         awaited = any(departure.rank in pending.ranks for pending in self._state.observation.pending)
         if departure.cause is Cause.EXITED or departure.terminated or is_interrupt(departure):
             return self._in_vain(departure, known)
-        return awaited or (departure.cause is Cause.LOST and known >= LOST_GRACE)
+        return awaited or (departure.cause is Cause.LOST and known >= self._grace(departure.rank, LOST_GRACE))
+
+    def _grace(self, rank: int, seconds: float) -> float:
+        """Return for how long it is kept back that a rank is gone: a guarded call may be about to say it."""
+        return GUARDED_GRACE if self._monitor.in_call_with(rank) else seconds
 
     def _in_vain(self, departure: Departure, known: float) -> bool:
         """Return whether this rank waits for a collective that one which left has not issued."""
@@ -409,8 +421,8 @@ class WatchCoordination:
 
     def _departure(self, rank: int, evidence: str) -> Departure:
         details = {p.rank: {"host": p.host, "pid": p.pid} for p in self._monitor.neighbours.here}
-        terminated = self._follows(rank, evidence)
-        return Departure(rank, Cause.LOST, evidence, details=details.get(rank, {}), terminated=terminated)
+        departure = self._monitor.seen_gone(rank, evidence, details.get(rank))
+        return replace(departure, terminated=departure.terminated or self._follows(rank, evidence))
 
     def _follows(self, rank: int, evidence: str) -> bool:
         """Return whether the end of a process is what the last incident has led to, and not another one.
@@ -449,6 +461,8 @@ class WatchCoordination:
 
         Also what it called just before: a mismatch may have ended here, with rubbish, and not on the others.
         """
+        if self._state.verdicts:  # what is awaited here is told of there
+            return
         generation = self._state.member.generation
         before = [
             ended

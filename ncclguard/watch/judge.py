@@ -262,8 +262,8 @@ def _mismatch(
     for channel, (sequence, members) in sorted(stalled.items()):
         called = {}
         for rank in members:
-            source = departed.get(rank) or reports.get(rank)
-            said = None if source is None else source.watched
+            sources = (departed.get(rank), reports.get(rank))  # one that raised has not said it when it left
+            said = next((one.watched for one in sources if one is not None and one.watched is not None), None)
             operation = _issued(waits.get(rank, ()), said, channel, sequence)
             if operation is not None:
                 called[rank] = Report(rank=rank, generation=0, operation=operation)

@@ -114,7 +114,8 @@ class Processes:
 
     def close(self) -> None:
         """Release the descriptors; not while a thread waits."""
-        for descriptor in (self._bell, *self._descriptors):
+        bell, self._bell = self._bell, -1  # its number is soon another's
+        for descriptor in (bell, *self._descriptors):
             os.close(descriptor)
         self._descriptors.clear()
 
@@ -173,6 +174,8 @@ AGAIN: float = 5.0
 ALONE_AFTER: float = 4.0
 #: Seconds that an exception which ends the program waits for the verdict on who caused it.
 LAST_WORDS: float = 2.0
+#: Seconds for which the end of the program waits for this thread, which may be about to deliver a verdict.
+DELIVERED_WITHIN: float = 5.0
 #: Seconds after a backend has reported a broken connection at which that is an incident: who died is known by then.
 BROKEN_GRACE: float = 3.0
 #: The same, once nothing can be agreed any more: the others, who decide alone too, are to find this process alive.
@@ -275,7 +278,8 @@ class Watcher:
         self._settings = settings
         self._config = current_config()
         self._processes = Processes()
-        self._coordination = WatchCoordination(monitor, state, rank, self._config.warn_after, self._ask, self._wakes)
+        asks = partial(self._ask, unless=self._is_aborted)
+        self._coordination = WatchCoordination(monitor, state, rank, self._config.warn_after, asks, self._wakes)
         self._counters: dict[str, tuple[tuple[int, int], float]] = {}
         self._examined: dict[str, tuple[tuple[int, int], float]] = {}
         self._told: dict[str, int] = {}  # channel -> number of the collective that the last incident was about
@@ -329,9 +333,9 @@ class Watcher:
         self._sampler.close()
         self._wakes()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(1.0)
-        self.finish_callbacks()
+            self._thread.join(DELIVERED_WITHIN)
         self._state.observe_no_more()
+        self.finish_callbacks()
 
     def finish_callbacks(self) -> None:
         """Give functions of the program that have been begun a moment to return: the process is about to end."""
@@ -394,6 +398,10 @@ class Watcher:
         ends = self._settings.abort or bool(limits)
         return self._over or any(one.incident and (ends or one.departed) for one in tuple(self._state.verdicts))
 
+    def _is_aborted(self) -> bool:
+        """Return whether every collective of the job is ended, or about to be: other ranks end with them."""
+        return self._settings.abort and self._is_over()
+
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
@@ -405,10 +413,10 @@ class Watcher:
                 self._processes.learn(self._monitor.neighbours.here)
                 for rank, evidence in self._wait(period):
                     self._coordination.process_ended(rank, evidence)
-                self._coordination.overdue(time.monotonic())
                 if self._closing:
                     break
                 self._deliver()
+                self._coordination.overdue(time.monotonic())
                 self._tell_of_slow()
                 self._look(time.monotonic())
                 self._go_alone(time.monotonic())
@@ -510,6 +518,8 @@ class Watcher:
 
     def _heed_backends(self, now: float) -> None:
         """Find out whose fault it is when torch's own watchdog gives up: it is about to end this process."""
+        if self._state.verdicts:  # one may be on this, and others have ended it
+            return
         for channel, kind in self._state.recorder.errors().items():
             since = self._broken.setdefault(channel, now)
             ended_here = channel.rpartition(":")[0] in limits
@@ -613,6 +623,7 @@ class Watcher:
 
     def _conclude(self, incident: Incident, verdict: Verdict | None) -> None:
         self._coordination.last = incident
+        self._coordination.waiting = ()  # until the next look, in which what has been told is left out
         observation = self._state.observation
         self._told |= {p.channel: p.sequence for p in observation.pending}
         self._last_told = _number(observation.latest)

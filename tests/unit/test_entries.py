@@ -142,5 +142,5 @@ def test_a_rank_that_was_found_gone_meanwhile_is_announced_too() -> None:
         everyone[0].step(now, True)
     cast(Any, everyone[0]._liveness).look = lambda peer: (Sight.GONE, "its pid does not exist")
     assert everyone[0].gone(1)
-    assert sorted(departure.rank for departure in everyone[0].departures()) == [1, 2]
+    assert sorted(rank for rank, _ in everyone[0].departures()) == [1, 2]
     assert everyone[0].departures() == []
