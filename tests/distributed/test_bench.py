@@ -229,9 +229,9 @@ def test_ranks_do_not_outlive_the_process_that_started_them() -> None:
 
 
 def test_ranks_that_do_not_move_any_more_are_killed() -> None:
-    """Both ranks stopped, nothing moves for 15 s: they are killed, the bench says so and returns 1."""
+    """Both ranks stopped, nothing moves for 40 s: they are killed, the bench says so and returns 1."""
     program = (
-        "import sys; from ncclguard.bench.ranks import Supervisor; sys.exit(Supervisor(sys.argv[1:], 2, 15.0).run())"
+        "import sys; from ncclguard.bench.ranks import Supervisor; sys.exit(Supervisor(sys.argv[1:], 2, 40.0).run())"
     )
     running = Running("--numel", "1e6", "--iters", "100000", program=["-c", program])
     running.wait_for_line("#         (B)")
@@ -239,7 +239,7 @@ def test_ranks_that_do_not_move_any_more_are_killed() -> None:
         rank.suspend()
     code, output = running.end()
     assert code == 1, output
-    assert "no rank moved for 15 s; killed: ranks 0, 1." in output
+    assert "no rank moved for 40 s; killed: ranks 0, 1." in output
 
 
 def test_under_torchrun_its_world_is_used(tmp_path: Path) -> None:

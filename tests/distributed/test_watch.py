@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import logging
@@ -543,40 +542,6 @@ def test_a_rank_in_a_collective_of_another_group_is_named_by_all(stalled: faults
 def test_an_abort_ends_the_collectives_so_that_the_ranks_end_by_themselves(stalled: faults.JobResult) -> None:
     assert not stalled.still_running, str(stalled)
     assert [rank.exit_code for rank in stalled] == [1] * 4, str(stalled)
-
-
-def aborts_before_all_are_told() -> None:
-    """Rank 2 is in a collective of another group, and hears of it after the others have ended what it waits in."""
-    deliver = watcher.Watcher._deliver
-
-    def deliver_late(self: watcher.Watcher) -> None:
-        if self._state.verdicts:
-            time.sleep(5.0 if dist.get_rank() == CULPRIT else 1.0)
-        deliver(self)
-
-    watcher.Watcher._deliver = deliver_late  # type: ignore[method-assign]
-    ng.watch(timeout=60)
-    dist.init_process_group("gloo")
-    other = dist.new_group()
-    dist.all_reduce(torch.ones(10))
-    dist.all_reduce(torch.ones(10), group=other)
-    ng.safe_barrier(timeout=60).raise_if_failed()
-    ng.watch(
-        timeout=3, on_hang="abort"
-    )  # only now: on a busy machine the first collectives may take some ranks seconds
-    if dist.get_rank() == CULPRIT:
-        dist.barrier(group=other)
-    with contextlib.suppress(RuntimeError):
-        dist.all_reduce(torch.ones(10))
-    time.sleep(12)  # there to be asked
-
-
-@recorded
-def test_what_an_abort_breaks_on_a_rank_that_is_still_to_be_told_is_no_second_incident(tmp_path: Path) -> None:
-    result = faults.run_ranks(aborts_before_all_are_told, 4, timeout=60, env={"NCCLGUARD_REPORT_DIR": str(tmp_path)})
-    assert not result.still_running, str(result)
-    (incident,) = [json.loads(file.read_text())["incident"] for file in tmp_path.glob("*.json")]
-    assert (incident["cause"], incident["culprits"]) == ("diverged", [CULPRIT]), str(result)
 
 
 def hangs_and_is_ended(number: int) -> None:
