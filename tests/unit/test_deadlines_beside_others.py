@@ -264,6 +264,10 @@ def test_exit_code_is_zero_and_exit_is_quick_with_a_block_open_in_a_daemon_threa
             pass
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], timeout=STARTED_AND_ENDED, check=False, capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(code)],
+        timeout=STARTED_AND_ENDED,
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
