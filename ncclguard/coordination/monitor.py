@@ -270,7 +270,7 @@ class Monitor:
         self._say_goodbye()
 
     def _say_goodbye(self) -> None:
-        """Where the process is ended before this thread had a turn."""
+        """Announce the departure of a process that has ended this thread before its next turn."""
         if self._leaving is None or self._left.is_set() or not self.session_ready.is_set() or self.unavailable:
             return
         try:
