@@ -228,6 +228,7 @@ def test_ranks_do_not_outlive_the_process_that_started_them() -> None:
     running.end()
 
 
+@pytest.mark.thorough
 def test_ranks_that_do_not_move_any_more_are_killed() -> None:
     """Both ranks stopped, nothing moves for 40 s: they are killed, the bench says so and returns 1."""
     program = (
@@ -255,7 +256,7 @@ def test_under_torchrun_its_world_is_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    ["kill", "mismatch", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("late", "stop", "reset"))],
+    ["kill", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mismatch", "late", "stop", "reset"))],
 )
 def test_a_rehearsed_fault_is_named_and_the_next_call_succeeds(fault: str) -> None:
     """Rank 1 of three misbehaves: every live rank says who and why, the next call is good, exit code 0."""

@@ -144,8 +144,7 @@ def torchrun(*arguments: str, ranks: int = 4) -> tuple[str, ...]:
     [
         "kill",
         "late",
-        "group",
-        *(pytest.param(name, marks=THOROUGH) for name in ("size", "raise", "exit", "gil", "stop")),
+        *(pytest.param(name, marks=THOROUGH) for name in ("group", "size", "raise", "exit", "gil", "stop")),
     ],
 )
 def test_a_rank_of_an_unchanged_program_is_named(fault: str, tmp_path: Path, job: str) -> None:
@@ -162,6 +161,7 @@ def test_a_rank_of_an_unchanged_program_is_named(fault: str, tmp_path: Path, job
         assert any("save_checkpoint" in frame for frame in culprit.stack), culprit
 
 
+@THOROUGH
 def test_a_late_rank_is_named_where_torchs_own_limit_passes_first(tmp_path: Path, job: str) -> None:
     """gloo raises on the ranks that wait, and nothing of ours has passed yet."""
     script = TRAINING.replace(f"({LIMIT} + 4)", "(90)")
@@ -280,7 +280,7 @@ WATCHES = {
 }
 
 
-@pytest.mark.parametrize("when", list(WATCHES))
+@pytest.mark.parametrize("when", [pytest.param("before", marks=THOROUGH), "after"])
 def test_a_program_that_watches_itself_is_watched_once(when: str, tmp_path: Path, job: str) -> None:
     ended = report(tmp_path, job, WATCHES[when], "ng.safe_barrier(timeout=20).raise_if_failed()")
     assert ended.code == 0, ended.output

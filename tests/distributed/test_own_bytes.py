@@ -110,7 +110,7 @@ def with_little_time(calls: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("memory", ["0", "1"])
+@pytest.mark.parametrize("memory", ["0", pytest.param("1", marks=pytest.mark.thorough)])
 def test_memory_that_is_freed_at_once_after_limits_of_10_to_250_ms_is_never_written_into(memory: str) -> None:
     """50 gathers, gathers of objects, reduce-scatters and all-reduces of 8 to 48 MB: every rank lives, no pattern changes."""
     env = {"NCCLGUARD_CROSS_MEMORY": memory}

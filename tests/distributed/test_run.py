@@ -259,6 +259,7 @@ def test_a_host_that_is_lost_with_its_launcher_is_not_waited_for_at_the_end(tmp_
     assert len((tmp_path / "samples").read_text().split()) > 60 * 2 * 8
 
 
+@pytest.mark.thorough
 def test_spares_take_the_places_of_lost_ranks_one_of_them_twice(tmp_path: Path) -> None:
     """Rank 0, then the process that has its place, then another: all ranks train to the end, with each sample once."""
     steps, killed, lines = 400, list[int](), list[str]()
@@ -340,6 +341,7 @@ def test_who_takes_a_lost_ranks_place_evaluates_with_the_others_where_no_step_is
     )
 
 
+@pytest.mark.thorough
 def test_with_replicas_a_spare_gets_its_shard_and_the_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     """HSDP without copies; all ranks have the same rows, so the mean over three of them is that over four."""
     (tmp_path / "train.py").write_text(REPLICATED)

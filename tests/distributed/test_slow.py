@@ -66,6 +66,7 @@ def test_a_slow_rank_is_named_on_all_ranks_alike() -> None:
 
 @recorded
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_nobody_is_named_among_equals() -> None:
     result = faults.run_ranks(trains, 4, args=[None, 60.0], timeout=150).check()
     assert [result[rank].reports["told"] for rank in range(4)] == [[]] * 4, str(result)

@@ -17,7 +17,7 @@ WHOLE = [12.0, 1.0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_training_goes_on_bit_for_bit(stage: int) -> None:
     job = faults.run_ranks(f"{PROGRAM}:guarded", 4, args=[[stage], [*CASES, "none again"]], timeout=200)
     assert all(rank.exit_code == 0 for rank in job), str(job)
@@ -38,7 +38,7 @@ def test_training_goes_on_bit_for_bit(stage: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_without_the_guard_the_job_ends(stage: int) -> None:
     """With ZeRO-3 rank 2's gather for training meets the others' reduction in the evaluation: gloo aborts one of them."""
     ended = without_guard(PROGRAM, stage)

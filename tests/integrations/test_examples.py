@@ -67,6 +67,7 @@ def test_training_survives_an_evaluation(script: str, needs: str, fault: str, sa
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_deepspeed_launcher_starts_it_too() -> None:
     launcher = shutil.which("deepspeed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if launcher is None:

@@ -47,7 +47,7 @@ def test_under_every_wrapping(wrapped: dict[str, Any], name: str) -> None:
     assert after["asked"] == ["logits", "hidden_states"]
 
 
-@pytest.mark.parametrize("first", ["compiled", "patched"])
+@pytest.mark.parametrize("first", [pytest.param("compiled", marks=pytest.mark.thorough), "patched"])
 def test_compiled_as_one_graph(first: str) -> None:
     torch._dynamo.reset()
     model = cases.classifier(output_hidden_states=True)

@@ -14,7 +14,14 @@ from tests.protocol.steps import Job
 FULL = os.environ.get("PROTOCOL_BOUND") == "full"
 
 
-@pytest.mark.parametrize("chosen", [pytest.param(chosen, id=name) for name, chosen in jobs(2, 2)])
+#: Those of two faults that take longest; without "shrink" their programs are explored always.
+LONG = ("barrier, windowed, shrink", "small stream, large stream, shrink", "small, large, shrink")
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [pytest.param(chosen, id=name, marks=[pytest.mark.thorough] * (name in LONG)) for name, chosen in jobs(2, 2)],
+)
 def test_two_ranks_two_operations_two_faults_all_schedules(chosen: Job) -> None:
     explored = explore(Fabric(chosen))
     assert not explored.error, (explored.error, explored.trace)

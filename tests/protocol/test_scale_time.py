@@ -99,6 +99,7 @@ def test_one_silent_rank_is_named_to_all_in_time(size: int, monkeypatch: pytest.
     assert incident.ranks[-1].state == "silent"
 
 
+@pytest.mark.thorough
 def test_a_silent_half_of_the_job_is_named_to_the_other_half_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     world = joined(2000, monkeypatch)
     half = range(1000, 2000)

@@ -22,13 +22,22 @@ def first_broken(fabric: type[Fabric], ranks: int, faults: int, schedules: int) 
     return None
 
 
-@pytest.mark.parametrize(("ranks", "faults"), [(3, 4), (5, 3), pytest.param(8, 2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("ranks", "faults"), [(3, 4), *(pytest.param(*bound, marks=pytest.mark.thorough) for bound in ((5, 3), (8, 2)))]
+)
 def test_every_schedule_ends_with_all_invariants(ranks: int, faults: int) -> None:
     broken = first_broken(Fabric, ranks, faults, 30)
     assert broken is None, broken
 
 
-@pytest.mark.parametrize("name", [name for name in MUTATIONS if name != TOO_RARE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * name.startswith("the mark:"))  # takes as long as all others
+        for name in MUTATIONS
+        if name != TOO_RARE
+    ],
+)
 def test_random_schedules_notice_the_protocol_without(name: str) -> None:
     """So that the test above is known to see something."""
     assert first_broken(MUTATIONS[name], 3, 2, 200) is not None
