@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -106,11 +106,11 @@ class Processes:
         return found
 
     def wake(self) -> None:
-        """End the wait; any thread."""
-        try:
-            os.eventfd_write(self._bell, 1)
-        except OSError:  # closed meanwhile
-            return
+        """End the wait; any thread, also after `close`."""
+        bell = self._bell
+        if bell >= 0:
+            with suppress(OSError):  # closed meanwhile
+                os.eventfd_write(bell, 1)
 
     def close(self) -> None:
         """Release the descriptors; not while a thread waits."""
