@@ -277,6 +277,8 @@ class Monitor:
             self._announce_departure(self._leaving)
         except StoreUnavailable as error:
             self._lose_store(str(error))
+        except Exception:
+            log.exception("ncclguard: the monitor of rank %d could not say that it leaves", self.rank)
 
     def _interval(self) -> float:
         timing = self.timing
@@ -408,10 +410,13 @@ class Monitor:
         self.unavailable = tr("the store cannot be used any more ({why})", why=why)
         log.warning("ncclguard: rank %d: %s; verdicts are local from now on", self.rank, self.unavailable)
         self._left.set()
-        for key, revocation in list(self._revocations.items()):
-            if revocation.step_without_store():
-                del self._revocations[key]
-                self._settings.publish(revocation)
+        try:
+            for key, revocation in list(self._revocations.items()):
+                if revocation.step_without_store():
+                    del self._revocations[key]
+                    self._settings.publish(revocation)
+        except Exception:
+            log.exception("ncclguard: the monitor of rank %d met an unexpected error and goes on", self.rank)
         for state in self.states():
             state.make_unavailable(self.unavailable)
 

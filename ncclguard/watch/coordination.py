@@ -334,6 +334,12 @@ class WatchCoordination:
         """Return whether a rank of this host has ended as it should, and nothing here waits for it."""
         return self._monitor.left(rank) is not None and not any(rank in pending.ranks for pending in self.waiting)
 
+    def delivered(self) -> None:
+        """A verdict has been delivered, which may have taken long: the monitor comes first to what was put off."""
+        with self._lock:
+            self._ended = {rank: (evidence, time.monotonic()) for rank, (evidence, _) in self._ended.items()}
+        self._monitor.wake()
+
     def overdue(self, now: float) -> None:
         """Speak of an ended process by oneself, where the monitor does not: the store does not answer then."""
         if self._state.verdicts:  # it may have ended because of that, and the next is asked about after its delivery

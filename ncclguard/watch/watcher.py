@@ -278,7 +278,8 @@ class Watcher:
         self._settings = settings
         self._config = current_config()
         self._processes = Processes()
-        asks = partial(self._ask, unless=self._is_aborted)
+        self._aborted = False  # every collective of the job has been ended, and processes end with them
+        asks = partial(self._ask, unless=lambda: self._aborted)
         self._coordination = WatchCoordination(monitor, state, rank, self._config.warn_after, asks, self._wakes)
         self._counters: dict[str, tuple[tuple[int, int], float]] = {}
         self._examined: dict[str, tuple[tuple[int, int], float]] = {}
@@ -394,13 +395,15 @@ class Watcher:
 
     def _is_over(self) -> bool:
         """Return whether what breaks from now on is a consequence; a verdict may have come and not been delivered."""
-        # Where others have been told already, they may have ended what this rank waits in.
-        ends = self._settings.abort or bool(limits)
-        return self._over or any(one.incident and (ends or one.departed) for one in tuple(self._state.verdicts))
+        return self._over or any(map(self._ends_elsewhere, tuple(self._state.verdicts)))
 
-    def _is_aborted(self) -> bool:
-        """Return whether every collective of the job is ended, or about to be: other ranks end with them."""
-        return self._settings.abort and self._is_over()
+    def _ends_elsewhere(self, verdict: Verdict) -> bool:
+        """Return whether ranks that have been told a verdict have ended what this one waits in."""
+        incident = incidents.from_json(verdict.incident)
+        if incident is None:
+            return False
+        group = incident.op_id.rpartition("/")[0].rpartition(":")[0]
+        return self._settings.abort or bool(verdict.departed) or group in limits
 
     # ------------------------------------------------------------------ the thread
 
@@ -611,6 +614,7 @@ class Watcher:
                     self._conclude(incident, verdict)
             finally:
                 self._state.verdicts.popleft()
+                self._coordination.delivered()
 
     def _end(self, incident: Incident, number: int) -> None:
         """Let groups that are guarded by this watch end what a verdict is about, before anybody hears of it."""
@@ -647,6 +651,7 @@ class Watcher:
         if self._settings.on_incident is not None:
             self._callbacks.call("on_incident", partial(self._settings.on_incident, incident))
         if self._settings.abort:
+            self._aborted = True
             self._abort(incident)
 
     def _abort(self, incident: Incident) -> None:
