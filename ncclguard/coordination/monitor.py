@@ -237,7 +237,7 @@ class Monitor:
     def seen_gone(self, rank: int, evidence: str, details: Mapping[str, object] | None = None) -> Departure:
         """Return the departure of a rank of this host that is gone without a word in the store."""
         left = self.left(rank)
-        terminated = left is Cause.LOST
+        terminated = left is Cause.LOST  # it has told so when it was sent SIGTERM
         return Departure(rank, left or Cause.LOST, evidence, details=details or {}, terminated=terminated)
 
     def in_call_with(self, rank: int) -> bool:

@@ -480,10 +480,14 @@ class WorkQueue:
 
     def join(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        for name in ("_thread", "_caller"):  # which the first may only just have started
-            thread: threading.Thread | None = getattr(self, name)
-            if thread is not None and thread is not threading.current_thread() and thread.is_alive():
-                thread.join(max(0.0, end - time.monotonic()))
+        _join(self._thread, end)
+        _join(self._caller, end)  # read only now: the first may just have started it
+
+
+def _join(thread: threading.Thread | None, end: float) -> None:
+    """Wait for a thread, unless it is this one, until ``time.monotonic()`` is `end`."""
+    if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:

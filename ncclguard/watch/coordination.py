@@ -367,8 +367,9 @@ class WatchCoordination:
         if self._monitor.departures_begun and not self.hurried:
             self.hurried = True
             self._hurry()
-        self._look_at_departures(now)
-        self._publish(store)
+        if not self._state.verdicts:  # what is seen now may follow from one, or be told of in it
+            self._look_at_departures(now)
+            self._publish(store)
         if self._question is not None:
             self._collect(self._question, now, store)
         else:
@@ -376,8 +377,6 @@ class WatchCoordination:
 
     def _look_at_departures(self, now: float) -> None:
         if not (self._ended or self.waiting or self._state.member.trouble or self._known.keys() - self._handled):
-            return
-        if self._state.verdicts:  # a rank may have ended because of one that is still to be delivered here
             return
         with self._lock:
             ended = dict(self._ended)
@@ -467,8 +466,6 @@ class WatchCoordination:
 
         Also what it called just before: a mismatch may have ended here, with rubbish, and not on the others.
         """
-        if self._state.verdicts:  # what is awaited here is told of there
-            return
         generation = self._state.member.generation
         before = [
             ended

@@ -23,7 +23,7 @@ from ncclguard.coordination.monitor import Monitor
 from ncclguard.coordination.revocation import Revocation
 from ncclguard.engine import runtime
 from ncclguard.watch.watcher import Watcher
-from tests.distributed.test_watch import recorded
+from tests.distributed.test_watch import know_each_other, recorded
 from tests.ports import free_port
 
 
@@ -54,10 +54,9 @@ def hold_monitor(seconds: float) -> None:
 
 
 def meet() -> None:
-    """Begin together, and know each other's processes: before, nobody knows that one is gone."""
+    """Begin together, and know each other's processes."""
     ng.safe_barrier(timeout=60).raise_if_failed()
-    while len(runtime.current().monitor.neighbours.here) < dist.get_world_size() - 1:
-        time.sleep(0.05)
+    know_each_other()
     dist.barrier()
 
 

@@ -88,9 +88,7 @@ def test_watch_keeps_the_newest_of_each_group_only(monkeypatch: pytest.MonkeyPat
     store = HashStore()
     agreement = AgreementStore(store, "here")
     member = types.SimpleNamespace(generation=0, frozen=False, trouble=None, participants=(0, 1), members=(0, 1))
-    state = types.SimpleNamespace(
-        member=member, observation=Observation(), asked=0.0, key="watch", age=lambda p: 40.0, verdicts=()
-    )
+    state = types.SimpleNamespace(member=member, observation=Observation(), asked=0.0, key="watch", age=lambda p: 40.0)
     posted: list[dict[str, object]] = []
     monitor = types.SimpleNamespace(post=posted.append)
     said: list[str] = []
