@@ -19,6 +19,7 @@ import torch
 from ncclguard import config
 from ncclguard.environment import network
 from ncclguard.faults import fork, launcher
+from tests import preforked
 
 hypothesis.settings.register_profile("ncclguard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ncclguard")
@@ -98,6 +99,13 @@ def own_processes() -> Iterator[None]:
     """The ranks of this file's tests are processes of their own, which end like any program's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "DEFAULT", "processes")
+        yield
+
+
+@pytest.fixture(scope="module")
+def preforked_programs() -> Iterator[None]:
+    """The programs that this file's tests start, and what these start, are forks too: preforked.py says how."""
+    with preforked.programs():
         yield
 
 

@@ -80,11 +80,11 @@ def possible(env: Mapping[str, str]) -> bool:
                         del os.environ[name]
                     else:
                         os.environ[name] = value
-            _started_with = _early(os.environ)
-        return _early(env) == _started_with
+            _started_with = early(os.environ)
+        return early(env) == _started_with
 
 
-def _early(env: Mapping[str, str]) -> dict[str, str]:
+def early(env: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in env.items() if k.startswith(_READ_EARLY) and not k.startswith(_READ_LATE)}
 
 
@@ -153,7 +153,7 @@ def _run(
             with contextlib.suppress(OSError):  # not root
                 _put_over_hosts(*entrance)
         elif entrance:
-            _enter_host(*entrance)
+            enter_host(*entrance)
         runpy.run_module("ncclguard.faults", run_name="__main__", alter_sys=True)
     except SystemExit as leaving:
         code = leaving.code
@@ -163,7 +163,7 @@ def _run(
     except BaseException as error:  # noqa: BLE001 - the function's own, to be shown as Python does
         sys.excepthook(type(error), error, error.__traceback__)
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    _end(code if isinstance(code, int) else 0)
+    end(code if isinstance(code, int) else 0)
 
 
 def _mark(job: str) -> None:
@@ -179,7 +179,7 @@ def _mark(job: str) -> None:
     ctypes.memmove(found, job.encode(), len(job))
 
 
-def _enter_host(namespace: str, hosts_file: str, hostname: str) -> None:
+def enter_host(namespace: str, hosts_file: str, hostname: str) -> None:
     """Move this process into a host as `Hosts.command` does a program. Raises OSError where the kernel refuses."""
     with open(f"/run/netns/{namespace}", "rb") as file:
         _call("setns", file.fileno(), _NEW_NETWORK)
@@ -209,7 +209,7 @@ def _call(function: str, *arguments: str | int | None) -> None:
         raise OSError(number, f"{function}{arguments}: {os.strerror(number)}")
 
 
-def _end(code: int) -> NoReturn:
+def end(code: int) -> NoReturn:
     """Do the first half of Python's exit; unloading the imported modules is skipped, which saves 0.3 s of a core."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

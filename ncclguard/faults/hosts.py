@@ -105,7 +105,7 @@ def _reset(pid: int, fd: int, ports: tuple[int, int]) -> bool:
 Ports = tuple[int, int]  # the first and the last port, both inclusive
 
 # In the namespace's own mount and UTS namespaces: its /etc/hosts and hostname, then the program under the same pid.
-_ENTER = 'mount --bind "$1" /etc/hosts && echo "$2" > /proc/sys/kernel/hostname && shift 2 && exec "$@"'
+ENTER = 'mount --bind "$1" /etc/hosts && echo "$2" > /proc/sys/kernel/hostname && shift 2 && exec "$@"'
 
 
 @functools.cache
@@ -197,7 +197,7 @@ class Hosts:
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         """Return the command line that runs ``argv`` inside a host, under the pid of the process that runs it."""
-        enter = [tool("ip"), "netns", "exec", self.namespace(host), tool("unshare"), "--uts", "sh", "-c", _ENTER, "sh"]
+        enter = [tool("ip"), "netns", "exec", self.namespace(host), tool("unshare"), "--uts", "sh", "-c", ENTER, "sh"]
         return [*enter, str(self._directory / "hosts"), host, *argv]
 
     def entrance(self, host: str) -> list[str]:

@@ -24,6 +24,8 @@ from ncclguard.bench.__main__ import main
 from ncclguard.bench.measure import WORKLOADS, Control, measure, plan_for, shape_for, variants_for
 from ncclguard.bench.results import BenchResult
 
+pytestmark = pytest.mark.usefixtures("preforked_programs")
+
 LIMIT = 100.0  # seconds after which a run here has hung
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,6 +16,8 @@ import pytest
 from ncclguard.faults.drill import build_parser, chosen, main
 from tests.ports import free_port
 
+pytestmark = pytest.mark.usefixtures("preforked_programs")
+
 PROGRAM = """
 import torch, torch.distributed as dist, ncclguard as ng
 dist.init_process_group("gloo")

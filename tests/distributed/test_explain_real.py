@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from ncclguard.outcome import Cause
 from ncclguard_explain import Report, explain
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("preforked_programs"), pytest.mark.slow]
 THOROUGH = pytest.mark.thorough
 WORLD = 4
 ENDS_BY = 120.0  # seconds; a job hangs for 15 s at most

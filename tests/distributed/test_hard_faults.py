@@ -16,7 +16,7 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import faults
 
-pytestmark = pytest.mark.usefixtures("own_processes")
+pytestmark = pytest.mark.usefixtures("own_processes", "preforked_programs")
 
 
 def verdict(outcome: ng.Outcome) -> list[Any]:

@@ -215,7 +215,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_limit(store: str, absent:
     result = without(absent, store, "store")
     for rank in {0, 1, 2} - {absent}:
         said = result[rank].reports
-        assert said["seconds"] < 4 + 2, result
+        assert said["seconds"] < 4 + 10, result  # its own is 1 s; the rest is for a machine without time
         if absent == 0:
             assert said["error"] == "GuardError" and "rank 0 has not come to group" in said["text"], result
         else:

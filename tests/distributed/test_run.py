@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.ports import free_port
 
+pytestmark = pytest.mark.usefixtures("preforked_programs")
+
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = 512  # of the example
 

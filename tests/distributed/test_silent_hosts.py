@@ -13,7 +13,10 @@ from ncclguard.faults.hosts import Hosts, namespaces_available
 from tests.distributed.hosts_cases import STEPS, WAYS, Job
 
 REASON = namespaces_available()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"network namespaces are not available: {REASON}")
+pytestmark = [
+    pytest.mark.usefixtures("preforked_programs"),
+    pytest.mark.skipif(REASON is not None, reason=f"network namespaces are not available: {REASON}"),
+]
 
 
 @pytest.fixture

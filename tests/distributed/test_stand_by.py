@@ -21,6 +21,7 @@ from tests.distributed.hosts_cases import FSDP, Job
 
 REASON = namespaces_available()
 pytestmark = [
+    pytest.mark.usefixtures("preforked_programs"),
     pytest.mark.skipif(REASON is not None, reason=f"network namespaces are not available: {REASON}"),
     pytest.mark.timeout(600),
 ]

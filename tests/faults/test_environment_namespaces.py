@@ -23,6 +23,7 @@ from ncclguard.faults.hosts import run_tool
 
 _REASON = faults.namespaces_available()
 pytestmark = [
+    pytest.mark.usefixtures("preforked_programs"),
     pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
 ]
 

@@ -16,7 +16,10 @@ from ncclguard import faults, torch_compat
 from ncclguard.engine import runtime
 
 REASON = faults.namespaces_available()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"network namespaces are not available: {REASON}")
+pytestmark = [
+    pytest.mark.usefixtures("preforked_programs"),
+    pytest.mark.skipif(REASON is not None, reason=f"network namespaces are not available: {REASON}"),
+]
 
 LARGE = 100_000_000
 

@@ -24,7 +24,11 @@ from ncclguard.faults import hosts as hosts_module
 from ncclguard.faults.hosts import Hosts, run_tool
 
 REASON = faults.namespaces_available()
-pytestmark = [pytest.mark.namespaces, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = [
+    pytest.mark.usefixtures("preforked_programs"),
+    pytest.mark.namespaces,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
 
 LIMIT = 60.0  # seconds, for what must happen at some time
 TIMEOUT = 100.0  # seconds, of each job

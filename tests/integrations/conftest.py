@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from ncclguard.faults import fork
+from tests import preforked
 from tests.ports import free_port
 
 
@@ -20,6 +21,13 @@ def fork_server() -> Iterator[None]:
         patch.setenv("DS_ACCELERATOR", "cpu")
         patch.setenv("ACCELERATE_USE_CPU", "true")
         fork.preload(("tests.integrations.preloaded",))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preforked_programs() -> Iterator[None]:
+    """The programs that these tests start are forks too, and have transformers; not DeepSpeed, whose import is looked for."""
+    with preforked.programs("accelerate", "transformers.trainer"):
         yield
 
 

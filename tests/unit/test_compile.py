@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("preforked_programs")
+
 PROGRAM = """
 import {first}
 import {second}
