@@ -134,14 +134,14 @@ def _execute_child(process: subprocess.Popen[Any], *positional: Any) -> None:
 
 
 def _fork(request: bytes, descriptors: Sequence[int]) -> bytes:
-    """Return the pid of a new child of this process, or nothing where the server has gone."""
+    """Return the pid of a new child of this process, or nothing where there is none."""
     libc = ctypes.CDLL(None)
     with _lock, contextlib.suppress(OSError):
         libc.prctl(_ADOPT, 1, 0, 0, 0)
         try:
             assert _server is not None
             socket.send_fds(_server, [request], descriptors)
-            return _server.recv(32)
+            return _server.recv(32).replace(b"none", b"")
         finally:
             libc.prctl(_ADOPT, 0, 0, 0, 0)
     return b""
@@ -217,28 +217,27 @@ def _serve(channel: socket.socket, path: Sequence[str]) -> NoReturn:
         reader, writer = os.pipe()
         middle = os.fork()
         if middle == 0:
-            orphan = os.fork()
-            if orphan:
-                os.write(writer, str(orphan).encode())
+            if os.fork():
                 os._exit(0)
-            for own in (channel.detach(), reader, writer):
-                os.close(own)
-            _become(pickle.loads(request), descriptors, path)
-        os.waitpid(middle, 0)
-        channel.send(os.read(reader, 32))
-        for own in (reader, writer, *descriptors):
+            os.close(channel.detach())
+            os.close(reader)
+            _become(pickle.loads(request), descriptors, writer, path)
+        for own in (writer, *descriptors):
             os.close(own)
+        os.waitpid(middle, 0)
+        channel.send(os.read(reader, 32) or b"none")
+        os.close(reader)
 
 
-def _become(program: Program, descriptors: Sequence[int], path: Sequence[str]) -> NoReturn:
-    """Make this fork what a new process with this program would be, and run it."""
+def _become(program: Program, descriptors: Sequence[int], ready: int, path: Sequence[str]) -> NoReturn:
+    """Make this fork what a new process with this program would be, tell its pid, and run it."""
     gc.freeze()  # a collection would write into all that was imported, and so copy the server's memory
     if program.session:
         os.setsid()
     elif program.group >= 0:
         os.setpgid(0, program.group)
-    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 300) for descriptor in descriptors]
-    for descriptor in descriptors:
+    *aside, told = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 300) for descriptor in (*descriptors, ready)]
+    for descriptor in (*descriptors, ready):
         os.close(descriptor)
     for descriptor, number in zip(aside, program.descriptors, strict=True):
         os.dup2(descriptor, number, inheritable=True)
@@ -247,6 +246,8 @@ def _become(program: Program, descriptors: Sequence[int], path: Sequence[str]) -
     os.environ.update(program.env)
     _show(program.env)
     os.chdir(program.folder)
+    os.write(told, str(os.getpid()).encode())
+    os.close(told)
     if program.entrance:
         fork.enter_host(*program.entrance)
     if "RANK" not in program.env:  # a launcher, or like one: what it starts are forks too

@@ -8,8 +8,6 @@ from pathlib import Path
 from ncclguard import faults
 from ncclguard.incident.timeline import Document
 
-pytestmark = pytest.mark.usefixtures("preforked_programs")
-
 CASES = Path(__file__).with_name("incident_report_cases.py")
 CULPRIT = 2
 SUMMARY, IDENTIFIER, SECONDS = 3, 4, 5
