@@ -18,7 +18,7 @@ from ncclguard import faults
 from ncclguard.transport import ring
 from tests.soak.ranks import ends
 
-pytestmark = [pytest.mark.usefixtures("own_processes"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("own_processes", "preforked_programs"), pytest.mark.slow]
 
 RANKS = 4
 MB = 1 << 20
