@@ -434,7 +434,7 @@ def test_it_is_the_training_of_separate_jobs_to_the_last_bit(tmp_path: Path) -> 
     [
         [(0, 0, "forward"), (1, 2, "copies"), (2, 4, "optimizer")],
         [(1, 1, "copies"), (2, 3, "behind"), (3, 5, "backward")],
-        [(2, 1, "reduction"), (3, 3, "complete"), (0, 4, "behind")],
+        pytest.param([(2, 1, "reduction"), (3, 3, "complete"), (0, 4, "behind")], marks=pytest.mark.thorough),
         [(3, 0, "optimizer"), (0, 2, "copies"), (1, 6, "forward")],
     ],
 )
@@ -600,7 +600,7 @@ def test_with_zero_a_flipped_bit_in_a_copy_is_named_and_not_restored() -> None:
 # ---------------------------------------------------------------------- copies that are not what they were
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2)), 3])
 def test_a_flipped_bit_in_a_kept_copy_is_named_and_another_copy_is_used(seed: int) -> None:
     """Of what an optimizer moves and of what is frozen; the losses are those of a run that nothing happened to."""
     kills: list[Kill] = [(1, 3, "backward")]

@@ -224,6 +224,7 @@ def test_the_commands_for_torchrun_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
+@pytest.mark.thorough
 def test_a_rank_that_lightning_has_started_is_named(tmp_path: Path) -> None:
     """The last one is late beyond the limit, under torchrun and where Lightning itself has started it.
 
