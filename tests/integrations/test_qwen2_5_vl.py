@@ -184,7 +184,8 @@ def test_importing_the_tools_does_not_import_transformers() -> None:
         "import sys; from ncclguard.integrations.qwen2_5_vl import slim_outputs, set_eval_mode; "
         "assert 'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    # Any option makes it a process of its own, which has imported nothing: tests/preforked.py.
+    subprocess.run([sys.executable, "-B", "-c", code], check=True, timeout=60)
 
 
 def test_without_transformers_the_error_says_what_to_install() -> None:
