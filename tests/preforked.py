@@ -24,7 +24,6 @@ import os
 import pickle
 import runpy
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -298,29 +297,20 @@ def _run(program: Program, path: Sequence[str]) -> NoReturn:
         stream.reconfigure(write_through=through, line_buffering=stream is sys.stderr or stream.isatty())
     if env.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
-    torch = sys.modules["torch"]
-    torch.distributed.set_debug_level_from_env()  # torch does so only when it is imported
-    if env.get("OMP_NUM_THREADS", "").isdigit():
-        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    fork.read_again(env)
     tempfile.tempdir = None
     sys.orig_argv = [sys.executable, *program.arguments]
     sys.path[:] = ["", *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *path]
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
-    code: object = 0
+    code = 0
     try:
         exec(_code(arguments, main), main.__dict__)  # noqa: S102 - the program that was asked for
-    except SystemExit as leaving:
-        code = leaving.code
-        if code is not None and not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = 1
     except BaseException as error:  # noqa: BLE001 - the program's own, to be shown as Python does
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next  # without this function
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    fork.end(code if isinstance(code, int) else 0)
+        code = fork.shown(error)
+    fork.end(code)
 
 
 def _code(arguments: list[str], main: ModuleType) -> Any:

@@ -141,13 +141,9 @@ def _run(
     os.environ.update(env)
     sys.executable, tempfile.tempdir = python, None  # tempdir is cached if an import in the server has asked for it
     multiprocessing.set_start_method(None, force=True)  # the default, for a rank's own children
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.distributed.set_debug_level_from_env()  # torch does so only when it is imported
-        if env.get("OMP_NUM_THREADS", "").isdigit():
-            torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    read_again(env)
     sys.argv = ["ncclguard.faults", *arguments]
-    code: object = 0
+    code = 0
     try:
         if len(entrance) == 1:
             with contextlib.suppress(OSError):  # not root
@@ -155,15 +151,29 @@ def _run(
         elif entrance:
             enter_host(*entrance)
         runpy.run_module("ncclguard.faults", run_name="__main__", alter_sys=True)
-    except SystemExit as leaving:
-        code = leaving.code
-        if code is not None and not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = 1
     except BaseException as error:  # noqa: BLE001 - the function's own, to be shown as Python does
+        code = shown(error)
+    end(code)
+
+
+def read_again(env: Mapping[str, str]) -> None:
+    """Let torch, if it is imported, have of these variables what it reads only then."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.distributed.set_debug_level_from_env()
+        if env.get("OMP_NUM_THREADS", "").isdigit():
+            torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+
+
+def shown(error: BaseException) -> int:
+    """Show what has ended a program as Python does, and return the exit code, or minus the signal's number."""
+    if not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)
-        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    end(code if isinstance(code, int) else 0)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
 
 
 def _mark(job: str) -> None:
