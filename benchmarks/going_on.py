@@ -1,7 +1,7 @@
 """Kill ranks of a training at chosen moments, and check all that is promised of going on:
 
     python -m benchmarks.going_on --seeds 20 [--fsdp | --hsdp | --zero] [--moment forward ...]
-        [--spares N | --no-rejoin] [--write FILE]
+        [--backend ncclguard-nccl] [--spares N | --no-rejoin] [--write FILE]
 
 Each run is `ncclguard run` with 4 ranks and this file as the script, which trains DDP with dropout, running means and
 several buckets, or FSDP2 with copies of each shard on two neighbours, or HSDP with two replicas of two shards (and
@@ -223,11 +223,11 @@ class Strikes:
     def install(self, optimizer: torch.optim.Optimizer, hooked: nn.Module) -> None:
         """Have the moments inside of torch and of the library come by here."""
         from ncclguard.engine import runtime
-        from ncclguard.process_group.group import GuardedProcessGroup
         from ncclguard.training.continuation import Continuation
         from ncclguard.training.shards import Shards
         from ncclguard.training.zero import ZeroStates
 
+        group = type(dist.group.WORLD)  # the guarded one, whose collectives come by there
         self.keeping = self.dealing = False
         reductions = 0
 
@@ -238,14 +238,14 @@ class Strikes:
                 self.at("reduction")
 
         for name in ("allreduce", "_reduce_scatter_base", "reduce_scatter_single"):  # DDP; FSDP2 by torch's version
-            before(GuardedProcessGroup, name, reduced)
+            before(group, name, reduced)
         for kind in (Shards, ZeroStates):
             during(kind, "keep", lambda now: setattr(self, "keeping", now))
             during(kind, "_deal_out", lambda now: setattr(self, "dealing", now))
         for name in ("exchange", "all_gather_single"):  # what all say of the copies, where no copies are sent
-            before(GuardedProcessGroup, name, lambda *_: self.keeping and self.at("copies"))
+            before(group, name, lambda *_: self.keeping and self.at("copies"))
         for name in ("alltoall", "broadcast"):
-            before(GuardedProcessGroup, name, lambda *_: self.dealing and self.later("dealing"))
+            before(group, name, lambda *_: self.dealing and self.later("dealing"))
         self.sharing = 0
         if hasattr(optimizer, "_sync_params"):
             during(type(optimizer), "_sync_params", lambda now: setattr(self, "sharing", int(now)))
@@ -255,7 +255,7 @@ class Strikes:
             if self.sharing == 4:
                 self.at("sharing")
 
-        before(GuardedProcessGroup, "broadcast", shared)
+        before(group, "broadcast", shared)
         hooked.register_full_backward_hook(lambda *_: self.at("backward"))
         optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
         before(
@@ -325,7 +325,7 @@ def train(folder: Path) -> None:
                     path.write_text(json.dumps([second["rank"], "newcomer-starts", time.time()]))
                     os.kill(os.getpid(), signal.SIGKILL)
     torch.set_num_threads(1)
-    dist.init_process_group("ncclguard")
+    dist.init_process_group(given["backend"])
     rank, place = dist.get_rank(), take_device()
     model = make_model().to(place)
     mesh = mesh_of(list(range(SIZE)), place.type) if given["hsdp"] else None
@@ -617,7 +617,7 @@ def seconds_after(folder: Path, struck: list[Any]) -> list[dict[str, Any]]:
 
 
 def one_run(
-    moments: list[str], seed: int, how: dict[str, bool], rejoins: bool, spares: int, keep: bool
+    moments: list[str], seed: int, how: dict[str, Any], rejoins: bool, spares: int, keep: bool
 ) -> dict[str, Any]:
     """Run, check, replay, compare; the result says what did not hold, if anything."""
     rng = random.Random(f"{seed} {moments}")
@@ -668,6 +668,12 @@ def main() -> None:
         help=f"all, unless given: {' '.join(MOMENTS)}, with --fsdp, --hsdp and --zero also {' '.join(SHARDED)}, "
         f"with --zero {' '.join(OF_ZERO)}",
     )
+    parser.add_argument(
+        "--backend",
+        default="ncclguard",
+        choices=("ncclguard", "ncclguard-nccl"),
+        help="that of the training which is struck; the replay's is ncclguard",
+    )
     parser.add_argument("--together", type=int, default=4, help="strikes in one run")
     parser.add_argument("--spares", type=int, default=2, help="spares of a run; further lost ranks are started again")
     parser.add_argument("--no-rejoin", action="store_true", help="neither spares nor restarts: fewer and fewer ranks")
@@ -679,8 +685,9 @@ def main() -> None:
             "--fsdp, --hsdp and --zero are one at a time; with --hsdp --no-rejoin a shard's ranks would all be killed"
         )
     results = []
-    how = {"fsdp": given.fsdp or given.hsdp, "hsdp": given.hsdp, "zero": given.zero}
-    moments = given.moment or [*MOMENTS, *(SHARDED if any(how.values()) else ()), *(OF_ZERO if given.zero else ())]
+    how = {"fsdp": given.fsdp or given.hsdp, "hsdp": given.hsdp, "zero": given.zero, "backend": given.backend}
+    sharded = given.fsdp or given.hsdp or given.zero
+    moments = given.moment or [*MOMENTS, *(SHARDED if sharded else ()), *(OF_ZERO if given.zero else ())]
     moments = [m for m in moments if not given.no_rejoin or m not in IN_JOINING]
     for seed in range(given.first_seed, given.first_seed + given.seeds):
         order = random.Random(seed).sample(moments, len(moments))

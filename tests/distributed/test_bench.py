@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +38,38 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class Running:
-    """A bench in the background and its rank processes; on leaving nothing of it may be alive."""
+    """A bench in the background and its rank processes; on leaving the block nothing of it is alive."""
 
     def __init__(self, *arguments: str, ranks: int = 2, program: Sequence[str] = ("-m", "ncclguard.bench")) -> None:
         argv = [sys.executable, *program, *arguments]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-        self.ranks = self._wait_for_ranks(ranks)
+        self.ranks: list[psutil.Process] = []
+        self._count = ranks
 
-    def _wait_for_ranks(self, count: int) -> list[psutil.Process]:
+    def __enter__(self) -> Running:
         end = time.monotonic() + LIMIT
-        while time.monotonic() < end:
-            children = psutil.Process(self.process.pid).children()
-            if len(children) == count:
-                return sorted(children, key=lambda child: child.pid)
+        while len(self.ranks) < self._count:
+            if time.monotonic() > end:
+                self.__exit__()
+                raise AssertionError("the ranks did not start")
             time.sleep(0.05)
-        raise AssertionError("the ranks did not start")
+            self.ranks = sorted(self._ranks(), key=lambda child: child.pid)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (self.process, *self.ranks):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _ranks(self) -> Iterator[psutil.Process]:
+        """Yield the ranks; a bench that is a fork has the server of its own forks for a child, too."""
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "RANK" in child.environ():
+                    yield child
 
     def wait_for_line(self, part: str) -> None:
         assert self.process.stdout is not None
@@ -203,31 +221,31 @@ def test_the_verdict_comes_before_the_files(tmp_path: Path) -> None:
 
 def test_ctrl_c_prints_what_there_is_and_ends_all_ranks() -> None:
     """SIGINT in the second of two sizes, which would take minutes: a verdict line, exit code 130, no process left."""
-    running = Running("--numel", "10", "3e7", "--iters", "400", "--warmup", "0")
-    running.wait_for_line("guarded atomic=True")  # the last row of the first size
-    running.process.send_signal(signal.SIGINT)
-    code, output = running.end()
-    assert code == 130, output
-    assert output.splitlines()[-1].startswith("# INTERRUPTED: "), output
+    with Running("--numel", "10", "3e7", "--iters", "400", "--warmup", "0") as running:
+        running.wait_for_line("guarded atomic=True")  # the last row of the first size
+        running.process.send_signal(signal.SIGINT)
+        code, output = running.end()
+        assert code == 130, output
+        assert output.splitlines()[-1].startswith("# INTERRUPTED: "), output
 
 
 def test_a_killed_rank_ends_the_bench_with_a_sentence() -> None:
     """SIGKILL to a rank: exit code 1, the rank and the signal are named, the other rank ends too."""
-    running = Running("--numel", "1e6", "--iters", "100000", "--timeout", "20")
-    running.wait_for_line("#         (B)")
-    time.sleep(1.0)
-    running.ranks[1].kill()
-    code, output = running.end()
-    assert code == 1, output
-    assert "by signal 9" in output.splitlines()[-1]
+    with Running("--numel", "1e6", "--iters", "100000", "--timeout", "20") as running:
+        running.wait_for_line("#         (B)")
+        time.sleep(1.0)
+        running.ranks[1].kill()
+        code, output = running.end()
+        assert code == 1, output
+        assert "by signal 9" in output.splitlines()[-1]
 
 
 def test_ranks_do_not_outlive_the_process_that_started_them() -> None:
     """SIGKILL to the bench itself: its ranks notice and end."""
-    running = Running("--numel", "1e6", "--iters", "100000", "--timeout", "20")
-    running.wait_for_line("#         (B)")
-    running.process.kill()
-    running.end()
+    with Running("--numel", "1e6", "--iters", "100000", "--timeout", "20") as running:
+        running.wait_for_line("#         (B)")
+        running.process.kill()
+        running.end()
 
 
 @pytest.mark.thorough
@@ -236,13 +254,13 @@ def test_ranks_that_do_not_move_any_more_are_killed() -> None:
     program = (
         "import sys; from ncclguard.bench.ranks import Supervisor; sys.exit(Supervisor(sys.argv[1:], 2, 40.0).run())"
     )
-    running = Running("--numel", "1e6", "--iters", "100000", program=["-c", program])
-    running.wait_for_line("#         (B)")
-    for rank in running.ranks:
-        rank.suspend()
-    code, output = running.end()
-    assert code == 1, output
-    assert "no rank moved for 40 s; killed: ranks 0, 1." in output
+    with Running("--numel", "1e6", "--iters", "100000", program=["-c", program]) as running:
+        running.wait_for_line("#         (B)")
+        for rank in running.ranks:
+            rank.suspend()
+        code, output = running.end()
+        assert code == 1, output
+        assert "no rank moved for 40 s; killed: ranks 0, 1." in output
 
 
 def test_under_torchrun_its_world_is_used(tmp_path: Path) -> None:
