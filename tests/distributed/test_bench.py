@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -24,6 +24,9 @@ from ncclguard.bench import measure as timed_loop
 from ncclguard.bench.__main__ import main
 from ncclguard.bench.measure import WORKLOADS, Control, measure, plan_for, shape_for, variants_for
 from ncclguard.bench.results import BenchResult
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 pytestmark = pytest.mark.usefixtures("preforked_programs")
 
@@ -46,7 +49,7 @@ class Running:
         self.ranks: list[psutil.Process] = []
         self._count = ranks
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> Self:
         end = time.monotonic() + LIMIT
         while len(self.ranks) < self._count:
             if time.monotonic() > end:
