@@ -1,13 +1,15 @@
 """What `ncclguard observe` costs an unchanged program: two jobs of torchrun, one of them observed, take turns.
 
-    python benchmarks/observe_overhead.py [--ranks 2] [--seconds 180] [--block 0.6] [--what ddp|pair|all_reduce]
-                                          [--json FILE]
+    python benchmarks/observe_overhead.py [--ranks 2] [--seconds 180] [--pairs 12] [--block 0.6]
+                                          [--what ddp|pair|all_reduce] [--json FILE]
 
-Both jobs run the same script, which does not know of ncclguard; one waits while the other runs a block of steps.
+Both jobs run the same script, which does not know of ncclguard; one waits while the other runs a block of steps. Two
+jobs differ although nothing is observed in either (where their memory lies, on which core which thread is), by more
+than what is measured: so there are several pairs of jobs, each started anew.
 `ddp`: forward and backward of 1 million parameters; `pair`: an isend and an irecv of four numbers, which are noted one
-by one; `all_reduce` of four numbers, whose wait is. Printed: medians over the rounds of the observed block through the
-plain one of the same round, with 95 % intervals from resampling, by the clock and by the processor time of all threads
-of the ranks, which other work on the machine disturbs less.
+by one; `all_reduce` of four numbers, whose wait is. Printed: the median over the pairs, each of which has the median of
+its rounds, of the observed block through the plain one of the same round, with 95 % intervals from resampling pairs, by
+the clock and by the processor time of all threads of the ranks, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -97,43 +100,56 @@ class Job:
         self._process.wait(timeout=120)
 
 
+def pair(ranks: int, what: str, block: float, rounds: int, observed_first: bool) -> dict[str, float]:
+    """Start two jobs, and return the medians of what the observed one takes more, and the plain one's step."""
+    found: list[dict[bool, tuple[float, float]]] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as both:
+        jobs = {
+            observed: both.enter_context(Job(Path(folder, str(observed)), ranks, what, observed))
+            for observed in ((True, False) if observed_first else (False, True))
+        }
+        for job in jobs.values():
+            job.block(20)
+        steps = max(3, round(block / (jobs[False].block(20)[0] / 20)))
+        for number in range(rounds):
+            order = (False, True) if number % 2 else (True, False)
+            found.append({observed: jobs[observed].block(steps) for observed in order})
+    return {
+        "clock": statistics.median(each[True][0] / each[False][0] - 1 for each in found),
+        "processor": statistics.median(each[True][1] / each[False][1] - 1 for each in found),
+        "step_us": statistics.median(each[False][0] for each in found) / steps * 1e6,
+    }
+
+
 def main() -> None:
     """Run it and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=180.0, help="in all blocks together")
+    parser.add_argument("--pairs", type=int, default=12, help="of jobs")
     parser.add_argument("--block", type=float, default=0.6, help="seconds; longer than the 0.5 s between two looks")
     parser.add_argument("--what", choices=("ddp", "pair", "all_reduce"), default="ddp")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     load = os.getloadavg()[0]
-    found: list[dict[bool, tuple[float, float]]] = []
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as both:
-        jobs = {
-            observed: both.enter_context(Job(Path(folder, str(observed)), given.ranks, given.what, observed))
-            for observed in (False, True)
-        }
-        for job in jobs.values():
-            job.block(20)
-        steps = max(3, round(given.block / (jobs[False].block(20)[0] / 20)))
-        for number in range(max(5, round(given.seconds / given.block / 2))):
-            order = (False, True) if number % 2 else (True, False)
-            found.append({observed: jobs[observed].block(steps) for observed in order})
+    rounds = max(5, round(given.seconds / given.pairs / given.block / 2))
+    pairs = [pair(given.ranks, given.what, given.block, rounds, number % 2 == 1) for number in range(given.pairs)]
     report: dict[str, Any] = {
         "schema_version": 1,
         "cores": os.cpu_count(),
         "load_before": load,
         "ranks": given.ranks,
         "what": given.what,
-        "rounds": len(found),
-        "steps": steps,
-        "step_us": median([each[False][0] for each in found])["median"] / steps * 1e6,
+        "rounds": rounds,
+        "step_us": statistics.median(each["step_us"] for each in pairs),
         "target": TARGET,
-        "clock": median([each[True][0] / each[False][0] - 1 for each in found]),
-        "processor": median([each[True][1] / each[False][1] - 1 for each in found]),
+        "pairs": pairs,
+        **{name: median([each[name] for each in pairs]) for name in ("clock", "processor")},
     }
     print(f"{given.what}: {given.ranks} ranks on one host with {report['cores']} cores (load {load:.1f} before), gloo")
-    print(f"a step: {report['step_us']:.1f} us; {len(found)} rounds of two blocks of {steps} steps, in turns")
+    print(
+        f"a step: {report['step_us']:.1f} us; {len(pairs)} pairs of jobs, {rounds} rounds of two blocks each, in turns"
+    )
     for name in ("clock", "processor"):
         low, high = report[name]["interval"]
         print(

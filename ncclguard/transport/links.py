@@ -450,10 +450,11 @@ class Turns:
     turn, for milliseconds; a thread that sleeps gets it back at once. So it is measured, and tried again later.
     """
 
-    __slots__ = ("_asleep", "_since")
+    __slots__ = ("_asleep", "_since", "_sleeps")
 
     def __init__(self) -> None:
         self._asleep = 0  # waits left in which yielding is not tried
+        self._sleeps = _SLEEPS  # what that is set to when a yield takes too long
         self._since = 0.0  # time.monotonic() at which this wait has begun, 0.0 between waits
 
     @property
@@ -467,6 +468,8 @@ class Turns:
 
     def moved(self) -> None:
         """Note that the wait has ended."""
+        if self._since and not self._asleep and self._sleeps > _SLEEPS:  # yielding was quick
+            self._sleeps -= 1
         self._since = 0.0
 
     def give_way(self) -> bool:
@@ -481,13 +484,15 @@ class Turns:
             return False
         os.sched_yield()
         if time.monotonic() > now + _YIELD_TOOK:
-            self._asleep = _SLEEPS
+            self._asleep = self._sleeps
+            self._sleeps = min(2 * self._sleeps, _SLEEPS_AT_MOST)
         return True
 
 
 _SPIN = 1e-4  # seconds after which this thread sleeps: the cost of waking it
 _YIELD_TOOK = 2e-4  # a yield that takes more seconds means that somebody else computes on the core
-_SLEEPS = 64  # following waits in which this thread sleeps at once
+_SLEEPS = 64  # following waits in which this thread sleeps at once, twice as many each time that this happens again
+_SLEEPS_AT_MOST = 4096
 
 
 def advance(steps: Steps, end: float, turns: Turns | None = None) -> bool:
