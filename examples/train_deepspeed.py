@@ -9,18 +9,21 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import ncclguard as ng
+
+limits = ng.setup_env().limits  # before deepspeed, which reads variables when it is imported
+
 import deepspeed
 import torch.distributed as dist
 from common import Classifier, Fault, Images, arguments, counted, device
 from ncclguard.integrations.deepspeed import patch_trainer
 from torch.utils.data import DataLoader
 
-import ncclguard as ng
-
 options = arguments()
-ng.setup_env()
 place = device()
-deepspeed.init_distributed("nccl" if place.type == "cuda" else "gloo", verbose=False)
+deepspeed.init_distributed(
+    "nccl" if place.type == "cuda" else "gloo", verbose=False, timeout=limits.process_group_timeout
+)
 rank = dist.get_rank()
 CONFIG = {
     "train_micro_batch_size_per_gpu": 16,

@@ -25,6 +25,7 @@ from ncclguard.evaluation import GuardedEvaluation, resilient_evaluate as _resil
 from ncclguard.evaluation.runner import register_keepers
 from ncclguard.evaluation.state import Keeper, Restore
 from ncclguard.process_group import redirected
+from ncclguard.process_group.redirection import is_redirecting
 from ncclguard.spelling import hinted, refuse_other
 from ncclguard.training import ResilientStep
 from ncclguard.training.step import check_options
@@ -42,9 +43,10 @@ def patch_accelerator(
     """Make `gather_for_metrics` and `wait_for_everyone` of an accelerator end within limits, wherever they are called.
 
     `timeout` is for each collective of a gather, `barrier_timeout` until all ranks have arrived; seconds or timedelta.
-    When the two fail they raise CollectiveTimeout, PeerFailed or another CollectiveFailed on all ranks, which names the
-    rank at fault; the process groups of training are untouched, so the program may go on. Patching again replaces the
-    limits. Raises TypeError or ValueError for limits that cannot be.
+    In a resilient evaluation a gather has the evaluation's limit. When the two fail they raise CollectiveTimeout,
+    PeerFailed or another CollectiveFailed on all ranks, which names the rank at fault; the process groups of training
+    are untouched, so the program may go on. Patching again replaces the limits. Raises TypeError or ValueError for
+    limits that cannot be.
 
     >>> class Alone:  # as an Accelerator in a single process
     ...     def gather_for_metrics(self, data, use_gather_object=False):
@@ -109,6 +111,8 @@ def _check(accelerator: Any, call: str, *needed: str) -> None:
 def _gathering(original: Callable[..., Any], timeout: float | None) -> Callable[..., Any]:
     @functools.wraps(original)
     def gather_for_metrics(*args: Any, **kwargs: Any) -> Any:
+        if is_redirecting():  # in a resilient evaluation, which has limits of its own
+            return original(*args, **kwargs)
         with redirected(timeout=timeout):
             return original(*args, **kwargs)
 

@@ -83,6 +83,8 @@ def is_outside(group: ProcessGroup) -> bool:
 
 def _meant(given: Any) -> Message:
     """Return what to write where something else was given in the group's place."""
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        return tr("new_group() has returned this number here because this rank is no member: call on its members only")
     if is_time(given):
         return tr("a limit is given by its name, timeout={value}", value=repr(given))
     if callable(getattr(given, "get_group", None)):  # torch's DeviceMesh

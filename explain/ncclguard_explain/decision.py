@@ -131,6 +131,8 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         return Decision(
             "restart", tr("the terminal that had started the job was closed; nothing is wrong with the job")
         )
+    if cause is Cause.LATE:
+        return Decision("unknown", tr("the inputs do not tell what the awaited rank did instead; its stack would"))
     return Decision("unknown", tr("the inputs do not tell why a rank was missing"))
 
 

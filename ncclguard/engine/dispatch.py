@@ -73,6 +73,7 @@ def run(
     `key`: in the place of what the table says, for people and for the comparison of the ranks. `work`: in the place of
     the table's execution.
     """
+    given = work
     tensor = arguments.tensor if like is None else like
     shape, dtype, device, numel, element = _NO_SHAPE, None, _CPU, 0, 0
     if tensor is not NO_TENSOR:
@@ -99,6 +100,10 @@ def run(
             other=group.device,
         )
         raise ValueError(text)
+    if given is None and terms.config.closing_nbytes != group.closing_nbytes:  # configure() has been called since
+        agreed = terms.config.model_copy(update={"closing_nbytes": group.closing_nbytes})
+        terms = terms._replace(config=agreed)
+        return run(collective, arguments, terms, cut, like=like, detail=detail, key=key, queue=queue)
     if terms.config.numerics == "watch" and arguments.op:
         brought = arguments.others or (arguments.tensor,)
         look_at(brought, arguments.op, call.text, group, current.monitor.nonfinite)

@@ -54,6 +54,7 @@ class GuardedGroup:
         self.name = GroupKey.parse(state.key).short
         self.device = communicators.device
         self.calls = 0
+        self.closing_nbytes = config.closing_nbytes  # which all ranks have agreed on
         self._state = state
         self._member = state.member
         self._queues = queues(communicators.device)

@@ -143,7 +143,16 @@ def look_here(
             )
             raise NothingToReport(refusal)
     if variable:
+        there = len(jobs)
         jobs = [job for job in jobs if _has(job, variable, processes)]
+        if there and not jobs:
+            raise NothingToReport(
+                tr(
+                    "of {count} jobs here none has {variable}. `ncclguard hang` alone shows all",
+                    count=there,
+                    variable=variable,
+                )
+            )
     if not jobs:
         raise NothingToReport(_no_job([process.uid for process in hidden_ranks(processes)]))
     pids = [member.process.pid for job in jobs for member in job.members]

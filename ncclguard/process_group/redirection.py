@@ -46,6 +46,12 @@ _lock = threading.RLock()
 _routes: dict[dist.ProcessGroup, GuardedProcessGroup] = {}  # in force now
 _stand_ins: dict[dist.ProcessGroup, GuardedProcessGroup] = {}  # kept, with their connections, while the group lives
 _originals: dict[str, Any] = {}
+_scopes = 0  # entered and not left
+
+
+def is_redirecting() -> bool:
+    """Return whether this process is in a `redirected` scope, such as a resilient evaluation's, whose limit holds."""
+    return _scopes > 0
 
 
 class redirected:
@@ -84,6 +90,7 @@ class redirected:
         return tuple(self._failures)
 
     def __enter__(self) -> Self:
+        global _scopes
         detours: list[_Detour] = []
         with _lock:
             try:
@@ -100,18 +107,21 @@ class redirected:
             except BaseException:
                 _leave(detours)
                 raise
+            _scopes += 1
         self._entered.append(detours)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _scopes
         detours = self._entered.pop()
         try:
             for detour in detours:
                 detour.target.finish("" if error is None else describe_exception(error))
         finally:
             with _lock:
+                _scopes -= 1
                 _leave(detours)
 
 

@@ -31,6 +31,7 @@ from ncclguard.torch_compat.groups import (
     group_names as group_names,
     group_of as group_of,
     group_ranks as group_ranks,
+    init_failed as init_failed,
     is_member as is_member,
     is_of_limit as is_of_limit,
     keep_scaler as keep_scaler,

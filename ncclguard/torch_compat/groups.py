@@ -332,6 +332,7 @@ def on_destroy_group(callback: Callable[[dist.ProcessGroup], None]) -> None:
 
 
 _destroyed = False
+_init_failed = False
 
 
 def was_destroyed() -> bool:
@@ -339,10 +340,16 @@ def was_destroyed() -> bool:
     return _destroyed and not dist.is_initialized()
 
 
+def init_failed() -> bool:
+    """Return whether the last ``init_process_group`` has raised, or has not come back; known from `on_init` on."""
+    return _init_failed
+
+
 def _after_init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    global _destroyed
+    global _destroyed, _init_failed
+    _init_failed = True  # until it has come back
     result = original(*args, **kwargs)
-    _destroyed = False
+    _destroyed = _init_failed = False
     _call_all(_on_init)
     return result
 

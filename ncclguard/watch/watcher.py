@@ -821,6 +821,14 @@ class Watch:
             lifecycle.forget(self._never_began)
 
     def _never_began(self) -> None:
+        if torch_compat.init_failed():
+            text = told(
+                "watch() has observed nothing: init_process_group failed on rank {rank}. A rank that does not come to it is "
+                "found with 'ncclguard hang' while the others wait",
+                rank=os.environ.get("RANK", "?"),
+            )
+            log.warning("ncclguard: %s", text)
+            return
         nothing = told(
             "watch() has observed nothing: {count} ranks were launched, and init_process_group was not called after watch() "
             "in this one; call it, or leave watch() out",

@@ -47,6 +47,14 @@ def test_nothing_is_said_at_the_end_where_it_began_or_was_stopped(program: str, 
     assert "has observed nothing" not in text and "Traceback" not in text, text
 
 
+def test_where_the_making_of_the_group_failed_nobody_is_told_that_it_was_not_called(tmp_path: object) -> None:
+    never_comes = "import datetime\nng.watch()\n" + INIT.replace(
+        "size=1", "size=2, timeout=datetime.timedelta(seconds=1)"
+    )
+    text = said(never_comes, tmp_path)
+    assert "watch() has observed nothing: init_process_group failed on rank 0" in text and NOTHING not in text, text
+
+
 def test_one_process_is_told_nothing(tmp_path: object) -> None:
     assert "watch()" not in said("ng.watch()", tmp_path, WORLD_SIZE="1")
 

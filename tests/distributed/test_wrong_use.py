@@ -240,3 +240,33 @@ def test_lists_of_objects_of_another_length_are_told_by_their_lengths() -> None:
     for rank in result:
         assert rank.reports["culprits"] == [0], result
         assert "size of 2 objects, src=0" in rank.reports["text"] and "size of 3 objects" in rank.reports["text"], rank
+
+
+def configured_late() -> None:
+    """What decides whether operations close differs by rank, once the ranks have agreed on it; then an evaluation raises."""
+    dist.init_process_group("gloo")
+    ng.safe_barrier(timeout=20).raise_if_failed()
+    ng.configure(closing_nbytes=0 if dist.get_rank() else 65536)
+    tries = []
+
+    @ng.resilient_evaluate(timeout=20, barrier_timeout=20, fallback=None)
+    def evaluate() -> float:
+        tries.append(1)
+        if dist.get_rank() == 1:
+            raise KeyError("labels")
+        return 1.0
+
+    sums = []
+    for _ in range(3):
+        tensor = torch.ones(2)
+        ng.safe_all_reduce(tensor, timeout=20).raise_if_failed()
+        sums.append(float(tensor.sum()))
+    evaluate()
+    faults.report(sums=sums, tries=len(tries))
+
+
+def test_what_the_ranks_have_agreed_on_holds_whatever_configure_says_later() -> None:
+    result = faults.run_ranks(configured_late, 2, timeout=60).check()
+    for rank in result:
+        assert rank.reports == {"sums": [4.0] * 3, "tries": 1}, result
+    assert not any("╭─ ncclguard incident" in rank.output for rank in result), result

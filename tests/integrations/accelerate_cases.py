@@ -154,3 +154,18 @@ def unguarded(name: str) -> None:
     loop.train()
     attempt(loop.fault, name, loop.evaluate)
     faults.report(losses=[loop.train(), loop.train()])
+
+
+def late_beside_a_patch() -> None:
+    """The last rank is late to a gather of an evaluation, whose limit is far below that of the patch."""
+    accelerator = Accelerator(cpu=True)
+    patch_accelerator(accelerator, timeout=300)
+
+    @resilient_evaluate(accelerator, timeout=1.5, barrier_timeout=20, max_attempts=1, fallback="not evaluated")
+    def evaluate(step: int | None = None) -> float:
+        if accelerator.process_index == 1:
+            time.sleep(6)
+        return float(accelerator.gather_for_metrics(torch.ones(1)).sum())
+
+    faults.report(result=evaluate(), after=float(accelerator.gather_for_metrics(torch.ones(1)).sum()))
+    accelerator.end_training()

@@ -45,6 +45,13 @@ def test_training_goes_on_bit_for_bit() -> None:
         ]
 
 
+def test_a_gather_in_an_evaluation_has_the_evaluations_limit() -> None:
+    job = faults.run_ranks(f"{PROGRAM}:late_beside_a_patch", 2, timeout=100)
+    for rank in job:
+        assert (rank.reports["result"], rank.reports["after"]) == ("not evaluated", 2.0), str(job)
+    assert any("rank 1 late" in rank.output for rank in job), str(job)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_without_the_guard_the_job_ends() -> None:

@@ -13,6 +13,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Iterator
@@ -393,10 +394,10 @@ def test_explain_in_chinese_word_for_word(chinese: None) -> None:
     text = printed(ROOT / "tests" / "unguarded_logs" / "legacy-mismatch-shape")
     head, _, rest = text.partition("rank  状态")
     assert head.splitlines() == [
-        "rank 1 拖住了组 0 (default_pg) 的 all_reduce #10。原因：调用不一致；类别 mismatch_shape_or_op（可信度中）：操作相同，张量形状不同。",
+        "rank 1 拖住了组 0 (default_pg) 的 all_reduce #10。原因：调用不一致；类别 mismatch_shape_or_op（置信度中）：操作相同，张量形状不同。",
         "决定：改代码（fix-code）。各 rank 的调用不一致；重启后还会走到同一处。",
         "下一步：比较各 rank 传给这次调用的张量形状：pad 到相同大小，或者先交换各自的大小。",
-        "依据（可信度高）：组 0 (default_pg)：其他 rank 在等，而 rank 1 在 #10 处是另一个集合通信。",
+        "依据（置信度高）：组 0 (default_pg)：其他 rank 在等，而 rank 1 在 #10 处是另一个集合通信。",
         "集合通信：all_reduce，seq 10，NumelIn 1,000，NumelOut 1,000，组 0 (default_pg)",
         "实际生效的时限：6 s",
         "  all_reduce [1000] Float：rank 0、2",
@@ -514,3 +515,36 @@ def test_every_cause_has_a_word() -> None:
     for cause in Cause:
         assert f"| `{cause}` | {said(WORD[cause], 'zh')}：" in documented
         assert CHINESE.search(str(said(MEANING[cause], "zh")))
+
+
+def test_two_threads_read_a_catalogue_at_once_also_where_the_collector_calls_back() -> None:
+    """Not so with Python's own parser: in 3.11 `ast.parse` raised SystemError here, and a report was lost."""
+    text = (language.CATALOGUES / "zh.po").read_text(encoding="utf-8")
+    both, done = threading.Barrier(2), list[int]()
+
+    def read(depth: int) -> None:
+        if depth:  # the two are not equally deep in calls
+            read(depth - 1)
+            return
+        both.wait()
+        done.append(len(list(language.entries_of(text))))
+
+    def called_back(*_: object) -> None:
+        sum(1 for _ in range(50))
+
+    before = sys.getswitchinterval(), gc.get_threshold()
+    gc.callbacks.append(called_back)
+    try:
+        sys.setswitchinterval(1e-5)
+        gc.set_threshold(50)
+        for _ in range(4):
+            threads = [threading.Thread(target=read, args=(depth,)) for depth in (0, 3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        gc.callbacks.remove(called_back)
+        sys.setswitchinterval(before[0])
+        gc.set_threshold(*before[1])
+    assert len(done) == 8 and len(set(done)) == 1
