@@ -8,7 +8,7 @@ process of its own. One of them is struck once, in version 1 (in version 0 where
 killed, stopped for longer than the limit, late, delayed by less than the limit, or in disagreement. Checked are:
 
 - every process ends, and `publish` within its limit and 2 s,
-- whoever is left out is the struck engine, for the right cause; nobody is where a healthy process is asked for less,
+- whoever is left out is the struck engine, for the right cause, and nobody is where it was only delayed,
 - a worker that serves a version has exactly its values, and `publish` has named its engine for that version,
 - where the trainer or the store is struck, all workers have the version or none has,
 - the engine that was not struck has the last version, and a struck one that lives has it too.
