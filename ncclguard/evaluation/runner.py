@@ -15,6 +15,7 @@ import pickle
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -477,6 +478,7 @@ class Evaluation:
         self._logging_rank = self._members[0]
         self._restore = state.keep(job.keepers)
         self._interruption: BaseException | None = None  # to be raised once the other ranks know of it
+        self._traced = ""  # the last exception, of which the traceback is logged once
 
     def run(self) -> Ended:
         """Try until all ranks are content, or all give up; raises only what interrupts the program itself."""
@@ -638,8 +640,13 @@ class Evaluation:
                 self._rank, Kind.COLLECTIVE, text, outcome.cause, outcome.culprits, reported_as(outcome.incident)
             )
         text = describe_exception(error)
-        log.warning("ncclguard: rank %d: %s failed here: %s", self._rank, self._label, text)
-        if any(map(_is_out_of_memory, _with_origins(error))):
+        exhausted = any(map(_is_out_of_memory, _with_origins(error)))
+        trace = (
+            "" if exhausted or text == self._traced else f"\n{_traceback_of(error)}"
+        )  # once, whatever is tried again
+        self._traced = text
+        log.warning("ncclguard: rank %d: %s failed here: %s%s", self._rank, self._label, text, trace)
+        if exhausted:
             return RankResult(self._rank, Kind.OUT_OF_MEMORY, text)
         wrong = isinstance(error, _WRONG) and not isinstance(error, OSError) and not failures
         return RankResult(self._rank, Kind.WRONG if wrong else Kind.RAISED, text)
@@ -803,6 +810,14 @@ def _with_origins(error: BaseException) -> Iterator[BaseException]:
         yield current
         seen.add(id(current))
         current = current.__cause__ or current.__context__
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Return the traceback as Python prints it, from the program's own first frame on."""
+    begin = error.__traceback__
+    while begin is not None and begin.tb_frame.f_globals.get("__name__", "").startswith("ncclguard."):
+        begin = begin.tb_next
+    return "".join(traceback.format_exception(type(error), error, begin or error.__traceback__)).rstrip()
 
 
 def failed_collective(error: BaseException, failures: Sequence[Outcome]) -> Outcome | None:

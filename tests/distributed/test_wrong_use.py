@@ -270,3 +270,24 @@ def test_what_the_ranks_have_agreed_on_holds_whatever_configure_says_later() -> 
     for rank in result:
         assert rank.reports == {"sums": [4.0] * 3, "tries": 1}, result
     assert not any("╭─ ncclguard incident" in rank.output for rank in result), result
+
+
+def raises_deep_down() -> None:
+    dist.init_process_group("gloo")
+
+    def metric() -> float:
+        return float(json.loads("no number"))
+
+    @ng.resilient_evaluate(timeout=20, barrier_timeout=20, fallback=None, max_attempts=3)
+    def evaluate() -> float:
+        return metric() if dist.get_rank() == 1 else 1.0
+
+    evaluate()
+
+
+def test_where_an_exception_came_from_that_an_evaluation_has_survived_is_shown_once() -> None:
+    result = faults.run_ranks(raises_deep_down, 2, timeout=60).check()
+    assert "Traceback" not in result[0].output, result
+    trace = result[1].output.partition("Traceback (most recent call last):\n")[2]
+    assert trace.startswith("  File ") and "in evaluate\n" in trace.splitlines()[0] + "\n", result
+    assert trace.count("Traceback") == 0 and "in metric" in trace and "JSONDecodeError: " in trace, result
