@@ -27,6 +27,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.constants import default_pg_timeout
 
 from ncclguard import lifecycle, torch_compat
+from ncclguard.coordination.incidents import NOBODY_WAITS
 from ncclguard.engine import runtime
 from ncclguard.errors import CollectiveMismatch, GuardConfigError, GuardError, error_for
 from ncclguard.groups import group_of
@@ -100,8 +101,8 @@ class Failures:
         outcome = of_incident(incident, seconds, torn=True)
         threads = {one.thread for one in pending if _is_enqueued(one.channel)}
         with self.lock:
-            culprits, groups = {*outcome.culprits}, list(self._groups)
-            if culprits and culprits <= self._forgotten:
+            groups = list(self._groups)
+            if self._is_done_with(outcome):
                 return
             self.life, self.last = max(self.life, life), outcome
             ended = [(group, group.let_go(life)) for group in groups]
@@ -121,11 +122,22 @@ class Failures:
         """Go on without these: their verdicts count no more, and no communicator, which some ranks have aborted."""
         with self.lock:
             self._forgotten |= {*lost}
-            if self.pending is not None and {*self.pending.culprits} <= self._forgotten:
+            if self.pending is not None and self._is_done_with(self.pending):
                 self.pending = None
             groups = list(self._groups)
         for group in groups:
             group.give_up()
+
+    def _is_done_with(self, outcome: Outcome) -> bool:
+        """Return whether the others go on without whoever a verdict says is gone; the lock is held.
+
+        Where nobody waited, a culprit that is there has raised something, which an evaluation may have survived.
+        """
+        gone = {*outcome.culprits}
+        if outcome.incident is not None and outcome.incident.group == NOBODY_WAITS:
+            dead = {one.rank for one in outcome.incident.ranks if one.cause in (Cause.LOST, Cause.EXITED)}
+            gone = gone & dead or gone
+        return bool(gone) and gone <= self._forgotten
 
     def within(self, ranks: Sequence[int]) -> list[EnqueuedProcessGroup]:
         """Return the groups of this process that have no other ranks than these, in an order alike on all ranks."""
