@@ -14,7 +14,7 @@ import torch.distributed as dist
 import ncclguard as ng
 from ncclguard import torch_compat
 from ncclguard.errors import CollectiveFailed, GuardError
-from ncclguard.incident.model import Incident
+from ncclguard.incident.model import Incident, RankReport
 from ncclguard.outcome import Cause
 from ncclguard.process_group import enqueued
 from ncclguard.process_group.enqueued import EnqueuedProcessGroup, Failures, _Met
@@ -120,6 +120,24 @@ def test_a_rank_that_has_no_group_with_the_culprit_is_told_and_gives_its_groups_
     assert failures.life == 1
     with pytest.raises(CollectiveFailed):
         failures.raise_pending()
+
+
+@pytest.mark.parametrize("first", ["verdict", "without"])
+def test_a_verdict_without_waiters_is_done_with_where_its_dead_are_gone_on_without(
+    failures: Failures, first: str
+) -> None:
+    """It also named a rank that had only run out of memory, in an evaluation that survived it."""
+    reports = tuple(
+        RankReport(rank=rank, state="departed", cause=cause) for rank, cause in ((0, Cause.LOST), (1, Cause.FAILED))
+    )
+    incident = verdict(0, 1, cause=Cause.LOST).model_copy(update={"group": "job", "ranks": reports})
+    group_of(failures, 1, 2)
+    steps = [lambda: failures.end(incident, 1, (), 0.0), lambda: failures.without([0])]
+    for step in steps if first == "verdict" else reversed(steps):
+        step()
+    failures.raise_pending()
+    failures.end(verdict(0, 1), 2, (), 3.0)  # of a collective that waits: rank 1 is one more that it is about
+    assert failures.life == 2
 
 
 def test_a_late_verdict_on_ranks_that_the_others_go_on_without_ends_nothing(failures: Failures) -> None:
