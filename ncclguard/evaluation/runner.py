@@ -641,10 +641,8 @@ class Evaluation:
             )
         text = describe_exception(error)
         exhausted = any(map(_is_out_of_memory, _with_origins(error)))
-        trace = (
-            "" if exhausted or text == self._traced else f"\n{_traceback_of(error)}"
-        )  # once, whatever is tried again
-        self._traced = text
+        shown = exhausted or text == self._traced  # each try may raise the same
+        trace, self._traced = "" if shown else f"\n{_traceback_of(error)}", text
         log.warning("ncclguard: rank %d: %s failed here: %s%s", self._rank, self._label, text, trace)
         if exhausted:
             return RankResult(self._rank, Kind.OUT_OF_MEMORY, text)
