@@ -182,6 +182,11 @@ def _advice(
     if resumed:
         return tr("The others go on without it. {advice}", advice=SEE_LOST if cause is Cause.LOST else ADVICE[cause])
     advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
+    if model.came([one for one in ranks if one.cause is cause]):
+        return tr(
+            "See what it did before this call: work on one rank only (saving, metrics, a data loader) must fit the timeout "
+            "or run on all ranks. Raise the timeout only if that work is meant to take so long."
+        )
     if cause is Cause.STUCK:
         return _advice_on_stuck([one for one in ranks if one.cause is cause], state) or advice
     if cause is Cause.LOST and not state.guarded:

@@ -288,6 +288,12 @@ class GuardedGroup:
 
     # ------------------------------------------------------------------ failures that nobody acknowledged, and the end
 
+    @property
+    def unread(self) -> Outcome | None:
+        """The last failure, unless the program has looked at it; the next call raises it."""
+        unread = self._unread
+        return None if unread is None or unread.acknowledged else unread
+
     def _raise_unread(self) -> None:
         """A failure that nobody acknowledged must not pass in silence, nor one that was only decided afterwards."""
         unread = self._log_unread()

@@ -48,6 +48,7 @@ from ncclguard.incident.report import AT_MOST, Sequels, Writer
 from ncclguard.incident.stacks import describe_exception, main_thread_stack, offer, traceback_frames
 from ncclguard.metrics import exchange
 from ncclguard.metrics.settings import config_of
+from ncclguard.outcome import Outcome
 from ncclguard.protocol.decision import Action
 from ncclguard.protocol.group_key import GroupKey
 from ncclguard.protocol.timing import Timing
@@ -174,6 +175,12 @@ class Runtime:
                 made = self.key(group, device, queue, ranks)
                 entry = self._groups[key] = (group, self._make(made, members, device))
             return entry[1]
+
+    def unread(self) -> list[Outcome]:
+        """Return the failures that the program has not looked at yet."""
+        with self._lock:
+            groups = [guarded for _, guarded in self._groups.values()]
+        return [unread for guarded in groups if (unread := guarded.unread) is not None]
 
     def key(
         self, group: dist.ProcessGroup, device: torch.device, queue: str, ranks: tuple[int, ...] | None = None
@@ -484,6 +491,11 @@ def end_outside(group: dist.ProcessGroup, cause: Cause, text: str) -> None:
 def _all() -> list[Runtime]:
     """Return the runtimes of this process, the job's first."""
     return [*filter(None, [_runtime]), *_outside.values()]
+
+
+def unread() -> list[Outcome]:
+    """Return the failures that the program has not looked at yet, of all groups of this process."""
+    return [unread for runtime in _all() for unread in runtime.unread()]
 
 
 def own_session() -> Session:

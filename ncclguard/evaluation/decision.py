@@ -276,6 +276,11 @@ log = logging.getLogger("ncclguard")
 #: Why no other try was made although more were allowed.
 _FINAL = tr("an exception of this type says that the program or its data is wrong, so each try would raise it.")
 
+_ON_ALL_RANKS = tr(
+    "If some ranks were not to come to this evaluation at all, call it on all ranks, not under `if rank == 0:`: each "
+    "rank takes part in it."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
@@ -357,7 +362,7 @@ class EvaluationReport:
         """Return whether the ranks told each other that they are in different evaluations."""
         return bool(self.failures) and not self.failures[-1].began and bool(self.failures[-1].errors)
 
-    def _advice(self) -> str:
+    def _advice(self) -> Message | str:
         """Return what to do next; "" where an incident's report, or the lines above, say it."""
         if not self.failures:
             return ""
@@ -367,8 +372,12 @@ class EvaluationReport:
                 "Call each evaluation on all ranks or on none: a rank has left one out. Where there are several at one "
                 "step, nobody can tell which: do not trust the values of those before this one at its step."
             )
+        absent = not self.attempts and last.cause in (Cause.LATE, Cause.DIVERGED, Cause.FAILED)
         if self.action is Action.STOP:
-            return tr("Restart the job from its last checkpoint, after a look at the ranks above.")
+            restart = tr("Restart the job from its last checkpoint, after a look at the ranks above.")
+            return joined(" ", (restart, _ON_ALL_RANKS)) if absent else restart
+        if absent:
+            return _ON_ALL_RANKS
         if last.out_of_memory:
             return tr(
                 "Evaluate with smaller batches, or say with `batch_size` where their size is, so that it can be halved."

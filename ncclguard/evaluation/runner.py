@@ -605,9 +605,14 @@ class Evaluation:
     def _inside(self, name: str, work: Callable[[], Any]) -> tuple[Any, RankResult]:
         """Run the program's code; return its result and how the try ended, and raise none of its exceptions."""
         redirection = None
+        before = runtime.unread()
         try:
             with one_try(name, self._members, self._options.timeout) as redirection:
-                return work(), RankResult(self._rank)
+                value = work()
+                for outcome in runtime.unread():
+                    if not any(outcome is other for other in before):
+                        outcome.raise_if_failed()  # or the value, of tensors that were not reduced, would count
+                return value, RankResult(self._rank)
         except BaseException as error:  # noqa: BLE001 - whatever the evaluation raises is what this is for
             return None, self._ended_by(error, redirection.failures if redirection is not None else ())
 
@@ -887,8 +892,9 @@ def _outcome_of(once: Callable[[], tuple[Outcome, tuple[Any, ...]]]) -> tuple[Ou
         except CollectiveFailed as error:
             if current_config().on_failure == "raise":
                 return error.outcome, ()
-            # A failure that the evaluation ignored, raised by the next call on the group; each is raised once.
-            log.warning("ncclguard: the evaluation did not look at a failed outcome: %s", error)
+            # A failure that the program ignored, raised by the next call on the group; each is raised once.
+            text = told("a failed outcome was not looked at before the evaluation: {error}", error=str(error))
+            log.warning("ncclguard: %s", text)
 
 
 def is_gone(outcome: Outcome) -> bool:

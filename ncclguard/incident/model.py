@@ -327,6 +327,18 @@ def _ranks_of(text: str) -> Iterable[int]:
             yield from range(int(first), int(last or first) + 1)
 
 
+def came(reports: Collection[RankReport]) -> bool:
+    """Return whether ranks that are late have come after all, when it was too late for the others."""
+    return bool(reports) and all(report.cause is Cause.LATE and report.inside for report in reports)
+
+
+def meaning_of(cause: Cause, reports: Collection[RankReport]) -> Message:
+    """Return the meaning of a cause, for the ranks that it is the cause of."""
+    if came(reports):
+        return tr("alive, and it came to this operation far behind the others")
+    return MEANING[cause]
+
+
 def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
     """Return the incident as several lines, in the language of this process.
 
@@ -335,7 +347,8 @@ def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
     """
     blamed, placed = frozenset(incident.culprits), incident.placed()
     culprits = [report for report in incident.ranks if report.rank in blamed]
-    cause = told("cause: {cause}, {meaning}", cause=both(incident.cause), meaning=MEANING[incident.cause])
+    meaning = meaning_of(incident.cause, [report for report in culprits if report.cause is incident.cause])
+    cause = told("cause: {cause}, {meaning}", cause=both(incident.cause), meaning=meaning)
     lines = [f"ncclguard incident {incident.id}: {read(incident.summary)}", f"  {cause}"]
     groups = alike(culprits) if placed.told else [[report] for report in culprits]
     if len(groups) > SHOWN_GROUPS:

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ncclguard.incident.model import Incident, RankReport, alike
+from ncclguard.incident.model import Incident, RankReport, alike, meaning_of
 from ncclguard.incident.timeline import Bar, Document, Key, Lane, Timeline
-from ncclguard_explain.cause import MEANING, WORD, Cause
+from ncclguard_explain.cause import WORD, Cause
 from ncclguard_explain.language import Message, joined, read, say, told, tr
 from ncclguard_explain.page import render
 from ncclguard_explain.ranks import FEW_RANKS, Hosts, duration, ranks_text
@@ -82,7 +82,7 @@ def render_html(document: Document) -> str:
         columns=columns,
         rows=rows,
         open_table=OPEN_TABLE,
-        meaning=MEANING,
+        meaning_of=meaning_of,
         word=WORD,
         unknown=Cause.UNKNOWN,
         ranks_text=placed.text,

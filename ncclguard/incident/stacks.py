@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import importlib.util
 import itertools
 import linecache
 import logging
@@ -45,7 +46,19 @@ EXCEPTION_LENGTH: Final = 400
 READ_WITHIN: Final = 0.25
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_OWN: Final = (_PACKAGE, os.path.join(os.path.dirname(os.path.abspath(ncclguard_explain.__file__)), ""))
+
+
+def _folders_of(package: str) -> list[str]:
+    """Return where a package lies, without importing it: integrations of an editable install lie beside `_PACKAGE`."""
+    spec = importlib.util.find_spec(package)
+    return [os.path.join(folder, "") for folder in (spec and spec.submodule_search_locations) or ()]
+
+
+_OWN: Final = (
+    _PACKAGE,
+    os.path.join(os.path.dirname(os.path.abspath(ncclguard_explain.__file__)), ""),
+    *_folders_of("ncclguard.integrations"),
+)
 # Parts of the package that use the library as a program does: their frames are what a reader wants to see.
 _USERS: Final = tuple(os.path.join(_PACKAGE, name) for name in ("bench", "faults"))
 _INSTALLED: Final = tuple(

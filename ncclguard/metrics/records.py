@@ -340,6 +340,7 @@ class Snapshot(Record):
     name. `losses` and `rejoins`: ranks that this rank has gone on without, and that came back; `lost_seconds`: what
     that cost the job. They are the same on all ranks that have been there all the time: take one, not the sum. `slow`:
     who holds the job up now, as far as `watch` knows. `channels`: the ends of weight channels in this process.
+    `verdict`: that of `watch` on a collective which stands still now; empty where there is none.
     """
 
     kind: ClassVar[str] = "snapshot"
@@ -357,6 +358,7 @@ class Snapshot(Record):
     lost_seconds: float = 0.0
     slow: SlowRanks | None = None
     channels: tuple[ChannelStatus, ...] = ()
+    verdict: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

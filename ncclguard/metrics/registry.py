@@ -168,6 +168,9 @@ class Watched(Protocol):
     def slow(self) -> SlowRanks | None:
         """Return who makes the job slow."""
 
+    def verdict(self) -> str:
+        """Return the agreed verdict on one that stands still now, in a sentence; empty where there is none yet."""
+
     def awaited(self) -> list[dict[str, Any]]:
         """Return whom this rank has found awaited in them, as `Monitor.awaited` does."""
 
@@ -285,6 +288,7 @@ class RecordingListener(events.Listener):
             lost_seconds=self._lost_seconds,
             slow=next((found for found in (watched.slow() for watched in tuple(_watched)) if found is not None), None),
             channels=tuple(status() for status in tuple(_channels)),
+            verdict=next(filter(None, (watched.verdict() for watched in tuple(_watched))), ""),
         )
 
     def open_operations(self) -> tuple[OpenOperation, ...]:

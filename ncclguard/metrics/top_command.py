@@ -120,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
 def view(job: str, statuses: Mapping[int, dict[str, Any] | str]) -> Group:
     """Build the picture of this host's ranks; a text in `statuses` stands for a rank that did not answer."""
     answers = {rank: status for rank, status in statuses.items() if not isinstance(status, str)}
-    parts: list[RenderableType] = [_title(job, statuses, answers), _ranks(statuses)]
+    parts: list[RenderableType] = [_title(job, statuses, answers), *_verdicts(answers), _ranks(statuses)]
     if answers:
         first = answers[min(answers)]
         parts += _slow(first)
@@ -143,6 +143,15 @@ def _title(job: str, statuses: Mapping[int, object], answers: Mapping[int, dict[
     if hanging:
         text.append(f"  WAITING FOR LONG: ranks {', '.join(map(str, hanging))}", style="bold red")
     return text
+
+
+def _verdicts(answers: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
+    """Return the verdicts of `watch` on what stands still; one that several ranks know is one line."""
+    return [
+        Text(text, style="bold red")
+        for text in dict.fromkeys(each["snapshot"]["verdict"] for each in answers.values())
+        if text
+    ]
 
 
 def _ranks(statuses: Mapping[int, dict[str, Any] | str]) -> Table:

@@ -497,15 +497,17 @@ def _without_majority(
 def _came_last(entered: Mapping[int, Report]) -> tuple[dict[int, Cause], Sides]:
     """Name, where all have entered, those that came far behind the rest, else nobody.
 
-    Far behind is under half the median age. One that was held up in another operation waited for somebody there: that
-    is shown, and it is not named.
+    Far behind is, for fewer than half of the ranks, under half the median age, and for any number of them under a
+    quarter of the longest: had they come a moment later, they would be missing. One that was held up in another
+    operation waited for somebody there: that is shown, and it is not named.
     """
-    if len(entered) < 2:
+    ages = [r.age for r in entered.values()]
+    if len(ages) < 2:
         return {}, ()
-    middle = median(r.age for r in entered.values())
-    tardy = [rank for rank, r in entered.items() if r.age < middle / 2]
-    if 2 * len(tardy) >= len(entered):
-        return {}, ()
+    behind = {rank for rank, r in entered.items() if r.age < median(ages) / 2}
+    tardy = {rank for rank, r in entered.items() if r.age < max(ages) / 4}
+    if 2 * len(behind) < len(ages):
+        tardy |= behind
     sides: dict[str, list[int]] = {}
     for rank, r in sorted(entered.items()):
         text = r.elsewhere if rank in tardy and r.elsewhere else "" if r.operation is None else r.operation.text

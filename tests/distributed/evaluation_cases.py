@@ -181,6 +181,26 @@ def held_up(folder: str) -> None:
     dist.destroy_process_group()
 
 
+def not_looked_at() -> None:
+    """Each rank's evaluation ignores that its first all-reduce has failed, for which rank 1 came too late."""
+    dist.init_process_group("gloo")
+    tries: list[int] = []
+
+    @ng.resilient_evaluate(timeout=20.0)
+    def evaluate(step: int) -> float:
+        tries.append(step)
+        found = torch.ones(1)
+        if dist.get_rank() == 1 and len(tries) == 1:
+            time.sleep(2.0)
+        ng.safe_all_reduce(found, timeout=1.0 if len(tries) == 1 else 20.0)
+        return float(found)
+
+    value = evaluate(10)
+    faults.report(value=value, tries=len(tries), report=str(evaluate.report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def interrupted(how: str, then: str) -> None:
     """Rank 1's evaluation of step 1 is interrupted; the program catches whatever comes and goes on, as notebooks do.
 

@@ -18,6 +18,7 @@ from tests.distributed.evaluation_cases import (
     interrupted,
     leaves_out,
     lost,
+    not_looked_at,
     of_two_classes,
     own_code,
     switches,
@@ -117,6 +118,15 @@ def test_a_fault_is_reported_once_and_what_else_it_breaks_refers_to_that(tmp_pat
     assert len(again) == 2, output
     assert all(line.endswith("rank 1 late.") for line in again)
     assert output.count("what to do: ") == 2, output
+
+
+def test_a_failure_that_the_evaluation_does_not_look_at_fails_its_try() -> None:
+    """Else its value would be that of a tensor which was never reduced."""
+    job = faults.run_ranks(not_looked_at, 3, timeout=90)
+    assert all(rank.exit_code == 0 for rank in job), str(job)
+    assert [rank.reports["value"] for rank in job] == [3.0] * 3, str(job)
+    assert [rank.reports["tries"] for rank in job] == [2] * 3
+    assert all("try 1: late, rank 1" in rank.reports["report"] for rank in job), str(job)
 
 
 @pytest.mark.parametrize("fault", ["metric", "skip"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import logging
 import logging.handlers
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
 import ncclguard as ng
@@ -234,8 +236,8 @@ def test_the_limit_of_a_watched_call_is_that_of_the_phase_it_was_issued_in() -> 
 
 
 def shown_by_top() -> None:
-    """Rank 1 comes late; meanwhile rank 0 is asked as `ncclguard top` asks."""
-    ng.watch(timeout=60)
+    """Rank 1 comes late; meanwhile rank 0 is asked as `ncclguard top` asks, until there is a verdict."""
+    ng.watch(timeout=3)
     dist.init_process_group("gloo")
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     dist.barrier()
@@ -247,14 +249,21 @@ def shown_by_top() -> None:
         return
     work, said, ranks = dist.all_reduce(torch.ones(3), async_op=True), {}, {}
     end = time.monotonic() + 20.0
-    while time.monotonic() < end and not (said.get("open") and sorted(ranks) == [0, 1]):
+    while time.monotonic() < end and not (said.get("open") and said["verdict"] and sorted(ranks) == [0, 1]):
         time.sleep(0.2)
         ranks = control.jobs().get(records.job_name(), {})
         answers = top_command.statuses(ranks)
         said = answers[0]["snapshot"] if isinstance(answers.get(0), dict) else {}  # type: ignore[index]
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(top_command.view("job", answers))
     store.set("looked", "")
     work.wait()
-    faults.report(ranks=sorted(ranks), open=[call["text"] for call in said.get("open", ())])
+    faults.report(
+        ranks=sorted(ranks), open=[call["text"] for call in said.get("open", ())], shown=console.export_text()
+    )
+    time.sleep(1.0)
+    answers = top_command.statuses(ranks)
+    faults.report(later=answers[0]["snapshot"]["verdict"] if isinstance(answers.get(0), dict) else "?")  # type: ignore[index]
     dist.destroy_process_group()
     faults.report(afterwards=sorted(control.jobs().get(records.job_name(), {})))
 
@@ -265,6 +274,9 @@ def test_top_sees_the_ranks_of_a_job_that_is_only_watched() -> None:
     reports = result[0].reports
     assert reports["ranks"] == [0, 1], result
     assert len(reports["open"]) == 1 and "all_reduce" in reports["open"][0].replace("allreduce", "all_reduce"), result
+    verdicts = [line for line in reports["shown"].splitlines() if "all_reduce" in line and "rank 1 late" in line]
+    assert len(verdicts) == 1, reports["shown"]
+    assert reports["later"] == "", result
     assert 0 not in reports["afterwards"], result
 
 

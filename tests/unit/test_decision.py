@@ -318,8 +318,24 @@ def test_the_rank_that_came_far_behind_the_rest_is_late_although_it_has_entered(
     assert (found.cause, found.culprits) == (Cause.LATE, ((2, Cause.LATE),))
 
 
-@pytest.mark.parametrize("ages", [(10.0, 9.0, 6.0), (10.0, 1.0), (10.0, 10.0, 1.0, 1.0), (10.0,)])
-def test_network_names_nobody_when_all_have_entered_and_no_minority_came_far_behind(ages: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("ages", [(10.0, 1.0), (10.0, 10.0, 1.0, 1.0), (10.0, 2.0, 1.0, 0.5)])
+def test_ranks_that_came_when_the_wait_was_almost_over_are_late_as_if_they_had_not_come(
+    ages: tuple[float, ...],
+) -> None:
+    reports = [entered(rank, age=age, trouble=DEADLINE if age == 10.0 else None) for rank, age in enumerate(ages)]
+    found = verdict_on(*reports)
+    tardy = [rank for rank, age in enumerate(ages) if age < 2.5]
+    assert (found.action, found.cause, found.culprits) == (
+        Action.FAIL,
+        Cause.LATE,
+        tuple((rank, Cause.LATE) for rank in tardy),
+    )
+    came = [entered(rank, age=age, trouble=DEADLINE) for rank, age in enumerate(ages) if rank not in tardy]
+    assert verdict_on(*came, *map(outside, tardy)).culprits == found.culprits
+
+
+@pytest.mark.parametrize("ages", [(10.0, 9.0, 6.0), (10.0, 4.0), (10.0, 10.0, 4.0, 4.0), (10.0,)])
+def test_network_names_nobody_when_all_have_entered_and_none_came_far_behind(ages: tuple[float, ...]) -> None:
     found = verdict_on(*(entered(rank, age=age, trouble=DEADLINE) for rank, age in enumerate(ages)))
     assert (found.action, found.cause, found.culprits) == (Action.FAIL, Cause.NETWORK, ())
     assert found.deadline_expired

