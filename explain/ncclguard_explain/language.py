@@ -49,7 +49,7 @@ def parsed(value: str) -> str:
     name = value.strip().lower().partition(".")[0].replace("_", "-")
     if name in ("", "c", "en", "en-us", "en-gb"):
         return ENGLISH
-    if name in ("zh", "zh-cn", "zh-hans", "zh-hans-cn", "zh-sg"):
+    if name in ("zh", "zh-cn", "zh-hans", "zh-hans-cn", "zh-sg", "cn"):
         return "zh"
     raise ValueError(f"{value!r} is no language of ncclguard: set {' or '.join(LANGUAGES)}; zh_CN and zh-CN are zh too")
 

@@ -211,12 +211,12 @@ def diagnose(
     seen = bool(verdict.culprits or verdict.places or verdict.sides or finding.facts or work)
     seen = seen or any(fact.kind not in quiet for fact in evidence.facts) and not only_interrupted(evidence, quiet)
     incident = seen or bool(evidence.broken_off)
-    timeout = _timeout(evidence, work)
+    own = verdict.facts[0] if verdict.rule == "ncclguard incident" else None
+    timeout = _timeout(evidence, work, own)
     decision = decide(evidence, verdict, finding, cause)
     evidence_facts, consequences = _roles(evidence, verdict, finding)
-    told = {id(fact): fact for fact in [*verdict.facts, *evidence.facts] if fact.frames}
+    told = {id(fact): fact for fact in [*verdict.facts, *evidence.facts] if fact.frames and fact.kind is not Kind.GUARD}
     stacks = tuple(_event(f) for f in told.values() if f.rank in verdict.culprits or f.kind is Kind.STACK)
-    own = verdict.facts[0] if verdict.rule == "ncclguard incident" else None
     if own is not None and own.frames:
         stacks = (_event(own.clone(rank=own.peers[0] if own.peers else None)), *stacks)
     return Report(
@@ -406,9 +406,11 @@ def _called(evidence: Evidence, culprits: set[int]) -> Work | None:
     return Work(names.most_common(1)[0][0]) if names else None
 
 
-def _timeout(evidence: Evidence, work: Work | None) -> int | None:
+def _timeout(evidence: Evidence, work: Work | None, own: Fact | None) -> int | None:
     if work is not None and work.timeout_ms is not None:
         return work.timeout_ms
+    if own is not None and own.seconds is not None:  # others of its job may have had other limits
+        return round(own.seconds * 100) * 10  # it is what was left of the limit when the call began
     printed = [fact for fact in evidence.facts if fact.kind in _TIMED and fact.seconds is not None]
     printed += [f for f in evidence.of(Kind.LAUNCHER, Kind.ACCUSED) if f.seconds is not None]
     printed += [f for f in evidence.of(Kind.NOTE) if f.name in ("dumped", "limit") and f.seconds is not None]

@@ -20,8 +20,8 @@ from ncclguard.coordination.store import AgreementStore, HighWaterMarks
 from ncclguard.incident.stacks import innermost_of_program
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import Operation, Phase, Report, TroubleKind
-from ncclguard_explain.cause import Cause
-from ncclguard_explain.language import tr
+from ncclguard_explain.cause import WORD, Cause
+from ncclguard_explain.language import joined, told, tr
 from ncclguard_explain.ranks import SHOWN_GROUPS, Hosts, ranks_text
 
 log = logging.getLogger("ncclguard")
@@ -257,32 +257,41 @@ class Inquiries:
             )
             question.state.trouble(question.generation, TroubleKind.STUCK, why)
         if not lines:
-            lines.append("every rank has entered: the transfer itself is slow or stalled")
+            lines.append(ALL_ENTERED)
         said = {
             "group": question.state.key, "generation": question.generation, "sequence": sequence, "by": self._rank,
             "text": question.call.text, "age": round(age, 1), "lines": lines,
         }  # fmt: skip
         store.put(f"{question.state.key}/awaited", json.dumps(said))
-        log.warning(
-            "ncclguard: %s has been waiting for %.0f s (deadline in %.0f s): %s",
-            question.call.text,
-            age,
-            question.call.deadline - now,
-            "; ".join(lines),
+        text = told(
+            "{operation} has been waiting for {age:.0f} s (deadline in {left:.0f} s): {details}",
+            operation=question.call.text,
+            age=age,
+            left=question.call.deadline - now,
+            details=joined("; ", lines),
         )
+        log.warning("ncclguard: %s", text)
+
+
+#: Why nobody is awaited in a call that goes on for long.
+ALL_ENTERED = tr("every rank has entered: the transfer itself is slow or stalled")
 
 
 def not_come(reports: Mapping[int, Report], hosts: Hosts | None = None) -> list[str]:
     """Return where the ranks are that are awaited, a line for each; where they are many, for each place."""
     who = ranks_text if hosts is None else hosts.text
     if len(reports) <= SHOWN_GROUPS:
-        return [f"{who([rank])} has not come: {whereabouts(report)}" for rank, report in sorted(reports.items())]
+        return [
+            tr("{ranks} has not come: {where}", ranks=who([rank]), where=whereabouts(report))
+            for rank, report in sorted(reports.items())
+        ]
     places: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         places.setdefault(whereabouts(report), []).append(rank)
-    lines = [f"{who(ranks)} not come, of each: {where}" for where, ranks in places.items()]
-    more = [f"and others at {len(lines) - SHOWN_GROUPS} further places"] if len(lines) > SHOWN_GROUPS else []
-    return lines[:SHOWN_GROUPS] + more
+    lines = [tr("{ranks} not come, of each: {where}", ranks=who(ranks), where=where) for where, ranks in places.items()]
+    if len(lines) <= SHOWN_GROUPS:
+        return [*lines]
+    return [*lines[:SHOWN_GROUPS], tr("and others at {count} further places", count=len(lines) - SHOWN_GROUPS)]
 
 
 def not_answering(sights: Mapping[int, tuple[Sight, str]], hosts: Hosts | None = None) -> list[str]:
@@ -290,24 +299,36 @@ def not_answering(sights: Mapping[int, tuple[Sight, str]], hosts: Hosts | None =
     who = ranks_text if hosts is None else hosts.text
     if len(sights) <= SHOWN_GROUPS:
         return [
-            f"{who([rank])} does not answer: {silent_cause(sight).value} ({evidence})"
+            tr(
+                "{ranks} does not answer: {cause} ({evidence})",
+                ranks=who([rank]),
+                cause=WORD[silent_cause(sight)],
+                evidence=evidence,
+            )
             for rank, (sight, evidence) in sights.items()
         ]
     kinds: dict[Cause, list[int]] = {}
     for rank, (sight, _) in sights.items():
         kinds.setdefault(silent_cause(sight), []).append(rank)
     return [
-        f"{who(ranks)} do not answer: {cause.value} (rank {ranks[0]}: {sights[ranks[0]][1]})"
+        tr(
+            "{ranks} do not answer: {cause} ({one}: {evidence})",
+            ranks=who(ranks),
+            cause=WORD[cause],
+            one=ranks_text(ranks[:1]),
+            evidence=sights[ranks[0]][1],
+        )
         for cause, ranks in kinds.items()
     ]
 
 
 def whereabouts(report: Report) -> str:
     if report.elsewhere and not report.free_for:
-        return f"it waits in {report.elsewhere}"
+        return tr("it waits in {operation}", operation=report.elsewhere)
     stack = report.details.get("stack")
     if isinstance(stack, (list, tuple)) and stack:
         own = innermost_of_program(stack)
-        inside = "" if own in (None, len(stack) - 1) else f"{stack[own]}, in "
-        return f"it is at {inside}{stack[-1]}"
-    return "where it is, is unknown"
+        if own in (None, len(stack) - 1):
+            return tr("it is at {place}", place=stack[-1])
+        return tr("it is at {own}, in {place}", own=stack[own], place=stack[-1])
+    return tr("where it is, is unknown")

@@ -1033,7 +1033,7 @@ class GuardedEvaluation:
         """Save a checkpoint before the job ends, where the program wants that."""
         if self._options.save is None:
             return
-        log.error("ncclguard: a rank is gone: saving a checkpoint on the survivors before the job ends")
+        log.error("ncclguard: %s", told("a rank is gone: saving a checkpoint on the survivors before the job ends"))
         try:
             with process_group.redirected(
                 timeout=self._options.timeout

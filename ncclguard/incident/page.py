@@ -78,7 +78,7 @@ def render_html(document: Document) -> str:
         further=[report.rank for group in groups[CARDS:] for report in group],
         unreported=sorted(blamed - {report.rank for report in culprits}),
         chart=None if timeline is None else lay_out(incident, timeline),
-        operations=() if timeline is None else _operations(timeline, len(incident.ranks) > FEW_RANKS),
+        operations=() if timeline is None else _operations(incident, timeline, len(incident.ranks) > FEW_RANKS),
         columns=columns,
         rows=rows,
         open_table=OPEN_TABLE,
@@ -182,10 +182,10 @@ def _cells(report: RankReport) -> tuple[Any, ...]:
     )
 
 
-def _operations(timeline: Timeline, many: bool) -> list[_Cells]:
+def _operations(incident: Incident, timeline: Timeline, many: bool) -> list[_Cells]:
     """Rows of the table of operations, in order: when each began, how long it took, and which rank came last to it.
 
-    Of `many` ranks, which may have many groups, the latest.
+    Of that which failed it is who did not come, where that is known. Of `many` ranks, with maybe many groups, the latest.
     """
     rows: list[_Cells] = []
     spans = sorted(_spans(timeline.lanes).items(), key=lambda entry: entry[1].first.start)
@@ -197,6 +197,9 @@ def _operations(timeline: Timeline, many: bool) -> list[_Cells]:
             seconds=span.last.start - span.first.start,
             first=span.first_rank,
         )
+        missing = set(incident.culprits) - span.ranks if f"{group}/{sequence}" == incident.op_id else set()
+        if missing:
+            behind = tr("{ranks} did not come", ranks=ranks_text(sorted(missing)))
         rows.append(
             (
                 False,
@@ -205,7 +208,7 @@ def _operations(timeline: Timeline, many: bool) -> list[_Cells]:
                     span.first.text,
                     f"{group}/{sequence}",
                     took,
-                    behind if span.count > 1 else "",
+                    behind if missing or len(span.ranks) > 1 else "",
                 ),
             )
         )
@@ -215,16 +218,16 @@ def _operations(timeline: Timeline, many: bool) -> list[_Cells]:
 class _Span:
     """One operation over several ranks: who began first and last, and when the last ended."""
 
-    __slots__ = ("count", "end", "first", "first_rank", "last", "last_rank", "ok", "text")
+    __slots__ = ("end", "first", "first_rank", "last", "last_rank", "ok", "ranks", "text")
 
     def __init__(self, rank: int, bar: Bar) -> None:
-        self.count = 1
+        self.ranks = {rank}
         self.first = self.last = bar
         self.first_rank = self.last_rank = rank
         self.end, self.ok, self.text = bar.end, bar.ok, bar.text
 
     def add(self, rank: int, bar: Bar) -> None:
-        self.count += 1
+        self.ranks.add(rank)
         if bar.start < self.first.start:
             self.first, self.first_rank = bar, rank
         if bar.start > self.last.start:

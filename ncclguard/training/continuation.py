@@ -37,6 +37,7 @@ from ncclguard.torch_compat import zero
 from ncclguard.training import declaration, joining, places
 from ncclguard.watch import watcher
 from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import told
 from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
@@ -230,7 +231,12 @@ class Continuation:
         lost = tuple(rank for rank in before if rank not in after)
         if len(after) < self._min_ranks:
             error = because if because is not None else GuardError(f"{ranks_text(lost)} gone")
-            log.error("ncclguard: %s gone, and %d ranks are fewer than min_ranks", ranks_text(lost), len(after))
+            log.error(
+                "ncclguard: %s",
+                told(
+                    "{ranks} gone, and {count} ranks are fewer than min_ranks", ranks=ranks_text(lost), count=len(after)
+                ),
+            )
             raise error
         if not lost:  # the verdict said that somebody is gone, but nobody is
             raise because if because is not None else GuardError("no rank is gone")
@@ -255,7 +261,7 @@ class Continuation:
         if silent and not self._out_of_reach(outcome):
             return False
         if stuck:
-            log.warning("ncclguard: %s given up: its process does not run", ranks_text(stuck))
+            log.warning("ncclguard: %s", told("{ranks} given up: its process does not run", ranks=ranks_text(stuck)))
             runtime.given_up(stuck)
             declaration.going_on(self.rank, self.lost, stuck, ranks=self.ranks)
         return True
@@ -273,7 +279,10 @@ class Continuation:
         if 2 * len(left) < len(self._counted):
             return False
         if self.rank == left[0]:
-            log.warning("ncclguard: %s given up: no rank can reach it, nor see its process", ranks_text(silent))
+            log.warning(
+                "ncclguard: %s",
+                told("{ranks} given up: no rank can reach it, nor see its process", ranks=ranks_text(silent)),
+            )
         self._meet_without(silent)
         return True
 

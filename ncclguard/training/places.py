@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ncclguard import lifecycle, torch_compat
 from ncclguard.coordination.store import AgreementStore, Stored
 from ncclguard.training import declaration
+from ncclguard_explain.language import told
 
 if TYPE_CHECKING:
     from ncclguard.training.joining import Waiting
@@ -196,9 +197,8 @@ class Seat:
             return
         self._next_look = now + LOOK_EVERY
         if generation(beneath(store.connection.store)) != _own_generation():
-            log.error(
-                "ncclguard: the ranks of this job were started again; this one ends, for another to take its place"
-            )
+            text = told("the ranks of this job were started again; this one ends, for another to take its place")
+            log.error("ncclguard: %s", text)
             declaration.superseded()
             os.kill(os.getpid(), signal.SIGTERM)
 

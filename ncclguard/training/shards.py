@@ -678,7 +678,10 @@ class Shards:
                 f"the shards of {ranks_text(missing)} are lost, with all copies of them (copies={self._copies}{'; ' if kept else ''}{kept}): start "
                 "again from a checkpoint; give load=, a function that loads the newest one, to go on from it in place"
             )
-        log.warning("ncclguard: the shards of %s are lost with all copies: a checkpoint is loaded", ranks_text(missing))
+        log.warning(
+            "ncclguard: %s",
+            told("the shards of {ranks} are lost with all copies: a checkpoint is loaded", ranks=ranks_text(missing)),
+        )
         if self._fixed is None or self._moving is None:
             live = self._live()
             self._note()

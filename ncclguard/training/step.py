@@ -331,17 +331,21 @@ class ResilientStep:
             return False
         if going.rank in outcome.culprits:
             if outcome.cause in (Cause.STUCK, Cause.UNKNOWN):
-                log.error("ncclguard: this rank was given up, and the others go on without it: its process has to end")
+                log.error(
+                    "ncclguard: %s",
+                    told("this rank was given up, and the others go on without it: its process has to end"),
+                )
             return False
         stands = self._stepped and self._shards is None
         if not is_gone(outcome) and (stands or not going.gives_up(outcome)):
             return False
         if stands:
-            log.error(
-                "ncclguard: %s is gone, and the optimizer had begun its step, which cannot be done again: have what "
-                "needs all ranks done before it",
-                ranks_text(outcome.culprits),
+            text = told(
+                "{ranks} is gone, and the optimizer had begun its step, which cannot be done again: have what needs all "
+                "ranks done before it",
+                ranks=ranks_text(outcome.culprits),
             )
+            log.error("ncclguard: %s", text)
             return False
         return True
 

@@ -17,7 +17,7 @@ from typing import Final
 from ncclguard import lifecycle, torch_compat
 from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall, Subject, Summarise
 from ncclguard.coordination.incidents import ISSUERS, NOBODY_WAITS
-from ncclguard.coordination.inquiry import Question, not_answering, not_come
+from ncclguard.coordination.inquiry import ALL_ENTERED, Question, not_answering, not_come
 from ncclguard.coordination.liveness import silent_cause
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.coordination.store import AgreementStore, HighWaterMarks
@@ -44,7 +44,7 @@ from ncclguard.protocol.member import Member
 from ncclguard.watch.judge import MESSAGE, STARTED, analyse, expired, has_issued, is_consequence, verdict_of
 from ncclguard.watch.recorder import Observation, Pending, Recorder
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.language import received, told
+from ncclguard_explain.language import joined, received, told, tr
 from ncclguard_explain.ranks import SHOWN_GROUPS, ranks_text
 
 KEY: Final = "watch"
@@ -525,14 +525,18 @@ class WatchCoordination:
         finding = analyse(elsewhere_long_enough(question.answers), {}, causes, overdue=True)
         lines = not_come({rank: question.answers[rank] for rank in finding.causes if rank not in sights})
         lines += not_answering(sights)
-        lines += [f"{ranks_text(ranks)} in {text}" for text, ranks in finding.sides[:SHOWN_GROUPS]]
-        lines = lines or ["every rank has entered: the transfer itself is slow or stalled"]
+        lines += [
+            tr("{ranks} in {operation}", ranks=ranks_text(ranks), operation=text)
+            for text, ranks in finding.sides[:SHOWN_GROUPS]
+        ]
+        lines = lines or [ALL_ENTERED]
         age = self._state.age(question.pending)
         self.answered = question.pending, age, [str(line) for line in lines]
-        log.warning(
-            "ncclguard: %s has made no progress for %.0f s on rank %d: %s",
-            question.pending.text,
-            age,
-            self._rank,
-            "; ".join(lines),
+        text = told(
+            "{operation} has made no progress for {age:.0f} s on rank {rank}: {details}",
+            operation=question.pending.text,
+            age=age,
+            rank=self._rank,
+            details=joined("; ", lines),
         )
+        log.warning("ncclguard: %s", text)

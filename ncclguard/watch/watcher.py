@@ -666,7 +666,10 @@ class Watcher:
         pending = [p for p in self._state.observation.pending if not _backend_of(p).startswith("gloo")]
         if pending:  # gloo's raise by themselves
             interrupt({p.thread for p in pending}, incident, max(self._state.age(p) for p in pending))
-        log.error("ncclguard: ending the collectives of this process (on_hang='abort') after incident %s", incident.id)
+        log.error(
+            "ncclguard: %s",
+            told("ending the collectives of this process (on_hang='abort') after incident {name}", name=incident.id),
+        )
         stop = Stop(groups)
         stop.start()
         stop.wait()

@@ -15,6 +15,7 @@ from benchmarks.peers.findings import findings_of, names
 from ncclguard.faults import drill
 from ncclguard.faults.drill import EXPECTED
 from ncclguard.faults.fault import PARAMETERS
+from ncclguard.incident.page import render_html
 from ncclguard.incident.timeline import Document
 
 GALLERY = Path(__file__).resolve().parents[2] / "docs" / "gallery"
@@ -122,3 +123,12 @@ def test_a_drill_says_that_the_job_went_on_and_how_long_it_stood() -> None:
     lines = found.lines()
     assert ("went on", "yes, ranks 0-1 within 1.50 s, as ranks 0-1") in lines
     assert ("then", text) in lines
+
+
+def test_the_table_of_operations_says_who_did_not_come_to_the_one_that_failed() -> None:
+    page = render_html(Document.model_validate_json((GALLERY / "late" / "incident.json").read_text()))
+    rows = [row for row in page.split("<tr>") if ">0:cpu:865c6391/" in row]
+    assert [row for row in rows if f"rank {STRUCK} did not come" in row] == [
+        row for row in rows if ">0:cpu:865c6391/7<" in row
+    ]
+    assert sum("after rank" in row for row in rows) == len(rows) - 1

@@ -89,6 +89,20 @@ INTERRUPTED = [
 ]
 
 
+def test_the_limit_and_the_stack_are_those_of_the_incident_that_is_told(tmp_path: Path) -> None:
+    for name, hour, limit in (("a", "08", 2.0), ("b", "09", 4.9995)):
+        one = INCIDENT.model_copy(
+            update={"id": name, "timeout": limit, "summary": f"all_reduce() of {name} failed: rank 2 late."}
+        )
+        at = {"incident": one.model_dump(mode="json"), "written_at": f"2026-11-20T{hour}:00:00+00:00"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(WRITTEN | at))
+    report = explain([os.fspath(tmp_path)])
+    assert "of b failed" in report.reason
+    assert report.effective_timeout_ms == 5000
+    (stack,) = report.stacks
+    assert stack.rank == 2 and stack.file.endswith("b.json")
+
+
 def interrupted(rank: int, line: str = "batch = augment(rows)") -> list[str]:
     return [row.format(rank=rank, line=line) for row in INTERRUPTED]
 
