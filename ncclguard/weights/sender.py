@@ -182,7 +182,9 @@ class Sender(ChannelEnd):
                 wrong = self._vote(digest, until)
             except GuardError as error:  # of a member that has not come to the group, or in a collective
                 failed = error if isinstance(error, CollectiveFailed) else error.__cause__
-                silent = self._board.silence(now)
+                # A try for which a silence before it has left little time says as little of them as one with a silence.
+                hurried = self._news.limit < self._timeout / (self._retries + 1) / 2
+                silent = self._board.silence(began if hurried else now)
                 if isinstance(failed, CollectiveFailed) and silent < _SILENT * self._news.limit:
                     self._leave_out(failed, left_out)
                     reason = ""
