@@ -11,6 +11,8 @@ killed, stopped for longer than the limit, late, delayed by less than the limit,
 - whoever is left out is the struck engine, for the right cause, and nobody is where it was only delayed,
 - a worker that serves a version has exactly its values, and `publish` has named its engine for that version,
 - where the trainer or the store is struck, all workers have the version or none has,
+- where the store is, nobody is left out; what is on no engine says that the store does not answer; and of a store that
+  was stopped for as long as one `publish` takes, one version at most,
 - the engine that was not struck has the last version, and a struck one that lives has it too.
 """
 
@@ -144,7 +146,7 @@ def publishes(address: str, name: str, who: str, moment: str, strike: Strike) ->
             published = sender.publish(gathered, version)
             sender._timeout = LIMIT
             left_out = {engine: str(getattr(why, "cause", why)) for engine, why in published.left_out.items()}
-            sent.append([bool(published), published.engines, left_out, published.seconds])
+            sent.append([bool(published), published.engines, left_out, published.seconds, published.reason])
             faults.report(sent=sent)
             time.sleep(0.5)
             if version == 0:
@@ -274,9 +276,11 @@ def faulty(
     if who != "store" and not reports[struck].get("struck"):
         yield "nothing was struck"
     own = WORKERS[struck][0] if struck > 0 else ""
-    for version, (_, _, left_out, seconds) in enumerate(sent):
-        if seconds > (UNHURRIED if version == 0 else LIMIT) + 2:
+    for version, (published, _, left_out, seconds, reason) in enumerate(sent):
+        if seconds > (UNHURRIED if version == 0 else LIMIT) + (3 if who == "store" else 2):
             yield f"publishing version {version} took {seconds:.1f} s"
+        if who == "store" and not published and "store" not in reason:
+            yield f"version {version} is on no engine: {reason or 'without a reason'}"
         for engine, why in left_out.items():
             if who == "store" or engine != own:
                 yield f"version {version} left out {engine}: {why}"
@@ -284,7 +288,9 @@ def faulty(
                 yield f"version {version} left out {engine} as {why}"
             elif fault == "delay":
                 yield f"version {version} left out {engine}, which was not late: {why}"
-    if own and fault != "delay" and not any(own in left_out for _, _, left_out, _ in sent):
+    if (who, fault) == ("store", "stop") and sum(not one[0] for one in sent) > 1:
+        yield "another version is on no engine after the store went on"
+    if own and fault != "delay" and not any(own in one[2] for one in sent):
         yield f"{own} was never left out"
     for worker, versions in zip(WORKERS, served, strict=True):
         for version, equal in versions:

@@ -185,7 +185,7 @@ def _cells(report: RankReport) -> tuple[Any, ...]:
 def _operations(incident: Incident, timeline: Timeline, many: bool) -> list[_Cells]:
     """Rows of the table of operations, in order: when each began, how long it took, and which rank came last to it.
 
-    Of that which failed it is who did not come, where that is known. Of `many` ranks, with maybe many groups, the latest.
+    Of the one that failed it is who did not come, if known. Of `many` ranks, with maybe many groups, the latest.
     """
     rows: list[_Cells] = []
     spans = sorted(_spans(timeline.lanes).items(), key=lambda entry: entry[1].first.start)

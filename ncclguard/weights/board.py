@@ -28,6 +28,10 @@ log = logging.getLogger("ncclguard")
 PERIOD: Final = 0.05
 #: Seconds that the end of the thread may take, before and after its connection is cut.
 STOP_WITHIN: Final = 1.0
+#: Seconds without an answer from which on the store is silent: less may be a busy machine.
+MOMENT: Final = 1.0
+#: Silences that are remembered: more than there are in the limit of a `publish`, as a rule.
+_REMEMBERED: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ class Board:
         self._clone = torch_compat.clone_store(store)
         self._store = AgreementStore(self._clone, "board")
         self._broken = False
+        self._asked: float | None = None  # when the thread asked what has no answer yet; `changed` guards these two
+        self._silences: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)  # when each began and ended
         self._posts: deque[Callable[[AgreementStore], object]] = deque()
         self._wake = threading.Event()
         self._stop = False
@@ -91,6 +97,8 @@ class Board:
         while not self._stop:
             self._wake.wait(1.0 if self._broken else PERIOD)
             self._wake.clear()
+            with self.changed:
+                self._asked = self._asked or time.monotonic()
             try:
                 if self._stop:
                     return
@@ -101,6 +109,7 @@ class Board:
                     self._posts.popleft()
                 if not self._stop:
                     self._look(self._store)
+                self._answered()
             except StoreUnavailable as error:
                 if not self._broken and not self._stop:
                     log.warning(
@@ -114,8 +123,22 @@ class Board:
                 self._broken = True
             except Exception:
                 log.exception("ncclguard: something in the store of the weights cannot be read; the rest is")
+                self._answered()
             with self.changed:
                 self.changed.notify_all()
+
+    def _answered(self) -> None:
+        with self.changed:
+            if self._asked is not None and time.monotonic() - self._asked >= MOMENT:
+                self._silences.append((self._asked, time.monotonic()))
+            self._asked = None
+
+    def silence(self, since: float) -> float:
+        """Return for how many seconds since then (time.monotonic()) the store was silent, as this thread has met it."""
+        now = time.monotonic()
+        with self.changed:
+            silences = [*self._silences, *([] if self._asked is None else [(self._asked, now)])]
+        return sum(max(0.0, end - max(began, since)) for began, end in silences if end - began >= MOMENT)
 
     def _write(self, write: Callable[[AgreementStore], object]) -> None:
         try:

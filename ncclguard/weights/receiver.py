@@ -23,7 +23,7 @@ from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.faults import drill_job, injection
 from ncclguard.incident.stacks import describe_exception
 from ncclguard.torch_compat import Store
-from ncclguard.weights.board import Ask, Board, News, asks_of, connected, read_news
+from ncclguard.weights.board import MOMENT, Ask, Board, News, asks_of, connected, read_news
 from ncclguard.weights.buckets import Arriving, Digest, Header, arriving, device_of
 from ncclguard.weights.end import ChannelEnd
 from ncclguard_explain.language import told
@@ -36,6 +36,8 @@ log = logging.getLogger("ncclguard")
 
 #: Seconds in which what was in flight ends once its group is given up.
 _ENDS_WITHIN = 5.0
+#: Seconds after a silence of the store in which the sender says whether what it had said before still holds.
+_SETTLES = 0.25
 
 
 class Update:
@@ -268,7 +270,14 @@ class Receiver(ChannelEnd):
 
     def _look(self, store: AgreementStore) -> None:
         """Read the news, and ask to be a member where this worker is none; in the board's thread."""
-        self._last, news = read_news(store, self._last)
+        began = time.monotonic()
+        last, news = read_news(store, self._last)
+        if news is not None and time.monotonic() - began >= MOMENT:
+            # The sender may have given that up while the store was silent, and nobody would meet this worker there.
+            time.sleep(_SETTLES)
+            last, newer = read_news(store, last)
+            news = newer or news
+        self._last = last
         with self._board.changed:
             before, self._news = self._news, news or self._news
             news = self._news

@@ -34,6 +34,8 @@ log = logging.getLogger("ncclguard")
 
 #: Nonces of those left out that the news repeat.
 _REMEMBERED = 1000
+#: Part of a try's limit from which on a silence of the store is why engines have not come.
+_SILENT = 0.25
 #: Tensors by name; called anew for each try, where an engine was left out in the middle of one.
 Tensors = Mapping[str, torch.Tensor] | Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -43,7 +45,8 @@ class Published:
     """The fate of a version: true where enough engines have all of it, and may serve it.
 
     `engines`: those that have it, with the same digest. `left_out`: by engine, the incident or the reason for which it
-    is no member any more. `joined`: those that were not members before. `seconds`: what it took.
+    is no member any more. `joined`: those that were not members before. `seconds`: what it took. `reason`: why it is on
+    no engine where that is no engine's doing, such as a store that does not answer.
     """
 
     version: str | int
@@ -52,6 +55,7 @@ class Published:
     joined: tuple[str, ...] = ()
     seconds: float = 0.0
     digest: str = ""
+    reason: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.digest)
@@ -68,8 +72,8 @@ class Published:
             text = told(
                 "version {version} is on no engine after {seconds:.3g} s", version=self.version, seconds=self.seconds
             )
-        reasons = (f"\n{name}: {getattr(why, 'summary', why)}" for name, why in self.left_out.items())
-        return text + "".join(reasons)
+        reasons = [f"\n{name}: {getattr(why, 'summary', why)}" for name, why in self.left_out.items()]
+        return text + (f"\n{self.reason}" if self.reason else "") + "".join(reasons)
 
 
 class Sender(ChannelEnd):
@@ -116,6 +120,7 @@ class Sender(ChannelEnd):
         self._times_left_out: Counter[str] = Counter()  # by engine
         self._members: tuple[Ask, ...] = ()  # of the group, in order of their ranks from 1
         self._news = News(secrets.token_hex(6), device=device)
+        self._written: News | None = None  # the last ones that the store has acknowledged, or that others came after
         self._asks = asks_of(self._news.sender)
         self._board = Board(self._store, self._look, self._renewed)
         self._tell(self._news)
@@ -166,21 +171,29 @@ class Sender(ChannelEnd):
         began = time.monotonic()
         until = began + self._timeout
         left_out: dict[str, Incident | str] = {}
+        reason = ""
         for left in range(self._retries + 1, 0, -1):
             members = tuple(ask for ask in self._whole() if engines is None or ask.engine in engines)
             if len({ask.engine for ask in members}) < self._min_engines or (now := time.monotonic()) >= until:
                 break
             try:
-                self._begin(members, version, now, (until - now) / left)
+                self._begin(members, version, (until - now) / left, until)
                 digest = self._send(tensors, until)
                 wrong = self._vote(digest, until)
             except GuardError as error:  # of a member that has not come to the group, or in a collective
                 failed = error if isinstance(error, CollectiveFailed) else error.__cause__
-                if isinstance(failed, CollectiveFailed):
+                # A try for which a silence before it has left little time says as little of them as one with a silence.
+                hurried = self._news.limit < self._timeout / (self._retries + 1) / 2
+                silent = self._board.silence(began if hurried else now)
+                if isinstance(failed, CollectiveFailed) and silent < _SILENT * self._news.limit:
                     self._leave_out(failed, left_out)
+                    reason = ""
                     continue
-                self._drop_group()  # the store does not answer
-                log.warning("ncclguard: version %s of the weights could not be sent: %s", version, error)
+                # Engines could not hear of the version, nor say that they had given it up: whatever was found of them,
+                # their going or not coming included, may be the store's doing. One that is gone is so in the next try.
+                reason = _silence(silent) if isinstance(failed, CollectiveFailed) else str(error)
+                self._drop_group()
+                log.warning("ncclguard: version %s of the weights could not be sent: %s", version, reason)
                 continue
             except BaseException:
                 self._drop_group()  # the engines hear of it at once
@@ -197,7 +210,7 @@ class Sender(ChannelEnd):
         self._served = ()
         self._failed += 1
         self._tell(replace(self._news, members=(), left_out=tuple(self._left_out)))  # who was left out asks anew
-        return Published(version, (), left_out, (), time.monotonic() - began)
+        return Published(version, (), left_out, (), time.monotonic() - began, reason=reason)
 
     def _status(self) -> ChannelStatus:
         asked = self.engines
@@ -267,13 +280,24 @@ class Sender(ChannelEnd):
         self._drop_group()
 
     def _tell(self, news: News) -> None:
+        def write(store: AgreementStore) -> None:
+            if news is self._news:  # else nobody is to begin what has been given up before the store answered
+                write_news(store, news)
+            with self._board.changed:
+                self._written = news
+                self._board.changed.notify_all()
+
         self._news = news
-        self._board.post(lambda store: write_news(store, news))
+        self._board.post(write)
 
     # ------------------------------------------------------------------ one try
 
-    def _begin(self, members: tuple[Ask, ...], version: str | int, now: float, limit: float) -> None:
-        """Tell the members what comes, and meet them in a group that has them all and nobody else."""
+    def _begin(self, members: tuple[Ask, ...], version: str | int, limit: float, until: float) -> None:
+        """Tell the members what comes, and meet them in a group that has them all and nobody else.
+
+        The time of the members begins when the store has the news. Raises GuardError where it does not take them.
+        """
+        began = time.monotonic()
         epoch = self._news.epoch
         if not self._has_group() or members != self._members:
             self._drop_group()
@@ -285,9 +309,11 @@ class Sender(ChannelEnd):
                 left_out=tuple(self._left_out),
             )
         )  # fmt: skip
-        self._members = members
+        self._members, news = members, self._news
+        if not self._board.wait_for(lambda: self._written is news, until):
+            raise GuardError(_silence(time.monotonic() - began))
         if self._group is None:
-            self._open_group(self._news, 0, "trainer", now + limit)
+            self._open_group(news, 0, "trainer", until)
 
     def _remaining(self, until: float) -> float:
         return max(0.001, min(self._news.limit, until - time.monotonic()))
@@ -320,6 +346,13 @@ class Sender(ChannelEnd):
             elif theirs != digest:
                 wrong[ask.engine] = told("worker {worker} has other bytes than were sent", worker=ask.worker)
         return wrong
+
+
+def _silence(seconds: float) -> str:
+    return told(
+        "the store of the weights has not answered for {seconds:.3g} s: look whether its process is stopped or has ended",
+        seconds=seconds,
+    )
 
 
 def _others_than_sender(incident: Incident) -> set[int]:

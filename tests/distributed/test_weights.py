@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +421,83 @@ def test_both_ends_go_on_when_the_store_or_their_connections_to_it_are_back(how:
     if how == "restart":
         assert "once a store listens at its address again" in result[1].output, result
         assert "the store of the weights answers again" in result[1].output, result
+
+
+#: Seconds for which the store is silent: as long as the first try has, almost as long as `publish`, and longer.
+SILENCES = (TIMEOUT / 3, TIMEOUT - 0.1, TIMEOUT + 1.0)
+
+
+def then(owner: Any, name: str, before: bool, call: Callable[[], object]) -> None:
+    """Have `call` called once: before the next call of the method, or after it."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **named: Any) -> Any:
+        setattr(owner, name, original)
+        if before:
+            call()
+        result = original(*args, **named)
+        if not before:
+            call()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def in_silence(address: str, pid: int, moment: str) -> None:
+    """Each second version is sent while the store is stopped."""
+    rank, last = int(os.environ["RANK"]), 2 * len(SILENCES)
+    if rank:
+        with Receiver(address, name=moment, engine=f"engine {rank}") as receiver:
+            had = []
+            while receiver.version != last and (update := receiver.next(timeout=UNHURRIED)) is not None:
+                if update.commit():
+                    had.append(receiver.version)
+                    faults.report(had=had)
+        return
+    with Sender(address, name=moment, timeout=UNHURRIED, bucket_mb=1.0) as sender:
+        sender.wait_for(2, within=60)
+        sent = [sender.publish(weights(0), 0)]
+        sender._timeout = TIMEOUT
+        stopped: list[subprocess.Popen[bytes]] = []
+        for number, seconds in enumerate(SILENCES):
+
+            def stop(seconds: float = seconds) -> None:
+                os.kill(pid, signal.SIGSTOP)
+                stopped.append(subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"]))
+
+            if moment == "before":
+                stop()
+            elif moment == "told":  # some engines have read of the version, and some have not
+                then(sender._board, "_write", False, stop)
+            else:
+                sender._drop_group()
+                then(sender, "_open_group", True, stop)
+            sent.append(sender.publish(weights(0), 2 * number + 1))
+            stopped[-1].wait()
+            sent.append(sender.publish(weights(0), 2 * number + 2))
+            faults.report(
+                engines=[one.engines for one in sent], left_out=[list(one.left_out) for one in sent],
+                reasons=[one.reason for one in sent], longest=max(one.seconds for one in sent[1:]),
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", ["before", "told", "meets"])
+def test_nobody_is_left_out_for_a_store_that_does_not_answer(moment: str) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    store = listening(address)
+    try:
+        result = faults.run_ranks(in_silence, 3, args=[f"tcp://{address}", store.pid, moment], timeout=120).check()
+    finally:
+        store.kill()
+        store.wait()
+    said, both = result[0].reports, ["engine 1", "engine 2"]
+    assert said["left_out"] == [[]] * len(said["left_out"]), result
+    assert said["engines"][::2] == [both] * (1 + len(SILENCES)), result  # once the store answers
+    assert said["longest"] < TIMEOUT + 3, result
+    for engines, reason in zip(said["engines"], said["reasons"], strict=True):
+        assert engines == both or (engines == [] and "the store of" in reason), result
+    published = [version for version, engines in enumerate(said["engines"]) if engines]
+    assert result.values("had") == {1: published, 2: published}, result
 
 
 def test_what_cannot_be_written_holds_up_nothing_that_is_written_after_it(caplog: pytest.LogCaptureFixture) -> None:
