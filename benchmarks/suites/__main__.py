@@ -72,9 +72,10 @@ def last_words(ended: job.Ended) -> str:
     """Say why a program failed: the exception that it, or its first rank to fail, has raised."""
     if ended.code is None:
         return f"had not ended after {ended.seconds:.0f} s"
-    raised = [text for text in recorder.RAISED.findall(ended.text) if "ChildFailedError" not in text]
+    others = "ChildFailedError", "Error while importing test module"  # behind them stands what it was
+    raised = [text for text in recorder.RAISED.findall(ended.text) if not any(other in text for other in others)]
     said = [line for line in ended.text.splitlines() if line.strip("=- ")]
-    return (raised[0] if raised else said[-1] if said else f"ended with {ended.code}")[:300]
+    return recorder.of_any_machine(raised[0] if raised else said[-1] if said else f"ended with {ended.code}")
 
 
 def run_parts(parts: list[Part], backends: list[str], folder: Path, select: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -78,14 +79,15 @@ def launched(ranks: int, *program: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program)
 
 
-def torch_parts(ranks: int, folder: Path) -> list[Part]:
+def torch_parts(ranks: int, folder: Path, place: str = "gloo") -> list[Part]:
     """torch's own tests of a backend."""
     env = {
-        "BACKEND": "gloo",
+        "BACKEND": place,
         "WORLD_SIZE": str(ranks),
         "TEMP_DIR": str(folder),
         "INIT_METHOD": f"file://{folder}/met",
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "100",  # seconds of one test, where torch has no other for it
+        "SUITES_PRELOADED": "benchmarks.suites.programs.preloaded",  # where the ranks are not forks of the test
     }
     return [Part("distributed_test", (str(PROGRAMS / "test_torch_distributed.py"),), 3000, env, pytest=True)]
 
@@ -149,6 +151,10 @@ SUITES: Final = {
     "torch": Suite(
         "torch.testing._internal.distributed.distributed_test, with forked ranks",
         ("torch", "expecttest", "pytest"), "expecttest pytest", torch_parts, (2, 3, 4),
+    ),
+    "torch-nccl": Suite(
+        "torch.testing._internal.distributed.distributed_test on GPUs, which asks for NCCL, with forked ranks",
+        ("torch", "expecttest", "pytest"), "expecttest pytest", partial(torch_parts, place="nccl"), (2, 4), place="nccl",
     ),
     "accelerate": Suite(
         "the scripts of accelerate.test_utils.scripts under torchrun",

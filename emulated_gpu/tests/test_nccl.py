@@ -137,6 +137,26 @@ def test_operations_of_a_communicator_run_in_the_order_of_their_launch_also_on_d
     )
 
 
+def default_stream(rank: Rank) -> tuple[bool, bool, list[float]]:
+    comm, buffer = Communicator.make(rank, device=1), Buffer([1.0])
+    cuda.cudaSetDevice(0)
+    if rank.rank == 1:
+        rank.read("seen")
+    assert comm.all_reduce(buffer) == NCCL_SUCCESS
+    idle = query(ctypes.c_void_p())
+    cuda.cudaSetDevice(1)
+    held = not query(ctypes.c_void_p())
+    if rank.rank == 0:
+        rank.publish("seen")
+    return idle, held or rank.rank == 1, buffer.read()
+
+
+def test_the_default_stream_is_that_of_the_communicators_device_whatever_the_current_one_is() -> None:
+    """src/group.cc, doLaunches: cudaSetDevice(comm->cudaDev). torch ends coalesced calls on any current device."""
+    settings = {"EMULATED_NCCL_RUNTIME_CONNECT": 0, "EMULATED_GPUS": 2}
+    assert check(run(default_stream, 2, settings=settings)) == [(True, True, [2.0])] * 2
+
+
 def both_directions(rank: Rank) -> list[float]:
     comm, peer = Communicator.make(rank), 1 - rank.rank
     sent, received = Buffer([float(rank.rank)] * 2_000_000), Buffer([-1.0] * 2_000_000)

@@ -34,7 +34,13 @@ from ncclguard.groups import group_of
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import Outcome, of_incident
 from ncclguard.phases import resolve_timeout
-from ncclguard.process_group.group import DEVICES, GuardedProcessGroup, asked_for, is_made_outside
+from ncclguard.process_group.group import (
+    DEVICES,
+    GuardedProcessGroup,
+    asked_for,
+    is_made_outside,
+    serve_what_is_there,
+)
 from ncclguard.process_group.operations import Operation, Perform
 from ncclguard.process_group.operators import first_tensor, serve_cpp_callers
 from ncclguard.process_group.starts import Marks, captures
@@ -762,6 +768,7 @@ def _create(options: Any, _: Any) -> dist.ProcessGroup:
             'give it the backend "ncclguard", or make it with ncclguard.join()'
         )
     serve_cpp_callers()
+    serve_what_is_there(NAME)
     if not dist.is_initialized():
         failures.interrupts = True
         failures.begin()

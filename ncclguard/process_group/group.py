@@ -750,8 +750,18 @@ def register() -> None:
         torch_compat.open_monitored_barrier(GuardedProcessGroup)
 
 
+def serve_what_is_there(name: str) -> None:
+    """Have torch know of no CUDA of a backend where there is no GPU: its ShardedTensor would be gathered on that.
+
+    Asked where a group is made, and by NVML where it is there: a process that imports this may yet fork.
+    """
+    if not torch.cuda.device_count():
+        dist.Backend.backend_capability[name] = ["cpu"]
+
+
 def _create(options: Any, _: Any) -> dist.ProcessGroup:
     serve_cpp_callers()
+    serve_what_is_there(NAME)
     # torch's default is nobody's choice: the guard's own settings come before it.
     chosen = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
     group = GuardedProcessGroup(options.group_rank, options.group_size, chosen)

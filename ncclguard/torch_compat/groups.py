@@ -376,12 +376,15 @@ def coalesce_messages() -> None:
     _wrap("_coalescing_manager", _coalescing)
 
 
-def _batch(original: Callable[..., Any], operations: list[Any]) -> Any:
-    group = operations[0].group if operations else None
-    if not operations or not hasattr(group or dist.group.WORLD, "beneath") or not operations[0].tensor.is_cuda:
-        return original(operations)
-    with c10d._coalescing_manager(group, operations[0].tensor.device, async_ops=True) as manager:
-        for message in operations:
+def _batch(original: Callable[..., Any], p2p_op_list: list[Any]) -> Any:
+    if not p2p_op_list:
+        return original(p2p_op_list)
+    c10d._check_p2p_op_list(p2p_op_list)
+    group, tensor = p2p_op_list[0].group, p2p_op_list[0].tensor
+    if not hasattr(group or dist.group.WORLD, "beneath") or not tensor.is_cuda:
+        return original(p2p_op_list)
+    with c10d._coalescing_manager(group, tensor.device, async_ops=True) as manager:
+        for message in p2p_op_list:
             target = "group_dst" if message.op is dist.isend else "group_src"
             message.op(message.tensor, group=message.group, tag=message.tag, **{target: message.group_peer})
     return manager.works

@@ -171,6 +171,16 @@ def test_an_exception_ends_coalescing_so_that_later_collectives_are_issued(
     assert group not in dist.distributed_c10d._world.pg_coalesce_state
 
 
+def test_messages_that_torch_refuses_are_refused_in_its_words_and_a_batch_may_be_given_by_name() -> None:
+    with pytest.raises(ValueError, match="^Invalid ``p2p_op_list``"):
+        dist.batch_isend_irecv([1, 2])  # type: ignore[list-item]
+    messages = [object.__new__(dist.P2POp) for _ in range(2)]  # else they ask for a job
+    for number, message in enumerate(messages):
+        vars(message).update(op=dist.isend, tensor=torch.ones(1), group=dist.ProcessGroup(0, number + 2))
+    with pytest.raises(ValueError, match="^All ops need to use the same group"):
+        dist.batch_isend_irecv(p2p_op_list=messages)
+
+
 def test_no_verdict_of_a_former_session_is_delivered_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Survivors go over to a newcomer's session, where verdicts are counted from the first again."""
     events: list[str] = []

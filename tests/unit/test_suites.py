@@ -12,6 +12,7 @@ import pytest
 import benchmarks.suites.__main__ as suites
 from benchmarks.suites import recorder, table
 from benchmarks.suites.catalogue import SUITES, Part
+from benchmarks.suites.job import Ended
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((table.FOLDER / "results").glob("*.json"))
@@ -76,6 +77,22 @@ def test_another_result_is_ours_though_both_end_well() -> None:
 def test_a_failure_is_told_by_the_last_exception_of_its_report() -> None:
     report = "E   RuntimeError: Process 0 exited\nE   torch.distributed.DistStoreError: wait timeout\nE   \nmore"
     assert recorder.RAISED.findall(report)[-1] == "torch.distributed.DistStoreError: wait timeout"
+
+
+def test_a_result_has_no_folders_of_the_machine_that_it_is_from() -> None:
+    said = "ImportError: cannot import name 'a' from 'b.c' (/opt/b/c.py), in '/tmp/x1/y'; see https://a.b/c/d"
+    short = "ImportError: cannot import name 'a' from 'b.c' (c.py), in 'y'; see https://a.b/c/d"
+    assert recorder.of_any_machine(said) == short
+
+
+def test_a_file_that_cannot_be_imported_has_failed_with_the_exception_behind_it() -> None:
+    text = "ImportError while importing test module '/opt/test_a.py'.\nE   ImportError: cannot import name 'a'\n"
+    assert suites.last_words(Ended(2, 1.0, text)) == "ImportError: cannot import name 'a'"
+
+
+def test_torchs_tests_of_a_backend_ask_for_the_one_in_whose_place_another_is(tmp_path: Path) -> None:
+    asked = {name: SUITES[name].parts(2, tmp_path)[0].env["BACKEND"] for name in ("torch", "torch-nccl")}
+    assert asked == {name: SUITES[name].place for name in asked} == {"torch": "gloo", "torch-nccl": "nccl"}
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,7 @@ Run take_place(const std::shared_ptr<const Plan>& plan) {
 ncclResult_t launch(const Plan& plan) {
   Communicator& own = *plan.communicator;
   if (device_error(own.device)) return failed(&own, ncclUnhandledCudaError, "the device is in an error");
+  cudaSetDevice(own.device);  // its default stream may be meant; NCCL 2.30.7, src/group.cc, doLaunches
   if (ncclResult_t result = connect_channels(own, plan)) return result;
   auto shared = std::make_shared<const Plan>(plan);
   cudaStream_t stream = plan.streams[0];
