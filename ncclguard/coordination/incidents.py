@@ -488,6 +488,7 @@ def _rank(
         thread=thread if cause is not None else None,
         threads=threads if cause is not None else (),
         note="; ".join(filter(None, notes)) or None,
+        steps=int(str(details["steps"])) if details.get("steps") else None,
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from ncclguard import events, lifecycle, torch_compat
+from ncclguard import events, lifecycle, optimizer_steps, torch_compat
 from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall
 from ncclguard.coordination.incidents import ISSUERS
 from ncclguard.coordination.monitor import Monitor
@@ -94,6 +94,7 @@ class Description:
             "entered": self._history.entered,
             "call": "" if call is None else call.text,
             "dead_threads": lifecycle.dead_threads(),
+            "steps": optimizer_steps.made(),
         }
         # Not in it: this may be the rank that is looked for, and so may another of its threads where those issue too.
         if report.phase is Phase.NONE or report.details.get(ISSUERS):

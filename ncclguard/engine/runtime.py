@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ncclguard import __version__, events, lifecycle, torch_compat
+from ncclguard import __version__, events, lifecycle, optimizer_steps, torch_compat
 from ncclguard.config import GuardConfig, current_config
 from ncclguard.coordination import incidents
 from ncclguard.coordination.group_state import GroupState
@@ -129,6 +129,7 @@ class Runtime:
         self.monitor = Monitor(
             AgreementStore(self._connection), self.rank, self.world_size, self._liveness, settings, session
         )
+        optimizer_steps.start_counting()
         self._history = History()
         events.listen(self._history)
         job = () if world.group else tuple(range(self.world_size))

@@ -12,13 +12,12 @@ import inspect
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
+from ncclguard import optimizer_steps
 from ncclguard.incident.stacks import call_sites_of
 from ncclguard_explain.language import Message, say, tr
 
@@ -100,33 +99,19 @@ def described(places: Sequence[Place], ranks: Sequence[int]) -> tuple[tuple[int,
 
 
 _lock = threading.Lock()
-_updates = 0
-_counting = False
+_before: int | None = None  # optimizer steps of this process that are not counted here; None until any are
 
 
 def start_counting() -> None:
-    """Count the steps of all optimizers of this process from now on; a second call does nothing."""
-    global _counting
-    with _lock:
-        if not _counting:
-            _counting = True
-            register_optimizer_step_post_hook(_count)
+    """Count optimizer steps from now on, where all ranks begin alike; a second call does nothing."""
+    global _before
+    optimizer_steps.start_counting()
+    if _before is None:
+        _before = optimizer_steps.made()
 
 
-def _count(*_: Any) -> None:
-    global _updates
-    _updates += 1
-
-
-@contextmanager
-def uncounted() -> Iterator[None]:
-    """Run a block whose optimizer steps are not those of the training, such as an evaluation that fits a probe."""
-    global _updates
-    before = _updates
-    try:
-        yield
-    finally:
-        _updates = before
+def _updates() -> int:
+    return optimizer_steps.made() - (_before or 0)
 
 
 def step_of(evaluate: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -165,13 +150,13 @@ _met: dict[tuple[int, ...], list[str]] = {}
 def position() -> dict[str, Any]:
     """Return where this process is in its evaluations, for one that takes a lost rank's place."""
     counters = {key: (counter.at, counter.repeated) for key, counter in _counters.items()}
-    return {"updates": _updates, "counters": counters, "met": {key: [*met] for key, met in _met.items()}}
+    return {"updates": _updates(), "counters": counters, "met": {key: [*met] for key, met in _met.items()}}
 
 
 def take_position(said: dict[str, Any]) -> None:
     """Go on where another process is."""
-    global _updates
-    _updates = said["updates"]
+    global _before
+    _before = optimizer_steps.made() - said["updates"]
     for key, (at, repeated) in said["counters"].items():
         _counters[key] = _Counter(at, repeated)
     _met.update(said["met"])
@@ -189,7 +174,7 @@ class Places:
 
     def next(self, step: int | None, members: tuple[int, ...]) -> Place:
         """Return the place of the evaluation that begins now, which `members` call."""
-        updates = _updates if step is None else 0
+        updates = _updates() if step is None else 0
         counter = self._counter(members)
         if counter.at != (step, updates):
             counter.at, counter.repeated = (step, updates), 0

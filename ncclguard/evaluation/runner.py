@@ -52,10 +52,11 @@ from ncclguard.evaluation.decision import (
     metrics_of,
 )
 from ncclguard.evaluation.fallback import NOT_EVALUATED
-from ncclguard.evaluation.place import Place, Places, behind, described, elsewhere, start_counting, step_of, uncounted
+from ncclguard.evaluation.place import Place, Places, behind, described, elsewhere, start_counting, step_of
 from ncclguard.groups import check_group, group_of, is_outside
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import describe_exception
+from ncclguard.optimizer_steps import uncounted
 from ncclguard.outcome import Outcome
 from ncclguard.phases import inside_section
 from ncclguard.process_group.group import GuardedProcessGroup

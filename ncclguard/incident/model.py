@@ -134,7 +134,8 @@ class RankReport(BaseModel, frozen=True, extra="forbid"):
     `entered`: of a culprit, the guarded calls that its process had begun by then, in all groups;
     `peer`: the rank at the other end of the connection that broke on this one; `stack`: the frames,
     outermost first, of the thread that made its last call here, named `thread`, or of the main one where that is None;
-    `threads`: name and frames of other threads, for culprits. None and "" stand for what is not known.
+    `threads`: name and frames of other threads, for culprits; `steps`: the optimizer steps that its process had made
+    since its first guarded call, or `watch()`. None and "" stand for what is not known.
     `state` is how far the rank got in the operation: none (not entered), running, ready (own data complete), done; or
     silent (no answer), departed (gone, or left).
     """
@@ -155,6 +156,7 @@ class RankReport(BaseModel, frozen=True, extra="forbid"):
     thread: Text | None = None
     threads: tuple[tuple[Text, tuple[Text, ...]], ...] = ()
     note: Text | None = None
+    steps: int | None = None
 
     @property
     def place(self) -> str:
@@ -369,6 +371,9 @@ def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
     lines += _sides(incident.sides, placed)
     lines += _waiting([report for report in incident.ranks if report.rank not in blamed], placed)
     lines.append(f"  {told('time: {figures}', figures=_time(incident))}")
+    steps = optimizer_steps(incident)
+    if steps is not None:
+        lines.append(f"  {said(steps)}")
     lines += [f"  {told('then: {change}', change=change.text)}" for change in incident.afterwards]
     if incident.torn:
         lines.append(f"  {told('the tensor is torn: it holds neither its input nor the result')}")
@@ -409,6 +414,22 @@ def _time(incident: Incident) -> Message:
     if incident.decided_after is not None:
         parts.append(tr("decided {time} after the revoke", time=duration(incident.decided_after)))
     return joined("; ", parts)
+
+
+def optimizer_steps(incident: Incident) -> Message | None:
+    """Return after how many optimizer steps it happened; None where there were none, or that is not known."""
+    ranks: dict[int, list[int]] = {}
+    for report in incident.ranks:
+        if report.steps is not None:
+            ranks.setdefault(report.steps, []).append(report.rank)
+    if not ranks:
+        return None
+    *behind, most = sorted(ranks)
+    seen = tr("optimizer steps seen: {count}", count=most)
+    if not behind or len(behind) > SHOWN_GROUPS:
+        return seen
+    others = [tr("{ranks}: {count}", ranks=ranks_text(ranks[steps]), count=steps) for steps in behind]
+    return tr("{steps} ({others})", steps=seen, others=joined("; ", others))
 
 
 def _same_stack(report: RankReport) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ncclguard.incident.model import Incident, RankReport, alike, meaning_of
+from ncclguard.incident.model import Incident, RankReport, alike, meaning_of, optimizer_steps
 from ncclguard.incident.timeline import Bar, Document, Key, Lane, Timeline
 from ncclguard_explain.cause import WORD, Cause
 from ncclguard_explain.language import Message, joined, read, say, told, tr
@@ -109,6 +109,9 @@ def _tags(document: Document) -> list[Message]:
     tags.append(tr("tries: {count}", count=incident.attempts))
     if incident.decided_after is not None:
         tags.append(tr("decided {time} after the revoke", time=duration(incident.decided_after)))
+    steps = optimizer_steps(incident)
+    if steps is not None:
+        tags.append(steps)
     if not incident.agreed:
         tags.append(tr("the view of one rank: it could not agree with the others"))
     if incident.torn:

@@ -280,6 +280,31 @@ def test_top_sees_the_ranks_of_a_job_that_is_only_watched() -> None:
     assert 0 not in reports["afterwards"], result
 
 
+def is_late_in_the_fourth_step() -> None:
+    watch = ng.watch(timeout=3)
+    dist.init_process_group("gloo")
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter])
+    for step in range(4):
+        if step == 3 and dist.get_rank() == 1:
+            end = time.monotonic() + 20.0
+            while not watch.incidents and time.monotonic() < end:
+                time.sleep(0.1)
+        parameter.grad = torch.ones(2)
+        dist.all_reduce(parameter.grad)
+        optimizer.step()
+    (incident,) = watch.incidents
+    faults.report(steps={report.rank: report.steps for report in incident.ranks}, text=str(incident))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_an_incident_tells_how_many_optimizer_steps_there_were_before() -> None:
+    for rank in faults.run_ranks(is_late_in_the_fourth_step, 2, timeout=60).check():
+        assert rank.reports["steps"] == {"0": 3, "1": 3}, rank
+        assert "\n  optimizer steps seen: 3\n" in rank.reports["text"], rank
+
+
 def test_the_host_of_the_store_is_killed() -> None:
     """Rank 0 took the store with it: nothing can be agreed any more, and each survivor names it by what it sees itself."""
     result = faults.run_ranks(ends, 4, args=["kill", True, 0], timeout=90)

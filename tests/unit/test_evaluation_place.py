@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ncclguard as ng
+from ncclguard import optimizer_steps
 from ncclguard.evaluation import place as module
 from ncclguard.evaluation.place import (
     Place,
@@ -23,8 +24,8 @@ from ncclguard.evaluation.place import (
     start_counting,
     step_of,
     take_position,
-    uncounted,
 )
+from ncclguard.optimizer_steps import uncounted
 
 FIRST = Place("job.ev", "ev", 5, 0, 0, 0, ("train.py:31 in main",))
 
@@ -120,15 +121,17 @@ def test_who_takes_a_lost_ranks_place_is_where_the_others_are(monkeypatch: pytes
     def other() -> None: ...
 
     members = (60, 61)
-    for name, empty in (("_counters", {}), ("_met", {}), ("_updates", 7)):
+    for name, empty in (("_counters", {}), ("_met", {}), ("_before", 0)):
         monkeypatch.setattr(module, name, empty)
+    monkeypatch.setattr(optimizer_steps, "_made", 7)
     for function, step in ((evaluate, None), (other, 5), (other, 5)):
         places = Places(function)
         places.meet([places.next(step, members)] * 2, members)
     said = position()
     theirs = [Places(evaluate).next(None, members), Places(other).next(5, members)]
-    for name, empty in (("_counters", {}), ("_met", {}), ("_updates", 0)):
+    for name, empty in (("_counters", {}), ("_met", {}), ("_before", 0)):
         monkeypatch.setattr(module, name, empty)
+    monkeypatch.setattr(optimizer_steps, "_made", 3)
     take_position(said)
     mine = [Places(evaluate).next(None, members), Places(other).next(5, members)]
     assert [(p.at, p.repeated, p.known) for p in mine] == [((None, 7), 1, 0), ((5, 0), 2, 1)]
