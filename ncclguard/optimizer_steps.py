@@ -1,4 +1,4 @@
-"""How many optimizer steps this process has made since it began to count: what people call the step of a training."""
+"""The number of optimizer steps that this process has made since it began to count: what people call the step."""
 
 from __future__ import annotations
 
