@@ -187,6 +187,12 @@ def _advice(
             "See what it did before this call: work on one rank only (saving, metrics, a data loader) must fit the timeout "
             "or run on all ranks. Raise the timeout only if that work is meant to take so long."
         )
+    raised = [one.exception for one in ranks if one.cause is Cause.FAILED]
+    if cause is Cause.FAILED and raised and all(map(_OUT_OF_MEMORY.search, map(str, raised))):
+        return tr(
+            "It ran out of memory: smaller batches there, or less that is held beside them (graphs of losses, outputs on "
+            "the GPU)."
+        )
     if cause is Cause.STUCK:
         return _advice_on_stuck([one for one in ranks if one.cause is cause], state) or advice
     if cause is Cause.LOST and not state.guarded:
@@ -390,6 +396,8 @@ _TRY = re.compile(r"='(evaluation .*), (?:beginning of )?try (\d+)'")
 
 #: A frame of a collective of torch, and of what makes or ends groups.
 _TORCHS_OWN = re.compile(r"torch/distributed/distributed_c10d\.py:\d+ in ([a-z]\w*)")
+#: How an exception reads of a rank that had no memory, on the device or on the host.
+_OUT_OF_MEMORY = re.compile(r"out ?of ?memory|\bMemoryError\b", re.IGNORECASE)
 #: How the evidence reads of a process that is known not to have been ended by abort(3).
 _OTHER_END = re.compile(r"killed by (?!SIGABRT)|: exit code \d")
 #: The label of an evaluation that nothing but its number tells from the one before it.

@@ -893,9 +893,17 @@ def _outcome_of(once: Callable[[], tuple[Outcome, tuple[Any, ...]]]) -> tuple[Ou
         except CollectiveFailed as error:
             if current_config().on_failure == "raise":
                 return error.outcome, ()
-            # A failure that the program ignored, raised by the next call on the group; each is raised once.
+            # A failure that was only decided afterwards, raised by the next call on the group; each is raised once.
             text = told("a failed outcome was not looked at before the evaluation: {error}", error=str(error))
-            log.warning("ncclguard: %s", text)
+            log.error("ncclguard: %s", text)
+
+
+def _read_failures() -> None:
+    """Say what the program has not looked at before an evaluation, in whose calls it would be raised on each rank."""
+    for outcome in runtime.unread():
+        outcome.acknowledge()
+        text = told("a failed outcome was not looked at before the evaluation: {error}", error=str(outcome))
+        log.error("ncclguard: %s", text)
 
 
 def is_gone(outcome: Outcome) -> bool:
@@ -942,6 +950,7 @@ class GuardedEvaluation:
         self._function = function
         self._owner = getattr(function, "__self__", None)  # of a bound method; else the first argument is taken for it
         self._options = options
+        self._signature = _signature_of(function)
         self._places = Places(function)
         start_counting()
 
@@ -951,6 +960,8 @@ class GuardedEvaluation:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if recording():  # a part of another evaluation, which survives or fails as a whole
             return self._function(*args, **kwargs)
+        if self._signature is not None:
+            self._signature.bind(*args, **kwargs)  # raises where it is called, and not in each try
         group = group_of(self._options.group)
         again = group.again if isinstance(group, GuardedProcessGroup) else None
         inside = again is not None and again.running
@@ -982,6 +993,7 @@ class GuardedEvaluation:
     ) -> tuple[Ended, Callable[[], None]]:
         """Return how the evaluation ended, and what tells people of that."""
         function, options = self._function, self._options
+        _read_failures()
         owner = self._owner if self._owner is not None or not args else args[0]
         check_batch_size(owner, options.batch_size, f"{getattr(function, '__name__', 'evaluate')}()")
         step = step_of(function, owner, args, kwargs)
@@ -1060,6 +1072,14 @@ def check_runs(function: Callable[..., Any]) -> None:
     raise TypeError(text)
 
 
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature of a function; None for one of C++ that does not tell it."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
 @overload
 def resilient_evaluate(function: Callable[..., Any], /, **options: Any) -> GuardedEvaluation: ...
 @overload
@@ -1082,7 +1102,8 @@ def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options:
 
     Raises GuardConfigError, TypeError or ValueError for options that cannot be, and TypeError for a generator function
     or coroutine function. A call raises GuardConfigError where
-    `batch_size` names nothing, before anything is sent; PeerLost, or another CollectiveFailed, when the job cannot go
+    `batch_size` names nothing, and TypeError for arguments that the function does not take, before anything is sent;
+    PeerLost, or another CollectiveFailed, when the job cannot go
     on; and otherwise nothing of what happened inside.
 
     >>> import ncclguard as ng
@@ -1103,6 +1124,9 @@ def resilient_evaluate(function: Callable[..., Any] | None = None, /, **options:
         raise TypeError(say(joined(": ", (needed, meant)) if is_time(function) else needed))
 
     def wrap(wrapped: Callable[..., Any]) -> GuardedEvaluation:
+        if not callable(wrapped):
+            needed = tr("resilient_evaluate takes a function that evaluates, not {kind}", kind=type(wrapped).__name__)
+            raise TypeError(say(needed))
         check_runs(wrapped)
         return GuardedEvaluation(wrapped, checked)
 

@@ -182,8 +182,12 @@ def held_up(folder: str) -> None:
 
 
 def not_looked_at() -> None:
-    """Each rank's evaluation ignores that its first all-reduce has failed, for which rank 1 came too late."""
+    """Each rank's evaluation ignores that its first all-reduce has failed, for which rank 1 came too late; so does training before."""
     dist.init_process_group("gloo")
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    if dist.get_rank() == 1:
+        time.sleep(2.0)
+    ng.safe_barrier(timeout=1.0)
     tries: list[int] = []
 
     @ng.resilient_evaluate(timeout=20.0)

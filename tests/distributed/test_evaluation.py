@@ -127,6 +127,8 @@ def test_a_failure_that_the_evaluation_does_not_look_at_fails_its_try() -> None:
     assert [rank.reports["value"] for rank in job] == [3.0] * 3, str(job)
     assert [rank.reports["tries"] for rank in job] == [2] * 3
     assert all("try 1: late, rank 1" in rank.reports["report"] for rank in job), str(job)
+    assert all(rank.output.count("not looked at before the evaluation") == 1 for rank in job), str(job)
+    assert not any("goes on: all_gather_object(sizes" in rank.output for rank in job), str(job)
 
 
 @pytest.mark.parametrize("fault", ["metric", "skip"])

@@ -560,3 +560,19 @@ def test_states_with_tensors_and_lists_are_kept_by_value() -> None:
             rate.mul_(0.5)
         restore()
         assert (average.weight.item(), rate.item()) == (weight, pytest.approx(0.1))
+
+
+def test_wrong_arguments_are_raised_where_they_are_given_and_are_no_failed_try() -> None:
+    calls: list[int | None] = []
+
+    @ng.resilient_evaluate
+    def evaluate(step: int | None = None) -> float:
+        calls.append(step)
+        return 1.0
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stp'"):
+        evaluate(stp=3)
+    assert evaluate.report is None and not calls
+    assert evaluate(step=3) == 1.0
+    with pytest.raises(TypeError, match="a function that evaluates, not int"):
+        ng.resilient_evaluate(timeout=5)(3)  # type: ignore[arg-type]

@@ -105,6 +105,20 @@ def test_the_coordinator_says_which_incident_is_repeated() -> None:
     assert again.repeats == first.id
 
 
+def test_the_advice_fits_a_rank_without_memory_and_one_that_came_too_late() -> None:
+    def advice(cause: Cause, *ranks: RankReport) -> str:
+        return str(incidents._advice(cause, SimpleNamespace(guarded=True), "barrier()", ranks=ranks))  # type: ignore[arg-type]
+
+    texts = ("torch.OutOfMemoryError at a.py:1 in f: CUDA out of memory.", "MemoryError at a.py:1 in f")
+    without = [RankReport(rank=n, cause=Cause.FAILED, state="none", exception=text) for n, text in enumerate(texts)]
+    wrong = RankReport(rank=2, cause=Cause.FAILED, state="none", exception="KeyError at a.py:1 in f: 'x'")
+    assert "smaller batches" in advice(Cause.FAILED, *without)
+    assert "smaller batches" not in advice(Cause.FAILED, *without, wrong)
+    came = RankReport(rank=1, cause=Cause.LATE, state="running")
+    assert advice(Cause.LATE, came).startswith("See what it did before this call")
+    assert not advice(Cause.LATE, came, came.model_copy(update={"state": "none"})).startswith("See what it did before")
+
+
 @pytest.mark.parametrize(
     ("how", "may_have_aborted"),
     [("", True), (": killed by SIGABRT", True), (": killed by SIGKILL", False), (": exit code 3", False)],
