@@ -43,6 +43,8 @@ _NOBODY = re.compile(rf"{HEAD}\S+:? (?P<rest>{_CALL}.*)", re.DOTALL)
 _SIDES = re.compile(r"no side is a majority|nothing tells who is wrong|不占多数|没有一方占多数|无从判断哪一方错了")
 _NETWORK = [f": {said(WORD[Cause.NETWORK], language)}" for language in LANGUAGES]
 _DO, _NEXT = tr("what to do: {advice}", advice=""), tr("next time: {advice}", advice="")
+#: The last line of a panel; a line of prose may begin with a bracket, too, where it is wrapped.
+_OPERATION = re.compile(r"[(（](?:operation|操作) ")
 _STACKS = [str(said(tr("{thread}, innermost last:", thread=""), language)).rstrip(":：") for language in LANGUAGES]
 
 
@@ -122,7 +124,7 @@ def _of_panel(following: Following) -> dict[str, tuple[str, ...]]:
         begun = next((rest for head in (_DO, _NEXT) if (rest := _begins(line, head)) is not None), None)
         if begun is not None:
             advice.append(begun)
-        elif open_ and not line.startswith(("(", "（")):
+        elif open_ and not _OPERATION.match(line):
             advice[-1] = beside(f"{advice[-1]} ", line)
-        open_ = bool(advice) and not line.startswith(("(", "（"))
+        open_ = bool(advice) and not _OPERATION.match(line)
     return {"advice": tuple(advice), "frames": tuple(frames[-12:])}

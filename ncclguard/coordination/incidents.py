@@ -294,8 +294,9 @@ def goes_on(known: Incident, later: Incident) -> bool:
     """Return whether a later incident is the fault of a known one, which goes on: of each culprit the same is known.
 
     A rank that has begun a guarded call in between is at fault anew, unless all that it raised is the error of the
-    known incident, whose outcome its program had left unread, or it stands at the same place in a later try of the
-    same evaluation. One that answered neither time is taken for the same while its process and its stack are.
+    known incident, whose outcome its program had left unread, or it stands at the same place, or has raised the same,
+    in a later try of the same evaluation. One that answered neither time is taken for the same while its process and
+    its stack are.
     """
     if _only_raise_its_error(known, later) or _shows_its_side(known, later) or _names_the_same_dead(known, later):
         return True
@@ -356,7 +357,9 @@ def _same_standstill(before: RankReport, now: RankReport, tried_again: bool) -> 
     same = before.pid == now.pid != 0 and before.exception == now.exception
     if before.entered is None or now.entered is None:
         return same and before.state == now.state == "silent" and before.stack == now.stack
-    return same and (before.entered == now.entered or (tried_again and before.stack == now.stack))
+    # What raised the same at the same place may be anywhere by now.
+    there = before.stack == now.stack or before.exception is not None
+    return same and (before.entered == now.entered or (tried_again and there))
 
 
 #: What to do where all ranks were ended from outside.
@@ -413,8 +416,13 @@ def begins_evaluation(operation: str) -> bool:
 def _is_a_later_try(known: Incident, later: Incident) -> bool:
     """Return whether both are about calls of one evaluation, and the later one about a later try."""
     first, again = (
-        max((found.groups() for report in one.ranks if (found := _TRY.search(report.operation or ""))), default=None)
+        # A rank that is not in the call tells of its last one, in an evaluation before, maybe.
+        max(
+            (found.groups() for each in inside or one.ranks if (found := _TRY.search(each.operation or ""))),
+            default=None,
+        )
         for one in (known, later)
+        for inside in ([each for each in one.ranks if each.inside],)
     )
     return first is not None and again is not None and first[0] == again[0] and int(first[1]) < int(again[1])
 

@@ -43,7 +43,7 @@ class RankRow(BaseModel, frozen=True):
 
     `kind`, `op`, `world`, `peer`, `holds_gil`, `stack`, `serves` and `group` say where it stands, null without a stack;
     `members` are the ranks of that group, empty where they are not known. `gloo` says whether it communicates by gloo
-    alone, `watched` whether its program has called `watch()`.
+    alone, `watched` whether its program has called `watch()`, `guarded` whether it is in a guarded call.
     """
 
     rank: int
@@ -62,6 +62,7 @@ class RankRow(BaseModel, frozen=True):
     members: tuple[int, ...] = ()
     gloo: bool = False
     watched: bool = False
+    guarded: bool = False
     trouble: Prose = ""
 
     @property
@@ -159,7 +160,7 @@ def _seen(row: RankRow, counted: bool) -> Seen:
     place = None
     if row.kind is not None:
         peer = None if counted else row.peer
-        place = Place(row.kind, row.op, row.world, peer, row.holds_gil, row.stack, row.serves, row.group)
+        place = Place(row.kind, row.op, row.world, peer, row.holds_gil, row.stack, row.serves, row.group, row.guarded)
     rank = Pid(row.rank) if counted else row.rank
     return Seen(rank, row.state, row.motion, place, row.host, row.pid, row.trouble, frozenset(row.members), row.gloo)
 
@@ -224,9 +225,9 @@ def _job_text(job: JobReport) -> Iterator[str]:
 
 
 def _would_be_watched(job: JobReport) -> bool:
-    """Return whether `watch()` would tell of it: ranks stand in what it observes, and their program does without."""
+    """Return whether `watch()` would tell of it: ranks stand in what it observes, and their program has no guard."""
     observed = any(row.kind in (Kind.COLLECTIVE, Kind.P2P, Kind.BACKWARD, Kind.DEVICE) for row in job.ranks)
-    return observed and not any(row.watched for row in job.ranks)
+    return observed and not any(row.watched or row.guarded for row in job.ranks)
 
 
 def _note(row: RankRow) -> Message | str:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any, Final
 
 
@@ -91,7 +92,8 @@ class Place:
     `world` is true where the call is known to be for the default group. `peer` is the rank that a send or receive is
     for. `stack` has the program's frames, outermost first, with torch's function as the last. `serves` is true of the
     handler of another rank's RPC. `group` is
-    the rank within the group that the call is for, and the size of that group.
+    the rank within the group that the call is for, and the size of that group. `guarded` is true where this library
+    carries the call out.
     """
 
     kind: Kind
@@ -102,6 +104,7 @@ class Place:
     stack: tuple[str, ...] = ()
     serves: bool = False
     group: tuple[int, int] | None = None
+    guarded: bool = False
 
     @property
     def inside(self) -> bool:
@@ -190,6 +193,9 @@ _LINES: Final = (
 PAST_THE_END: Final = "(after the last line of Python)"
 #: Package folders, which are left out of a file's name.
 _PACKAGES: Final = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/")
+#: This library's own folder, and that beside which it lies.
+_OWN: Final = str(Path(__file__).resolve().parents[1]) + "/"
+_BESIDE: Final = str(Path(__file__).resolve().parents[2]) + "/"
 _STANDARD: Final = re.compile(r"/lib/python3\.\d+/(?!(?:site|dist)-packages/)")
 #: The outermost call of every program, until it ends.
 _BEGINS: Final = re.compile(r"^<frozen|runpy\.py | <module>$")
@@ -203,6 +209,8 @@ def short(file: str) -> str:
     >>> short("/opt/venv/lib/python3.11/site-packages/torch/optim/adam.py"), short("/home/me/job/train.py")
     ('torch/optim/adam.py', 'train.py')
     """
+    if file.startswith(_OWN):  # not in a packages' folder where it is installed for development
+        return file.removeprefix(_BESIDE)
     inside = _PACKAGES.sub("", file)
     return inside if inside != file else file.rpartition("/")[2]
 
@@ -312,7 +320,8 @@ def classify(frames: Sequence[Frame], holds_gil: bool, source: Callable[[str, in
     report = next(filter(None, numbers), None)
     stack = tuple(str(frame) for frame in own) + ((f"{op} {report}" if report else op,) if kind in INSIDE else ())
     serves = any(frame.function == "_run_function" and short(frame.file).startswith(_RPC_FILES) for frame in frames)
-    return Place(kind, op, world, peer, holds_gil, stack or (str(frames[-1]),), serves)
+    guarded = kind in INSIDE and any(short(frame.file).startswith("ncclguard/engine/") for frame in frames[first:])
+    return Place(kind, op, world, peer, holds_gil, stack or (str(frames[-1]),), serves, guarded=guarded)
 
 
 def _kind(frames: Sequence[Frame], source: Callable[[str, int], str]) -> tuple[Kind, str, int]:

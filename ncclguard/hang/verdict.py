@@ -93,11 +93,14 @@ class Seen:
         """Tell whether it waits for its peers: inside of what they have to call too, and has not moved.
 
         Who joins a job, or asks the store or Ray, does that again and again, and wakes up for it; and works for it
-        where the process has the store, or where the machine is slow.
+        where the process has the store, or where the machine is slow. Who waits in a guarded call wakes up to see
+        whether the others have agreed on its end.
         """
         if self.place is None or self.stopped or self.place.kind not in INSIDE:
             return False
         asks = self.place.kind in (Kind.SETUP, Kind.STORE) or self.place.op == RAY_REPORT
+        if self.place.guarded and self.motion is Motion.WAKING:
+            return True
         return self.motion is Motion.STILL or (asks and self.motion in (Motion.WAKING, Motion.SPINNING))
 
     @property

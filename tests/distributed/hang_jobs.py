@@ -437,6 +437,23 @@ def watched(_: str, ready: Callable[[], None]) -> None:
     raw("sleep", ready)
 
 
+def guarded(fault: str, ready: Callable[[], None]) -> None:
+    """Call the guard's own all-reduce, in which the others wake up again and again to ask."""
+    import ncclguard
+
+    join()
+    tensor = torch.ones(4)
+    train(lambda: ncclguard.safe_all_reduce(tensor, timeout=LONG).raise_if_failed(), fault, ready)
+
+
+def backend(fault: str, ready: Callable[[], None]) -> None:
+    import ncclguard
+
+    ncclguard.configure(timeout=LONG)
+    dist.init_process_group("ncclguard", timeout=timedelta(seconds=LONG))
+    raw(fault, ready)
+
+
 def never_comes(_: str, ready: Callable[[], None]) -> None:
     if os.environ["RANK"] == str(STRUCK):
         os._exit(3)
@@ -472,7 +489,14 @@ JOBS: dict[str, Callable[[str, Callable[[], None]], None]] = {
     "healthy-evaluate": healthy_evaluate,
     "healthy-child": healthy_child,
 }
-EARLY = {"never-joins": never_joins, "never-comes": never_comes, "called": called, "watched": watched}
+EARLY = {
+    "never-joins": never_joins,
+    "never-comes": never_comes,
+    "called": called,
+    "watched": watched,
+    "guarded": guarded,
+    "backend": backend,
+}
 
 
 def main(case: str, ready: Callable[[], None]) -> None:

@@ -62,9 +62,9 @@ def start(server: subprocess.Popen[str]) -> Start:
     return started
 
 
-def settled(pids: list[int]) -> None:
+def settled(pids: list[int], within: float = 20.0) -> None:
     """Wait until no rank runs any more, at most for some seconds."""
-    before, end = None, time.monotonic() + 20
+    before, end = None, time.monotonic() + within
     while time.monotonic() < end:
         now = [ticks_of(pid) for pid in pids]
         if now == before:
@@ -123,6 +123,8 @@ FAULTS = [
     ("grouped", Cause.LATE, "save_checkpoint"),
     ("ahead", Cause.LATE, "save_checkpoint"),
     ("called", Cause.LATE, "save_checkpoint"),
+    ("guarded:save", Cause.LATE, "save_checkpoint"),
+    ("backend:sleep", Cause.LATE, "<lambda>"),
 ]
 
 
@@ -132,7 +134,7 @@ FAULTS = [
 )
 def test_the_struck_rank_is_named_and_nobody_else(start: Start, case: str, cause: Cause, place: str) -> None:
     pids = start(case)
-    settled(pids)
+    settled(pids, 2.0 if case.startswith(("guarded", "backend")) else 20.0)  # who waits in these runs now and then
     job = looked(pids)
     assert (job.culprits, job.cause) == ((STRUCK,), cause), job
     assert job.world_size == 4
@@ -141,7 +143,7 @@ def test_the_struck_rank_is_named_and_nobody_else(start: Start, case: str, cause
     assert job.next_step
 
 
-@pytest.mark.parametrize("case", ["raw:sleep", "watched", "never-joins"])
+@pytest.mark.parametrize("case", ["raw:sleep", "watched", "guarded:save", "never-joins"])
 def test_watch_is_proposed_where_it_would_have_told_and_is_not_there(start: Start, case: str) -> None:
     """Where ranks only join the job it tells nothing."""
     pids = start(case)

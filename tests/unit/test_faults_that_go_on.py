@@ -105,6 +105,22 @@ def test_the_coordinator_says_which_incident_is_repeated() -> None:
     assert again.repeats == first.id
 
 
+def test_an_exception_that_each_try_of_an_evaluation_raises_is_one_fault() -> None:
+    """Wherever the rank that raised it is by then, whose own last call was in another evaluation."""
+
+    def attempt(number: int, step: int = 10, text: str = "MemoryError at a.py:1 in f") -> Incident:
+        call = f"all_reduce(float32[], SUM, phase='evaluation evaluate() at step {step}, try {number}')"
+        before = f"all_reduce(float32[], SUM, phase='evaluation evaluate() at step {step - 5}, try 1')"
+        raised = late(1, calls=7 + number, exception=text, operation=before, stack=(f"a.py:{number} in g",))
+        waits = late(0, state="running", operation=call)
+        return incident(Cause.FAILED, raised).model_copy(update={"ranks": (waits, raised)})
+
+    assert goes_on(attempt(1), attempt(2))
+    assert not goes_on(attempt(2), attempt(1))
+    assert not goes_on(attempt(1), attempt(2, text="MemoryError at a.py:2 in f"))
+    assert not goes_on(attempt(1, step=5), attempt(2))
+
+
 def test_the_advice_fits_a_rank_without_memory_and_one_that_came_too_late() -> None:
     def advice(cause: Cause, *ranks: RankReport) -> str:
         return str(incidents._advice(cause, SimpleNamespace(guarded=True), "barrier()", ranks=ranks))  # type: ignore[arg-type]

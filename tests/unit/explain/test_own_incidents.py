@@ -198,6 +198,30 @@ def test_the_panel_of_a_rank_that_raised_says_what_to_the_end_of_its_sentence(ex
     assert report.decision == "fix-code"
 
 
+@pytest.mark.parametrize(
+    ("do", "wrapped", "last"),
+    [
+        (
+            "what to do: Restart it, unless the job goes on without it",
+            '(`resilient_step`, or on_lost="shrink").',
+            "(operation 0:cpu:1/4, group 0)",
+        ),
+        (
+            "怎么办：重启它，除非作业已经不带它继续",
+            '（`resilient_step`，或 on_lost="shrink"）。',
+            "（操作 0:cpu:1/4，组 0）",
+        ),
+    ],
+)
+def test_an_advice_goes_on_where_a_line_begins_with_a_bracket(
+    do: str, wrapped: str, last: str, explain_lines: Explain
+) -> None:
+    panel = of_panel("c5-0-cpu-4.0", "all_reduce(float32[4], SUM) failed after 0.1 s: rank 1 lost.", do, wrapped, last)
+    report = explain_lines(panel)
+    assert report.culprits == (1,)
+    assert wrapped in report.next_step and last not in report.next_step
+
+
 @pytest.mark.parametrize("by", ["Got the following error when running the callback: ", ""])
 def test_the_error_that_torch_hands_on_is_that_of_its_incident(by: str, explain_lines: Explain) -> None:
     """Rank 0's RuntimeError is no failure of its own, and the incident is one, whoever tells of it."""
