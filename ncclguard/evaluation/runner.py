@@ -649,7 +649,8 @@ class Evaluation:
         exhausted = any(map(_is_out_of_memory, _with_origins(error)))
         shown = exhausted or text == self._traced  # each try may raise the same
         trace, self._traced = "" if shown else f"\n{_traceback_of(error)}", text
-        log.warning("ncclguard: rank %d: %s failed here: %s%s", self._rank, self._label, text, trace)
+        found = told("rank {rank}: {name} failed here: {error}", rank=self._rank, name=self._label, error=text)
+        log.warning("ncclguard: %s%s", found, trace)
         if exhausted:
             return RankResult(self._rank, Kind.OUT_OF_MEMORY, text)
         wrong = isinstance(error, _WRONG) and not isinstance(error, OSError) and not failures

@@ -30,7 +30,9 @@ from ncclguard.coordination.store import StoreUnavailable
 from ncclguard.torch_compat import elastic
 from ncclguard.torch_compat.elastic import Codes, Host
 from ncclguard.training import declaration, places, stand_by
+from ncclguard_explain import language
 from ncclguard_explain.command_line import described
+from ncclguard_explain.language import tr
 from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
@@ -141,7 +143,8 @@ class Survivors:
         if any(loss.code > 0 for loss in self._unconfirmed):
             return None
         if self._newcomers:
-            say(f"the training has ended before the new process of {ranks_text(sorted(self._newcomers))} had joined it")
+            newcomers = ranks_text(sorted(self._newcomers))
+            say(tr("the training has ended before the new process of {ranks} had joined it", ranks=newcomers))
         return "succeeded"
 
     def taking_part(self, ranks: Iterable[int]) -> set[int] | None:
@@ -171,7 +174,7 @@ class Survivors:
     def _end_given_up(self, codes: Codes, declared: Iterable[int], host: Host) -> None:
         for rank in declaration.given_up(self._folder, declared):
             if codes[rank] is None:
-                say(f"rank {rank} does not run, and the others go on without it: its process is ended")
+                say(tr("rank {rank} does not run, and the others go on without it: its process is ended", rank=rank))
                 host.kill(rank)
 
     def _ended(self, rank: int, code: int, now: float, running: list[int], spare: bool) -> None:
@@ -191,13 +194,26 @@ class Survivors:
             self._reasons.add(same or str(code))
         if rank in self._newcomers:
             del self._newcomers[rank]
-            say(f"the new process of rank {rank} has ended with exit code {code} before it joined")
+            say(
+                tr(
+                    "the new process of rank {rank} has ended with exit code {code} before it joined",
+                    rank=rank,
+                    code=code,
+                )
+            )
         else:
             loss = _Loss(rank, 1 + sum(loss.rank == rank for loss in self._losses), code, now)
             self._losses.append(loss)
             self._unconfirmed.append(loss)
             if running:
-                say(f"rank {rank} has ended with exit code {code}; {ranks_text(running)} may go on without it")
+                say(
+                    tr(
+                        "rank {rank} has ended with exit code {code}; {others} may go on without it",
+                        rank=rank,
+                        code=code,
+                        others=ranks_text(running),
+                    )
+                )
         self._down[rank] = reason
         if reason and running and (spare or self._limits.restarts or self._other_hosts):  # else nobody expects it
             say(f"rank {rank} is not started again: {reason}")
@@ -218,7 +234,13 @@ class Survivors:
     def _overdue(self, now: float) -> bool:
         overdue = [loss.rank for loss in self._unconfirmed if now - loss.found > self._limits.within]
         if overdue:
-            say(f"nobody has gone on without {ranks_text(overdue)} in {self._limits.within:.0f} s; all ranks are ended")
+            say(
+                tr(
+                    "nobody has gone on without {ranks} in {seconds:.0f} s; all ranks are ended",
+                    ranks=ranks_text(overdue),
+                    seconds=self._limits.within,
+                )
+            )
         return bool(overdue)
 
     def _too_many(self, now: float) -> bool:
@@ -244,12 +266,15 @@ class Survivors:
         self._lives[rank] += 1
         self._newcomers[rank] = self._lives[rank]
         pid = host.start(rank, {lifecycle.JOINS: str(self._lives[rank])}, spare)
-        what = "a spare takes the place of rank {}" if spare else "rank {} is started again"
-        say(f"{what.format(rank)} (process {pid})")
+        if spare:
+            say(tr("a spare takes the place of rank {rank} (process {pid})", rank=rank, pid=pid))
+        else:
+            say(tr("rank {rank} is started again (process {pid})", rank=rank, pid=pid))
 
 
 def say(text: str) -> None:
     """A line of the launcher's own: on stderr, and beside the reports of incidents."""
+    text = language.say(text)
     print(f"ncclguard run: {text}", file=sys.stderr, flush=True)
     folder = current_config().report_dir
     if folder is not None:

@@ -43,7 +43,7 @@ from ncclguard.training import declaration, joining
 from ncclguard.training.continuation import Continuation, enroll, has_shards, living
 from ncclguard.training.loader import ElasticLoader
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.language import told
+from ncclguard_explain.language import say, told
 from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
@@ -413,7 +413,7 @@ class ResilientStep:
         )
         runtime.membership_changed(change, going.ranks)
         if going.rank == speaker:
-            log.warning("ncclguard: %s", change)
+            log.warning("ncclguard: %s", say(change.text))
 
     # ------------------------------------------------------------------ what a new rank is given
 

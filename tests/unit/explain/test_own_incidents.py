@@ -207,8 +207,8 @@ def test_the_panel_of_a_rank_that_raised_says_what_to_the_end_of_its_sentence(ex
             "(operation 0:cpu:1/4, group 0)",
         ),
         (
-            "怎么办：重启它，除非作业已经不带它继续",
-            '（`resilient_step`，或 on_lost="shrink"）。',
+            "怎么办：看日志。如果作业没有不带它继续下去",
+            '（`resilient_step`，或 on_lost="shrink"），就重启它。',
             "（操作 0:cpu:1/4，组 0）",
         ),
     ],
