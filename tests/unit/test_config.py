@@ -132,7 +132,7 @@ class TestRefusals:
     def test_nothing_of_it_is_in_another_language(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """pydantic and Python say in English what is wrong."""
         monkeypatch.setenv("NCCLGUARD_LANGUAGE", "zh")
-        for name, value in (("timeout", "abc"), ("on_failure", "ignore"), ("max_attempts", 0), ("language", "cn")):
+        for name, value in (("timeout", "abc"), ("on_failure", "ignore"), ("max_attempts", 0), ("language", "klingon")):
             with pytest.raises(GuardConfigError) as caught:
                 GuardConfig(**{name: value})
             words = re.sub(r"`[^`]*`|'[^']*'|[\w./]*docs/[\w./]*", "", str(caught.value))
