@@ -182,21 +182,21 @@ def _advice(
     if resumed:
         return tr("The others go on without it. {advice}", advice=SEE_LOST if cause is Cause.LOST else ADVICE[cause])
     advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
-    if model.came([one for one in ranks if one.cause is cause]):
+    blamed = [one for one in ranks if one.cause is cause]
+    if model.came(blamed):
         return tr(
             "See what it did before this call: work on one rank only (saving, metrics, a data loader) must fit the timeout "
             "or run on all ranks. Raise the timeout only if that work is meant to take so long."
         )
-    raised = [one.exception for one in ranks if one.cause is Cause.FAILED]
-    if cause is Cause.FAILED and raised and all(map(_OUT_OF_MEMORY.search, map(str, raised))):
+    if cause is Cause.FAILED and blamed and all(_OUT_OF_MEMORY.search(str(one.exception)) for one in blamed):
         return tr(
             "It ran out of memory: smaller batches there, or less that is held beside them (graphs of losses, outputs on "
             "the GPU)."
         )
     if cause is Cause.STUCK:
-        return _advice_on_stuck([one for one in ranks if one.cause is cause], state) or advice
+        return _advice_on_stuck(blamed, state) or advice
     if cause is Cause.LOST and not state.guarded:
-        ends = [one.note or "" for one in ranks if one.cause is cause]
+        ends = [one.note or "" for one in blamed]
         return advice if ends and all(map(_OTHER_END.search, ends)) else ADVICE_ABORTED
     astray = state.guarded and any(map(_in_torchs_own, ranks))
     if begins_evaluation(text):
@@ -415,16 +415,15 @@ def begins_evaluation(operation: str) -> bool:
 
 def _is_a_later_try(known: Incident, later: Incident) -> bool:
     """Return whether both are about calls of one evaluation, and the later one about a later try."""
-    first, again = (
-        # A rank that is not in the call tells of its last one, in an evaluation before, maybe.
-        max(
-            (found.groups() for each in inside or one.ranks if (found := _TRY.search(each.operation or ""))),
-            default=None,
-        )
-        for one in (known, later)
-        for inside in ([each for each in one.ranks if each.inside],)
-    )
+    first, again = _try_of(known), _try_of(later)
     return first is not None and again is not None and first[0] == again[0] and int(first[1]) < int(again[1])
+
+
+def _try_of(incident: Incident) -> tuple[str, ...] | None:
+    """Return the evaluation and the number of the try that ranks are in; None where they are in none."""
+    # A rank that is not in the call tells of its last one, in an evaluation before, maybe.
+    inside = [each for each in incident.ranks if each.inside] or incident.ranks
+    return max((found.groups() for each in inside if (found := _TRY.search(each.operation or ""))), default=None)
 
 
 def writer(incident: Incident) -> int:
