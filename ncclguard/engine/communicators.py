@@ -172,6 +172,7 @@ class Communicators:
                 participants.index(state.member.rank),
                 generation,
                 self._build_slice,
+                lambda: not self._closed and state.member.generation == generation,
             )
         except Exception as error:  # whatever it is: a caller waits for this thread
             if not isinstance(error, (TransportError, StoreUnavailable, RuntimeError)):

@@ -231,8 +231,11 @@ class Builder(Protocol):
         index: int,
         generation: int,
         seconds: float,
+        wanted: Callable[[], bool] | None = None,
     ) -> Communicator:
         """Connect to the other ``ranks``, which must do the same within ``seconds``; else raises TransportError.
+
+        It is given up, likewise, once it is not ``wanted()`` any more.
 
         ``store``, unless the builder ``shares``, is a connection of its own, made by `torch_compat.clone_store`: when
         the time is over it is cut, and is unusable then. ``prefix`` must never have been used before, neither by an

@@ -15,6 +15,7 @@ from ncclguard.transport.base import TransportError
 T = TypeVar("T")
 
 _EXIT_GRACE = 2.0  # seconds that interpreter exit waits for a call that was given up
+_LOOK = 0.05  # seconds between two questions whether the result of a call is still wanted
 _RELEASE_GRACE = 0.25  # seconds for a call to end after it was released
 
 _running: set[_Call[Any]] = set()
@@ -48,8 +49,12 @@ class _Call(threading.Thread, Generic[T]):
                 _running.discard(self)
             self._finished.set()
 
-    def ended(self, seconds: float) -> bool:
-        return self._finished.wait(max(0.0, seconds))
+    def ended(self, seconds: float, wanted: Callable[[], bool] | None = None) -> bool:
+        until = time.monotonic() + seconds
+        while wanted is not None and until - time.monotonic() > _LOOK:
+            if not wanted() or self._finished.wait(_LOOK):
+                return self._finished.is_set()
+        return self._finished.wait(max(0.0, until - time.monotonic()))
 
     def give_up(self) -> None:
         self._given_up = True
@@ -66,11 +71,17 @@ class Background(Protocol):
         """Wait up to ``seconds`` and return whether the call has come back."""
 
 
-def bounded(what: str, call: Callable[[], T], seconds: float, release: Callable[[], object]) -> T:
+def bounded(
+    what: str,
+    call: Callable[[], T],
+    seconds: float,
+    release: Callable[[], object],
+    wanted: Callable[[], bool] | None = None,
+) -> T:
     """Return the result of ``call()``, run in a helper thread, within ``seconds`` plus at most a quarter of a second.
 
-    When the time is over ``release()`` is called, which should make the call end (shut the socket it waits on); then
-    TransportError is raised, whether it ended or not. A call that did not is left to its thread and its late result
+    When the time is over, or the result is not ``wanted()`` any more, ``release()`` is called, which should make the
+    call end (shut the socket it waits on); then TransportError is raised, whether it ended or not. A call that did not is left to its thread and its late result
     dropped. At interpreter exit such calls are released again and waited for, two seconds each: a thread that comes
     back from C++ into an interpreter that is being torn down would end the process with SIGABRT.
 
@@ -86,7 +97,7 @@ def bounded(what: str, call: Callable[[], T], seconds: float, release: Callable[
             _running.discard(thread)
         raise TransportError(f"{what} was not begun: {error}") from error
     try:
-        ended = thread.ended(seconds)
+        ended = thread.ended(seconds, wanted)
     except BaseException:  # Ctrl-C, or the alarm of a timeout handler
         thread.give_up()
         raise
@@ -94,6 +105,8 @@ def bounded(what: str, call: Callable[[], T], seconds: float, release: Callable[
         thread.give_up()
         thread.ended(_RELEASE_GRACE)
         why = f": {thread.error}" if thread.error is not None else ""
+        if wanted is not None and not wanted():
+            raise TransportError(f"{what} is not wanted any more and was given up{why}")
         raise TransportError(f"{what} took longer than {seconds:.1f} s and was given up{why}")
     if isinstance(thread.error, RuntimeError):
         raise TransportError(f"{what} failed: {thread.error}") from thread.error

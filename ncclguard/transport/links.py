@@ -375,13 +375,25 @@ def distances(size: int) -> list[int]:
     return [1 << hop for hop in range((size - 1).bit_length())]
 
 
-def connect(keys: Store, host: str, size: int, index: int, end: float, direct: bool, star: bool | None = None) -> Links:
+def connect(
+    keys: Store,
+    host: str,
+    size: int,
+    index: int,
+    end: float,
+    direct: bool,
+    star: bool | None = None,
+    given_up: threading.Event | None = None,
+) -> Links:
     """Connect with all `neighbours` through ``keys``, until ``end`` (time.monotonic()). Raises TransportError.
+
+    Another thread ends it before that by setting ``given_up``.
 
     ``host`` is the address to listen on. ``direct``: read large parts from the memory of peers where that is possible.
     ``star``: see `Links`, as the first rank has it; None: where more ranks than cores are on one host.
     """
     links: Links | None = None
+    given_up = given_up or threading.Event()
 
     def higher() -> set[int]:
         """Return the peers that this rank connects to."""
@@ -396,11 +408,14 @@ def connect(keys: Store, host: str, size: int, index: int, end: float, direct: b
             links.own = replace(links.own, star=links.star)
         keys.set(f"streams/{index}", links.own.to_json())
         if index and size > 2:
-            _ask(keys, links, {0, *higher()}, end)
+            _ask(keys, links, {0, *higher()}, end, given_up)
             links.star = links.addresses[0].star
-        _ask(keys, links, higher(), end)
+        _ask(keys, links, higher(), end, given_up)
         peers = neighbours(size, index, links.star)
-        if not advance(links.meet(peers), end):
+        meeting = links.meet(peers)
+        while not advance(meeting, min(end, time.monotonic() + ADDRESS_POLL[1])):
+            if time.monotonic() < end and not given_up.is_set():
+                continue
             missing = [peer for peer in peers if peer not in links]
             raise TransportError(tr("the ranks at {missing} of the group did not come to connect", missing=missing))
         return links
@@ -421,7 +436,7 @@ def connect(keys: Store, host: str, size: int, index: int, end: float, direct: b
     raise failure
 
 
-def _ask(keys: Store, links: Links, peers: set[int], end: float) -> None:
+def _ask(keys: Store, links: Links, peers: set[int], end: float, given_up: threading.Event) -> None:
     """Read the addresses of ``peers``, unless they are known; raises TransportError where one has none at ``end``.
 
     In questions that are answered at once, again and again, so that others may use the same connection to the store.
@@ -430,7 +445,7 @@ def _ask(keys: Store, links: Links, peers: set[int], end: float) -> None:
     names = [f"streams/{peer}" for peer in asked]
     pause, longest = ADDRESS_POLL
     while names and not keys.check(names):
-        if time.monotonic() >= end:
+        if time.monotonic() >= end or given_up.is_set():
             missing = [peer for peer, name in zip(asked, names, strict=True) if not keys.check([name])]
             raise TransportError(tr("the ranks at {missing} of the group did not come to connect", missing=missing))
         time.sleep(pause)

@@ -556,10 +556,13 @@ class NcclBuilder:
         index: int,
         generation: int,
         seconds: float,
+        wanted: Callable[[], bool] | None = None,
     ) -> NcclCommunicator:
         end = time.monotonic() + seconds
         # The votes are connected first: they show in bounded time who is there, while NCCL's start may hang.
-        votes = StreamBuilder(disconnects=False).build(store, f"{prefix}/votes", ranks, index, generation, seconds)
+        votes = StreamBuilder(disconnects=False).build(
+            store, f"{prefix}/votes", ranks, index, generation, seconds, wanted
+        )
         attempt = _Attempt(self.device, votes, end)
         what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers over NCCL"
 
@@ -569,7 +572,7 @@ class NcclBuilder:
 
         try:
             communicator = bounded(
-                what, lambda: attempt.connect(store, f"{prefix}/nccl"), end - time.monotonic(), give_up
+                what, lambda: attempt.connect(store, f"{prefix}/nccl"), end - time.monotonic(), give_up, wanted
             )
             torch_compat.disconnect(store)  # as after building over gloo: NCCL has exchanged its id
             return communicator

@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed import ReduceOp
@@ -232,16 +232,22 @@ class StreamBuilder:
         index: int,
         generation: int,
         seconds: float,
+        wanted: Callable[[], bool] | None = None,
     ) -> StreamCommunicator:
         end = time.monotonic() + seconds * _CONNECT_SHARE
         direct = current_config().cross_memory
+        given_up = threading.Event()
 
         def build() -> StreamCommunicator:
             keys = torch_compat.PrefixStore(prefix, store)
-            links = connect(keys, job_address(self._towards), len(ranks), index, end, direct)
+            links = connect(keys, job_address(self._towards), len(ranks), index, end, direct, given_up=given_up)
             if self._disconnects:
                 torch_compat.disconnect(store)  # saves a descriptor on the store's host
             return StreamCommunicator(links, ranks, generation)
 
-        what = f"connecting rank {ranks[index]} with {len(ranks) - 1} peers"
-        return bounded(what, build, seconds, lambda: self.shares or torch_compat.disconnect(store))
+        def give_up() -> None:
+            given_up.set()
+            if not self.shares:
+                torch_compat.disconnect(store)
+
+        return bounded(f"connecting rank {ranks[index]} with {len(ranks) - 1} peers", build, seconds, give_up, wanted)

@@ -423,8 +423,9 @@ def test_both_ends_go_on_when_the_store_or_their_connections_to_it_are_back(how:
         assert "the store of the weights answers again" in result[1].output, result
 
 
-#: Seconds for which the store is silent: as long as the first try has, almost as long as `publish`, and longer.
-SILENCES = (TIMEOUT / 3, TIMEOUT - 0.1, TIMEOUT + 1.0)
+#: Seconds for which the store is silent: as long as the first try has; almost as long as `publish`, whose last try then
+#: has no time to connect, which its engines are still in when the next version comes; and longer.
+SILENCES = (TIMEOUT / 3, TIMEOUT - 0.3, TIMEOUT + 1.0)
 
 
 def then(owner: Any, name: str, before: bool, call: Callable[[], object]) -> None:

@@ -30,6 +30,10 @@ def test_a_call_that_blocks_is_released_and_given_up() -> None:
     start = time.monotonic()
     with pytest.raises(TransportError, match=r"waiting took longer than 0\.1 s"):
         bounded("waiting", lambda: release.wait(30), 0.1, release.set)
+    release.clear()
+    with pytest.raises(TransportError, match="waiting is not wanted any more and was given up"):
+        bounded("waiting", lambda: release.wait(30), 30.0, release.set, lambda: False)
+    assert bounded("adding", lambda: 1 + 1, 5.0, lambda: None, lambda: True) == 2
     assert time.monotonic() - start < 10.0
     assert release.is_set()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +17,7 @@ from ncclguard.environment import network
 from ncclguard.transport import links as module
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.links import Address, Links, advance, connect, distances, neighbours
+from ncclguard.transport.streams import StreamBuilder
 
 from .stream_ranks import links, on_all
 
@@ -113,6 +115,21 @@ def test_a_peer_that_does_not_come_is_an_error_in_time_that_names_its_place() ->
     with pytest.raises(TransportError, match="connecting with the rank at 1 of the group: .*refused"):
         connect(keys, "127.0.0.1", 2, 0, time.monotonic() + 0.5, True)
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("waits", ["for an address", "for a connection"])
+def test_connecting_ends_as_soon_as_nobody_wants_it(waits: str) -> None:
+    keys, began = HashStore(), time.monotonic()
+    other = Links("127.0.0.1", 2, 1, True)
+    try:
+        if waits == "for a connection":  # to rank 1, which is known and does not answer
+            keys.set("prefix/streams/1", other.own.to_json())
+        with pytest.raises(TransportError, match="not wanted any more"):
+            StreamBuilder().build(keys, "prefix", (0, 1), 0, 0, 30.0, lambda: time.monotonic() < began + 0.3)
+    finally:
+        other.close()
+    assert time.monotonic() - began < 5
+    assert not [thread for thread in threading.enumerate() if "connecting rank 0" in thread.name]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"host": "h", "port": "x", "key": "zz"}), "null"])
