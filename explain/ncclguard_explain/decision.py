@@ -63,6 +63,14 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         incident_text.FROM_OUTSIDE.search(fact.text) for fact in verdict.facts
     ):
         return Decision("unknown", tr("the job was ended from outside while ranks waited; why they waited is not told"))
+    if verdict.rule == "ncclguard incident" and verdict.culprits and _went_on(evidence) >= {*verdict.culprits}:
+        return Decision(
+            "unknown",
+            tr(
+                "the job went on without {ranks}, and nothing here says that it has ended",
+                ranks=ranks_text(verdict.culprits),
+            ),
+        )
     if finding.action and not (
         finding.action == "unknown" and (evidence.of(Kind.KERNEL_OOM) or own_exceptions(evidence))
     ):
@@ -134,6 +142,11 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
     if cause is Cause.LATE:
         return Decision("unknown", tr("the inputs do not tell what the awaited rank did instead; its stack would"))
     return Decision("unknown", tr("the inputs do not tell why a rank was missing"))
+
+
+def _went_on(evidence: Evidence) -> set[int]:
+    """Return the ranks without which the job has gone on, by its own words."""
+    return {rank for note in evidence.of(Kind.NOTE, name="went on") for rank in note.peers}
 
 
 #: What waits for others to come, or has lost the host of the store.
@@ -285,10 +298,19 @@ _ADVICE = {
 }  # fmt: skip
 
 
+#: torch, of a backend whose package the program has not imported.
+_NOT_IMPORTED = re.compile(r"\bUnknown backend type:? '?ncclguard")
+
+
 def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bool, own: Fact | None = None) -> str:
     """Return the one thing to do next; `own` is the incident of ncclguard's that the verdict is, which has its own."""
     if own is not None and own.advice:
         return received(own.advice[0])
+    if any(_NOT_IMPORTED.search(fact.detail) for fact in verdict.facts + finding.facts):
+        return tr(
+            'Write `import ncclguard` before init_process_group("ncclguard"), in the program of every rank: that makes the '
+            "backend known to torch."
+        )
     who = ranks_text(verdict.culprits) if verdict.culprits else joined(", ", verdict.places)
     if decision.action == "restart-without":
         return tr(

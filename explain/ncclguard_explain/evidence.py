@@ -708,13 +708,26 @@ def _mark_traced_anew(evidence: Evidence) -> None:
 def _mark_stepped_over(evidence: Evidence) -> None:
     """Count everything as survived where the job is seen to step on behind all that a log has against it."""
     accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB | {Kind.STACK}]
-    last = max(accusing, key=lambda fact: max(fact.line, fact.until), default=None)
-    if last is None or {fact.source for fact in accusing} != {last.source}:
+    steps = [fact for fact in evidence.of(Kind.ALIVE) if fact.after_symptom and fact.name == "train"]
+    sources = {fact.source for fact in steps}
+    there = [fact for fact in accusing if fact.source in sources]
+    told = {_told(fact) for fact in there}
+    if not there or len({fact.source for fact in there}) > 1:
         return
-    end = max(max(fact.line, fact.until) + 2 * len(fact.frames) for fact in accusing)
-    if _steps_on(last, end, [fact for fact in evidence.of(Kind.ALIVE) if fact.after_symptom and fact.name == "train"]):
+    if not all(fact in there or _told(fact) in told for fact in accusing):  # a report or the launcher's log tells more
+        return
+    last = max(there, key=lambda fact: max(fact.line, fact.until))
+    end = max(max(fact.line, fact.until) + 2 * len(fact.frames) for fact in there)
+    if _steps_on(last, end, steps):
         for fact in accusing:
             fact.kind = Kind.RETRIED
+
+
+def _told(fact: Fact) -> tuple[object, ...]:
+    """Return what a fact says, wherever it stands: an incident is in a job's log and in its reports."""
+    if fact.kind is Kind.GUARD:
+        return fact.kind, fact.detail
+    return fact.kind, fact.rank, fact.number, fact.name, fact.detail
 
 
 def _give_to_who_crashed(evidence: Evidence) -> None:

@@ -197,6 +197,7 @@ class Fact:
     after_symptom: bool = False
     frames: tuple[str, ...] = field(default_factory=tuple)
     advice: tuple[str, ...] = ()  # of an incident of ncclguard's own: what to do, and what would have made more of it
+    waiting: tuple[int, ...] = ()  # of an incident of ncclguard's own: who was in the call
 
     def clone(self, **changes: object) -> Fact:
         return replace(self, **changes)  # type: ignore[arg-type]

@@ -45,6 +45,8 @@ _NETWORK = [f": {said(WORD[Cause.NETWORK], language)}" for language in LANGUAGES
 _DO, _NEXT = tr("what to do: {advice}", advice=""), tr("next time: {advice}", advice="")
 #: The last line of a panel; a line of prose may begin with a bracket, too, where it is wrapped.
 _OPERATION = re.compile(r"[(（](?:operation|操作) ")
+#: A panel's line on ranks that were in the call, and for how long.
+_IN_CALL = re.compile(r"waiting[^:]*: ranks? (\d[\d, -]*)|rank (\d[\d、 -]*)停在 ")
 _STACKS = [str(said(tr("{thread}, innermost last:", thread=""), language)).rstrip(":：") for language in LANGUAGES]
 
 
@@ -106,10 +108,11 @@ def _begins(line: str, text: str) -> str | None:
     return next((line[len(head) :].strip() for head in heads if line.startswith(head)), None)
 
 
-def _of_panel(following: Following) -> dict[str, tuple[str, ...]]:
-    """The advice of a panel, and the first stack in it: a line that is indented less than its frames ends that."""
+def _of_panel(following: Following) -> dict[str, tuple[object, ...]]:
+    """The advice of a panel, who waited by it, and the first stack in it, which a line that is indented less ends."""
     advice: list[str] = []
     frames: list[str] = []
+    waiting: list[int] = []
     deep, open_ = 0, False
     for row in following(80):
         body = row.partition("│")[2].rpartition("│")[0][1:].rstrip()
@@ -121,10 +124,12 @@ def _of_panel(following: Following) -> dict[str, tuple[str, ...]]:
         elif deep and len(body) - len(line) > deep:
             frames.append(line)
             continue
+        if in_call := _IN_CALL.match(line):
+            waiting += _ranks_of((in_call[1] or in_call[2]).strip(" ,、"))
         begun = next((rest for head in (_DO, _NEXT) if (rest := _begins(line, head)) is not None), None)
         if begun is not None:
             advice.append(begun)
         elif open_ and not _OPERATION.match(line):
             advice[-1] = beside(f"{advice[-1]} ", line)
         open_ = bool(advice) and not _OPERATION.match(line)
-    return {"advice": tuple(advice), "frames": tuple(frames[-12:])}
+    return {"advice": tuple(advice), "frames": tuple(frames[-12:]), "waiting": tuple(waiting)}

@@ -754,6 +754,10 @@ def _incident(one: Mapping[str, Any], make: Fact) -> list[Fact]:
     stacks = [row["stack"] for row, rank in _ranked(one.get("ranks")) if rank in ranks and _items(row.get("stack"))]
     participants, timeout = one.get("participants"), one.get("timeout")
     summary = str(one.get("summary", ""))
+    changes = [change for change in _items(one.get("afterwards")) if isinstance(change, dict)]
+    lost = [rank for change in changes if change.get("kind") == "went on" for rank in _items(change.get("ranks"))]
+    without = tuple(number for rank in lost if (number := _number(rank)) is not None)
+    went_on = [make.clone(kind=Kind.NOTE, name="went on", peers=without)] if without else []
     return [
         make.clone(
             kind=Kind.GUARD,
@@ -766,7 +770,9 @@ def _incident(one: Mapping[str, Any], make: Fact) -> list[Fact]:
             advice=tuple(str(one[name]) for name in ("advice", "further") if one.get(name)),
             text=(summary or str(one.get("op_id", "")))[:600],
             frames=tuple(str(frame) for frame in stacks[0])[-12:] if stacks else (),
-        )
+            waiting=tuple(rank for row, rank in _ranked(one.get("ranks")) if row.get("state") in ("running", "ready")),
+        ),
+        *went_on,
     ]
 
 

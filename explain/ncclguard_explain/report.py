@@ -315,10 +315,17 @@ def _nothing_seen(evidence: Evidence) -> Message:
     if not again:
         ended = any(fact.name in ("finished", "succeeded") for fact in evidence.of(Kind.PHASE))
         return nothing if ended else joined(" ", (nothing, _STANDS))
-    what = {"nothing": nothing, "name": again[0].name, "detail": again[0].detail[:120]}
+    first = next((fact for fact in again if fact.detail), again[0])
+    what = {"nothing": nothing, "what": _survived_what(first)[:160]}
     if len(again) == 1:
-        return tr("{nothing} The job survived {name}: {detail}", **what)
-    return tr("{nothing} The job survived {name}: {detail} (and {count} more)", **what, count=len(again) - 1)
+        return tr("{nothing} The job went on after: {what}", **what)
+    return tr("{nothing} The job went on after: {what} (and {count} more)", **what, count=len(again) - 1)
+
+
+def _survived_what(fact: Fact) -> str:
+    """Return the words of a log; an exception's type stands before them."""
+    named = fact.name[:1].isupper() or "." in fact.name
+    return f"{fact.name}: {fact.detail}" if named else fact.detail or fact.text
 
 
 def refine_cause(evidence: Evidence, verdict: Verdict, finding: Finding) -> Cause:
@@ -472,8 +479,9 @@ def _rank_rows(evidence: Evidence, verdict: Verdict, world: World) -> list[RankR
             first = min(pending, key=lambda entry: entry.created_ns, default=None)
             told = {**_fields(RankRow, work_of(first)), "group": first.group, "shape": None} if first else {}
             rows.append(RankRow(rank=rank, state=state(rank, "waiting" if pending else "unknown"), **told))
-    for rank in {*range(world.size or 0), *verdict.culprits} - listed:
-        rows.append(RankRow(rank=rank, state=state(rank, "unknown")))
+    waited = {rank for fact in verdict.facts for rank in fact.waiting}
+    for rank in {*range(world.size or 0), *verdict.culprits, *waited} - listed:
+        rows.append(RankRow(rank=rank, state=state(rank, "waiting" if rank in waited else "unknown")))
     return sorted(rows, key=lambda row: (row.rank, row.group or ""))
 
 

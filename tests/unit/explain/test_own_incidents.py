@@ -56,8 +56,55 @@ def test_a_late_rank_of_watch_has_the_panels_stack_and_advice_and_no_other(of: s
     else:
         assert (report.next_step, report.advice) == (advice[0], advice)
     assert not report.reason.endswith((".", "。"))
+    assert {row.rank: row.state for row in report.ranks} == {0: "waiting", 1: "waiting", 2: "missing"}
     if of == "json":
         assert (report.world_size, report.world_size_basis) == (3, "stated")
+
+
+#: The log of a job that went on without a rank, up to then, and its steps behind that.
+WENT_ON = [
+    *(f"step {n}: loss 1.2" for n in range(1, 5)),
+    "ncclguard run: rank 2 has ended with exit code -9; ranks 0-1 may go on without it",
+    "ncclguard incident 7f565216-0-cpu-backend-865c6391-39.0: all_reduce(float32[2420], SUM) failed after 0.0108 s: rank 2 "
+    "lost. cause: lost, its process or host is gone",
+    "ncclguard: went on without rank 2 after 0.2 s",
+]
+STEPS = [f"step {n}: loss 1.1" for n in range(5, 11)]
+OF_LOST = {
+    "cause": "lost", "op": "all_reduce", "culprits": [2],
+    "summary": "all_reduce(float32[2420], SUM) failed after 0.0108 s: rank 2 lost.",
+    "afterwards": [{"kind": "went on", "ranks": [2], "participants": 2, "seconds": 0.2, "step": None}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_job_that_went_on_without_a_rank_and_steps_on_has_no_incident(reports: bool, tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("\n".join([*WENT_ON, *STEPS]) + "\n")
+    if reports:
+        (tmp_path / "incident.json").write_text(json.dumps(WRITTEN | {"incident": WRITTEN["incident"] | OF_LOST}))
+    report = explain([os.fspath(tmp_path)])
+    assert not report.incident, report.summary
+    assert "The job went on after: all_reduce(float32[2420], SUM) failed" in report.summary, report.summary
+    other = OF_LOST | {"summary": "barrier() failed after 9 s: rank 1 late.", "culprits": [1], "cause": "late"}
+    (tmp_path / "later.json").write_text(json.dumps(WRITTEN | {"incident": WRITTEN["incident"] | other}))
+    assert explain([os.fspath(tmp_path)]).culprits == (1,)  # of which the log says nothing
+
+
+@pytest.mark.parametrize("of", ["json", "en", "zh"])
+def test_a_job_that_went_on_and_does_not_say_what_became_of_it_need_not_be_started_again(
+    of: str, tmp_path: Path
+) -> None:
+    said = {"en": WENT_ON[-1], "zh": "ncclguard: 0.2 s 后在没有 rank 2 的情况下继续训练"}
+    if of == "json":
+        (tmp_path / "incident.json").write_text(json.dumps(WRITTEN | {"incident": WRITTEN["incident"] | OF_LOST}))
+    else:
+        (tmp_path / "job.log").write_text("\n".join([*WENT_ON[:-1], said[of]]) + "\n")
+    report = explain([os.fspath(tmp_path)])
+    assert (report.culprits, report.decision) == ((2,), "unknown")
+    assert report.decision_reason == "the job went on without rank 2, and nothing here says that it has ended"
+    (tmp_path / "other.log").write_text("\n".join(WENT_ON[:-1]) + "\n")
+    (tmp_path / ("incident.json" if of == "json" else "job.log")).unlink()
+    assert explain([os.fspath(tmp_path)]).decision == "restart"
 
 
 def later(folder: Path, name: str, at: str, rank: int) -> Report:
@@ -308,3 +355,11 @@ def test_what_follows_from_others_is_no_code_to_fix_in_an_incident_either(raised
         of_panel("c58331bf-0-cpu-27.0", said, "cause: failed, raised an exception while the others waited")
     )
     assert (report.culprits, report.decision) == ((1,), "unknown")
+
+
+def test_who_has_not_imported_the_package_is_told_to(explain_lines: Explain) -> None:
+    raised = "[rank0]: AssertionError: Unknown backend type ncclguard"
+    report = explain_lines(
+        "[rank0]: Traceback (most recent call last):", '[rank0]:   File "/w/s.py", line 2, in <module>', raised
+    )
+    assert report.next_step.startswith("Write `import ncclguard` before init_process_group"), report.next_step
