@@ -81,9 +81,10 @@ def bounded(
     """Return the result of ``call()``, run in a helper thread, within ``seconds`` plus at most a quarter of a second.
 
     When the time is over, or the result is not ``wanted()`` any more, ``release()`` is called, which should make the
-    call end (shut the socket it waits on); then TransportError is raised, whether it ended or not. A call that did not is left to its thread and its late result
-    dropped. At interpreter exit such calls are released again and waited for, two seconds each: a thread that comes
-    back from C++ into an interpreter that is being torn down would end the process with SIGABRT.
+    call end (shut the socket it waits on); then TransportError is raised, whether it ended or not. A call that did not
+    is left to its thread and its late result dropped. At interpreter exit such calls are released again and waited for,
+    two seconds each: a thread that comes back from C++ into an interpreter that is being torn down would end the
+    process with SIGABRT.
 
     RuntimeError of the call (torch's errors of store and network) is raised as TransportError, anything else as it is.
     """
