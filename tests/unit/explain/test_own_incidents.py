@@ -357,8 +357,11 @@ def test_what_follows_from_others_is_no_code_to_fix_in_an_incident_either(raised
 
 
 def test_who_has_not_imported_the_package_is_told_to(explain_lines: Explain) -> None:
-    raised = "[rank0]: AssertionError: Unknown backend type ncclguard"
-    report = explain_lines(
-        "[rank0]: Traceback (most recent call last):", '[rank0]:   File "/w/s.py", line 2, in <module>', raised
-    )
+    lines = [
+        "[rank0]: Traceback (most recent call last):",
+        '[rank0]:   File "/w/s.py", line 2, in <module>',
+        '[rank0]:     dist.init_process_group("ncclguard")',
+        "[rank0]: AssertionError: Unknown backend type ncclguard",
+    ]
+    report = explain_lines(lines)
     assert report.next_step.startswith("Write `import ncclguard` before init_process_group"), report.next_step
