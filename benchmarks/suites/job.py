@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -39,7 +39,7 @@ def adopt_orphans() -> None:
 
 def run(command: Sequence[str], env: Mapping[str, str], cwd: Path, limit: float, log: Path) -> Ended:
     """Run a command, end it and all that it has started after `limit` seconds, and return how it ended."""
-    began = time.monotonic()
+    began, before = time.monotonic(), frozenset(psutil.Process().children(recursive=True))
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=cwd, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -49,14 +49,14 @@ def run(command: Sequence[str], env: Mapping[str, str], cwd: Path, limit: float,
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            end_all()
+            end_all(before)
             process.wait()
     return Ended(code, time.monotonic() - began, log.read_text(errors="replace"))
 
 
-def end_all() -> None:
-    """Kill every descendant of this process, also those that come up meanwhile."""
-    while found := psutil.Process().children(recursive=True):
+def end_all(but: Collection[psutil.Process] = ()) -> None:
+    """Kill every descendant of this process that is none of these, also those that come up meanwhile."""
+    while found := [process for process in psutil.Process().children(recursive=True) if process not in but]:
         for process in found:
             try:
                 process.kill()
