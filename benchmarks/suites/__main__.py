@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -177,7 +178,7 @@ def main() -> int:
     tests, skipped = table.merged(ends)
     results = {
         "schema_version": 1, "suite": options.name, "about": suite.about, "ranks": ranks, "backends": backends,
-        "command": " ".join(["python -m benchmarks.suites", *sys.argv[1:]]), "versions": versions(suite, source),
+        "command": f"python -m benchmarks.suites {shlex.join(sys.argv[1:])}", "versions": versions(suite, source),
         "machine": {"day": began.date().isoformat(), "python": platform.python_version(), "kernel": platform.release(),
                     "cores": os.cpu_count(), "load": round(os.getloadavg()[2], 1)},
         "seconds": {backend: round(sum(end["seconds"] for end in by_name.values()), 1) for backend, by_name in ends.items()},

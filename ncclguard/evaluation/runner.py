@@ -895,16 +895,19 @@ def _outcome_of(once: Callable[[], tuple[Outcome, tuple[Any, ...]]]) -> tuple[Ou
             if current_config().on_failure == "raise":
                 return error.outcome, ()
             # A failure that was only decided afterwards, raised by the next call on the group; each is raised once.
-            text = told("a failed outcome was not looked at before the evaluation: {error}", error=str(error))
-            log.error("ncclguard: %s", text)
+            _log_unread(error)
 
 
 def _read_failures() -> None:
     """Say what the program has not looked at before an evaluation, in whose calls it would be raised on each rank."""
     for outcome in runtime.unread():
         outcome.acknowledge()
-        text = told("a failed outcome was not looked at before the evaluation: {error}", error=str(outcome))
-        log.error("ncclguard: %s", text)
+        _log_unread(outcome)
+
+
+def _log_unread(failure: CollectiveFailed | Outcome) -> None:
+    text = told("a failed outcome was not looked at before the evaluation: {error}", error=str(failure))
+    log.error("ncclguard: %s", text)
 
 
 def is_gone(outcome: Outcome) -> bool:
