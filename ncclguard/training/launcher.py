@@ -32,7 +32,7 @@ from ncclguard.torch_compat.elastic import Codes, Host
 from ncclguard.training import declaration, places, stand_by
 from ncclguard_explain import language
 from ncclguard_explain.command_line import described
-from ncclguard_explain.language import tr
+from ncclguard_explain.language import Message, tr
 from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
@@ -169,7 +169,11 @@ class Survivors:
         self._there = there
         back = sorted(rank for rank in there - (there if before is None else before) if codes.get(rank, 0) is not None)
         if back:
-            say(f"{ranks_text(back)} {'take' if back[1:] else 'takes'} part again, in a process of another host")
+            say(
+                tr("{ranks} take part again, in processes of another host", ranks=ranks_text(back))
+                if back[1:]
+                else tr("{ranks} takes part again, in a process of another host", ranks=ranks_text(back))
+            )
 
     def _end_given_up(self, codes: Codes, declared: Iterable[int], host: Host) -> None:
         for rank in declaration.given_up(self._folder, declared):
@@ -179,17 +183,16 @@ class Survivors:
 
     def _ended(self, rank: int, code: int, now: float, running: list[int], spare: bool) -> None:
         kind, text, same = declaration.withdraw(self._folder, rank)
-        why = f"it ended with {text}" if text else f"it ended with exit code {code}"
+        reason: Message | str = ""
+        why = tr("it ended with {what}", what=text) if text else tr("it ended with exit code {code}", code=code)
         if kind == "mismatch":
-            reason = f"{why}, which a new process would do too: ranks call different collectives"
+            reason = tr("{why}, which a new process would do too: ranks call different collectives", why=why)
         elif kind == "device":
-            reason = f"{why}, and the device lasts longer than the process"
+            reason = tr("{why}, and the device lasts longer than the process", why=why)
         elif kind == "taken":
-            reason = "a process of another host has its place"
+            reason = tr("a process of another host has its place")
         elif code > 0 and (same or str(code)) in self._reasons:
-            reason = f"{why}, as one before"
-        else:
-            reason = ""
+            reason = tr("{why}, as one before", why=why)
         if code > 0 and kind != "taken":
             self._reasons.add(same or str(code))
         if rank in self._newcomers:
@@ -216,7 +219,7 @@ class Survivors:
                 )
         self._down[rank] = reason
         if reason and running and (spare or self._limits.restarts or self._other_hosts):  # else nobody expects it
-            say(f"rank {rank} is not started again: {reason}")
+            say(tr("rank {rank} is not started again: {reason}", rank=rank, reason=reason))
         if reason and kind not in ("taken", "device") and self._store is not None:  # nor on a host that stands by
             with contextlib.suppress(StoreUnavailable):
                 places.refuse(places.beneath(self._store), rank, self._generation)
@@ -248,8 +251,12 @@ class Survivors:
         exceeded = 0 < self._limits.losses < recent
         if exceeded:
             say(
-                f"{recent} ranks were lost in {self._limits.period:.0f} s, more than --max-losses "
-                f"{self._limits.losses}; all ranks are ended"
+                tr(
+                    "{count} ranks were lost in {seconds:.0f} s, more than --max-losses {most}; all ranks are ended",
+                    count=recent,
+                    seconds=self._limits.period,
+                    most=self._limits.losses,
+                )
             )
         return exceeded
 
@@ -257,10 +264,10 @@ class Survivors:
         spare = host.spares() > 0
         if not spare and not self._restarts:
             if self._limits.restarts:
-                self._down[rank] = "no spare is left, and --restart-lost is used up"
-                say(f"rank {rank} is not started again: {self._down[rank]}")
+                self._down[rank] = tr("no spare is left, and --restart-lost is used up")
+                say(tr("rank {rank} is not started again: {reason}", rank=rank, reason=self._down[rank]))
             else:
-                self._down[rank] = "no spare is left"
+                self._down[rank] = tr("no spare is left")
             return
         self._restarts -= not spare
         self._lives[rank] += 1

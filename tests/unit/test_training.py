@@ -424,7 +424,7 @@ def test_who_takes_part_again_in_a_process_of_another_host_is_told_once(
         declaration.going_on(rank, (1, 2), ranks=(0, 3))
         judged.judge(codes)
     assert "again" not in capsys.readouterr().err
-    for rank, said in ((0, ""), (3, "ranks 1-2 take part again, in a process of another host")):
+    for rank, said in ((0, ""), (3, "ranks 1-2 take part again, in processes of another host")):
         declaration.going_on(rank, (1, 2), ranks=(0, 1, 2, 3))
         for _ in range(2):
             judged.judge(codes)
